@@ -1,0 +1,109 @@
+"""GVPO: Group Variance Policy Optimization.
+
+Zhang et al. 2025, https://arxiv.org/abs/2504.19599
+
+With s_i = Σ_t log π_θ(y_i,t) and ρ_i = s_i − s'_i, the log-ratio to the anchor policy π', over a group of k answers
+
+    w_i = (R_i − R̄) − β (ρ_i − ρ̄)                 the weights of a group sum to zero
+    L   = −β/(k−1) Σ_i sg(w_i) s_i                  averaged over groups
+
+which has the gradient of ½ Σ_i [(βρ_i − sg(mean βρ)) − (R_i − R̄)]² / (k−1), the sample variance of βρ − R. For any
+full-support sampling distribution its one minimum is π* ∝ π' e^{R/β}: no importance weights, no clipping, and the KL
+constraint sits inside the weights.
+
+The advantage handed on is R − R̄ alone; the loss subtracts β(ρ − ρ̄) itself, from the log-probs of the moment.
+w carries no gradient (with gradient the fixed point would be π'^½ e^{R/2β}); tokens are summed, not averaged (a mean
+would change the target).
+
+Deviations: the anchor is the start model by default (`reference="initial"`); "old", the sampling policy, is how the
+authors run it, and with one update per batch is then REINFORCE with a group baseline.
+Shapes: N episodes, R rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from covey.algorithms.ops import episode_sum, group_mean, group_size
+from covey.protocols import Advantages, LossTerm, Metrics, Needs, TokenOutputs
+from covey.types import Batch, Samples
+
+
+@dataclass(frozen=True, slots=True)
+class Gvpo:
+    beta: float = 0.1  # strength of the KL constraint
+    use_bessel_correction: bool = True  # divide by k − 1 (unbiased variance); else by k
+    clip_weight: float | None = None  # clip w to ±this
+    normalize_weights: bool = True  # re-centre w in each group after clipping, so that it still sums to zero
+    reference: str = "initial"  # the anchor π': initial (the frozen start model) or old (the sampling policy)
+
+    def __post_init__(self) -> None:
+        if self.beta <= 0:
+            raise ValueError(f"algorithm.beta must be positive, got {self.beta}: β scales the whole loss")
+        if self.clip_weight is not None and self.clip_weight <= 0:
+            raise ValueError(f"algorithm.clip_weight must be positive or null, got {self.clip_weight}")
+        if self.reference not in ("initial", "old"):
+            raise ValueError(f"algorithm.reference must be initial or old, got {self.reference!r}")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(reference=self.reference == "initial", min_group_size=2)
+
+    @property
+    def couples_groups(self) -> bool:
+        return True
+
+    def advantages(self, samples: Samples) -> Advantages:
+        rewards_N = samples.total_reward()
+        return Advantages(rewards_N - group_mean(rewards_N, samples.group_N))
+
+    def loss(self, out: TokenOutputs, batch: Batch) -> dict[str, LossTerm]:
+        sum_N = episode_sum(out.logprobs, batch.mask_RT, batch.episode_R, len(batch.group_N))
+        weight_N = self._batch_weights(out, batch)
+        size_N = group_size(batch.group_N, weight_N.dtype, batch.length_N > 0)
+        divisor_N = (size_N - int(self.use_bessel_correction)).clamp(min=1)
+        # Episodes of the mini-batch that are not in this micro-batch have an empty sum and add nothing.
+        return {"gvpo": LossTerm(-self.beta * (weight_N * sum_N / divisor_N).sum(), "groups")}
+
+    def log_ratio(self, out: TokenOutputs, batch: Batch) -> Tensor:
+        """ρ of every episode of the mini-batch, detached. Without a first pass the micro-batch holds whole groups;
+        episodes that are elsewhere then get ρ = 0, and their groups no loss here."""
+        anchor_N = batch.ref_sum_N if self.reference == "initial" else batch.old_sum_N
+        assert anchor_N is not None, "GVPO with reference=initial needs reference log-probs"
+        if batch.policy_sum_N is not None:
+            return batch.policy_sum_N - anchor_N
+        sum_N = episode_sum(out.logprobs.detach(), batch.mask_RT, batch.episode_R, len(batch.group_N))
+        here_N = torch.zeros_like(anchor_N).index_fill(0, batch.episode_R, 1.0)
+        return (sum_N - anchor_N) * here_N
+
+    def weights(self, log_ratio_N: Tensor, rewards_N: Tensor, group_N: Tensor, valid_N: Tensor | None = None) -> Tensor:
+        """w of each episode. A group of one has nothing to be compared with and gets 0, as does an empty answer
+        (not in `valid_N`), which does not count in its group's means either."""
+        rewards_N = rewards_N.to(log_ratio_N.dtype)
+        weight_N = rewards_N - group_mean(rewards_N, group_N, valid_N)
+        weight_N = weight_N - self.beta * (log_ratio_N - group_mean(log_ratio_N, group_N, valid_N))
+        if self.clip_weight is not None:
+            weight_N = weight_N.clamp(-self.clip_weight, self.clip_weight)
+            if self.normalize_weights:
+                weight_N = weight_N - group_mean(weight_N, group_N, valid_N)
+        return (weight_N if valid_N is None else weight_N * valid_N).detach()
+
+    def _batch_weights(self, out: TokenOutputs, batch: Batch) -> Tensor:
+        return self.weights(self.log_ratio(out, batch), batch.rewards_N, batch.group_N, batch.length_N > 0)
+
+    def metrics(self, out: TokenOutputs, batch: Batch) -> Metrics:
+        """Over the episodes of this micro-batch."""
+        here = batch.episode_R.unique()
+        weight, rho = self._batch_weights(out, batch)[here], self.log_ratio(out, batch)[here]
+        return {
+            "gvpo/mean_reward": float(batch.rewards_N[here].mean()),
+            "gvpo/mean_weight": float(weight.mean()),
+            "gvpo/std_weight": float(weight.std(unbiased=False)),
+            "gvpo/max_weight": float(weight.max()),
+            "gvpo/min_weight": float(weight.min()),
+            "gvpo/mean_log_ratio": float(rho.mean()),
+            "gvpo/std_log_ratio": float(rho.std(unbiased=False)),
+        }

@@ -1,0 +1,89 @@
+"""covey.train: a training run in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from covey.cli.build import algorithm_schemas, prepare
+from covey.cli.train import run_to_end
+from covey.config import compose
+from covey.errors import InputError
+from covey.tasks import TaskSet
+from covey.types import Task
+
+if TYPE_CHECKING:
+    from covey.loop.run import Run
+
+Tasks = str | Path | Sequence[Task | Mapping[str, Any]]
+
+
+def train(
+    model: str = "smollm2-135m",
+    tasks: Tasks = "sort",
+    reward: str | Callable[..., Any] | Sequence[Any] | None = None,
+    algorithm: str = "gvpo",
+    *,
+    validation: Tasks | None = None,
+    **config: Any,
+) -> Run:
+    """Train and return the run: its folder (`run.path`), its evaluations, its learner with the trained model.
+
+    `tasks` is the name of a generated task, a file, or a list of Tasks or dicts with `question` and `answer`. `reward`
+    is a function, a name, or a list of them. Settings go by section, `learner={"lr": 2e-5}`, or by key,
+    `**{"learner.lr": 2e-5}`.
+    """
+    settings = [f"model.name={model}", f"algorithm={algorithm}", *_settings(config)]
+    given: TaskSet | None = None
+    if isinstance(tasks, (str, Path)):
+        settings.append(f"data.train_files={tasks}" if _is_file(tasks) else f"data.name={tasks}")
+        if isinstance(validation, (str, Path)):
+            settings.append(f"data.val_files={validation}")
+        elif validation is not None:
+            raise InputError("validation= must be a file when tasks= is one")
+    else:
+        held_out = () if validation is None or isinstance(validation, (str, Path)) else _tasks(validation)
+        given = TaskSet(train=_tasks(tasks), validation=held_out, reward=None, description="tasks given in Python")
+    composed = compose(settings, algorithms=algorithm_schemas())
+    return run_to_end(prepare(composed, tasks=given, reward=reward))
+
+
+def _is_file(tasks: str | Path) -> bool:
+    return isinstance(tasks, Path) or "." in tasks or "/" in tasks
+
+
+def _tasks(rows: Sequence[Task | Mapping[str, Any]]) -> tuple[Task, ...]:
+    found = tuple(row if isinstance(row, Task) else _task(row, number) for number, row in enumerate(rows))
+    if not found:
+        raise InputError("tasks= is empty")
+    return found
+
+
+def _task(row: Mapping[str, Any], number: int) -> Task:
+    rest = {key: value for key, value in row.items() if key not in ("question", "messages", "answer", "data_id")}
+    if "messages" not in row and not isinstance(row.get("question"), str):
+        raise InputError(f"tasks[{number}] needs a question (text) or messages; it has: {', '.join(row)}")
+    messages = row.get("messages") or ({"role": "user", "content": row["question"]},)
+    return Task(str(row.get("data_id", number)), tuple(messages), row.get("answer"), rest)
+
+
+def _settings(config: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Nested sections → key=value, quoted for Hydra."""
+    found: list[str] = []
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            found += _settings(value, f"{prefix}{key}.")
+        else:
+            found.append(f"{prefix}{key}={_quoted(value)}")
+    return found
+
+
+def _quoted(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(_quoted(item) for item in value) + "]"
+    if isinstance(value, str):
+        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return str(value)

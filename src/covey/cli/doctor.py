@@ -1,0 +1,109 @@
+"""covey doctor: what this machine can do, what is missing, and the fix."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Finding:
+    mark: str  # ok | -- (optional, missing) | !! (needed, missing)
+    what: str
+    detail: str
+    fix: str = ""
+
+
+OPTIONAL = {
+    "peft": ("LoRA training", "pip install 'covey[lora]'"),
+    "wandb": ("Weights & Biases logging", "pip install 'covey[wandb]'"),
+    "tensorboard": ("TensorBoard logging", "pip install 'covey[tensorboard]'"),
+}
+
+
+def main(argv: list[str]) -> int:
+    from covey.cli.words import parse
+
+    parse(argv)
+    findings = list(examine())
+    for finding in findings:
+        print(f"{finding.mark:3} {finding.what:22} {finding.detail}")
+        if finding.fix:
+            print(f"{'':26} fix: {finding.fix}")
+    broken = sum(finding.mark == "!!" for finding in findings)
+    print(f"\n{'this machine can train' if not broken else f'{broken} things to fix before training'}")
+    return 1 if broken else 0
+
+
+def examine() -> Iterator[Finding]:
+    yield Finding("ok", "python", platform.python_version())
+    yield from _torch()
+    yield _memory()
+    for package in ("transformers", "safetensors", "hydra-core", "pyarrow", "rich", "matplotlib", "gguf"):
+        version = _version(package)
+        if version:
+            yield Finding("ok", package, version)
+        else:
+            yield Finding("!!", package, "not installed", f"pip install {package}")
+    yield _builtin_model()
+    for package, (what, fix) in OPTIONAL.items():
+        version = _version(package)
+        yield Finding("ok", package, f"{version}: {what}") if version else Finding("--", package, f"no {what}", fix)
+    for name, what in (("HF_TOKEN", "private models of the hub"), ("WANDB_API_KEY", "uploading to W&B")):
+        found = bool(os.environ.get(name))
+        yield Finding("ok" if found else "--", name, f"{'set' if found else 'not set'}: {what}")
+
+
+def _torch() -> Iterator[Finding]:
+    try:
+        import torch
+    except ImportError:
+        yield Finding("!!", "torch", "not installed", "pip install torch")
+        return
+    yield Finding("ok", "torch", torch.__version__)
+    cores = os.cpu_count() or 1
+    yield Finding("ok", "CPU", f"{cores} cores, {torch.get_num_threads()} threads used")
+    if not torch.cuda.is_available():
+        yield Finding("--", "GPU", "none that torch sees: training runs on the CPU")
+        return
+    for index in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(index)
+        yield Finding("ok", f"GPU {index}", f"{card.name}, {card.total_memory / 2**30:.0f} GiB")
+
+
+def _memory() -> Finding:
+    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    disk = shutil.disk_usage(Path.cwd()).free / 2**30
+    detail = f"{pages:.0f} GiB memory free, {disk:.0f} GiB disk free here"
+    if pages < 4 or disk < 4:
+        fix = "the built-in model wants about 4 GiB of memory, and 2 GiB of disk for each checkpoint"
+        return Finding("--", "room", detail, fix)
+    return Finding("ok", "room", detail)
+
+
+def _builtin_model() -> Finding:
+    from covey.errors import InputError
+    from covey.learner.builtin import GGUF_SHA256, cache_folder, find_gguf
+
+    name = "smollm2-135m"
+    ready = cache_folder() / "models" / f"{name}-{GGUF_SHA256[:12]}"
+    if ready.is_dir():
+        return Finding("ok", "built-in model", f"{name}, ready in {ready}")
+    try:
+        find_gguf(name)
+    except InputError as error:
+        lines = str(error).splitlines()
+        return Finding("--", "built-in model", lines[0], lines[1].split(":", 1)[1].strip())
+    return Finding("ok", "built-in model", f"{name}, unpacked on first use")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,198 @@
+"""covey eval, covey sample: a model, or a run's weights, on tasks or on a question of yours."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from covey.agents import resolve_agent
+from covey.cli.build import algorithm_schemas, prepare
+from covey.cli.words import Words, parse
+from covey.config import Composed, compose
+from covey.errors import InputError
+from covey.tasks import TaskSet
+from covey.types import Group, Sampling, Task
+
+EVAL_USAGE = """\
+covey eval MODEL_OR_RUN [key=value ...]
+
+  Answers the validation tasks and averages each reward.
+  MODEL_OR_RUN   a model (folder, Hugging Face id, smollm2-135m), a run (outputs/DATE/TIME) or a checkpoint of one;
+                 a run brings its own tasks and rewards, and its best checkpoint
+  --json FILE    write the figures there too
+
+  covey eval smollm2-135m data=sort eval.modes=[greedy,sampled] eval.n=4
+"""
+SAMPLE_USAGE = """\
+covey sample MODEL_OR_RUN [--question TEXT] [-n 4] [--tasks 2] [key=value ...]
+
+  Prints answers, with their rewards where a task is known.
+  --question TEXT   ask this instead of the validation tasks
+  -n 4              answers to each
+  --tasks 2         how many validation tasks
+
+  covey sample smollm2-135m --question "What is the capital of France?" rollout.max_tokens=40
+"""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A model and what to ask it."""
+
+    prepared: Any
+    collector: Any
+    engine: Any
+
+
+def main_eval(argv: list[str]) -> int:
+    words = parse(argv, switches=("--help", "-h"), values=("--json", "--config-name", "--config"))
+    if words.on("--help") or words.on("-h"):
+        print(EVAL_USAGE)
+        return 0
+    bench = _bench(words, EVAL_USAGE)
+    metrics = asyncio.run(_evaluate(bench))
+    for name, value in metrics.items():
+        print(f"{name:40} {value:.4f}")
+    if path := words.text("--json"):
+        Path(path).write_text(json.dumps(metrics, indent=1))
+    return 0
+
+
+async def _evaluate(bench: Bench) -> dict[str, float]:
+    from covey.loop.evaluate import Evaluator
+
+    prepared = bench.prepared
+    config = prepared.config
+    if not prepared.tasks.validation:
+        raise InputError("there is nothing to evaluate on: give data=NAME or data.val_files=FILE")
+    evaluator = Evaluator(
+        bench.collector,
+        prepared.tasks.validation,
+        config.eval,
+        max_tokens=config.eval.max_tokens or config.rollout.max_tokens,
+        stop=tuple(config.rollout.stop),
+        trained_reward=prepared.trained_reward,
+    )
+    found = await evaluator.run()
+    bench.engine.close()
+    return dict(found.metrics)
+
+
+def main_sample(argv: list[str]) -> int:
+    values = ("--question", "-n", "--tasks", "--config-name", "--config")
+    words = parse(argv, switches=("--help", "-h"), values=values)
+    if words.on("--help") or words.on("-h"):
+        print(SAMPLE_USAGE)
+        return 0
+    count, many = _count(words, "-n", 4), _count(words, "--tasks", 2)
+    bench = _bench(words, SAMPLE_USAGE)
+    question = words.text("--question")
+    tasks: Sequence[Task]
+    if question is not None:
+        tasks = [Task("question", ({"role": "user", "content": question},))]
+        bench = dataclasses.replace(bench, collector=dataclasses.replace(bench.collector, reward=_NoReward()))
+    else:
+        tasks = (bench.prepared.tasks.validation or bench.prepared.tasks.train)[:many]
+    r = bench.prepared.config.rollout
+    sampling = Sampling(r.temperature, r.top_p, r.top_k, r.min_p, r.max_tokens, tuple(r.stop))
+    for group in asyncio.run(_answers(bench, tasks, count, sampling)):
+        _print_group(group)
+    return 0
+
+
+async def _answers(bench: Bench, tasks: Sequence[Task], count: int, sampling: Sampling) -> list[Group]:
+    groups: list[Group] = await bench.collector.groups(tasks, count, sampling, ("sample",))
+    bench.engine.close()
+    return groups
+
+
+def _print_group(group: Group) -> None:
+    asked = [m["content"] for m in group.task.messages if m["role"] == "user"][-1]
+    gold = "" if group.task.answer is None else f"   (answer: {group.task.answer})"
+    print(f"\n{asked}{gold}")
+    for episode in group.episodes:
+        if episode.failure is not None:
+            print(f"  failed: {episode.failure.cause}: {episode.failure.message}")
+            continue
+        logprob = sum(p for turn in episode.turns for p in turn.logprobs)
+        scores = "  ".join(f"{k}={v:g}" for k, v in episode.rewards.items() if v is not None)
+        print(f"  {episode.final_answer!r}")
+        print(f"      {episode.response_tokens} tokens, log-prob {logprob:.2f}, ended by {episode.stop}   {scores}")
+
+
+class _NoReward:
+    """A question of the user's own has no score."""
+
+    names: tuple[str, ...] = ()
+    groupwise = False
+
+    async def __call__(self, task: Task, episode: Any) -> dict[str, float | None]:
+        return {}
+
+    async def group(self, task: Task, episodes: Sequence[Any]) -> list[dict[str, float | None]]:
+        return [{} for _ in episodes]
+
+
+def _count(words: Words, flag: str, default: int) -> int:
+    text = words.text(flag)
+    if text is None:
+        return default
+    if not text.isdigit() or int(text) < 1:
+        raise InputError(f"{flag} wants a number from 1, got {text!r}")
+    return int(text)
+
+
+def _bench(words: Words, usage: str) -> Bench:
+    """Load the model and its tasks."""
+    if len(words.places) != 1:
+        raise InputError(f"name one model or run\n\n{usage.rstrip()}")
+    from covey.learner.models import load_policy
+    from covey.rollout.collector import Collector
+    from covey.rollout.embedded import EmbeddedEngine
+
+    composed = _compose_for(words.places[0], words)
+    tasks = None
+    if words.text("--question") is not None:
+        tasks = TaskSet(train=(), validation=(), reward=None, description="a question")
+    prepared = prepare(composed, tasks=tasks)
+    source, config = prepared.model, prepared.config
+    assert source is not None
+    engine = EmbeddedEngine(
+        load_policy(source, config.model),
+        eos_ids=source.eos_ids(),
+        decode=source.tokenizer.decode,
+        max_sequences=config.rollout.max_sequences,
+    )
+    agent = resolve_agent(config.agent.name)
+    collector = Collector(engine, source.tokenizer, agent, prepared.rewards, config.seed, config.agent.max_seconds)
+    return Bench(prepared, collector, engine)
+
+
+def _compose_for(name: str, words: Words) -> Composed:
+    """A run's own settings with its weights, or the defaults with the named model; then the user's settings."""
+    path = Path(name).expanduser()
+    run = path.parent.parent if path.parent.name == "checkpoints" else path
+    config_path = Path(text).expanduser() if (text := words.text("--config")) else None
+    if (run / "run.json").is_file():
+        model = path / "model" if path != run else _best_model(run)
+        config_path, settings = run / "config.yaml", [f"model.name={model}", *words.settings]
+    else:
+        settings = [f"model.name={name}", *words.settings]
+    return compose(
+        settings, algorithms=algorithm_schemas(), config_name=words.text("--config-name"), config_path=config_path
+    )
+
+
+def _best_model(run: Path) -> Path:
+    """The checkpoint with the best evaluation, or else the last."""
+    folders = sorted((run / "checkpoints").glob("step-*"))
+    if not folders:
+        raise InputError(f"{run} has no checkpoint yet\n  runs write one at the end, or every loop.save_every steps")
+    best = json.loads((folders[-1] / "state.json").read_text()).get("best")
+    named = run / "checkpoints" / f"step-{best['step']:06d}" if best else folders[-1]
+    return (named if named.is_dir() else folders[-1]) / "model"

@@ -1,0 +1,64 @@
+"""covey: the command line. Thin: each command parses its words and calls what does the work."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from covey.errors import InputError
+
+USAGE = """\
+covey — reinforcement learning of language models on groups of sampled answers
+
+  covey train   [--config-name RECIPE | --config FILE] [key=value ...]    train
+  covey eval    MODEL_OR_RUN [key=value ...]                              score a model on held-out tasks
+  covey sample  MODEL_OR_RUN [--question TEXT] [-n 4] [key=value ...]     read what a model answers
+  covey config  [explain KEY] [key=value ...]                             resolved settings; what a setting means
+  covey algorithms                                                        the algorithms and their settings
+  covey doctor                                                            what this machine can do, and the fixes
+
+Start with:  covey train --config-name demo        More:  covey COMMAND --help
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0
+    if words[0] == "--version":
+        from covey import __version__
+
+        print(f"covey {__version__}")
+        return 0
+    try:
+        return _command(words[0])(words[1:])
+    except InputError as error:
+        print(f"{error}\nnothing was started", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command continues from the last checkpoint", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone
+        return 0
+
+
+def _command(name: str) -> Callable[[list[str]], int]:
+    from covey.cli import doctor, inspect, settings, train
+    from covey.errors import unknown
+
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "train": train.main,
+        "eval": inspect.main_eval,
+        "sample": inspect.main_sample,
+        "config": settings.main_config,
+        "algorithms": settings.main_algorithms,
+        "doctor": doctor.main,
+    }
+    if name not in commands:
+        raise unknown("command", name, commands)
+    return commands[name]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

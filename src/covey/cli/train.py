@@ -1,0 +1,161 @@
+"""covey train"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from covey.cli.build import Prepared, build, prepare
+from covey.cli.words import Words, compose_words, parse
+from covey.config import Composed, expand_sweep
+from covey.errors import InputError
+
+if TYPE_CHECKING:
+    from covey.loop.run import Run
+
+USAGE = """\
+covey train [--config-name RECIPE | --config FILE] [flags] [key=value ...]
+
+  --config-name RECIPE   a ready run inside the package: {recipes}
+  --config FILE          your YAML file: nested or dotted keys, or env: + python_args: sections
+  --validate-only        check settings, files and model, then stop
+  --dry-run              print what would run, then stop
+  --multirun             every combination of comma-separated values:  learner.lr=1e-5,2e-5
+  --strict               with --validate-only: what is missing on this machine is an error, not a warning
+
+Settings most people touch (all of them: covey config; one of them: covey config explain learner.lr)
+
+  model=smollm2-135m           a folder, a Hugging Face id, or the built-in model
+  data=sort                    a generated task: arithmetic, countdown, largest, sort
+  data.train_files=a.jsonl     or your own JSON / JSONL / Parquet / CSV with question and answer
+  data.val_files=b.jsonl       what to evaluate on
+  reward=exact                 a reward by name, or yours: reward=my_rewards.py:score
+  algorithm=gvpo               {algorithms}
+  data.train_batch_size=8      tasks per step
+  rollout.group_size=8         attempts per task
+  rollout.max_tokens=256       longest answer
+  learner.lr=1e-5              learning rate
+  loop.total_steps=100         steps to train
+  eval.every=10                evaluate every n steps
+  loop.save_every=10           checkpoint every n steps; the same command then continues an interrupted run
+  logging.to=[console,wandb]   where figures go besides the run's folder
+
+verl's, AgentFly's and TorchRL's names for these work too (algorithm.adv_estimator, actor_rollout_ref.*, trainer.*,
+optimizer.lr ...).
+
+Examples
+  covey train --config-name demo
+  covey train algorithm=grpo data=arithmetic loop.total_steps=50
+  covey train data.train_files=train.jsonl data.val_files=test.jsonl reward=math_reward_string_equal
+"""
+SWITCHES = ("--validate-only", "--dry-run", "--multirun", "--strict", "--help", "-h", "-m")
+VALUES = ("--config-name", "--config")
+
+
+def main(argv: list[str]) -> int:
+    words = parse(argv, switches=SWITCHES, values=VALUES)
+    if words.on("--help") or words.on("-h"):
+        print(usage())
+        return 0
+    if words.places:
+        raise InputError(f"what is {words.places[0]!r}?  settings are key=value; see covey train --help")
+    if words.on("--multirun") or words.on("-m"):
+        return _multirun(words)
+    composed = compose_words(words)
+    if words.on("--validate-only"):
+        return _validate(composed, strict=words.on("--strict"))
+    if words.on("--dry-run"):
+        return _dry_run(composed)
+    run_to_end(prepare(composed))
+    return 0
+
+
+def usage() -> str:
+    from covey.algorithms import ALGORITHMS
+
+    recipes = sorted(p.stem for p in (Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+    return USAGE.format(recipes=", ".join(recipes), algorithms=" | ".join(ALGORITHMS))
+
+
+def run_to_end(prepared: Prepared) -> Run:
+    from covey.telemetry import print_summary
+
+    run = build(prepared, note=lambda text: print(text, file=sys.stderr))
+    asyncio.run(run.train())
+    if "console" in prepared.config.logging.to:
+        print_summary(run.path)
+    return run
+
+
+def _validate(composed: Composed, *, strict: bool) -> int:
+    prepared = prepare(composed, tolerate_absent=not strict)
+    for line in describe(prepared):
+        print(line)
+    for text in prepared.warnings:
+        print(f"warning: {text}")
+    print("valid: nothing was started")
+    return 0
+
+
+def _dry_run(composed: Composed) -> int:
+    import yaml
+
+    prepared = prepare(composed, tolerate_absent=True)
+    print(yaml.safe_dump(prepared.tree, sort_keys=False, allow_unicode=True))
+    for line in describe(prepared):
+        print(line)
+    if prepared.tasks.train:
+        print("first task, as the model sees it:")
+        for message in prepared.tasks.train[0].messages:
+            print(f"  {message['role']:>9} | {message['content']}")
+    for text in prepared.warnings:
+        print(f"warning: {text}")
+    print("dry run: nothing was started")
+    return 0
+
+
+def describe(prepared: Prepared) -> list[str]:
+    """What would run, in a few lines."""
+    config = prepared.config
+    per_step = config.data.train_batch_size * config.rollout.group_size
+    rewards = ", ".join(f"{name} × {prepared.rewards.weights[name]:g}" for name in prepared.rewards.names)
+    return [
+        f"model      {config.model.name}",
+        f"tasks      {prepared.task_name}: {len(prepared.tasks.train)} to train on, "
+        f"{len(prepared.tasks.validation)} held out",
+        f"reward     {rewards}",
+        f"algorithm  {config.algorithm.name}",
+        f"training   {prepared.total_steps} steps of {config.data.train_batch_size} tasks × "
+        f"{config.rollout.group_size} attempts = {per_step} episodes a step",
+    ]
+
+
+def _multirun(words: Words) -> int:
+    """Every combination in turn, in multirun/DATE/TIME/NUMBER. All are checked before the first one starts."""
+    combinations = expand_sweep(words.settings)
+    base = Path("multirun") / datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
+    jobs = [_job(words, settings, base / str(number)) for number, settings in enumerate(combinations)]
+    if words.on("--validate-only") or words.on("--dry-run"):
+        for composed in jobs:
+            (_dry_run if words.on("--dry-run") else lambda c: _validate(c, strict=words.on("--strict")))(composed)
+        return 0
+    prepared = [prepare(composed) for composed in jobs]
+    for number, (settings, job) in enumerate(zip(combinations, prepared, strict=True)):
+        print(f"[{number + 1}/{len(jobs)}] {' '.join(settings)}")
+        run_to_end(job)
+        gc.collect()  # the models of the last job
+    return 0
+
+
+def _job(words: Words, settings: Sequence[str], folder: Path) -> Composed:
+    composed = compose_words(words, settings=settings)
+    logging = dataclasses.replace(composed.config.logging, output_dir=str(folder))
+    config = dataclasses.replace(composed.config, logging=logging)
+    tree = composed.tree | {"logging": composed.tree["logging"] | {"output_dir": str(folder)}}
+    return dataclasses.replace(composed, config=config, tree=tree)

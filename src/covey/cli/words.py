@@ -1,0 +1,70 @@
+"""Taking a command line apart: our flags, and settings for Hydra, in any order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from covey.cli.build import algorithm_schemas
+from covey.config import Composed, compose
+from covey.errors import InputError, nearest
+
+
+@dataclass
+class Words:
+    settings: list[str] = field(default_factory=list)  # key=value
+    places: list[str] = field(default_factory=list)  # everything else that is no flag
+    flags: dict[str, str | bool] = field(default_factory=dict)
+
+    def text(self, flag: str) -> str | None:
+        value = self.flags.get(flag)
+        return value if isinstance(value, str) else None
+
+    def on(self, flag: str) -> bool:
+        return bool(self.flags.get(flag))
+
+
+def parse(argv: Sequence[str], *, switches: Sequence[str] = (), values: Sequence[str] = ()) -> Words:
+    """`switches` stand alone, `values` take the next word (or --flag=word). Settings may stand anywhere between."""
+    words = Words()
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-"):
+            (words.settings if "=" in word else words.places).append(word)
+            continue
+        name, has_value, value = word.partition("=")
+        if name in switches and not has_value:
+            words.flags[name] = True
+        elif name in values:
+            if not has_value and (not rest or rest[0].startswith("-")):
+                raise InputError(f"{name} wants a value after it")
+            words.flags[name] = value if has_value else rest.pop(0)
+        else:
+            guess = nearest(name, [*switches, *values])
+            hint = f"\n  did you mean   {guess}?" if guess else ""
+            raise InputError(f"unknown flag  {name}{hint}\n  flags: {' '.join([*switches, *values])}")
+    return words
+
+
+def compose_words(words: Words, *, settings: Sequence[str] | None = None) -> Composed:
+    """The configuration that a command line describes; environment variables of its file are set."""
+    path = words.text("--config")
+    name = words.text("--config-name")
+    if path and name:
+        raise InputError("--config and --config-name contradict each other: give a file or a recipe")
+    composed = compose(
+        words.settings if settings is None else settings,
+        algorithms=algorithm_schemas(),
+        config_name=name,
+        config_path=Path(path).expanduser() if path else None,
+    )
+    export(composed.env)
+    return composed
+
+
+def export(variables: Mapping[str, str]) -> None:
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)

@@ -1,0 +1,20 @@
+"""Settings: what there are (`schema`), how they are written (`aliases`), and how a run gets its own (`compose`)."""
+
+from covey.config.compose import Composed, compose, fingerprint, recipe_names
+from covey.config.explain import explain
+from covey.config.read import expand_sweep, read_yaml
+from covey.config.schema import Config
+from covey.config.settings import Setting, all_keys
+
+__all__ = [
+    "Composed",
+    "Config",
+    "Setting",
+    "all_keys",
+    "compose",
+    "expand_sweep",
+    "explain",
+    "fingerprint",
+    "read_yaml",
+    "recipe_names",
+]

@@ -1,0 +1,294 @@
+"""The vocabularies people arrive with, and what each word means here.
+
+Keys are translated, values are not: a sweep over a foreign key is a sweep over ours. The few values that the other
+vocabulary writes differently are converted after parsing (CONVERT), and the settings that several foreign keys make
+together are worked out in `derive.py`.
+
+A key ends up as one of four things, and `translate` says which key stands for it:
+    a native setting                        ALIASES
+    a part of a native setting              PARTS (derive.py)
+    something without effect here           ACCEPTED
+    something that is not available yet     NOT_YET (not_yet.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from covey.config.derive import PARTS
+from covey.config.not_yet import NOT_YET_KEYS, number, true
+from covey.config.settings import Algorithms, algorithm_settings, find, owners, schema_settings, sections
+
+
+def _family(prefixes: Iterable[str], table: Mapping[str, str]) -> dict[str, str]:
+    return {prefix + key: target for prefix in prefixes for key, target in table.items()}
+
+
+_VERL_ACTOR = {
+    "optim.lr": "learner.lr",
+    "optim.weight_decay": "learner.weight_decay",
+    "optim.lr_warmup_steps": "learner.warmup_steps",
+    "optim.warmup_style": "learner.schedule",
+    "optim.lr_scheduler_type": "learner.schedule",
+    "optim.min_lr_ratio": "learner.min_lr_ratio",
+    "ppo_epochs": "learner.epochs",
+    "ppo_mini_batch_size": "learner.mini_batch_size",  # both count prompts, that is groups
+    "ppo_micro_batch_size": "learner.micro_batch_size",
+    "ppo_micro_batch_size_per_gpu": "learner.micro_batch_size",
+    "ppo_max_token_len_per_gpu": "learner.micro_batch_tokens",
+    "grad_clip": "learner.grad_clip",
+    "entropy_coeff": "learner.entropy_coef",
+    "clip_ratio_low": "algorithm.clip_low",
+    "clip_ratio_high": "algorithm.clip_high",
+    "clip_ratio_c": "algorithm.dual_clip",
+    "loss_agg_mode": "algorithm.aggregation",
+    "kl_loss_type": "algorithm.kl_estimator",
+    **{key: f"actor.{key}" for key in ("clip_ratio", "use_kl_loss", "kl_loss_coef", "use_dynamic_bsz", "strategy")},
+    **{
+        key: f"actor.{key}"
+        for key in (
+            "fsdp_config.param_offload",
+            "fsdp_config.optimizer_offload",
+            "ulysses_sequence_parallel_size",
+        )
+    },
+}
+
+_VERL_ROLLOUT = {
+    "n": "rollout.group_size",
+    "response_length": "rollout.max_tokens",
+    "max_num_seqs": "rollout.max_sequences",
+    "max_model_len": "model.context_length",
+    **{key: f"rollout.{key}" for key in ("tensor_model_parallel_size", "gpu_memory_utilization", "prompt_length")},
+    **{key: f"rollout.{key}" for key in ("log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "mode")},
+    **{key: f"rollout.{key}" for key in ("enforce_eager", "free_cache_engine", "enable_chunked_prefill")},
+    "multi_turn.format": "rollout.multi_turn.format",
+}
+
+_VERL_MODEL = {
+    "path": "model.name",
+    "enable_gradient_checkpointing": "model.gradient_checkpointing",
+    "lora_rank": "model.lora.rank",
+    "lora_alpha": "model.lora.alpha",
+    "target_modules": "model.lora.target_modules",
+    "trust_remote_code": "model.trust_remote_code",
+    "use_remove_padding": "model.use_remove_padding",
+}
+
+_VERL_VALIDATION = {
+    "n": "eval.n",
+    "do_sample": "eval.modes",
+    "max_tokens": "eval.max_tokens",
+    "temperature": "eval.temperature",
+    "top_p": "eval.top_p",
+    "top_k": "eval.top_k",
+}
+
+_VERL = {
+    "algorithm.adv_estimator": "algorithm.name",
+    "data.max_response_length": "rollout.max_tokens",
+    "data.val_batch_size": "eval.batch_size",
+    "data.seed": "seed",
+    "data.trust_remote_code": "model.trust_remote_code",
+    "trainer.project_name": "logging.project",
+    "trainer.experiment_name": "logging.experiment",
+    "trainer.logger": "logging.to",
+    "trainer.default_local_dir": "logging.output_dir",
+    "trainer.total_training_steps": "loop.total_steps",
+    "trainer.total_epochs": "loop.total_epochs",
+    "trainer.save_freq": "loop.save_every",
+    "trainer.max_actor_ckpt_to_keep": "loop.keep_last",
+    "trainer.test_freq": "eval.every",
+    "trainer.val_before_train": "eval.before",
+}
+
+_AGENTFLY = {
+    "agent_type": "agent.name",
+    "model_name_or_path": "model.name",
+    "template": "agent.template",
+    "reward_name": "reward.name",
+    "num_chains": "rollout.group_size",
+    "max_tokens_per_turn": "rollout.max_tokens",
+    **{key: f"agent.{key}" for key in ("tools", "max_turns", "use_agent", "backend")},
+}
+
+_TORCHRL = {
+    "env.dataset": "data.name",
+    "env.repeats": "rollout.group_size",
+    "env.max_steps": "agent.max_turns",
+    "policy.kl_coef": "algorithm.kl_coef",
+    "train.kl_to_ref_coeff": "algorithm.kl_coef",
+    "train.entropy_coeff": "learner.entropy_coef",
+    "train.epochs": "learner.epochs",
+    "train.checkpoint_frequency": "loop.save_every",
+    "train.exp_name": "logging.experiment",
+    "train_model.gradient_checkpointing": "model.gradient_checkpointing",
+    "train_model.torch_dtype": "model.dtype",
+    "train_model.lora.alpha": "model.lora.alpha",
+    "inference_model.backend": "rollout.name",
+    "inference_model.temperature": "rollout.temperature",
+    "inference_model.top_p": "rollout.top_p",
+    "inference_model.max_tokens": "rollout.max_tokens",
+    "optimizer.lr": "learner.lr",
+    "optimizer.weight_decay": "learner.weight_decay",
+    "optimizer.eps": "learner.eps",
+    "optimizer.clip_grad_norm": "learner.grad_clip",
+    "logging.experiment_name": "logging.experiment",
+}
+
+ALIASES: Mapping[str, str] = {
+    **_family(("actor_rollout_ref.actor.", "actor."), _VERL_ACTOR),
+    **_family(("", "algorithm."), {key: _VERL_ACTOR[key] for key in ("clip_ratio_low", "clip_ratio_high")}),
+    **_family(("actor_rollout_ref.rollout.", "rollout."), _VERL_ROLLOUT),
+    **_family(("actor_rollout_ref.rollout.",), {k: f"rollout.{k}" for k in ("name", "temperature", "top_p", "top_k")}),
+    **_family(("actor_rollout_ref.model.", "model."), _VERL_MODEL),
+    **_family(
+        ("actor_rollout_ref.",), {k: k for k in ("ref.fsdp_config.param_offload", "ref.log_prob_micro_batch_size")}
+    ),
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": "ref.log_prob_micro_batch_size",
+    **_family(("actor_rollout_ref.rollout.val_kwargs.", "rollout.val_kwargs.", "val_kwargs."), _VERL_VALIDATION),
+    **_family(("algorithm.",), {key: key for key in ("filter_groups.enable", "filter_groups.metric")}),
+    **_VERL,
+    **_family(("agent.", "agent.init_args."), _AGENTFLY),
+    **_TORCHRL,
+    # Variables that are settings too; see `read.ENVIRONMENT_KEY`.
+    "env.AGENT_MAX_TIMEOUT": "agent.max_seconds",
+    "env.VERBOSITY": "logging.verbosity",
+}
+
+
+def _zero_if_negative(value: Any) -> Any:
+    return 0 if number(value) < 0 else value
+
+
+def _modes(do_sample: Any) -> list[str]:
+    return ["sampled"] if true(do_sample) else ["greedy"]
+
+
+# Spelling → what turns the other vocabulary's value into ours.
+CONVERT: Mapping[str, Callable[[Any], Any]] = {
+    "env.VERBOSITY": lambda value: str(value).lower(),
+    **{key: _modes for key in ALIASES if key.endswith("val_kwargs.do_sample")},
+    **{
+        key: _zero_if_negative  # −1 is how verl writes "never" and "no limit"
+        for key in ALIASES
+        if key.rpartition(".")[2] in ("save_freq", "test_freq", "top_k", "lr_warmup_steps")
+    },
+}
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A key that changes nothing here. Said once, unless the value is one that would change nothing anyway."""
+
+    remark: str = ""  # nothing to say if empty; {algorithm} is the chosen one
+    off: tuple[Any, ...] = ()
+
+
+_NO_CRITIC = "no effect: {algorithm} has no critic"
+_MICRO_BATCH = Accepted("no effect: learner.micro_batch_tokens bounds every forward pass")
+_ENGINE_MEMORY = Accepted("no effect on the embedded engine yet: rollout.max_sequences bounds its memory")
+_PROMPTS = Accepted("no effect: prompts are never cut; model.context_length bounds prompt and answer together")
+_SILENT = Accepted()
+
+ACCEPTED: Mapping[str, Accepted] = {
+    "rollout.gpu_memory_utilization": _ENGINE_MEMORY,
+    "inference_model.gpu_memory_utilization": _ENGINE_MEMORY,
+    "rollout.enforce_eager": _SILENT,
+    "rollout.free_cache_engine": _SILENT,
+    "rollout.enable_chunked_prefill": _SILENT,
+    "rollout.mode": _SILENT,
+    "rollout.multi_turn.format": _SILENT,
+    "rollout.log_prob_micro_batch_size": _MICRO_BATCH,
+    "rollout.log_prob_micro_batch_size_per_gpu": _MICRO_BATCH,
+    "ref.log_prob_micro_batch_size": _MICRO_BATCH,
+    "rollout.prompt_length": _PROMPTS,
+    "data.max_prompt_length": _PROMPTS,
+    "data.truncation": _SILENT,
+    "data.filter_overlong_prompts": _SILENT,
+    "data.return_raw_chat": _SILENT,
+    "model.use_remove_padding": _SILENT,  # rows are packed in any case, and so is what follows
+    "actor.use_dynamic_bsz": _SILENT,
+    "train.packing": _SILENT,
+    "trainer.balance_batch": _SILENT,
+    "actor.strategy": _SILENT,
+    "agent.use_agent": _SILENT,
+    "agent.backend": Accepted("no effect: rollout= chooses the engine"),
+    "algorithm.gamma": Accepted("no effect: {algorithm} does not discount", off=(1,)),
+    "algorithm.lam": Accepted("no effect: {algorithm} does not discount", off=(1,)),
+    "algorithm.kl_ctrl.kl_coef": _SILENT,  # these three speak of KL in the reward
+    "algorithm.kl_ctrl.target_kl": _SILENT,
+    "algorithm.kl_ctrl.horizon": _SILENT,
+    "filter_groups.metric": _SILENT,
+    "trainer.critic_warmup": Accepted(_NO_CRITIC, off=(0,)),
+    "env.num_envs": Accepted("no effect on the result: rollout.max_sequences bounds what is sampled at once"),
+    "train.buffer_size": Accepted("no effect: a step learns from its own samples and keeps none"),
+    "train.empty_replay_buffer": Accepted("no effect: a step learns from its own samples and keeps none", off=(True,)),
+    "train.mixed_precision": Accepted("no effect: model.dtype chooses the precision"),
+    "train.logging_frequency": Accepted("no effect: every step is logged"),
+    "train_model.lora.dropout": Accepted("no effect: adapters learn without dropout", off=(0,)),
+    "model.compile": Accepted("no effect: nothing is compiled", off=(False,)),
+}
+
+ACCEPTED_PREFIXES: Mapping[str, Accepted] = {
+    "critic.": Accepted(_NO_CRITIC),
+    "ray.": Accepted("no effect with cluster=local"),
+    "hydra.": Accepted("no effect: logging.output_dir says where runs go"),
+}
+
+# Aliased settings that an algorithm may lack without harm. One that is not here must be refused where it is lacking.
+HARMLESS = tuple(f"algorithm.{name}" for name in ("clip_low", "clip_high", "dual_clip", "aggregation", "kl_estimator"))
+
+NO_KL = {
+    "gvpo": "an external KL loss breaks GVPO's zero sum: the KL is inside its weights (algorithm.beta)\n"
+    "  leave it out, or choose algorithm=grpo",
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a spelling stands for. `algorithm` is set where the spelling names one (`gvpo_beta`)."""
+
+    key: str
+    algorithm: str | None = None
+
+    def convert(self, spelling: str, value: Any) -> Any:
+        return CONVERT[spelling](value) if spelling in CONVERT else value
+
+
+def accepted(key: str) -> Accepted | None:
+    """The remark about a key without effect."""
+    for prefix, remark in ACCEPTED_PREFIXES.items():
+        if key.startswith(prefix):
+            return remark
+    return ACCEPTED.get(key)
+
+
+def translate(key: str, algorithms: Algorithms) -> Target | None:
+    """What a key of any vocabulary stands for; None if no vocabulary has it."""
+    if sections().get(key):
+        return Target(f"{key}.name")
+    for name in algorithms:
+        for native in algorithm_settings(name, algorithms):
+            field = native.removeprefix("algorithm.")
+            if field != "name" and key in (f"algorithm.{name}_{field}", f"{name}_{field}"):
+                return Target(native, name)
+    if key in ALIASES:
+        return Target(ALIASES[key])
+    is_foreign = key in PARTS or key in NOT_YET_KEYS or accepted(key) is not None
+    is_native = find(key, schema_settings()) is not None or bool(owners(key, algorithms))
+    return Target(key) if is_foreign or is_native else None
+
+
+def spellings(native: str, algorithms: Algorithms) -> list[str]:
+    """The other ways to write a native setting."""
+    parts = [key for key, (targets, _) in PARTS.items() if native in targets]
+    found = [key for key, target in ALIASES.items() if target in (native, *parts) and key != native]
+    found += [key for key in parts if key not in ALIASES]
+    for name in algorithms:
+        if native in algorithm_settings(name, algorithms) and native != "algorithm.name":
+            found.append(f"algorithm.{name}_{native.removeprefix('algorithm.')}")
+    section, _, field = native.partition(".")
+    return ([section] if field == "name" else []) + found

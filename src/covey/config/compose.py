@@ -1,0 +1,247 @@
+"""From a recipe, a file and a command line to one frozen `Config`.
+
+    recipe  →  --config PATH  →  command line          the later wins
+
+Hydra composes the recipe; `settle` translates and weighs what the user wrote; OmegaConf's typed tree checks every value
+against the dataclasses, and becomes them.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib.resources
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import hydra
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from covey.config import derive
+from covey.config.read import Given, literal, read_overrides, read_yaml
+from covey.config.schema import AgentConfig, ClusterConfig, Config, ModeConfig, RolloutConfig
+from covey.config.settings import Algorithms, Setting, algorithm_settings, find, schema_settings
+from covey.config.settle import Settled, settle, settle_derived
+from covey.errors import InputError, unknown
+
+DEFAULT_ALGORITHM = "gvpo"
+RECIPES = "covey.recipes"
+
+# What can be chosen in each group; the first is the default. `algorithm` is the group whose choices are passed in.
+GROUPS: Mapping[str, Mapping[str, type]] = {
+    "agent": {"chat": AgentConfig},
+    "rollout": {"embedded": RolloutConfig},
+    "cluster": {"local": ClusterConfig},
+    "mode": {"sync": ModeConfig},
+}
+OWN_CODE = ("agent",)  # groups that also take module:function or file.py:function
+
+# What may differ between a run and its continuation.
+NOT_IN_FINGERPRINT = ("resume", "logging.to", "logging.output_dir", "logging.verbosity")
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A configuration, and how it came about."""
+
+    config: Config
+    overrides: tuple[str, ...]  # what the file and the command line changed, in native words
+    warnings: tuple[str, ...]
+    tree: dict[str, Any]  # the whole configuration as plain data, for config.yaml
+    env: dict[str, str]  # variables that the file sets; the caller exports them
+
+
+def compose(
+    overrides: Sequence[str],
+    *,
+    algorithms: Algorithms,
+    config_name: str | None = None,
+    config_path: Path | None = None,
+) -> Composed:
+    recipe = read_recipe(config_name or "default", algorithms)
+    layers = [_read_file(config_path)] if config_path is not None else []
+    layers.append(read_overrides(overrides, layer=len(layers)))
+    settled = settle(layers, algorithms, recipe["algorithm"]["name"])
+    _check_choices(settled)
+
+    tree = _tree(recipe, settled, algorithms)
+    settings = schema_settings() | algorithm_settings(settled.algorithm, algorithms)
+    applied = settled.native(settings)
+    for key, given in applied.items():
+        _assign(tree, key, given, settings)
+    for rule in derive.rules():
+        for derived in rule(settled.parts(), tree):
+            if given_by_parts := settle_derived(settled, derived, algorithms):
+                _assign(tree, derived.key, given_by_parts, settings)
+                applied[derived.key] = given_by_parts
+    warnings = [*settled.warnings, *derive.remarks(settled.parts()), *_unused_variables(settled)]
+    config, plain = _freeze(tree)
+    return Composed(config, _as_overrides(applied), tuple(dict.fromkeys(warnings)), plain, settled.env)
+
+
+def fingerprint(config_tree: Mapping[str, Any]) -> str:
+    """The same for two configurations exactly if they ask for the same result."""
+    tree = copy.deepcopy(dict(config_tree))
+    for key in NOT_IN_FINGERPRINT:
+        section, _, name = key.rpartition(".")
+        (tree.get(section, {}) if section else tree).pop(name, None)
+    text = json.dumps(tree, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# --- recipes -----------------------------------------------------------------------------------------------------
+
+
+def recipe_names() -> list[str]:
+    files = importlib.resources.files(RECIPES).iterdir()
+    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
+
+
+def read_recipe(name: str, algorithms: Algorithms) -> Mapping[str, Any]:
+    """A recipe on top of all defaults, as plain data."""
+    name = name.removesuffix(".yaml")
+    if name not in recipe_names():
+        raise unknown("recipe", name, recipe_names())
+    return _read_recipe(RECIPES, name, tuple(algorithms.items()))
+
+
+@cache  # part of the package, so it does not change, and a sweep reads it for every run
+def _read_recipe(package: str, name: str, algorithms: tuple[tuple[str, type], ...]) -> Mapping[str, Any]:
+    try:
+        with _hydra(package, dict(algorithms)):
+            tree = hydra.compose(config_name=name)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+        reason = "\n  ".join(str(error).strip().splitlines())
+        raise InputError(f"the recipe {name} cannot be read\n  {reason}") from error
+    plain = OmegaConf.to_container(tree)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+@dataclass(frozen=True)
+class _Schema(Config):
+    """What a recipe's `defaults: [schema, …]` stands for. `_self_` comes first: the groups fill their sections in."""
+
+    defaults: list[Any] = field(
+        default_factory=lambda: [
+            "_self_",
+            {"algorithm": DEFAULT_ALGORITHM},
+            *({group: next(iter(choices))} for group, choices in GROUPS.items()),
+        ]
+    )
+
+
+@contextmanager
+def _hydra(package: str, algorithms: Algorithms) -> Iterator[None]:
+    """Hydra with our groups in its store. Both are global: whatever was there before is there again afterwards, so that
+    this works many times in a process, with other algorithms, and inside somebody's Hydra application."""
+    store, running = ConfigStore.instance(), GlobalHydra.instance().hydra
+    before = store.repo
+    store.repo = {key: value for key, value in before.items() if key == "hydra" or key.startswith("_")}
+    GlobalHydra.instance().clear()
+    try:
+        store.store(name="schema", node=_typed(_Schema))
+        for group, choices in {"algorithm": algorithms, **GROUPS}.items():
+            for name, cls in choices.items():
+                store.store(group=group, name=name, node=_typed(cls))
+        with hydra.initialize_config_module(package, version_base="1.3"):
+            yield
+    finally:
+        store.repo = before
+        GlobalHydra.instance().hydra = running
+
+
+# --- the typed tree ----------------------------------------------------------------------------------------------
+
+
+def _typed(cls: type) -> DictConfig:
+    """A dataclass's defaults as a tree that checks types. OmegaConf takes frozen for read-only, and ours is still being
+    filled in."""
+    tree = OmegaConf.structured(cls)
+    assert isinstance(tree, DictConfig)
+    _thaw(tree)
+    return tree
+
+
+def _thaw(tree: DictConfig) -> None:
+    OmegaConf.set_readonly(tree, None)
+    for key in tree:
+        if OmegaConf.is_dict(tree[key]):
+            _thaw(tree[key])
+
+
+def _tree(recipe: Mapping[str, Any], settled: Settled, algorithms: Algorithms) -> DictConfig:
+    """The recipe's values, typed. Its algorithm's settings stay behind if the user chose another algorithm."""
+    tree = _typed(Config)
+    tree.algorithm = _typed(algorithms[settled.algorithm])
+    theirs = recipe["algorithm"]
+    if theirs["name"] != settled.algorithm:
+        defaults = algorithm_settings(theirs["name"], algorithms)
+        changed = [key for key, value in theirs.items() if value != defaults[f"algorithm.{key}"].default]
+        if changed:
+            replaced = f"{theirs['name']} and what it sets: {', '.join(changed)}"
+            settled.warnings.append(f"algorithm={settled.algorithm} replaces the recipe's {replaced}")
+        recipe = {key: value for key, value in recipe.items() if key != "algorithm"}
+    merged = OmegaConf.merge(tree, dict(recipe))
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _assign(tree: DictConfig, key: str, given: Given, settings: Mapping[str, Setting]) -> None:
+    setting = find(key, settings)
+    assert setting is not None
+    value = given.value
+    if setting.type.startswith("list") and isinstance(value, str):
+        value = [value]  # logging.to=wandb
+    if setting.type.startswith("int") and isinstance(value, float) and value.is_integer():
+        value = int(value)  # 1e3
+    try:
+        OmegaConf.update(tree, key, value, merge=True)
+    except OmegaConfBaseException:
+        native = "" if given.key in (key, key.removesuffix(".name")) else f"  (= {key})"
+        raise InputError(f"{given.place}{given.key} must be {setting.type}, got {given.value!r}{native}") from None
+
+
+def _freeze(tree: DictConfig) -> tuple[Config, dict[str, Any]]:
+    try:
+        plain = OmegaConf.to_container(tree, resolve=True)
+        config = OmegaConf.to_object(tree)
+    except OmegaConfBaseException as error:
+        raise InputError(str(error)) from None
+    assert isinstance(config, Config) and isinstance(plain, dict)
+    return config, {str(key): value for key, value in plain.items()}
+
+
+# --- the user's words --------------------------------------------------------------------------------------------
+
+
+def _read_file(path: Path) -> list[Given]:
+    return [Given(key, value, f"{path}, line {line}", layer=0) for key, value, line in read_yaml(path)]
+
+
+def _check_choices(settled: Settled) -> None:
+    for group, choices in GROUPS.items():
+        given = settled.slots.get(f"{group}.name")
+        if given is None or given.value in choices or (group in OWN_CODE and ":" in str(given.value)):
+            continue
+        raise unknown(group, str(given.value), [*choices, *(["module:function"] if group in OWN_CODE else [])])
+
+
+def _unused_variables(settled: Settled) -> Iterator[str]:
+    if "BASE_MODEL" in settled.env and "model.name" not in settled.slots:
+        yield "env.BASE_MODEL is a variable that no setting uses: to train it, set model.name to ${BASE_MODEL}"
+
+
+def _as_overrides(applied: Mapping[str, Given]) -> tuple[str, ...]:
+    groups = {f"{group}.name": group for group in ("algorithm", *GROUPS)}
+    return tuple(f"{groups.get(key, key)}={literal(given.value)}" for key, given in applied.items())

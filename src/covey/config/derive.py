@@ -1,0 +1,160 @@
+"""Native settings that other vocabularies write as several keys, or count in other units.
+
+TorchRL counts dialog turns, one per episode here, where Covey counts groups of `rollout.group_size` episodes, which are
+never split. `train.optim_batch_size` is the number of turns behind one optimiser step, so it becomes
+`learner.mini_batch_size`; its pieces of `1/gradient_accumulation_steps` become `learner.micro_batch_size`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig
+
+from covey.config.not_yet import number, true
+from covey.config.read import Given
+from covey.errors import InputError, unknown
+
+_KL, _KL_COEF, _CLIP = "actor.use_kl_loss", "actor.kl_loss_coef", "actor.clip_ratio"
+_LORA, _LORA_RANK = "train_model.lora.enabled", "train_model.lora.r"
+_RESUME, _RESUME_PATH = "trainer.resume_mode", "trainer.resume_from_path"
+_BATCH, _OPTIM = "train.dialog_turns_per_batch", "train.optim_batch_size"
+_PIECES, _TOTAL = "train.gradient_accumulation_steps", "train.total_dialog_turns"
+
+# Part → the native settings it goes into, and how.
+PARTS: Mapping[str, tuple[tuple[str, ...], str]] = {
+    _RESUME: (("resume",), "auto, disable, or resume_path for what trainer.resume_from_path says"),
+    _RESUME_PATH: (("resume",), "used by trainer.resume_mode=resume_path"),
+    _KL: (("algorithm.kl_coef",), "false sets it to 0"),
+    _KL_COEF: (("algorithm.kl_coef",), "counts only with use_kl_loss=true"),
+    _CLIP: (("algorithm.clip_low", "algorithm.clip_high"), "where clip_ratio_low or clip_ratio_high is not given"),
+    _LORA: (("model.lora.rank",), "false sets it to 0"),
+    _LORA_RANK: (("model.lora.rank",), "unless train_model.lora.enabled=false"),
+    _BATCH: (("data.train_batch_size",), "turns / rollout.group_size"),
+    _OPTIM: (("learner.mini_batch_size",), "turns / rollout.group_size"),
+    _PIECES: (("learner.micro_batch_size",), "episodes of an optimiser step / pieces"),
+    _TOTAL: (("loop.total_steps",), "turns / episodes of a step"),
+}
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A native value, the settings it was made from, and what the user should know about it."""
+
+    key: str
+    value: Any
+    sources: tuple[Given, ...]
+    weak: bool = False  # gives way to the same setting written out
+    remark: str = ""
+
+    @property
+    def layer(self) -> int:
+        return max(given.layer for given in self.sources)
+
+
+Parts = Mapping[str, Given]
+Rule = Callable[[Parts, DictConfig], Iterator[Derived]]
+
+
+def rules() -> tuple[Rule, ...]:
+    """In the order in which they may use each other's results."""
+    return (_resume, _kl_loss, _lora, _clip_ratio, _train_batch, _mini_batch, _micro_batch, _total_steps)
+
+
+def remarks(parts: Parts) -> Iterator[str]:
+    """Parts that count for nothing because of the switch beside them."""
+    if _KL_COEF in parts and _KL not in parts:  # verl's KL loss is off unless switched on
+        coef = parts[_KL_COEF].key
+        yield f"{coef} has no effect without {coef.replace('kl_loss_coef', 'use_kl_loss')}=true"
+    mode = parts.get(_RESUME)
+    if _RESUME_PATH in parts and parts[_RESUME_PATH].value and mode is not None and mode.value != "resume_path":
+        yield f"{parts[_RESUME_PATH].key} has no effect with {mode}"
+
+
+def _resume(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
+    mode, path = parts.get(_RESUME), parts.get(_RESUME_PATH)
+    if mode is None and path is not None and path.value:
+        yield Derived("resume", str(path.value), (path,))
+    elif mode is not None and mode.value == "resume_path":
+        if path is None or not path.value:
+            raise InputError(f"{mode.place}{mode.key}=resume_path needs a path\n  add {_RESUME_PATH}=FOLDER")
+        yield Derived("resume", str(path.value), (mode, path))
+    elif mode is not None:
+        if mode.value not in ("auto", "disable"):
+            raise unknown(f"value of {mode.key}", str(mode.value), ("auto", "disable", "resume_path"))
+        yield Derived("resume", mode.value, (mode,))
+
+
+def _switched(
+    parts: Parts, switch_key: str, value_key: str, target: str, present: Any, default: float
+) -> Iterator[Derived]:
+    """A switch and a number beside it: off is 0, and on without a number keeps what is there or takes the default."""
+    switch, value = parts.get(switch_key), parts.get(value_key)
+    if switch is None:
+        return  # see `remarks`
+    if not true(switch.value):
+        yield Derived(target, 0, (switch,))
+    elif value is None:
+        yield Derived(target, present or default, (switch,))
+    else:
+        yield Derived(target, value.value, (switch, value))
+
+
+def _kl_loss(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
+    present = tree.algorithm.kl_coef if "kl_coef" in tree.algorithm else None
+    yield from _switched(parts, _KL, _KL_COEF, "algorithm.kl_coef", present, 0.001)
+
+
+def _lora(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
+    if _LORA_RANK in parts and _LORA not in parts:  # TorchRL's adapters are on unless switched off
+        yield Derived("model.lora.rank", parts[_LORA_RANK].value, (parts[_LORA_RANK],))
+    yield from _switched(parts, _LORA, _LORA_RANK, "model.lora.rank", tree.model.lora.rank, 8)
+
+
+def _clip_ratio(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
+    if ratio := parts.get(_CLIP):
+        for side in ("low", "high"):
+            yield Derived(f"algorithm.clip_{side}", ratio.value, (ratio,), weak=True)
+
+
+def _train_batch(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
+    if turns := parts.get(_BATCH):
+        yield _in_groups("data.train_batch_size", turns, tree.rollout.group_size)
+
+
+def _mini_batch(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
+    if turns := parts.get(_OPTIM):
+        yield _in_groups("learner.mini_batch_size", turns, tree.rollout.group_size)
+
+
+def _micro_batch(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
+    if pieces := parts.get(_PIECES):
+        groups = tree.learner.mini_batch_size or tree.data.train_batch_size
+        yield Derived("learner.micro_batch_size", _ceil(groups * tree.rollout.group_size, _count(pieces)), (pieces,))
+
+
+def _total_steps(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
+    if turns := parts.get(_TOTAL):
+        episodes = max(1, tree.data.train_batch_size * tree.rollout.group_size)
+        yield Derived("loop.total_steps", _ceil(_count(turns), episodes), (turns,))
+
+
+def _in_groups(key: str, turns: Given, group_size: int) -> Derived:
+    count, group_size = _count(turns), max(1, group_size)  # a wrong group size is told by the schema
+    groups, remark = _ceil(count, group_size), ""
+    if groups * group_size != count:
+        remark = f"{turns.key}={count} is no whole number of groups of {group_size}: {key} is {groups}"
+    return Derived(key, groups, (turns,), remark=remark)
+
+
+def _count(given: Given) -> int:
+    count = number(given.value)
+    if count < 1 or not count.is_integer():
+        raise InputError(f"{given.place}{given.key} must be a whole number from 1, got {given.value}")
+    return int(count)
+
+
+def _ceil(total: int, part: int) -> int:
+    return -(-total // part)

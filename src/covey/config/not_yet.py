@@ -1,0 +1,148 @@
+"""What people ask for and Covey cannot do yet. A capability that lands takes its rows out of this table.
+
+Values that mean "off" are accepted, so a configuration that names these keys without using them still runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from covey.config.read import Given
+from covey.errors import InputError
+
+Test = Callable[[Any], bool]
+
+
+def number(value: Any) -> float:
+    """The number that a value means, also where YAML quoted it; 0 where it means none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return 0.0
+
+
+def true(value: Any) -> bool:
+    return value is True or str(value).lower() in ("true", "yes", "on", "1")
+
+
+def false(value: Any) -> bool:
+    return value is not None and not true(value)
+
+
+def anything(value: Any) -> bool:
+    return value is not None
+
+
+def non_empty(value: Any) -> bool:
+    return bool(value)
+
+
+def over(bound: float) -> Test:
+    return lambda value: number(value) > bound
+
+
+def is_(*names: str) -> Test:
+    return lambda value: str(value).lower() in names
+
+
+def is_not(*names: str) -> Test:
+    return lambda value: value is not None and str(value).lower() not in names
+
+
+def template_name(value: Any) -> bool:
+    return value is not None and "/" not in str(value) and not str(value).endswith((".jinja", ".jinja2", ".j2", ".txt"))
+
+
+@dataclass(frozen=True)
+class NotYet:
+    key: str  # as `aliases.translate` gives it
+    when: Test
+    capability: str
+    instead: str
+
+
+ALGORITHMS = (
+    "gae", "ppo", "gdpo", "dgdo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
+    "opo", "gpg", "grpo_passk", "dr_grpo", "dapo", "gspo", "cispo", "sapo",
+)  # fmt: skip
+
+DGDO = (
+    "beta",
+    "warmup_steps",
+    "beta_start",
+    "beta_warmup_steps",
+    "min_weight",
+    "epsilon",
+    "invert",
+    "importance_priors",
+)
+
+_OWN_AGENT = "use agent=chat, or your own coroutine: agent=my_agent.py:function"
+_OWN_TOOLS = "leave it out, or call tools in your own coroutine: agent=my_agent.py:function"
+_TEMPLATE = "leave it out to use the model's own, or give a Jinja file"
+_KL_IN_LOSS = "use KL in the loss: algorithm=grpo algorithm.kl_coef=0.001"
+_IN_STEP = "leave it out: weights are published every step"
+_SAVE_MEMORY = "set it to false; model.gradient_checkpointing=true saves memory"
+_ONE = "leave it at 1"
+
+NOT_YET = (
+    # Agents
+    NotYet("agent.name", is_("hf", "react", "code", "gui", "flow"), "agents that use tools", _OWN_AGENT),
+    NotYet("agent.tools", non_empty, "tools", _OWN_TOOLS),
+    NotYet("agent.max_turns", over(1), "episodes of several turns", _OWN_AGENT),
+    NotYet("agent.template", template_name, "chat templates by name", _TEMPLATE),
+    NotYet("agentflow.port", anything, "the agent server", "leave it out: agents run in the training process"),
+    NotYet("env.reasoning", true, "the reasoning prompt", "write it out: data.system_prompt='…'"),
+    # Algorithms; a name or a prefix of an algorithm that has landed is never looked up here
+    NotYet("algorithm.name", is_(*ALGORITHMS), "this algorithm", "choose another: covey config explain algorithm"),
+    *(NotYet(f"algorithm.dgdo_{name}", anything, "the algorithm dgdo", "leave it out") for name in DGDO),
+    NotYet("algorithm.use_kl_in_reward", true, "KL in the reward", _KL_IN_LOSS),
+    NotYet("algorithm.kl_ctrl.type", is_("adaptive"), "an adaptive KL coefficient", "use fixed"),
+    NotYet("algorithm.kl_penalty", is_("full"), "KL over the whole vocabulary", "use low_var_kl"),
+    NotYet("train.kl_coef_in_loss", false, "KL in the reward", _KL_IN_LOSS),
+    NotYet("train.kl_to_inference_coeff", over(0), "KL to the sampling policy", "set it to 0"),
+    NotYet("filter_groups.enable", true, "leaving out groups without signal", "set it to false"),
+    # Where and when things run
+    NotYet("mode.name", is_("async"), "sampling while learning", "use mode=sync"),
+    NotYet("train.sync", false, "sampling while learning", "set it to true"),
+    NotYet("train.sync_iter", false, "sampling while learning", "set it to true"),
+    NotYet("train.weight_update_frequency", anything, "sampling while learning", _IN_STEP),
+    NotYet("rollout.name", is_("vllm", "sglang", "hf"), "other engines", "use rollout=embedded"),
+    NotYet("cluster.name", is_("ray", "slurm"), "clusters", "use cluster=local"),
+    NotYet("trainer.nnodes", over(1), "several machines", _ONE),
+    NotYet("trainer.n_gpus_per_node", over(1), "several GPUs", _ONE),
+    NotYet("train_model.num_devices", over(1), "several GPUs", _ONE),
+    NotYet("ref_model.num_devices", over(1), "several GPUs", _ONE),
+    NotYet("inference_model.num_devices", over(1), "several GPUs", _ONE),
+    NotYet("rollout.tensor_model_parallel_size", over(1), "tensor parallelism", _ONE),
+    NotYet("actor.ulysses_sequence_parallel_size", over(1), "sequence parallelism", _ONE),
+    NotYet("actor.fsdp_config.param_offload", true, "weights kept in CPU memory", _SAVE_MEMORY),
+    NotYet("actor.fsdp_config.optimizer_offload", true, "optimiser state kept in CPU memory", _SAVE_MEMORY),
+    NotYet("ref.fsdp_config.param_offload", true, "weights kept in CPU memory", _SAVE_MEMORY),
+    NotYet("train_model.quantization.enabled", true, "quantised training", "set it to false"),
+    NotYet("optimizer.name", is_not("adamw", "adam"), "other optimisers", "use AdamW"),
+)
+
+NOT_YET_KEYS = frozenset(row.key for row in NOT_YET)
+
+
+def refuse_not_yet(slots: Mapping[str, Given], algorithms: Container[str]) -> None:
+    """Names everything that is asked for and not there, at once."""
+    wanted = [
+        f"not available yet: {row.capability}  ({given.place}{given.key}={_short(given.value)})\n  {row.instead}"
+        for key, given in slots.items()
+        for row in _rows(key)
+        if row.when(given.value) and not (key == "algorithm.name" and given.value in algorithms)
+    ]
+    if wanted:
+        raise InputError("\n".join(wanted))
+
+
+def _rows(key: str) -> Iterable[NotYet]:
+    return (row for row in NOT_YET if row.key == key)
+
+
+def _short(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,253 @@
+"""What the user wrote, as a list of settings: the words of the command line and the lines of a YAML file."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, Override, OverrideType
+from hydra.errors import HydraException
+
+from covey.config.settings import schema_settings, sections
+from covey.errors import InputError
+
+ENVIRONMENT_KEY = re.compile(r"env\.([A-Z][A-Z0-9_]*)")  # `env.dataset` is a setting, `env.BASE_MODEL` a variable
+_REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*)\}")
+
+
+@dataclass(frozen=True)
+class Given:
+    """One setting as the user spelled it. A value of a later layer replaces one of an earlier layer."""
+
+    key: str
+    value: Any
+    where: str = ""  # "my.yaml, line 3"; nothing for the command line
+    layer: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.key}={literal(self.value)}" + (f"  ({self.where})" if self.where else "")
+
+    @property
+    def place(self) -> str:
+        """How an error about this setting begins."""
+        return f"{self.where}: " if self.where else ""
+
+
+# --- the command line: Hydra's grammar ---------------------------------------------------------------------------
+
+
+def read_overrides(words: Sequence[str], layer: int) -> list[Given]:
+    """`key=value` words; a dict value is the settings inside it."""
+    found = []
+    for word in words:
+        override = _parse(word)
+        if override.is_sweep_override():
+            raise InputError(
+                f"{word}  has several values\n"
+                f"  to run all of them, add --multirun; a list is written {override.get_key_element()}=[a,b]"
+            )
+        found += [Given(key, value, "", layer) for key, value in _flat(override.key_or_group, override.value())]
+    return found
+
+
+def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
+    """One list of overrides for each run of a sweep: the product of all swept keys, the last one fastest."""
+    choices = []
+    for word in overrides:
+        override = _parse(word)
+        if not override.is_sweep_override():
+            choices.append([word])
+        elif not override.is_discrete_sweep() or isinstance(override.value(), Glob):
+            raise InputError(
+                f"{word}  does not say which values to run\n  write them out, or use range(start,stop,step)"
+            )
+        else:
+            key = override.get_key_element()
+            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+    return [list(run) for run in itertools.product(*choices)]
+
+
+def _parse(word: str) -> Override:
+    try:
+        override = OverridesParser.create().parse_override(word)
+    except HydraException as error:
+        if "=" not in word:
+            raise InputError(f"{word}  is not a setting\n  settings are written key=value") from None
+        reason = str(error).splitlines()[0]
+        key, _, value = word.partition("=")
+        raise InputError(
+            f"{word}  cannot be read: {reason}\n  quote a value with special characters: '{key}=\"{value}\"'"
+        ) from None
+    if override.type == OverrideType.DEL:
+        raise InputError(f"{word}  would remove a setting\n  give it a value instead; null where there is none")
+    if override.package is not None:
+        raise InputError(f"{word}  names a package\n  write {override.key_or_group}=…")
+    return override
+
+
+def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict) or _is_free(key):
+        yield key, value
+    else:
+        for name, inner in value.items():
+            yield from _flat(f"{key}.{name}", inner)
+
+
+def _is_free(key: str) -> bool:
+    setting = schema_settings().get(key)
+    return setting is not None and setting.free
+
+
+def literal(value: Any) -> str:
+    """A value as one would write it on the command line."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case str():
+            if re.fullmatch(r"[A-Za-z_./~][\w./~@-]*", value) and value.lower() not in (
+                "true",
+                "false",
+                "null",
+                "nan",
+                "inf",
+            ):
+                return value
+            # Hydra reads \' as a quote, and backslashes as themselves unless a quote follows them.
+            return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + (r"\'" if m[2] else ""), value) + "'"
+        case Mapping():
+            return "{" + ",".join(f"{literal(str(k))}:{literal(v)}" for k, v in value.items()) + "}"
+        case list() | tuple():
+            return "[" + ",".join(map(literal, value)) + "]"
+    return repr(value)
+
+
+# --- YAML files --------------------------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 takes 1e-6 for a string; every configuration means the number."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d_]*[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def read_yaml(path: str | Path) -> list[tuple[str, Any, int]]:
+    """The settings of a file as (dotted key, value, line), in any vocabulary, nested or with dotted keys.
+
+    `python_args:` is a wrapper and drops out. UPPERCASE keys under `env:` are variables; `${VAR}` means one of them or,
+    failing that, of the process's environment. The `defaults:` of a recipe become the choices that they make.
+    """
+    path = Path(path)
+    try:
+        loader = _Loader(path.read_text(encoding="utf-8"))
+        root = loader.get_single_node()
+        if root is None:
+            return []
+        if not isinstance(root, yaml.MappingNode):
+            raise InputError(f"{path}, line {_line(root)}: expected settings (key: value)")
+        return _File(path, loader).settings(root)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "unknown place"
+        raise InputError(f"{path}, {place}: not YAML ({error.problem})") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: not UTF-8 text") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+_EMPTY = ("env", "python_args", *sections())
+
+
+def _line(node: Any) -> int:
+    return int(node.start_mark.line) + 1
+
+
+class _File:
+    """One YAML file on its way to a list of settings."""
+
+    def __init__(self, path: Path, loader: _Loader) -> None:
+        self.path = path
+        self.loader = loader
+        self.variables: dict[str, str] = {}
+
+    def settings(self, root: yaml.MappingNode) -> list[tuple[str, Any, int]]:
+        entries = list(self._entries(root, ""))
+        lines: dict[str, int] = {}
+        for key, _, line in entries:
+            if key in lines:
+                raise InputError(f"{self.path}, line {line}: {key} is already set in line {lines[key]}")
+            lines[key] = line
+        for key, node, line in entries:  # variables first: a file may use them before it defines them
+            if match := ENVIRONMENT_KEY.fullmatch(key):
+                self.variables[match[1]] = self._text(node, line)
+        found = []
+        for key, node, line in entries:
+            match = ENVIRONMENT_KEY.fullmatch(key)
+            found.append((key, self.variables[match[1]] if match else self._value(node, line), line))
+        return found
+
+    def _entries(self, node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, Any, int]]:
+        self.loader.flatten_mapping(node)  # `<<: *anchor`
+        for key_node, value_node in node.value:
+            key, line = f"{prefix}{key_node.value}", _line(key_node)
+            if key == "defaults":
+                yield from self._choices(value_node)
+            elif key in _EMPTY and value_node.tag == "tag:yaml.org,2002:null":
+                continue  # a section with nothing in it
+            elif not isinstance(value_node, yaml.MappingNode) or _is_free(key):
+                yield key, value_node, line
+            else:
+                yield from self._entries(value_node, "" if key == "python_args" else f"{key}.")
+
+    def _choices(self, node: Any) -> Iterator[tuple[str, Any, int]]:
+        """`- override algorithm: grpo` of a recipe means algorithm=grpo."""
+        for item in node.value if isinstance(node, yaml.SequenceNode) else [node]:
+            if isinstance(item, yaml.MappingNode):
+                for key_node, value_node in item.value:
+                    yield key_node.value.removeprefix("override ").strip().lstrip("/"), value_node, _line(key_node)
+            elif item.value not in ("_self_", "schema", "default"):
+                raise InputError(
+                    f"{self.path}, line {_line(item)}: a file cannot build on the recipe {item.value}\n"
+                    f"  give both: --config-name {item.value} --config {self.path}"
+                )
+
+    def _value(self, node: Any, line: int) -> Any:
+        if isinstance(node, yaml.MappingNode):
+            return {key.value: self._value(value, _line(key)) for key, value in node.value}
+        if isinstance(node, yaml.SequenceNode):
+            return [self._value(item, _line(item)) for item in node.value]
+        text = self._expand(node.value, line)
+        if text != node.value and node.style is None:  # unquoted: the text after expansion says the type
+            tag = self.loader.resolve(yaml.ScalarNode, text, (True, False))
+            node = yaml.ScalarNode(tag, text, node.start_mark, node.end_mark)
+            return self.loader.construct_object(node)
+        return self.loader.construct_object(node) if text == node.value else text
+
+    def _text(self, node: Any, line: int) -> str:
+        """A variable of the environment is text, as it was written."""
+        return self._expand(node.value, line) if isinstance(node, yaml.ScalarNode) else str(self._value(node, line))
+
+    def _expand(self, text: str, line: int) -> str:
+        def lookup(match: re.Match[str]) -> str:
+            name = match[1]
+            value = self.variables.get(name, os.environ.get(name))
+            if value is None:
+                raise InputError(
+                    f"{self.path}, line {line}: the variable ${{{name}}} is not defined\n"
+                    "  define it under env: in the file, or export it"
+                )
+            return value
+
+        return _REFERENCE.sub(lookup, text)

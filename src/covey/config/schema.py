@@ -1,0 +1,208 @@
+"""Every setting of a run: frozen dataclasses, one per section. A comment is the setting's explanation:
+`covey config explain KEY` prints it.
+
+`algorithm` has no class here: its settings are the fields of the chosen algorithm (`covey.algorithms`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from covey.errors import InputError, unknown
+
+
+def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise unknown(f"value of {key}", value, allowed)
+
+
+def _at_least(key: str, value: float | None, bound: float) -> None:
+    if value is not None and value < bound:
+        raise InputError(f"{key} must be at least {bound}, got {value}")
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    rank: int = 0  # 0: train all weights; otherwise train adapters of this rank (needs the extra covey[lora])
+    alpha: float = 32.0  # adapter scale is alpha / rank
+    target_modules: Any = "all-linear"  # module names that get an adapter, or "all-linear"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    name: str = "smollm2-135m"  # a folder, a Hugging Face id, or the built-in smollm2-135m
+    dtype: str = "auto"  # float32 | bfloat16 | float16; auto: bfloat16 on a GPU, float32 on a CPU
+    device: str = "auto"  # cpu | cuda | cuda:1 ...; auto: the GPU if there is one
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
+    trust_remote_code: bool = False  # run Python code that comes with the model
+    context_length: int | None = None  # longest prompt + answer in tokens; null: what the model supports
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+    def __post_init__(self) -> None:
+        _one_of("model.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    name: str = "sort"  # a generated task (covey.tasks.GENERATED); not used when train_files is given
+    options: dict[str, Any] = field(default_factory=dict)  # settings of the generated task
+    train_files: Any = None  # files or globs (JSON, JSONL, Parquet, CSV), one or a list
+    val_files: Any = None  # the same, for evaluation; never trained on
+    train_size: int | None = None  # use this many training tasks; generated tasks: 2000
+    val_size: int | None = None  # use this many validation tasks; generated tasks: 200
+    train_batch_size: int = 8  # tasks per step; each gets rollout.group_size attempts
+    system_prompt: str | None = None  # put before every question that brings no system message of its own
+    shuffle: bool = True  # a new order every epoch, from the run's seed
+
+    def __post_init__(self) -> None:
+        _at_least("data.train_batch_size", self.train_batch_size, 1)
+        _at_least("data.train_size", self.train_size, 1)
+        _at_least("data.val_size", self.val_size, 1)
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    name: str = "chat"  # chat, or your own coroutine as module:function or file.py:function
+    template: str | None = None  # a chat template file (Jinja); null: the model's own
+    max_seconds: float = 500.0  # an episode, its reward included, may take this long
+
+    def __post_init__(self) -> None:
+        _at_least("agent.max_seconds", self.max_seconds, 0.001)
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    name: Any = "auto"  # a reward or a list of them, by name, module:function or file.py:function; auto: the task's own
+    weights: dict[str, float] = field(
+        default_factory=dict
+    )  # by reward name; 1 where not given; 0 measures without training
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    name: str = "embedded"  # the engine: embedded samples in this process with the learner's own weights
+    group_size: int = 8  # attempts per task
+    temperature: float = 1.0  # softmax temperature of sampling; the learner uses the same
+    top_p: float = 1.0  # sample from the smallest set of tokens with this probability; 1: all
+    top_k: int = 0  # sample from this many most likely tokens; 0: all
+    min_p: float = 0.0  # drop tokens less likely than this fraction of the likeliest
+    max_tokens: int = 256  # longest answer (of one turn), in tokens
+    stop: list[str] = field(default_factory=list)  # strings that end an answer
+    max_sequences: int = 256  # sequences decoded together; bounds the memory of the key-value cache
+
+    def __post_init__(self) -> None:
+        _at_least("rollout.group_size", self.group_size, 1)
+        _at_least("rollout.max_sequences", self.max_sequences, 1)
+        _at_least("rollout.max_tokens", self.max_tokens, 1)
+        if self.temperature <= 0:
+            raise InputError(
+                f"rollout.temperature must be positive, got {self.temperature}\n"
+                "  a group of greedy answers is one answer, and teaches nothing"
+            )
+
+
+@dataclass(frozen=True)
+class LearnerConfig:
+    lr: float = 1e-5  # learning rate after the warm-up
+    schedule: str = "constant"  # constant | cosine | linear
+    warmup_steps: int = 0  # optimiser steps of linear warm-up
+    min_lr_ratio: float = 0.0  # where cosine and linear end, as a fraction of lr
+    weight_decay: float = 0.0  # AdamW's decoupled weight decay
+    beta1: float = 0.9  # AdamW
+    beta2: float = 0.95  # AdamW
+    eps: float = 1e-8  # AdamW
+    grad_clip: float = 1.0  # largest gradient norm; 0: no clipping
+    epochs: int = 1  # passes over each step's samples
+    mini_batch_size: int | None = None  # groups per optimiser step; null: all groups of the step
+    micro_batch_tokens: int = 8192  # tokens per forward pass; never changes the gradient
+    micro_batch_size: int | None = None  # episodes per forward pass at most; null: no limit but the tokens
+    entropy_coef: float = 0.0  # entropy bonus per token
+    max_skipped: int = 5  # stop after this many updates in a row with a non-finite loss or gradient
+
+    def __post_init__(self) -> None:
+        _one_of("learner.schedule", self.schedule, ("constant", "cosine", "linear"))
+        _at_least("learner.lr", self.lr, 0)
+        _at_least("learner.epochs", self.epochs, 1)
+        _at_least("learner.mini_batch_size", self.mini_batch_size, 1)
+        _at_least("learner.micro_batch_tokens", self.micro_batch_tokens, 1)
+        _at_least("learner.micro_batch_size", self.micro_batch_size, 1)
+        _at_least("learner.max_skipped", self.max_skipped, 1)
+
+
+@dataclass(frozen=True)
+class LoopConfig:
+    total_steps: int | None = None  # steps to train; null: what total_epochs makes
+    total_epochs: int | None = None  # passes over the training tasks; null with total_steps null: 1
+    save_every: int = 0  # write a checkpoint every n steps; 0: only at the end
+    keep_last: int = 2  # checkpoints kept besides the best
+    keep_best: bool = True  # never delete the checkpoint with the best evaluation
+    save_final: bool = True  # write a checkpoint at the end
+    threads: int | None = None  # CPU threads; null: one per core. Recorded: results depend on it in the last bits
+
+    def __post_init__(self) -> None:
+        _at_least("loop.total_steps", self.total_steps, 1)
+        _at_least("loop.total_epochs", self.total_epochs, 1)
+        _at_least("loop.keep_last", self.keep_last, 1)
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    every: int = 0  # evaluate every n steps; 0: only before and after
+    before: bool = True  # evaluate before the first step
+    after: bool = True  # evaluate after the last step
+    modes: list[str] = field(default_factory=lambda: ["greedy"])  # greedy, sampled, or both
+    n: int = 1  # answers per task where sampled
+    temperature: float = 1.0  # of the sampled mode
+    top_p: float = 1.0  # of the sampled mode
+    top_k: int = 0  # of the sampled mode
+    max_tokens: int | None = None  # longest answer; null: rollout.max_tokens
+    batch_size: int | None = None  # tasks evaluated together; null: all
+
+    def __post_init__(self) -> None:
+        for mode in self.modes:
+            _one_of("eval.modes", mode, ("greedy", "sampled"))
+        _at_least("eval.n", self.n, 1)
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    name: str = "local"  # local: one process
+
+
+@dataclass(frozen=True)
+class ModeConfig:
+    name: str = "sync"  # sync: collect, then learn, by turns
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    project: str = "covey"  # with experiment: names the run, and finds the run that resume=auto continues
+    experiment: str = "run"  # see project
+    to: list[str] = field(default_factory=lambda: ["console"])  # console, wandb, tensorboard; files are always written
+    output_dir: str = "outputs"  # runs go to output_dir/DATE/TIME
+    episodes_per_step: int = 4  # episodes written to episodes.jsonl each step
+    verbosity: str = "info"  # debug | info | warning
+
+    def __post_init__(self) -> None:
+        for place in self.to:
+            _one_of("logging.to", place, ("console", "wandb", "tensorboard"))
+        _one_of("logging.verbosity", self.verbosity, ("debug", "info", "warning"))
+
+
+@dataclass(frozen=True)
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: Any = None  # the chosen algorithm's own settings
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    mode: ModeConfig = field(default_factory=ModeConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    resume: str = "auto"  # auto: continue the newest unfinished run with these settings; disable; or a folder
+    seed: int = 0  # of everything random: data order, sampling, adapters

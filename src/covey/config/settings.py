@@ -1,0 +1,131 @@
+"""The catalogue of native settings, read from the dataclasses themselves.
+
+A field is a setting, its annotation the type, its default the default, and the comment behind it the explanation, so
+that there is one place to write each of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import textwrap
+import tokenize
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
+from functools import cache
+from typing import Any
+
+from covey.config.schema import Config
+
+Algorithms = Mapping[str, type]  # name → the frozen dataclass whose fields are the algorithm's settings
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One native setting. `algorithms` names those that have it, for keys under `algorithm`."""
+
+    key: str
+    type: str
+    default: Any
+    explanation: str
+    algorithms: tuple[str, ...] = ()
+
+    @property
+    def free(self) -> bool:
+        """Whether keys of the user's own go below this one."""
+        return self.type.startswith("dict")
+
+
+@cache
+def schema_settings() -> dict[str, Setting]:
+    """Every setting but those of the algorithms."""
+    found = {setting.key: setting for setting in _settings(Config, "")}
+    del found["algorithm"]  # its settings belong to the chosen algorithm
+    return found
+
+
+@cache
+def sections() -> dict[str, bool]:
+    """The sections of a configuration, and whether each has a name (`model=x` is short for `model.name=x`)."""
+    heads = [key.partition(".")[0] for key in schema_settings() if "." in key]
+    return {"algorithm": True} | {head: f"{head}.name" in schema_settings() for head in heads}
+
+
+def algorithm_settings(name: str, algorithms: Algorithms) -> dict[str, Setting]:
+    """The settings of one algorithm, by native key (`algorithm.beta`)."""
+    return {s.key: replace(s, algorithms=(name,)) for s in _class_settings(algorithms[name])}
+
+
+def owners(key: str, algorithms: Algorithms) -> tuple[str, ...]:
+    """The algorithms that have a setting, by its native key or a free key below it."""
+    return tuple(name for name in algorithms if find(key, algorithm_settings(name, algorithms)))
+
+
+def all_keys(algorithms: Algorithms) -> dict[str, Setting]:
+    """Every native setting by key. One that several algorithms have shows the first one's default."""
+    found = dict(schema_settings())
+    for name in algorithms:
+        for key, setting in algorithm_settings(name, algorithms).items():
+            found.setdefault(key, replace(setting, algorithms=owners(key, algorithms)))
+    return found
+
+
+def find(key: str, settings: Mapping[str, Setting]) -> Setting | None:
+    """The setting that a key means: its own, or the dict that a free key goes into."""
+    if key in settings:
+        return settings[key]
+    head = key.rpartition(".")[0]
+    while head:
+        if head in settings:
+            return settings[head] if settings[head].free else None
+        head = head.rpartition(".")[0]
+    return None
+
+
+@cache
+def _class_settings(cls: type) -> tuple[Setting, ...]:
+    return tuple(_settings(cls, "algorithm."))
+
+
+def _settings(cls: type, prefix: str) -> Iterator[Setting]:
+    types, comments = typing.get_type_hints(cls), _comments(cls)
+    for item in fields(cls):
+        kind = types[item.name]
+        if is_dataclass(kind) and isinstance(kind, type):
+            yield from _settings(kind, f"{prefix}{item.name}.")
+        else:
+            explanation = comments.get(item.name, "")
+            yield Setting(f"{prefix}{item.name}", _type_text(item.type), _default(item), explanation)
+
+
+def _default(item: Field[Any]) -> Any:
+    if item.default_factory is not MISSING:
+        return item.default_factory()
+    assert item.default is not MISSING, f"the setting {item.name} has no default"
+    return item.default
+
+
+def _type_text(annotation: Any) -> str:
+    return annotation.__name__ if type(annotation) is type else str(annotation)
+
+
+def _comments(cls: type) -> dict[str, str]:
+    """Field name → the comment on the last line of its definition. A class put together at run time names the classes
+    that its fields were written down in as `parts`."""
+    found: dict[str, str] = {}
+    for base in (*reversed(cls.__mro__), *getattr(cls, "parts", ())):
+        if not is_dataclass(base) or not isinstance(base, type):
+            continue
+        try:
+            source = textwrap.dedent(inspect.getsource(base))
+        except OSError:  # a class made at run time has no source, and so no comments
+            continue
+        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+        by_line = {t.start[0]: t.string.lstrip("# ").strip() for t in tokens if t.type == tokenize.COMMENT}
+        body = typing.cast(ast.ClassDef, ast.parse(source).body[0]).body
+        for statement in body:
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                found[statement.target.id] = by_line.get(statement.end_lineno or 0, "")
+    return found

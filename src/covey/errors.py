@@ -1,0 +1,30 @@
+"""A user's mistake, told so that it can be mended: what is wrong, where, and the fix."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class InputError(ValueError):
+    """Wrong input of the user's. The command line prints its text as it is and starts nothing."""
+
+
+class Absent(InputError):
+    """Something that is not on this machine but may be on the one the run is for: a file, a model of the hub."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that was probably meant, if one is close enough."""
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def unknown(kind: str, word: str, known: Iterable[str]) -> InputError:
+    """`unknown reward  exat` with the nearest match and the list to choose from."""
+    names = sorted(known)
+    lines = [f"unknown {kind}  {word}"]
+    if guess := nearest(word, names):
+        lines.append(f"  did you mean   {guess}?")
+    lines.append(f"  known: {', '.join(names)}")
+    return InputError("\n".join(lines))

@@ -1,0 +1,88 @@
+"""What a policy says of sampled tokens: log-probs and entropy, without holding all logits at once.
+
+Only places that predict a sampled token go through the output matrix, in chunks; with gradients and several chunks each
+chunk's logits are computed again in the backward pass, so memory does not grow with vocabulary × tokens.
+
+Shapes: M sampled tokens, D hidden size, V vocabulary, L lines of width W.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from covey.errors import InputError
+from covey.learner.packing import Packed
+
+CHUNK_LOGITS = 64_000_000  # logits held at once: 256 MB in float32
+
+
+def token_logprobs(model: Any, packed: Packed, temperature: float, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+    """Log-prob and entropy of each sampled token, [M] and [M], under softmax(logits / temperature)."""
+    lm = causal_lm(model)
+    hidden_LWD = lm.base_model(
+        input_ids=packed.ids_LW,
+        attention_mask=attention_mask(lm.config, packed),
+        position_ids=packed.position_LW,
+        use_cache=False,
+    ).last_hidden_state
+    hidden_MD = hidden_LWD.reshape(-1, hidden_LWD.shape[-1])[packed.source_M]
+
+    def of_chunk(hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        logits = _at_least_float32(final_logits(lm, hidden)) / temperature
+        lse = logits.logsumexp(-1)
+        chosen = logits.gather(-1, target[:, None])[:, 0] - lse
+        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
+            probs = torch.softmax(logits, -1)
+            entropy = lse - (probs * logits).sum(-1)
+        return chosen, entropy
+
+    size = max(1, CHUNK_LOGITS // lm.get_output_embeddings().weight.shape[0])
+    chunks = list(zip(hidden_MD.split(size), packed.target_M.split(size), strict=True))
+    recompute = len(chunks) > 1 and torch.is_grad_enabled()
+    parts = [checkpoint(of_chunk, h, t, use_reentrant=False) if recompute else of_chunk(h, t) for h, t in chunks]
+    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def causal_lm(model: Any) -> Any:
+    """The transformers model, also where peft wraps it (its layers then carry the adapters)."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def final_logits(lm: Any, hidden: Tensor) -> Tensor:
+    """The output matrix, with the scalings that some families apply after it."""
+    logits = lm.get_output_embeddings()(hidden)
+    config = lm.config.get_text_config(decoder=True)
+    if getattr(config, "logits_scaling", None):  # Granite
+        logits = logits / config.logits_scaling
+    if getattr(config, "logit_scale", None):  # Cohere
+        logits = logits * config.logit_scale
+    if getattr(config, "final_logit_softcapping", None):  # Gemma 2 and 3n
+        cap = config.final_logit_softcapping
+        logits = torch.tanh(logits / cap) * cap
+    return logits
+
+
+def attention_mask(model_config: Any, packed: Packed) -> Tensor | dict[str, Tensor]:
+    """The packed mask as the model wants it: one tensor, or one per kind of layer."""
+    config = model_config.get_text_config(decoder=True)
+    kinds = set(getattr(config, "layer_types", None) or [])
+    window = getattr(config, "sliding_window", None)
+    if not kinds:
+        return packed.allowed(window)
+    if unsupported := kinds - {"full_attention", "sliding_attention"}:
+        raise InputError(
+            f"models with {', '.join(sorted(unsupported))} layers cannot be trained yet ({model_config.model_type})\n"
+            "  supported: full and sliding-window attention (Llama, Qwen, Mistral, Gemma, SmolLM families)"
+        )
+    masks = {"full_attention": packed.allowed()}
+    if "sliding_attention" in kinds:
+        masks["sliding_attention"] = packed.allowed(window)
+    return masks if len(masks) > 1 else masks["full_attention"]

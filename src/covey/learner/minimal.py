@@ -1,0 +1,123 @@
+"""GVPO on answers you already have: prompts, completions and rewards in, one optimiser step out.
+
+    trainer = GVPOTrainer(model, ref_model, tokenizer, beta=0.1, num_samples_per_prompt=4)
+    metrics = trainer.train_step(prompts, completions, rewards)
+
+Works on any pair of Hugging Face causal models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from covey.algorithms import make
+from covey.algorithms.ops import episode_sum
+from covey.config.schema import LearnerConfig
+from covey.learner.learner import Learner
+from covey.protocols import Metrics
+from covey.types import Batch, Sample
+
+RewardFunction = Callable[[str, str], float]
+
+
+class GVPOTrainer:
+    def __init__(
+        self,
+        model: Any,
+        ref_model: Any,
+        tokenizer: Any,
+        beta: float = 0.1,
+        num_samples_per_prompt: int = 4,
+        *,
+        lr: float = 1e-6,
+        reward_function: RewardFunction | None = None,
+        max_grad_norm: float = 1.0,
+    ) -> None:
+        if num_samples_per_prompt < 2:
+            raise ValueError("num_samples_per_prompt must be at least 2: GVPO compares answers to one prompt")
+        self.tokenizer = tokenizer
+        self.ref_model = ref_model.requires_grad_(False).eval()
+        self.num_samples_per_prompt = num_samples_per_prompt
+        self.reward_function = reward_function
+        self.algorithm = make("gvpo", beta=beta)
+        config = LearnerConfig(lr=lr, grad_clip=max_grad_norm)
+        self.learner = Learner(model.eval(), config, total_updates=1)
+
+    def train_step(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[Sequence[str]],
+        rewards: Sequence[Sequence[float]] | None = None,
+    ) -> Metrics:
+        """One update. `completions[i]` and `rewards[i]` belong to `prompts[i]`; without rewards the trainer's
+        reward_function scores each completion."""
+        scores = self._scores(prompts, completions) if rewards is None else rewards
+        self._check(prompts, completions, scores)
+        rows = [
+            self._row(prompt, text, place)
+            for place, (prompt, text) in enumerate(
+                (prompt, text) for prompt, texts in zip(prompts, completions, strict=True) for text in texts
+            )
+        ]
+        group_N = torch.tensor([g for g, texts in enumerate(completions) for _ in texts])
+        reward_N = torch.tensor([r for row in scores for r in row], dtype=torch.float32)
+        batch = self._batch(rows, group_N, reward_N)
+        metrics, _ = self.learner.update(batch, self.algorithm)
+        return metrics
+
+    def _row(self, prompt: str, completion: str, place: int) -> Sample:
+        """Prompt and completion are tokenised apart, so that the boundary between them stays where it is; the end token
+        is part of the answer."""
+        prompt_ids = tuple(self.tokenizer(prompt)["input_ids"])
+        ids = tuple(self.tokenizer(completion, add_special_tokens=False)["input_ids"])
+        if self.tokenizer.eos_token_id is not None:
+            ids += (self.tokenizer.eos_token_id,)
+        if not prompt_ids:
+            raise ValueError(f"prompt {prompt!r} has no tokens")
+        return Sample(prompt_ids, ids, (True,) * len(ids), (0.0,) * len(ids), (0,) * len(ids), place)
+
+    def _batch(self, rows: list[Sample], group_N: torch.Tensor, reward_N: torch.Tensor) -> Batch:
+        ref_RT = self.learner.logprobs(rows, 1.0, self.ref_model)
+        old_RT = self.learner.logprobs(rows, 1.0)
+        episode_R = torch.arange(len(rows))
+        mask_RT = torch.zeros_like(ref_RT, dtype=torch.bool)
+        for index, row in enumerate(rows):
+            mask_RT[index, : len(row.response_ids)] = True
+        return Batch(
+            rows=tuple(rows),
+            group_N=group_N,
+            rewards_N=reward_N.to(ref_RT.dtype),
+            length_N=mask_RT.sum(-1),
+            old_sum_N=episode_sum(old_RT, mask_RT, episode_R, len(rows)),
+            ref_sum_N=episode_sum(ref_RT, mask_RT, episode_R, len(rows)),
+            policy_sum_N=None,
+            row_R=episode_R,
+            episode_R=episode_R,
+            mask_RT=mask_RT,
+            old_logprobs_RT=old_RT,
+            ref_logprobs_RT=ref_RT,
+            advantages_RT=torch.zeros_like(ref_RT),
+        )
+
+    def _scores(self, prompts: Sequence[str], completions: Sequence[Sequence[str]]) -> list[list[float]]:
+        if self.reward_function is None:
+            raise ValueError("pass rewards to train_step, or reward_function=f(prompt, completion) to GVPOTrainer")
+        score = self.reward_function
+        return [[score(p, text) for text in texts] for p, texts in zip(prompts, completions, strict=True)]
+
+    def _check(
+        self, prompts: Sequence[str], completions: Sequence[Sequence[str]], rewards: Sequence[Sequence[float]]
+    ) -> None:
+        if not len(prompts) == len(completions) == len(rewards):
+            raise ValueError(
+                f"{len(prompts)} prompts, {len(completions)} lists of completions, {len(rewards)} lists of rewards"
+            )
+        for number, (texts, scores) in enumerate(zip(completions, rewards, strict=True)):
+            if len(texts) != self.num_samples_per_prompt or len(scores) != len(texts):
+                raise ValueError(
+                    f"prompt {number}: {len(texts)} completions and {len(scores)} rewards, "
+                    f"but num_samples_per_prompt={self.num_samples_per_prompt}"
+                )

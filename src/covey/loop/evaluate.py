@@ -1,0 +1,80 @@
+"""Evaluation: the same collector as in training, on tasks that are never trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from covey.config.schema import EvalConfig
+from covey.protocols import Metrics
+from covey.rollout.collector import Collector
+from covey.types import Episode, Sampling, StopReason, Task
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    metrics: Metrics
+    sample: Episode | None  # the first answer, to show
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Answers every task greedily, or sampled n times, and averages each reward. The random streams do not depend on
+    the step, so two evaluations differ by the policy alone."""
+
+    collector: Collector
+    tasks: Sequence[Task]
+    config: EvalConfig
+    max_tokens: int
+    stop: tuple[str, ...]
+    trained_reward: str
+    progress: Callable[[int, int, str], None] | None = None
+
+    async def run(self) -> Evaluation:
+        metrics: Metrics = {}
+        shown: Episode | None = None
+        for mode in self.config.modes:
+            episodes = await self.answers(mode)
+            done = [e for e in episodes if e.failure is None]
+            metrics |= self._summary(mode, done, len(episodes))
+            shown = shown or (done[0] if done else None)
+        first = f"eval/{self.config.modes[0]}/{self.trained_reward}" if self.config.modes else ""
+        if first in metrics:
+            metrics["eval/accuracy"] = metrics[first]
+        return Evaluation(metrics, shown)
+
+    async def answers(self, mode: str) -> list[Episode]:
+        attempts = self.config.n if mode == "sampled" else 1
+        size = self.config.batch_size or len(self.tasks)
+        episodes: list[Episode] = []
+        for start in range(0, len(self.tasks), size):
+            tasks = self.tasks[start : start + size]
+            groups = await self.collector.groups(tasks, attempts, self.sampling(mode), ("eval", mode))
+            episodes += [episode for group in groups for episode in group.episodes]
+            if self.progress is not None:
+                self.progress(min(start + size, len(self.tasks)), len(self.tasks), f"{mode} answers")
+        return episodes
+
+    def sampling(self, mode: str) -> Sampling:
+        if mode == "greedy":
+            return Sampling(temperature=0.0, max_tokens=self.max_tokens, stop=self.stop)
+        return Sampling(
+            temperature=self.config.temperature,
+            top_p=self.config.top_p,
+            top_k=self.config.top_k,
+            max_tokens=self.max_tokens,
+            stop=self.stop,
+        )
+
+    def _summary(self, mode: str, done: Sequence[Episode], total: int) -> Metrics:
+        found: Metrics = {}
+        for name in dict.fromkeys(name for episode in done for name in episode.rewards):
+            scores = [score for episode in done if (score := episode.rewards.get(name)) is not None]
+            if scores:
+                found[f"eval/{mode}/{name}"] = sum(scores) / len(scores)
+        if done:
+            found[f"eval/{mode}/length_mean"] = sum(e.response_tokens for e in done) / len(done)
+            found[f"eval/{mode}/truncated"] = sum(e.stop is StopReason.LENGTH for e in done) / len(done)
+        if total > len(done):
+            found[f"eval/{mode}/failed"] = float(total - len(done))
+        return found

@@ -1,0 +1,112 @@
+"""What a step leaves behind: its figures, some of its episodes token by token, and one to show."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable
+
+from covey.loop.step import StepResult
+from covey.protocols import Metrics
+from covey.telemetry import EpisodeView, TokenRow, episode_record
+from covey.types import Episode, StopReason
+
+
+def step_metrics(result: StepResult, failures: Counter[str], dropped: int) -> Metrics:
+    samples, episodes = result.samples, [e for g in result.groups for e in g.episodes]
+    reward = samples.total_reward().double()
+    advantage = result.advantages.values.double()
+    lengths = [episode.response_tokens for episode in episodes]
+    flat = sum(1 for number in range(samples.groups) if len(reward[samples.group_N == number].unique()) == 1)
+    found: Metrics = {
+        "reward/mean": float(reward.mean()),
+        "reward/std": float(reward.std(unbiased=False)),
+        "reward/min": float(reward.min()),
+        "reward/max": float(reward.max()),
+        "train/reward": float(reward.mean()),
+        "advantage/mean": float(advantage.mean()),
+        "advantage/std": float(advantage.std(unbiased=False)),
+        "train/advantage": float(advantage.mean()),
+        "response/length_mean": sum(lengths) / len(lengths),
+        "response/length_max": float(max(lengths)),
+        "response/truncated": sum(e.stop is StopReason.LENGTH for e in episodes) / len(episodes),
+        "episodes/total": float(len(episodes)),
+        "episodes/failed": float(failures.total()),
+        "groups/total": float(samples.groups),
+        "groups/dropped": float(dropped),
+        "groups/flat": flat / samples.groups,
+    }
+    for name in dict.fromkeys(name for episode in episodes for name in episode.rewards):
+        scored = [score for episode in episodes if (score := episode.rewards.get(name)) is not None]
+        if scored:
+            found[f"reward/{name}/mean"] = statistics.fmean(scored)
+            found[f"reward/{name}/std"] = statistics.pstdev(scored)
+    found |= {f"episodes/failed/{cause}": float(count) for cause, count in failures.items()}
+    return found | dict(result.advantages.metrics) | result.metrics
+
+
+def step_episodes(
+    result: StepResult, index: int, limit: int, decode: Callable[[list[int]], str]
+) -> list[dict[str, object]]:
+    """Attempts at one task of the step, another place in the batch each step."""
+    number = index % len(result.groups)
+    first = sum(len(group.episodes) for group in result.groups[:number])
+    group = result.groups[number]
+    return [
+        _record(result, index, number, attempt, first + attempt, decode)
+        for attempt in range(min(limit, len(group.episodes)))
+    ]
+
+
+def _record(
+    result: StepResult, index: int, number: int, attempt: int, place: int, decode: Callable[[list[int]], str]
+) -> dict[str, object]:
+    group, samples, trace = result.groups[number], result.samples, result.trace
+    episode = group.episodes[attempt]
+    rows = [
+        TokenRow(
+            row,
+            *(column[at, : len(row.response_ids)].tolist() for column in (trace.advantage, trace.ratio, trace.entropy)),
+        )
+        for at, row in enumerate(samples.rows)
+        if row.episode == place
+    ]
+    return episode_record(
+        step=index,
+        task_id=group.task.id,
+        group=number,
+        attempt=attempt,
+        episode=episode,
+        rewards=episode.rewards,
+        total_reward=float(samples.total_reward()[place]),
+        advantage=_episode_advantage(result, place),
+        tokens=rows,
+        decode=decode,
+    )
+
+
+def _episode_advantage(result: StepResult, place: int) -> float:
+    """Of the episode, or where an estimator is token-level the mean over its sampled tokens."""
+    values = result.advantages.values
+    if values.dim() == 1:
+        return float(values[place])
+    mine = (result.samples.episode_R == place)[:, None] & result.samples.mask_RT
+    return float(values[mine].mean())
+
+
+def step_view(result: StepResult, index: int) -> EpisodeView:
+    number = index % len(result.groups)
+    place = sum(len(group.episodes) for group in result.groups[:number])
+    reward = float(result.samples.total_reward()[place])
+    return episode_view(result.groups[number].episodes[0], reward, _episode_advantage(result, place))
+
+
+def episode_view(episode: Episode, reward: float | None, advantage: float | None = None) -> EpisodeView:
+    asked = [m for m in episode.task.messages if m["role"] == "user"]
+    return EpisodeView(
+        question=str(asked[-1]["content"]) if asked else "",
+        reply=episode.final_answer,
+        reward=reward,
+        advantage=advantage,
+        answer=None if episode.task.answer is None else str(episode.task.answer),
+    )

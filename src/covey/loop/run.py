@@ -1,0 +1,121 @@
+"""A whole training run: evaluate, step by step, checkpoint, finish."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from covey.config.schema import Config
+from covey.learner.learner import Learner, NonFiniteError
+from covey.loop.checkpoint import Checkpoint, CheckpointStore
+from covey.loop.evaluate import Evaluator
+from covey.loop.folder import RunFolder
+from covey.loop.record import episode_view, step_episodes, step_metrics, step_view
+from covey.loop.step import Road, StepResult, step
+from covey.protocols import Metrics
+from covey.rollout.collector import TrainingSource
+from covey.rollout.embedded import EmbeddedEngine
+from covey.telemetry import Telemetry, write_report
+
+
+@dataclass
+class Run:
+    """Everything a run is made of, wired together by the command line (or by `covey.train`)."""
+
+    config: Config
+    folder: RunFolder
+    road: Road
+    learner: Learner
+    engine: EmbeddedEngine
+    source: TrainingSource
+    evaluator: Evaluator | None
+    telemetry: Telemetry
+    checkpoints: CheckpointStore
+    tokenizer: Any
+    total_steps: int
+    first_step: int = 0
+    best: dict[str, float] | None = None
+    evaluations: list[tuple[int, Metrics]] = field(default_factory=list)
+
+    @property
+    def path(self) -> Path:
+        return self.folder.path
+
+    async def train(self) -> Run:
+        status = "failed"
+        try:
+            if self.config.eval.before and self.first_step == 0:
+                await self.evaluate(0)
+            for index in range(self.first_step, self.total_steps):
+                await self._step(index)
+            status = "finished"
+        except (KeyboardInterrupt, SystemExit):
+            status = "interrupted"
+            raise
+        finally:
+            self.telemetry.close(status)
+            self.folder.set_status(status)
+            self.folder.release()
+            self.engine.close()
+        write_report(self.path)
+        return self
+
+    async def _step(self, index: int) -> None:
+        tokens_before = self.engine.generated_tokens
+        try:
+            result = await step(self.road, index)
+        except NonFiniteError:
+            self._save_offenders(index)
+            raise
+        generated = self.engine.generated_tokens - tokens_before
+        self._record(index, result, generated)
+        done, every = index + 1, self.config.eval.every
+        last = done == self.total_steps
+        if (last and self.config.eval.after) or (every and done % every == 0):
+            await self.evaluate(done)
+        save = self.config.loop.save_every
+        if (last and self.config.loop.save_final) or (save and done % save == 0):
+            with self.telemetry.stage("checkpoint"):
+                self.checkpoint(done)
+
+    def _record(self, index: int, result: StepResult, generated: int) -> None:
+        metrics = step_metrics(result, self.source.failures, self.source.dropped)
+        metrics["perf/generated_tokens"] = float(generated)
+        episodes = step_episodes(result, index, self.config.logging.episodes_per_step, self.decode)
+        self.telemetry.step(index, metrics, step_view(result, index), episodes)
+
+    async def evaluate(self, done: int) -> Metrics:
+        """After `done` updates."""
+        if self.evaluator is None:
+            return {}
+        with self.telemetry.stage("evaluate"):
+            found = await self.evaluator.run()
+        shown = found.sample
+        reward = None if shown is None else shown.rewards.get(self.evaluator.trained_reward)
+        self.telemetry.evaluation(done, found.metrics, None if shown is None else episode_view(shown, reward))
+        self.evaluations.append((done, found.metrics))
+        accuracy = found.metrics.get("eval/accuracy")
+        if accuracy is not None and done > 0 and (self.best is None or accuracy > self.best["value"]):
+            self.best = {"step": done, "value": accuracy}
+        return found.metrics
+
+    def checkpoint(self, done: int) -> Checkpoint:
+        metrics_offset, episodes_offset = self.telemetry.offsets()
+        state = {
+            "metrics_offset": metrics_offset,
+            "episodes_offset": episodes_offset,
+            "best": self.best,
+            "algorithm": self.road.algorithm.state_dict(),
+            "fingerprint": self.folder.info()["fingerprint"],
+        }
+        return self.checkpoints.save(done, self.learner, self.tokenizer, state)
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids))
+
+    def _save_offenders(self, index: int) -> None:
+        """The tasks of the step that broke, so that they can be looked at."""
+        tasks = [{"id": task.id, "messages": list(task.messages)} for task in self.source.batch(index)]
+        (self.path / f"nonfinite-step-{index:06d}.json").write_text(json.dumps(tasks, indent=1, default=str))

@@ -1,0 +1,120 @@
+"""Groups of episodes → token rows → mini-batches of whole groups.
+
+Shapes: N episodes, R rows, T response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from covey.algorithms.ops import episode_sum
+from covey.protocols import Advantages
+from covey.types import Batch, Episode, Group, Sample, Samples
+
+
+def to_samples(groups: Sequence[Group], weights: Mapping[str, float], temperature: float) -> Samples:
+    """The whole step as columns. Episodes that failed are not among them; their groups were cut before."""
+    rows: list[Sample] = []
+    group_of: list[int] = []
+    scores: dict[str, list[float]] = {name: [] for name in weights}
+    for number, group in enumerate(groups):
+        for episode in group.episodes:
+            rows += episode_rows(episode, index=len(group_of))
+            group_of.append(number)
+            for name, column in scores.items():
+                value = episode.rewards.get(name)
+                column.append(float("nan") if value is None else value)
+    return Samples(
+        rows=tuple(rows),
+        group_N=torch.tensor(group_of, dtype=torch.int64),
+        rewards={name: torch.tensor(column, dtype=torch.float64) for name, column in scores.items()},
+        weights=dict(weights),
+        episode_R=torch.tensor([row.episode for row in rows], dtype=torch.int64),
+        mask_RT=_pad([row.mask for row in rows], torch.bool),
+        old_logprobs_RT=_pad([row.logprobs for row in rows], torch.float32),
+        temperature=temperature,
+    )
+
+
+def episode_rows(episode: Episode, index: int) -> list[Sample]:
+    """One row while each turn's prompt continues the turn before it, token for token; a new row where it does not."""
+    rows: list[Sample] = []
+    for turn in episode.turns:
+        sampled = Sample(
+            prompt_ids=turn.prompt_ids,
+            response_ids=turn.completion_ids,
+            mask=(True,) * len(turn.completion_ids),
+            logprobs=turn.logprobs,
+            versions=turn.versions,
+            episode=index,
+        )
+        before = rows[-1].prompt_ids + rows[-1].response_ids if rows else None
+        if before is not None and turn.prompt_ids[: len(before)] == before:
+            rows[-1] = _joined(rows[-1], turn.prompt_ids[len(before) :], sampled)
+        else:
+            rows.append(sampled)
+    return rows
+
+
+def _joined(row: Sample, between: tuple[int, ...], sampled: Sample) -> Sample:
+    """A row, tokens that were not sampled (a tool's answer, the template's), and what was sampled next."""
+    gap = len(between)
+    return Sample(
+        prompt_ids=row.prompt_ids,
+        response_ids=row.response_ids + between + sampled.response_ids,
+        mask=row.mask + (False,) * gap + sampled.mask,
+        logprobs=row.logprobs + (0.0,) * gap + sampled.logprobs,
+        versions=row.versions + (-1,) * gap + sampled.versions,
+        episode=row.episode,
+    )
+
+
+def minibatches(
+    samples: Samples, advantages: Advantages, *, groups_per_batch: int | None, epochs: int
+) -> Iterator[Batch]:
+    """Mini-batches of whole groups in task order, `epochs` times over."""
+    size = groups_per_batch or samples.groups
+    for epoch in range(epochs):
+        for start in range(0, samples.groups, size):
+            yield _batch(samples, advantages, range(start, min(start + size, samples.groups)), epoch)
+
+
+def _batch(samples: Samples, advantages: Advantages, groups: range, epoch: int) -> Batch:
+    chosen_N = (samples.group_N >= groups.start) & (samples.group_N < groups.stop)
+    episodes = chosen_N.nonzero()[:, 0]
+    row_R = chosen_N[samples.episode_R].nonzero()[:, 0]
+    episode_R = samples.episode_R[row_R] - episodes[0]  # groups, and so their episodes, are contiguous
+    mask_RT, old_RT = samples.mask_RT[row_R], samples.old_logprobs_RT[row_R]
+    ref_RT = None if samples.ref_logprobs_RT is None else samples.ref_logprobs_RT[row_R]
+    values = advantages.values
+    per_token = values[samples.episode_R][:, None].expand(samples.mask_RT.shape) if values.dim() == 1 else values
+    count = len(episodes)
+    return Batch(
+        rows=tuple(samples.rows[i] for i in row_R.tolist()),
+        group_N=samples.group_N[episodes] - groups.start,
+        rewards_N=samples.total_reward()[episodes],
+        length_N=episode_sum(mask_RT.double(), mask_RT, episode_R, count).long(),
+        old_sum_N=episode_sum(old_RT, mask_RT, episode_R, count),
+        ref_sum_N=None if ref_RT is None else episode_sum(ref_RT, mask_RT, episode_R, count),
+        policy_sum_N=None,
+        row_R=row_R,
+        episode_R=episode_R,
+        mask_RT=mask_RT,
+        old_logprobs_RT=old_RT,
+        ref_logprobs_RT=ref_RT,
+        advantages_RT=per_token[row_R].to(old_RT.dtype),
+        returns_RT=None if advantages.returns is None else advantages.returns[row_R],
+        values_RT=None if samples.values_RT is None else samples.values_RT[row_R],
+        temperature=samples.temperature,
+        epoch=epoch,
+    )
+
+
+def _pad(rows: Sequence[Sequence[float | bool]], dtype: torch.dtype) -> Tensor:
+    padded = torch.zeros(len(rows), max(map(len, rows)), dtype=dtype)
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = torch.tensor(row, dtype=dtype)
+    return padded

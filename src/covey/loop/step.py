@@ -1,0 +1,88 @@
+"""One training step, for every mode and machine: the road from tasks to new weights, once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from covey.loop.samples import minibatches, to_samples
+from covey.protocols import Advantages, Algorithm, GroupSource, Learner, Metrics, RolloutEngine, TokenTrace
+from covey.types import Group, Samples
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the samples of a step are cut into optimiser steps."""
+
+    groups_per_batch: int | None
+    epochs: int
+    weights: dict[str, float]  # of the named rewards
+    temperature: float
+
+
+@dataclass(frozen=True)
+class StepResult:
+    groups: list[Group]
+    samples: Samples
+    advantages: Advantages
+    metrics: Metrics
+    trace: TokenTrace  # [R, T], of the first epoch
+
+
+class Stages(Protocol):
+    def stage(self, name: str) -> AbstractContextManager[None]: ...
+
+
+@dataclass(frozen=True)
+class Road:
+    """Who does what along the road."""
+
+    source: GroupSource
+    learner: Learner
+    algorithm: Algorithm
+    engine: RolloutEngine
+    schedule: Schedule
+    stages: Stages
+
+
+async def step(road: Road, index: int) -> StepResult:
+    with road.stages.stage("rollout"):
+        groups = await road.source.next()  # tasks → scored groups
+    samples = to_samples(groups, road.schedule.weights, road.schedule.temperature)
+    with road.stages.stage("annotate"):
+        samples = road.learner.annotate(samples, road.algorithm.needs)  # reference log-probs, only if needed
+    samples = road.algorithm.shape(samples)
+    advantages = road.algorithm.advantages(samples)
+    updates: list[Metrics] = []
+    trace = empty_trace(samples)
+    plan = minibatches(
+        samples, advantages, groups_per_batch=road.schedule.groups_per_batch, epochs=road.schedule.epochs
+    )
+    with road.stages.stage("update"):
+        for batch in plan:  # whole groups; micro-batches inside
+            metrics, seen = road.learner.update(batch, road.algorithm)
+            updates.append(metrics)
+            if batch.epoch == 0:
+                write_trace(trace, batch.row_R, seen)
+    await road.engine.publish(road.learner.weights(), version=index + 1)
+    road.source.policy_updated(index + 1)
+    return StepResult(groups, samples, advantages, _mean(updates), trace)
+
+
+def empty_trace(samples: Samples) -> TokenTrace:
+    return TokenTrace(*(torch.zeros(samples.mask_RT.shape) for _ in range(3)))
+
+
+def write_trace(trace: TokenTrace, row_R: torch.Tensor, seen: TokenTrace) -> None:
+    for whole, part in ((trace.advantage, seen.advantage), (trace.ratio, seen.ratio), (trace.entropy, seen.entropy)):
+        whole[row_R] = part
+
+
+def _mean(updates: Sequence[Metrics]) -> Metrics:
+    """Average over the step's optimiser steps; what counts or accumulates keeps its last value."""
+    found = {name: sum(u[name] for u in updates) / len(updates) for name in updates[0]}
+    return found | {"optim/skipped": updates[-1]["optim/skipped"], "optim/updates": float(len(updates))}

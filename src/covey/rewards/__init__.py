@@ -1,0 +1,7 @@
+"""(Task, Episode) → {name: float}: what an attempt is worth."""
+
+from covey.rewards.builtin import REWARDS
+from covey.rewards.function import RewardError, reward
+from covey.rewards.rewardset import RewardSet, resolve_rewards
+
+__all__ = ["REWARDS", "RewardError", "RewardSet", "resolve_rewards", "reward"]

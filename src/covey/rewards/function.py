@@ -1,0 +1,177 @@
+"""A reward is a plain function that names what it wants to know.
+
+    @reward
+    def exact(answer, final_answer):
+        return final_answer.strip() == answer
+
+Parameters, by name:
+    answer         the task's answer                    task       the Task
+    question       the text of the last user message    episode    the Episode
+    final_answer   the last assistant text              any column of the data
+    completion     all that the model wrote
+
+The group form sees all attempts at a task together: its first parameter is `episodes`, and it returns a list.
+A reward returns a number, None (not scored), or a dict: key "reward" (or the function's name) is the reward, the other
+keys are extras, which are measured as `NAME/KEY` and never trained on.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, TypeVar, overload
+
+from covey.errors import InputError, nearest
+from covey.types import Episode, Task
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Columns = dict[str, float | None]
+
+OF_EPISODE = ("completion", "episode", "final_answer")
+
+
+class RewardError(Exception):
+    """A reward function failed on an episode: its own exception, or a value that is no reward."""
+
+    def __init__(self, name: str, task_id: str, cause: str) -> None:
+        super().__init__(name, task_id, cause)  # all three: an exception is pickled by its arguments
+        self.name = name
+        self.task_id = task_id
+        self.cause = cause
+
+    def __str__(self) -> str:
+        return f"reward {self.name} on task {self.task_id}: {self.cause}"
+
+
+@overload
+def reward(fn: Function) -> Function: ...
+
+
+@overload
+def reward(fn: None = None, *, name: str | None = None) -> Callable[[Function], Function]: ...
+
+
+def reward(fn: Any = None, *, name: str | None = None) -> Any:
+    """Mark a function as a reward, and name it if its own name will not do. It stays a plain function."""
+
+    def mark(function: Function) -> Function:
+        function.reward_name = name or function.__name__  # type: ignore[attr-defined]
+        return function
+
+    return mark if fn is None else mark(fn)
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A function, and what its signature asks for."""
+
+    name: str
+    call: Callable[..., Any]
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    takes_all: bool  # it has **kwargs
+    groupwise: bool
+
+    @classmethod
+    def of(cls, call: Callable[..., Any]) -> RewardFunction:
+        name: str = getattr(call, "reward_name", "") or getattr(call, "__name__", type(call).__name__)
+        try:
+            parameters = list(inspect.signature(call).parameters.values())
+        except (TypeError, ValueError) as error:
+            raise InputError(f"reward {name}: its parameters cannot be read ({error})") from error
+        if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
+            raise InputError(f"reward {name} has positional-only parameters\n  fix: arguments are given by name")
+        groupwise = bool(parameters) and parameters[0].name == "episodes"
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        named = named[1:] if groupwise else named
+        return cls(
+            name=name,
+            call=call,
+            required=tuple(p.name for p in named if p.default is p.empty),
+            optional=tuple(p.name for p in named if p.default is not p.empty),
+            takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters),
+            groupwise=groupwise,
+        )
+
+    def check(self, task: Task) -> None:
+        """Raise if the function asks for something that this task does not have."""
+        known = set(self._of_task(task)) | set(() if self.groupwise else OF_EPISODE)
+        missing = [name for name in self.required if name not in known]
+        if not missing:
+            return
+        lines = [f"reward {self.name} asks for `{missing[0]}`, which task {task.id} does not have"]
+        if self.groupwise and missing[0] in OF_EPISODE:
+            lines.append("  fix: a group reward looks at its `episodes`: [e.final_answer for e in episodes]")
+        elif guess := nearest(missing[0], task.columns if missing[0] == "answer" else known):
+            lines.append(f"  did you mean   {guess}?")
+        lines.append(f"  columns of the data: {', '.join(sorted(task.columns)) or 'none'}")
+        lines.append(f"  always there: {', '.join(sorted(known - set(task.columns)))}")
+        raise InputError("\n".join(lines))
+
+    async def score(self, task: Task, episode: Episode) -> Columns:
+        given = self._of_task(task) | {
+            "completion": _completion(task, episode),
+            "episode": episode,
+            "final_answer": episode.final_answer,
+        }
+        return self._columns(task, await self._run(task, given))
+
+    async def score_group(self, task: Task, episodes: Sequence[Episode]) -> list[Columns]:
+        """One call for all attempts, which must return one value for each."""
+        values = await self._run(task, self._of_task(task), episodes=list(episodes))
+        if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(episodes):
+            raise RewardError(
+                self.name, task.id, f"a group reward returns a list with one value for each of {len(episodes)} episodes"
+            )
+        return [self._columns(task, value) for value in values]
+
+    def _of_task(self, task: Task) -> dict[str, Any]:
+        """What is known without an episode. An answer that is not there must not pass for None."""
+        given = {**task.columns, "task": task, "question": _question(task)}
+        return given if task.answer is None else given | {"answer": task.answer}
+
+    async def _run(self, task: Task, given: Mapping[str, Any], **extra: Any) -> Any:
+        missing = [name for name in self.required if name not in given]
+        if missing:
+            raise RewardError(self.name, task.id, f"it asks for `{missing[0]}`, which this task does not have")
+        wanted = given if self.takes_all else {n: given[n] for n in (*self.required, *self.optional) if n in given}
+        try:
+            value = self.call(**extra, **wanted)
+            return await value if inspect.isawaitable(value) else value
+        except Exception as error:
+            raise RewardError(self.name, task.id, f"{type(error).__name__}: {error}") from error
+
+    def _columns(self, task: Task, value: Any) -> Columns:
+        if not isinstance(value, Mapping):
+            return {self.name: self._number(task, self.name, value)}
+        main = "reward" if "reward" in value else self.name
+        if main not in value:
+            raise RewardError(
+                self.name,
+                task.id,
+                f"the dict it returned has no 'reward' (keys: {', '.join(map(str, value)) or 'none'})",
+            )
+        extras = {f"{self.name}/{key}": value[key] for key in value if key != main}
+        return {column: self._number(task, column, v) for column, v in {self.name: value[main], **extras}.items()}
+
+    def _number(self, task: Task, column: str, value: Any) -> float | None:
+        if value is None:
+            return None
+        if not isinstance(value, Real):
+            raise RewardError(self.name, task.id, f"{column} must be a number or None, got {value!r:.50}")
+        if not math.isfinite(value):
+            raise RewardError(self.name, task.id, f"{column} is {float(value)}, a reward must be finite")
+        return float(value)
+
+
+def _question(task: Task) -> str:
+    return next((str(message["content"]) for message in reversed(task.messages) if message["role"] == "user"), "")
+
+
+def _completion(task: Task, episode: Episode) -> str:
+    """All assistant texts of the attempt. The task's own messages may hold worked examples, which do not count."""
+    written = episode.messages[len(task.messages) :]
+    return "\n".join(str(message["content"]) for message in written if message["role"] == "assistant")

@@ -1,0 +1,65 @@
+"""Drawing one token per row, each row with its own settings and its own random stream.
+
+A token is drawn by inverting the cumulative distribution at one uniform number per row, so the draw depends on the row
+alone. The log-prob returned is that of the distribution drawn from: after temperature, top-k, top-p and min-p.
+
+Shapes: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from covey.rollout.streams import uniform
+from covey.types import Sampling
+
+
+def draw(logits_BV: Tensor, settings: Sequence[Sampling], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Token ids [B] and their log-probs [B] (float32). Greedy rows have log-prob 0: their distribution is one point."""
+    device = logits_BV.device
+    greedy_B = torch.tensor([s.temperature == 0 for s in settings], device=device)
+    if bool(greedy_B.all()):
+        return logits_BV.argmax(-1), torch.zeros(len(settings), device=device)
+    temperature_B = torch.tensor([s.temperature or 1.0 for s in settings], device=device)
+    logprobs_BV = torch.log_softmax(logits_BV.float() / temperature_B[:, None], -1)
+    if any(truncates(s) for s in settings):
+        logprobs_BV = truncate(logprobs_BV, settings)
+    cumulative_BV = logprobs_BV.exp().cumsum(-1, dtype=torch.float64)
+    u_B = torch.tensor(
+        [uniform(s.seed, t) for s, t in zip(settings, positions, strict=True)], dtype=torch.float64, device=device
+    )
+    target_B = u_B * cumulative_BV[:, -1]
+    id_B = torch.searchsorted(cumulative_BV, target_B[:, None], right=True)[:, 0]
+    # A target that rounds up to the total falls off the end: take the last token that has any probability.
+    last_B = (cumulative_BV < cumulative_BV[:, -1:]).sum(-1)
+    id_B = torch.minimum(id_B, last_B)
+    chosen_B = logprobs_BV.gather(-1, id_B[:, None])[:, 0]
+    return torch.where(greedy_B, logits_BV.argmax(-1), id_B), torch.where(
+        greedy_B, torch.zeros_like(chosen_B), chosen_B
+    )
+
+
+def truncates(s: Sampling) -> bool:
+    return s.temperature > 0 and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)
+
+
+def truncate(logprobs_BV: Tensor, settings: Sequence[Sampling]) -> Tensor:
+    """Keep the top_k likeliest; of those, renormalised, the fewest whose probability reaches top_p; of those, the ones
+    at least min_p times as likely as the likeliest. Renormalised; −inf elsewhere."""
+    device, vocabulary = logprobs_BV.device, logprobs_BV.shape[-1]
+    top_k_B = torch.tensor([s.top_k or vocabulary for s in settings], device=device)
+    top_p_B = torch.tensor([s.top_p for s in settings], device=device)
+    min_p_B = torch.tensor([s.min_p for s in settings], device=device)
+    sorted_BV, order_BV = logprobs_BV.sort(dim=-1, descending=True, stable=True)
+    keep_BV = torch.arange(vocabulary, device=device) < top_k_B[:, None]
+    probs_BV = torch.where(keep_BV, sorted_BV.exp(), torch.zeros_like(sorted_BV))
+    probs_BV = probs_BV / probs_BV.sum(-1, keepdim=True)
+    before_BV = probs_BV.cumsum(-1) - probs_BV
+    keep_BV &= (before_BV < top_p_B[:, None]) | (top_p_B[:, None] >= 1)
+    keep_BV &= probs_BV >= min_p_B[:, None] * probs_BV[:, :1]
+    kept_BV = sorted_BV.masked_fill(~keep_BV, float("-inf"))
+    kept_BV = kept_BV - kept_BV.logsumexp(-1, keepdim=True)
+    return torch.full_like(kept_BV, float("-inf")).scatter(-1, order_BV, kept_BV)

@@ -1,0 +1,158 @@
+"""Tasks from data files.
+
+question | messages | prompt    the question: a string, or a list of {role, content} (verl calls it `prompt`)
+answer                          what rewards compare with; verl's `reward_model.ground_truth` where there is none
+data_id                         the task's id; `FILE:ROW` (from 0) where there is none
+any other column                travels in `Task.columns` to the rewards
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+from covey.errors import Absent, InputError, nearest
+from covey.tasks.reading import Row, Table, kind, read_table
+from covey.types import Task
+
+QUESTION_COLUMNS = ("question", "messages", "prompt")  # the first that a row has is its question
+OTHER_NAMES = ("problem", "query", "instruction", "input", "text")
+ROLES = ("system", "user", "assistant", "tool")
+MESSAGE_FIX = 'a message looks like {"role": "user", "content": "What is 1+1?"}'
+
+
+def read_tasks(setting: str, files: Any) -> list[Task]:
+    """The tasks of all files that the setting (`data.train_files`) names, in order."""
+    paths = find_files(setting, files)
+    names = Counter(path.name for path in paths)
+    tasks: list[Task] = []
+    seen: dict[str, tuple[Table, Row]] = {}
+    for path in paths:
+        table = read_table(path)
+        label = path.name if names[path.name] == 1 else str(path)
+        for index, row in enumerate(table.rows):
+            task = _task(table, row, default_id=f"{label}:{index}")
+            if task.id in seen:
+                raise _same_id(task.id, *seen[task.id], table, row)
+            seen[task.id] = (table, row)
+            tasks.append(task)
+    return tasks
+
+
+def find_files(setting: str, files: Any) -> list[Path]:
+    """One path or glob, or a list of them. Files of one glob come in sorted order."""
+    patterns = [files] if isinstance(files, str | Path) else files
+    if not files or not isinstance(patterns, Sequence):
+        raise InputError(f"{setting} must be a file or a list of files, got {files!r}")
+    paths: list[Path] = []
+    for pattern in patterns:
+        for path in _matches(setting, str(pattern)):
+            if path in paths:
+                raise InputError(f"{setting} names {path} twice\n  fix: name every file once")
+            paths.append(path)
+    return paths
+
+
+def _matches(setting: str, pattern: str) -> list[Path]:
+    path = Path(pattern).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        raise InputError(f"{setting}: {path} is a folder\n  fix: name the files in it, for example {path}/*.jsonl")
+    if any(wildcard in pattern for wildcard in "*?["):
+        found = [Path(name) for name in sorted(glob(str(path), recursive=True))]
+        if files := [name for name in found if name.is_file()]:
+            return files
+        raise Absent(f"{setting}: no file matches {pattern}")
+    raise _not_found(setting, path)
+
+
+def _not_found(setting: str, path: Path) -> Absent:
+    lines = [f"{setting}: no such file {path}"]
+    if not path.parent.is_dir():
+        lines.append(f"  there is no folder {path.parent} either")
+    elif guess := nearest(path.name, [entry.name for entry in path.parent.iterdir()]):
+        lines.append(f"  did you mean   {path.parent / guess}?")
+    return Absent("\n".join(lines))
+
+
+def _same_id(data_id: str, first_table: Table, first: Row, table: Table, row: Row) -> InputError:
+    fix = "\n  fix: give every task a data_id of its own, or leave the column out"
+    if table is first_table:
+        where = f"on {table.unit}s {first.number} and {row.number}"
+        return InputError(f"{table.path}: data_id {data_id!r} {where}{fix}")
+    where = f"{first_table.path}, {first_table.unit} {first.number}, and in {table.path}, {table.unit} {row.number}"
+    return InputError(f"data_id {data_id!r} in {where}{fix}")
+
+
+def _task(table: Table, row: Row, default_id: str) -> Task:
+    columns = dict(row.values)
+    name = next((name for name in QUESTION_COLUMNS if name in columns), None)
+    if name is None:
+        raise _no_question(table, row)
+    messages = _messages(table, row, name, columns.pop(name))
+    answer = columns.pop("answer", None)
+    if answer is None and isinstance(reward_model := columns.get("reward_model"), Mapping):
+        answer = reward_model.get("ground_truth")
+    data_id = columns.pop("data_id", None)
+    if data_id is not None and (isinstance(data_id, bool) or not isinstance(data_id, str | int)):
+        raise table.mistake(row, f"data_id must be a string or a whole number, got {kind(data_id)}")
+    return Task(default_id if data_id is None else str(data_id), messages, answer, columns)
+
+
+def _no_question(table: Table, row: Row) -> InputError:
+    fixes = ["name the column with the question `question`, or give `messages`, a list of {role, content}"]
+    if guess := _question_by_another_name(row.values):
+        fixes = [f"rename column {guess} to question"]
+    return table.mistake(row, f"no column question (columns here: {', '.join(row.values) or 'none'})", *fixes)
+
+
+def _question_by_another_name(columns: Collection[str]) -> str | None:
+    """A typo or a usual other name. Typos must be close: `solution` resembles `question` and would give it away."""
+    close = difflib.get_close_matches("question", columns, n=1, cutoff=0.8)
+    return next((name for name in (*close, *OTHER_NAMES) if name in columns), None)
+
+
+def _messages(table: Table, row: Row, column: str, value: Any) -> tuple[Mapping[str, Any], ...]:
+    if isinstance(value, str) and column != "messages":
+        if not value.strip():
+            raise table.mistake(row, f"{column} is empty")
+        return ({"role": "user", "content": value},)
+    if column == "question":
+        raise table.mistake(
+            row, f"question must be a string, got {kind(value)}", "a list of messages is called `messages`"
+        )
+    if not isinstance(value, list) or not value:
+        got = "an empty list" if value == [] else kind(value)
+        raise table.mistake(row, f"{column} must be a list of messages, got {got}", MESSAGE_FIX)
+    messages = tuple(_message(table, row, f"{column}[{index}]", message) for index, message in enumerate(value))
+    if messages[-1]["role"] not in ("user", "tool"):
+        last = messages[-1]["role"]
+        fix = "leave out the reply: the model is to write it" if last == "assistant" else "add the user's message"
+        raise table.mistake(row, f"{column} must end with the user's message, but ends with role {last}", fix)
+    return messages
+
+
+def _message(table: Table, row: Row, where: str, message: Any) -> Mapping[str, Any]:
+    if not isinstance(message, Mapping):
+        raise table.mistake(row, f"{where} must be an object, got {kind(message)}", MESSAGE_FIX)
+    # Parquet fills the fields that a message does not have with nulls.
+    message = {key: value for key, value in message.items() if value is not None}
+    if "role" not in message:
+        raise table.mistake(row, f"{where} has no role", MESSAGE_FIX)
+    role = message["role"]
+    if role not in ROLES:
+        guess = nearest(str(role), ROLES)
+        hint = f" (did you mean {guess}?)" if guess else ""
+        raise table.mistake(row, f"{where} has unknown role {role!r}{hint}", f"roles are {', '.join(ROLES)}")
+    if "tool_calls" in message:
+        message.setdefault("content", "")
+    if "content" not in message:
+        raise table.mistake(row, f"{where} has no content", MESSAGE_FIX)
+    if not isinstance(message["content"], str | list):
+        raise table.mistake(row, f"{where}.content must be a string, got {kind(message['content'])}", MESSAGE_FIX)
+    return message

@@ -1,0 +1,84 @@
+"""The tasks of a run: from files where files are given, generated otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from covey.config.schema import DataConfig
+from covey.tasks.files import find_files, read_tasks
+from covey.tasks.generated import generate
+from covey.tasks.taskset import TaskSet
+from covey.types import Task
+
+GENERATED_TRAIN = 2000
+GENERATED_VALIDATION = 200
+
+
+def load_tasks(data: DataConfig, seed: int) -> TaskSet:
+    """Everything `data` names. `seed` decides which problems a generated task trains on, never what it is tested on."""
+    tasks = _generated(data, seed) if data.train_files is None and data.val_files is None else _from_files(data)
+    if data.system_prompt is None:
+        return tasks
+    train, validation = _prompted(tasks.train, data.system_prompt), _prompted(tasks.validation, data.system_prompt)
+    warnings = tasks.warnings
+    if train == tasks.train and validation == tasks.validation:
+        warnings += ("data.system_prompt is not used: every task brings a system message of its own",)
+    return replace(tasks, train=train, validation=validation, warnings=warnings)
+
+
+def _generated(data: DataConfig, seed: int) -> TaskSet:
+    return generate(
+        data.name,
+        data.options,
+        seed=seed,
+        train_size=data.train_size or GENERATED_TRAIN,
+        validation_size=data.val_size or GENERATED_VALIDATION,
+    )
+
+
+def _from_files(data: DataConfig) -> TaskSet:
+    warnings: list[str] = []
+    if data.options:
+        warnings.append("data.options is not used: it belongs to generated tasks, and data files are given")
+    train = _files("train", data.train_files, data.train_size, warnings)
+    validation = _files("val", data.val_files, data.val_size, warnings)
+    trained_on = {_question(task) for task in train}
+    if leaked := [task for task in validation if _question(task) in trained_on]:
+        warnings.append(
+            f"{len(leaked)} of {len(validation)} validation tasks ask a question that is trained on, "
+            f"the first is {leaked[0].id}"
+        )
+    parts = []
+    if train:
+        parts.append(f"{len(train)} training tasks from {_listed(data.train_files)}")
+    if validation:
+        parts.append(f"{len(validation)} validation tasks from {_listed(data.val_files)}")
+    return TaskSet(train, validation, None, ", ".join(parts), tuple(warnings))
+
+
+def _files(split: str, files: object, size: int | None, warnings: list[str]) -> tuple[Task, ...]:
+    if files is None:
+        return ()
+    tasks = read_tasks(f"data.{split}_files", files)
+    if size is not None and size > len(tasks):
+        warnings.append(f"data.{split}_size={size}, but there are only {len(tasks)} tasks")
+    return tuple(tasks[:size])
+
+
+def _listed(files: object) -> str:
+    paths = find_files("data", files)
+    return str(paths[0]) if len(paths) == 1 else f"{len(paths)} files"
+
+
+def _question(task: Task) -> str:
+    """The last message's text, for comparing tasks: white space does not make another question."""
+    return " ".join(str(task.messages[-1]["content"]).split())
+
+
+def _prompted(tasks: Sequence[Task], system_prompt: str) -> tuple[Task, ...]:
+    system = {"role": "system", "content": system_prompt}
+    return tuple(
+        task if task.messages[0]["role"] == "system" else replace(task, messages=(system, *task.messages))
+        for task in tasks
+    )

@@ -1,0 +1,228 @@
+"""Data files into rows: JSON, JSONL, Parquet and CSV, the text ones also gzipped.
+
+A mistake in a file is told with the place and what stands there:
+
+    train.jsonl, line 2: not JSON (expected a value at column 14)
+      1 | {"question": "1+1", "answer": "2"}
+      2 | {"question": oops}
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from covey.errors import InputError
+
+WIDTH = 100  # characters of a line that an excerpt shows
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    number: int  # from 1, in the table's unit
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The rows of one file, and how to point at one of them."""
+
+    path: Path
+    unit: str  # what numbers count: "line" of a text file, "item" of a JSON list, "row" of a Parquet file
+    rows: list[Row]
+    lines: Sequence[str] = ()  # the file's text, where numbers count lines
+
+    def mistake(self, row: Row, text: str, *fixes: str) -> InputError:
+        if self.lines:
+            return _mistake_in_text(self.path, self.lines, row.number, text, *fixes)
+        shown = json.dumps(row.values, ensure_ascii=False, default=str)
+        return _mistake(self.path, self.unit, row.number, text, [f"  {row.number} | {_clip(shown)}"], fixes)
+
+
+def read_table(path: Path) -> Table:
+    """Read a file by its suffix. Every row is a dict of columns; a file without rows is a mistake."""
+    read = READERS.get("".join(path.suffixes[-2:]).lower()) or READERS.get(path.suffix.lower())
+    if read is None:
+        raise InputError(f"{path}: unsupported file type\n  fix: use one of {', '.join(SUFFIXES)}")
+    try:
+        table = read(path)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from error
+    if not table.rows:
+        raise InputError(f"{path}: empty (no rows)\n  fix: write at least one row, or leave the file out")
+    return table
+
+
+def _read_jsonl(path: Path) -> Table:
+    lines = _text(path).split("\n")  # not splitlines: JSON strings may hold other line separators
+    table = Table(path, "line", [], lines)
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise _not_json(path, lines, number, error) from error
+        if not isinstance(values, dict):
+            raise _mistake_in_text(path, lines, number, f"expected an object, got {kind(values)}", OBJECT_FIX)
+        table.rows.append(Row(number, values))
+    return table
+
+
+def _read_json(path: Path) -> Table:
+    text = _text(path)
+    if not text.strip():
+        return Table(path, "item", [])
+    try:
+        items = json.loads(text)
+    except json.JSONDecodeError as error:
+        fixes = []
+        if error.msg == "Extra data" and text[error.pos] == "{":
+            fixes = ["one object per line is JSONL: rename the file to end in .jsonl"]
+        raise _not_json(path, text.split("\n"), error.lineno, error, *fixes) from error
+    if isinstance(items, dict):
+        items = _only_list(path, items)
+    if not isinstance(items, list):
+        raise InputError(f"{path}: expected a list of objects, got {kind(items)}\n  fix: {OBJECT_FIX}")
+    for number, values in enumerate(items, start=1):
+        if not isinstance(values, dict):
+            shown = _clip(json.dumps(values, ensure_ascii=False))
+            text = f"expected an object, got {kind(values)}"
+            raise _mistake(path, "item", number, text, [f"  {number} | {shown}"], [OBJECT_FIX])
+    return Table(path, "item", [Row(number, values) for number, values in enumerate(items, start=1)])
+
+
+def _only_list(path: Path, values: dict[str, Any]) -> list[Any]:
+    lists = [key for key, value in values.items() if isinstance(value, list)]
+    if len(lists) != 1:
+        keys = ", ".join(values) or "none"
+        raise InputError(
+            f"{path}: expected a list of objects, or an object with one list, got an object with {len(lists)} lists\n"
+            f"  keys here: {keys}\n  fix: make the file a list of objects"
+        )
+    found: list[Any] = values[lists[0]]
+    return found
+
+
+def _read_csv(path: Path) -> Table:
+    lines = _text(path).split("\n")
+    table = Table(path, "line", [], lines)
+    header: list[str] = []
+    for number, cells in _csv_records(path, lines):
+        if not header:
+            header = cells
+            if twice := sorted({name for name in header if header.count(name) > 1}):
+                raise _mistake_in_text(path, lines, number, f"two columns are called {twice[0]}", "rename one")
+        elif len(cells) != len(header):
+            wrong = f"{len(cells)} cells, but the header names {len(header)} columns"
+            fix = "put text that holds a comma or a line break in double quotes"
+            raise _mistake_in_text(path, lines, number, wrong, fix)
+        else:
+            table.rows.append(Row(number, dict(zip(header, cells, strict=True))))
+    return table
+
+
+def _csv_records(path: Path, lines: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
+    """Each record with the line it starts on; a quoted cell may span several."""
+    reader = csv.reader((line + "\n" for line in lines), strict=True)
+    start = 1
+    try:
+        for cells in reader:
+            if cells:
+                yield start, cells
+            start = reader.line_num + 1
+    except csv.Error as error:
+        raise _mistake_in_text(path, lines, start, f"not CSV ({error})") from error
+
+
+def _read_parquet(path: Path) -> Table:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        rows = pyarrow.parquet.ParquetFile(path).read().to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(
+            f"{path}: not a readable Parquet file ({reason})\n  fix: write or download it again"
+        ) from error
+    return Table(path, "row", [Row(number, values) for number, values in enumerate(rows, start=1)])
+
+
+def _text(path: Path) -> str:
+    """The file's text, without a byte order mark."""
+    data = path.read_bytes()
+    if path.suffix.lower() == ".gz":
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError, zlib.error) as error:
+            raise InputError(f"{path}: not a readable gzip file ({error})\n  fix: download it again") from error
+    data = data.removeprefix(codecs.BOM_UTF8)
+    try:
+        return data.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        number = data.count(b"\n", 0, error.start) + 1
+        lines = data.decode("utf-8", errors="replace").split("\n")
+        text = f"not UTF-8 (byte 0x{data[error.start]:02x})"
+        raise _mistake_in_text(path, lines, number, text, "save the file as UTF-8") from error
+
+
+def _not_json(path: Path, lines: Sequence[str], number: int, error: json.JSONDecodeError, *fixes: str) -> InputError:
+    reason = error.msg.replace("Expecting value", "expected a value").replace("Expecting", "expected")
+    reason = reason[0].lower() + reason[1:].removesuffix(" at")
+    excerpt = _excerpt(lines, number, error.colno)
+    return _mistake(path, "line", number, f"not JSON ({reason} at column {error.colno})", excerpt, fixes)
+
+
+def _mistake_in_text(path: Path, lines: Sequence[str], number: int, text: str, *fixes: str) -> InputError:
+    return _mistake(path, "line", number, text, _excerpt(lines, number), fixes)
+
+
+def _mistake(path: Path, unit: str, number: int, text: str, excerpt: Sequence[str], fixes: Sequence[str]) -> InputError:
+    return InputError("\n".join([f"{path}, {unit} {number}: {text}", *excerpt, *(f"  fix: {fix}" for fix in fixes)]))
+
+
+def _excerpt(lines: Sequence[str], number: int, column: int = 1) -> list[str]:
+    """The line and the one before it."""
+    numbers = [n for n in (number - 1, number) if n >= 1]
+    width = len(str(number))
+    return [f"  {n:>{width}} | {_clip(lines[n - 1], column if n == number else 1)}" for n in numbers]
+
+
+def _clip(line: str, column: int = 1) -> str:
+    """A long line cut so that `column` is seen."""
+    start = max(0, column - WIDTH * 3 // 4)
+    return ("…" if start else "") + line[start : start + WIDTH] + ("…" if len(line) > start + WIDTH else "")
+
+
+def kind(value: Any) -> str:
+    """The JSON name of a value's type, for messages."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    names = {str: "a string", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return names.get(type(value), f"a {type(value).__name__}")
+
+
+OBJECT_FIX = 'a row looks like {"question": "1+1", "answer": "2"}'
+
+READERS: dict[str, Callable[[Path], Table]] = {
+    ".json": _read_json,
+    ".json.gz": _read_json,
+    ".jsonl": _read_jsonl,
+    ".jsonl.gz": _read_jsonl,
+    ".ndjson": _read_jsonl,
+    ".ndjson.gz": _read_jsonl,
+    ".csv": _read_csv,
+    ".csv.gz": _read_csv,
+    ".parquet": _read_parquet,
+}
+SUFFIXES = tuple(READERS)

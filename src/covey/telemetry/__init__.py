@@ -1,0 +1,23 @@
+"""What a run tells: files that are always written, the console, W&B, TensorBoard, and the report at the end."""
+
+from covey.telemetry.base import EpisodeView, RunInfo
+from covey.telemetry.episodes import TokenRow, episode_record, read_episodes
+from covey.telemetry.history import History, Record, read_history
+from covey.telemetry.report import compare_curves, print_summary, write_report
+from covey.telemetry.telemetry import Telemetry, check_logging
+
+__all__ = [
+    "EpisodeView",
+    "History",
+    "Record",
+    "RunInfo",
+    "Telemetry",
+    "TokenRow",
+    "check_logging",
+    "compare_curves",
+    "episode_record",
+    "print_summary",
+    "read_episodes",
+    "read_history",
+    "write_report",
+]

@@ -1,0 +1,74 @@
+"""What a run tells about itself, and what a place that listens must answer to."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from covey.errors import InputError
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """Who is running: known before the first step and fixed to the last."""
+
+    folder: Path
+    title: str
+    algorithm: str
+    model: str
+    task: str
+    total_steps: int
+    first_step: int = 0  # more than 0 when resumed: that many updates are done
+    reward_names: tuple[str, ...] = ()
+    trained_reward: str = ""  # the reward that eval/accuracy stands for
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EpisodeView:
+    """One attempt as a person reads it. `advantage` is None where nothing is learned from it (evaluation)."""
+
+    question: str
+    reply: str
+    reward: float | None
+    advantage: float | None = None
+    answer: str | None = None  # the reference, where the task has one
+
+
+class Sink:
+    """A place that listens to a run. It overrides what it cares for and ignores the rest."""
+
+    def stage(self, name: str | None) -> None:
+        """What runs from now on; None: nothing that is measured."""
+
+    def progress(self, done: int, total: int, what: str) -> None: ...
+
+    def step(
+        self,
+        index: int,
+        metrics: Mapping[str, float],
+        sample: EpisodeView | None,
+        episodes: Sequence[Mapping[str, Any]],
+    ) -> None: ...
+
+    def evaluation(self, step: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def warn(self, text: str) -> None: ...
+
+    def close(self, status: str) -> None: ...
+
+
+def require(module: str, extra: str) -> Any:
+    """Import what an extra installs, or say how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise InputError(
+            f"logging.to={extra} needs the package {extra}, which is not installed ({error})\n"
+            f"  install it:  pip install 'covey[{extra}]'"
+        ) from error

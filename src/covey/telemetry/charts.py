@@ -1,0 +1,140 @@
+"""Learning curves as PNG: training reward per step, and the evaluations on top of it.
+
+The x axis counts updates: the answers of step i (from 0) were sampled after i updates, an evaluation at s after s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from covey.errors import InputError
+from covey.telemetry.history import Points, read_history, read_run
+
+# 1600 × 900 pixels; the type is sized to be read when a page shows it 800 wide.
+WIDTH, HEIGHT, DPI = 8.0, 4.5, 200
+BLUE, GREEN, ORANGE, GREY = "#2f6db5", "#1b8a5a", "#d9822b", "#6b7280"
+RUN_COLOURS = ("#2f6db5", "#d9822b", "#1b8a5a", "#a4478c", "#b33c3c", "#5b5b5b")
+MODE_STYLES = {"greedy": (GREEN, "o"), "sampled": (ORANGE, "s")}
+# The trained reward, and its lenient reading where there is one.
+EVALUATION_STYLES: dict[str, dict[str, Any]] = {
+    "": {"linestyle": "-", "linewidth": 1.6, "markersize": 5},
+    "/lenient": {"linestyle": "--", "linewidth": 1.2, "markersize": 3.5, "alpha": 0.7},
+}
+
+
+def draw_curve(folder: Path, out: Path) -> Path:
+    """The curve of one run."""
+    run, history = read_run(folder), read_history(folder)
+    figure, axes = _canvas()
+    rewards = history.training("reward/mean")
+    _plot_rewards(axes, rewards, BLUE, "training reward")
+    for mode, (colour, marker) in MODE_STYLES.items():
+        for suffix, style in EVALUATION_STYLES.items():
+            if points := history.evaluated(f"eval/{mode}/{run['trained_reward']}{suffix}"):
+                name = f"evaluation, {mode}{suffix.replace('/', ', ')}"
+                axes.plot(*_xy(points), color=colour, marker=marker, label=name, **style)
+    axes.set_title(run["title"], loc="left", fontsize=13, fontweight="bold", pad=24)
+    _subtitle(axes, f"{run['algorithm']} trains {run['model']} on {run['task']}")
+    if not rewards and not history.evaluations:
+        axes.text(0.5, 0.5, "nothing was recorded", ha="center", transform=axes.transAxes, fontsize=12, color=GREY)
+    _finish(axes)
+    return _write(figure, out)
+
+
+def compare_curves(folders: Sequence[Path], labels: Sequence[str], out: Path) -> Path:
+    """The training reward and the evaluations of several runs side by side, one colour each."""
+    if len(folders) != len(labels):
+        raise InputError(f"{len(folders)} folders, but {len(labels)} labels")
+    figure, (left, right) = _canvas(columns=2)
+    runs = [read_run(folder) for folder in folders]
+    for index, (folder, run, label) in enumerate(zip(folders, runs, labels, strict=True)):
+        history = read_history(folder)
+        colour = RUN_COLOURS[index % len(RUN_COLOURS)]
+        _plot_rewards(left, history.training("reward/mean"), colour, label)
+        for mode, line in (("greedy", "-"), ("sampled", ":")):
+            if points := history.evaluated(f"eval/{mode}/{run['trained_reward']}"):
+                name = f"{label}, {mode}"
+                right.plot(*_xy(points), line, color=colour, marker="o", markersize=4, linewidth=1.6, label=name)
+    left.set_title("training reward", loc="left", fontsize=12, fontweight="bold")
+    right.set_title("evaluation on unseen tasks", loc="left", fontsize=12, fontweight="bold")
+    subjects = {f"{run['model']} on {run['task']}" for run in runs}
+    if len(subjects) == 1:
+        figure.suptitle(subjects.pop(), x=0.01, ha="left", fontsize=10, color=GREY)
+    _finish(left, right)
+    right.set_ylabel("")
+    return _write(figure, out)
+
+
+def moving_average(points: Points, window: int) -> list[tuple[float, float]]:
+    """Mean of the `window` points around each; fewer near the ends, so that the line spans the whole run."""
+    values, reach = [y for _, y in points], (window - 1) // 2
+    averaged: list[tuple[float, float]] = []
+    for index, (x, _) in enumerate(points):
+        around = values[max(index - reach, 0) : index + reach + 1]
+        averaged.append((x, sum(around) / len(around)))
+    return averaged
+
+
+def smoothing(steps: int) -> int:
+    """An odd window of about a tenth of the run; 1 (none) below 10 steps."""
+    return 1 if steps < 10 else min(51, 2 * (steps // 20) + 3)
+
+
+def _plot_rewards(axes: Any, rewards: Points, colour: str, label: str) -> None:
+    """Every step lightly, with their moving average on top; a short run as it is."""
+    window = smoothing(len(rewards))
+    if window == 1:
+        axes.plot(*_xy(rewards), color=colour, linewidth=2.0, marker=".", label=label)
+        return
+    axes.plot(*_xy(rewards), color=colour, alpha=0.25, linewidth=1.0)
+    averaged = moving_average(rewards, window)
+    axes.plot(*_xy(averaged), color=colour, linewidth=2.0, label=f"{label} (mean of {window} steps)")
+
+
+def _canvas(columns: int = 1) -> tuple[Any, Any]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(1, columns, sharey=columns > 1)
+
+
+def _subtitle(axes: Any, text: str) -> None:
+    axes.annotate(text, (0, 1), (0, 8), xycoords="axes fraction", textcoords="offset points", fontsize=10, color=GREY)
+
+
+def _xy(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _finish(*panels: Any) -> None:
+    low = min(axes.dataLim.y0 for axes in panels)
+    high = max(axes.dataLim.y1 for axes in panels)
+    for axes in panels:
+        if low >= 0 and high <= 1:  # a score: its zero is part of the picture
+            axes.set_ylim(0, max(1.06 * high, 0.1))
+        _dress(axes)
+
+
+def _dress(axes: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlabel("updates", fontsize=10)
+    axes.set_ylabel("reward", fontsize=10)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    axes.tick_params(labelsize=9)
+    axes.grid(color="#e5e7eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8.5, frameon=True, framealpha=0.9, edgecolor="none")
+
+
+def _write(figure: Any, out: Path) -> Path:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out)
+    return out

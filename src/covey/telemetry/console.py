@@ -1,0 +1,156 @@
+"""The console: a live view on a terminal, plain lines everywhere else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.live import Live
+
+from covey.telemetry.base import EpisodeView, RunInfo, Sink
+from covey.telemetry.figures import duration, evaluation_form, show
+from covey.telemetry.history import History
+from covey.telemetry.state import RunState
+from covey.telemetry.view import WARNINGS, LiveView
+
+
+def open_console(info: RunInfo, verbosity: str, history: History) -> Sink:
+    state = RunState(info, history)
+    if verbosity == "warning":
+        return WarningsOnly(sys.stderr)
+    console = Console(file=sys.stdout)
+    # A terminal that cannot show the characters or move its cursor gets the lines as well.
+    if sys.stdout.isatty() and not console.is_dumb_terminal and not console.options.ascii_only:
+        return LiveConsole(state, console)
+    return PlainConsole(state, sys.stdout)
+
+
+class PlainConsole(Sink):
+    """One line per step and per evaluation, for pipes, files and batch jobs: no colour, nothing overwritten."""
+
+    def __init__(self, state: RunState, file: TextIO) -> None:
+        self._state = state
+        self._file = file
+        info = state.info
+        self._print(f"{info.title}: {info.algorithm} trains {info.model} on {info.task}, {info.total_steps} steps")
+        self._print(f"writing to {info.folder}")
+        if info.first_step:
+            self._print(f"continuing after step {info.first_step}")
+
+    def step(
+        self,
+        index: int,
+        metrics: Mapping[str, float],
+        sample: EpisodeView | None,
+        episodes: Sequence[Mapping[str, Any]],
+    ) -> None:
+        state = self._state
+        state.add_step(index, metrics, None)
+        speed = metrics.get("perf/tokens_per_second")
+        self._print(
+            f"step  {self._position(state.done)}",
+            f"reward {show(metrics.get('reward/mean'), 'score')}",
+            f"eval {show(state.metrics.get('eval/accuracy'), 'score')}",
+            f"entropy {show(metrics.get('policy/entropy'), 'number')}",
+            f"grad {show(metrics.get('grad/norm'), 'number')}",
+            f"{show(speed, 'count')} tok/s",
+            f"eta {duration(state.eta())}",
+        )
+
+    def evaluation(self, step: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None:
+        self._state.add_evaluation(step, metrics, None)
+        scores = [
+            f"{key.removeprefix('eval/')} {show(value, evaluation_form(key))}"
+            for key, value in sorted(metrics.items())
+            if key.startswith("eval/") and not key.endswith(("/length_mean", "/truncated"))
+        ]
+        seconds = metrics.get("timing/evaluate")
+        took = [f"took {duration(seconds)}"] if seconds is not None else []
+        self._print(f"eval  {self._position(step)}", *scores, *took)
+
+    def note(self, text: str) -> None:
+        self._print(text)
+
+    def warn(self, text: str) -> None:
+        self._print(f"warning: {text}")
+
+    def close(self, status: str) -> None:
+        self._print(f"{status} after {self._state.done} of {self._state.info.total_steps} steps")
+
+    def _position(self, done: int) -> str:
+        total = str(self._state.info.total_steps)
+        return f"{done:>{len(total)}}/{total}"
+
+    def _print(self, *parts: str) -> None:
+        _write_line(self._file, "  ".join(parts))
+
+
+class WarningsOnly(Sink):
+    """`logging.verbosity=warning`: silence unless something is wrong."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def warn(self, text: str) -> None:
+        _write_line(self._file, f"warning: {text}")
+
+
+class LiveConsole(Sink):
+    """The live view. Its clock moves between events too: rich redraws it from a thread of its own."""
+
+    def __init__(self, state: RunState, console: Console, now: Callable[[], float] = time.monotonic) -> None:
+        self._view = LiveView(state, now)
+        self._live = Live(self._view, console=console, refresh_per_second=4, vertical_overflow="crop")
+        self._live.start()
+        if state.info.first_step:
+            self.note(f"continuing after step {state.info.first_step}")
+
+    def stage(self, name: str | None) -> None:
+        with self._view.lock:
+            self._view.enter(name)
+
+    def progress(self, done: int, total: int, what: str) -> None:
+        with self._view.lock:
+            self._view.progress = (done, total, what)
+
+    def step(
+        self,
+        index: int,
+        metrics: Mapping[str, float],
+        sample: EpisodeView | None,
+        episodes: Sequence[Mapping[str, Any]],
+    ) -> None:
+        with self._view.lock:
+            self._view.state.add_step(index, metrics, sample)
+
+    def evaluation(self, step: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None:
+        with self._view.lock:
+            self._view.state.add_evaluation(step, metrics, sample)
+
+    def note(self, text: str) -> None:
+        with suppress(OSError):
+            self._live.console.print(text, markup=False, highlight=False)
+
+    def warn(self, text: str) -> None:
+        with self._view.lock:
+            self._view.state.warnings.append(text)
+
+    def close(self, status: str) -> None:
+        with self._view.lock:
+            self._view.status = status
+        with suppress(OSError):
+            self._live.stop()
+            for text in self._view.state.warnings[:-WARNINGS]:  # the view kept only the last of them
+                self._live.console.print(f"warning: {text}", style="yellow", markup=False, highlight=False)
+
+
+def _write_line(file: TextIO, line: str) -> None:
+    """A terminal that went away, or one that lacks a character, must not end the run."""
+    encoding = file.encoding or "utf-8"
+    with suppress(OSError):
+        file.write(line.encode(encoding, "replace").decode(encoding) + "\n")
+        file.flush()

@@ -1,0 +1,66 @@
+"""metrics.jsonl read back: what reports, curves and a resumed console are drawn from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from covey.errors import InputError
+from covey.telemetry.jsonl import METRICS_FILE, read_jsonl
+
+Points = list[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One line of the file. Values that were not finite are left out."""
+
+    step: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    steps: tuple[Record, ...] = ()  # step: index of the training step, from 0
+    evaluations: tuple[Record, ...] = ()  # step: number of updates done
+
+    def training(self, key: str) -> Points:
+        return _points(self.steps, key)
+
+    def evaluated(self, key: str) -> Points:
+        return _points(self.evaluations, key)
+
+    def total(self, key: str) -> float:
+        """Sum over all records of both kinds."""
+        return sum(record.metrics.get(key, 0.0) for record in (*self.steps, *self.evaluations))
+
+    def names(self) -> list[str]:
+        """Every metric, sorted."""
+        return sorted({key for record in (*self.steps, *self.evaluations) for key in record.metrics})
+
+
+def read_history(folder: Path) -> History:
+    path = folder / METRICS_FILE
+    if not path.exists():
+        raise InputError(f"{path}: no such file; is {folder} the folder of a run?")
+    found: dict[str, list[Record]] = {"step": [], "eval": []}
+    for line in read_jsonl(path):
+        metrics = {key: value for key, value in line["metrics"].items() if value is not None}
+        found[line["kind"]].append(Record(line["step"], metrics))
+    return History(tuple(found["step"]), tuple(found["eval"]))
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """run.json: what the loop wrote about the run."""
+    path = folder / "run.json"
+    if not path.exists():
+        raise InputError(f"{path}: no such file; is {folder} the folder of a run?")
+    run: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return run
+
+
+def _points(records: tuple[Record, ...], key: str) -> Points:
+    return [(record.step, record.metrics[key]) for record in records if key in record.metrics]

@@ -1,0 +1,213 @@
+"""The page at the end of a run: summary.md and curve.png, made from run.json and metrics.jsonl alone."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from covey.telemetry.charts import compare_curves, draw_curve
+from covey.telemetry.figures import ABSENT, duration, evaluation_form
+from covey.telemetry.history import History, Points, read_history, read_run
+
+__all__ = ["Change", "Summary", "compare_curves", "print_summary", "summarise", "write_report"]
+
+ENDS = 5  # steps whose mean reward stands for the beginning and the end of a run
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """An evaluation metric before and after. Shares (all values in [0, 1]) read in percent, others as they are."""
+
+    key: str
+    before: float | None  # None: evaluated only once
+    after: float
+    share: bool
+
+    def cells(self) -> tuple[str, str, str, str]:
+        return self.key, self._value(self.before), self._value(self.after), self._difference()
+
+    def _value(self, value: float | None) -> str:
+        if value is None:
+            return ABSENT
+        return f"{100 * value:.1f} %" if self.share else f"{value:.2f}"
+
+    def _difference(self) -> str:
+        if self.before is None:
+            return ABSENT
+        change = self.after - self.before
+        return f"{100 * change:+.1f} points" if self.share else f"{change:+.2f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Every number the report tells."""
+
+    run: dict[str, Any]
+    steps: int
+    changes: tuple[Change, ...]
+    ends: int  # steps that the first and the last reward are the mean of
+    first_reward: float | None
+    last_reward: float | None
+    best_step: tuple[int, float] | None  # counted from 1, and its mean reward
+    best_evaluation: tuple[int, float] | None  # updates done, and eval/accuracy
+    tokens: float
+    stage_seconds: dict[str, float]  # longest first
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.stage_seconds.values())
+
+
+def summarise(folder: Path) -> Summary:
+    history = read_history(folder)
+    rewards = history.training("reward/mean")
+    ends = min(ENDS, max(1, len(rewards) // 2))
+    best = _highest(rewards)
+    return Summary(
+        run=read_run(folder),
+        steps=len(history.steps),
+        changes=_changes(history),
+        ends=ends,
+        first_reward=_mean(rewards[:ends]),
+        last_reward=_mean(rewards[-ends:]),
+        best_step=(best[0] + 1, best[1]) if best else None,
+        best_evaluation=_highest(history.evaluated("eval/accuracy")),
+        tokens=history.total("perf/generated_tokens"),
+        stage_seconds=_stage_seconds(history),
+    )
+
+
+def write_report(folder: Path) -> Path:
+    """Write FOLDER/curve.png and FOLDER/summary.md; returns the latter."""
+    draw_curve(folder, folder / "curve.png")
+    path = folder / "summary.md"
+    path.write_text(_markdown(summarise(folder), folder), encoding="utf-8")
+    return path
+
+
+def print_summary(folder: Path, console: Console | None = None) -> None:
+    """The gist of the report, for the end of a run: aligned columns, coloured on a terminal."""
+    console = console or Console()
+    summary = summarise(folder)
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
+    table.add_column("")
+    for heading in ("before", "after", "change"):
+        table.add_column(heading, justify="right")
+    for change in summary.changes:
+        table.add_row(*change.cells(), style="" if change.key == "eval/accuracy" else "dim")
+    console.print()
+    console.print(table)
+    for line in _facts(summary):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"report: {folder / 'summary.md'}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _changes(history: History) -> tuple[Change, ...]:
+    changes = []
+    for key in history.names():
+        points = history.evaluated(key)
+        if not key.startswith("eval/") or not points:
+            continue
+        values = [value for _, value in points]
+        share = evaluation_form(key) != "number" and all(0 <= value <= 1 for value in values)
+        changes.append(Change(key, values[0] if len(values) > 1 else None, values[-1], share))
+    return tuple(changes)
+
+
+def _stage_seconds(history: History) -> dict[str, float]:
+    keys = [key for key in history.names() if key.startswith("timing/") and key != "timing/step"]
+    totals = {key.removeprefix("timing/"): history.total(key) for key in keys}
+    return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+
+def _highest(points: Points) -> tuple[int, float] | None:
+    """The first of the highest."""
+    return max(points, key=lambda point: point[1]) if points else None
+
+
+def _mean(points: Points) -> float | None:
+    return sum(value for _, value in points) / len(points) if points else None
+
+
+def _facts(summary: Summary) -> list[str]:
+    """The sentences that stand both on the page and on the console."""
+    lines = []
+    if summary.first_reward is not None and summary.last_reward is not None:
+        change = summary.last_reward - summary.first_reward
+        which = f"{summary.ends} steps" if summary.ends > 1 else "step"
+        lines.append(
+            f"Training reward: {summary.first_reward:.3f} in the first {which}, "
+            f"{summary.last_reward:.3f} in the last ({change:+.3f})."
+        )
+    if summary.best_step:
+        lines.append(f"Best training step: step {summary.best_step[0]}, mean reward {summary.best_step[1]:.3f}.")
+    if summary.best_evaluation:
+        updates, accuracy = summary.best_evaluation
+        lines.append(f"Best evaluation: after {updates} updates, eval/accuracy {accuracy:.3f}.")
+    if summary.tokens and summary.seconds:
+        lines.append(
+            f"{summary.tokens:,.0f} tokens generated for training; {duration(summary.seconds)} of measured time."
+        )
+    return lines
+
+
+def _markdown(summary: Summary, folder: Path) -> str:
+    run = summary.run
+    blocks = [
+        [f"# {run['title']}"],
+        [
+            f"**{run['algorithm']}** trained **{run['model']}** on **{run['task']}**: {summary.steps} of "
+            f"{run['total_steps']} steps, {run['status']}, started {run['started']}.",
+            _rewards_sentence(run),
+        ],
+        ["![learning curve](curve.png)"],
+        ["## Before and after", "", *_change_table(summary)],
+        ["## Training", "", *(f"- {line}" for line in _facts(summary))],
+        ["## Where the time went", "", *_time_table(summary)],
+        ["## Look further", "", *_further(run, folder)],
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
+
+
+def _rewards_sentence(run: dict[str, Any]) -> str:
+    others = [name for name in run["reward_names"] if name != run["trained_reward"]]
+    also = f" Also measured: {', '.join(f'`{name}`' for name in others)}." if others else ""
+    return f"`eval/accuracy` is the reward `{run['trained_reward']}`.{also}"
+
+
+def _change_table(summary: Summary) -> list[str]:
+    if not summary.changes:
+        return ["The run was not evaluated."]
+    lines = ["| metric | before | after | change |", "|---|---:|---:|---:|"]
+    for change in summary.changes:
+        key, *cells = change.cells()
+        lines.append(f"| `{key}` | {' | '.join(cells)} |")
+    return lines
+
+
+def _time_table(summary: Summary) -> list[str]:
+    if not summary.seconds:
+        return ["No times were recorded."]
+    lines = ["| stage | time | share |", "|---|---:|---:|"]
+    for name, seconds in summary.stage_seconds.items():
+        lines.append(f"| {name} | {duration(seconds)} | {100 * seconds / summary.seconds:.0f} % |")
+    return [*lines, f"| all | {duration(summary.seconds)} | 100 % |"]
+
+
+def _further(run: dict[str, Any], folder: Path) -> Sequence[str]:
+    return [
+        "```sh",
+        f"covey sample {shlex.quote(str(folder))}   # ask the trained model something",
+        f"covey eval {shlex.quote(str(folder))}     # evaluate it again, or on other data",
+        f"{run['command']}   # run it again",
+        "```",
+        "",
+        "`metrics.jsonl` holds every number of every step, `episodes.jsonl` recorded answers token by token; both are "
+        "explained in docs/metrics.md.",
+    ]

@@ -1,0 +1,74 @@
+"""What both consoles know of a run: where it stands, what it measured, and how long it will take."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+
+from covey.telemetry.base import EpisodeView, RunInfo
+from covey.telemetry.figures import key_figures
+from covey.telemetry.history import History, Points
+
+RECENT = 20  # steps that the pace is taken from
+MODES = ("greedy", "sampled")
+
+
+class RunState:
+    def __init__(self, info: RunInfo, history: History | None = None) -> None:
+        self.info = info
+        self.figures = key_figures(info)
+        self.done = info.first_step
+        self.metrics: dict[str, float] = {}  # newest value of each, of steps and evaluations together
+        self.series: dict[str, list[float]] = {row.key: [] for rows in self.figures for row in rows}
+        self.rewards: Points = []
+        self.evaluations: dict[str, Points] = {mode: [] for mode in MODES}
+        self.timings: deque[dict[str, float]] = deque(maxlen=RECENT)
+        self.sample: EpisodeView | None = None
+        self.sample_from = ""
+        self.warnings: list[str] = []
+        history = history or History()
+        for record in history.steps:
+            self.add_step(record.step, record.metrics, None)
+        for record in history.evaluations:
+            self.add_evaluation(record.step, record.metrics, None)
+
+    def add_step(self, index: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None:
+        self.done = index + 1
+        self._add(metrics)
+        if "reward/mean" in metrics:
+            self.rewards.append((index, metrics["reward/mean"]))
+        seconds = {key.removeprefix("timing/"): value for key, value in metrics.items() if key.startswith("timing/")}
+        if seconds:
+            self.timings.append(seconds)
+        if sample is not None:
+            self.sample, self.sample_from = sample, f"step {self.done}"
+
+    def add_evaluation(self, step: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None:
+        self._add(metrics)
+        for mode in MODES:
+            key = f"eval/{mode}/{self.info.trained_reward}"
+            if key in metrics:
+                self.evaluations[mode].append((step, metrics[key]))
+        if sample is not None:
+            self.sample, self.sample_from = sample, "the evaluation"
+
+    def eta(self) -> float | None:
+        """Seconds left at the median pace, which one slow step does not upset; None before the first step."""
+        paces = [seconds["step"] for seconds in self.timings if "step" in seconds]
+        return median(paces) * (self.info.total_steps - self.done) if paces else None
+
+    def stage_seconds(self) -> dict[str, float]:
+        """Mean seconds per step of each stage, over the recent steps; longest first."""
+        totals: dict[str, float] = {}
+        for seconds in self.timings:
+            for name, value in seconds.items():
+                if name != "step":
+                    totals[name] = totals.get(name, 0.0) + value / len(self.timings)
+        return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+    def _add(self, metrics: Mapping[str, float]) -> None:
+        self.metrics.update(metrics)
+        for key, values in self.series.items():
+            if key in metrics:
+                values.append(metrics[key])

@@ -1,0 +1,123 @@
+"""The one thing the loop talks to: it measures the stages and passes everything on to the sinks.
+
+with telemetry.stage("rollout"):
+    telemetry.progress(37, 64, "episodes")
+...
+telemetry.step(index, metrics, sample, episodes)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from covey.config.schema import LoggingConfig
+from covey.telemetry.base import EpisodeView, RunInfo, Sink, require
+from covey.telemetry.clock import StageClock
+from covey.telemetry.console import open_console
+from covey.telemetry.history import History, read_history
+from covey.telemetry.jsonl import JsonlFiles
+from covey.telemetry.tensorboard import TensorboardSink
+from covey.telemetry.wandb import WandbSink
+
+STATUSES = ("finished", "interrupted", "failed")
+
+
+class Telemetry:
+    def __init__(
+        self, files: JsonlFiles, sinks: Sequence[Sink] = (), now: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._files = files
+        self._sinks: tuple[Sink, ...] = (files, *sinks)
+        self._clock = StageClock(now)
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls, info: RunInfo, logging: LoggingConfig, *, metrics_offset: int | None, episodes_offset: int | None
+    ) -> Telemetry:
+        """Start the record of a run, or continue it from a checkpoint's offsets. Close it in a `finally`."""
+        check_logging(logging)
+        files = JsonlFiles(info.folder, metrics_offset, episodes_offset)
+        history = read_history(info.folder) if metrics_offset else History()
+        sinks: list[Sink] = []
+        if "wandb" in logging.to:
+            sinks.append(WandbSink(info, logging))
+        if "tensorboard" in logging.to:
+            sinks.append(TensorboardSink(info, history))
+        if "console" in logging.to:  # last: what the others print while starting stays above the live view
+            sinks.append(open_console(info, logging.verbosity, history))
+        return cls(files, sinks)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Measure the block as `timing/{name}`. Evaluation's time goes to its own record, all else to the step's."""
+        self._clock.enter(name)
+        self._announce()
+        try:
+            yield
+        finally:
+            self._clock.leave()
+            self._announce()
+
+    def progress(self, done: int, total: int, what: str) -> None:
+        for sink in self._sinks:
+            sink.progress(done, total, what)
+
+    def step(
+        self,
+        index: int,
+        metrics: Mapping[str, float],
+        sample: EpisodeView | None,
+        episodes: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """After each training step; `index` counts from 0."""
+        seconds = self._clock.take(evaluation=False)
+        timing = {f"timing/{name}": value for name, value in seconds.items()}
+        if seconds:
+            timing["timing/step"] = sum(seconds.values())
+        if (tokens := metrics.get("perf/generated_tokens")) and seconds.get("rollout"):
+            timing["perf/tokens_per_second"] = tokens / seconds["rollout"]
+        for sink in self._sinks:
+            sink.step(index, {**timing, **metrics}, sample, episodes)
+
+    def evaluation(self, step: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None:
+        """After each evaluation; `step` is the number of updates done."""
+        timing = {f"timing/{name}": value for name, value in self._clock.take(evaluation=True).items()}
+        for sink in self._sinks:
+            sink.evaluation(step, {**metrics, **timing}, sample)
+
+    def note(self, text: str) -> None:
+        for sink in self._sinks:
+            sink.note(text)
+
+    def warn(self, text: str) -> None:
+        for sink in self._sinks:
+            sink.warn(text)
+
+    def offsets(self) -> tuple[int, int]:
+        """Byte offsets of metrics.jsonl and episodes.jsonl, synced to the disk: what a checkpoint must remember."""
+        return self._files.offsets()
+
+    def close(self, status: str) -> None:
+        """`finished`, `interrupted` or `failed`. Closing twice is closing once."""
+        assert status in STATUSES, f"unknown status {status}"
+        if self._closed:
+            return
+        self._closed = True
+        for sink in reversed(self._sinks):  # the console first: the terminal is given back whatever follows
+            sink.close(status)
+
+    def _announce(self) -> None:
+        for sink in self._sinks:
+            sink.stage(self._clock.current)
+
+
+def check_logging(logging: LoggingConfig) -> None:
+    """Refuse a logger whose package is missing, before anything is started."""
+    if "wandb" in logging.to:
+        require("wandb", "wandb")
+    if "tensorboard" in logging.to:
+        require("torch.utils.tensorboard", "tensorboard")

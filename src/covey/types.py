@@ -1,0 +1,231 @@
+"""The nouns of Covey: what one stage of the road hands to the next.
+
+    Task → Turn → Episode → Group → Sample → Samples → Batch
+
+Everything here is frozen: a stage reads what it is given and returns something new.
+
+Shape suffixes used in this package:
+    N  episodes          G  groups           R  token rows (an episode has one, or several where it forks)
+    T  response tokens of a row, padded on the right                       V  vocabulary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Messages = Sequence[Mapping[str, Any]]
+RewardTable = Mapping[str, "float | None"]
+
+
+class StopReason(StrEnum):
+    """Why sampling ended: a token of the model's, a string of the user's, or the limit."""
+
+    EOS = "eos"
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What the infrastructure did wrong in an episode. A model's own mistake is never a failure."""
+
+    cause: str  # short and countable: "reward", "agent", "timeout"
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to draw tokens. `seed` is the request's own random stream; `temperature=0` is greedy."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: no limit
+    min_p: float = 0.0
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if not 0 <= self.min_p < 1:
+            raise ValueError(f"min_p must lie in [0, 1), got {self.min_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (no limit) or positive, got {self.top_k}")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine sampled: ids, the log-prob of each under the distribution it was drawn from, and the
+    policy version that drew it."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    stop: StopReason
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One question. Columns that are not the question travel in `columns` to the rewards."""
+
+    id: str
+    messages: tuple[Mapping[str, Any], ...]
+    answer: Any = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the engine was given and what it sampled. Text is never re-tokenised for training."""
+
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    stop: StopReason
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One attempt at a task. In `rewards`, None means never scored and 0.0 is a score."""
+
+    task: Task
+    turns: tuple[Turn, ...]
+    messages: tuple[Mapping[str, Any], ...]
+    rewards: RewardTable = field(default_factory=dict)
+    stop: StopReason | None = None
+    failure: Failure | None = None
+
+    @property
+    def final_answer(self) -> str:
+        """The last assistant text of the attempt; worked examples in the task's own messages do not count."""
+        for message in reversed(self.messages[len(self.task.messages) :]):
+            if message["role"] == "assistant":
+                return str(message["content"])
+        return ""
+
+    @property
+    def response_tokens(self) -> int:
+        return sum(len(turn.completion_ids) for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The covey: the attempts at one task. Groups are atomic from sampling to loss."""
+
+    task: Task
+    episodes: tuple[Episode, ...]
+    baseline: Episode | None = None  # ReMax: the greedy attempt
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One token row: a prompt and what followed it. `mask` is 1 on sampled ids only."""
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    mask: tuple[bool, ...]
+    logprobs: tuple[float, ...]  # under the sampling distribution; 0.0 where mask is 0
+    versions: tuple[int, ...]
+    episode: int  # index into the step's episodes
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """A whole step: N episodes in G groups, as R token rows. Episode columns first, token columns second."""
+
+    rows: tuple[Sample, ...]
+    group_N: Tensor  # int64, the group of each episode, 0..G-1 in order
+    rewards: Mapping[str, Tensor]  # name → [N] float64, NaN where never scored
+    weights: Mapping[str, float]  # how the named rewards add up
+    episode_R: Tensor  # int64
+    mask_RT: Tensor  # bool, sampled tokens
+    old_logprobs_RT: Tensor  # log-probs the tokens were sampled with
+    ref_logprobs_RT: Tensor | None = None
+    values_RT: Tensor | None = None
+    token_rewards_RT: Tensor | None = None  # what shapers add to single tokens
+    baseline_rewards_G: Tensor | None = None
+    temperature: float = 1.0
+
+    @property
+    def episodes(self) -> int:
+        return len(self.group_N)
+
+    @property
+    def groups(self) -> int:
+        return int(self.group_N[-1]) + 1 if len(self.group_N) else 0
+
+    def total_reward(self) -> Tensor:
+        """Weighted sum of the named rewards, [N]. A reward that was never given adds nothing."""
+        total = self.group_N.new_zeros(len(self.group_N), dtype=self.old_logprobs_RT.dtype)
+        for name, column in self.rewards.items():
+            total = total + self.weights[name] * column.to(total.dtype).nan_to_num(nan=0.0)
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A mini-batch of whole groups, and the rows of it that a loss sees at once.
+
+    Episode columns cover the whole mini-batch; token columns cover `rows`: all rows of the mini-batch, or those of one
+    micro-batch, whose `episode_R` points into the episode columns. `policy_sum_N` is set when a micro-batch splits a
+    group: Σ log π of every episode of the mini-batch from a first pass without gradient, so that a loss that couples
+    the members of a group sees all of them.
+    """
+
+    rows: tuple[Sample, ...]
+    group_N: Tensor
+    rewards_N: Tensor
+    length_N: Tensor  # sampled tokens of each episode
+    old_sum_N: Tensor
+    ref_sum_N: Tensor | None
+    policy_sum_N: Tensor | None
+    row_R: Tensor  # place of each row in Samples.rows
+    episode_R: Tensor
+    mask_RT: Tensor
+    old_logprobs_RT: Tensor
+    ref_logprobs_RT: Tensor | None
+    advantages_RT: Tensor
+    returns_RT: Tensor | None = None
+    values_RT: Tensor | None = None
+    temperature: float = 1.0
+    epoch: int = 0  # how often the step's samples were learned from before
+
+    @property
+    def groups(self) -> int:
+        return int(self.group_N.max()) + 1 if len(self.group_N) else 0
+
+    def take(self, index: Sequence[int]) -> Batch:
+        """The same mini-batch seen through some of its rows."""
+        at = self.episode_R.new_tensor(list(index))
+
+        def pick(column: Tensor | None) -> Tensor | None:
+            return None if column is None else column[at]
+
+        return replace(
+            self,
+            rows=tuple(self.rows[i] for i in index),
+            row_R=self.row_R[at],
+            episode_R=self.episode_R[at],
+            mask_RT=self.mask_RT[at],
+            old_logprobs_RT=self.old_logprobs_RT[at],
+            ref_logprobs_RT=pick(self.ref_logprobs_RT),
+            advantages_RT=self.advantages_RT[at],
+            returns_RT=pick(self.returns_RT),
+            values_RT=pick(self.values_RT),
+        )

@@ -1,0 +1,475 @@
+"""The vocabularies people arrive with."""
+
+from __future__ import annotations
+
+import re
+from functools import reduce
+from pathlib import Path
+
+import pytest
+
+from covey.config import compose
+from covey.config.aliases import ALIASES, accepted, translate
+from covey.config.derive import PARTS
+from covey.config.not_yet import NOT_YET, NOT_YET_KEYS
+from covey.config.settings import find, schema_settings, sections
+from covey.errors import InputError
+
+CALCULATOR = """
+    algorithm.adv_estimator=grpo
+    data.train_files=./data/rlhf/math/gsm8k_train.json
+    data.val_files=./data/rlhf/math/gsm8k_test.json
+    data.train_batch_size=64
+    agent.agent_type=hf
+    agent.tools=[calculator]
+    agent.template=qwen2.5
+    agent.model_name_or_path=Qwen/Qwen2.5-3B-Instruct
+    agent.max_turns=3
+    agent.reward_name=math_reward_string_equal
+    agent.num_chains=8
+    agent.use_agent=True
+    actor_rollout_ref.actor.optim.lr=5e-7
+    actor_rollout_ref.model.path=Qwen/Qwen2.5-3B-Instruct
+    actor_rollout_ref.actor.ppo_mini_batch_size=64
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8
+    actor_rollout_ref.actor.use_kl_loss=True
+    actor_rollout_ref.actor.kl_loss_coef=0.001
+    actor_rollout_ref.actor.kl_loss_type=mse
+    actor_rollout_ref.actor.entropy_coeff=0.001
+    actor_rollout_ref.rollout.name=vllm
+    actor_rollout_ref.rollout.response_length=256
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.5
+    critic.model.path=Qwen/Qwen2.5-3B-Instruct
+    algorithm.kl_ctrl.kl_coef=0.001
+    trainer.logger=['console','wandb']
+    trainer.project_name=AgentRL
+    trainer.experiment_name=test_gsm8k
+    trainer.n_gpus_per_node=1
+    trainer.nnodes=1
+    trainer.save_freq=50
+    trainer.test_freq=10
+    trainer.total_training_steps=100
+"""
+
+ROOTS = (
+    "agent algorithm actor_rollout_ref trainer data critic env train optimizer policy model inference_model ref_model "
+    "train_model rollout agentflow filter_groups val_kwargs"
+)
+NOT_KEYS = {"optimizer.step", "trainer.train_step", "train.json", "env.example"}  # code and file names
+
+
+def get(config: object, key: str) -> object:
+    return reduce(getattr, key.split("."), config)
+
+
+# --- every word is known -----------------------------------------------------------------------------------------
+
+
+def test_every_key_of_the_source_documents_is_known(shared: Path, algorithms):
+    text = "\n".join(path.read_text() for path in sorted((shared / "seeds").glob("*.txt")))
+    found = set(re.findall(rf"(?<![\w./])((?:{ROOTS.replace(' ', '|')})(?:\.[A-Za-z_]\w*)+)", text)) - NOT_KEYS
+    assert len(found) > 80
+    assert [key for key in sorted(found) if translate(key, algorithms) is None] == []
+
+
+@pytest.mark.parametrize("spelling", sorted(ALIASES))
+def test_every_alias_leads_somewhere(spelling, algorithms):
+    target = ALIASES[spelling]
+    native = find(target, schema_settings()) or any(
+        target.removeprefix("algorithm.") in vars_of(a) for a in algorithms.values()
+    )
+    assert native or target in PARTS or target in NOT_YET_KEYS or accepted(target)
+
+
+def vars_of(cls: type) -> set[str]:
+    return set(cls.__dataclass_fields__) if hasattr(cls, "__dataclass_fields__") else set()
+
+
+def test_parts_lead_to_native_settings(algorithms):
+    for targets, _ in PARTS.values():
+        assert all(translate(target, algorithms).key == target for target in targets)
+
+
+@pytest.mark.parametrize("key", sorted(schema_settings()))
+def test_no_alias_hides_a_native_setting(key, algorithms):
+    assert translate(key, algorithms).key == key
+
+
+def test_section_words_mean_their_names(algorithms):
+    named = {section for section, has_name in sections().items() if has_name}
+    assert named == {"model", "data", "agent", "reward", "algorithm", "rollout", "cluster", "mode"}
+    assert {translate(section, algorithms).key for section in named} == {f"{section}.name" for section in named}
+
+
+# --- what each word means ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "value"),
+    [
+        ("algorithm.gvpo_beta=0.15", "algorithm.beta", 0.15),
+        ("gvpo_beta=0.15", "algorithm.beta", 0.15),
+        ("algorithm.gvpo_use_bessel_correction=False", "algorithm.use_bessel_correction", False),
+        ("algorithm.gvpo_clip_weight=5.0", "algorithm.clip_weight", 5.0),
+        ("algorithm.gvpo_normalize_weights=False", "algorithm.normalize_weights", False),
+        ("actor_rollout_ref.model.path=a/b", "model.name", "a/b"),
+        ("agent.init_args.model_name_or_path=a/b", "model.name", "a/b"),
+        ("actor_rollout_ref.model.enable_gradient_checkpointing=True", "model.gradient_checkpointing", True),
+        ("actor_rollout_ref.rollout.n=16", "rollout.group_size", 16),
+        ("rollout.n=16", "rollout.group_size", 16),
+        ("agent.num_chains=16", "rollout.group_size", 16),
+        ("env.repeats=16", "rollout.group_size", 16),
+        ("actor_rollout_ref.rollout.response_length=99", "rollout.max_tokens", 99),
+        ("data.max_response_length=99", "rollout.max_tokens", 99),
+        ("agent.max_tokens_per_turn=99", "rollout.max_tokens", 99),
+        ("actor_rollout_ref.rollout.temperature=0.7", "rollout.temperature", 0.7),
+        ("actor_rollout_ref.rollout.top_p=0.9", "rollout.top_p", 0.9),
+        ("actor_rollout_ref.rollout.top_k=-1", "rollout.top_k", 0),
+        ("actor_rollout_ref.actor.optim.lr=5e-7", "learner.lr", 5e-7),
+        ("optimizer.lr=5e-7", "learner.lr", 5e-7),
+        ("optimizer.weight_decay=0.01", "learner.weight_decay", 0.01),
+        ("actor_rollout_ref.actor.optim.weight_decay=0.01", "learner.weight_decay", 0.01),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps=-1", "learner.warmup_steps", 0),
+        ("actor_rollout_ref.actor.ppo_epochs=2", "learner.epochs", 2),
+        ("actor_rollout_ref.actor.grad_clip=0.5", "learner.grad_clip", 0.5),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=4", "learner.mini_batch_size", 4),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", "learner.micro_batch_size", 4),
+        ("actor_rollout_ref.actor.entropy_coeff=0.01", "learner.entropy_coef", 0.01),
+        ("agent.reward_name=exact", "reward.name", "exact"),
+        ("agent.init_args.reward_name=exact", "reward.name", "exact"),
+        ("agent.template=./my.jinja", "agent.template", "./my.jinja"),
+        ("agent.agent_type=my.py:fn", "agent.name", "my.py:fn"),
+        ("env.dataset=sort", "data.name", "sort"),
+        ("env.AGENT_MAX_TIMEOUT=20", "agent.max_seconds", 20.0),
+        ("env.VERBOSITY=DEBUG", "logging.verbosity", "debug"),
+        ("data.val_batch_size=512", "eval.batch_size", 512),
+        ("data.seed=7", "seed", 7),
+        ("train.checkpoint_frequency=5", "loop.save_every", 5),
+        ("trainer.save_freq=50", "loop.save_every", 50),
+        ("trainer.save_freq=-1", "loop.save_every", 0),
+        ("trainer.test_freq=-1", "eval.every", 0),
+        ("trainer.val_before_train=False", "eval.before", False),
+        ("trainer.total_training_steps=9", "loop.total_steps", 9),
+        ("trainer.total_epochs=9", "loop.total_epochs", 9),
+        ("trainer.project_name=p", "logging.project", "p"),
+        ("trainer.experiment_name=e", "logging.experiment", "e"),
+        ("trainer.logger=['console','wandb']", "logging.to", ["console", "wandb"]),
+        ("trainer.logger=wandb", "logging.to", ["wandb"]),
+        ("trainer.resume_mode=disable", "resume", "disable"),
+        ("trainer.resume_from_path=runs/a", "resume", "runs/a"),
+        ("val_kwargs.n=4", "eval.n", 4),
+        ("val_kwargs.do_sample=True", "eval.modes", ["sampled"]),
+        ("actor_rollout_ref.rollout.val_kwargs.do_sample=False", "eval.modes", ["greedy"]),
+        ("actor_rollout_ref.rollout.val_kwargs.max_tokens=50", "eval.max_tokens", 50),
+        ("train_model.lora.r=16", "model.lora.rank", 16),
+    ],
+)
+def test_a_foreign_word_sets_ours(run, word, key, value):
+    composed = run(word)
+    assert get(composed.config, key) == value
+    assert composed.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "value"),
+    [
+        ("policy.kl_coef=0.1", "kl_coef", 0.1),
+        ("train.kl_to_ref_coeff=0.1", "kl_coef", 0.1),
+        ("actor_rollout_ref.actor.clip_ratio_low=0.1", "clip_low", 0.1),
+        ("actor_rollout_ref.actor.clip_ratio_high=0.3", "clip_high", 0.3),
+        ("clip_ratio_high=0.3", "clip_high", 0.3),
+        ("actor_rollout_ref.actor.loss_agg_mode=token-mean", "aggregation", "token-mean"),
+        ("actor_rollout_ref.actor.kl_loss_type=low_var_kl", "kl_estimator", "low_var_kl"),
+    ],
+)
+def test_a_foreign_word_sets_grpos(run, word, key, value):
+    composed = run("algorithm.adv_estimator=grpo", word)
+    assert getattr(composed.config.algorithm, key) == value
+    assert composed.warnings == ()
+
+
+# --- settings that several words make ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "coefficient"),
+    [
+        (["actor_rollout_ref.actor.use_kl_loss=True"], 0.001),
+        (["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_coef=0.05"], 0.05),
+        (["actor_rollout_ref.actor.use_kl_loss=False", "actor_rollout_ref.actor.kl_loss_coef=0.05"], 0.0),
+        (["actor_rollout_ref.actor.use_kl_loss=True", "algorithm.kl_coef=0.2"], 0.2),
+    ],
+)
+def test_the_kl_coefficient_counts_if_the_kl_loss_is_used(run, words, coefficient):
+    composed = run("algorithm=grpo", *words)
+    assert composed.config.algorithm.kl_coef == coefficient
+    assert composed.warnings == ()
+
+
+def test_the_kl_coefficient_alone_has_no_effect(run):
+    composed = run("algorithm=grpo", "actor_rollout_ref.actor.kl_loss_coef=0.05")
+    assert composed.config.algorithm.kl_coef == 0.0
+    assert composed.warnings == (
+        "actor_rollout_ref.actor.kl_loss_coef has no effect without actor_rollout_ref.actor.use_kl_loss=true",
+    )
+
+
+def test_parts_come_together_from_different_layers(run):
+    file = "actor_rollout_ref.actor.use_kl_loss: True\nactor_rollout_ref.actor.kl_loss_coef: 0.01"
+    assert run("algorithm=grpo", "actor.kl_loss_coef=0.1", file=file).config.algorithm.kl_coef == 0.1
+    assert run("algorithm=grpo", "algorithm.kl_coef=0.2", file=file).config.algorithm.kl_coef == 0.2
+    assert run("actor.use_kl_loss=False", file="algorithm: {name: grpo, kl_coef: 0.2}").config.algorithm.kl_coef == 0.0
+
+
+def test_a_switch_and_a_setting_that_disagree(run):
+    with pytest.raises(InputError, match=r"disagree\n  algorithm.kl_coef=0.2\n  actor.use_kl_loss=false"):
+        run("algorithm=grpo", "algorithm.kl_coef=0.2", "actor.use_kl_loss=False")
+
+
+def test_clip_ratio_gives_way_to_its_two_sides(run):
+    both = run("algorithm=grpo", "actor.clip_ratio=0.1").config.algorithm
+    assert (both.clip_low, both.clip_high) == (0.1, 0.1)
+    one = run("algorithm=grpo", "actor.clip_ratio=0.1", "actor.clip_ratio_high=0.28").config.algorithm
+    assert (one.clip_low, one.clip_high) == (0.1, 0.28)
+    later = run("algorithm=grpo", "actor.clip_ratio=0.1", file="actor.clip_ratio_high: 0.28").config.algorithm
+    assert (later.clip_low, later.clip_high) == (0.1, 0.1)
+
+
+def test_resuming_from_a_path(run):
+    assert run("trainer.resume_mode=resume_path", "trainer.resume_from_path=runs/a").config.resume == "runs/a"
+    assert run("trainer.resume_mode=auto").config.resume == "auto"
+    ignored = run("trainer.resume_mode=auto", "trainer.resume_from_path=runs/a")
+    assert ignored.config.resume == "auto"
+    assert ignored.warnings == ("trainer.resume_from_path has no effect with trainer.resume_mode=auto",)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ["trainer.resume_mode=resume_path"],
+            "trainer.resume_mode=resume_path needs a path\n  add trainer.resume_from_path",
+        ),
+        (["trainer.resume_mode=atuo"], "unknown value of trainer.resume_mode  atuo\n  did you mean   auto?"),
+        (["trainer.resume_mode=disable", "resume=auto"], "two spellings of one setting disagree"),
+        (["train.optim_batch_size=1.5"], "train.optim_batch_size must be a whole number from 1, got 1.5"),
+        (["train.total_dialog_turns=0"], "train.total_dialog_turns must be a whole number from 1, got 0"),
+    ],
+)
+def test_parts_that_make_no_setting(run, words, text):
+    with pytest.raises(InputError) as error:
+        run(*words)
+    assert str(error.value).startswith(text)
+
+
+def test_dialog_turns_become_groups(run):
+    composed = run(
+        "env.repeats=4",
+        "train.dialog_turns_per_batch=64",
+        "train.optim_batch_size=32",
+        "train.gradient_accumulation_steps=8",
+        "train.total_dialog_turns=1000",
+    )
+    config = composed.config
+    assert config.rollout.group_size == 4
+    assert config.data.train_batch_size == 16  # 64 turns / 4
+    assert config.learner.mini_batch_size == 8  # 32 turns / 4
+    assert config.learner.micro_batch_size == 4  # 32 turns in 8 pieces
+    assert config.loop.total_steps == 16  # 1000 turns / 64, and the last step is whole
+    assert composed.warnings == ()
+
+
+def test_groups_are_not_split(run):
+    composed = run("rollout.group_size=8", "train.optim_batch_size=20")
+    assert composed.config.learner.mini_batch_size == 3
+    assert composed.warnings == (
+        "train.optim_batch_size=20 is no whole number of groups of 8: learner.mini_batch_size is 3",
+    )
+
+
+# --- without effect ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "warnings"),
+    [
+        (["algorithm=grpo", "algorithm.gvpo_beta=1"], ["algorithm.gvpo_beta has no effect with algorithm=grpo"]),
+        (["actor.clip_ratio=0.1"], ["actor.clip_ratio has no effect with algorithm=gvpo"]),
+        (
+            ["actor_rollout_ref.actor.clip_ratio_low=0.1", "actor_rollout_ref.actor.clip_ratio_high=0.2"],
+            [
+                "actor_rollout_ref.actor.clip_ratio_low has no effect with algorithm=gvpo",
+                "actor_rollout_ref.actor.clip_ratio_high has no effect with algorithm=gvpo",
+            ],
+        ),
+        (["actor.kl_loss_type=mse"], ["actor.kl_loss_type has no effect with algorithm=gvpo"]),
+        (
+            ["critic.model.path=a", "critic.ppo_mini_batch_size=3", "trainer.critic_warmup=2"],
+            ["critic.model.path, critic.ppo_mini_batch_size, trainer.critic_warmup: no effect: gvpo has no critic"],
+        ),
+        (
+            ["actor_rollout_ref.rollout.gpu_memory_utilization=0.5"],
+            [
+                "actor_rollout_ref.rollout.gpu_memory_utilization: no effect on the embedded engine yet: "
+                "rollout.max_sequences bounds its memory"
+            ],
+        ),
+        (
+            ["actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4"],
+            [
+                "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu: no effect: "
+                "learner.micro_batch_tokens bounds every forward pass"
+            ],
+        ),
+        (["algorithm.gamma=0.9"], ["algorithm.gamma: no effect: gvpo does not discount"]),
+        (["agent.backend=async_verl"], ["agent.backend: no effect: rollout= chooses the engine"]),
+    ],
+)
+def test_what_has_no_effect_is_said(run, words, warnings):
+    assert list(run(*words).warnings) == warnings
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "actor_rollout_ref.actor.use_kl_loss=False",
+        "actor_rollout_ref.actor.fsdp_config.param_offload=False",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        "agent.use_agent=True",
+        "agent.tools=[]",
+        "agent.max_turns=1",
+        "algorithm.gamma=1.0",
+        "algorithm.lam=1.0",
+        "algorithm.use_kl_in_reward=False",
+        "algorithm.kl_penalty=kl",
+        "algorithm.kl_ctrl.type=fixed",
+        "algorithm.kl_ctrl.kl_coef=0.001",
+        "algorithm.filter_groups.enable=False",
+        "filter_groups.metric=acc",
+        "policy.kl_coef=0",
+        "train.sync_iter=True",
+        "train.kl_coef_in_loss=True",
+        "train.kl_to_inference_coeff=0.0",
+        "trainer.critic_warmup=0",
+        "trainer.nnodes=1",
+        "trainer.n_gpus_per_node=1",
+        "train_model.num_devices=1",
+        "mode=sync",
+    ],
+)
+def test_values_that_mean_off_are_accepted_silently(run, word):
+    composed = run(word)
+    assert composed.warnings == ()
+    assert composed.config == run().config
+
+
+def test_gvpo_refuses_an_external_kl_loss(run):
+    for word in ("actor_rollout_ref.actor.use_kl_loss=True", "policy.kl_coef=0.1"):
+        with pytest.raises(
+            InputError, match=r"breaks GVPO's zero sum: the KL is inside its weights \(algorithm.beta\)"
+        ):
+            run(word)
+
+
+def test_an_algorithm_without_kl_refuses_it_too(algorithms):
+    bare = {"gvpo": algorithms["gvpo"], "other": type("Other", (algorithms["gvpo"],), {})}
+    with pytest.raises(InputError, match="does not go with algorithm=other\n  other has no such term"):
+        compose(["algorithm=other", "policy.kl_coef=0.1"], algorithms=bare)
+
+
+# --- not available yet -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "mode=async",
+        "train.sync_iter=False",
+        "actor_rollout_ref.rollout.name=vllm",
+        "rollout=vllm",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "train_model.num_devices=2",
+        "ref_model.num_devices=2",
+        "inference_model.num_devices=2",
+        "actor_rollout_ref.actor.fsdp_config.param_offload=True",
+        "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True",
+        "actor_rollout_ref.ref.fsdp_config.param_offload=True",
+        "filter_groups.enable=True",
+        "algorithm.filter_groups.enable=True",
+        "algorithm.use_kl_in_reward=True",
+        "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.kl_penalty=full",
+        "agent.agent_type=hf",
+        "agent.init_args.agent_type=gui",
+        "agent=react",
+        "agent.init_args.tools=[calculator]",
+        "agent.init_args.template=qwen2.5",
+        "agent.max_turns=3",
+        "algorithm.adv_estimator=gae",
+        "algorithm.adv_estimator=reinforce_plus_plus",
+        "algorithm=gdpo",
+        "algorithm.dgdo_beta=0.9",
+        "agentflow.port=9999",
+        "train.kl_to_inference_coeff=0.01",
+        "train.kl_coef_in_loss=False",
+        "trainer.n_gpus_per_node=8",
+        "trainer.nnodes=2",
+        "cluster=ray",
+    ],
+)
+def test_what_is_not_available_is_refused_with_what_to_do(run, word):
+    with pytest.raises(InputError) as error:
+        run(word)
+    first, second = str(error.value).splitlines()
+    assert re.fullmatch(rf"not available yet: .+  \({re.escape(word.partition('=')[0])}=.+\)", first)
+    assert second.startswith("  ") and second.strip()
+
+
+def test_quoted_numbers_of_a_file_count_as_numbers(run):
+    with pytest.raises(InputError, match=r"several GPUs  \(.*my.yaml, line 2: trainer.n_gpus_per_node=8\)"):
+        run(file="env: {N_GPUS: 8}\ntrainer.n_gpus_per_node: '${N_GPUS}'")
+
+
+def test_an_algorithm_that_has_landed_is_available(algorithms):
+    dgdo = type("Dgdo", (algorithms["gvpo"],), {})
+    config = compose(["algorithm=dgdo", "algorithm.dgdo_beta=0.9"], algorithms={**algorithms, "dgdo": dgdo}).config
+    assert (type(config.algorithm), config.algorithm.beta) == (dgdo, 0.9)
+
+
+def test_settings_of_an_algorithm_that_is_not_there_do_not_count_as_unknown(run):
+    with pytest.raises(InputError, match=r"not available yet: this algorithm  \(algorithm=gae\)"):
+        run("algorithm=gae", "algorithm.cliprange_value=0.5")
+    with pytest.raises(InputError, match=r"unknown setting  learner\.lrr"):
+        run("algorithm=gae", "learner.lrr=0.5")
+
+
+def test_the_calculator_command_names_all_that_is_missing_at_once(run):
+    with pytest.raises(InputError) as error:
+        run(*CALCULATOR.split())
+    missing = re.findall(r"not available yet: .*  \((.*)\)", str(error.value))
+    assert missing == [
+        "agent.agent_type=hf",
+        "agent.tools=['calculator']",
+        "agent.template=qwen2.5",
+        "agent.max_turns=3",
+        "actor_rollout_ref.rollout.name=vllm",
+    ]
+
+
+def test_the_calculator_command_without_them_runs(run):
+    missing = ("agent.agent_type", "agent.tools", "agent.template", "agent.max_turns", "actor_rollout_ref.rollout.name")
+    composed = run(*(word for word in CALCULATOR.split() if word.partition("=")[0] not in missing))
+    config = composed.config
+    assert config.algorithm.kl_coef == 0.001 and config.algorithm.kl_estimator == "mse"
+    assert config.data.train_files == "./data/rlhf/math/gsm8k_train.json"
+    assert config.reward.name == "math_reward_string_equal"
+    assert (config.rollout.group_size, config.rollout.max_tokens) == (8, 256)
+    assert (config.learner.mini_batch_size, config.learner.micro_batch_size) == (64, 8)
+    assert (config.loop.save_every, config.eval.every, config.loop.total_steps) == (50, 10, 100)
+    assert len(composed.warnings) == 2  # the engine's memory and the critic
+
+
+def test_the_table_has_one_way_to_ask_for_each_thing(algorithms):
+    for row in NOT_YET:
+        assert translate(row.key, algorithms).key == row.key, "a row under an alias is never found"

@@ -1,0 +1,117 @@
+"""The catalogue of settings, and what `covey config explain` says."""
+
+from __future__ import annotations
+
+import pytest
+
+from covey.config import all_keys, explain
+from covey.config.settings import algorithm_settings, schema_settings
+from covey.errors import InputError
+
+# Every native key. A change here is a change of what people type: make it on purpose.
+NATIVE = """
+agent.max_seconds agent.name agent.template
+cluster.name
+data.name data.options data.shuffle data.system_prompt data.train_batch_size data.train_files data.train_size
+data.val_files data.val_size
+eval.after eval.batch_size eval.before eval.every eval.max_tokens eval.modes eval.n eval.temperature eval.top_k
+eval.top_p
+learner.beta1 learner.beta2 learner.entropy_coef learner.epochs learner.eps learner.grad_clip learner.lr
+learner.max_skipped learner.micro_batch_size learner.micro_batch_tokens learner.min_lr_ratio learner.mini_batch_size
+learner.schedule learner.warmup_steps learner.weight_decay
+logging.episodes_per_step logging.experiment logging.output_dir logging.project logging.to logging.verbosity
+loop.keep_best loop.keep_last loop.save_every loop.save_final loop.threads loop.total_epochs loop.total_steps
+mode.name
+model.context_length model.device model.dtype model.gradient_checkpointing model.lora.alpha model.lora.rank
+model.lora.target_modules model.name model.trust_remote_code
+resume
+reward.name reward.weights
+rollout.group_size rollout.max_sequences rollout.max_tokens rollout.min_p rollout.name rollout.stop rollout.temperature
+rollout.top_k rollout.top_p
+seed
+"""
+
+
+def test_the_native_keys_are_these_and_few(algorithms):
+    assert sorted(schema_settings()) == sorted(NATIVE.split())
+    assert len(all_keys(algorithms)) < 120
+
+
+def test_every_native_setting_is_explained():
+    assert [key for key, setting in schema_settings().items() if not setting.explanation] == []
+
+
+def test_a_setting_is_read_from_its_field(algorithms):
+    setting = all_keys(algorithms)["learner.lr"]
+    assert (setting.type, setting.default, setting.algorithms) == ("float", 1e-5, ())
+    assert setting.explanation == "learning rate after the warm-up"
+    beta = all_keys(algorithms)["algorithm.beta"]
+    assert (beta.type, beta.default, beta.algorithms) == ("float", 0.1, ("gvpo",))
+    assert beta.explanation == "strength of the KL to the reference"
+    assert all_keys(algorithms)["algorithm.name"].algorithms == ("gvpo", "grpo")
+    assert algorithm_settings("grpo", algorithms)["algorithm.name"].default == "grpo"
+
+
+def test_explain_a_setting(algorithms):
+    text = explain("learner.lr", algorithms)
+    assert text == (
+        "learner.lr\n"
+        "  learning rate after the warm-up\n"
+        "  type     float\n"
+        "  default  1e-05\n"
+        "  aliases  actor_rollout_ref.actor.optim.lr, actor.optim.lr, optimizer.lr"
+    )
+    assert explain("optimizer.lr", algorithms) == text
+
+
+def test_explain_an_algorithms_setting_by_any_of_its_names(algorithms):
+    text = explain("algorithm.beta", algorithms)
+    assert text.startswith("algorithm.beta  (gvpo)\n  strength of the KL to the reference\n")
+    assert "aliases  algorithm.gvpo_beta" in text
+    assert explain("gvpo_beta", algorithms) == text
+
+
+def test_explain_an_algorithm(algorithms):
+    lines = explain("algorithm=gvpo", algorithms).splitlines()
+    assert lines[0] == "algorithm=gvpo"
+    assert [line.split("=")[0].strip() for line in lines[1:]] == [
+        f"algorithm.{name}"
+        for name in ("beta", "use_bessel_correction", "clip_weight", "normalize_weights", "reference")
+    ]
+    assert lines[1].split(maxsplit=1) == ["algorithm.beta=0.1", "strength of the KL to the reference"]
+
+
+def test_explain_a_section_and_everything(algorithms):
+    lines = explain("mode", algorithms).splitlines()
+    assert lines == ["mode", "  mode.name=sync  sync: collect, then learn, by turns"]
+    everything = explain("", algorithms)
+    for key in all_keys(algorithms):
+        assert f"  {key}=" in everything or key == "algorithm.name"
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("critic.model.path", "accepted; no effect: the algorithm has no critic"),
+        ("agent.use_agent", "accepted; no effect"),
+        ("agentflow.port", "not available yet: the agent server"),
+        ("train.optim_batch_size", "goes into learner.mini_batch_size: turns / rollout.group_size"),
+        ("reward.weights.exact", "reward.weights\n  by reward name"),
+    ],
+)
+def test_explain_keys_that_are_no_settings_of_ours(algorithms, key, text):
+    assert text in explain(key, algorithms)
+
+
+@pytest.mark.parametrize(
+    ("key", "error"),
+    [
+        ("learner.lrr", "unknown setting  learner.lrr\n  did you mean   learner.lr"),
+        ("algorithm=gvp", "unknown algorithm  gvp\n  did you mean   gvpo?"),
+        ("lerner", "unknown setting  lerner\n"),
+    ],
+)
+def test_explain_an_unknown_key(algorithms, key, error):
+    with pytest.raises(InputError) as caught:
+        explain(key, algorithms)
+    assert str(caught.value).startswith(error)

@@ -1,0 +1,135 @@
+"""The packed forward pass against each row alone, for the model families people train."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from covey.config.schema import LearnerConfig
+from covey.learner import forward
+from covey.learner.learner import Learner
+from covey.learner.packing import pack, plan
+from covey.rollout.embedded import EmbeddedEngine
+from covey.types import Sample, Sampling
+from tests.conftest import tiny_llama
+from tests.learner.helpers import rows_of
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "pad_token_id": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def family(name: str) -> Any:
+    import transformers as t
+
+    torch.manual_seed(0)
+    configs: dict[str, Any] = {
+        "llama": (t.LlamaConfig, {}),
+        "qwen2": (t.Qwen2Config, {"use_sliding_window": False}),
+        "qwen3": (t.Qwen3Config, {}),
+        "mistral": (t.MistralConfig, {"sliding_window": 6}),
+        "gemma3": (
+            t.Gemma3TextConfig,
+            {"sliding_window": 6, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+        ),
+        "granite": (t.GraniteConfig, {"logits_scaling": 3.0, "residual_multiplier": 0.5}),
+        "smollm3": (t.SmolLM3Config, {}),
+    }
+    make, changes = configs[name]
+    settings = {k: v for k, v in SMALL.items() if not (name == "granite" and k == "head_dim")}
+    return t.AutoModelForCausalLM.from_config(make(**(settings | changes)), attn_implementation="sdpa").eval()
+
+
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma3", "granite", "smollm3"]
+
+
+@torch.no_grad()
+def alone(model: Any, row: Sample, temperature: float) -> list[float]:
+    logits = model(torch.tensor([row.prompt_ids + row.response_ids])).logits[0].float() / temperature
+    logprobs = torch.log_softmax(logits, -1)
+    start = len(row.prompt_ids) - 1
+    return [
+        float(logprobs[start + i, token]) if sampled else 0.0
+        for i, (token, sampled) in enumerate(zip(row.response_ids, row.mask, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_packed_rows_see_what_they_would_see_alone(name: str) -> None:
+    model = family(name)
+    rows = rows_of(4, 5, gaps=True)
+    found = Learner(model, LearnerConfig(micro_batch_tokens=90), total_updates=1).logprobs(rows, 0.7)
+    for row, line in zip(rows, found, strict=True):
+        expected = alone(model, row, 0.7)
+        assert line[: len(expected)].tolist() == pytest.approx(expected, abs=1e-4)
+        assert not line[len(expected) :].any()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_engine_and_learner_agree(name: str) -> None:
+    """What the engine says it sampled with is what the learner computes: the ratio starts at one."""
+    model = family(name)
+    engine = EmbeddedEngine(model, eos_ids=[2], decode=str)
+    prompts = [row.prompt_ids for row in rows_of(5, 1)] * 3
+
+    async def all_at_once() -> list[Any]:
+        jobs = [engine.generate(p, Sampling(temperature=0.8, max_tokens=14, seed=s)) for s, p in enumerate(prompts)]
+        return await asyncio.gather(*jobs)
+
+    done = asyncio.run(all_at_once())
+    rows = [
+        Sample(p, d.token_ids, (True,) * len(d.token_ids), d.logprobs, d.versions, i)
+        for i, (p, d) in enumerate(zip(prompts, done, strict=True))
+    ]
+    found = Learner(model, LearnerConfig(), total_updates=1).logprobs(rows, 0.8)
+    for row, line in zip(rows, found, strict=True):
+        assert line[: len(row.logprobs)].tolist() == pytest.approx(row.logprobs, abs=1e-4)
+
+
+def test_entropy_by_hand_and_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    rows = rows_of(2, 3)
+    packed = pack(rows, plan(rows, 1000)[0])
+    logprobs, entropy = forward.token_logprobs(model, packed, 1.0, entropy_gradient=False)
+    row = rows[0]
+    with torch.no_grad():
+        logits = model(torch.tensor([row.prompt_ids + row.response_ids])).logits[0, len(row.prompt_ids) - 1]
+    p = torch.softmax(logits, -1)
+    place = int(((packed.row_M == 0) & (packed.column_M == 0)).nonzero()[0])
+    first = plan(rows, 1000)[0][0][0]
+    if first == 0:
+        assert float(entropy[place].detach()) == pytest.approx(float(-(p * p.log()).sum()), abs=1e-5)
+    monkeypatch.setattr(forward, "CHUNK_LOGITS", 64 * 4)
+    again, entropy_again = forward.token_logprobs(model, packed, 1.0, entropy_gradient=False)
+    torch.testing.assert_close(again, logprobs)
+    torch.testing.assert_close(entropy_again, entropy)
+    weights = torch.randn(len(logprobs))
+    gradients = []
+    for chunk in (64 * 4, 10**9):
+        monkeypatch.setattr(forward, "CHUNK_LOGITS", chunk)
+        model.zero_grad()
+        (forward.token_logprobs(model, packed, 1.0, entropy_gradient=True)[0] * weights).sum().backward()
+        gradients.append(model.lm_head.weight.grad.clone())
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_layers_that_are_not_supported_are_named() -> None:
+    model = tiny_llama()
+    model.config.layer_types = ["full_attention", "chunked_attention"]
+    rows = rows_of(1, 1)
+    with pytest.raises(ValueError, match="chunked_attention"):
+        forward.token_logprobs(model, pack(rows, [[0]]), 1.0, entropy_gradient=False)

@@ -1,0 +1,186 @@
+"""The learner: micro-batches change nothing, half precision keeps masters, broken numbers do no harm."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from covey.algorithms import make
+from covey.config.schema import LearnerConfig
+from covey.learner.learner import Learner, NonFiniteError
+from covey.learner.optimizer import learning_rate
+from covey.protocols import LossTerm
+from tests.conftest import tiny_llama
+from tests.learner.helpers import batch_of, rows_of
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "gvpo": {},
+    "gvpo-clipped": {"clip_weight": 0.7},
+    "grpo": {"kl_coef": 0.1},
+    "grpo-token-mean": {"aggregation": "token-mean"},
+}
+
+
+def gradients(algorithm: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> dict[str, torch.Tensor]:
+    """Gradients of one mini-batch, in float64, taken just before the optimiser would use them."""
+    # Small weights: the norms of transformers compute in float32, so a gradient is only as exact as it is small.
+    model = tiny_llama(dtype=torch.float64, initializer_range=0.08)
+    learner = Learner(model, LearnerConfig(entropy_coef=0.01, **changes), total_updates=1)
+    monkeypatch.setattr(learner.optimizer, "step", lambda: (0.0, 0.0, True))
+    learner.update(batch_of(rows_of(4, 4, gaps=True), 4), make(algorithm.split("-")[0], **ALGORITHMS[algorithm]))
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_gradients_do_not_depend_on_the_split(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole batch, 2 and 4 groups' worth of episodes, and splits inside a group (1, 2, 3 episodes)."""
+    whole = gradients(algorithm, monkeypatch)
+    assert max(float(g.abs().max()) for g in whole.values()) > 1e-3
+    for size in (1, 2, 3, 4, 8):
+        split = gradients(algorithm, monkeypatch, micro_batch_size=size)
+        for name, expected in whole.items():
+            torch.testing.assert_close(split[name], expected, atol=1e-6, rtol=0, msg=f"{name} in splits of {size}")
+    by_tokens = gradients(algorithm, monkeypatch, micro_batch_tokens=25)
+    for name, expected in whole.items():
+        torch.testing.assert_close(by_tokens[name], expected, atol=1e-6, rtol=0)
+
+
+def test_gradient_is_that_of_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner's GVPO gradient against the loss written out on one plain padded forward pass."""
+    model = tiny_llama(dtype=torch.float64)
+    batch = batch_of(rows_of(2, 3), 3)
+    learner = Learner(model, LearnerConfig(), total_updates=1)
+    monkeypatch.setattr(learner.optimizer, "step", lambda: (0.0, 0.0, True))
+    learner.update(batch, make("gvpo", beta=0.3))
+    found = model.lm_head.weight.grad.clone()
+    model.zero_grad()
+    sums = []
+    for row in batch.rows:
+        logits = model(torch.tensor([row.prompt_ids + row.response_ids])).logits[0]
+        logprobs = torch.log_softmax(logits, -1)[len(row.prompt_ids) - 1 : -1]
+        sums.append(logprobs.gather(-1, torch.tensor(row.response_ids)[:, None]).sum())
+    s = torch.stack(sums).view(2, 3)
+    assert batch.ref_sum_N is not None
+    rho, reward = s.detach() - batch.ref_sum_N.view(2, 3), batch.rewards_N.view(2, 3)
+    weight = reward - reward.mean(1, keepdim=True) - 0.3 * (rho - rho.mean(1, keepdim=True))
+    (-0.3 / 2 * (weight * s).sum() / 2).backward()
+    torch.testing.assert_close(found, model.lm_head.weight.grad, atol=1e-9, rtol=0)
+
+
+def test_an_update_moves_towards_the_better_answers() -> None:
+    model = tiny_llama()
+    learner = Learner(model, LearnerConfig(lr=1e-3, weight_decay=0.0), total_updates=1)
+    rows = rows_of(2, 4)
+    batch = batch_of(rows, 4, dtype=torch.float32)
+    before = learner.logprobs(rows, 1.0).sum(-1)
+    metrics, trace = learner.update(batch, make("grpo"))
+    moved = learner.logprobs(rows, 1.0).sum(-1) - before
+    assert float((moved * batch.rewards_N).sum()) > 0
+    assert metrics["grad/norm"] > 0 and metrics["optim/lr"] == 1e-3
+    torch.testing.assert_close(trace.advantage, batch.advantages_RT * batch.mask_RT)
+
+
+def test_bfloat16_weights_follow_float32_masters() -> None:
+    """A thousand steps of 1e-6 move a weight near 0.3 by 1e-3, up to float32's own rounding of 1000 additions; in pure
+    bfloat16 each step would round to nothing."""
+    model = tiny_llama(dtype=torch.bfloat16)
+    learner = Learner(model, LearnerConfig(lr=1e-6, grad_clip=0.0, beta2=0.9), total_updates=1)
+    weight = model.lm_head.weight
+    start = weight.detach().float().clone()
+    for _ in range(1000):
+        for p in learner.optimizer.working.values():
+            p.grad = torch.ones_like(p)
+        learner.optimizer.step()
+    moved = start - learner.optimizer.masters["lm_head.weight"]
+    torch.testing.assert_close(moved, torch.full_like(moved, 1e-3), atol=6e-5, rtol=0)
+    torch.testing.assert_close(weight.detach(), learner.optimizer.masters["lm_head.weight"].bfloat16())
+    assert bool((weight.detach().float() != start).any())
+
+
+def test_float16_scales_the_loss_and_survives_an_overflow() -> None:
+    model = tiny_llama(dtype=torch.float16)
+    learner = Learner(model, LearnerConfig(lr=1e-4), total_updates=1)
+    batch = batch_of(rows_of(2, 4), 4, dtype=torch.float32)
+    assert learner.optimizer.scaler.is_enabled()
+    outcomes = [learner.update(batch, make("grpo"))[0]["optim/skipped"] for _ in range(4)]
+    scale = learner.optimizer.scaler.get_scale()
+    assert outcomes[-1] < 4, "the scale falls until gradients fit"
+    assert scale <= 65536.0
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+class Broken:
+    """An algorithm whose loss is not a number, `times` times."""
+
+    couples_groups = False
+
+    def __init__(self, times: int) -> None:
+        self.left = times
+        self.sound = make("grpo")
+
+    def loss(self, out: Any, batch: Any) -> dict[str, LossTerm]:
+        self.left -= 1
+        terms = self.sound.loss(out, batch)
+        return {"policy": LossTerm(terms["policy"].sum * math.nan, "episodes")} if self.left >= 0 else terms
+
+    def metrics(self, out: Any, batch: Any) -> dict[str, float]:
+        return {}
+
+
+def test_a_loss_that_is_not_a_number_changes_nothing_and_is_counted() -> None:
+    model = tiny_llama()
+    learner = Learner(model, LearnerConfig(lr=1e-2, max_skipped=3), total_updates=10)
+    batch = batch_of(rows_of(2, 4), 4, dtype=torch.float32)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    algorithm: Any = Broken(times=2)
+    assert learner.update(batch, algorithm)[0]["optim/skipped"] == 1
+    assert learner.update(batch, algorithm)[0]["optim/skipped"] == 2
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    metrics, _ = learner.update(batch, algorithm)
+    assert metrics["optim/skipped"] == 2 and learner.skipped_in_a_row == 0
+    assert any(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_too_many_broken_updates_in_a_row_stop_the_run() -> None:
+    learner = Learner(tiny_llama(), LearnerConfig(max_skipped=2), total_updates=10)
+    batch = batch_of(rows_of(2, 4), 4, dtype=torch.float32)
+    algorithm: Any = Broken(times=5)
+    learner.update(batch, algorithm)
+    with pytest.raises(NonFiniteError, match="2 updates in a row"):
+        learner.update(batch, algorithm)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, recomputed = tiny_llama(), tiny_llama()
+    recomputed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    recomputed.train()
+    batch = batch_of(rows_of(2, 4), 4, dtype=torch.float32)
+    for model in (plain, recomputed):
+        learner = Learner(model, LearnerConfig(), total_updates=1)
+        monkeypatch.setattr(learner.optimizer, "step", lambda: (0.0, 0.0, True))
+        learner.update(batch, make("gvpo"))
+    torch.testing.assert_close(recomputed.lm_head.weight.grad, plain.lm_head.weight.grad)
+    torch.testing.assert_close(
+        recomputed.model.layers[0].mlp.up_proj.weight.grad, plain.model.layers[0].mlp.up_proj.weight.grad
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "expected"),
+    [
+        ("constant", 0, 0.25),  # warm-up of four steps
+        ("constant", 3, 1.0),
+        ("constant", 50, 1.0),
+        ("cosine", 4, 1.0),
+        ("cosine", 12, 0.1 + 0.9 * 0.5),
+        ("cosine", 20, 0.1),
+        ("linear", 8, 0.1 + 0.9 * 0.75),
+        ("linear", 99, 0.1),
+    ],
+)
+def test_schedules_by_hand(schedule: str, step: int, expected: float) -> None:
+    config = LearnerConfig(lr=1.0, schedule=schedule, warmup_steps=4, min_lr_ratio=0.1)
+    assert learning_rate(step, 20, config) == pytest.approx(expected)

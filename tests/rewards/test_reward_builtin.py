@@ -1,0 +1,186 @@
+"""The built-in rewards, on replies scored by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from covey.rewards import REWARDS, RewardError, resolve_rewards
+from covey.types import Episode, Task
+
+
+def score(name: str, reply: str, answer: Any = None, **columns: Any) -> dict[str, float | None]:
+    messages = ({"role": "user", "content": "?"},)
+    task = Task("t", messages, answer, columns)
+    episode = Episode(task, (), (*messages, {"role": "assistant", "content": reply}))
+    return asyncio.run(resolve_rewards(name, None, {})(task, episode))
+
+
+def test_every_reward_is_listed_under_its_own_name() -> None:
+    for name in REWARDS:
+        assert resolve_rewards(name, None, {}).names == (name,)
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer", "expected"),
+    [
+        ("Paris", "Paris", 1.0),
+        (" Paris\n", "Paris", 1.0),
+        ("paris", "Paris", 0.0),
+        ("Paris.", "Paris", 0.0),
+        ("5", 5, 1.0),
+    ],
+)
+def test_exact(reply: str, answer: Any, expected: float) -> None:
+    assert score("exact", reply, answer) == {"exact": expected}
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer", "strict", "lenient"),
+    [
+        ("85", "85", 1, 1),
+        (" 85.\n", "85", 1, 1),
+        ("85.0", "85", 1, 1),
+        ("85..", "85", 0, 1),
+        ("85!", "85", 0, 1),
+        ("47 + 38 = 85", "85", 0, 1),
+        ("85 is 47 + 38", "85", 0, 0),
+        ("-85", "85", 0, 0),
+        ("-85", -85, 1, 1),
+        ("850", "85", 0, 0),
+        ("1,000", "1000", 1, 1),
+        ("eighty-five", "85", 0, 0),
+        ("", "85", 0, 0),
+    ],
+)
+def test_number(reply: str, answer: Any, strict: float, lenient: float) -> None:
+    assert score("number", reply, answer) == {"number": strict, "number/lenient": lenient}
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer", "expected"),
+    [
+        ("So she sold 48 + 24 = 72 clips.", "48/2 = <<48/2=24>>24\n#### 72", 1),
+        ("72", "72", 1),
+        ("The answer is \\boxed{72}.", 72, 1),
+        ("It is **$1,234.50**.", "1234.5", 1),
+        ("1,234", "1234", 1),
+        ("1234", "#### 1,234", 1),
+        ("It fell by -5", "-5", 1),
+        ("It fell by -$5", "-5", 1),
+        ("It fell by −5", "-5", 1),
+        ("from 10-5", "5", 1),
+        ("from 10-5", "-5", 0),
+        ("-5", "5", 0),
+        ("0.5", "5", 0),
+        (".5", "0.5", 1),
+        ("the pair 1,2", "2", 1),
+        ("72 or 73", "72", 0),
+        ("72%", "72%", 1),
+        ("1,2345", "12345", 0),
+        ("1,2345", "2345", 1),
+        ("no number", "0", 0),
+        ("٧٢", "72", 0),
+    ],
+)
+def test_math_reward_string_equal(reply: str, answer: Any, expected: float) -> None:
+    assert score("math_reward_string_equal", reply, answer) == {"math_reward_string_equal": expected}
+
+
+@pytest.mark.parametrize("name", ["number", "math_reward_string_equal"])
+def test_an_answer_that_is_no_number_is_never_a_silent_zero(name: str) -> None:
+    with pytest.raises(RewardError) as caught:
+        score(name, "7", "\\frac{3}{7}")
+    assert str(caught.value) == f"reward {name} on task t: ValueError: the answer '\\\\frac{{3}}{{7}}' is not a number"
+
+
+@pytest.mark.parametrize(
+    ("reply", "strict", "lenient"),
+    [
+        ("23, 45, 61", 1, 1),
+        ("\n23, 45, 61 ", 1, 1),
+        ("23,45,61", 0, 1),
+        ("23, 45, 61.", 0, 1),
+        ("The numbers 61, 23, 45 sorted:\n- 23\n- 45\n- 61", 0, 1),
+        ("23 < 45 < 61", 0, 1),
+        ("61, 45, 23", 0, 0),
+        ("45, 61", 0, 0),
+        ("23, 45, 61, 61", 0, 0),
+        ("23, 45, 61 (3 numbers)", 0, 0),
+        ("23 45 610", 0, 0),
+        ("", 0, 0),
+    ],
+)
+def test_sorted(reply: str, strict: float, lenient: float) -> None:
+    assert score("sorted", reply, numbers=[61, 23, 45]) == {"sorted": strict, "sorted/lenient": lenient}
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ("3 * 7 + 25", 1),
+        ("25+(7*3)", 1),
+        ("3 * 7 + 25 = 46", 1),
+        ("3 * 7 + 25 = 21 + 25 = 46", 1),
+        ("46 = 3 * 7 + 25.", 1),
+        ("Answer: **3 × 7 + 25**", 1),
+        ("- 3 * 7 + 25", 1),
+        ("\\boxed{3*7+25}", 1),
+        ("<answer>3*7+25</answer>", 1),
+        ("3 + 7 is too little.\n\nTry 7 * 3 + 25\nThat is it.", 1),
+        ("Not 3 + 7 but 3 * 7 + 25", 1),
+        ("3 * 7 + 25\n3 + 7", 0),  # the last one counts
+        ("3 + 7 = 10, 10 * 25", 0),
+        ("46", 0),
+        ("45 + 1", 0),  # numbers that were not given
+        ("7 * 3 + 25 + 3 - 3", 0),  # 3 three times
+        ("3 * 7 + 25 + 0", 0),
+        ("-3 * -7 + 25", 0),  # there is no sign among the operations
+        ("3 * 7 + 25 = 47 - 1", 1),
+        ("(3 * 7 + 25", 0),
+        ("3(7) + 25", 0),
+        ("25 + 7 * 3.0", 0),
+        ("25 / (7 - 7)", 0),
+        ("nothing", 0),
+        ("", 0),
+    ],
+)
+def test_countdown(reply: str, expected: float) -> None:
+    assert score("countdown", reply, numbers=[3, 7, 25], target=46) == {"countdown": expected}
+
+
+@pytest.mark.parametrize(
+    ("reply", "numbers", "target", "expected"),
+    [
+        ("8 / (3 - 8 / 3)", [3, 3, 8, 8], 24, 1),  # fractions on the way, exactly
+        ("2 ** 5", [2, 5], 32, 0),
+        ("7 // 2", [7, 2], 3, 0),
+        ("5 + 5", [5, 4], 10, 0),
+        ("5 + 5", [5, 5], 10, 1),
+        ("3 + 4", [3, 4, 9], 7, 1),  # not all numbers need be used
+        ("9 - 1 - 1", [9, 1, 1], 7, 1),  # from left to right
+        ("(" * 5000 + "3 + 4" + ")" * 5000, [3, 4], 7, 0),
+        ("9" * 5000 + " + 4", [3, 4], 7, 0),
+        ("3 +" + " " * 300 + "4", [3, 4], 7, 0),  # longer than any honest answer
+    ],
+)
+def test_countdown_arithmetic(reply: str, numbers: list[int], target: int, expected: float) -> None:
+    assert score("countdown", reply, numbers=numbers, target=target) == {"countdown": expected}
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ("Thus <answer>5</answer>", 1),
+        ("Thus \\boxed{5}", 1),
+        ("<answer> </answer>", 0),
+        ("\\boxed{}", 0),
+        ("<answer>5", 0),
+        ("</answer>5<answer>", 0),
+        ("5", 0),
+    ],
+)
+def test_format(reply: str, expected: float) -> None:
+    assert score("format", reply) == {"format": expected}

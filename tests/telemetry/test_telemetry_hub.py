@@ -1,0 +1,222 @@
+"""Telemetry itself: stages, what reaches which record, and optional loggers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from covey.config.schema import LoggingConfig
+from covey.errors import InputError
+from covey.telemetry import EpisodeView, RunInfo, Telemetry, check_logging
+from covey.telemetry.base import Sink
+from covey.telemetry.jsonl import JsonlFiles
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Listener(Sink):
+    """Keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.stages: list[str | None] = []
+        self.steps: list[dict[str, float]] = []
+        self.evaluations: list[dict[str, float]] = []
+        self.closed: list[str] = []
+
+    def stage(self, name: str | None) -> None:
+        self.stages.append(name)
+
+    def step(
+        self,
+        index: int,
+        metrics: Mapping[str, float],
+        sample: EpisodeView | None,
+        episodes: Sequence[Mapping[str, Any]],
+    ) -> None:
+        self.steps.append(dict(metrics))
+
+    def evaluation(self, step: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None:
+        self.evaluations.append(dict(metrics))
+
+    def close(self, status: str) -> None:
+        self.closed.append(status)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def listener() -> Listener:
+    return Listener()
+
+
+@pytest.fixture
+def telemetry(tmp_path: Path, clock: Clock, listener: Listener) -> Telemetry:
+    return Telemetry(JsonlFiles(tmp_path), [listener], now=clock)
+
+
+def test_a_step_gets_the_time_of_its_stages_and_an_evaluation_its_own(
+    telemetry: Telemetry, clock: Clock, listener: Listener
+) -> None:
+    with telemetry.stage("evaluate"):
+        clock.now += 7
+    with telemetry.stage("rollout"):
+        clock.now += 4
+    clock.now += 100  # unmeasured
+    with telemetry.stage("update"):
+        clock.now += 1
+    telemetry.step(0, {"reward/mean": 0.5, "perf/generated_tokens": 600}, None, [])
+    telemetry.evaluation(1, {"eval/accuracy": 0.1}, None)
+    with telemetry.stage("checkpoint"):
+        clock.now += 2
+    telemetry.step(1, {}, None, [])
+
+    first, second = listener.steps
+    assert first == {
+        "reward/mean": 0.5,
+        "perf/generated_tokens": 600,
+        "perf/tokens_per_second": 150.0,
+        "timing/rollout": 4.0,
+        "timing/update": 1.0,
+        "timing/step": 5.0,
+    }
+    assert listener.evaluations == [{"eval/accuracy": 0.1, "timing/evaluate": 7.0}]
+    assert second == {"timing/checkpoint": 2.0, "timing/step": 2.0}
+
+
+def test_a_stage_inside_a_stage_is_shown_but_its_time_is_the_outer_ones(
+    telemetry: Telemetry, clock: Clock, listener: Listener
+) -> None:
+    with telemetry.stage("evaluate"):
+        clock.now += 1
+        with telemetry.stage("rollout"):
+            clock.now += 2
+        clock.now += 3
+    telemetry.evaluation(0, {}, None)
+    telemetry.step(0, {}, None, [])
+    assert listener.evaluations == [{"timing/evaluate": 6.0}]
+    assert listener.steps == [{}]
+    assert listener.stages == ["evaluate", "rollout", "evaluate", None]
+
+
+def test_a_record_made_inside_its_stage_has_the_time_so_far(
+    telemetry: Telemetry, clock: Clock, listener: Listener
+) -> None:
+    with telemetry.stage("evaluate"):
+        clock.now += 5
+        telemetry.evaluation(0, {}, None)
+    assert listener.evaluations == [{"timing/evaluate": 5.0}]
+
+
+def test_a_stage_that_raises_is_over(telemetry: Telemetry, clock: Clock, listener: Listener) -> None:
+    with pytest.raises(RuntimeError), telemetry.stage("update"):
+        clock.now += 3
+        raise RuntimeError
+    telemetry.step(0, {}, None, [])
+    assert listener.stages == ["update", None]
+    assert listener.steps == [{"timing/update": 3.0, "timing/step": 3.0}]
+
+
+def test_closing_twice_is_closing_once(telemetry: Telemetry, listener: Listener) -> None:
+    telemetry.close("failed")
+    telemetry.close("finished")
+    assert listener.closed == ["failed"]
+
+
+@pytest.mark.parametrize(("extra", "module"), [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")])
+def test_a_missing_extra_is_named_before_anything_is_touched(
+    monkeypatch: pytest.MonkeyPatch, info: RunInfo, extra: str, module: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)  # importing it fails
+    logging = LoggingConfig(to=[extra])
+    for attempt in (
+        lambda: check_logging(logging),
+        lambda: Telemetry.open(info, logging, metrics_offset=None, episodes_offset=None),
+    ):
+        with pytest.raises(InputError, match=rf"pip install 'covey\[{extra}\]'"):
+            attempt()
+    assert not info.folder.exists()
+
+
+class FakeWandb:
+    """As much of wandb as we use."""
+
+    def __init__(self) -> None:
+        self.started: list[dict[str, Any]] = []
+        self.logged: list[dict[str, float]] = []
+        self.exit_codes: list[int] = []
+
+    def init(self, **options: Any) -> FakeWandb:
+        self.started.append(options)
+        return self
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None: ...
+
+    def log(self, values: dict[str, float]) -> None:
+        self.logged.append(values)
+
+    def finish(self, exit_code: int) -> None:
+        self.exit_codes.append(exit_code)
+
+
+def test_wandb_gets_our_names_and_a_resumed_run_its_old_id(monkeypatch: pytest.MonkeyPatch, info: RunInfo) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    logging = LoggingConfig(project="p", experiment="e", to=["wandb"])
+
+    first = Telemetry.open(info, logging, metrics_offset=None, episodes_offset=None)
+    first.step(0, {"reward/mean": 0.5}, None, [])
+    metrics_offset, episodes_offset = first.offsets()
+    first.close("interrupted")
+    resumed = replace(info, first_step=1)
+    second = Telemetry.open(resumed, logging, metrics_offset=metrics_offset, episodes_offset=episodes_offset)
+    second.evaluation(1, {"eval/accuracy": 0.25}, None)
+    second.close("finished")
+
+    assert fake.logged == [{"reward/mean": 0.5, "step": 0}, {"eval/accuracy": 0.25, "step": 1}]
+    assert [start["id"] for start in fake.started] == [(info.folder / "wandb_run_id").read_text().strip()] * 2
+    assert (fake.started[0]["project"], fake.started[0]["name"], fake.started[0]["config"]) == ("p", "e", {"seed": 0})
+    assert fake.exit_codes == [1, 0]
+
+
+def test_tensorboard_drops_what_a_resumed_run_repeats_and_keeps_the_evaluation_at_its_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, info: RunInfo
+) -> None:
+    written: list[tuple[str, float, int]] = []
+    opened: list[dict[str, Any]] = []
+
+    def writer(**options: Any) -> SimpleNamespace:
+        opened.append(options)
+        return SimpleNamespace(
+            add_scalar=lambda *scalar: written.append(scalar), flush=lambda: None, close=lambda: None
+        )
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=writer))
+    logging = LoggingConfig(to=["tensorboard"])
+    first = Telemetry.open(info, logging, metrics_offset=None, episodes_offset=None)
+    first.evaluation(0, {"eval/accuracy": 0.1}, None)
+    first.step(0, {"reward/mean": 0.5}, None, [])
+    first.evaluation(1, {"eval/accuracy": 0.2}, None)
+    metrics_offset, episodes_offset = first.offsets()
+    first.close("interrupted")
+    assert written == [("eval/accuracy", 0.1, 0), ("reward/mean", 0.5, 0), ("eval/accuracy", 0.2, 1)]
+
+    written.clear()
+    resumed = replace(info, first_step=1)
+    Telemetry.open(resumed, logging, metrics_offset=metrics_offset, episodes_offset=episodes_offset).close("finished")
+    assert [options["purge_step"] for options in opened] == [None, 1]
+    assert written == [("eval/accuracy", 0.2, 1)]

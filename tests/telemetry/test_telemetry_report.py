@@ -1,0 +1,136 @@
+"""The report: every number on the page computed by hand."""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from covey.errors import InputError
+from covey.telemetry import compare_curves, print_summary, write_report
+from covey.telemetry.charts import moving_average, smoothing
+from covey.telemetry.report import summarise
+
+MakeRun = Callable[..., Path]
+Records = list[dict[str, Any]]
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    head = path.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", head[16:24])
+    return width, height
+
+
+def test_the_page_says_what_was_trained_and_what_it_brought(make_run: MakeRun, records: Records) -> None:
+    folder = make_run(records)
+    page = write_report(folder)
+    assert page == folder / "summary.md"
+    text = page.read_text(encoding="utf-8")
+    for line in (
+        "# sort-gvpo",
+        "**gvpo** trained **smollm2-135m** on **sort**: 12 of 12 steps, finished, started 2026-01-31T14:05:09.",
+        "`eval/accuracy` is the reward `sorted`. Also measured: `sorted/lenient`.",
+        "| `eval/accuracy` | 12.5 % | 50.0 % | +37.5 points |",
+        "| `eval/greedy/length_mean` | 40.00 | 30.00 | -10.00 |",
+        "| `eval/greedy/sorted` | 12.5 % | 50.0 % | +37.5 points |",
+        "| `eval/greedy/sorted/lenient` | 25.0 % | 75.0 % | +50.0 points |",
+        "| `eval/greedy/truncated` | 0.0 % | 0.0 % | +0.0 points |",
+        "| `eval/sampled/sorted` | 6.2 % | 25.0 % | +18.8 points |",
+        # (0 + 5 + 10 + 15 + 20) / 5 = 10 and (35 + 40 + 45 + 50 + 55) / 5 = 45 hundredths
+        "- Training reward: 0.100 in the first 5 steps, 0.450 in the last (+0.350).",
+        "- Best training step: step 12, mean reward 0.550.",
+        "- Best evaluation: after 12 updates, eval/accuracy 0.500.",
+        # 12 × (3 + 1) + 2 × 6 = 60 seconds
+        "- 12,000 tokens generated for training; 1m00s of measured time.",
+        "| rollout | 36s | 60 % |",
+        "| update | 12s | 20 % |",
+        "| evaluate | 12s | 20 % |",
+        "| all | 1m00s | 100 % |",
+    ):
+        assert line in text.splitlines(), line
+    assert f"covey sample {folder}" in text
+    assert f"covey eval {folder}" in text
+    assert png_size(folder / "curve.png") == (1600, 900)
+
+
+def test_the_console_gets_the_same_numbers(make_run: MakeRun, records: Records) -> None:
+    out = io.StringIO()
+    print_summary(make_run(records), Console(file=out, width=100))
+    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    assert "before after change" in lines
+    assert "eval/accuracy 12.5 % 50.0 % +37.5 points" in lines
+    assert "Training reward: 0.100 in the first 5 steps, 0.450 in the last (+0.350)." in lines
+    assert lines[-1].endswith("summary.md")
+
+
+def test_rewards_on_another_scale_are_not_percentages(make_run: MakeRun) -> None:
+    folder = make_run(
+        [
+            {"kind": "eval", "step": 0, "metrics": {"eval/greedy/points": 0.5, "eval/greedy/failed": 1}},
+            {"kind": "eval", "step": 9, "metrics": {"eval/greedy/points": 3.0, "eval/greedy/failed": 0}},
+        ]
+    )
+    assert [change.cells() for change in summarise(folder).changes] == [
+        ("eval/greedy/failed", "1.00", "0.00", "-1.00"),
+        ("eval/greedy/points", "0.50", "3.00", "+2.50"),
+    ]
+
+
+def test_a_single_evaluation_has_no_before(make_run: MakeRun) -> None:
+    folder = make_run([{"kind": "eval", "step": 4, "metrics": {"eval/accuracy": 0.5}}])
+    assert [change.cells() for change in summarise(folder).changes] == [("eval/accuracy", "–", "50.0 %", "–")]
+
+
+def test_the_first_of_equally_good_steps_is_the_best_and_null_rewards_are_passed_over(make_run: MakeRun) -> None:
+    rewards = [0.5, None, 0.9, 0.9]
+    folder = make_run(
+        [{"kind": "step", "step": index, "metrics": {"reward/mean": reward}} for index, reward in enumerate(rewards)]
+    )
+    summary = summarise(folder)
+    assert summary.best_step == (3, 0.9)
+    assert (summary.steps, summary.ends, summary.first_reward, summary.last_reward) == (4, 1, 0.5, 0.9)
+
+
+def test_a_run_that_recorded_nothing_still_gets_its_page(make_run: MakeRun) -> None:
+    folder = make_run([], status="failed")
+    text = write_report(folder).read_text(encoding="utf-8")
+    assert "0 of 12 steps, failed" in text
+    assert "The run was not evaluated." in text
+    assert png_size(folder / "curve.png") == (1600, 900)
+    print_summary(folder, Console(file=io.StringIO()))
+
+
+def test_runs_side_by_side(make_run: MakeRun, records: Records, tmp_path: Path) -> None:
+    folders = [make_run(records, "a"), make_run(records[:3], "b", algorithm="grpo")]
+    out = compare_curves(folders, ["gvpo", "grpo"], tmp_path / "images" / "both.png")
+    assert png_size(out) == (1600, 900)
+    with pytest.raises(InputError, match="2 folders, but 1 labels"):
+        compare_curves(folders, ["gvpo"], out)
+
+
+def test_a_folder_without_run_json_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"run\.json: no such file"):
+        write_report(tmp_path)
+
+
+def test_moving_average_by_hand() -> None:
+    points = [(0, 0.0), (1, 3.0), (2, 6.0), (3, 0.0)]
+    assert moving_average(points, 3) == [(0, 1.5), (1, 3.0), (2, 3.0), (3, 3.0)]
+    assert moving_average(points, 1) == points
+    assert [smoothing(steps) for steps in (5, 10, 40, 100, 10_000)] == [1, 3, 7, 13, 51]
+
+
+def test_every_key_figure_is_in_the_glossary(info: Any) -> None:
+    from covey.telemetry.figures import key_figures
+
+    glossary = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    for row in key_figures(info):
+        for figure in row:
+            name = figure.key.replace("greedy/sorted", "{mode}/{reward}").replace("sampled/sorted", "{mode}/{reward}")
+            assert f"`{name}`" in glossary, figure.key
