@@ -127,6 +127,24 @@ def test_entropy_by_hand_and_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
+@pytest.mark.parametrize("entropy_gradient", [True, False])
+def test_gradient_of_logprob_and_entropy(entropy_gradient: bool) -> None:
+    """Against autograd's own derivative of log_softmax."""
+    torch.manual_seed(0)
+    logits = torch.randn(6, 9, dtype=torch.float64, requires_grad=True)
+    target, u, v = torch.randint(9, (6,)), torch.randn(6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    chosen, entropy = forward.ChosenLogProb.apply(logits, target, entropy_gradient)
+    plain = torch.log_softmax(logits, -1)
+    expected_entropy = -(plain.exp() * plain).sum(-1)
+    torch.testing.assert_close(chosen, plain.gather(-1, target[:, None])[:, 0])
+    torch.testing.assert_close(entropy, expected_entropy)
+    assert entropy.requires_grad == entropy_gradient
+    (found,) = torch.autograd.grad((u * chosen).sum() + (v * entropy).sum() * entropy_gradient, logits)
+    loss = (u * plain.gather(-1, target[:, None])[:, 0]).sum() + (v * expected_entropy).sum() * entropy_gradient
+    (expected,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(found, expected)
+
+
 def test_layers_that_are_not_supported_are_named() -> None:
     model = tiny_llama()
     model.config.layer_types = ["full_attention", "chunked_attention"]

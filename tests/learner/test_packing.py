@@ -16,13 +16,13 @@ def row(prompt: tuple[int, ...], answer: tuple[int, ...], episode: int = 0) -> S
 
 
 def test_layout_of_two_answers_to_one_prompt() -> None:
-    rows = [row((7, 8), (1, 2, 3)), row((7, 8), (4,)), row((9,), (5,))]
+    rows = [row((7, 8), (1, 2, 3, 6)), row((7, 8), (4, 6)), row((9,), (5,))]
     packed = pack(rows, [[0, 1], [2]])
-    assert packed.ids_LW.tolist() == [[7, 8, 1, 2, 3, 4], [9, 5, 0, 0, 0, 0]]
-    assert packed.position_LW.tolist() == [[0, 1, 2, 3, 4, 2], [0, 1, 0, 0, 0, 0]]
-    assert packed.segment_LW.tolist() == [[0, 0, 1, 1, 1, 2], [0, 1, -1, -1, -1, -1]]
-    assert packed.source_M.tolist() == [1, 2, 3, 1, 6]  # the first token of every answer follows the prompt's last
-    assert packed.target_M.tolist() == [1, 2, 3, 4, 5]
+    assert packed.ids_LW.tolist() == [[7, 8, 1, 2, 3, 4], [9, 0, 0, 0, 0, 0]]
+    assert packed.position_LW.tolist() == [[0, 1, 2, 3, 4, 2], [0, 0, 0, 0, 0, 0]]
+    assert packed.segment_LW.tolist() == [[0, 0, 1, 1, 1, 2], [0, -1, -1, -1, -1, -1]]
+    assert packed.source_M.tolist() == [1, 2, 3, 4, 1, 5, 6]  # the first token of an answer follows the prompt's last
+    assert packed.target_M.tolist() == [1, 2, 3, 6, 4, 6, 5]
     assert packed.allowed()[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0],
@@ -44,7 +44,7 @@ def test_every_row_is_planned_once_within_the_budget(budget: int, most: int | No
         count = sum(map(len, lines))
         assert most is None or count <= most
         if count > 1:
-            width = max(len(rows[ln[0]].prompt_ids) + sum(len(rows[i].response_ids) for i in ln) for ln in lines)
+            width = max(len(rows[ln[0]].prompt_ids) + sum(len(rows[i].response_ids) - 1 for i in ln) for ln in lines)
             assert width * len(lines) <= budget
         for line in lines:
             assert len({rows[i].prompt_ids for i in line}) == 1
@@ -54,7 +54,7 @@ def test_the_prompt_of_a_group_is_laid_out_once() -> None:
     rows = rows_of(1, 6)
     ((line,),) = plan(rows, 10_000)
     packed = pack(rows, [line])
-    assert packed.ids_LW.numel() == len(rows[0].prompt_ids) + sum(len(r.response_ids) for r in rows)
+    assert packed.ids_LW.numel() == len(rows[0].prompt_ids) + sum(len(r.response_ids) - 1 for r in rows)
 
 
 def test_long_answers_get_lines_of_their_own() -> None:

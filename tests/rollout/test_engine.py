@@ -48,6 +48,17 @@ def test_logprobs_of_ragged_prompts_are_those_of_each_row_alone(temperature: flo
         torch.testing.assert_close(torch.tensor(done.logprobs), expected, atol=1e-4, rtol=0)
 
 
+def test_prompts_with_a_common_beginning_share_it_exactly() -> None:
+    model = tiny_llama()
+    beginning = [30, 31, 32, 33, 34, 35]
+    prompts = [[*beginning, 5], [*beginning, 6, 7, 8, 9], beginning, [*beginning, 6, 7]]
+    assert engine_for(model)._shared_prefix([tuple(p) for p in prompts]) == 5  # the shortest keeps one to predict from
+    requests = [(p, Sampling(max_tokens=12, seed=s)) for s, p in enumerate(prompts)]
+    for (prompt, _), done in zip(requests, answers(engine_for(model), requests), strict=True):
+        expected = alone(model, prompt, done.token_ids, 1.0)
+        torch.testing.assert_close(torch.tensor(done.logprobs), expected, atol=1e-4, rtol=0)
+
+
 def test_greedy_follows_the_argmax_and_has_logprob_zero() -> None:
     model = tiny_llama()
     (done,) = answers(engine_for(model, eos_ids=[]), [(PROMPTS[1], Sampling(temperature=0.0, max_tokens=8))])

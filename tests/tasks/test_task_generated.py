@@ -50,9 +50,9 @@ def test_sort() -> None:
     for task in load("sort").train:
         given = numbers(task)
         assert len(set(given)) == 3 and all(10 <= n <= 99 for n in given)
-        assert asked(task) == f"Sort from smallest to largest: {given[0]}, {given[1]}, {given[2]}"
+        assert asked(task) == f"Sort from smallest to largest: {given[0]} {given[1]} {given[2]}"
         low, middle, high = min(given), sum(given) - min(given) - max(given), max(given)
-        assert task.answer == f"{low}, {middle}, {high}"
+        assert task.answer == f"{low} {middle} {high}"
     assert load("sort").reward == "sorted"
 
 
@@ -99,8 +99,8 @@ def test_a_worked_example_comes_before_the_question() -> None:
     system, question, answer, last = tasks.train[0].messages
     assert system == {"role": "system", "content": "Reply with numbers only."}
     assert (question["role"], answer["role"], last["role"]) == ("user", "assistant", "user")
-    example = [int(n) for n in question["content"].removeprefix("Sort from smallest to largest: ").split(", ")]
-    assert answer["content"] == ", ".join(str(n) for n in sorted(example))
+    example = [int(n) for n in question["content"].removeprefix("Sort from smallest to largest: ").split()]
+    assert answer["content"] == " ".join(str(n) for n in sorted(example))
     assert all(task.messages[:3] == (system, question, answer) for task in tasks.train + tasks.validation)
 
 

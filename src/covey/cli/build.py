@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -27,10 +27,17 @@ from covey.types import Sampling, Task
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import: only where a model is at hand
     from covey.algorithms import Algorithm
+    from covey.learner.learner import Learner
     from covey.learner.models import ModelSource
     from covey.loop.checkpoint import Checkpoint
+    from covey.loop.evaluate import Evaluator
     from covey.loop.folder import RunFolder
     from covey.loop.run import Run
+    from covey.rollout.collector import Collector, TrainingSource
+    from covey.rollout.embedded import EmbeddedEngine
+    from covey.telemetry import Telemetry
+
+Note = Callable[[str], None]
 
 
 def algorithm_schemas() -> dict[str, type]:
@@ -135,94 +142,137 @@ def _use_template(tokenizer: Any, template: str | None) -> None:
         )
 
 
-def build(prepared: Prepared, *, note: Any = print) -> Run:
+def build(prepared: Prepared, *, note: Note) -> Run:
     """Load the model and join the parts; on resume, from the checkpoint."""
     import torch
 
-    from covey.learner.learner import Learner
-    from covey.loop.checkpoint import CheckpointStore, restore_learner
-    from covey.loop.evaluate import Evaluator
+    from covey.loop.checkpoint import CheckpointStore
     from covey.loop.run import Run
     from covey.loop.step import Road
-    from covey.rollout.collector import Collector, TrainingSource
-    from covey.rollout.embedded import EmbeddedEngine
-    from covey.telemetry import Telemetry
 
-    config, source = prepared.config, prepared.model
-    assert source is not None, "prepare() without tolerate_absent has a model"
+    config = prepared.config
     threads = config.loop.threads or os.cpu_count() or 1
     torch.set_num_threads(threads)
-    torch.manual_seed(config.seed)
     folder, resumed = _open_run(prepared, note)
     store = CheckpointStore(
         folder.path / "checkpoints", keep_last=config.loop.keep_last, keep_best=config.loop.keep_best
     )
     checkpoint = store.latest(note) if resumed else None
+    learner = _make_learner(prepared, checkpoint)
+    _write_run_files(prepared, folder, threads)
+    telemetry = _open_telemetry(prepared, folder.path, checkpoint)
+    engine = make_engine(prepared, learner.model)
+    collector = make_collector(prepared, engine)
+    source = _make_source(prepared, collector)
+    first_step = checkpoint.step if checkpoint is not None else 0
+    engine.version = first_step
+    source.policy_updated(first_step)
+    return Run(
+        config=config,
+        folder=folder,
+        road=Road(source, learner, prepared.algorithm, engine, _schedule(prepared), telemetry),
+        learner=learner,
+        engine=engine,
+        source=source,
+        evaluator=make_evaluator(prepared, collector, telemetry.progress) if prepared.tasks.validation else None,
+        telemetry=telemetry,
+        checkpoints=store,
+        tokenizer=collector.tokenizer,
+        total_steps=prepared.total_steps,
+        first_step=first_step,
+        best=checkpoint.state["best"] if checkpoint is not None else None,
+    )
+
+
+def make_engine(prepared: Prepared, policy: Any) -> EmbeddedEngine:
+    from covey.rollout.embedded import EmbeddedEngine
+
+    source = prepared.model
+    assert source is not None
+    return EmbeddedEngine(
+        policy,
+        eos_ids=source.eos_ids(),
+        decode=source.tokenizer.decode,
+        max_sequences=prepared.config.rollout.max_sequences,
+    )
+
+
+def make_collector(prepared: Prepared, engine: EmbeddedEngine) -> Collector:
+    from covey.rollout.collector import Collector
+
+    source, config = prepared.model, prepared.config
+    assert source is not None
+    return Collector(engine, source.tokenizer, prepared.agent, prepared.rewards, config.seed, config.agent.max_seconds)
+
+
+def make_evaluator(
+    prepared: Prepared, collector: Collector, progress: Callable[[int, int, str], None] | None = None
+) -> Evaluator:
+    from covey.loop.evaluate import Evaluator
+
+    config = prepared.config
+    return Evaluator(
+        collector,
+        prepared.tasks.validation,
+        config.eval,
+        max_tokens=config.eval.max_tokens or config.rollout.max_tokens,
+        stop=tuple(config.rollout.stop),
+        trained_reward=prepared.trained_reward,
+        progress=progress,
+    )
+
+
+def _make_source(prepared: Prepared, collector: Collector) -> TrainingSource:
+    from covey.rollout.collector import TrainingSource
+
+    config = prepared.config
+
+    def batch(step: int) -> Sequence[Task]:
+        data = config.data
+        return batch_for_step(
+            prepared.tasks.train, step, data.train_batch_size, seed=config.seed, shuffle=data.shuffle
+        )[1]
+
+    return TrainingSource(
+        collector,
+        batch,
+        attempts=config.rollout.group_size,
+        sampling=training_sampling(config),
+        min_group_size=prepared.algorithm.needs.min_group_size,
+    )
+
+
+def _make_learner(prepared: Prepared, checkpoint: Checkpoint | None) -> Learner:
+    from covey.learner.learner import Learner
+    from covey.loop.checkpoint import restore_learner
+
     policy, reference = _load_models(prepared, checkpoint)
-    learner = Learner(policy, config.learner, total_updates=_total_updates(prepared), reference=reference)
+    learner = Learner(policy, prepared.config.learner, total_updates=_total_updates(prepared), reference=reference)
     if checkpoint is not None:
         restore_learner(learner, checkpoint)
         prepared.algorithm.load_state_dict(checkpoint.state["algorithm"])
-    first_step = checkpoint.step if checkpoint is not None else 0
-    _write_run_files(prepared, folder, threads)
+    return learner
+
+
+def _open_telemetry(prepared: Prepared, path: Path, checkpoint: Checkpoint | None) -> Telemetry:
+    from covey.telemetry import Telemetry
+
     state = checkpoint.state if checkpoint is not None else {}
+    first_step = state.get("step", 0)
     telemetry = Telemetry.open(
-        _run_info(prepared, folder.path, first_step),
-        config.logging,
+        _run_info(prepared, path, first_step),
+        prepared.config.logging,
         metrics_offset=state.get("metrics_offset"),
         episodes_offset=state.get("episodes_offset"),
     )
     for text in prepared.warnings:
         telemetry.warn(text)
     if first_step:
-        telemetry.note(f"resumed at step {first_step} of {prepared.total_steps} in {folder.path}")
-    engine = EmbeddedEngine(
-        policy,
-        eos_ids=source.eos_ids(),
-        decode=source.tokenizer.decode,
-        max_sequences=config.rollout.max_sequences,
-    )
-    engine.version = first_step
-    collector = Collector(
-        engine, source.tokenizer, prepared.agent, prepared.rewards, config.seed, config.agent.max_seconds
-    )
-    training = TrainingSource(
-        collector,
-        lambda step: _batch(prepared, step),
-        attempts=config.rollout.group_size,
-        sampling=training_sampling(config),
-        min_group_size=prepared.algorithm.needs.min_group_size,
-    )
-    training.policy_updated(first_step)
-    evaluator = None
-    if prepared.tasks.validation:
-        evaluator = Evaluator(
-            collector,
-            prepared.tasks.validation,
-            config.eval,
-            max_tokens=config.eval.max_tokens or config.rollout.max_tokens,
-            stop=tuple(config.rollout.stop),
-            trained_reward=prepared.trained_reward,
-            progress=telemetry.progress,
-        )
-    return Run(
-        config=config,
-        folder=folder,
-        road=Road(training, learner, prepared.algorithm, engine, _schedule(prepared), telemetry),
-        learner=learner,
-        engine=engine,
-        source=training,
-        evaluator=evaluator,
-        telemetry=telemetry,
-        checkpoints=store,
-        tokenizer=source.tokenizer,
-        total_steps=prepared.total_steps,
-        first_step=first_step,
-        best=state.get("best"),
-    )
+        telemetry.note(f"resumed at step {first_step} of {prepared.total_steps} in {path}")
+    return telemetry
 
 
-def _open_run(prepared: Prepared, note: Any) -> tuple[RunFolder, bool]:
+def _open_run(prepared: Prepared, note: Note) -> tuple[RunFolder, bool]:
     """The folder to write to, and whether it is an earlier run's."""
     from covey.loop.folder import find_unfinished, new_folder, open_folder
 
@@ -270,14 +320,6 @@ def _total_updates(prepared: Prepared) -> int:
     config = prepared.config
     per_epoch = -(-config.data.train_batch_size // (config.learner.mini_batch_size or config.data.train_batch_size))
     return prepared.total_steps * per_epoch * config.learner.epochs
-
-
-def _batch(prepared: Prepared, step: int) -> Sequence[Task]:
-    config = prepared.config
-    _, tasks = batch_for_step(
-        prepared.tasks.train, step, config.data.train_batch_size, seed=config.seed, shuffle=config.data.shuffle
-    )
-    return tasks
 
 
 def training_sampling(config: Config) -> Sampling:

@@ -8,15 +8,26 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from covey.agents import resolve_agent
-from covey.cli.build import algorithm_schemas, prepare
+from covey.cli.build import (
+    Prepared,
+    algorithm_schemas,
+    make_collector,
+    make_engine,
+    make_evaluator,
+    prepare,
+    training_sampling,
+)
 from covey.cli.words import Words, parse
 from covey.config import Composed, compose
 from covey.errors import InputError
 from covey.tasks import TaskSet
 from covey.types import Group, Sampling, Task
+
+if TYPE_CHECKING:
+    from covey.rollout.collector import Collector
+    from covey.rollout.embedded import EmbeddedEngine
 
 EVAL_USAGE = """\
 covey eval MODEL_OR_RUN [key=value ...]
@@ -44,9 +55,9 @@ covey sample MODEL_OR_RUN [--question TEXT] [-n 4] [--tasks 2] [key=value ...]
 class Bench:
     """A model and what to ask it."""
 
-    prepared: Any
-    collector: Any
-    engine: Any
+    prepared: Prepared
+    collector: Collector
+    engine: EmbeddedEngine
 
 
 def main_eval(argv: list[str]) -> int:
@@ -64,21 +75,7 @@ def main_eval(argv: list[str]) -> int:
 
 
 async def _evaluate(bench: Bench) -> dict[str, float]:
-    from covey.loop.evaluate import Evaluator
-
-    prepared = bench.prepared
-    config = prepared.config
-    if not prepared.tasks.validation:
-        raise InputError("there is nothing to evaluate on: give data=NAME or data.val_files=FILE")
-    evaluator = Evaluator(
-        bench.collector,
-        prepared.tasks.validation,
-        config.eval,
-        max_tokens=config.eval.max_tokens or config.rollout.max_tokens,
-        stop=tuple(config.rollout.stop),
-        trained_reward=prepared.trained_reward,
-    )
-    found = await evaluator.run()
+    found = await make_evaluator(bench.prepared, bench.collector).run()
     bench.engine.close()
     return dict(found.metrics)
 
@@ -97,16 +94,15 @@ def main_sample(argv: list[str]) -> int:
         tasks = [Task("question", ({"role": "user", "content": question},))]
         bench = dataclasses.replace(bench, collector=dataclasses.replace(bench.collector, reward=_NoReward()))
     else:
-        tasks = (bench.prepared.tasks.validation or bench.prepared.tasks.train)[:many]
-    r = bench.prepared.config.rollout
-    sampling = Sampling(r.temperature, r.top_p, r.top_k, r.min_p, r.max_tokens, tuple(r.stop))
+        tasks = bench.prepared.tasks.validation[:many]
+    sampling = training_sampling(bench.prepared.config)
     for group in asyncio.run(_answers(bench, tasks, count, sampling)):
         _print_group(group)
     return 0
 
 
 async def _answers(bench: Bench, tasks: Sequence[Task], count: int, sampling: Sampling) -> list[Group]:
-    groups: list[Group] = await bench.collector.groups(tasks, count, sampling, ("sample",))
+    groups = await bench.collector.groups(tasks, count, sampling, ("sample",))
     bench.engine.close()
     return groups
 
@@ -152,25 +148,16 @@ def _bench(words: Words, usage: str) -> Bench:
     if len(words.places) != 1:
         raise InputError(f"name one model or run\n\n{usage.rstrip()}")
     from covey.learner.models import load_policy
-    from covey.rollout.collector import Collector
-    from covey.rollout.embedded import EmbeddedEngine
 
     composed = _compose_for(words.places[0], words)
-    tasks = None
-    if words.text("--question") is not None:
-        tasks = TaskSet(train=(), validation=(), reward=None, description="a question")
+    question = words.text("--question") is not None
+    tasks = TaskSet(train=(), validation=(), reward=None, description="a question") if question else None
     prepared = prepare(composed, tasks=tasks)
-    source, config = prepared.model, prepared.config
-    assert source is not None
-    engine = EmbeddedEngine(
-        load_policy(source, config.model),
-        eos_ids=source.eos_ids(),
-        decode=source.tokenizer.decode,
-        max_sequences=config.rollout.max_sequences,
-    )
-    agent = resolve_agent(config.agent.name)
-    collector = Collector(engine, source.tokenizer, agent, prepared.rewards, config.seed, config.agent.max_seconds)
-    return Bench(prepared, collector, engine)
+    if not question and not prepared.tasks.validation:
+        raise InputError("there is nothing to ask: give data=NAME or data.val_files=FILE")
+    assert prepared.model is not None
+    engine = make_engine(prepared, load_policy(prepared.model, prepared.config.model))
+    return Bench(prepared, make_collector(prepared, engine), engine)
 
 
 def _compose_for(name: str, words: Words) -> Composed:

@@ -32,19 +32,48 @@ def token_logprobs(model: Any, packed: Packed, temperature: float, *, entropy_gr
     hidden_MD = hidden_LWD.reshape(-1, hidden_LWD.shape[-1])[packed.source_M]
 
     def of_chunk(hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        logits = _at_least_float32(final_logits(lm, hidden)) / temperature
-        lse = logits.logsumexp(-1)
-        chosen = logits.gather(-1, target[:, None])[:, 0] - lse
-        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
-            probs = torch.softmax(logits, -1)
-            entropy = lse - (probs * logits).sum(-1)
-        return chosen, entropy
+        logits = _at_least_float32(final_logits(lm, hidden))
+        logits = logits if temperature == 1 else logits / temperature
+        found: tuple[Tensor, Tensor] = ChosenLogProb.apply(logits, target, entropy_gradient)
+        return found
 
     size = max(1, CHUNK_LOGITS // lm.get_output_embeddings().weight.shape[0])
     chunks = list(zip(hidden_MD.split(size), packed.target_M.split(size), strict=True))
     recompute = len(chunks) > 1 and torch.is_grad_enabled()
     parts = [checkpoint(of_chunk, h, t, use_reentrant=False) if recompute else of_chunk(h, t) for h, t in chunks]
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+
+class ChosenLogProb(torch.autograd.Function):
+    """log p_y and the entropy H of softmax(logits), [M, V] → [M], [M], in as few passes over [M, V] as can be.
+
+        ∂ log p_y / ∂ logit_j = [j = y] − p_j          ∂ H / ∂ logit_j = −p_j (log p_j + H)
+
+    Keeps p instead of the logits; the entropy has a gradient only if asked for.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+        lse = logits.logsumexp(-1)
+        chosen = logits.gather(-1, target[:, None])[:, 0] - lse
+        probs = (logits - lse[:, None]).exp_()
+        entropy = lse - torch.linalg.vecdot(probs, logits)
+        ctx.save_for_backward(probs, target, entropy)
+        ctx.entropy_gradient = entropy_gradient
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return chosen, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        to_chosen, to_entropy = gradients
+        probs, target, entropy = ctx.saved_tensors
+        found = probs * -to_chosen[:, None]
+        found.scatter_add_(-1, target[:, None], to_chosen[:, None])
+        if ctx.entropy_gradient:
+            surprise = torch.special.xlogy(probs, probs) + probs * entropy[:, None]
+            found -= surprise * to_entropy[:, None]
+        return found, None, None
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from covey.config.schema import ModelConfig
 from covey.errors import Absent, InputError, nearest
 from covey.learner.builtin import BUILTIN, builtin_folder
+from covey.learner.memory import keep_freed_memory
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,8 @@ def load_policy(source: ModelSource, config: ModelConfig, *, seed: int = 0) -> A
 
     disable_progress_bar()
     device = pick_device(config.device)
+    if device.type == "cpu":
+        keep_freed_memory()
     with _explain_unreachable(source.name):
         model = AutoModelForCausalLM.from_pretrained(
             source.path,

@@ -6,9 +6,9 @@ A line holds a prompt and several answers to it, one after the other:
     0 1 2 3 4         5 6 7           5 6             ·           positions
     p p p p p         1 1 1           2 2             ·           segment
 
-Every answer attends to the prompt and to itself, and its positions go on from the prompt's, so each answer sees exactly
-what it would see alone. Answers to one prompt share a line while the line is short; attention over a long line would
-cost more than the prompt saves.
+The last token of an answer predicts nothing and is left out. Every answer attends to the prompt and to itself, and its
+positions go on from the prompt's, so each answer sees exactly what it would see alone. Answers to one prompt share a
+line while the line is short; attention over a long line would cost more than the prompt saves.
 
 Shapes: L lines, W width of the longest line, M sampled tokens.
 """
@@ -79,7 +79,7 @@ def _lines(rows: Sequence[Sample], limit: int, max_rows: int) -> list[list[int]]
     for prompt, members in by_prompt.items():
         length = limit + 1  # forces a new line for a new prompt
         for index in members:
-            answer = len(rows[index].response_ids)
+            answer = len(rows[index].response_ids) - 1
             if length + answer > limit or len(lines[-1]) >= max_rows:
                 lines.append([])
                 length = len(prompt)
@@ -89,7 +89,7 @@ def _lines(rows: Sequence[Sample], limit: int, max_rows: int) -> list[list[int]]
 
 
 def _line_length(rows: Sequence[Sample], line: Sequence[int]) -> int:
-    return len(rows[line[0]].prompt_ids) + sum(len(rows[index].response_ids) for index in line)
+    return len(rows[line[0]].prompt_ids) + sum(len(rows[index].response_ids) - 1 for index in line)
 
 
 def pack(rows: Sequence[Sample], lines: Sequence[Sequence[int]]) -> Packed:
@@ -110,8 +110,8 @@ def pack(rows: Sequence[Sample], lines: Sequence[Sequence[int]]) -> Packed:
         segment[at, :start] = _PROMPT
         for part, index in enumerate(line, start=1):
             row = rows[index]
-            end = start + len(row.response_ids)
-            ids[at, start:end] = torch.tensor(row.response_ids)
+            end = start + len(row.response_ids) - 1
+            ids[at, start:end] = torch.tensor(row.response_ids[:-1])
             position[at, start:end] = torch.arange(len(prompt), len(prompt) + end - start)
             segment[at, start:end] = part
             for column, sampled in enumerate(row.mask):

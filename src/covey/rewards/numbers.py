@@ -41,14 +41,14 @@ def math_reward_string_equal(answer: Any, final_answer: str) -> float:
 
 @reward(name="sorted")
 def sorted_numbers(numbers: Sequence[int], final_answer: str) -> dict[str, float]:
-    """1 if the reply is the sorted numbers, written `1, 2, 3`.
+    """1 if the reply is the sorted numbers, written `1 2 3`.
 
     Extra `lenient`: the last numbers of the reply, as many as were given, are in order, whatever stands around them.
     """
     right = sorted(numbers)
     found = re.findall("[0-9]+", final_answer)[-len(right) :]
     return {
-        "reward": float(final_answer.strip() == ", ".join(map(str, right))),
+        "reward": float(final_answer.strip() == " ".join(map(str, right))),
         "lenient": float(found == list(map(str, right))),
     }
 

@@ -32,8 +32,8 @@ class Sort:
         numbers = rng.sample(numbers_with(self.digits), self.count)
         return Problem(
             key=f"sort:{_listed(sorted(numbers), ',')}",
-            question=f"Sort from smallest to largest: {_listed(numbers)}",
-            answer=_listed(sorted(numbers)),
+            question=f"Sort from smallest to largest: {_listed(numbers, ' ')}",
+            answer=_listed(sorted(numbers), " "),
             columns={"numbers": numbers},
         )
 

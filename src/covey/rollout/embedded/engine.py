@@ -139,22 +139,41 @@ class EmbeddedEngine:
         return any(stop in text for stop in request.sampling.stop)
 
     def _prefill(self, batch: list[Request]) -> tuple[Tensor, Any, Tensor, int]:
-        """Each distinct prompt once; then its cache row is given to every request that has it."""
-        prompts = list(dict.fromkeys(request.prompt for request in batch))
-        width = max(map(len, prompts))
+        """What all prompts begin with once, the rest of each distinct prompt once; then its cache row is given to every
+        request that has it."""
         device = self.model.get_input_embeddings().weight.device
+        prompts = list(dict.fromkeys(request.prompt for request in batch))
+        shared = self._shared_prefix(prompts)
+        width = max(map(len, prompts))  # columns: the shared beginning, padding, the rest
         ids_PL = torch.zeros(len(prompts), width, dtype=torch.int64)
-        mask_PL = torch.zeros(len(prompts), width, dtype=torch.int64)
+        mask_PL = torch.zeros_like(ids_PL)
+        mask_PL[:, :shared] = 1
         for row, prompt in enumerate(prompts):
-            ids_PL[row, width - len(prompt) :] = torch.tensor(prompt)
-            mask_PL[row, width - len(prompt) :] = 1
+            start = width - len(prompt) + shared
+            ids_PL[row, start:] = torch.tensor(prompt[shared:])
+            mask_PL[row, start:] = 1
         ids_PL, mask_PL = ids_PL.to(device), mask_PL.to(device)
-        prefix = new_cache(cache_layers(self.model.config), width)
-        logits_PV = self._forward(ids_PL, mask_PL, prefix)
+        cache = new_cache(cache_layers(self.model.config), width)
+        if shared:
+            beginning = torch.tensor([prompts[0][:shared]], device=device)
+            self._forward(beginning, torch.ones_like(beginning), cache)
+            cache = take_rows(cache, torch.zeros(len(prompts), dtype=torch.int64, device=device), width)
+        logits_PV = self._forward(ids_PL[:, shared:], mask_PL, cache)
         place = {prompt: row for row, prompt in enumerate(prompts)}
         rows = torch.tensor([place[request.prompt] for request in batch], device=device)
-        cache = take_rows(prefix, rows, width + max(r.sampling.max_tokens for r in batch))
+        cache = take_rows(cache, rows, width + max(r.sampling.max_tokens for r in batch))
         return logits_PV[rows], cache, mask_PL[rows], width
+
+    def _shared_prefix(self, prompts: list[tuple[int, ...]]) -> int:
+        """How many tokens all prompts begin with, short of the whole of any. With sliding windows none: padding behind
+        the beginning would move it out of the window, which counts columns."""
+        if len(prompts) < 2 or getattr(self.model.config.get_text_config(decoder=True), "sliding_window", None):
+            return 0
+        low, high = min(prompts), max(prompts)
+        same = 0
+        while same < min(map(len, prompts)) - 1 and low[same] == high[same]:
+            same += 1
+        return same
 
     def _forward(self, ids_BQ: Tensor, mask_BL: Tensor, cache: Any) -> Tensor:
         """Logits of the last column, [B, V]."""

@@ -33,9 +33,9 @@ def draw(logits_BV: Tensor, settings: Sequence[Sampling], positions: Sequence[in
     )
     target_B = u_B * cumulative_BV[:, -1]
     id_B = torch.searchsorted(cumulative_BV, target_B[:, None], right=True)[:, 0]
-    # A target that rounds up to the total falls off the end: take the last token that has any probability.
-    last_B = (cumulative_BV < cumulative_BV[:, -1:]).sum(-1)
-    id_B = torch.minimum(id_B, last_B)
+    if bool((id_B == logits_BV.shape[-1]).any()):
+        # A target that rounds up to the total falls off the end: take the last token that has any probability.
+        id_B = torch.minimum(id_B, (cumulative_BV < cumulative_BV[:, -1:]).sum(-1))
     chosen_B = logprobs_BV.gather(-1, id_B[:, None])[:, 0]
     return torch.where(greedy_B, logits_BV.argmax(-1), id_B), torch.where(
         greedy_B, torch.zeros_like(chosen_B), chosen_B

@@ -1,0 +1,201 @@
+"""The command line as people use it, on a tiny model; and their mistakes, which stop before a model loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from covey.cli.main import main
+
+SMALL = [
+    "data.val_size=4",
+    "data.train_batch_size=2",
+    "rollout.group_size=4",
+    "rollout.max_tokens=6",
+    "loop.total_steps=2",
+]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def the_run() -> Path:
+    (found,) = Path("outputs").glob("*/*")
+    return found
+
+
+@pytest.mark.parametrize("algorithm", ["gvpo", "grpo"])
+def test_a_run_leaves_everything_in_its_folder(tiny_model_folder: Path, algorithm: str) -> None:
+    assert main(["train", f"model={tiny_model_folder}", f"algorithm={algorithm}", *SMALL]) == 0
+    run = the_run()
+    names = {p.name for p in run.iterdir()}
+    assert {"config.yaml", "metrics.jsonl", "episodes.jsonl", "checkpoints", ".hydra"} <= names
+    assert {"summary.md", "curve.png", "run.json"} <= names
+    kinds = [json.loads(line)["kind"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert kinds == ["eval", "step", "step", "eval"]
+    record = json.loads((run / "episodes.jsonl").read_text().splitlines()[0])
+    (row,) = record["rows"]
+    lengths = {len(row[name]) for name in ("response_ids", "mask", "text", "logprobs", "advantage", "ratio", "entropy")}
+    assert len(lengths) == 1
+    assert row["ratio"] == pytest.approx([1.0] * len(row["ratio"]), abs=1e-3)  # on-policy
+
+
+def test_metrics_carry_the_names_people_watch(tiny_model_folder: Path) -> None:
+    main(["train", f"model={tiny_model_folder}", *SMALL])
+    steps = [json.loads(line) for line in (the_run() / "metrics.jsonl").read_text().splitlines()]
+    metrics = next(r["metrics"] for r in steps if r["kind"] == "step")
+    assert {"gvpo/loss", "gvpo/mean_reward", "gvpo/mean_weight", "actor/entropy_loss", "train/reward"} <= set(metrics)
+    assert metrics["gvpo/mean_weight"] == pytest.approx(0, abs=1e-6)
+    assert "eval/accuracy" in steps[0]["metrics"]
+
+
+def test_same_seed_same_result(tiny_model_folder: Path) -> None:
+    for _ in range(2):
+        main(["train", f"model={tiny_model_folder}", "resume=disable", "reward=exact", *SMALL])
+    first, second = (
+        [json.loads(line)["metrics"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for run in sorted(Path("outputs").glob("*/*"))
+    )
+    for a, b in zip(first, second, strict=True):
+        assert {k: v for k, v in a.items() if not k.startswith(("timing/", "perf/"))} == {
+            k: v for k, v in b.items() if not k.startswith(("timing/", "perf/"))
+        }
+
+
+def test_a_file_of_your_own_with_a_reward_of_your_own(tiny_model_folder: Path) -> None:
+    rows = [{"question": f"q {i}", "answer": str(i), "hint": "x"} for i in range(4)]
+    Path("mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Path("score.py").write_text(
+        "def short(final_answer, hint):\n    return {'reward': -len(final_answer), 'seen': 1.0}\n"
+    )
+    words = ["data.train_files=mine.jsonl", "data.val_files=mine.jsonl", "reward=score.py:short"]
+    assert main(["train", f"model={tiny_model_folder}", *words, *SMALL]) == 0
+    metrics = json.loads((the_run() / "metrics.jsonl").read_text().splitlines()[1])["metrics"]
+    assert metrics["reward/short/seen/mean"] == 1.0
+
+
+def test_an_agent_of_your_own(tiny_model_folder: Path) -> None:
+    Path("twice.py").write_text(
+        "import covey\n@covey.agent\nasync def twice(policy, task):\n"
+        "    first = await policy.chat(task.messages)\n"
+        "    again = [*task.messages, {'role': 'assistant', 'content': first}, {'role': 'user', 'content': 'sure?'}]\n"
+        "    return await policy.chat(again)\n"
+    )
+    assert main(["train", f"model={tiny_model_folder}", "agent=twice.py:twice", "reward=exact", *SMALL]) == 0
+    record = json.loads((the_run() / "episodes.jsonl").read_text().splitlines()[0])
+    assert sum(sum(row["mask"]) for row in record["rows"]) > 6  # both turns are learned from
+
+
+def test_multirun_runs_every_combination(tiny_model_folder: Path) -> None:
+    words = ["mode=sync", "--multirun", "optimizer.lr=1e-4,1e-5", "rollout.temperature=0.9,1.0"]
+    assert main(["train", f"model={tiny_model_folder}", *words, *SMALL, "loop.save_final=false"]) == 0
+    assert len(list(Path("multirun").glob("*/*/*/**/run.json"))) == 4
+
+
+def test_validate_only_and_dry_run_start_nothing(tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"model={tiny_model_folder}", "algorithm.gvpo_beta=0.15", "data.train_batch_size=16"]
+    assert main(["train", *words, "--validate-only"]) == 0
+    assert "valid: nothing was started" in capsys.readouterr().out
+    assert main(["train", *words, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "beta: 0.15" in out and "16 tasks × 8 attempts = 128 episodes a step" in out
+    assert not Path("outputs").exists()
+
+
+def test_eval_and_sample_read_a_run(tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["train", f"model={tiny_model_folder}", *SMALL])
+    capsys.readouterr()
+    assert main(["eval", str(the_run()), "--json", "out.json"]) == 0
+    trained = json.loads((the_run() / "metrics.jsonl").read_text().splitlines()[-1])["metrics"]
+    assert json.loads(Path("out.json").read_text())["eval/accuracy"] == trained["eval/accuracy"]
+    assert main(["sample", str(the_run()), "-n", "2", "--tasks", "1"]) == 0
+    assert capsys.readouterr().out.count("log-prob") == 2
+    assert main(["sample", str(tiny_model_folder), "--question", "hello?", "-n", "1", "rollout.max_tokens=4"]) == 0
+    assert "hello?" in capsys.readouterr().out
+
+
+MISTAKES = {
+    "unknown algorithm": (["algorithm=gvop"], "did you mean   gvpo?"),
+    "unknown reward": (["reward=exat"], "did you mean   exact?"),
+    "unknown task": (["data=sorrt"], "did you mean   sort?"),
+    "unknown model": (["model=smollm2-135"], "did you mean   smollm2-135m?"),
+    "unknown key": (["learner.lrr=1"], "did you mean   learner.lr"),
+    "unknown flag": (["--validate"], "did you mean   --validate-only?"),
+    "unknown recipe": (["--config-name", "demmo"], "did you mean   demo?"),
+    "group of one": (["rollout.group_size=1"], "it needs at least 2"),
+    "prompt too long": (["rollout.max_tokens=600"], "longer than the context of 512"),
+    "steps and epochs": (["loop.total_steps=3", "loop.total_epochs=1"], "contradict each other"),
+    "two spellings": (["learner.lr=1e-5", "optimizer.lr=1e-4"], "optimizer.lr"),
+    "not yet": (["mode=async"], "not available yet"),
+    "wrong type": (["learner.lr=fast"], "learner.lr must be float"),
+    "greedy groups": (["rollout.temperature=0"], "must be positive"),
+    "resume from nowhere": (["resume=nowhere"], "not a run's folder"),
+    "missing column for a reward": (["reward=countdown"], "countdown"),
+    "a word": (["demo"], "settings are key=value"),
+    "device": (["model.device=cuda"], "sees no GPU"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_told_before_anything_starts(
+    name: str, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, message = MISTAKES[name]
+    if name != "unknown model":
+        words = [f"model={tiny_model_folder}", *words]
+    if name == "device":
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["train", *words]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.endswith("nothing was started\n")
+    assert not list(Path().glob("outputs/*/*/metrics.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"question": "1+1", "answer": "2"}\n{"question": oops}\n', "train.jsonl, line 2: not JSON"),
+        ('{"qestion": "1+1", "answer": "2"}\n', "question"),
+        ("", "train.jsonl"),
+        ('{"question": 5, "answer": "2"}\n', "line 1"),
+    ],
+    ids=["malformed", "missing column", "empty", "wrong type"],
+)
+def test_bad_files_are_named_by_line(
+    text: str, message: str, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("train.jsonl").write_text(text)
+    assert main(["train", f"model={tiny_model_folder}", "data.train_files=train.jsonl"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_reward_that_always_raises_is_diagnosed(tiny_model_folder: Path) -> None:
+    Path("bad.py").write_text("def bad(final_answer):\n    raise KeyError('oops')\n")
+    with pytest.raises(RuntimeError, match=r"No training tasks completed(.|\n)*8 × reward(.|\n)*likely fix"):
+        main(["train", f"model={tiny_model_folder}", "reward=bad.py:bad", "eval.before=false", *SMALL])
+    assert json.loads((the_run() / "run.json").read_text())["status"] == "failed"
+
+
+def test_help_fits_a_screen_and_names_the_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "demo" in out and "algorithm=gvpo" in out
+    assert all(len(line) <= 120 for line in out.splitlines())
+    assert len(out.splitlines()) <= 45
+
+
+def test_doctor_config_and_algorithms_print(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) in (0, 1)
+    assert "torch" in capsys.readouterr().out
+    assert main(["config", "algorithm=grpo", "learner.lr=3e-5"]) == 0
+    assert "lr: 3.0e-05" in capsys.readouterr().out
+    assert main(["config", "explain", "rollout.n"]) == 0
+    assert "rollout.group_size" in capsys.readouterr().out
+    assert main(["algorithms"]) == 0
+    assert "gvpo" in capsys.readouterr().out
+    assert main(["trian"]) == 2

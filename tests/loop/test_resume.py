@@ -1,0 +1,100 @@
+"""A run killed at any moment ends exactly as if it had not been."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# A reward with some variety for a random model, that kills its own process at a given call.
+REWARD = """
+import os, signal
+calls = 0
+def variety(final_answer):
+    global calls
+    calls += 1
+    if calls == int(os.environ.get("KILL_AT_CALL", "0")):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return len(set(final_answer)) / 10
+"""
+EVALUATION, STEP = 8, 3 * 4  # reward calls of the evaluation before training, and of each step
+
+
+def train(folder: Path, model: Path, *settings: str, kill_at_call: int = 0) -> int:
+    (folder / "reward.py").write_text(REWARD)
+    command = [sys.executable, "-m", "covey.cli.main", "train", f"model={model}", "reward=reward.py:variety"]
+    command += ["data.val_size=8", "data.train_batch_size=3", "rollout.group_size=4", "rollout.max_tokens=8"]
+    command += [
+        "learner.lr=1e-3",
+        "loop.total_steps=6",
+        "loop.save_every=3",
+        "eval.every=2",
+        "loop.threads=2",
+        *settings,
+    ]
+    environment = os.environ | {"KILL_AT_CALL": str(kill_at_call)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode in (0, -signal.SIGKILL), done.stdout + done.stderr
+    return done.returncode
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """Hashes of the final weights and optimiser state, and every record without its timings."""
+    (run,) = folder.glob("outputs/*/*")
+    last = run / "checkpoints" / "step-000006"
+    found: dict[str, Any] = {
+        name: hashlib.sha256((last / name).read_bytes()).hexdigest()
+        for name in ("model/model.safetensors", "optimizer.safetensors")
+        if (last / name).exists()
+    }
+    found |= {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in (last / "model").glob("adapter*.safetensors")}
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for record in records:
+        record.pop("time", None)
+        for name in [n for n in record["metrics"] if n.startswith(("timing/", "perf/tokens_per_second"))]:
+            del record["metrics"][name]
+    found["records"] = records
+    found["episodes"] = (run / "episodes.jsonl").read_text()
+    found["status"] = json.loads((run / "run.json").read_text())["status"]
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [(), ("algorithm=grpo", "model.dtype=bfloat16", "learner.mini_batch_size=2"), ("model.lora.rank=4",)],
+    ids=["gvpo", "grpo-bfloat16", "lora"],
+)
+def test_killed_in_the_middle_of_step_four(tmp_path: Path, tiny_model_folder: Path, settings: tuple[str, ...]) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for folder in (whole, broken):
+        folder.mkdir()
+    train(whole, tiny_model_folder, *settings)
+    # evaluations: before the first step and after the second; then half of step 4's episodes
+    middle = EVALUATION * 2 + STEP * 3 + STEP // 2
+    assert train(broken, tiny_model_folder, *settings, kill_at_call=middle) == -signal.SIGKILL
+    assert train(broken, tiny_model_folder, *settings) == 0
+    expected, found = outcome(whole), outcome(broken)
+    assert len(expected["records"]) == 6 + 4  # steps, and evaluations at 0, 2, 4, 6
+    assert len({json.dumps(r) for r in expected["records"]}) == 10
+    assert found["status"] == "finished"
+    assert found == expected
+
+
+def test_a_finished_run_is_left_alone_and_a_new_one_starts(tmp_path: Path, tiny_model_folder: Path) -> None:
+    for expected in (1, 2):
+        train(tmp_path, tiny_model_folder, "loop.total_steps=1", "loop.save_every=0", "eval.before=false")
+        assert len(list(tmp_path.glob("outputs/*/*/run.json"))) == expected
+
+
+def test_other_settings_do_not_continue_a_run(tmp_path: Path, tiny_model_folder: Path) -> None:
+    early = EVALUATION + STEP + 2
+    assert train(tmp_path, tiny_model_folder, kill_at_call=early) == -signal.SIGKILL
+    assert train(tmp_path, tiny_model_folder, "learner.lr=2e-3", "loop.total_steps=1") == 0
+    assert len(list(tmp_path.glob("outputs/*/*/run.json"))) == 2
