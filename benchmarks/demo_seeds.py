@@ -17,7 +17,7 @@ from pathlib import Path
 
 from covey.telemetry import compare_curves
 
-COLUMNS = ["greedy/sorted", "sampled/sorted", "greedy/sorted/lenient", "sampled/sorted/lenient"]
+COLUMNS = ["greedy/number", "sampled/number", "greedy/number/lenient", "sampled/number/lenient"]
 
 
 def run(algorithm: str, seed: int, out: Path) -> tuple[Path, float]:

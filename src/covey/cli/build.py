@@ -69,7 +69,8 @@ class Prepared:
 
     @property
     def task_name(self) -> str:
-        return self.tasks.description
+        """Short, for titles: the counts behind the colon are left out."""
+        return self.tasks.description.split(":")[0]
 
 
 def prepare(
@@ -174,7 +175,7 @@ def build(prepared: Prepared, *, note: Note) -> Run:
         learner=learner,
         engine=engine,
         source=source,
-        evaluator=make_evaluator(prepared, collector, telemetry.progress) if prepared.tasks.validation else None,
+        evaluator=make_evaluator(prepared, collector) if prepared.tasks.validation else None,
         telemetry=telemetry,
         checkpoints=store,
         tokenizer=collector.tokenizer,
@@ -205,9 +206,7 @@ def make_collector(prepared: Prepared, engine: EmbeddedEngine) -> Collector:
     return Collector(engine, source.tokenizer, prepared.agent, prepared.rewards, config.seed, config.agent.max_seconds)
 
 
-def make_evaluator(
-    prepared: Prepared, collector: Collector, progress: Callable[[int, int, str], None] | None = None
-) -> Evaluator:
+def make_evaluator(prepared: Prepared, collector: Collector) -> Evaluator:
     from covey.loop.evaluate import Evaluator
 
     config = prepared.config
@@ -218,7 +217,6 @@ def make_evaluator(
         max_tokens=config.eval.max_tokens or config.rollout.max_tokens,
         stop=tuple(config.rollout.stop),
         trained_reward=prepared.trained_reward,
-        progress=progress,
     )
 
 

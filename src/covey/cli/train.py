@@ -127,8 +127,7 @@ def describe(prepared: Prepared) -> list[str]:
     rewards = ", ".join(f"{name} × {prepared.rewards.weights[name]:g}" for name in prepared.rewards.names)
     return [
         f"model      {config.model.name}",
-        f"tasks      {prepared.task_name}: {len(prepared.tasks.train)} to train on, "
-        f"{len(prepared.tasks.validation)} held out",
+        f"tasks      {prepared.tasks.description}",
         f"reward     {rewards}",
         f"algorithm  {config.algorithm.name}",
         f"training   {prepared.total_steps} steps of {config.data.train_batch_size} tasks × "

@@ -56,13 +56,19 @@ def compose_words(words: Words, *, settings: Sequence[str] | None = None) -> Com
     if path and name:
         raise InputError("--config and --config-name contradict each other: give a file or a recipe")
     composed = compose(
-        words.settings if settings is None else settings,
+        [*_from_environment(), *(words.settings if settings is None else settings)],
         algorithms=algorithm_schemas(),
         config_name=name,
         config_path=Path(path).expanduser() if path else None,
     )
     export(composed.env)
     return composed
+
+
+def _from_environment() -> list[str]:
+    """VERBOSITY=DEBUG in the environment is logging.verbosity; a setting on the command line comes later and wins."""
+    verbosity = os.environ.get("VERBOSITY")
+    return [f"logging.verbosity={verbosity.lower()}"] if verbosity else []
 
 
 def export(variables: Mapping[str, str]) -> None:

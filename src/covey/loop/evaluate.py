@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from covey.config.schema import EvalConfig
@@ -28,7 +28,6 @@ class Evaluator:
     max_tokens: int
     stop: tuple[str, ...]
     trained_reward: str
-    progress: Callable[[int, int, str], None] | None = None
 
     async def run(self) -> Evaluation:
         metrics: Metrics = {}
@@ -51,8 +50,6 @@ class Evaluator:
             tasks = self.tasks[start : start + size]
             groups = await self.collector.groups(tasks, attempts, self.sampling(mode), ("eval", mode))
             episodes += [episode for group in groups for episode in group.episodes]
-            if self.progress is not None:
-                self.progress(min(start + size, len(self.tasks)), len(self.tasks), f"{mode} answers")
         return episodes
 
     def sampling(self, mode: str) -> Sampling:

@@ -64,6 +64,7 @@ class Run:
 
     async def _step(self, index: int) -> None:
         tokens_before = self.engine.generated_tokens
+        self._show_progress(self.source.attempts * self.config.data.train_batch_size, "answers")
         try:
             result = await step(self.road, index)
         except NonFiniteError:
@@ -90,6 +91,8 @@ class Run:
         """After `done` updates."""
         if self.evaluator is None:
             return {}
+        answers = sum(self.config.eval.n if mode == "sampled" else 1 for mode in self.config.eval.modes)
+        self._show_progress(answers * len(self.evaluator.tasks), "answers")
         with self.telemetry.stage("evaluate"):
             found = await self.evaluator.run()
         shown = found.sample
@@ -111,6 +114,17 @@ class Run:
             "fingerprint": self.folder.info()["fingerprint"],
         }
         return self.checkpoints.save(done, self.learner, self.tokenizer, state)
+
+    def _show_progress(self, total: int, what: str) -> None:
+        """Let the console count answers while they are sampled."""
+        finished = 0
+
+        def one_more() -> None:
+            nonlocal finished
+            finished += 1
+            self.telemetry.progress(min(finished, total), total, what)
+
+        self.engine.on_finished = one_more
 
     def decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids))

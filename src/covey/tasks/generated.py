@@ -117,7 +117,7 @@ def _distinct(task: GeneratedTask, rng: Random, size: int, wanted: Callable[[str
 
 
 def _task(task: GeneratedTask, examples: list[Problem], problem: Problem) -> Task:
-    messages = [{"role": "system", "content": task.system}] if task.system else []
+    messages = [{"role": "system", "content": task.system}] if task.system is not None else []
     for example in examples:
         messages.append({"role": "user", "content": example.question})
         messages.append({"role": "assistant", "content": example.answer or ""})

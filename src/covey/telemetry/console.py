@@ -22,6 +22,8 @@ def open_console(info: RunInfo, verbosity: str, history: History) -> Sink:
     state = RunState(info, history)
     if verbosity == "warning":
         return WarningsOnly(sys.stderr)
+    if verbosity == "debug":
+        return DebugConsole(state, sys.stdout)
     console = Console(file=sys.stdout)
     # A terminal that cannot show the characters or move its cursor gets the lines as well.
     if sys.stdout.isatty() and not console.is_dumb_terminal and not console.options.ascii_only:
@@ -87,6 +89,27 @@ class PlainConsole(Sink):
 
     def _print(self, *parts: str) -> None:
         _write_line(self._file, "  ".join(parts))
+
+
+class DebugConsole(PlainConsole):
+    """`logging.verbosity=debug`: every stage as it starts, every figure, and one episode of each step."""
+
+    def stage(self, name: str | None) -> None:
+        if name is not None:
+            self._print(f"  {name} ...")
+
+    def step(
+        self,
+        index: int,
+        metrics: Mapping[str, float],
+        sample: EpisodeView | None,
+        episodes: Sequence[Mapping[str, Any]],
+    ) -> None:
+        super().step(index, metrics, sample, episodes)
+        for name, value in sorted(metrics.items()):
+            self._print(f"    {name:36} {value:.6g}")
+        if sample is not None:
+            self._print(f"    question {sample.question!r}  reply {sample.reply!r}  reward {sample.reward}")
 
 
 class WarningsOnly(Sink):

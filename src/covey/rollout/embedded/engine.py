@@ -40,13 +40,12 @@ class EmbeddedEngine:
         eos_ids: Sequence[int],
         decode: Callable[[Sequence[int]], str],
         max_sequences: int = 256,
-        on_tokens: Callable[[int], None] | None = None,
     ) -> None:
         self.model = model
         self.eos_ids = frozenset(eos_ids)
         self.decode = decode
         self.max_sequences = max_sequences
-        self.on_tokens = on_tokens
+        self.on_finished: Callable[[], None] = lambda: None  # called for every answer, on the engine's thread
         self.version = 0
         self.generated_tokens = 0
         self._waiting: list[Request] = []
@@ -129,8 +128,8 @@ class EmbeddedEngine:
             request.stop = StopReason.STOP
         elif len(request.ids) >= request.sampling.max_tokens:
             request.stop = StopReason.LENGTH
-        if request.stop is not None and self.on_tokens is not None:
-            self.on_tokens(len(request.ids))
+        if request.stop is not None:
+            self.on_finished()
 
     def _hits_stop_string(self, request: Request) -> bool:
         # A stop string of n characters spans at most n tokens: each token adds at least one byte.

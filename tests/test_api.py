@@ -1,0 +1,64 @@
+"""The public surface."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import covey
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_every_public_name_exists() -> None:
+    for name in covey.__all__:
+        assert getattr(covey, name) is not None
+
+
+def test_what_comes_later_says_so() -> None:
+    with pytest.raises(AttributeError, match="not available yet"):
+        _ = covey.tool
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = covey.nothing
+
+
+SMALL = {
+    "data": {"train_batch_size": 2},
+    "rollout": {"group_size": 4, "max_tokens": 5},
+    "loop": {"total_steps": 2, "save_final": False},
+    "learner.lr": 1e-3,
+}
+
+
+def test_train_on_a_list_with_a_function(tiny_model_folder: Path) -> None:
+    @covey.reward
+    def vowels(final_answer: str, answer: str) -> float:
+        return sum(letter in "aeiou" for letter in final_answer) / (1 + len(answer))
+
+    tasks = [{"question": f"say it, {i}", "answer": "x"} for i in range(4)]
+    run = covey.train(
+        model=str(tiny_model_folder), tasks=tasks, reward=vowels, algorithm="grpo", validation=tasks[:2], **SMALL
+    )
+    assert [step for step, _ in run.evaluations] == [0, 2]
+    assert "eval/greedy/vowels" in run.evaluations[-1][1]
+    assert (run.path / "summary.md").is_file()
+
+
+def test_train_on_a_generated_task_and_on_task_objects(tiny_model_folder: Path) -> None:
+    covey.train(model=str(tiny_model_folder), tasks="countdown", **(SMALL | {"data.val_size": 2}))
+    made = [covey.Task(str(i), ({"role": "user", "content": "hm"},), answer="a") for i in range(2)]
+    run = covey.train(model=str(tiny_model_folder), tasks=made, reward="exact", **SMALL)
+    assert run.evaluations == []
+
+
+def test_mistakes_in_the_call(tiny_model_folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"tasks\[1\] needs a question"):
+        covey.train(model=str(tiny_model_folder), tasks=[{"question": "a"}, {"qestion": "b"}])
+    with pytest.raises(ValueError, match="is empty"):
+        covey.train(model=str(tiny_model_folder), tasks=[])
+    with pytest.raises(ValueError, match="no such file"):
+        covey.train(model=str(tiny_model_folder), tasks="nowhere.jsonl")
