@@ -34,12 +34,13 @@ def train(
     is a function, a name, or a list of them. Settings go by section, `learner={"lr": 2e-5}`, or by key,
     `**{"learner.lr": 2e-5}`.
     """
-    settings = [f"model.name={model}", f"algorithm={algorithm}", *_settings(config)]
+    settings = [f"model.name={_quoted(model)}", f"algorithm={algorithm}", *_settings(config)]
     given: TaskSet | None = None
     if isinstance(tasks, (str, Path)):
-        settings.append(f"data.train_files={tasks}" if _is_file(tasks) else f"data.name={tasks}")
+        key = "data.train_files" if _is_file(tasks) else "data.name"
+        settings.append(f"{key}={_quoted(str(tasks))}")
         if isinstance(validation, (str, Path)):
-            settings.append(f"data.val_files={validation}")
+            settings.append(f"data.val_files={_quoted(str(validation))}")
         elif validation is not None:
             raise InputError("validation= must be a file when tasks= is one")
     else:
@@ -57,6 +58,11 @@ def _tasks(rows: Sequence[Task | Mapping[str, Any]]) -> tuple[Task, ...]:
     found = tuple(row if isinstance(row, Task) else _task(row, number) for number, row in enumerate(rows))
     if not found:
         raise InputError("tasks= is empty")
+    seen: set[str] = set()
+    for task in found:
+        if task.id in seen:  # the id names a task's random streams
+            raise InputError(f"two tasks have the id {task.id!r}\n  give each its own data_id, or none at all")
+        seen.add(task.id)
     return found
 
 

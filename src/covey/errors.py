@@ -14,6 +14,10 @@ class Absent(InputError):
     """Something that is not on this machine but may be on the one the run is for: a file, a model of the hub."""
 
 
+class RunFailed(RuntimeError):
+    """A run that had started could not go on; its text says why and what to try."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word that was probably meant, if one is close enough."""
     found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

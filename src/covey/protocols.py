@@ -31,6 +31,7 @@ class Needs:
     values: bool = False
     greedy_baseline: bool = False
     min_group_size: int = 1
+    advised_group_size: int = 1  # below it the algorithm works, but poorly: a warning
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class Objective(Protocol):
     def loss(self, out: TokenOutputs, batch: Batch) -> dict[str, LossTerm]: ...
 
     def metrics(self, out: TokenOutputs, batch: Batch) -> Metrics:
-        """Statistics of one micro-batch, detached; averaged over tokens by the learner."""
+        """Statistics of the episodes of one micro-batch; the learner averages them over episodes."""
         ...
 
 

@@ -166,11 +166,11 @@ def test_clipped_weights_still_sum_to_zero() -> None:
 
 def test_a_group_of_one_has_no_loss_and_uneven_groups_divide_by_their_own_size() -> None:
     logprobs = torch.tensor([[-1.0], [-2.0], [-3.0], [-1.5]], requires_grad=True)
-    loss, _ = policy_loss(
+    loss, metrics = policy_loss(
         "gvpo",
         logprobs,
         logprobs.detach(),
-        advantages("gvpo", torch.tensor([5.0, 1.0, 0.0, 0.0]), ["one", "three", "three", "three"]),
+        torch.tensor([0.0, 2 / 3, -1 / 3, -1 / 3]),
         torch.ones(4, 1),
         groups=["one", "three", "three", "three"],
         reference="old",
@@ -179,6 +179,7 @@ def test_a_group_of_one_has_no_loss_and_uneven_groups_divide_by_their_own_size()
     (gradient,) = torch.autograd.grad(loss, logprobs)
     # the group of three: −β/(k−1)·w = −0.1·[2/3, −1/3, −1/3], averaged over two groups
     torch.testing.assert_close(gradient[:, 0], torch.tensor([0.0, -0.1 / 3, 0.1 / 6, 0.1 / 6]))
+    assert metrics["gvpo/alone"] == 0.25
 
 
 def test_equal_rewards_still_pull_towards_the_anchor() -> None:
@@ -192,13 +193,14 @@ def test_an_empty_answer_does_not_count() -> None:
     logprobs = torch.tensor([[-1.0], [-2.0], [0.0]], requires_grad=True)
     mask = torch.tensor([[1], [1], [0]])
     groups = ["g"] * 3
-    loss, _ = policy_loss(
+    loss, metrics = policy_loss(
         "gvpo", logprobs, logprobs.detach(), torch.tensor([0.5, -0.5, 9.0]), mask, groups=groups, reference="old"
     )
     pair, _ = policy_loss(
         "gvpo", logprobs[:2], logprobs[:2].detach(), torch.tensor([0.5, -0.5]), mask[:2], groups="gg", reference="old"
     )
     torch.testing.assert_close(loss, pair)
+    assert metrics["gvpo/empty"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -93,7 +94,7 @@ def test_an_agent_of_your_own(tiny_model_folder: Path) -> None:
 def test_multirun_runs_every_combination(tiny_model_folder: Path) -> None:
     words = ["mode=sync", "--multirun", "optimizer.lr=1e-4,1e-5", "rollout.temperature=0.9,1.0"]
     assert main(["train", f"model={tiny_model_folder}", *words, *SMALL, "loop.save_final=false"]) == 0
-    assert len(list(Path("multirun").glob("*/*/*/**/run.json"))) == 4
+    assert [p.parent.name for p in sorted(Path("multirun").glob("*/*/*/run.json"))] == ["0", "1", "2", "3"]
 
 
 def test_validate_only_and_dry_run_start_nothing(tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,6 +137,11 @@ MISTAKES = {
     "resume from nowhere": (["resume=nowhere"], "not a run's folder"),
     "missing column for a reward": (["reward=countdown"], "countdown"),
     "a word": (["demo"], "settings are key=value"),
+    "beta of zero": (["algorithm.beta=0"], "beta must be positive"),
+    "top_p of two": (["rollout.top_p=2"], "top_p must lie in"),
+    "negative frequency": (["loop.save_every=-2"], "must be at least 0"),
+    "nothing to train on": (["data.val_files=rows.jsonl"], "nothing to train on"),
+    "a logger that is not installed": (["logging.to=[wandb]"], "pip install 'covey[wandb]'"),
     "device": (["model.device=cuda"], "sees no GPU"),
 }
 
@@ -147,6 +153,9 @@ def test_mistakes_are_told_before_anything_starts(
     words, message = MISTAKES[name]
     if name != "unknown model":
         words = [f"model={tiny_model_folder}", *words]
+    Path("rows.jsonl").write_text('{"question": "a", "answer": "b"}')
+    if name == "a logger that is not installed":
+        monkeypatch.setitem(sys.modules, "wandb", None)
     if name == "device":
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["train", *words]) == 2
@@ -174,10 +183,11 @@ def test_bad_files_are_named_by_line(
     assert message in capsys.readouterr().err
 
 
-def test_a_reward_that_always_raises_is_diagnosed(tiny_model_folder: Path) -> None:
+def test_a_reward_that_always_raises_is_diagnosed(tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("bad.py").write_text("def bad(final_answer):\n    raise KeyError('oops')\n")
-    with pytest.raises(RuntimeError, match=r"No training tasks completed(.|\n)*8 × reward(.|\n)*likely fix"):
-        main(["train", f"model={tiny_model_folder}", "reward=bad.py:bad", "eval.before=false", *SMALL])
+    assert main(["train", f"model={tiny_model_folder}", "reward=bad.py:bad", "eval.before=false", *SMALL]) == 1
+    err = capsys.readouterr().err
+    assert "No training tasks completed" in err and "8 × reward" in err and "likely fix" in err
     assert json.loads((the_run() / "run.json").read_text())["status"] == "failed"
 
 
@@ -199,3 +209,29 @@ def test_doctor_config_and_algorithms_print(capsys: pytest.CaptureFixture[str]) 
     assert main(["algorithms"]) == 0
     assert "gvpo" in capsys.readouterr().out
     assert main(["trian"]) == 2
+
+
+def test_an_interrupted_run_says_so_and_its_figures_stay(tiny_model_folder: Path, tmp_path: Path) -> None:
+    """Ctrl-C in the middle: status interrupted, the process ends at once, and a second start leaves the first alone."""
+    import os
+    import signal
+    import subprocess
+    import time
+
+    command = [sys.executable, "-m", "covey.cli.main", "train", f"model={tiny_model_folder}", *SMALL]
+    command += ["loop.total_steps=100000", "eval.before=false"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        written = [p for p in tmp_path.glob("outputs/*/*/metrics.jsonl") if p.stat().st_size]
+        if written:
+            break
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "there is no checkpoint to go on from" in err
+    assert json.loads((the_run() / "run.json").read_text())["status"] == "interrupted"
+    figures = written[0].read_bytes()
+    assert main(["train", f"model={tiny_model_folder}", *SMALL]) == 0
+    assert written[0].read_bytes() == figures

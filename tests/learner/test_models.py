@@ -87,7 +87,7 @@ def lora_policy(folder: Path) -> object:
 def test_lora_trains_adapters_only_and_the_reference_is_the_adapter_off(tiny_model_folder: Path) -> None:
     pytest.importorskip("peft")
     policy = lora_policy(tiny_model_folder)
-    learner = Learner(policy, LearnerConfig(lr=1e-2), total_updates=1, reference=Reference(policy))
+    learner = Learner(policy, LearnerConfig(lr=1e-2), total_updates=1, reference=Reference.of(policy))
     assert all("lora_" in name for name in learner.optimizer.working)
     from covey.algorithms import make
 
@@ -106,7 +106,7 @@ def test_lora_trains_adapters_only_and_the_reference_is_the_adapter_off(tiny_mod
 def test_a_copied_reference_does_not_move(tiny_model_folder: Path) -> None:
     config = ModelConfig(name=str(tiny_model_folder))
     policy = load_policy(open_source(config), config)
-    reference = Reference(policy)
+    reference = Reference.of(policy)
     with torch.no_grad():
         policy.lm_head.weight.add_(1.0)
     with reference.active() as model:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -108,6 +109,31 @@ def test_an_episode_past_its_deadline_is_a_failure() -> None:
     made = source(collector(parity, FunctionAgent(slow), max_seconds=0.2))
     asyncio.run(made.next())
     assert made.failures == {"timeout": 3}
+
+
+def test_an_attempt_that_no_reward_scores_is_left_out_not_worth_zero() -> None:
+    def sometimes(final_answer: str) -> float | None:
+        return 1.0 if int(final_answer) % 3 else None
+
+    made = source(collector(sometimes), attempts=6)
+    groups = asyncio.run(made.next())
+    kept = [e for g in groups for e in g.episodes]
+    assert made.failures["unscored"] > 0
+    assert len(kept) + made.failures["unscored"] + 6 * made.dropped >= 18
+    assert all(e.rewards["sometimes"] == 1.0 for e in kept)
+
+
+def test_waiting_for_the_model_does_not_count_towards_the_deadline() -> None:
+    class Slow(Scripted):
+        async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Completion:
+            await asyncio.sleep(0.4)
+            return await super().generate(token_ids, sampling)
+
+    made = collector(parity, max_seconds=0.2)
+    slow = replace(made, engine=Slow())
+    training = source(slow)
+    asyncio.run(training.next())
+    assert not training.failures
 
 
 def test_when_everything_fails_the_cause_and_a_fix_are_named() -> None:

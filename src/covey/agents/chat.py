@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from covey.protocols import Policy
-from covey.types import Episode, Task, Turn
+from covey.types import Episode, Task
 
 
 class ChatAgent:
     async def run(self, policy: Policy, task: Task) -> Episode:
-        prompt = policy.render(task.messages)
-        done = await policy.generate(prompt)
-        turn = Turn(prompt, done.token_ids, done.logprobs, done.versions, done.stop)
-        reply = {"role": "assistant", "content": policy.decode(done.token_ids)}
-        return Episode(task, (turn,), (*task.messages, reply), stop=done.stop)
+        reply = {"role": "assistant", "content": await policy.chat(task.messages)}
+        (turn,) = policy.turns
+        return Episode(task, (turn,), (*task.messages, reply), stop=turn.stop)

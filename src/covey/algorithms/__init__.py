@@ -49,6 +49,7 @@ class Algorithm:
             values=any(n.values for n in ours),
             greedy_baseline=any(n.greedy_baseline for n in ours),
             min_group_size=max(n.min_group_size for n in ours),
+            advised_group_size=max(n.advised_group_size for n in ours),
         )
 
     @property

@@ -10,6 +10,7 @@ Shapes: N answers, T tokens. `groups` names the prompt of each answer, as intege
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from covey.algorithms import make
 from covey.algorithms.gvpo import Gvpo
-from covey.algorithms.ops import divide, episode_sum
+from covey.algorithms.ops import divide, episode_sum, group_size
 from covey.algorithms.ppo_clip import PpoClip
 from covey.errors import unknown
 from covey.protocols import Metrics, TokenOutputs
@@ -44,6 +45,7 @@ def advantages(
     [N] columns (NaN: never scored), added with `weights` (1 where not given). advantages("gvpo") is R − R̄."""
     algorithm = make(name, **options)
     group_N = index_groups(groups)
+    _warn_about_singletons(name, group_N)
     columns = rewards if isinstance(rewards, Mapping) else {"reward": _per_answer(rewards, mask)}
     some = next(iter(columns.values()))
     if some.shape != (len(group_N),):
@@ -118,7 +120,8 @@ def compute_gvpo_advantage(
     group_N = index_groups(groups).to(logprobs.device)
     ratio_N = _per_answer(logprobs - ref_logprobs, mask).detach()
     gvpo = Gvpo(beta=beta, clip_weight=clip_weight, normalize_weights=normalize_weights)
-    return gvpo.weights(ratio_N, _per_answer(rewards, mask), group_N)
+    valid_N = None if mask is None or logprobs.dim() == 1 else mask.bool().any(-1)
+    return gvpo.weights(ratio_N, _per_answer(rewards, mask), group_N, valid_N)
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,12 @@ class GVPOLoss:
             "gvpo", logprobs, logprobs.detach(), centred, mask, groups=groups, ref_logprobs=ref_logprobs, **vars(self)
         )
         return loss
+
+
+def _warn_about_singletons(name: str, group_N: Tensor) -> None:
+    alone = int((group_size(group_N) == 1).sum())
+    if alone:
+        warnings.warn(f"{alone} groups have a single answer: {name} learns nothing from them", stacklevel=3)
 
 
 def index_groups(groups: Groups) -> Tensor:

@@ -50,7 +50,7 @@ class Gvpo:
 
     @property
     def needs(self) -> Needs:
-        return Needs(reference=self.reference == "initial", min_group_size=2)
+        return Needs(reference=self.reference == "initial", min_group_size=2, advised_group_size=4)
 
     @property
     def couples_groups(self) -> bool:
@@ -94,11 +94,16 @@ class Gvpo:
     def _batch_weights(self, out: TokenOutputs, batch: Batch) -> Tensor:
         return self.weights(self.log_ratio(out, batch), batch.rewards_N, batch.group_N, batch.length_N > 0)
 
+    @torch.no_grad()
     def metrics(self, out: TokenOutputs, batch: Batch) -> Metrics:
         """Over the episodes of this micro-batch."""
         here = batch.episode_R.unique()
         weight, rho = self._batch_weights(out, batch)[here], self.log_ratio(out, batch)[here]
+        empty_N = batch.length_N == 0
+        alone_N = group_size(batch.group_N, valid_N=~empty_N) == 1
         return {
+            "gvpo/alone": float((alone_N & ~empty_N)[here].double().mean()),
+            "gvpo/empty": float(empty_N[here].double().mean()),
             "gvpo/mean_reward": float(batch.rewards_N[here].mean()),
             "gvpo/mean_weight": float(weight.mean()),
             "gvpo/std_weight": float(weight.std(unbiased=False)),

@@ -6,7 +6,6 @@ Shapes: N episodes, G groups, R rows, T response tokens. `group` holds 0..G-1.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from covey.protocols import LossTerm
 from covey.types import Batch
 
-Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 KL_NAMES = {"k1": "k1", "kl": "k1", "abs": "abs", "k2": "k2", "mse": "k2", "k3": "k3", "low_var_kl": "k3"}
 
 
@@ -85,8 +84,7 @@ def aggregate(x_RT: Tensor, batch: Batch, how: str, norm_length: int | None = No
     seq-mean-token-mean      mean over an episode's tokens, then over episodes
     seq-mean-token-sum-norm  Σ_episode / norm_length, then over episodes (Dr. GRPO's constant)
     """
-    if how not in get_args(Aggregation):
-        raise ValueError(f"unknown aggregation {how!r}; known: {', '.join(get_args(Aggregation))}")
+    assert how in AGGREGATIONS, how
     x_RT = torch.where(batch.mask_RT, x_RT, torch.zeros_like(x_RT))
     if how == "token-mean":
         return LossTerm(x_RT.sum(), "tokens")
@@ -94,7 +92,8 @@ def aggregate(x_RT: Tensor, batch: Batch, how: str, norm_length: int | None = No
         length_R = batch.length_N[batch.episode_R].clamp(min=1).to(x_RT.dtype)
         return LossTerm((x_RT.sum(-1) / length_R).sum(), "episodes")
     if how == "seq-mean-token-sum-norm":
-        return LossTerm(x_RT.sum() / (norm_length or x_RT.shape[-1]), "episodes")
+        assert norm_length is not None, "seq-mean-token-sum-norm divides by a constant"
+        return LossTerm(x_RT.sum() / norm_length, "episodes")
     return LossTerm(x_RT.sum(), "episodes")
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from covey.algorithms.ops import KL_NAMES, aggregate, effective_sample_size, kl_penalty, masked_mean
+from covey.algorithms.ops import AGGREGATIONS, KL_NAMES, aggregate, kl_penalty, masked_mean
 from covey.protocols import LossTerm, Metrics, Needs, TokenOutputs
 from covey.types import Batch
 
@@ -30,6 +30,7 @@ class PpoClip:
     clip_high: float = 0.2  # the ratio counts up to 1 + clip_high
     dual_clip: float | None = 3.0  # bound on the loss of bad answers whose ratio explodes; null: none
     aggregation: str = "seq-mean-token-mean"  # or token-mean, seq-mean-token-sum, seq-mean-token-sum-norm
+    norm_length: int | None = None  # the constant of seq-mean-token-sum-norm, usually rollout.max_tokens
     kl_coef: float = 0.0  # weight of the KL to the start model in the loss
     kl_estimator: str = "k3"  # k1 (kl) | abs | k2 (mse) | k3 (low_var_kl)
 
@@ -40,9 +41,10 @@ class PpoClip:
             raise ValueError(f"algorithm.dual_clip must be greater than 1, got {self.dual_clip}")
         if self.kl_estimator not in KL_NAMES:
             raise ValueError(f"algorithm.kl_estimator must be one of {', '.join(KL_NAMES)}, got {self.kl_estimator!r}")
-        aggregate_names = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-        if self.aggregation not in aggregate_names:
-            raise ValueError(f"algorithm.aggregation must be one of {', '.join(aggregate_names)}")
+        if self.aggregation not in AGGREGATIONS:
+            raise ValueError(f"algorithm.aggregation must be one of {', '.join(AGGREGATIONS)}")
+        if self.aggregation == "seq-mean-token-sum-norm" and not self.norm_length:
+            raise ValueError("seq-mean-token-sum-norm divides by a constant: set algorithm.norm_length to it")
 
     @property
     def needs(self) -> Needs:
@@ -57,11 +59,11 @@ class PpoClip:
         loss = -torch.min(ratio * advantage, ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantage)
         if self.dual_clip is not None:
             loss = torch.where(advantage < 0, torch.min(loss, -self.dual_clip * advantage), loss)
-        terms = {"policy": aggregate(loss, batch, self.aggregation)}
+        terms = {"policy": aggregate(loss, batch, self.aggregation, self.norm_length)}
         if self.kl_coef:
             assert batch.ref_logprobs_RT is not None, "a KL in the loss needs reference log-probs"
             kl = kl_penalty(out.logprobs, batch.ref_logprobs_RT, self.kl_estimator)
-            terms["kl"] = aggregate(self.kl_coef * kl, batch, self.aggregation)
+            terms["kl"] = aggregate(self.kl_coef * kl, batch, self.aggregation, self.norm_length)
         return terms
 
     def _ratio(self, out: TokenOutputs, batch: Batch) -> Tensor:
@@ -72,7 +74,6 @@ class PpoClip:
         found = {
             "policy/clip_low": masked_mean(((ratio < 1 - self.clip_low) & (advantage < 0)).double(), mask),
             "policy/clip_high": masked_mean(((ratio > 1 + self.clip_high) & (advantage > 0)).double(), mask),
-            "policy/ess": effective_sample_size(ratio[mask]),
         }
         if batch.ref_logprobs_RT is not None:
             kl = kl_penalty(out.logprobs.detach(), batch.ref_logprobs_RT, self.kl_estimator)

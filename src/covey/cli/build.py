@@ -8,28 +8,32 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
+import platform
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import yaml
 
 from covey.agents import resolve_agent
-from covey.cli.checks import check_algorithm, check_prompts, check_sizes
+from covey.cli.checks import check_algorithm, check_prompts, check_sizes, digest_rewards, digest_tasks
 from covey.config import Composed, fingerprint
 from covey.config.schema import Config
 from covey.errors import Absent, InputError
 from covey.protocols import Agent
 from covey.rewards import RewardSet, resolve_rewards
 from covey.tasks import TaskSet, batch_for_step, load_tasks, steps_per_epoch
+from covey.telemetry import check_logging
 from covey.types import Sampling, Task
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import: only where a model is at hand
     from covey.algorithms import Algorithm
     from covey.learner.learner import Learner
     from covey.learner.models import ModelSource
-    from covey.loop.checkpoint import Checkpoint
+    from covey.loop.checkpoint import Checkpoint, CheckpointStore
     from covey.loop.evaluate import Evaluator
     from covey.loop.folder import RunFolder
     from covey.loop.run import Run
@@ -38,6 +42,7 @@ if TYPE_CHECKING:  # torch and transformers take seconds to import: only where a
     from covey.telemetry import Telemetry
 
 Note = Callable[[str], None]
+Found = TypeVar("Found")
 
 
 def algorithm_schemas() -> dict[str, type]:
@@ -61,6 +66,7 @@ class Prepared:
     model: ModelSource | None  # None where validation goes on without it
     total_steps: int
     warnings: tuple[str, ...]
+    folder: Path | None = None  # where to write; None: output_dir/DATE/TIME
 
     @property
     def trained_reward(self) -> str:
@@ -74,39 +80,48 @@ class Prepared:
 
 
 def prepare(
-    composed: Composed, *, tasks: TaskSet | None = None, reward: Any = None, tolerate_absent: bool = False
+    composed: Composed,
+    *,
+    tasks: TaskSet | None = None,
+    reward: Any = None,
+    folder: Path | None = None,
+    training: bool = True,
+    tolerate_absent: bool = False,
 ) -> Prepared:
     """Check all that configuration and files can tell. With `tolerate_absent`, what only another machine has (files, a
-    model from the hub) becomes a warning."""
-    from covey.algorithms import make
-    from covey.learner.models import open_source
-
+    GPU, a model of the hub) becomes a warning."""
     config, warnings = composed.config, list(composed.warnings)
-    options = dataclasses.asdict(config.algorithm)
-    algorithm = make(options.pop("name"), **options)
+
+    def unless_absent(step: Callable[[], Found]) -> Found | None:
+        try:
+            return step()
+        except Absent as error:
+            if not tolerate_absent:
+                raise
+            warnings.append(f"not here: {error}")
+            return None
+
+    algorithm = make_algorithm(config)
+    training_sampling(config)  # refuses impossible settings
     agent = resolve_agent(config.agent.name)
-    source = found = None
-    try:
-        found = tasks or load_tasks(config.data, config.seed)
-        source = open_source(config.model)
-    except Absent as error:
-        if not tolerate_absent:
-            raise
-        warnings.append(f"not here: {error}")
+    check_logging(config.logging)
+    found = tasks or unless_absent(lambda: load_tasks(config.data, config.seed))
+    if training and found is not None and not found.train:
+        raise InputError("there is nothing to train on: data.val_files is given without data.train_files")
     found = found or TaskSet(train=(), validation=(), reward=None, description="(files not here)")
-    warnings += found.warnings
+    source = unless_absent(lambda: open_model(config, algorithm))
     rewards = resolve_rewards(reward or config.reward.name, found.reward, config.reward.weights)
-    warnings += check_algorithm(config, algorithm) + check_sizes(config, found)
+    warnings += [*found.warnings, *check_algorithm(config, algorithm), *check_sizes(config, found)]
     for task in (*found.train, *found.validation):
         rewards.check(task)
     if source is not None:
         _use_template(source.tokenizer, config.agent.template)
-        warnings += check_prompts(config, found, source)
+        check_prompts(config, found, source)
     return Prepared(
         config=config,
         tree=composed.tree,
         overrides=composed.overrides,
-        fingerprint=fingerprint(composed.tree | ({"tasks": _digest(tasks)} if tasks else {})),
+        fingerprint=fingerprint(composed.tree | {"tasks": digest_tasks(found), "rewards": digest_rewards(rewards)}),
         tasks=found,
         rewards=rewards,
         agent=agent,
@@ -114,14 +129,38 @@ def prepare(
         model=source,
         total_steps=_total_steps(config, len(found.train)),
         warnings=tuple(warnings),
+        folder=folder,
     )
 
 
-def _digest(tasks: TaskSet) -> str:
-    import hashlib
+def make_algorithm(config: Config) -> Algorithm:
+    from covey.algorithms import make
 
-    text = repr([(t.id, list(t.messages), t.answer) for t in (*tasks.train, *tasks.validation)])
-    return hashlib.sha256(text.encode()).hexdigest()
+    options = dataclasses.asdict(config.algorithm)
+    try:
+        return make(options.pop("name"), **options)
+    except InputError:
+        raise
+    except ValueError as error:  # a value that the algorithm itself refuses
+        raise InputError(str(error)) from error
+
+
+def open_model(config: Config, algorithm: Algorithm) -> ModelSource:
+    """Tokenizer and configuration of the model, and whether it can be trained here as asked."""
+    from covey.learner.forward import check_layers
+    from covey.learner.models import open_source, pick_device, require_peft
+
+    pick_device(config.model.device)
+    if config.model.lora.rank > 0:
+        require_peft()
+    source = open_source(config.model)
+    check_layers(source.config)
+    if source.adapter is not None and algorithm.needs.reference:
+        raise InputError(
+            f"model={config.model.name} is an adapter: switched off it is its base model, not the start policy that "
+            f"{algorithm.name} refers to\n  merge it into its base first, or use an algorithm without a reference"
+        )
+    return source
 
 
 def _total_steps(config: Config, tasks: int) -> int:
@@ -147,20 +186,16 @@ def build(prepared: Prepared, *, note: Note) -> Run:
     """Load the model and join the parts; on resume, from the checkpoint."""
     import torch
 
-    from covey.loop.checkpoint import CheckpointStore
     from covey.loop.run import Run
     from covey.loop.step import Road
 
     config = prepared.config
-    threads = config.loop.threads or os.cpu_count() or 1
+    folder, checkpoint = _open_run(prepared, note)
+    threads = _threads(config, folder if checkpoint is not None else None)
     torch.set_num_threads(threads)
-    folder, resumed = _open_run(prepared, note)
-    store = CheckpointStore(
-        folder.path / "checkpoints", keep_last=config.loop.keep_last, keep_best=config.loop.keep_best
-    )
-    checkpoint = store.latest(note) if resumed else None
+    store = _store(config, folder.path)
     learner = _make_learner(prepared, checkpoint)
-    _write_run_files(prepared, folder, threads)
+    _write_run_files(prepared, folder, learner, threads, resumed=checkpoint is not None)
     telemetry = _open_telemetry(prepared, folder.path, checkpoint)
     engine = make_engine(prepared, learner.model)
     collector = make_collector(prepared, engine)
@@ -175,7 +210,7 @@ def build(prepared: Prepared, *, note: Note) -> Run:
         learner=learner,
         engine=engine,
         source=source,
-        evaluator=make_evaluator(prepared, collector) if prepared.tasks.validation else None,
+        evaluator=make_evaluator(prepared, collector, telemetry.warn) if prepared.tasks.validation else None,
         telemetry=telemetry,
         checkpoints=store,
         tokenizer=collector.tokenizer,
@@ -206,7 +241,7 @@ def make_collector(prepared: Prepared, engine: EmbeddedEngine) -> Collector:
     return Collector(engine, source.tokenizer, prepared.agent, prepared.rewards, config.seed, config.agent.max_seconds)
 
 
-def make_evaluator(prepared: Prepared, collector: Collector) -> Evaluator:
+def make_evaluator(prepared: Prepared, collector: Collector, warn: Note) -> Evaluator:
     from covey.loop.evaluate import Evaluator
 
     config = prepared.config
@@ -217,6 +252,7 @@ def make_evaluator(prepared: Prepared, collector: Collector) -> Evaluator:
         max_tokens=config.eval.max_tokens or config.rollout.max_tokens,
         stop=tuple(config.rollout.stop),
         trained_reward=prepared.trained_reward,
+        warn=warn,
     )
 
 
@@ -270,28 +306,53 @@ def _open_telemetry(prepared: Prepared, path: Path, checkpoint: Checkpoint | Non
     return telemetry
 
 
-def _open_run(prepared: Prepared, note: Note) -> tuple[RunFolder, bool]:
-    """The folder to write to, and whether it is an earlier run's."""
-    from covey.loop.folder import find_unfinished, new_folder, open_folder
+def _open_run(prepared: Prepared, note: Note) -> tuple[RunFolder, Checkpoint | None]:
+    """The folder to write to, and the checkpoint to go on from where it is an earlier run's."""
+    from covey.loop.folder import exact_folder, find_unfinished, new_folder, open_folder
 
-    config = prepared.config
-    output = Path(config.logging.output_dir)
+    config, output = prepared.config, Path(prepared.config.logging.output_dir)
+    if prepared.folder is not None:
+        return exact_folder(prepared.folder), None
     if config.resume == "disable":
-        return new_folder(output), False
+        return new_folder(output), None
     if config.resume == "auto":
-        found = find_unfinished(output, config.logging.project, config.logging.experiment, prepared.fingerprint, note)
-        return (found, True) if found is not None else (new_folder(output), False)
-    folder = open_folder(_run_of(Path(config.resume).expanduser()))
+        names = (config.logging.project, config.logging.experiment, prepared.fingerprint)
+        found = find_unfinished(output, *names, note)
+        checkpoint = _store(config, found.path).latest(note) if found is not None else None
+        return (found, checkpoint) if found is not None and checkpoint is not None else (new_folder(output), None)
+    named = Path(config.resume).expanduser()
+    folder = open_folder(run_of(named))
+    checkpoint = _store(config, folder.path).latest(note)
+    if checkpoint is None:
+        raise InputError(f"resume={config.resume}: that run has no checkpoint to go on from")
+    if named not in (folder.path, checkpoint.folder):
+        raise InputError(
+            f"resume={config.resume}: that run goes on from its newest checkpoint, {checkpoint.folder.name}\n"
+            "  to go back, delete the later ones; to start anew from these weights: model=" + str(named / "model")
+        )
     if folder.info()["fingerprint"] != prepared.fingerprint:
         raise InputError(
-            f"resume={config.resume}: that run had other settings\n"
+            f"resume={config.resume}: that run had other settings, tasks or rewards\n"
             f"  its settings: {folder.path / 'config.yaml'}\n"
-            "  repeat its command, or start from its weights:  model=" + str(folder.path / "checkpoints/STEP/model")
+            f"  repeat its command, or start from its weights:  model={checkpoint.model}"
         )
-    return folder, True
+    return folder, checkpoint
 
 
-def _run_of(path: Path) -> Path:
+def _store(config: Config, path: Path) -> CheckpointStore:
+    from covey.loop.checkpoint import CheckpointStore
+
+    return CheckpointStore(path / "checkpoints", keep_last=config.loop.keep_last, keep_best=config.loop.keep_best)
+
+
+def _threads(config: Config, resumed: RunFolder | None) -> int:
+    """As asked; else as the run began, since the last bits depend on it; else one per core that we may use."""
+    if config.loop.threads is not None:
+        return config.loop.threads
+    return int(resumed.info()["threads"]) if resumed is not None else len(os.sched_getaffinity(0))
+
+
+def run_of(path: Path) -> Path:
     """A run's folder, also when one of its checkpoints was named."""
     return path.parent.parent if path.parent.name == "checkpoints" else path
 
@@ -302,16 +363,19 @@ def _load_models(prepared: Prepared, checkpoint: Checkpoint | None) -> tuple[Any
 
     config, source = prepared.config, prepared.model
     assert source is not None
-    seed = config.seed
+    needed = prepared.algorithm.needs.reference
+
+    def load(source: ModelSource) -> Any:
+        return load_policy(source, config.model, seed=config.seed)
+
     if checkpoint is None:
-        policy = load_policy(source, config.model, seed=seed)
-        return policy, Reference(policy) if prepared.algorithm.needs.reference else None
+        policy = load(source)
+        return policy, Reference.of(policy) if needed else None
     if config.model.lora.rank > 0 or source.adapter is not None:
-        policy = load_policy(dataclasses.replace(source, adapter=checkpoint.model), config.model, seed=seed)
-        return policy, Reference(policy) if prepared.algorithm.needs.reference else None
-    policy = load_policy(dataclasses.replace(source, path=str(checkpoint.model)), config.model, seed=seed)
-    needs = prepared.algorithm.needs.reference
-    return policy, Reference(load_policy(source, config.model, seed=seed)) if needs else None
+        policy = load(dataclasses.replace(source, adapter=checkpoint.model))
+        return policy, Reference.of(policy) if needed else None
+    policy = load(dataclasses.replace(source, path=str(checkpoint.model)))
+    return policy, Reference(load(source)) if needed else None
 
 
 def _total_updates(prepared: Prepared) -> int:
@@ -322,14 +386,10 @@ def _total_updates(prepared: Prepared) -> int:
 
 def training_sampling(config: Config) -> Sampling:
     r = config.rollout
-    return Sampling(
-        temperature=r.temperature,
-        top_p=r.top_p,
-        top_k=r.top_k,
-        min_p=r.min_p,
-        max_tokens=r.max_tokens,
-        stop=tuple(r.stop),
-    )
+    try:
+        return Sampling(r.temperature, r.top_p, r.top_k, r.min_p, r.max_tokens, tuple(r.stop))
+    except ValueError as error:
+        raise InputError(f"rollout: {error}") from error
 
 
 def _schedule(prepared: Prepared) -> Any:
@@ -362,41 +422,45 @@ def _run_info(prepared: Prepared, path: Path, first_step: int) -> Any:
     )
 
 
-def _write_run_files(prepared: Prepared, folder: RunFolder, threads: int) -> None:
-    """run.json, config.yaml and .hydra/: what was run, so that it can be run again."""
-    import torch
-    import transformers
-    import yaml
-
-    import covey
-
-    config = prepared.config
+def _write_run_files(prepared: Prepared, folder: RunFolder, learner: Learner, threads: int, *, resumed: bool) -> None:
+    """run.json, config.yaml and .hydra/: what was run, so that it can be run again. A resumed run keeps its own."""
+    precision = {"device": learner.device.type, "dtype": str(next(learner.model.parameters()).dtype)}
+    if resumed:
+        info = folder.info()
+        began = {name: info[name] for name in precision}
+        if began != precision:
+            raise InputError(
+                f"this run began with {began}, and would go on with {precision}\n  set model.device, dtype"
+            )
+        folder.write_info(info | {"status": "running", "threads": threads})
+        return
     hydra = folder.path / ".hydra"
-    hydra.mkdir(exist_ok=True)
+    hydra.mkdir()
     for path in (folder.path / "config.yaml", hydra / "config.yaml"):
         path.write_text(yaml.safe_dump(prepared.tree, sort_keys=False, allow_unicode=True))
     (hydra / "overrides.yaml").write_text(yaml.safe_dump(list(prepared.overrides)))
     info = _run_info(prepared, folder.path, 0)
+    shown = ("title", "algorithm", "model", "task", "total_steps", "reward_names", "trained_reward")
     folder.write_info(
         {
-            "project": config.logging.project,
-            "experiment": config.logging.experiment,
+            "project": prepared.config.logging.project,
+            "experiment": prepared.config.logging.experiment,
             "fingerprint": prepared.fingerprint,
             "status": "running",
-            "title": info.title,
-            "algorithm": info.algorithm,
-            "model": info.model,
-            "task": info.task,
-            "total_steps": info.total_steps,
-            "reward_names": list(info.reward_names),
-            "trained_reward": info.trained_reward,
+            **{name: getattr(info, name) for name in shown},
             "started": datetime.now().isoformat(timespec="seconds"),
-            "command": ["covey", *sys.argv[1:]],
-            "versions": {
-                "covey": covey.__version__,
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-            },
+            "command": shlex.join(["covey", "train", "--config", str(folder.path / "config.yaml")]),
+            "versions": versions(),
             "threads": threads,
+            **precision,
         }
     )
+
+
+def versions() -> dict[str, str]:
+    import torch
+    import transformers
+
+    import covey
+
+    return {"python": platform.python_version()} | {m.__name__: m.__version__ for m in (covey, torch, transformers)}

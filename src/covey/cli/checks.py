@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from typing import TYPE_CHECKING
 
 from covey.config.schema import Config
 from covey.errors import InputError
+from covey.rewards import RewardSet
 from covey.rollout.policy import render
 from covey.tasks import TaskSet
 
@@ -22,10 +25,11 @@ def check_algorithm(config: Config, algorithm: Algorithm) -> list[str]:
             f"  it needs at least {least}; 8 is a good start"
         )
     warnings = []
-    if algorithm.name == "gvpo" and size < 4:
-        warnings.append(f"rollout.group_size={size}: GVPO's group statistics are noisy below 4 attempts per task")
-    if (config.rollout.top_p < 1 or config.rollout.top_k or config.rollout.min_p) and algorithm.name == "grpo":
-        warnings.append("top_p, top_k or min_p truncate the sampling distribution: ratios start below 1")
+    if size < algorithm.needs.advised_group_size:
+        advised = algorithm.needs.advised_group_size
+        warnings.append(f"rollout.group_size={size}: {algorithm.name} is noisy below {advised} attempts per task")
+    if config.rollout.top_p < 1 or config.rollout.top_k or config.rollout.min_p:
+        warnings.append("top_p, top_k or min_p truncate the sampling distribution: ratios to it start below 1")
     return warnings
 
 
@@ -55,17 +59,38 @@ def check_sizes(config: Config, tasks: TaskSet) -> list[str]:
     return warnings
 
 
-def check_prompts(config: Config, tasks: TaskSet, source: ModelSource) -> list[str]:
+def check_prompts(config: Config, tasks: TaskSet, source: ModelSource) -> None:
     """The longest prompt and the longest answer must fit into the model's context."""
     limit = config.model.context_length or source.context_length
     if limit is None:
-        return []
+        return
     answer = max(config.rollout.max_tokens, config.eval.max_tokens or 0)
+    setting = "rollout.max_tokens" if answer == config.rollout.max_tokens else "eval.max_tokens"
     for task in (*tasks.train, *tasks.validation):
         prompt = len(render(source.tokenizer, task.messages))
         if prompt + answer > limit:
             raise InputError(
-                f"task {task.id}: prompt of {prompt} tokens + rollout.max_tokens={answer} is longer than the context "
-                f"of {limit}\n  shorten the prompt, lower rollout.max_tokens, or take that task out"
+                f"task {task.id}: prompt of {prompt} tokens + {setting}={answer} is longer than the context of "
+                f"{limit}\n"
+                f"  shorten the prompt, lower {setting}, or take that task out"
             )
-    return []
+
+
+def digest_tasks(tasks: TaskSet) -> str:
+    """Changes with what is trained and tested on, so that a run is not continued on other data."""
+    digest = hashlib.sha256()
+    for task in (*tasks.train, *tasks.validation):
+        digest.update(repr((task.id, task.messages, task.answer, sorted(task.columns.items()))).encode())
+    return digest.hexdigest()
+
+
+def digest_rewards(rewards: RewardSet) -> str:
+    """Changes with the rewards' names, weights and source."""
+    digest = hashlib.sha256(repr(sorted(rewards.weights.items())).encode())
+    for function in rewards.functions:
+        try:
+            source = inspect.getsource(function.call)
+        except (OSError, TypeError):  # made at a prompt, or a callable object: its name must do
+            source = function.name
+        digest.update(source.encode())
+    return digest.hexdigest()

@@ -29,7 +29,10 @@ OPTIONAL = {
 def main(argv: list[str]) -> int:
     from covey.cli.words import parse
 
-    parse(argv)
+    words = parse(argv, switches=("--help", "-h"))
+    if words.on("--help") or words.on("-h"):
+        print(__doc__)
+        return 0
     findings = list(examine())
     for finding in findings:
         print(f"{finding.mark:3} {finding.what:22} {finding.detail}")

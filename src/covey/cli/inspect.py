@@ -17,6 +17,7 @@ from covey.cli.build import (
     make_engine,
     make_evaluator,
     prepare,
+    run_of,
     training_sampling,
 )
 from covey.cli.words import Words, parse
@@ -75,7 +76,7 @@ def main_eval(argv: list[str]) -> int:
 
 
 async def _evaluate(bench: Bench) -> dict[str, float]:
-    found = await make_evaluator(bench.prepared, bench.collector).run()
+    found = await make_evaluator(bench.prepared, bench.collector, print).run()
     bench.engine.close()
     return dict(found.metrics)
 
@@ -152,7 +153,7 @@ def _bench(words: Words, usage: str) -> Bench:
     composed = _compose_for(words.places[0], words)
     question = words.text("--question") is not None
     tasks = TaskSet(train=(), validation=(), reward=None, description="a question") if question else None
-    prepared = prepare(composed, tasks=tasks)
+    prepared = prepare(composed, tasks=tasks, training=False)
     if not question and not prepared.tasks.validation:
         raise InputError("there is nothing to ask: give data=NAME or data.val_files=FILE")
     assert prepared.model is not None
@@ -163,7 +164,7 @@ def _bench(words: Words, usage: str) -> Bench:
 def _compose_for(name: str, words: Words) -> Composed:
     """A run's own settings with its weights, or the defaults with the named model; then the user's settings."""
     path = Path(name).expanduser()
-    run = path.parent.parent if path.parent.name == "checkpoints" else path
+    run = run_of(path)
     config_path = Path(text).expanduser() if (text := words.text("--config")) else None
     if (run / "run.json").is_file():
         model = path / "model" if path != run else _best_model(run)

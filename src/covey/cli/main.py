@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from covey.errors import InputError
+from covey.errors import InputError, RunFailed
 
 USAGE = """\
 covey — reinforcement learning of language models on groups of sampled answers
@@ -36,8 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"{error}\nnothing was started", file=sys.stderr)
         return 2
+    except RunFailed as error:
+        print(f"\n{error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command continues from the last checkpoint", file=sys.stderr)
+        print("\ninterrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output has gone
         return 0

@@ -10,7 +10,7 @@ from covey.errors import InputError
 CONFIG_USAGE = """\
 covey config [--config-name RECIPE | --config FILE] [key=value ...]     print the resolved settings as YAML
 covey config explain KEY ...                                            what a setting means, its default, its aliases
-covey config explain SECTION | algorithm=NAME                           all settings of a section or an algorithm
+covey config explain SECTION | algorithm=NAME | (nothing)               all settings of a section, an algorithm, a run
 """
 
 
@@ -22,10 +22,7 @@ def main_config(argv: list[str]) -> int:
         print(CONFIG_USAGE)
         return 0
     if words.places[:1] == ["explain"]:
-        keys = words.places[1:] + words.settings
-        if not keys:
-            raise InputError(CONFIG_USAGE.rstrip())
-        for key in keys:
+        for key in (words.places[1:] + words.settings) or [""]:
             print(explain(key, algorithm_schemas()))
         return 0
     if words.places:
@@ -40,7 +37,10 @@ def main_config(argv: list[str]) -> int:
 def main_algorithms(argv: list[str]) -> int:
     from covey.algorithms import ALGORITHMS, settings
 
-    parse(argv)
+    words = parse(argv, switches=("--help", "-h"))
+    if words.on("--help") or words.on("-h"):
+        print("covey algorithms        the algorithms and their settings")
+        return 0
     for name, parts in ALGORITHMS.items():
         print(f"{name:10}{parts.summary}")
         defaults = "  ".join(f"{key}={default}" for key, (_, default) in settings(name).items())

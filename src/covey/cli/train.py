@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from covey.cli.build import Prepared, build, prepare
 from covey.cli.words import Words, compose_words, parse
-from covey.config import Composed, expand_sweep
+from covey.config import Composed, expand_sweep, recipe_names
 from covey.errors import InputError
 
 if TYPE_CHECKING:
@@ -79,18 +79,35 @@ def main(argv: list[str]) -> int:
 def usage() -> str:
     from covey.algorithms import ALGORITHMS
 
-    recipes = sorted(p.stem for p in (Path(__file__).parent.parent / "recipes").glob("*.yaml"))
-    return USAGE.format(recipes=", ".join(recipes), algorithms=" | ".join(ALGORITHMS))
+    return USAGE.format(recipes=", ".join(recipe_names()), algorithms=" | ".join(ALGORITHMS))
 
 
 def run_to_end(prepared: Prepared) -> Run:
     from covey.telemetry import print_summary
 
     run = build(prepared, note=lambda text: print(text, file=sys.stderr))
-    asyncio.run(run.train())
+    try:
+        _complete(run.train())
+    except KeyboardInterrupt:
+        if list((run.path / "checkpoints").glob("step-*")):
+            print("\nthe same command goes on from the last checkpoint", file=sys.stderr)
+        else:
+            print("\nthere is no checkpoint to go on from (loop.save_every writes some)", file=sys.stderr)
+        raise
     if "console" in prepared.config.logging.to:
         print_summary(run.path)
     return run
+
+
+def _complete(training: Coroutine[Any, Any, Run]) -> None:
+    """Run to the end, also where an event loop runs already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(training)
+        return
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(asyncio.run, training).result()
 
 
 def _validate(composed: Composed, *, strict: bool) -> int:
@@ -139,22 +156,14 @@ def _multirun(words: Words) -> int:
     """Every combination in turn, in multirun/DATE/TIME/NUMBER. All are checked before the first one starts."""
     combinations = expand_sweep(words.settings)
     base = Path("multirun") / datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
-    jobs = [_job(words, settings, base / str(number)) for number, settings in enumerate(combinations)]
+    jobs = [compose_words(words, settings=settings) for settings in combinations]
     if words.on("--validate-only") or words.on("--dry-run"):
         for composed in jobs:
             (_dry_run if words.on("--dry-run") else lambda c: _validate(c, strict=words.on("--strict")))(composed)
         return 0
-    prepared = [prepare(composed) for composed in jobs]
+    prepared = [prepare(job, folder=base / str(number)) for number, job in enumerate(jobs)]
     for number, (settings, job) in enumerate(zip(combinations, prepared, strict=True)):
         print(f"[{number + 1}/{len(jobs)}] {' '.join(settings)}")
         run_to_end(job)
         gc.collect()  # the models of the last job
     return 0
-
-
-def _job(words: Words, settings: Sequence[str], folder: Path) -> Composed:
-    composed = compose_words(words, settings=settings)
-    logging = dataclasses.replace(composed.config.logging, output_dir=str(folder))
-    config = dataclasses.replace(composed.config, logging=logging)
-    tree = composed.tree | {"logging": composed.tree["logging"] | {"output_dir": str(folder)}}
-    return dataclasses.replace(composed, config=config, tree=tree)

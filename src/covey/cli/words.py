@@ -67,8 +67,8 @@ def compose_words(words: Words, *, settings: Sequence[str] | None = None) -> Com
 
 def _from_environment() -> list[str]:
     """VERBOSITY=DEBUG in the environment is logging.verbosity; a setting on the command line comes later and wins."""
-    verbosity = os.environ.get("VERBOSITY")
-    return [f"logging.verbosity={verbosity.lower()}"] if verbosity else []
+    verbosity = os.environ.get("VERBOSITY", "").lower()
+    return [f"logging.verbosity={verbosity}"] if verbosity in ("debug", "info", "warning") else []
 
 
 def export(variables: Mapping[str, str]) -> None:

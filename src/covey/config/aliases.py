@@ -206,8 +206,8 @@ ACCEPTED: Mapping[str, Accepted] = {
     "ref.log_prob_micro_batch_size": _MICRO_BATCH,
     "rollout.prompt_length": _PROMPTS,
     "data.max_prompt_length": _PROMPTS,
-    "data.truncation": _SILENT,
-    "data.filter_overlong_prompts": _SILENT,
+    "data.truncation": Accepted("no effect: a prompt longer than the context stops the run, none is cut"),
+    "data.filter_overlong_prompts": Accepted("no effect: a prompt longer than the context stops the run", off=(False,)),
     "data.return_raw_chat": _SILENT,
     "model.use_remove_padding": _SILENT,  # rows are packed in any case, and so is what follows
     "actor.use_dynamic_bsz": _SILENT,

@@ -65,7 +65,7 @@ class DataConfig:
 class AgentConfig:
     name: str = "chat"  # chat, or your own coroutine as module:function or file.py:function
     template: str | None = None  # a chat template file (Jinja); null: the model's own
-    max_seconds: float = 500.0  # an episode, its reward included, may take this long
+    max_seconds: float = 500.0  # an episode's own work, its reward included, may take this long (sampling not counted)
 
     def __post_init__(self) -> None:
         _at_least("agent.max_seconds", self.max_seconds, 0.001)
@@ -128,6 +128,8 @@ class LearnerConfig:
         _at_least("learner.micro_batch_tokens", self.micro_batch_tokens, 1)
         _at_least("learner.micro_batch_size", self.micro_batch_size, 1)
         _at_least("learner.max_skipped", self.max_skipped, 1)
+        _at_least("learner.grad_clip", self.grad_clip, 0)
+        _at_least("learner.warmup_steps", self.warmup_steps, 0)
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,8 @@ class LoopConfig:
         _at_least("loop.total_steps", self.total_steps, 1)
         _at_least("loop.total_epochs", self.total_epochs, 1)
         _at_least("loop.keep_last", self.keep_last, 1)
+        _at_least("loop.save_every", self.save_every, 0)
+        _at_least("loop.threads", self.threads, 1)
 
 
 @dataclass(frozen=True)
@@ -163,6 +167,8 @@ class EvalConfig:
         for mode in self.modes:
             _one_of("eval.modes", mode, ("greedy", "sampled"))
         _at_least("eval.n", self.n, 1)
+        _at_least("eval.every", self.every, 0)
+        _at_least("eval.batch_size", self.batch_size, 1)
 
 
 @dataclass(frozen=True)

@@ -99,18 +99,23 @@ def final_logits(lm: Any, hidden: Tensor) -> Tensor:
     return logits
 
 
-def attention_mask(model_config: Any, packed: Packed) -> Tensor | dict[str, Tensor]:
-    """The packed mask as the model wants it: one tensor, or one per kind of layer."""
-    config = model_config.get_text_config(decoder=True)
-    kinds = set(getattr(config, "layer_types", None) or [])
-    window = getattr(config, "sliding_window", None)
-    if not kinds:
-        return packed.allowed(window)
+def check_layers(model_config: Any) -> set[str]:
+    """The kinds of attention layers of a model, all of them kinds that can be trained; empty where it names none."""
+    kinds = set(getattr(model_config.get_text_config(decoder=True), "layer_types", None) or [])
     if unsupported := kinds - {"full_attention", "sliding_attention"}:
         raise InputError(
             f"models with {', '.join(sorted(unsupported))} layers cannot be trained yet ({model_config.model_type})\n"
             "  supported: full and sliding-window attention (Llama, Qwen, Mistral, Gemma, SmolLM families)"
         )
+    return kinds
+
+
+def attention_mask(model_config: Any, packed: Packed) -> Tensor | dict[str, Tensor]:
+    """The packed mask as the model wants it: one tensor, or one per kind of layer."""
+    kinds = check_layers(model_config)
+    window = getattr(model_config.get_text_config(decoder=True), "sliding_window", None)
+    if not kinds:
+        return packed.allowed(window)
     masks = {"full_attention": packed.allowed()}
     if "sliding_attention" in kinds:
         masks["sliding_attention"] = packed.allowed(window)

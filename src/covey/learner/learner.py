@@ -10,7 +10,8 @@ Shapes: N episodes, R rows, T response tokens, M sampled tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from covey.algorithms.ops import divide, effective_sample_size, episode_sum, masked_mean
 from covey.config.schema import LearnerConfig
+from covey.errors import RunFailed
 from covey.learner.forward import token_logprobs
 from covey.learner.models import Reference
 from covey.learner.optimizer import MasterAdamW
@@ -27,7 +29,7 @@ from covey.protocols import Algorithm, LossTerm, Metrics, Needs, TokenOutputs, T
 from covey.types import Batch, Sample, Samples
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(RunFailed):
     """Too many updates in a row had a loss or gradient that is not a number."""
 
 
@@ -38,7 +40,9 @@ class Learner:
         self.model = model
         self.config = config
         self.reference = reference
-        self.optimizer = MasterAdamW(model.named_parameters(), config, total_updates)
+        # Adapters may be float32 on float16 weights: what counts is what gradients flow through.
+        half = any(p.dtype == torch.float16 for p in model.parameters())
+        self.optimizer = MasterAdamW(model.named_parameters(), config, total_updates, scale_loss=half)
         self.skipped = 0
         self.skipped_in_a_row = 0
 
@@ -105,7 +109,8 @@ class Learner:
             self.optimizer.backward(torch.stack(list(terms.values())).sum())
             self._trace(trace, index, out, view)
             tally.add_terms(terms)
-            tally.add(self._metrics(out, view, algorithm), int(view.mask_RT.sum()))
+            tally.add(self._token_metrics(out, view), weight=int(view.mask_RT.sum()))
+            tally.add(algorithm.metrics(out, view), weight=len(view.episode_R.unique()))
         return tally.result() | self._step(tally.loss()), trace
 
     def _loss(self, out: TokenOutputs, view: Batch, algorithm: Algorithm) -> dict[str, LossTerm]:
@@ -121,14 +126,16 @@ class Learner:
         return episode_sum(logprobs_RT, batch.mask_RT, batch.episode_R, len(batch.group_N))
 
     def _step(self, loss: float) -> Metrics:
-        finite = torch.isfinite(torch.tensor(loss)).item()
-        if not finite:
-            self.optimizer.zero_grad()
-            rate, norm, made = 0.0, float("nan"), False
-        else:
+        finite = math.isfinite(loss)
+        if finite:
             rate, norm, made = self.optimizer.step()
+        else:
+            self.optimizer.zero_grad()
+            rate, norm, made = 0.0, math.nan, False
         self.skipped += not made
-        self.skipped_in_a_row = 0 if made else self.skipped_in_a_row + 1
+        # In float16 the scale of the loss is found by overflowing: with a sound loss that is no sign of trouble.
+        expected = finite and self.optimizer.scaler.is_enabled()
+        self.skipped_in_a_row = 0 if made or expected else self.skipped_in_a_row + 1
         if self.skipped_in_a_row >= self.config.max_skipped:
             raise NonFiniteError(
                 f"{self.skipped_in_a_row} updates in a row had a loss or gradient that is not finite\n"
@@ -137,8 +144,8 @@ class Learner:
         clipped = float(norm > self.config.grad_clip) if self.config.grad_clip else 0.0
         return {"optim/lr": rate, "optim/skipped": self.skipped, "grad/norm": norm, "grad/clipped": clipped}
 
-    def _metrics(self, out: TokenOutputs, view: Batch, algorithm: Algorithm) -> Metrics:
-        out = TokenOutputs(out.logprobs.detach(), out.entropy.detach())
+    @torch.no_grad()
+    def _token_metrics(self, out: TokenOutputs, view: Batch) -> Metrics:
         mask, log_ratio = view.mask_RT, out.logprobs - view.old_logprobs_RT
         ratio = torch.exp(log_ratio.clamp(-20, 20))
         entropy = masked_mean(out.entropy, mask)
@@ -149,7 +156,7 @@ class Learner:
             "policy/ratio_max": float(ratio[mask].max()),
             "policy/kl_old": masked_mean(-log_ratio, mask),
             "policy/ess": effective_sample_size(ratio[mask]),
-        } | algorithm.metrics(out, view)
+        }
 
     def _trace(self, trace: TokenTrace, index: list[int], out: TokenOutputs, view: Batch) -> None:
         at = torch.tensor(index)
@@ -163,37 +170,39 @@ class Learner:
 
 
 class _Tally:
-    """Sums the loss terms of micro-batches and averages their statistics, weighted by tokens; a name with max or min in
-    it keeps the extreme."""
+    """Sums the loss terms of micro-batches and averages their statistics, weighted by the tokens or episodes they are
+    of; a name with max or min in it keeps the extreme."""
 
     def __init__(self) -> None:
         self.terms: dict[str, float] = {}
         self.sums: dict[str, float] = {}
+        self.weights: dict[str, float] = {}
         self.extremes: dict[str, float] = {}
-        self.tokens = 0
 
     def add_terms(self, terms: dict[str, Tensor]) -> None:
         for name, value in terms.items():
             self.terms[name] = self.terms.get(name, 0.0) + float(value.detach())
 
-    def add(self, metrics: Metrics, tokens: int) -> None:
-        self.tokens += tokens
+    def add(self, metrics: Metrics, weight: int) -> None:
         for name, value in metrics.items():
-            words = name.rsplit("/", 1)[-1].split("_")
-            if "max" in words:
-                self.extremes[name] = max(self.extremes.get(name, value), value)
-            elif "min" in words:
-                self.extremes[name] = min(self.extremes.get(name, value), value)
+            if (pick := extreme(name)) is not None:
+                self.extremes[name] = pick(self.extremes.get(name, value), value)
             else:
-                self.sums[name] = self.sums.get(name, 0.0) + value * tokens
+                self.sums[name] = self.sums.get(name, 0.0) + value * weight
+                self.weights[name] = self.weights.get(name, 0) + weight
 
     def loss(self) -> float:
         return sum(self.terms.values())
 
     def result(self) -> Metrics:
-        found = {name: value / max(self.tokens, 1) for name, value in self.sums.items()} | self.extremes
-        found |= {f"loss/{name}": value for name, value in self.terms.items()} | {"loss/total": self.loss()}
-        return found | ({"gvpo/loss": self.terms["gvpo"]} if "gvpo" in self.terms else {})
+        found = {name: value / max(self.weights[name], 1) for name, value in self.sums.items()} | self.extremes
+        return found | {f"{name}/loss": value for name, value in self.terms.items()} | {"loss/total": self.loss()}
+
+
+def extreme(name: str) -> Callable[[float, float], float] | None:
+    """How a statistic of parts becomes one of the whole: the larger, the smaller, or (None) their mean."""
+    words = name.rsplit("/", 1)[-1].split("_")
+    return max if "max" in words else min if "min" in words else None
 
 
 def _flat(lines: list[list[int]]) -> list[int]:

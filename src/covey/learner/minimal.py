@@ -75,8 +75,10 @@ class GVPOTrainer:
         ids = tuple(self.tokenizer(completion, add_special_tokens=False)["input_ids"])
         if self.tokenizer.eos_token_id is not None:
             ids += (self.tokenizer.eos_token_id,)
-        if not prompt_ids:
-            raise ValueError(f"prompt {prompt!r} has no tokens")
+        if not prompt_ids or not ids:
+            raise ValueError(
+                f"{'prompt' if not prompt_ids else 'completion'} without tokens: {prompt!r} {completion!r}"
+            )
         return Sample(prompt_ids, ids, (True,) * len(ids), (0.0,) * len(ids), (0,) * len(ids), place)
 
     def _batch(self, rows: list[Sample], group_N: torch.Tensor, reward_N: torch.Tensor) -> Batch:

@@ -104,7 +104,7 @@ def pick_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"model.device={name}, but torch sees no GPU here\n  use model.device=auto or cpu")
+        raise Absent(f"model.device={name}, but torch sees no GPU here\n  use model.device=auto or cpu")
     return device
 
 
@@ -146,7 +146,7 @@ def load_policy(source: ModelSource, config: ModelConfig, *, seed: int = 0) -> A
     return model.train(config.gradient_checkpointing)
 
 
-def _peft() -> Any:
+def require_peft() -> Any:
     try:
         import peft
     except ImportError as error:
@@ -155,7 +155,7 @@ def _peft() -> Any:
 
 
 def _with_new_adapter(model: Any, config: ModelConfig, seed: int) -> Any:
-    peft = _peft()
+    peft = require_peft()
     torch.manual_seed(seed)  # the adapter's A matrices start random
     lora = peft.LoraConfig(
         r=config.lora.rank,
@@ -168,15 +168,20 @@ def _with_new_adapter(model: Any, config: ModelConfig, seed: int) -> Any:
 
 
 def _with_saved_adapter(model: Any, folder: Path) -> Any:
-    return _peft().PeftModel.from_pretrained(model, folder, is_trainable=True)
+    return require_peft().PeftModel.from_pretrained(model, folder, is_trainable=True)
 
 
 class Reference:
     """The start policy, frozen: the policy itself with its adapter off, or a copy made before training."""
 
-    def __init__(self, policy: Any) -> None:
-        self.adapter = hasattr(policy, "disable_adapter")
-        self.model = policy if self.adapter else copy.deepcopy(policy).requires_grad_(False).eval()
+    def __init__(self, model: Any) -> None:
+        self.adapter = hasattr(model, "disable_adapter")
+        self.model = model if self.adapter else model.requires_grad_(False).eval()
+
+    @classmethod
+    def of(cls, policy: Any) -> Reference:
+        """The policy as it is now: with its adapter off, or copied."""
+        return cls(policy if hasattr(policy, "disable_adapter") else copy.deepcopy(policy))
 
     @contextmanager
     def active(self) -> Iterator[Any]:

@@ -29,7 +29,14 @@ def learning_rate(step: int, total_steps: int, config: LearnerConfig) -> float:
 
 
 class MasterAdamW:
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], config: LearnerConfig, total_steps: int) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        config: LearnerConfig,
+        total_steps: int,
+        *,
+        scale_loss: bool = False,
+    ) -> None:
         self.config = config
         self.total_steps = total_steps
         self.steps = 0
@@ -46,7 +53,7 @@ class MasterAdamW:
             weight_decay=config.weight_decay,
             fused=True,
         )
-        self.scaler = torch.amp.GradScaler(some.device.type, enabled=some.dtype == torch.float16)
+        self.scaler = torch.amp.GradScaler(some.device.type, enabled=scale_loss)
 
     def zero_grad(self) -> None:
         for p in self.working.values():

@@ -77,14 +77,16 @@ def _lines(rows: Sequence[Sample], limit: int, max_rows: int) -> list[list[int]]
         by_prompt.setdefault(row.prompt_ids, []).append(index)
     lines: list[list[int]] = []
     for prompt, members in by_prompt.items():
-        length = limit + 1  # forces a new line for a new prompt
+        line: list[int] = []
+        length = len(prompt)
         for index in members:
             answer = len(rows[index].response_ids) - 1
-            if length + answer > limit or len(lines[-1]) >= max_rows:
-                lines.append([])
-                length = len(prompt)
-            lines[-1].append(index)
+            if line and (length + answer > limit or len(line) >= max_rows):
+                lines.append(line)
+                line, length = [], len(prompt)
+            line.append(index)
             length += answer
+        lines.append(line)
     return lines
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from covey.config.schema import EvalConfig
+from covey.errors import RunFailed
 from covey.protocols import Metrics
 from covey.rollout.collector import Collector
 from covey.types import Episode, Sampling, StopReason, Task
@@ -28,6 +29,7 @@ class Evaluator:
     max_tokens: int
     stop: tuple[str, ...]
     trained_reward: str
+    warn: Callable[[str], None]
 
     async def run(self) -> Evaluation:
         metrics: Metrics = {}
@@ -35,8 +37,16 @@ class Evaluator:
         for mode in self.config.modes:
             episodes = await self.answers(mode)
             done = [e for e in episodes if e.failure is None]
+            failed = [e.failure for e in episodes if e.failure is not None]
+            if not done:
+                raise RunFailed(f"No evaluation task completed: {failed[0].cause}: {failed[0].message}")
+            if failed:
+                self.warn(
+                    f"{len(failed)} of {len(episodes)} {mode} answers were not scored and do not count: "
+                    f"{failed[0].cause}: {failed[0].message}"
+                )
             metrics |= self._summary(mode, done, len(episodes))
-            shown = shown or (done[0] if done else None)
+            shown = shown or done[0]
         first = f"eval/{self.config.modes[0]}/{self.trained_reward}" if self.config.modes else ""
         if first in metrics:
             metrics["eval/accuracy"] = metrics[first]
@@ -69,9 +79,8 @@ class Evaluator:
             scores = [score for episode in done if (score := episode.rewards.get(name)) is not None]
             if scores:
                 found[f"eval/{mode}/{name}"] = sum(scores) / len(scores)
-        if done:
-            found[f"eval/{mode}/length_mean"] = sum(e.response_tokens for e in done) / len(done)
-            found[f"eval/{mode}/truncated"] = sum(e.stop is StopReason.LENGTH for e in done) / len(done)
+        found[f"eval/{mode}/length_mean"] = sum(e.response_tokens for e in done) / len(done)
+        found[f"eval/{mode}/truncated"] = sum(e.stop is StopReason.LENGTH for e in done) / len(done)
         if total > len(done):
             found[f"eval/{mode}/failed"] = float(total - len(done))
         return found

@@ -54,6 +54,12 @@ def new_folder(output_dir: Path, now: datetime | None = None) -> RunFolder:
     raise InputError(f"cannot make a run folder in {output_dir}")
 
 
+def exact_folder(path: Path) -> RunFolder:
+    """A folder whose name is settled, for one of many runs."""
+    path.mkdir(parents=True)
+    return RunFolder(path, _lock(path))
+
+
 def open_folder(path: Path) -> RunFolder:
     """An existing run's folder, to go on in it."""
     if not (path / "run.json").is_file():
@@ -72,6 +78,8 @@ def find_unfinished(
 ) -> RunFolder | None:
     """The newest unfinished run of this name and configuration that nobody is running."""
     for info_file in sorted(output_dir.glob("*/*/run.json"), reverse=True):
+        if not any((info_file.parent / "checkpoints").glob("step-*")):
+            continue  # nothing to go on from: it is left as it is
         try:
             info = json.loads(info_file.read_text())
         except ValueError:

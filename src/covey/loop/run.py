@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,8 +37,9 @@ class Run:
     tokenizer: Any
     total_steps: int
     first_step: int = 0
-    best: dict[str, float] | None = None
+    best: dict[str, float] | None = None  # the best evaluation among the checkpoints
     evaluations: list[tuple[int, Metrics]] = field(default_factory=list)
+    warned: set[str] = field(default_factory=set)
 
     @property
     def path(self) -> Path:
@@ -51,14 +53,14 @@ class Run:
             for index in range(self.first_step, self.total_steps):
                 await self._step(index)
             status = "finished"
-        except (KeyboardInterrupt, SystemExit):
+        except (KeyboardInterrupt, asyncio.CancelledError):  # asyncio turns the first Ctrl-C into a cancellation
             status = "interrupted"
             raise
         finally:
+            self.engine.close()
             self.telemetry.close(status)
             self.folder.set_status(status)
             self.folder.release()
-            self.engine.close()
         write_report(self.path)
         return self
 
@@ -86,6 +88,9 @@ class Run:
         metrics["perf/generated_tokens"] = float(generated)
         episodes = step_episodes(result, index, self.config.logging.episodes_per_step, self.decode)
         self.telemetry.step(index, metrics, step_view(result, index), episodes)
+        for cause in set(self.source.failures) - self.warned:
+            self.warned.add(cause)
+            self.telemetry.warn(f"episodes are failing ({cause}), the first: {self.source.examples[cause]}")
 
     async def evaluate(self, done: int) -> Metrics:
         """After `done` updates."""
@@ -99,19 +104,19 @@ class Run:
         reward = None if shown is None else shown.rewards.get(self.evaluator.trained_reward)
         self.telemetry.evaluation(done, found.metrics, None if shown is None else episode_view(shown, reward))
         self.evaluations.append((done, found.metrics))
-        accuracy = found.metrics.get("eval/accuracy")
-        if accuracy is not None and done > 0 and (self.best is None or accuracy > self.best["value"]):
-            self.best = {"step": done, "value": accuracy}
         return found.metrics
 
     def checkpoint(self, done: int) -> Checkpoint:
+        if self.evaluations and self.evaluations[-1][0] == done:
+            accuracy = self.evaluations[-1][1].get("eval/accuracy", 0.0)
+            if self.best is None or accuracy > self.best["value"]:
+                self.best = {"step": done, "value": accuracy}
         metrics_offset, episodes_offset = self.telemetry.offsets()
         state = {
             "metrics_offset": metrics_offset,
             "episodes_offset": episodes_offset,
             "best": self.best,
             "algorithm": self.road.algorithm.state_dict(),
-            "fingerprint": self.folder.info()["fingerprint"],
         }
         return self.checkpoints.save(done, self.learner, self.tokenizer, state)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import reduce
 from typing import Protocol
 
 import torch
 
+from covey.learner.learner import extreme
 from covey.loop.samples import minibatches, to_samples
 from covey.protocols import Advantages, Algorithm, GroupSource, Learner, Metrics, RolloutEngine, TokenTrace
 from covey.types import Group, Samples
@@ -70,7 +73,7 @@ async def step(road: Road, index: int) -> StepResult:
                 write_trace(trace, batch.row_R, seen)
     await road.engine.publish(road.learner.weights(), version=index + 1)
     road.source.policy_updated(index + 1)
-    return StepResult(groups, samples, advantages, _mean(updates), trace)
+    return StepResult(groups, samples, advantages, _merge(updates), trace)
 
 
 def empty_trace(samples: Samples) -> TokenTrace:
@@ -82,7 +85,12 @@ def write_trace(trace: TokenTrace, row_R: torch.Tensor, seen: TokenTrace) -> Non
         whole[row_R] = part
 
 
-def _mean(updates: Sequence[Metrics]) -> Metrics:
-    """Average over the step's optimiser steps; what counts or accumulates keeps its last value."""
-    found = {name: sum(u[name] for u in updates) / len(updates) for name in updates[0]}
+def _merge(updates: Sequence[Metrics]) -> Metrics:
+    """Of the optimiser steps: extremes of extremes, means of the rest (a skipped update has no gradient norm), the last
+    of what counts up."""
+    found: Metrics = {}
+    for name in updates[0]:
+        values = [u[name] for u in updates if math.isfinite(u[name])]
+        pick = extreme(name)
+        found[name] = math.nan if not values else reduce(pick, values) if pick else sum(values) / len(values)
     return found | {"optim/skipped": updates[-1]["optim/skipped"], "optim/updates": float(len(updates))}

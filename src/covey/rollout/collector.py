@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from covey.errors import InputError
+from covey.errors import InputError, RunFailed
 from covey.protocols import Agent, Reward, RolloutEngine
 from covey.rollout.policy import ChatTokenizer, EpisodePolicy
 from covey.types import Episode, Failure, Group, Sampling, Task
@@ -45,11 +45,12 @@ class Collector:
         return [Group(task, tuple(group)) for task, group in zip(tasks, groups, strict=True)]
 
     async def _attempt(self, task: Task, sampling: Sampling, stream: tuple[object, ...]) -> Episode:
-        """One episode and its reward, within agent.max_seconds."""
-        policy = EpisodePolicy(self.engine, self.tokenizer, sampling, stream)
+        """One episode and its reward, within agent.max_seconds; waiting for the model does not count."""
+        deadline = asyncio.timeout(self.max_seconds)
+        policy = EpisodePolicy(self.engine, self.tokenizer, sampling, stream, deadline)
         cause = "agent"
         try:
-            async with asyncio.timeout(self.max_seconds):
+            async with deadline:
                 episode = await self.agent.run(policy, task)
                 cause = "reward"
                 if self.reward.groupwise:
@@ -88,38 +89,52 @@ class TrainingSource:
         self.sampling = sampling
         self.min_group_size = min_group_size
         self.step = 0
-        self.failures: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()  # of the last step, by cause
+        self.examples: dict[str, str] = {}  # a message for each of them
         self.dropped = 0
 
     async def next(self) -> list[Group]:
         """Groups that can be learned from. Failed episodes leave their group; a group left too small is dropped."""
         raw = await self.collector.groups(self.batch(self.step), self.attempts, self.sampling, ("train", self.step))
-        self.failures = Counter(e.failure.cause for g in raw for e in g.episodes if e.failure)
+        raw = [replace(g, episodes=tuple(map(_unscored_is_failed, g.episodes))) for g in raw]
+        failed = [e.failure for g in raw for e in g.episodes if e.failure]
+        self.failures = Counter(failure.cause for failure in failed)
+        self.examples = {failure.cause: failure.message for failure in failed}
         kept = [replace(g, episodes=tuple(e for e in g.episodes if not e.failure)) for g in raw]
         kept = [g for g in kept if len(g.episodes) >= self.min_group_size]
         self.dropped = len(raw) - len(kept)
         if not kept:
-            raise NothingCompleted(_diagnosis(raw, self.failures))
+            raise NothingCompleted(_diagnosis(raw, self.failures, self.examples))
         return kept
 
     def policy_updated(self, version: int) -> None:
         self.step = version
 
 
-class NothingCompleted(RuntimeError):
+def _unscored_is_failed(episode: Episode) -> Episode:
+    """An attempt that no reward scored is not worth 0: it is left out, and counted."""
+    if episode.failure is not None or any(score is not None for score in episode.rewards.values()):
+        return episode
+    return replace(episode, failure=Failure("unscored", "every reward returned None"))
+
+
+class NothingCompleted(RunFailed):
     """Every group of a step was lost."""
 
 
 _LIKELY_FIX = {
     "timeout": "raise agent.max_seconds, or lower rollout.max_tokens",
     "reward": "run the reward on one episode by hand; it raised on every answer",
+    "unscored": "return a number from the reward; None means that an attempt cannot be scored",
     "agent": "the agent raised on every attempt; try it on one task with covey sample",
 }
 
 
-def _diagnosis(raw: Sequence[Group], failures: Counter[str]) -> str:
+def _diagnosis(raw: Sequence[Group], failures: Counter[str], examples: dict[str, str]) -> str:
     lines = [f"No training tasks completed: {len(raw)} groups of {len(raw[0].episodes)} attempts were all lost"]
     for cause, count in failures.most_common():
-        example = next(e.failure.message for g in raw for e in g.episodes if e.failure and e.failure.cause == cause)
-        lines += [f"  {count} × {cause}: {example}", f"      likely fix: {_LIKELY_FIX.get(cause, 'see the message')}"]
+        lines += [
+            f"  {count} × {cause}: {examples[cause]}",
+            f"      likely fix: {_LIKELY_FIX.get(cause, 'see the message')}",
+        ]
     return "\n".join(lines)

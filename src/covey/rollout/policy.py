@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -30,9 +32,15 @@ class EpisodePolicy:
     """One episode's view of the engine. Each turn draws from its own stream and is kept, ids and log-probs."""
 
     def __init__(
-        self, engine: RolloutEngine, tokenizer: ChatTokenizer, sampling: Sampling, stream: tuple[object, ...]
+        self,
+        engine: RolloutEngine,
+        tokenizer: ChatTokenizer,
+        sampling: Sampling,
+        stream: tuple[object, ...],
+        deadline: asyncio.Timeout | None = None,
     ) -> None:
         self.engine = engine
+        self.deadline = deadline
         self.tokenizer = tokenizer
         self.sampling = sampling
         self.stream = stream
@@ -45,10 +53,24 @@ class EpisodePolicy:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     async def generate(self, token_ids: Sequence[int]) -> Completion:
-        seed = stream_seed(*self.stream, len(self.turns))
-        done = await self.engine.generate(token_ids, replace(self.sampling, seed=seed))
+        sampling = replace(self.sampling, seed=stream_seed(*self.stream, len(self.turns)))
+        with self._clock_stopped():
+            done = await self.engine.generate(token_ids, sampling)
         self.turns.append(Turn(tuple(token_ids), done.token_ids, done.logprobs, done.versions, done.stop))
         return done
+
+    @contextmanager
+    def _clock_stopped(self) -> Iterator[None]:
+        """Waiting for the model is not the episode's fault: its place in the queue depends on the others."""
+        loop = asyncio.get_running_loop()
+        when = self.deadline.when() if self.deadline is not None else None
+        if self.deadline is None or when is None:
+            yield
+            return
+        left = when - loop.time()
+        self.deadline.reschedule(None)
+        yield
+        self.deadline.reschedule(loop.time() + left)
 
     async def chat(self, messages: Messages) -> str:
         """The reply to messages, as text; a stop string that ended it is cut off."""

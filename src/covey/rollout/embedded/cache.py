@@ -70,6 +70,5 @@ def cache_layers(config: Any) -> int:
     return int(config.get_text_config(decoder=True).num_hidden_layers)
 
 
-def free_rows(active: list[bool]) -> Tensor:
-    """Indices of the rows that still decode."""
-    return torch.tensor([row for row, on in enumerate(active) if on], dtype=torch.int64)
+def indices(chosen: list[bool]) -> Tensor:
+    return torch.tensor([row for row, on in enumerate(chosen) if on], dtype=torch.int64)

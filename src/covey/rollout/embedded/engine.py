@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.rollout.embedded.cache import cache_layers, free_rows, new_cache, take_rows
+from covey.rollout.embedded.cache import cache_layers, indices, new_cache, take_rows
 from covey.rollout.embedded.sampling import draw
 from covey.types import Completion, Sampling, StopReason
 
@@ -50,6 +50,7 @@ class EmbeddedEngine:
         self.generated_tokens = 0
         self._waiting: list[Request] = []
         self._runner: asyncio.Task[None] | None = None
+        self._closing = False
         # One thread of its own: the event loop goes on while torch computes, and torch keeps one pool of workers.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="covey-engine")
 
@@ -68,13 +69,16 @@ class EmbeddedEngine:
         self.version = version
 
     def close(self) -> None:
+        """Stops at the next token; answers that are not finished never come."""
+        self._closing = True
         self._thread.shutdown(wait=True)
 
     async def _run(self) -> None:
         """Takes what waits, decodes it to the end, repeats. Ends when nothing waits."""
         await asyncio.sleep(0)  # let every request of this moment arrive first
         while self._waiting:
-            batch, self._waiting = self._waiting[: self.max_sequences], self._waiting[self.max_sequences :]
+            waiting = [request for request in self._waiting if not request.future.done()]  # nobody waits for the others
+            batch, self._waiting = waiting[: self.max_sequences], waiting[self.max_sequences :]
             try:
                 await asyncio.get_running_loop().run_in_executor(self._thread, self._decode_batch, batch)
             except Exception as error:
@@ -83,8 +87,7 @@ class EmbeddedEngine:
                         request.future.set_exception(error)
                 continue
             for request in batch:
-                assert request.stop is not None
-                if not request.future.done():  # a caller that gave up has cancelled it
+                if request.stop is not None and not request.future.done():  # a caller that gave up has cancelled it
                     versions = (self.version,) * len(request.ids)
                     done = Completion(tuple(request.ids), tuple(request.logprobs), versions, request.stop)
                     request.future.set_result(done)
@@ -108,10 +111,10 @@ class EmbeddedEngine:
                     self._append(request, token, logprob)
             step += 1
             running = [request.stop is None for request in active]
-            if not any(running):
+            if not any(running) or self._closing:
                 return
             if sum(running) <= 0.75 * len(active):
-                rows = free_rows(running).to(mask_BL.device)
+                rows = indices(running).to(mask_BL.device)
                 active = [request for request, on in zip(active, running, strict=True) if on]
                 room = max(r.sampling.max_tokens for r in active)
                 cache, mask_BL, id_B = take_rows(cache, rows, width + room), mask_BL[rows], id_B[rows]
