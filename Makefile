@@ -29,7 +29,7 @@ format: $(VENV)/dev.stamp
 	$(BIN)/ruff format .
 
 bench: $(VENV)/run.stamp
-	$(BIN)/python benchmarks/demo_seeds.py
+	$(BIN)/python benchmarks/demo_seeds.py --picture docs/images/demo.png
 
 $(VENV)/run.stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
