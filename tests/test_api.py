@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,16 @@ def test_train_on_a_generated_task_and_on_task_objects(tiny_model_folder: Path) 
     made = [covey.Task(str(i), ({"role": "user", "content": "hm"},), answer="a") for i in range(2)]
     run = covey.train(model=str(tiny_model_folder), tasks=made, reward="exact", **SMALL)
     assert run.evaluations == []
+
+
+def test_train_where_an_event_loop_runs_already(tiny_model_folder: Path) -> None:
+    """As in a notebook."""
+
+    async def cell() -> int:
+        run = covey.train(model=str(tiny_model_folder), tasks=[{"question": "q", "answer": "a"}], **SMALL)
+        return run.total_steps
+
+    assert asyncio.run(cell()) == 2
 
 
 def test_mistakes_in_the_call(tiny_model_folder: Path) -> None:

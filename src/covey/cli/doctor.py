@@ -47,7 +47,7 @@ def examine() -> Iterator[Finding]:
     yield Finding("ok", "python", platform.python_version())
     yield from _torch()
     yield _memory()
-    for package in ("transformers", "safetensors", "hydra-core", "pyarrow", "rich", "matplotlib", "gguf"):
+    for package in ("transformers", "safetensors", "hydra-core", "pyarrow", "rich", "matplotlib", "gguf", "accelerate"):
         version = _version(package)
         if version:
             yield Finding("ok", package, version)

@@ -187,7 +187,7 @@ class LoggingConfig:
     experiment: str = "run"  # see project
     to: list[str] = field(default_factory=lambda: ["console"])  # console, wandb, tensorboard; files are always written
     output_dir: str = "outputs"  # runs go to output_dir/DATE/TIME
-    episodes_per_step: int = 4  # episodes written to episodes.jsonl each step
+    episodes_per_step: int = 4  # attempts at one task that are written to episodes.jsonl each step
     verbosity: str = "info"  # debug | info | warning
 
     def __post_init__(self) -> None:
