@@ -60,6 +60,7 @@ class CheckpointStore:
             (work / "state.json").write_text(json.dumps(full, indent=1))
             manifest = {str(p.relative_to(work)): _sha256(p) for p in sorted(work.rglob("*")) if p.is_file()}
             (work / "manifest.json").write_text(json.dumps(manifest, indent=1))
+            _open_to_readers(work)
             _sync_tree(work)
             if final.exists():  # left by a run that was killed and has come by here again
                 shutil.rmtree(final)
@@ -124,6 +125,13 @@ def restore_learner(learner: Learner, checkpoint: Checkpoint) -> None:
     learner.optimizer.load(load_file(checkpoint.folder / "optimizer.safetensors"), counters["optimizer"])
     learner.skipped = counters["skipped"]
     learner.skipped_in_a_row = counters["skipped_in_a_row"]
+
+
+def _open_to_readers(folder: Path) -> None:
+    """A temporary folder is its maker's alone; a checkpoint is for everybody who may read the run."""
+    folder.chmod(0o755)
+    for path in folder.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 def _sha256(path: Path) -> str:
