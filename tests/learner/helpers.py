@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from covey.algorithms.ops import episode_sum
+from covey.algorithms.ops import make_batch
 from covey.types import Batch, Sample
 
 
@@ -37,15 +37,10 @@ def batch_of(rows: list[Sample], attempts: int, *, dtype: torch.dtype = torch.fl
     ref = torch.where(mask, -3.6 - torch.rand(mask.shape, dtype=dtype), torch.zeros((), dtype=dtype))
     episode = torch.arange(len(rows))
     rewards = torch.randn(len(rows), dtype=dtype)
-    return Batch(
+    return make_batch(
         rows=tuple(rows),
         group_N=episode // attempts,
         rewards_N=rewards,
-        length_N=mask.sum(-1),
-        old_sum_N=episode_sum(old, mask, episode, len(rows)),
-        ref_sum_N=episode_sum(ref, mask, episode, len(rows)),
-        policy_sum_N=None,
-        row_R=episode,
         episode_R=episode,
         mask_RT=mask,
         old_logprobs_RT=old,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from covey.algorithms import make
 from covey.algorithms.gvpo import Gvpo
-from covey.algorithms.ops import divide, episode_sum, group_size
+from covey.algorithms.ops import divide, group_size, make_batch
 from covey.algorithms.ppo_clip import PpoClip
 from covey.errors import unknown
 from covey.protocols import Metrics, TokenOutputs
@@ -164,19 +164,17 @@ def _per_answer(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _batch(group_N: Tensor, old: Tensor, ref: Tensor | None, advantage: Tensor, mask: Tensor) -> Batch:
-    episode_R = torch.arange(len(group_N), device=old.device)
-    per_token = advantage[:, None].expand(old.shape) if advantage.dim() == 1 else advantage
-    sizes = mask.sum(-1)
-    return Batch(
+    """One row per answer; a token-level advantage counts as a reward by its mean."""
+    per_answer, per_token = advantage, advantage
+    if advantage.dim() == 1:
+        per_token = advantage[:, None].expand(old.shape)
+    else:
+        per_answer = _per_answer(advantage, mask) / mask.sum(-1).clamp(min=1)
+    return make_batch(
         rows=(),
         group_N=group_N,
-        rewards_N=advantage if advantage.dim() == 1 else _per_answer(advantage, mask) / sizes.clamp(min=1),
-        length_N=sizes,
-        old_sum_N=episode_sum(old, mask, episode_R, len(group_N)).detach(),
-        ref_sum_N=None if ref is None else episode_sum(ref, mask, episode_R, len(group_N)).detach(),
-        policy_sum_N=None,
-        row_R=episode_R,
-        episode_R=episode_R,
+        rewards_N=per_answer,
+        episode_R=torch.arange(len(group_N), device=old.device),
         mask_RT=mask,
         old_logprobs_RT=old,
         ref_logprobs_RT=ref,

@@ -6,12 +6,13 @@ Shapes: N episodes, G groups, R rows, T response tokens. `group` holds 0..G-1.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from covey.protocols import LossTerm
-from covey.types import Batch
+from covey.types import Batch, Sample
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 KL_NAMES = {"k1": "k1", "kl": "k1", "abs": "abs", "k2": "k2", "mse": "k2", "k3": "k3", "low_var_kl": "k3"}
@@ -55,6 +56,42 @@ def episode_sum(x_RT: Tensor, mask_RT: Tensor, episode_R: Tensor, episodes: int)
     """Masked sum over the tokens of all rows of an episode: [R, T] → [N]."""
     sums_R = torch.where(mask_RT, x_RT, torch.zeros_like(x_RT)).sum(-1)
     return sums_R.new_zeros(episodes).index_add(0, episode_R, sums_R)
+
+
+def make_batch(
+    *,
+    rows: tuple[Sample, ...],
+    group_N: Tensor,
+    rewards_N: Tensor,
+    episode_R: Tensor,
+    mask_RT: Tensor,
+    old_logprobs_RT: Tensor,
+    ref_logprobs_RT: Tensor | None,
+    advantages_RT: Tensor,
+    row_R: Tensor | None = None,
+    **rest: Any,
+) -> Batch:
+    """A whole mini-batch; what is summed over tokens is summed here."""
+
+    def over_tokens(x_RT: Tensor) -> Tensor:
+        return episode_sum(x_RT, mask_RT, episode_R, len(group_N)).detach()
+
+    return Batch(
+        rows=rows,
+        group_N=group_N,
+        rewards_N=rewards_N,
+        length_N=over_tokens(mask_RT.double()).long(),
+        old_sum_N=over_tokens(old_logprobs_RT),
+        ref_sum_N=None if ref_logprobs_RT is None else over_tokens(ref_logprobs_RT),
+        policy_sum_N=None,
+        row_R=torch.arange(len(episode_R), device=episode_R.device) if row_R is None else row_R,
+        episode_R=episode_R,
+        mask_RT=mask_RT,
+        old_logprobs_RT=old_logprobs_RT,
+        ref_logprobs_RT=ref_logprobs_RT,
+        advantages_RT=advantages_RT,
+        **rest,
+    )
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, name: str) -> Tensor:

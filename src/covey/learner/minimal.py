@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from covey.algorithms import make
-from covey.algorithms.ops import episode_sum
+from covey.algorithms.ops import make_batch
 from covey.config.schema import LearnerConfig
 from covey.learner.learner import Learner
 from covey.protocols import Metrics
@@ -83,23 +83,16 @@ class GVPOTrainer:
 
     def _batch(self, rows: list[Sample], group_N: torch.Tensor, reward_N: torch.Tensor) -> Batch:
         ref_RT = self.learner.logprobs(rows, 1.0, self.ref_model)
-        old_RT = self.learner.logprobs(rows, 1.0)
-        episode_R = torch.arange(len(rows))
         mask_RT = torch.zeros_like(ref_RT, dtype=torch.bool)
         for index, row in enumerate(rows):
             mask_RT[index, : len(row.response_ids)] = True
-        return Batch(
+        return make_batch(
             rows=tuple(rows),
             group_N=group_N,
             rewards_N=reward_N.to(ref_RT.dtype),
-            length_N=mask_RT.sum(-1),
-            old_sum_N=episode_sum(old_RT, mask_RT, episode_R, len(rows)),
-            ref_sum_N=episode_sum(ref_RT, mask_RT, episode_R, len(rows)),
-            policy_sum_N=None,
-            row_R=episode_R,
-            episode_R=episode_R,
+            episode_R=torch.arange(len(rows)),
             mask_RT=mask_RT,
-            old_logprobs_RT=old_RT,
+            old_logprobs_RT=ref_RT,  # nobody sampled these answers: ratios are to the reference
             ref_logprobs_RT=ref_RT,
             advantages_RT=torch.zeros_like(ref_RT),
         )

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from covey.algorithms.ops import episode_sum
+from covey.algorithms.ops import make_batch
 from covey.protocols import Advantages
 from covey.types import Batch, Episode, Group, Sample, Samples
 
@@ -86,26 +86,18 @@ def _batch(samples: Samples, advantages: Advantages, groups: range, epoch: int) 
     chosen_N = (samples.group_N >= groups.start) & (samples.group_N < groups.stop)
     episodes = chosen_N.nonzero()[:, 0]
     row_R = chosen_N[samples.episode_R].nonzero()[:, 0]
-    episode_R = samples.episode_R[row_R] - episodes[0]  # groups, and so their episodes, are contiguous
-    mask_RT, old_RT = samples.mask_RT[row_R], samples.old_logprobs_RT[row_R]
-    ref_RT = None if samples.ref_logprobs_RT is None else samples.ref_logprobs_RT[row_R]
     values = advantages.values
     per_token = values[samples.episode_R][:, None].expand(samples.mask_RT.shape) if values.dim() == 1 else values
-    count = len(episodes)
-    return Batch(
+    return make_batch(
         rows=tuple(samples.rows[i] for i in row_R.tolist()),
         group_N=samples.group_N[episodes] - groups.start,
         rewards_N=samples.total_reward()[episodes],
-        length_N=episode_sum(mask_RT.double(), mask_RT, episode_R, count).long(),
-        old_sum_N=episode_sum(old_RT, mask_RT, episode_R, count),
-        ref_sum_N=None if ref_RT is None else episode_sum(ref_RT, mask_RT, episode_R, count),
-        policy_sum_N=None,
+        episode_R=samples.episode_R[row_R] - episodes[0],  # groups, and so their episodes, are contiguous
         row_R=row_R,
-        episode_R=episode_R,
-        mask_RT=mask_RT,
-        old_logprobs_RT=old_RT,
-        ref_logprobs_RT=ref_RT,
-        advantages_RT=per_token[row_R].to(old_RT.dtype),
+        mask_RT=samples.mask_RT[row_R],
+        old_logprobs_RT=samples.old_logprobs_RT[row_R],
+        ref_logprobs_RT=None if samples.ref_logprobs_RT is None else samples.ref_logprobs_RT[row_R],
+        advantages_RT=per_token[row_R].to(samples.old_logprobs_RT.dtype),
         returns_RT=None if advantages.returns is None else advantages.returns[row_R],
         values_RT=None if samples.values_RT is None else samples.values_RT[row_R],
         temperature=samples.temperature,

@@ -102,7 +102,8 @@ def print_summary(folder: Path, console: Console | None = None) -> None:
     for change in summary.changes:
         table.add_row(*change.cells(), style="" if change.key == "eval/accuracy" else "dim")
     console.print()
-    console.print(table)
+    if summary.changes:
+        console.print(table)
     for line in _facts(summary):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(f"report: {folder / 'summary.md'}", markup=False, highlight=False, soft_wrap=True)
