@@ -125,6 +125,7 @@ MISTAKES = {
     "unknown task": (["data=sorrt"], "did you mean   sort?"),
     "unknown model": (["model=smollm2-135"], "did you mean   smollm2-135m?"),
     "unknown key": (["learner.lrr=1"], "did you mean   learner.lr"),
+    "unknown section": (["dta=sort"], "did you mean   data  (= data.name"),
     "unknown flag": (["--validate"], "did you mean   --validate-only?"),
     "unknown recipe": (["--config-name", "demmo"], "did you mean   demo?"),
     "group of one": (["rollout.group_size=1"], "it needs at least 2"),

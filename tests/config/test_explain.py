@@ -108,7 +108,7 @@ def test_explain_keys_that_are_no_settings_of_ours(algorithms, key, text):
     [
         ("learner.lrr", "unknown setting  learner.lrr\n  did you mean   learner.lr"),
         ("algorithm=gvp", "unknown algorithm  gvp\n  did you mean   gvpo?"),
-        ("lerner", "unknown setting  lerner\n"),
+        ("lerner", "unknown setting  lerner\n  did you mean   learner?\n"),
     ],
 )
 def test_explain_an_unknown_key(algorithms, key, error):

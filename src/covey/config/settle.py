@@ -180,8 +180,7 @@ def unknown_setting(given: Given, algorithm: str, algorithms: Algorithms) -> Inp
     lines = [f"{given.place}unknown setting  {key}"]
     section = key.partition(".")[0]
     if guess := _guess(key, algorithm, algorithms):
-        target = translate(guess, algorithms)
-        assert target is not None
+        target = translate(guess, algorithms) or Target(guess)  # a section without a name stands for itself
         owner = target.algorithm or algorithm
         section, algorithm = target.key.partition(".")[0], owner
         lines.append(f"  did you mean   {guess}{_meaning(guess, target, owner, algorithms)}?")
@@ -200,6 +199,8 @@ def _guess(key: str, algorithm: str, algorithms: Algorithms) -> str | None:
     near = [k for k in dict.fromkeys(known) if nearest(last, [k.rpartition(".")[2]])]
     if "." in key:
         return nearest(key, near)
+    if section := nearest(key, sections()):  # data=x is short for data.name=x
+        return section
     return next((k for k in near if k.rpartition(".")[2] == key), nearest(key, near))
 
 
