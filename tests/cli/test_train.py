@@ -119,6 +119,18 @@ def test_eval_and_sample_read_a_run(tiny_model_folder: Path, capsys: pytest.Capt
     assert "hello?" in capsys.readouterr().out
 
 
+def test_a_lora_run_can_be_evaluated_but_its_adapter_is_no_start_for_gvpo(
+    tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("peft")
+    assert main(["train", f"model={tiny_model_folder}", "model.lora.rank=4", *SMALL]) == 0
+    assert main(["eval", str(the_run())]) == 0
+    assert "eval/accuracy" in capsys.readouterr().out
+    (adapter,) = the_run().glob("checkpoints/*/model")
+    assert main(["train", f"model={adapter}", *SMALL]) == 2
+    assert "is an adapter" in capsys.readouterr().err
+
+
 MISTAKES = {
     "unknown algorithm": (["algorithm=gvop"], "did you mean   gvpo?"),
     "unknown reward": (["reward=exat"], "did you mean   exact?"),

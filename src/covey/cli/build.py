@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import yaml
 
 from covey.agents import resolve_agent
-from covey.cli.checks import check_algorithm, check_prompts, check_sizes, digest_rewards, digest_tasks
+from covey.cli.checks import (
+    check_algorithm,
+    check_prompts,
+    check_reference,
+    check_sizes,
+    digest_rewards,
+    digest_tasks,
+)
 from covey.config import Composed, fingerprint
 from covey.config.schema import Config
 from covey.errors import Absent, InputError
@@ -109,7 +116,9 @@ def prepare(
     if training and found is not None and not found.train:
         raise InputError("there is nothing to train on: data.val_files is given without data.train_files")
     found = found or TaskSet(train=(), validation=(), reward=None, description="(files not here)")
-    source = unless_absent(lambda: open_model(config, algorithm))
+    source = unless_absent(lambda: open_model(config))
+    if training and source is not None:
+        check_reference(source, algorithm)
     rewards = resolve_rewards(reward or config.reward.name, found.reward, config.reward.weights)
     warnings += [*found.warnings, *check_algorithm(config, algorithm), *check_sizes(config, found)]
     for task in (*found.train, *found.validation):
@@ -145,8 +154,8 @@ def make_algorithm(config: Config) -> Algorithm:
         raise InputError(str(error)) from error
 
 
-def open_model(config: Config, algorithm: Algorithm) -> ModelSource:
-    """Tokenizer and configuration of the model, and whether it can be trained here as asked."""
+def open_model(config: Config) -> ModelSource:
+    """Tokenizer and configuration of the model, and whether it can run here as asked."""
     from covey.learner.forward import check_layers
     from covey.learner.models import open_source, pick_device, require_peft
 
@@ -155,11 +164,6 @@ def open_model(config: Config, algorithm: Algorithm) -> ModelSource:
         require_peft()
     source = open_source(config.model)
     check_layers(source.config)
-    if source.adapter is not None and algorithm.needs.reference:
-        raise InputError(
-            f"model={config.model.name} is an adapter: switched off it is its base model, not the start policy that "
-            f"{algorithm.name} refers to\n  merge it into its base first, or use an algorithm without a reference"
-        )
     return source
 
 

@@ -33,6 +33,14 @@ def check_algorithm(config: Config, algorithm: Algorithm) -> list[str]:
     return warnings
 
 
+def check_reference(source: ModelSource, algorithm: Algorithm) -> None:
+    if source.adapter is not None and algorithm.needs.reference:
+        raise InputError(
+            f"model={source.name} is an adapter: switched off it is its base model, not the start policy that "
+            f"{algorithm.name} refers to\n  merge it into its base first, or use an algorithm without a reference"
+        )
+
+
 def check_sizes(config: Config, tasks: TaskSet) -> list[str]:
     loop, learner = config.loop, config.learner
     if loop.total_steps is not None and loop.total_epochs is not None:
