@@ -113,6 +113,11 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, name: str) -> Tensor:
             return torch.expm1(d) - d
 
 
+def probability_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """π / π_old of each token. Log-ratios are held to ±20, beyond which exp would overflow sums."""
+    return torch.exp((logprobs - old_logprobs).clamp(-20, 20))
+
+
 def aggregate(x_RT: Tensor, batch: Batch, how: str, norm_length: int | None = None) -> LossTerm:
     """Sum a token-level loss so that the learner's one division gives the named mean.
 

@@ -17,9 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from covey.algorithms.ops import AGGREGATIONS, KL_NAMES, aggregate, kl_penalty, masked_mean
+from covey.algorithms.ops import AGGREGATIONS, KL_NAMES, aggregate, kl_penalty, masked_mean, probability_ratio
 from covey.protocols import LossTerm, Metrics, Needs, TokenOutputs
 from covey.types import Batch
 
@@ -55,7 +54,7 @@ class PpoClip:
         return False
 
     def loss(self, out: TokenOutputs, batch: Batch) -> dict[str, LossTerm]:
-        ratio, advantage = self._ratio(out, batch), batch.advantages_RT
+        ratio, advantage = probability_ratio(out.logprobs, batch.old_logprobs_RT), batch.advantages_RT
         loss = -torch.min(ratio * advantage, ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantage)
         if self.dual_clip is not None:
             loss = torch.where(advantage < 0, torch.min(loss, -self.dual_clip * advantage), loss)
@@ -66,16 +65,15 @@ class PpoClip:
             terms["kl"] = aggregate(self.kl_coef * kl, batch, self.aggregation, self.norm_length)
         return terms
 
-    def _ratio(self, out: TokenOutputs, batch: Batch) -> Tensor:
-        return torch.exp((out.logprobs - batch.old_logprobs_RT).clamp(-20, 20))
-
+    @torch.no_grad()
     def metrics(self, out: TokenOutputs, batch: Batch) -> Metrics:
-        ratio, advantage, mask = self._ratio(out, batch).detach(), batch.advantages_RT, batch.mask_RT
+        ratio, advantage = probability_ratio(out.logprobs, batch.old_logprobs_RT), batch.advantages_RT
+        mask = batch.mask_RT
         found = {
             "policy/clip_low": masked_mean(((ratio < 1 - self.clip_low) & (advantage < 0)).double(), mask),
             "policy/clip_high": masked_mean(((ratio > 1 + self.clip_high) & (advantage > 0)).double(), mask),
         }
         if batch.ref_logprobs_RT is not None:
-            kl = kl_penalty(out.logprobs.detach(), batch.ref_logprobs_RT, self.kl_estimator)
+            kl = kl_penalty(out.logprobs, batch.ref_logprobs_RT, self.kl_estimator)
             found["kl/reference"] = masked_mean(kl, mask)
         return found

@@ -29,8 +29,8 @@ OPTIONAL = {
 def main(argv: list[str]) -> int:
     from covey.cli.words import parse
 
-    words = parse(argv, switches=("--help", "-h"))
-    if words.on("--help") or words.on("-h"):
+    words = parse(argv)
+    if words.help:
         print(__doc__)
         return 0
     findings = list(examine())

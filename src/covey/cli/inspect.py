@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from covey.cli.build import (
     Prepared,
-    algorithm_schemas,
     make_collector,
     make_engine,
     make_evaluator,
@@ -20,8 +19,8 @@ from covey.cli.build import (
     run_of,
     training_sampling,
 )
-from covey.cli.words import Words, parse
-from covey.config import Composed, compose
+from covey.cli.words import Words, compose_words, parse
+from covey.config import Composed
 from covey.errors import InputError
 from covey.tasks import TaskSet
 from covey.types import Group, Sampling, Task
@@ -62,8 +61,8 @@ class Bench:
 
 
 def main_eval(argv: list[str]) -> int:
-    words = parse(argv, switches=("--help", "-h"), values=("--json", "--config-name", "--config"))
-    if words.on("--help") or words.on("-h"):
+    words = parse(argv, values=("--json", "--config-name", "--config"))
+    if words.help:
         print(EVAL_USAGE)
         return 0
     bench = _bench(words, EVAL_USAGE)
@@ -83,8 +82,8 @@ async def _evaluate(bench: Bench) -> dict[str, float]:
 
 def main_sample(argv: list[str]) -> int:
     values = ("--question", "-n", "--tasks", "--config-name", "--config")
-    words = parse(argv, switches=("--help", "-h"), values=values)
-    if words.on("--help") or words.on("-h"):
+    words = parse(argv, values=values)
+    if words.help:
         print(SAMPLE_USAGE)
         return 0
     count, many = _count(words, "-n", 4), _count(words, "--tasks", 2)
@@ -165,15 +164,11 @@ def _compose_for(name: str, words: Words) -> Composed:
     """A run's own settings with its weights, or the defaults with the named model; then the user's settings."""
     path = Path(name).expanduser()
     run = run_of(path)
-    config_path = Path(text).expanduser() if (text := words.text("--config")) else None
-    if (run / "run.json").is_file():
-        model = path / "model" if path != run else _best_model(run)
-        config_path, settings = run / "config.yaml", [f"model.name={model}", *words.settings]
-    else:
-        settings = [f"model.name={name}", *words.settings]
-    return compose(
-        settings, algorithms=algorithm_schemas(), config_name=words.text("--config-name"), config_path=config_path
-    )
+    if not (run / "run.json").is_file():
+        return compose_words(words, settings=[f"model.name={name}", *words.settings])
+    model = path / "model" if path != run else _best_model(run)
+    settings = [f"model.name={model}", *words.settings]
+    return compose_words(words, settings=settings, config_path=run / "config.yaml")
 
 
 def _best_model(run: Path) -> Path:

@@ -17,8 +17,8 @@ covey config explain SECTION | algorithm=NAME | (nothing)               all sett
 def main_config(argv: list[str]) -> int:
     import yaml
 
-    words = parse(argv, switches=("--help", "-h"), values=("--config-name", "--config"))
-    if words.on("--help") or words.on("-h"):
+    words = parse(argv, values=("--config-name", "--config"))
+    if words.help:
         print(CONFIG_USAGE)
         return 0
     if words.places[:1] == ["explain"]:
@@ -37,8 +37,8 @@ def main_config(argv: list[str]) -> int:
 def main_algorithms(argv: list[str]) -> int:
     from covey.algorithms import ALGORITHMS, settings
 
-    words = parse(argv, switches=("--help", "-h"))
-    if words.on("--help") or words.on("-h"):
+    words = parse(argv)
+    if words.help:
         print("covey algorithms        the algorithms and their settings")
         return 0
     for name, parts in ALGORITHMS.items():

@@ -54,13 +54,13 @@ Examples
   covey train algorithm=grpo data=arithmetic loop.total_steps=50
   covey train data.train_files=train.jsonl data.val_files=test.jsonl reward=math_reward_string_equal
 """
-SWITCHES = ("--validate-only", "--dry-run", "--multirun", "--strict", "--help", "-h", "-m")
+SWITCHES = ("--validate-only", "--dry-run", "--multirun", "--strict", "-m")
 VALUES = ("--config-name", "--config")
 
 
 def main(argv: list[str]) -> int:
     words = parse(argv, switches=SWITCHES, values=VALUES)
-    if words.on("--help") or words.on("-h"):
+    if words.help:
         print(usage())
         return 0
     if words.places:

@@ -25,10 +25,19 @@ class Words:
     def on(self, flag: str) -> bool:
         return bool(self.flags.get(flag))
 
+    @property
+    def help(self) -> bool:
+        return self.on("--help") or self.on("-h")
+
+
+HELP = ("--help", "-h")
+
 
 def parse(argv: Sequence[str], *, switches: Sequence[str] = (), values: Sequence[str] = ()) -> Words:
-    """`switches` stand alone, `values` take the next word (or --flag=word). Settings may stand anywhere between."""
+    """`switches` stand alone, `values` take the next word (or --flag=word). Settings may stand anywhere between. Every
+    command has --help."""
     words = Words()
+    switches = (*switches, *HELP)
     rest = list(argv)
     while rest:
         word = rest.pop(0)
@@ -49,9 +58,10 @@ def parse(argv: Sequence[str], *, switches: Sequence[str] = (), values: Sequence
     return words
 
 
-def compose_words(words: Words, *, settings: Sequence[str] | None = None) -> Composed:
-    """The configuration that a command line describes; environment variables of its file are set."""
-    path = words.text("--config")
+def compose_words(words: Words, *, settings: Sequence[str] | None = None, config_path: Path | None = None) -> Composed:
+    """The configuration that a command line describes; environment variables of its file are set. `settings` and
+    `config_path` stand in for the command line's own."""
+    path = config_path or words.text("--config")
     name = words.text("--config-name")
     if path and name:
         raise InputError("--config and --config-name contradict each other: give a file or a recipe")
@@ -59,7 +69,7 @@ def compose_words(words: Words, *, settings: Sequence[str] | None = None) -> Com
         [*_from_environment(), *(words.settings if settings is None else settings)],
         algorithms=algorithm_schemas(),
         config_name=name,
-        config_path=Path(path).expanduser() if path else None,
+        config_path=Path(path).expanduser() if path is not None else None,
     )
     export(composed.env)
     return composed

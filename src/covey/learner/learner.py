@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.algorithms.ops import divide, effective_sample_size, episode_sum, masked_mean
+from covey.algorithms.ops import divide, effective_sample_size, episode_sum, masked_mean, probability_ratio
 from covey.config.schema import LearnerConfig
 from covey.errors import RunFailed
 from covey.learner.forward import token_logprobs
@@ -147,7 +147,7 @@ class Learner:
     @torch.no_grad()
     def _token_metrics(self, out: TokenOutputs, view: Batch) -> Metrics:
         mask, log_ratio = view.mask_RT, out.logprobs - view.old_logprobs_RT
-        ratio = torch.exp(log_ratio.clamp(-20, 20))
+        ratio = probability_ratio(out.logprobs, view.old_logprobs_RT)
         entropy = masked_mean(out.entropy, mask)
         return {
             "policy/entropy": entropy,
@@ -160,7 +160,7 @@ class Learner:
 
     def _trace(self, trace: TokenTrace, index: list[int], out: TokenOutputs, view: Batch) -> None:
         at = torch.tensor(index)
-        ratio = torch.exp((out.logprobs.detach() - view.old_logprobs_RT).clamp(-20, 20))
+        ratio = probability_ratio(out.logprobs.detach(), view.old_logprobs_RT)
         for column, value in (
             (trace.advantage, view.advantages_RT),
             (trace.ratio, ratio),
