@@ -7,7 +7,10 @@ BIN    := $(VENV)/bin
 # torch's exact build is pinned in constraints.txt: a CPU build, without gigabytes of GPU libraries.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo test test-slow check format bench clean
+ORACLES    := .venv-oracles
+ORACLE_PIP := $(ORACLES)/bin/python -m pip --disable-pip-version-check -q
+
+.PHONY: demo test test-slow check format bench oracles clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/covey train --config-name demo
@@ -28,6 +31,10 @@ format: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Covey's mathematics beside verl's and TRL's, measured: docs/oracles.md
+oracles: $(ORACLES)/stamp
+	$(ORACLES)/bin/python -m pytest tests/oracles --oracle-table docs/oracles.md
+
 bench: $(VENV)/run.stamp
 	$(BIN)/python benchmarks/demo_seeds.py --picture docs/images/demo.png
 
@@ -42,5 +49,12 @@ $(VENV)/dev.stamp: $(VENV)/run.stamp
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	touch $@
 
+$(ORACLES)/stamp: pyproject.toml constraints.txt tests/oracles/requirements.txt tests/oracles/requirements-no-deps.txt
+	test -x $(ORACLES)/bin/python || $(PYTHON) -m venv $(ORACLES)
+	$(ORACLE_PIP) install -c constraints.txt torch
+	$(ORACLE_PIP) install -c constraints.txt -e . -r tests/oracles/requirements.txt
+	$(ORACLE_PIP) install --no-deps -r tests/oracles/requirements-no-deps.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(ORACLES) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

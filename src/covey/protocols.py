@@ -12,24 +12,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
-from covey.types import Batch, Completion, Episode, Group, Messages, RewardTable, Samples, Sampling, Task, Turn
+from covey.types import Batch, Collected, Completion, Episode, Messages, RewardTable, Samples, Sampling, Task, Turn
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Unit = Literal["tokens", "episodes", "groups"]
+Couples = Literal["nothing", "episodes", "groups"]
 Metrics = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What an algorithm must be given. The loop computes reference log-probs and values only if asked."""
+    """What an algorithm must be given. Nothing here is computed unless asked for."""
 
-    reference: bool = False
-    values: bool = False
-    greedy_baseline: bool = False
+    reference: bool = False  # log-probs of the start model
+    proximal: bool = False  # log-probs of the sampled tokens as the learner sees them
+    full_kl: bool = False  # KL to the reference over the vocabulary, with gradient, in every update
+    sample_full_kl: bool = False  # the same of the samples, once
+    values: bool = False  # a critic's
+    greedy_baseline: bool = False  # a greedy attempt at each task
     min_group_size: int = 1
     advised_group_size: int = 1  # below it the algorithm works, but poorly: a warning
 
@@ -79,10 +83,22 @@ class Estimator(Protocol):
         ...
 
 
+class TokenLoss(Protocol):
+    """The policy's part of an objective: a loss of each token. Who sums it up is the algorithm's `Aggregation`."""
+
+    term: ClassVar[str]  # its name among the terms of the loss
+    couples: ClassVar[Couples]  # whose log-probs of the moment the loss of a token depends on besides its own
+    on_policy_only: ClassVar[bool]  # True if it is wrong for any policy but the one that sampled
+
+    def loss(self, out: TokenOutputs, batch: Batch) -> Tensor: ...
+
+    def metrics(self, out: TokenOutputs, batch: Batch) -> Metrics: ...
+
+
 class Objective(Protocol):
     @property
-    def couples_groups(self) -> bool:
-        """True if the loss of one episode depends on the current log-probs of its group."""
+    def couples(self) -> Couples:
+        """What a loss must see as a whole; where a micro-batch splits it, `Batch.policy_sum_N` tells of the rest."""
         ...
 
     def loss(self, out: TokenOutputs, batch: Batch) -> dict[str, LossTerm]: ...
@@ -93,8 +109,8 @@ class Objective(Protocol):
 
 
 class Shaper(Protocol):
-    def shape(self, samples: Samples) -> Samples:
-        """After annotate: what changes rewards by what the policies say (KL in the reward, overlong)."""
+    def shape(self, samples: Samples) -> tuple[Samples, Metrics]:
+        """After annotate: what changes rewards or masks (overlong, truncated answers, KL in the reward)."""
         ...
 
 
@@ -161,8 +177,8 @@ class Reward(Protocol):
 
 
 class GroupSource(Protocol):
-    async def next(self) -> list[Group]:
-        """Scored groups of one step, in task order."""
+    async def next(self) -> Collected:
+        """Scored groups of one step, in task order, filtered and refilled."""
         ...
 
     def policy_updated(self, version: int) -> None: ...

@@ -1,6 +1,6 @@
 """The nouns of Covey: what one stage of the road hands to the next.
 
-    Task → Turn → Episode → Group → Sample → Samples → Batch
+    Task → Turn → Episode → Group → Collected → Sample → Samples → Batch
 
 Everything here is frozen: a stage reads what it is given and returns something new.
 
@@ -130,6 +130,18 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Collected:
+    """What a source hands over for one step: groups to learn from, in task order, and what became of the rest."""
+
+    groups: tuple[Group, ...]
+    flat: tuple[Group, ...] = ()  # set aside because their rewards do not differ
+    refills: int = 0  # how often fresh tasks were sampled in their place
+    failures: Mapping[str, int] = field(default_factory=dict)  # episodes that failed, by cause
+    examples: Mapping[str, str] = field(default_factory=dict)  # a message for each cause
+    dropped: int = 0  # groups of which too little was left
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One token row: a prompt and what followed it. `mask` is 1 on sampled ids only."""
 
@@ -153,14 +165,19 @@ class Samples:
     group_N: Tensor  # int64, the group of each episode, 0..G-1 in order
     rewards: Mapping[str, Tensor]  # name → [N] float64, NaN where never scored
     weights: Mapping[str, float]  # how the named rewards add up
+    truncated_N: Tensor  # bool, cut off by the limit
     episode_R: Tensor  # int64
     mask_RT: Tensor  # bool, sampled tokens
-    old_logprobs_RT: Tensor  # log-probs the tokens were sampled with
+    old_logprobs_RT: Tensor  # log-probs the tokens were sampled with, or the learner's own of the same policy
+    sampling_logprobs_RT: Tensor | None = None  # log-probs they were sampled with, where the old ones are the learner's
     ref_logprobs_RT: Tensor | None = None
+    full_kl_RT: Tensor | None = None  # KL to the reference over the whole vocabulary
     values_RT: Tensor | None = None
     token_rewards_RT: Tensor | None = None  # what shapers add to single tokens
-    baseline_rewards_G: Tensor | None = None
+    baseline_rewards_G: Tensor | None = None  # of a greedy attempt at each task
+    seen: Mapping[str, tuple[Tensor, Tensor]] | None = None  # rewards and groups before groups were filtered
     temperature: float = 1.0
+    max_tokens: int = 1  # the longest answer allowed
 
     @property
     def episodes(self) -> int:
@@ -170,12 +187,27 @@ class Samples:
     def groups(self) -> int:
         return int(self.group_N[-1]) + 1 if len(self.group_N) else 0
 
-    def total_reward(self) -> Tensor:
+    def lengths(self) -> Tensor:
+        """Sampled tokens of each episode, [N]."""
+        return self.group_N.new_zeros(self.episodes).index_add(0, self.episode_R, self.mask_RT.sum(-1))
+
+    def outcome_reward(self) -> Tensor:
         """Weighted sum of the named rewards, [N]. A reward that was never given adds nothing."""
         total = self.group_N.new_zeros(len(self.group_N), dtype=self.old_logprobs_RT.dtype)
         for name, column in self.rewards.items():
             total = total + self.weights[name] * column.to(total.dtype).nan_to_num(nan=0.0)
         return total
+
+    def total_reward(self) -> Tensor:
+        """The same with what shapers added to single tokens."""
+        total = self.outcome_reward()
+        if self.token_rewards_RT is not None:
+            total = total.index_add(0, self.episode_R, (self.token_rewards_RT * self.mask_RT).sum(-1).to(total.dtype))
+        return total
+
+    def observed(self, name: str) -> tuple[Tensor, Tensor]:
+        """A reward and the group of each attempt, with those of groups that were filtered out."""
+        return self.seen[name] if self.seen and name in self.seen else (self.rewards[name], self.group_N)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +236,7 @@ class Batch:
     returns_RT: Tensor | None = None
     values_RT: Tensor | None = None
     temperature: float = 1.0
+    max_tokens: int = 1  # the longest answer allowed
     epoch: int = 0  # how often the step's samples were learned from before
 
     @property

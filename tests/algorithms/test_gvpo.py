@@ -7,17 +7,21 @@ enumerated.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from covey.algorithms import make
 from covey.algorithms.functional import GVPOLoss, advantages, compute_gvpo_advantage, policy_loss
 from covey.algorithms.gvpo import Gvpo
+from tests.algorithms.helpers import F64, outputs, random_batch, same, tensor
 
 BETA = 0.5
-REWARD = torch.tensor([1.0, 0.2, -0.5, 0.0], dtype=torch.float64)
-ANCHOR = torch.log_softmax(torch.tensor([0.3, -0.2, 0.1, 0.8], dtype=torch.float64), -1)
+REWARD = tensor(1.0, 0.2, -0.5, 0.0)
+ANCHOR = torch.log_softmax(tensor(0.3, -0.2, 0.1, 0.8), -1)
 
 
 def optimum(anchor: Tensor, beta: float) -> Tensor:
@@ -25,41 +29,41 @@ def optimum(anchor: Tensor, beta: float) -> Tensor:
     return torch.softmax(anchor + REWARD / beta, -1)
 
 
-def population_loss(logits: Tensor, behaviour: Tensor, anchor: Tensor, *, detached: bool) -> Tensor:
-    """GVPO's loss with the group replaced by the whole sampling distribution: weights of probability, not counts."""
-    logprobs = torch.log_softmax(logits, -1)
-    ratio = logprobs - anchor
-    weight = (REWARD - behaviour @ REWARD) - BETA * (ratio - behaviour @ ratio)
-    return -BETA * (behaviour * (weight.detach() if detached else weight) * logprobs).sum()
+def gradient_at(logits: Tensor, counts: Sequence[int], anchor: Tensor, **options: Any) -> Tensor:
+    """Of Covey's loss in the logits, for one group that holds each answer as often as `counts` says: in proportion to
+    the sampling distribution, so that the group's means are the expectations."""
+    answers = torch.repeat_interleave(torch.arange(4), torch.tensor(counts))
+    x = logits.clone().requires_grad_()
+    logprobs = torch.log_softmax(x, -1)[answers][:, None]
+    loss = GVPOLoss(beta=BETA, **options)(logprobs, anchor[answers][:, None], REWARD[answers], [0] * len(answers))
+    return torch.autograd.grad(loss, x)[0]
 
 
-def minimise(behaviour: Tensor, *, detached: bool) -> Tensor:
+def minimise(counts: Sequence[int], anchor: Tensor) -> Tensor:
     """Descend along the loss's gradient until it vanishes."""
-    logits = torch.zeros(4, dtype=torch.float64, requires_grad=True)
-    for _ in range(4000):
-        (gradient,) = torch.autograd.grad(population_loss(logits, behaviour, ANCHOR, detached=detached), logits)
-        with torch.no_grad():
-            logits -= 4.0 * gradient
-        if float(gradient.abs().max()) < 1e-13:
+    logits = torch.zeros(4, dtype=F64)
+    for _ in range(2000):
+        gradient = gradient_at(logits, counts, anchor)
+        logits = logits - 6.0 * gradient
+        if float(gradient.abs().max()) < 1e-11:
             break
-    return torch.softmax(logits.detach(), -1)
+    return torch.softmax(logits, -1)
 
 
-@pytest.mark.parametrize("behaviour", [[0.25] * 4, [0.7, 0.1, 0.1, 0.1], [0.05, 0.15, 0.3, 0.5]])
-def test_any_full_support_sampling_reaches_the_optimum(behaviour: list[float]) -> None:
-    found = minimise(torch.tensor(behaviour, dtype=torch.float64), detached=True)
-    torch.testing.assert_close(found, optimum(ANCHOR, BETA), atol=1e-8, rtol=0)
+@pytest.mark.parametrize("counts", [(5, 5, 5, 5), (14, 2, 2, 2), (1, 3, 6, 10)])
+def test_any_full_support_sampling_reaches_the_optimum(counts: tuple[int, ...]) -> None:
+    same(minimise(counts, ANCHOR), optimum(ANCHOR, BETA), 1e-8)
 
 
-def test_with_gradient_through_the_weight_the_optimum_is_another() -> None:
-    """Undetached, −βΣ q w log π is stationary at π'^½ e^{R/2β}: the reason for the stop-gradient."""
-    behaviour = torch.full((4,), 0.25, dtype=torch.float64)
+def test_with_gradient_through_the_weight_the_optimum_would_be_another() -> None:
+    """Undetached, −βΣ q w log π is stationary at π'^½ e^{R/2β}. Covey's loss is not: it is so at π* alone."""
     half = torch.log_softmax(ANCHOR / 2 + REWARD / (2 * BETA), -1).requires_grad_()
-    (at_half,) = torch.autograd.grad(population_loss(half, behaviour, ANCHOR, detached=False), half)
-    torch.testing.assert_close(at_half, torch.zeros_like(at_half), atol=1e-12, rtol=0)
-    best = optimum(ANCHOR, BETA).log().requires_grad_()
-    (at_optimum,) = torch.autograd.grad(population_loss(best, behaviour, ANCHOR, detached=False), best)
-    assert float(at_optimum.abs().max()) > 1e-3
+    ratio = torch.log_softmax(half, -1) - ANCHOR
+    weight = (REWARD - REWARD.mean()) - BETA * (ratio - ratio.mean())
+    (undetached,) = torch.autograd.grad(-BETA * (weight * torch.log_softmax(half, -1)).mean(), half)
+    same(undetached, torch.zeros(4))
+    assert float(gradient_at(half.detach(), (5, 5, 5, 5), ANCHOR).abs().max()) > 1e-3
+    same(gradient_at(optimum(ANCHOR, BETA).log(), (5, 5, 5, 5), ANCHOR), torch.zeros(4))
 
 
 def test_bessel_makes_the_group_variance_unbiased() -> None:
@@ -119,16 +123,52 @@ def test_invariant_to_a_constant_in_the_reward_and_to_a_shift_of_the_ratio() -> 
 def test_anchoring_at_the_last_policy_sharpens_round_by_round() -> None:
     """π' ← π each round gives π_n ∝ π_0 e^{nR/β}."""
     policy = ANCHOR
-    for _ in range(3):
-        policy = optimum(policy, BETA).log()
-    torch.testing.assert_close(policy.exp(), torch.softmax(ANCHOR + 3 * REWARD / BETA, -1), atol=1e-12, rtol=0)
-    # and that each round's target is where GVPO's gradient vanishes:
-    x = policy.clone().requires_grad_()
-    before = optimum(optimum(ANCHOR, BETA).log(), BETA).log()
-    (gradient,) = torch.autograd.grad(
-        population_loss(x, torch.full((4,), 0.25, dtype=torch.float64), before, detached=True), x
+    for n in (1, 2):
+        policy = minimise((5, 5, 5, 5), policy).log()
+        same(policy.exp(), torch.softmax(ANCHOR + n * REWARD / BETA, -1), 1e-7)
+
+
+def test_the_anchor_is_the_start_model_or_the_sampling_policy() -> None:
+    logprobs, reference, rewards, mask, groups = random_group_batch(2)
+    old = logprobs + 0.1 * torch.randn_like(logprobs)
+    centred = advantages("gvpo", rewards, groups)
+    initial, _ = policy_loss("gvpo", logprobs, old, centred, mask, groups=groups, ref_logprobs=reference)
+    same(initial, GVPOLoss()(logprobs, reference, rewards, groups, mask))
+    last, _ = policy_loss("gvpo", logprobs, old, centred, mask, groups=groups, reference="old")
+    same(last, GVPOLoss()(logprobs, old, rewards, groups, mask))
+    assert abs(float(initial - last)) > 1e-4
+
+
+def test_at_the_sampling_policy_it_is_centred_reinforce() -> None:
+    """With reference=old and no update since, ρ ≡ 0: the gradient is −β/(k−1) (R − R̄) on every sampled token."""
+    logprobs, _, rewards, mask, groups = random_group_batch(3)
+    centred = advantages("gvpo", rewards, groups)
+    x = logprobs.clone().requires_grad_()
+    policy_loss("gvpo", x, logprobs, centred, mask, groups=groups, reference="old", beta=0.2)[0].backward()
+    size = tensor(*[3.0 if g == "a" else 4.0 for g in groups])
+    same(x.grad, (-0.2 / (size - 1) * centred / 2)[:, None] * mask)
+
+
+def test_metrics_by_hand() -> None:
+    """Two groups of two: R − R̄ = ±½ and ±1, ρ − ρ̄ = ±0.3 and 0, β = 0.1: w = ±0.47 and ±1."""
+    logprobs, reference = tensor([-1.0], [-2.0], [-1.0], [-1.0]), tensor([-1.2], [-1.6], [-1.1], [-1.1])
+    centred = tensor(0.5, -0.5, 1.0, -1.0)
+    loss, found = policy_loss(
+        "gvpo", logprobs, logprobs, centred, torch.ones(4, 1), groups="aabb", ref_logprobs=reference, beta=0.1
     )
-    torch.testing.assert_close(gradient, torch.zeros_like(gradient), atol=1e-12, rtol=0)
+    expected = {
+        "gvpo/loss": float(loss),
+        "gvpo/alone": 0.0,
+        "gvpo/empty": 0.0,
+        "gvpo/mean_reward": 0.0,
+        "gvpo/mean_weight": 0.0,
+        "gvpo/std_weight": ((0.47**2 + 1) / 2) ** 0.5,
+        "gvpo/max_weight": 1.0,
+        "gvpo/min_weight": -1.0,
+        "gvpo/mean_log_ratio": 0.0,
+        "gvpo/std_log_ratio": ((0.04 + 0.16 + 0.01 + 0.01) / 4) ** 0.5,
+    }
+    assert found == pytest.approx(expected, abs=1e-12)
 
 
 def test_weight_by_hand() -> None:
@@ -219,3 +259,24 @@ def test_what_cannot_be_is_refused_with_the_reason(arguments: dict[str, object],
     call: dict[str, object] = {"groups": [0, 0], "ref_logprobs": zeros} | arguments
     with pytest.raises(ValueError, match=message):
         policy_loss("gvpo", zeros, zeros, torch.zeros(2), torch.ones(2, 1), **call)  # type: ignore[arg-type]
+
+
+def test_the_loss_of_a_token_is_its_weight_times_its_log_prob() -> None:
+    """Forked rows: every token of an episode has the weight that its sum over all rows gives."""
+    logprobs, batch = random_batch()
+    episode, reward = batch.episode_R.tolist(), batch.rewards_N
+    rho = torch.zeros(7, dtype=F64)
+    assert batch.ref_logprobs_RT is not None
+    for row, number in enumerate(episode):
+        rho[number] += ((logprobs - batch.ref_logprobs_RT) * batch.mask_RT)[row].sum()
+    expected = torch.zeros(7, dtype=F64)
+    for members in ([0, 1], [2, 3, 4], [5, 6]):
+        centred = (reward[members] - reward[members].mean()) - 0.3 * (rho[members] - rho[members].mean())
+        expected[members] = -0.3 * centred / (len(members) - 1)
+    same(Gvpo(beta=0.3).loss(outputs(logprobs), batch), expected[episode][:, None] * logprobs)
+
+
+def test_it_advises_more_than_two_answers() -> None:
+    needs = make("gvpo").needs
+    assert (needs.min_group_size, needs.advised_group_size) == (2, 4)
+    assert make("gvpo").couples == "groups"

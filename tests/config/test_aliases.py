@@ -305,8 +305,11 @@ def test_groups_are_not_split(run):
         ),
         (["actor.kl_loss_type=mse"], ["actor.kl_loss_type has no effect with algorithm=gvpo"]),
         (
-            ["critic.model.path=a", "critic.ppo_mini_batch_size=3", "trainer.critic_warmup=2"],
-            ["critic.model.path, critic.ppo_mini_batch_size, trainer.critic_warmup: no effect: gvpo has no critic"],
+            ["critic.ppo_mini_batch_size=3", "critic.ppo_micro_batch_size_per_gpu=2"],
+            [
+                "critic.ppo_mini_batch_size, critic.ppo_micro_batch_size_per_gpu: no effect: the critic learns from "
+                "the policy's mini-batches, by the learner's settings"
+            ],
         ),
         (
             ["actor_rollout_ref.rollout.gpu_memory_utilization=0.5"],
@@ -373,9 +376,78 @@ def test_gvpo_refuses_an_external_kl_loss(run):
 
 
 def test_an_algorithm_without_kl_refuses_it_too(algorithms):
-    bare = {"gvpo": algorithms["gvpo"], "other": type("Other", (algorithms["gvpo"],), {})}
+    bare = {"gvpo": algorithms["gvpo"], "other": type("Other", (algorithms["gvpo"],), {"reasons": {}})}
     with pytest.raises(InputError, match="does not go with algorithm=other\n  other has no such term"):
         compose(["algorithm=other", "policy.kl_coef=0.1"], algorithms=bare)
+
+
+# --- several words, one setting ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("algorithm.adv_estimator=gae", {"name": "ppo", "loss": "ppo_clip"}),
+        ("algorithm=reinforce++", {"name": "reinforce_plus_plus"}),
+        ("algorithm=ppo algorithm.gamma=0.9 algorithm.lam=0.5", {"gamma": 0.9, "lam": 0.5}),
+        ("algorithm=dgdo algorithm.dgdo_beta=0.8", {"beta": 0.8}),
+        ("algorithm=dgdo algorithm.importance_priors.right=2", {"importance_priors": {"right": 2.0}}),
+        ("algorithm=grpo algorithm.filter_groups.enable=True filter_groups.metric=acc", {"filter_groups": True}),
+        ("algorithm=grpo filter_groups.metric=right", {"filter_metric": "right"}),
+        ("algorithm=grpo train.kl_to_inference_coeff=0.01", {"kl_old_coef": 0.01}),
+        ("algorithm=grpo train.kl_to_ref_coeff=0.1 train.kl_coef_in_loss=False", {"kl_coef": 0.1, "kl_in": "reward"}),
+        ("algorithm=grpo algorithm.use_kl_in_reward=True", {"kl_coef": 0.001, "kl_in": "reward"}),
+        (
+            "algorithm=rloo algorithm.use_kl_in_reward=True algorithm.kl_penalty=abs algorithm.kl_ctrl.type=adaptive "
+            "algorithm.kl_ctrl.kl_coef=0.2 algorithm.kl_ctrl.target_kl=0.3 algorithm.kl_ctrl.horizon=500",
+            {"kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "abs", "kl_target": 0.3, "kl_horizon": 500.0},
+        ),
+        ("algorithm=rloo algorithm.use_kl_in_reward=True algorithm.kl_ctrl.type=adaptive", {"kl_target": 0.1}),
+        ("algorithm=grpo algorithm.norm_adv_by_std_in_grpo=False", {"std_normalize": False}),
+        (
+            "algorithm=grpo reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=64",
+            {"overlong_buffer": 64.0},
+        ),
+        ("algorithm=grpo actor_rollout_ref.actor.policy_loss.loss_mode=vanilla", {"loss": "ppo_clip"}),
+        ("algorithm=grpo algorithm.rollout_correction.rollout_is=sequence", {"correction": "sequence"}),
+    ],
+)
+def test_words_about_the_algorithm(run, words, expected):
+    config = run(*words.split()).config
+    assert {key: getattr(config.algorithm, key) for key in expected} == expected
+
+
+def test_a_kl_goes_into_the_reward_or_into_the_loss(run):
+    both = ("algorithm=grpo", "algorithm.use_kl_in_reward=True", "actor_rollout_ref.actor.use_kl_loss=True")
+    with pytest.raises(InputError, match="into the reward or into the loss: give one of them"):
+        run(*both)
+    with pytest.raises(InputError, match="breaks GVPO's zero sum"):
+        run("algorithm=gvpo", "algorithm.use_kl_in_reward=True")
+
+
+def test_another_loss_brings_its_own_settings(run):
+    config = run("algorithm=gdpo", "algorithm.loss=gspo", "algorithm.clip_low=0.001").config
+    assert (config.algorithm.name, config.algorithm.loss) == ("gdpo", "gspo")
+    assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.001, 4e-4)
+    assert not hasattr(config.algorithm, "dual_clip")
+    assert run("algorithm=rloo", "algorithm.loss=sapo", "algorithm.tau_neg=2").config.algorithm.tau_neg == 2.0
+    with pytest.raises(InputError, match=r"algorithm\.dual_clip is a setting of grpo"):
+        run("algorithm=gdpo", "algorithm.loss=gspo", "algorithm.dual_clip=2")
+
+
+def test_a_loss_stays_with_the_algorithm_it_was_chosen_for(run):
+    composed = run("algorithm=gvpo", file="algorithm: gdpo\nalgorithm.loss: gspo")
+    assert composed.config.algorithm.loss == "gvpo"
+    assert any("algorithm.loss was set for gdpo" in text for text in composed.warnings)
+
+
+def test_a_loss_that_does_not_go_with_an_algorithm_is_refused_with_the_reason(run):
+    with pytest.raises(InputError, match=r"algorithm\.loss=gspo does not go with algorithm=gvpo\n  its loss completes"):
+        run("algorithm=gvpo", "algorithm.loss=gspo")
+    with pytest.raises(InputError, match=r"algorithm\.loss=gvpo does not go with algorithm=grpo\n  its loss completes"):
+        run("algorithm=grpo", "algorithm.loss=gvpo")
+    with pytest.raises(InputError, match="unknown loss for grpo  gsp\n  did you mean   gspo"):
+        run("algorithm=grpo", "algorithm.loss=gsp")
 
 
 # --- not available yet -------------------------------------------------------------------------------------------
@@ -395,24 +467,13 @@ def test_an_algorithm_without_kl_refuses_it_too(algorithms):
         "actor_rollout_ref.actor.fsdp_config.param_offload=True",
         "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True",
         "actor_rollout_ref.ref.fsdp_config.param_offload=True",
-        "filter_groups.enable=True",
-        "algorithm.filter_groups.enable=True",
-        "algorithm.use_kl_in_reward=True",
-        "algorithm.kl_ctrl.type=adaptive",
-        "algorithm.kl_penalty=full",
         "agent.agent_type=hf",
         "agent.init_args.agent_type=gui",
         "agent=react",
         "agent.init_args.tools=[calculator]",
         "agent.init_args.template=qwen2.5",
         "agent.max_turns=3",
-        "algorithm.adv_estimator=gae",
-        "algorithm.adv_estimator=reinforce_plus_plus",
-        "algorithm=gdpo",
-        "algorithm.dgdo_beta=0.9",
         "agentflow.port=9999",
-        "train.kl_to_inference_coeff=0.01",
-        "train.kl_coef_in_loss=False",
         "trainer.n_gpus_per_node=8",
         "trainer.nnodes=2",
         "cluster=ray",
@@ -429,19 +490,6 @@ def test_what_is_not_available_is_refused_with_what_to_do(run, word):
 def test_quoted_numbers_of_a_file_count_as_numbers(run):
     with pytest.raises(InputError, match=r"several GPUs  \(.*my.yaml, line 2: trainer.n_gpus_per_node=8\)"):
         run(file="env: {N_GPUS: 8}\ntrainer.n_gpus_per_node: '${N_GPUS}'")
-
-
-def test_an_algorithm_that_has_landed_is_available(algorithms):
-    dgdo = type("Dgdo", (algorithms["gvpo"],), {})
-    config = compose(["algorithm=dgdo", "algorithm.dgdo_beta=0.9"], algorithms={**algorithms, "dgdo": dgdo}).config
-    assert (type(config.algorithm), config.algorithm.beta) == (dgdo, 0.9)
-
-
-def test_settings_of_an_algorithm_that_is_not_there_do_not_count_as_unknown(run):
-    with pytest.raises(InputError, match=r"not available yet: this algorithm  \(algorithm=gae\)"):
-        run("algorithm=gae", "algorithm.cliprange_value=0.5")
-    with pytest.raises(InputError, match=r"unknown setting  learner\.lrr"):
-        run("algorithm=gae", "learner.lrr=0.5")
 
 
 def test_the_calculator_command_names_all_that_is_missing_at_once(run):
@@ -467,7 +515,8 @@ def test_the_calculator_command_without_them_runs(run):
     assert (config.rollout.group_size, config.rollout.max_tokens) == (8, 256)
     assert (config.learner.mini_batch_size, config.learner.micro_batch_size) == (64, 8)
     assert (config.loop.save_every, config.eval.every, config.loop.total_steps) == (50, 10, 100)
-    assert len(composed.warnings) == 2  # the engine's memory and the critic
+    assert config.critic.model == "Qwen/Qwen2.5-3B-Instruct"
+    assert len(composed.warnings) == 1  # the engine's memory
 
 
 def test_the_table_has_one_way_to_ask_for_each_thing(algorithms):

@@ -208,15 +208,15 @@ def test_an_unknown_recipe(run):
 
 def test_other_algorithms_in_the_same_process(run, algorithms):
     @dataclass(frozen=True)
-    class Sapo:
-        name: str = "sapo"
+    class Mine:
+        name: str = "mine"
         tau: float = 1.5
 
     assert run("algorithm=grpo").config.algorithm.name == "grpo"
-    config = compose(["algorithm=sapo", "algorithm.tau=2"], algorithms={**algorithms, "sapo": Sapo}).config
-    assert config.algorithm == Sapo(tau=2.0)
-    with pytest.raises(InputError, match="not available yet: this algorithm"):
-        run("algorithm=sapo")
+    config = compose(["algorithm=mine", "algorithm.tau=2"], algorithms={**algorithms, "mine": Mine}).config
+    assert config.algorithm == Mine(tau=2.0)
+    with pytest.raises(InputError, match="unknown algorithm  mine"):
+        run("algorithm=mine")
 
 
 def test_hydra_is_left_as_it_was(algorithms, tmp_path):
@@ -271,7 +271,7 @@ def test_unknown_settings_name_the_nearest(run, word, guess, listing):
     ("words", "text"),
     [
         (["learner=3"], "learner is a section, not a setting\n  all settings of learner: covey config explain learner"),
-        (["algorithm=grp"], "unknown algorithm  grp\n  did you mean   grpo?\n  known: grpo, gvpo"),
+        (["algorithm=grp"], "unknown algorithm  grp\n  did you mean   grpo?\n  known: cispo, dapo"),
         (["mode=syncc"], "unknown mode  syncc\n  did you mean   sync?\n  known: sync"),
         (["agent=chatt"], "unknown agent  chatt\n  did you mean   chat?\n  known: chat, module:function"),
         (["rollout=embed"], "unknown rollout  embed\n  did you mean   embedded?\n  known: embedded"),
@@ -282,7 +282,7 @@ def test_unknown_settings_name_the_nearest(run, word, guess, listing):
         (["reward.weights.a=high"], "reward.weights.a must be dict[str, float], got 'high'"),
         (
             ["algorithm=grpo", "algorithm.beta=1"],
-            "algorithm.beta is a setting of gvpo, and the algorithm is grpo\n  all",
+            "algorithm.beta is a setting of gvpo and dgdo, and the algorithm is grpo\n  all",
         ),
         (["learner.lr=1,2"], "learner.lr=1,2  has several values\n  to run all of them, add --multirun; a list is"),
         (["train"], "train  is not a setting\n  settings are written key=value"),

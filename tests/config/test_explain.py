@@ -12,6 +12,7 @@ from covey.errors import InputError
 NATIVE = """
 agent.max_seconds agent.name agent.template
 cluster.name
+critic.clip critic.grad_clip critic.lr critic.model critic.shared critic.shared_coef critic.warmup_steps
 data.name data.options data.shuffle data.system_prompt data.train_batch_size data.train_files data.train_size
 data.val_files data.val_size
 eval.after eval.batch_size eval.before eval.every eval.max_tokens eval.modes eval.n eval.temperature eval.top_k
@@ -34,7 +35,8 @@ seed
 
 def test_the_native_keys_are_these_and_few(algorithms):
     assert sorted(schema_settings()) == sorted(NATIVE.split())
-    assert len(all_keys(algorithms)) < 120
+    for name in algorithms:  # what one run can set
+        assert len(schema_settings() | algorithm_settings(name, algorithms)) < 120
 
 
 def test_every_native_setting_is_explained():
@@ -46,9 +48,9 @@ def test_a_setting_is_read_from_its_field(algorithms):
     assert (setting.type, setting.default, setting.algorithms) == ("float", 1e-5, ())
     assert setting.explanation == "learning rate after the warm-up"
     beta = all_keys(algorithms)["algorithm.beta"]
-    assert (beta.type, beta.default, beta.algorithms) == ("float", 0.1, ("gvpo",))
-    assert beta.explanation == "strength of the KL to the reference"
-    assert all_keys(algorithms)["algorithm.name"].algorithms == ("gvpo", "grpo")
+    assert (beta.type, beta.default, beta.algorithms) == ("float", 0.1, ("gvpo", "dgdo"))
+    assert beta.explanation == "strength of the KL constraint"
+    assert all_keys(algorithms)["algorithm.name"].algorithms == tuple(algorithms)
     assert algorithm_settings("grpo", algorithms)["algorithm.name"].default == "grpo"
 
 
@@ -66,19 +68,31 @@ def test_explain_a_setting(algorithms):
 
 def test_explain_an_algorithms_setting_by_any_of_its_names(algorithms):
     text = explain("algorithm.beta", algorithms)
-    assert text.startswith("algorithm.beta  (gvpo)\n  strength of the KL to the reference\n")
+    assert text.startswith("algorithm.beta  (gvpo)\n  strength of the KL constraint\n")
     assert "aliases  algorithm.gvpo_beta" in text
-    assert explain("gvpo_beta", algorithms) == text
+    assert "algorithm.beta  (dgdo)\n  how much of the old weights is kept each step\n" in text
+    assert explain("gvpo_beta", algorithms) == text.split("\n\n")[0]
 
 
 def test_explain_an_algorithm(algorithms):
     lines = explain("algorithm=gvpo", algorithms).splitlines()
     assert lines[0] == "algorithm=gvpo"
-    assert [line.split("=")[0].strip() for line in lines[1:]] == [
+    named = [line.split("=")[0].strip() for line in lines if line.startswith("  algorithm.")]
+    assert named == [
         f"algorithm.{name}"
-        for name in ("beta", "use_bessel_correction", "clip_weight", "normalize_weights", "reference")
+        for name in (
+            *("loss", "beta", "use_bessel_correction", "clip_weight", "normalize_weights", "reference"),
+            *("overlong_buffer", "overlong_penalty", "truncated", "filter_groups", "filter_metric", "max_refills"),
+        )
     ]
-    assert lines[1].split(maxsplit=1) == ["algorithm.beta=0.1", "strength of the KL to the reference"]
+    assert ["algorithm.beta=0.1", "strength of the KL constraint"] in [line.split(maxsplit=1) for line in lines]
+
+
+def test_every_setting_of_every_algorithm_with_every_loss_is_explained(algorithms):
+    for name, schema in algorithms.items():
+        for other in (schema, *schema.losses.values()):
+            for key, setting in algorithm_settings(name, {name: other}).items():
+                assert setting.explanation, f"{key} of {name}"
 
 
 def test_explain_a_section_and_everything(algorithms):
@@ -92,7 +106,7 @@ def test_explain_a_section_and_everything(algorithms):
 @pytest.mark.parametrize(
     ("key", "text"),
     [
-        ("critic.model.path", "accepted; no effect: the algorithm has no critic"),
+        ("critic.model.path", "aliases  critic.model.path"),
         ("agent.use_agent", "accepted; no effect"),
         ("agentflow.port", "not available yet: the agent server"),
         ("train.optim_batch_size", "goes into learner.mini_batch_size: turns / rollout.group_size"),

@@ -104,7 +104,12 @@ def test_entropy_by_hand_and_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatc
     model = tiny_llama()
     rows = rows_of(2, 3)
     packed = pack(rows, plan(rows, 1000)[0])
-    logprobs, entropy = forward.token_logprobs(model, packed, 1.0, entropy_gradient=False)
+
+    def said(entropy_gradient: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = forward.hidden_states(model, packed)
+        return forward.token_logprobs(model, hidden, packed.target_M, 1.0, entropy_gradient=entropy_gradient)[:2]
+
+    logprobs, entropy = said()
     row = rows[0]
     with torch.no_grad():
         logits = model(torch.tensor([row.prompt_ids + row.response_ids])).logits[0, len(row.prompt_ids) - 1]
@@ -114,7 +119,7 @@ def test_entropy_by_hand_and_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatc
     if first == 0:
         assert float(entropy[place].detach()) == pytest.approx(float(-(p * p.log()).sum()), abs=1e-5)
     monkeypatch.setattr(forward, "CHUNK_LOGITS", 64 * 4)
-    again, entropy_again = forward.token_logprobs(model, packed, 1.0, entropy_gradient=False)
+    again, entropy_again = said()
     torch.testing.assert_close(again, logprobs)
     torch.testing.assert_close(entropy_again, entropy)
     weights = torch.randn(len(logprobs))
@@ -122,7 +127,7 @@ def test_entropy_by_hand_and_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatc
     for chunk in (64 * 4, 10**9):
         monkeypatch.setattr(forward, "CHUNK_LOGITS", chunk)
         model.zero_grad()
-        (forward.token_logprobs(model, packed, 1.0, entropy_gradient=True)[0] * weights).sum().backward()
+        (said(entropy_gradient=True)[0] * weights).sum().backward()
         gradients.append(model.lm_head.weight.grad.clone())
     torch.testing.assert_close(gradients[0], gradients[1])
 
@@ -145,9 +150,24 @@ def test_gradient_of_logprob_and_entropy(entropy_gradient: bool) -> None:
     torch.testing.assert_close(found, expected)
 
 
+def test_full_kl_and_its_gradient() -> None:
+    """Against the sum over the vocabulary written out, differentiated by autograd."""
+    torch.manual_seed(0)
+    logits = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
+    ref, weight = torch.randn(5, 7, dtype=torch.float64), torch.randn(5, dtype=torch.float64)
+    p, q = torch.log_softmax(logits, -1), torch.log_softmax(ref, -1)
+    expected = (p.exp() * (p - q)).sum(-1)
+    found = forward.FullKl.apply(logits, ref)
+    torch.testing.assert_close(found, expected)
+    (gradient,) = torch.autograd.grad((weight * found).sum(), logits)
+    (by_hand,) = torch.autograd.grad((weight * expected).sum(), logits)
+    torch.testing.assert_close(gradient, by_hand)
+    assert float(forward.FullKl.apply(ref, ref).abs().max()) < 1e-12
+
+
 def test_layers_that_are_not_supported_are_named() -> None:
     model = tiny_llama()
     model.config.layer_types = ["full_attention", "chunked_attention"]
     rows = rows_of(1, 1)
     with pytest.raises(ValueError, match="chunked_attention"):
-        forward.token_logprobs(model, pack(rows, [[0]]), 1.0, entropy_gradient=False)
+        forward.hidden_states(model, pack(rows, [[0]]))

@@ -104,9 +104,9 @@ def test_float16_scales_the_loss_and_survives_an_overflow() -> None:
     model = tiny_llama(dtype=torch.float16)
     learner = Learner(model, LearnerConfig(lr=1e-4), total_updates=1)
     batch = batch_of(rows_of(2, 4), 4, dtype=torch.float32)
-    assert learner.optimizer.scaler.is_enabled()
+    assert learner.scaler.is_enabled()
     outcomes = [learner.update(batch, make("grpo"))[0]["optim/skipped"] for _ in range(4)]
-    scale = learner.optimizer.scaler.get_scale()
+    scale = learner.scaler.get_scale()
     assert outcomes[-1] < 4, "the scale falls until gradients fit"
     assert scale <= 65536.0
     assert all(bool(p.isfinite().all()) for p in model.parameters())
@@ -115,11 +115,12 @@ def test_float16_scales_the_loss_and_survives_an_overflow() -> None:
 class Broken:
     """An algorithm whose loss is not a number, `times` times."""
 
-    couples_groups = False
+    couples = "nothing"
 
     def __init__(self, times: int) -> None:
         self.left = times
         self.sound = make("grpo")
+        self.needs = self.sound.needs
 
     def loss(self, out: Any, batch: Any) -> dict[str, LossTerm]:
         self.left -= 1

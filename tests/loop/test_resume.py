@@ -23,6 +23,8 @@ def variety(final_answer):
     if calls == int(os.environ.get("KILL_AT_CALL", "0")):
         os.kill(os.getpid(), signal.SIGKILL)
     return len(set(final_answer)) / 10
+def short(final_answer):
+    return -len(final_answer)
 """
 EVALUATION, STEP = 8, 3 * 4  # reward calls of the evaluation before training, and of each step
 
@@ -51,7 +53,7 @@ def outcome(folder: Path) -> dict[str, Any]:
     last = run / "checkpoints" / "step-000006"
     found: dict[str, Any] = {
         name: hashlib.sha256((last / name).read_bytes()).hexdigest()
-        for name in ("model/model.safetensors", "optimizer.safetensors")
+        for name in ("model/model.safetensors", "optimizer.safetensors", "critic.safetensors")
         if (last / name).exists()
     }
     found |= {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in (last / "model").glob("adapter*.safetensors")}
@@ -62,14 +64,21 @@ def outcome(folder: Path) -> dict[str, Any]:
             del record["metrics"][name]
     found["records"] = records
     found["episodes"] = (run / "episodes.jsonl").read_text()
+    found["algorithm"] = json.loads((last / "state.json").read_text())["algorithm"]
     found["status"] = json.loads((run / "run.json").read_text())["status"]
     return found
 
 
 @pytest.mark.parametrize(
     "settings",
-    [(), ("algorithm=grpo", "model.dtype=bfloat16", "learner.mini_batch_size=2"), ("model.lora.rank=4",)],
-    ids=["gvpo", "grpo-bfloat16", "lora"],
+    [
+        (),
+        ("algorithm=grpo", "model.dtype=bfloat16", "learner.mini_batch_size=2"),
+        ("model.lora.rank=4",),
+        ("algorithm=ppo", "critic.warmup_steps=2", "algorithm.kl_coef=0.1", "algorithm.kl_target=0.01"),
+        ("algorithm=dgdo", "algorithm.warmup_steps=1", "reward=[reward.py:variety,reward.py:short]"),
+    ],
+    ids=["gvpo", "grpo-bfloat16", "lora", "ppo-adaptive-kl", "dgdo"],
 )
 def test_killed_in_the_middle_of_step_four(tmp_path: Path, tiny_model_folder: Path, settings: tuple[str, ...]) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"

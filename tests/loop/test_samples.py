@@ -7,7 +7,7 @@ import torch
 
 from covey.loop.samples import episode_rows, minibatches, to_samples
 from covey.protocols import Advantages
-from covey.types import Episode, Group, StopReason, Task, Turn
+from covey.types import Collected, Episode, Group, StopReason, Task, Turn
 
 
 def turn(prompt: list[int], completion: list[int]) -> Turn:
@@ -35,14 +35,14 @@ def test_a_rewritten_history_forks_into_a_new_row_of_the_same_episode() -> None:
     assert [row.episode for row in rows] == [0, 0]
 
 
-def groups() -> list[Group]:
+def groups() -> Collected:
     made = []
     for number in range(3):
         task = Task(f"t{number}", ())
         one = episode(turn([1, number], [5] * (number + 1)), reward=float(number))
         forked = episode(turn([1, number], [6]), turn([2], [7, 7]), reward=None)
         made.append(Group(task, (one, forked)))
-    return made
+    return Collected(tuple(made))
 
 
 def test_columns_of_a_step() -> None:

@@ -51,7 +51,7 @@ def parity(final_answer: str) -> float:
 
 def test_groups_come_in_task_order_each_attempt_with_its_own_stream() -> None:
     made = collector(parity)
-    groups = asyncio.run(source(made).next())
+    groups = asyncio.run(source(made).next()).groups
     assert [g.task.id for g in groups] == ["t0", "t1", "t2"]
     assert [len(g.episodes) for g in groups] == [3, 3, 3]
     assert len(set(made.engine.seeds)) == 9  # type: ignore[attr-defined]
@@ -64,7 +64,7 @@ def test_the_same_step_draws_the_same_and_another_step_does_not() -> None:
     def answers(step: int) -> list[str]:
         made = source(collector(parity))
         made.policy_updated(step)
-        return [e.final_answer for g in asyncio.run(made.next()) for e in g.episodes]
+        return [e.final_answer for g in asyncio.run(made.next()).groups for e in g.episodes]
 
     assert answers(4) == answers(4)
     assert answers(4) != answers(5)
@@ -81,9 +81,10 @@ def test_a_reward_that_raises_costs_one_episode() -> None:
         return 1.0
 
     made = source(collector(shaky))
-    groups = asyncio.run(made.next())
+    found = asyncio.run(made.next())
+    groups = found.groups
     assert sum(len(g.episodes) for g in groups) == 8
-    assert made.failures == {"reward": 1} and made.dropped == 0
+    assert found.failures == {"reward": 1} and found.dropped == 0
 
 
 def test_a_group_left_too_small_is_dropped_and_counted() -> None:
@@ -94,9 +95,10 @@ def test_a_group_left_too_small_is_dropped_and_counted() -> None:
         return reply
 
     made = source(collector(parity, FunctionAgent(fussy)))
-    groups = asyncio.run(made.next())
+    found = asyncio.run(made.next())
+    groups = found.groups
     assert [g.task.id for g in groups] == ["t0", "t2"]
-    assert made.failures == {"agent": 2} and made.dropped == 1
+    assert found.failures == {"agent": 2} and found.dropped == 1
 
 
 def test_an_episode_past_its_deadline_is_a_failure() -> None:
@@ -107,8 +109,8 @@ def test_an_episode_past_its_deadline_is_a_failure() -> None:
         return reply
 
     made = source(collector(parity, FunctionAgent(slow), max_seconds=0.2))
-    asyncio.run(made.next())
-    assert made.failures == {"timeout": 3}
+    found = asyncio.run(made.next())
+    assert found.failures == {"timeout": 3}
 
 
 def test_an_attempt_that_no_reward_scores_is_left_out_not_worth_zero() -> None:
@@ -116,10 +118,11 @@ def test_an_attempt_that_no_reward_scores_is_left_out_not_worth_zero() -> None:
         return 1.0 if int(final_answer) % 3 else None
 
     made = source(collector(sometimes), attempts=6)
-    groups = asyncio.run(made.next())
+    found = asyncio.run(made.next())
+    groups = found.groups
     kept = [e for g in groups for e in g.episodes]
-    assert made.failures["unscored"] > 0
-    assert len(kept) + made.failures["unscored"] + 6 * made.dropped >= 18
+    assert found.failures["unscored"] > 0
+    assert len(kept) + found.failures["unscored"] + 6 * found.dropped >= 18
     assert all(e.rewards["sometimes"] == 1.0 for e in kept)
 
 
@@ -132,8 +135,7 @@ def test_waiting_for_the_model_does_not_count_towards_the_deadline() -> None:
     made = collector(parity, max_seconds=0.2)
     slow = replace(made, engine=Slow())
     training = source(slow)
-    asyncio.run(training.next())
-    assert not training.failures
+    assert not asyncio.run(training.next()).failures
 
 
 def test_when_everything_fails_the_cause_and_a_fix_are_named() -> None:
@@ -149,7 +151,7 @@ def test_rewards_that_compare_attempts_see_the_group() -> None:
         order = sorted(e.final_answer for e in episodes)
         return [float(order.index(e.final_answer)) for e in episodes]
 
-    groups = asyncio.run(source(collector(rank)).next())
+    groups = asyncio.run(source(collector(rank)).next()).groups
     for group in groups:
         assert min(e.rewards["rank"] or 0 for e in group.episodes) == 0
 
@@ -159,7 +161,7 @@ def test_every_turn_of_a_coroutine_is_kept() -> None:
         first = await policy.chat(task.messages)
         return str(await policy.chat([*task.messages, {"role": "assistant", "content": first}]))
 
-    (group, *_) = asyncio.run(source(collector(parity, FunctionAgent(twice))).next())
+    (group, *_) = asyncio.run(source(collector(parity, FunctionAgent(twice))).next()).groups
     assert all(len(e.turns) == 2 for e in group.episodes)
 
 

@@ -1,27 +1,29 @@
 """The algorithms as plain functions, for use inside other trainers and for comparison with them.
 
     advantages("grpo", rewards, groups)                       rewards → advantages
-    policy_loss("gvpo", logprobs, old, adv, mask, groups=…)   advantages, log-probs → loss
+    policy_loss("gspo", logprobs, old, adv, mask)             advantages, log-probs → loss
     compute_gvpo_advantage(...)                               GVPO's finished weight, for trainers whose loss sees rows
     GVPOLoss(beta=0.1)(logprobs, ref, rewards, groups, mask)  all of GVPO in one call
 
-Shapes: N answers, T tokens. `groups` names the prompt of each answer, as integers or strings.
+Shapes: N answers, T tokens, G groups. `groups` names the prompt of each answer, as integers or strings.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Hashable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from covey.algorithms import make
+from covey.algorithms.aggregation import divide
+from covey.algorithms.algorithm import Algorithm
+from covey.algorithms.assemble import make
+from covey.algorithms.catalogue import LOSSES
 from covey.algorithms.gvpo import Gvpo
-from covey.algorithms.ops import divide, group_size, make_batch
-from covey.algorithms.ppo_clip import PpoClip
+from covey.algorithms.ops import group_size, make_batch
 from covey.errors import unknown
 from covey.protocols import Metrics, TokenOutputs
 from covey.types import Batch, Samples
@@ -29,7 +31,46 @@ from covey.types import Batch, Samples
 Groups = Tensor | Sequence[Hashable]
 Rewards = Tensor | Mapping[str, Tensor]
 
-LOSSES: dict[str, type] = {"gvpo": Gvpo, "ppo_clip": PpoClip, "ppo": PpoClip, "grpo": PpoClip}
+# What people call a loss → the loss. `ppo` and `grpo` name one; `advantages` makes the difference between them.
+LOSS_NAMES = {name: name for name in LOSSES} | {
+    "ppo": "ppo_clip",
+    "grpo": "ppo_clip",
+    "vanilla": "ppo_clip",
+    "reinforce": "policy_gradient",
+    "gpg": "policy_gradient",
+}
+
+
+@overload
+def advantages(
+    name: str,
+    rewards: Rewards,
+    groups: Groups,
+    *,
+    mask: Tensor | None = ...,
+    values: Tensor | None = ...,
+    baseline_rewards: Tensor | None = ...,
+    weights: Mapping[str, float] | None = ...,
+    state: MutableMapping[str, Any] | None = ...,
+    with_returns: Literal[False] = ...,
+    **options: Any,
+) -> Tensor: ...
+
+
+@overload
+def advantages(
+    name: str,
+    rewards: Rewards,
+    groups: Groups,
+    *,
+    mask: Tensor | None = ...,
+    values: Tensor | None = ...,
+    baseline_rewards: Tensor | None = ...,
+    weights: Mapping[str, float] | None = ...,
+    state: MutableMapping[str, Any] | None = ...,
+    with_returns: Literal[True],
+    **options: Any,
+) -> tuple[Tensor, Tensor]: ...
 
 
 def advantages(
@@ -38,30 +79,77 @@ def advantages(
     groups: Groups,
     *,
     mask: Tensor | None = None,
+    values: Tensor | None = None,
+    baseline_rewards: Tensor | None = None,
     weights: Mapping[str, float] | None = None,
+    state: MutableMapping[str, Any] | None = None,
+    with_returns: bool = False,
     **options: Any,
-) -> Tensor:
-    """Advantages of N answers: [N]. `rewards` is [N], token rewards [N, T] (summed under `mask`), or a dict of named
-    [N] columns (NaN: never scored), added with `weights` (1 where not given). advantages("gvpo") is R − R̄."""
+) -> Any:
+    """Advantages of N answers: [N], or [N, T] for token-level estimators (ppo, reinforce_plus_plus).
+
+    rewards           [N], token rewards [N, T], or a dict of named [N] columns (NaN: never scored), added with
+                      `weights` (1 where not given). Token-level estimators put a [N] reward on an answer's last token.
+    mask              [N, T], the sampled tokens: for token-level estimators, opo, and token rewards
+    values            [N, T], a critic's, for ppo;  with_returns=True gives its returns too
+    baseline_rewards  [N], the greedy answer's reward, for remax
+    state             a dict that dgdo keeps its weights in from call to call
+    """
     algorithm = make(name, **options)
     group_N = index_groups(groups)
-    _warn_about_singletons(name, group_N)
-    columns = rewards if isinstance(rewards, Mapping) else {"reward": _per_answer(rewards, mask)}
-    some = next(iter(columns.values()))
-    if some.shape != (len(group_N),):
-        raise ValueError(f"rewards have shape {tuple(some.shape)} but there are {len(group_N)} group labels")
+    if algorithm.needs.min_group_size > 1:
+        _warn_about_singletons(algorithm.name, group_N)
+    if algorithm.needs.values and (values is None or mask is None):
+        raise ValueError(f"{name} needs values=, what a critic says of each token, and mask=")
+    if algorithm.needs.greedy_baseline and baseline_rewards is None:
+        raise ValueError(f"{name} needs baseline_rewards=, the reward of the greedy answer to each answer's prompt")
+    samples = _samples(group_N, rewards, mask, values, baseline_rewards, weights or {})
+    if state:
+        algorithm.load_state_dict(state)
+    found = algorithm.advantages(samples)
+    if state is not None:
+        state.update(algorithm.state_dict())
+    if with_returns and found.returns is None:
+        raise ValueError(f"{name} has no returns: they are what a critic learns from")
+    return (found.values, found.returns) if with_returns else found.values
+
+
+def _samples(
+    group_N: Tensor,
+    rewards: Rewards,
+    mask: Tensor | None,
+    values: Tensor | None,
+    baseline: Tensor | None,
+    weights: Mapping[str, float],
+) -> Samples:
+    """One row per answer. Token rewards are what shapers add to single tokens; then there is no other reward."""
+    per_token = rewards if isinstance(rewards, Tensor) and rewards.dim() == 2 else None
+    some = rewards if isinstance(rewards, Tensor) else next(iter(rewards.values()))
     dtype = some.dtype if some.is_floating_point() else torch.get_default_dtype()
-    rows = torch.zeros(len(group_N), 1, dtype=dtype)
-    samples = Samples(
+    if len(some) != len(group_N) or (per_token is None and some.dim() != 1):
+        raise ValueError(f"rewards have shape {tuple(some.shape)} but there are {len(group_N)} group labels")
+    if mask is None:
+        mask = torch.ones(len(some), 1 if per_token is None else per_token.shape[1], dtype=torch.bool)
+    mask, group_N = mask.bool().to(some.device), group_N.to(some.device)
+    empty = torch.zeros(len(some), dtype=dtype, device=some.device)
+    columns = rewards if isinstance(rewards, Mapping) else {"reward": empty if per_token is not None else some}
+    baseline_G = None
+    if baseline is not None:
+        baseline_G = torch.zeros(int(group_N.max()) + 1, dtype=dtype, device=some.device)
+        baseline_G[group_N] = baseline.to(dtype)
+    return Samples(
         rows=(),
-        group_N=group_N.to(some.device),
+        group_N=group_N,
         rewards=columns,
-        weights={key: (weights or {}).get(key, 1.0) for key in columns},
-        episode_R=torch.arange(len(group_N)),
-        mask_RT=torch.ones_like(rows, dtype=torch.bool),
-        old_logprobs_RT=rows.to(some.device),
+        weights={key: weights.get(key, 1.0) for key in columns},
+        truncated_N=torch.zeros_like(group_N, dtype=torch.bool),
+        episode_R=torch.arange(len(group_N), device=some.device),
+        mask_RT=mask,
+        old_logprobs_RT=torch.zeros(mask.shape, dtype=dtype, device=some.device),
+        values_RT=values,
+        token_rewards_RT=per_token,
+        baseline_rewards_G=baseline_G,
     )
-    return algorithm.advantages(samples).values
 
 
 def policy_loss(
@@ -73,32 +161,55 @@ def policy_loss(
     *,
     groups: Groups | None = None,
     ref_logprobs: Tensor | None = None,
+    sampling_logprobs: Tensor | None = None,
     aggregation: str | None = None,
     **options: Any,
 ) -> tuple[Tensor, Metrics]:
     """The loss and its statistics. Log-probs and `mask` are [N, T]; `advantages` [N] or [N, T].
 
+    The KL settings work here too (kl_coef with ref_logprobs; kl_old_coef). With `sampling_logprobs`, those of the
+    engine that sampled, advantages are multiplied by truncated importance weights (correction, correction_cap).
+
     policy_loss("gvpo") wants R − R̄ as advantages and subtracts the β term itself, from the current log-probs; it needs
     `groups`, and `ref_logprobs` unless reference="old".
     """
-    if name not in LOSSES:
-        raise unknown("loss", name, LOSSES)
-    if aggregation is not None:
-        if LOSSES[name] is Gvpo:
-            raise ValueError("gvpo sums over tokens by its theory (a mean changes its optimum): leave aggregation out")
-        options["aggregation"] = aggregation
-    objective = LOSSES[name](**options)
-    if objective.couples_groups and groups is None:
+    algorithm = _with_loss(name, aggregation, sampling_logprobs is not None, options)
+    if algorithm.couples == "groups" and groups is None:
         raise ValueError(f"{name} couples the answers of a prompt: pass groups=, the prompt of each answer")
-    if objective.needs.reference and ref_logprobs is None:
+    if algorithm.needs.full_kl:
+        raise ValueError("the full KL needs logits of the whole vocabulary, and this function sees only log-probs")
+    if algorithm.needs.reference and ref_logprobs is None:
         hint = "or reference='old' to anchor at the sampling policy" if name == "gvpo" else "or kl_coef=0"
         raise ValueError(f"{name} needs ref_logprobs= with these settings, {hint}")
     group_N = index_groups(groups) if groups is not None else torch.arange(len(logprobs))
     batch = _batch(group_N.to(logprobs.device), old_logprobs, ref_logprobs, advantages, mask.bool())
+    found: Metrics = {}
+    if sampling_logprobs is not None and algorithm.correction is not None:
+        weight, found = algorithm.correction.weights(
+            old_logprobs, sampling_logprobs, batch.mask_RT, batch.episode_R, len(group_N)
+        )
+        batch = replace(batch, advantages_RT=batch.advantages_RT * weight)
     out = TokenOutputs(logprobs, torch.zeros_like(logprobs))
-    terms = divide(objective.loss(out, batch), batch)
-    found = objective.metrics(out, batch) | {f"loss/{key}": float(term.detach()) for key, term in terms.items()}
+    terms = divide(algorithm.loss(out, batch), batch)
+    found = found | algorithm.metrics(out, batch)
+    found |= {f"{key}/loss": float(term.detach()) for key, term in terms.items()}
     return torch.stack(list(terms.values())).sum(), found
+
+
+def _with_loss(name: str, aggregation: str | None, corrected: bool, options: dict[str, Any]) -> Algorithm:
+    """Any estimator will do: advantages are at hand."""
+    if name not in LOSS_NAMES:
+        raise unknown("loss", name, LOSS_NAMES)
+    loss = LOSS_NAMES[name]
+    if aggregation is not None:
+        options = options | {"aggregation": aggregation}
+    if loss == "gvpo":
+        if corrected:
+            raise ValueError("gvpo is right for samples of any policy: leave sampling_logprobs out")
+        return make("gvpo", **options)
+    if corrected:
+        options = {"correction": "token"} | options
+    return make("grpo", loss=loss, **options)
 
 
 def compute_gvpo_advantage(
@@ -179,4 +290,5 @@ def _batch(group_N: Tensor, old: Tensor, ref: Tensor | None, advantage: Tensor, 
         old_logprobs_RT=old,
         ref_logprobs_RT=ref,
         advantages_RT=per_token.to(old.dtype),
+        max_tokens=mask.shape[1],
     )

@@ -12,25 +12,22 @@ Shapes: N episodes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from covey.algorithms.ops import group_mean, group_size, group_std
+from covey.algorithms.ops import group_mean, group_size, normalised
 from covey.protocols import Advantages, Needs
 from covey.types import Samples
 
 
 @dataclass(frozen=True, slots=True)
 class Grpo:
+    needs: ClassVar[Needs] = Needs(min_group_size=2)
+
     std_normalize: bool = True  # divide by the group's standard deviation
     epsilon: float = 1e-6  # added to the standard deviation
 
-    @property
-    def needs(self) -> Needs:
-        return Needs(min_group_size=2)
-
     def advantages(self, samples: Samples) -> Advantages:
-        rewards_N = samples.total_reward()
-        centred_N = rewards_N - group_mean(rewards_N, samples.group_N)
-        std_N = group_std(rewards_N, samples.group_N)
-        # Where the spread is mere rounding, so is the centred reward.
-        centred_N = centred_N * ((std_N > 0) & (group_size(samples.group_N) > 1))
-        return Advantages(centred_N / (std_N + self.epsilon) if self.std_normalize else centred_N)
+        rewards_N, group_N = samples.total_reward(), samples.group_N
+        if self.std_normalize:
+            return Advantages(normalised(rewards_N, group_N, self.epsilon))
+        return Advantages((rewards_N - group_mean(rewards_N, group_N)) * (group_size(group_N) > 1))

@@ -23,17 +23,22 @@ Shapes: N episodes, R rows, T tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from covey.algorithms.ops import episode_sum, group_mean, group_size
-from covey.protocols import Advantages, LossTerm, Metrics, Needs, TokenOutputs
+from covey.algorithms.ops import group_mean, group_size, policy_sum
+from covey.protocols import Advantages, Couples, Metrics, Needs, TokenOutputs
 from covey.types import Batch, Samples
 
 
 @dataclass(frozen=True, slots=True)
 class Gvpo:
+    term: ClassVar[str] = "gvpo"
+    couples: ClassVar[Couples] = "groups"
+    on_policy_only: ClassVar[bool] = False
+
     beta: float = 0.1  # strength of the KL constraint
     use_bessel_correction: bool = True  # divide by k − 1 (unbiased variance); else by k
     clip_weight: float | None = None  # clip w to ±this
@@ -52,32 +57,26 @@ class Gvpo:
     def needs(self) -> Needs:
         return Needs(reference=self.reference == "initial", min_group_size=2, advised_group_size=4)
 
-    @property
-    def couples_groups(self) -> bool:
-        return True
-
     def advantages(self, samples: Samples) -> Advantages:
         rewards_N = samples.total_reward()
         return Advantages(rewards_N - group_mean(rewards_N, samples.group_N))
 
-    def loss(self, out: TokenOutputs, batch: Batch) -> dict[str, LossTerm]:
-        sum_N = episode_sum(out.logprobs, batch.mask_RT, batch.episode_R, len(batch.group_N))
+    def loss(self, out: TokenOutputs, batch: Batch) -> Tensor:
+        """Of each token, [R, T]: summed over the tokens of a group and averaged over groups, it is L."""
         weight_N = self._batch_weights(out, batch)
         size_N = group_size(batch.group_N, weight_N.dtype, batch.length_N > 0)
         divisor_N = (size_N - int(self.use_bessel_correction)).clamp(min=1)
-        # Episodes of the mini-batch that are not in this micro-batch have an empty sum and add nothing.
-        return {"gvpo": LossTerm(-self.beta * (weight_N * sum_N / divisor_N).sum(), "groups")}
+        return (-self.beta * weight_N / divisor_N)[batch.episode_R][:, None] * out.logprobs
 
     def log_ratio(self, out: TokenOutputs, batch: Batch) -> Tensor:
         """ρ of every episode of the mini-batch, detached. Without a first pass the micro-batch holds whole groups;
         episodes that are elsewhere then get ρ = 0, and their groups no loss here."""
         anchor_N = batch.ref_sum_N if self.reference == "initial" else batch.old_sum_N
         assert anchor_N is not None, "GVPO with reference=initial needs reference log-probs"
+        ratio_N = policy_sum(out, batch) - anchor_N
         if batch.policy_sum_N is not None:
-            return batch.policy_sum_N - anchor_N
-        sum_N = episode_sum(out.logprobs.detach(), batch.mask_RT, batch.episode_R, len(batch.group_N))
-        here_N = torch.zeros_like(anchor_N).index_fill(0, batch.episode_R, 1.0)
-        return (sum_N - anchor_N) * here_N
+            return ratio_N
+        return ratio_N * torch.zeros_like(anchor_N).index_fill(0, batch.episode_R, 1.0)
 
     def weights(self, log_ratio_N: Tensor, rewards_N: Tensor, group_N: Tensor, valid_N: Tensor | None = None) -> Tensor:
         """w of each episode. A group of one has nothing to be compared with and gets 0, as does an empty answer

@@ -1,21 +1,17 @@
-"""Mathematics shared by the algorithms: group statistics, sums over tokens, KL estimators, diagnostics.
+"""Mathematics shared by the algorithms: group statistics, sums and time over tokens, diagnostics.
 
 Shapes: N episodes, G groups, R rows, T response tokens. `group` holds 0..G-1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from covey.protocols import LossTerm
-from covey.types import Batch, Sample
-
-AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-KL_NAMES = {"k1": "k1", "kl": "k1", "abs": "abs", "k2": "k2", "mse": "k2", "k3": "k3", "low_var_kl": "k3"}
+from covey.protocols import TokenOutputs
+from covey.types import Batch, Sample, Samples
 
 
 def group_sum(x_N: Tensor, group_N: Tensor) -> Tensor:
@@ -34,14 +30,35 @@ def group_mean(x_N: Tensor, group_N: Tensor, valid_N: Tensor | None = None) -> T
     return group_sum(kept_N, group_N) / group_size(group_N, x_N.dtype, valid_N).clamp(min=1)
 
 
-def group_std(x_N: Tensor, group_N: Tensor) -> Tensor:
+def group_std(x_N: Tensor, group_N: Tensor, valid_N: Tensor | None = None) -> Tensor:
     """Unbiased standard deviation of each group; 0 for a group of one. A spread within rounding of the values
     counts as exactly zero: constant 0.1s have no signal."""
-    size_N = group_size(group_N, x_N.dtype)
-    variance_N = group_sum((x_N - group_mean(x_N, group_N)) ** 2, group_N) / (size_N - 1).clamp(min=1)
-    std_N = variance_N.sqrt()
+    valid_N = torch.ones_like(x_N, dtype=torch.bool) if valid_N is None else valid_N
+    x_N = torch.where(valid_N, x_N, torch.zeros_like(x_N))
+    off_N = torch.where(valid_N, x_N - group_mean(x_N, group_N, valid_N), torch.zeros_like(x_N))
+    std_N = (group_sum(off_N**2, group_N) / (group_size(group_N, x_N.dtype, valid_N) - 1).clamp(min=1)).sqrt()
     largest_G = x_N.new_zeros(_groups(group_N)).scatter_reduce(0, group_N, x_N.abs(), "amax")
     return torch.where(std_N <= _rounding(x_N.dtype) * largest_G[group_N], torch.zeros_like(std_N), std_N)
+
+
+def normalised(x_N: Tensor, group_N: Tensor, epsilon: float, valid_N: Tensor | None = None) -> Tensor:
+    """(x − mean) / (std + ε) over each group: 0 where the group has no spread, or where x does not count."""
+    std_N = group_std(x_N, group_N, valid_N)
+    # Where the spread is mere rounding, so is the centred value.
+    keep_N = (std_N > 0) if valid_N is None else (std_N > 0) & valid_N
+    return torch.where(keep_N, x_N - group_mean(x_N, group_N, valid_N), torch.zeros_like(x_N)) / (std_N + epsilon)
+
+
+def whiten(x: Tensor, weight: Tensor) -> Tensor:
+    """Mean 0 and variance 1 over elements that count `weight` times: the mask of tokens, or tokens per episode."""
+    weight = weight.to(x.dtype)
+    x = torch.where(weight > 0, x, torch.zeros_like(x))
+    count = weight.sum()
+    mean = (x * weight).sum() / count.clamp(min=1)
+    std = ((weight * (x - mean) ** 2).sum() / (count - 1).clamp(min=1)).sqrt()
+    if bool(std <= _rounding(x.dtype) * x.abs().max()):
+        return torch.zeros_like(x)
+    return torch.where(weight > 0, (x - mean) / (std**2 + 1e-8).sqrt(), torch.zeros_like(x))
 
 
 def _groups(group_N: Tensor) -> int:
@@ -56,6 +73,54 @@ def episode_sum(x_RT: Tensor, mask_RT: Tensor, episode_R: Tensor, episodes: int)
     """Masked sum over the tokens of all rows of an episode: [R, T] → [N]."""
     sums_R = torch.where(mask_RT, x_RT, torch.zeros_like(x_RT)).sum(-1)
     return sums_R.new_zeros(episodes).index_add(0, episode_R, sums_R)
+
+
+def token_rewards(samples: Samples) -> Tensor:
+    """What each token earned, [R, T]: an episode's own reward sits on its last sampled token."""
+    places_NL, valid_NL = timeline(samples.mask_RT, samples.episode_R, samples.episodes)
+    reward_N = samples.outcome_reward()
+    has_N = valid_NL.any(-1)
+    last_N = places_NL[has_N, valid_NL.sum(-1)[has_N] - 1]
+    found_RT = torch.zeros_like(samples.mask_RT, dtype=reward_N.dtype)
+    found_RT.view(-1)[last_N] = reward_N[has_N]
+    if samples.token_rewards_RT is not None:
+        found_RT = found_RT + samples.token_rewards_RT * samples.mask_RT
+    return found_RT
+
+
+def timeline(mask_RT: Tensor, episode_R: Tensor, episodes: int) -> tuple[Tensor, Tensor]:
+    """The sampled tokens of each episode in the order they were sampled, across tool turns and forked rows:
+    [N, L] places in the flattened [R, T] layout, and which of them exist."""
+    place_M = mask_RT.flatten().nonzero()[:, 0]
+    owner_M, order = episode_R[place_M // mask_RT.shape[1]].sort(stable=True)
+    place_M = place_M[order]
+    count_N = torch.bincount(owner_M, minlength=episodes)
+    column_M = torch.arange(len(place_M), device=place_M.device) - (count_N.cumsum(0) - count_N)[owner_M]
+    places_NL = place_M.new_zeros(episodes, int(count_N.max()) if episodes else 0)
+    places_NL[owner_M, column_M] = place_M
+    return places_NL, torch.arange(places_NL.shape[1], device=place_M.device) < count_N[:, None]
+
+
+def along(x_RT: Tensor, places_NL: Tensor, valid_NL: Tensor) -> Tensor:
+    """Token values laid along a timeline: [R, T] → [N, L], 0 beyond the end."""
+    return torch.where(valid_NL, x_RT.flatten()[places_NL], x_RT.new_zeros(()))
+
+
+def back(x_NL: Tensor, places_NL: Tensor, valid_NL: Tensor, like_RT: Tensor) -> Tensor:
+    """The way back: [N, L] → [R, T], 0 where nothing was sampled."""
+    found_RT = x_NL.new_zeros(like_RT.shape)
+    found_RT.view(-1)[places_NL[valid_NL]] = x_NL[valid_NL]
+    return found_RT
+
+
+def backward_sum(x_NL: Tensor, discount: float) -> Tensor:
+    """G_t = x_t + discount · G_{t+1}"""
+    total_N = x_NL.new_zeros(len(x_NL))
+    found_NL = torch.zeros_like(x_NL)
+    for t in range(x_NL.shape[1] - 1, -1, -1):
+        total_N = x_NL[:, t] + discount * total_N
+        found_NL[:, t] = total_N
+    return found_NL
 
 
 def make_batch(
@@ -94,55 +159,17 @@ def make_batch(
     )
 
 
-def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, name: str) -> Tensor:
-    """Per-token estimate of KL(policy ‖ reference) from samples of the policy (Schulman 2020, "Approximating KL").
-
-    With d = log π_ref − log π:   k1 = −d     abs = |d|     k2 = d²/2     k3 = e^d − 1 − d
-    """
-    if name not in KL_NAMES:
-        raise ValueError(f"unknown KL estimator {name!r}; known: {', '.join(KL_NAMES)}")
-    d = ref_logprobs - logprobs
-    match KL_NAMES[name]:
-        case "k1":
-            return -d
-        case "abs":
-            return d.abs()
-        case "k2":
-            return d**2 / 2
-        case _:
-            return torch.expm1(d) - d
-
-
 def probability_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """π / π_old of each token. Log-ratios are held to ±20, beyond which exp would overflow sums."""
     return torch.exp((logprobs - old_logprobs).clamp(-20, 20))
 
 
-def aggregate(x_RT: Tensor, batch: Batch, how: str, norm_length: int | None = None) -> LossTerm:
-    """Sum a token-level loss so that the learner's one division gives the named mean.
-
-    token-mean               Σ_all tokens / number of tokens
-    seq-mean-token-sum       Σ_episode / number of episodes
-    seq-mean-token-mean      mean over an episode's tokens, then over episodes
-    seq-mean-token-sum-norm  Σ_episode / norm_length, then over episodes (Dr. GRPO's constant)
-    """
-    assert how in AGGREGATIONS, how
-    x_RT = torch.where(batch.mask_RT, x_RT, torch.zeros_like(x_RT))
-    if how == "token-mean":
-        return LossTerm(x_RT.sum(), "tokens")
-    if how == "seq-mean-token-mean":
-        length_R = batch.length_N[batch.episode_R].clamp(min=1).to(x_RT.dtype)
-        return LossTerm((x_RT.sum(-1) / length_R).sum(), "episodes")
-    if how == "seq-mean-token-sum-norm":
-        assert norm_length is not None, "seq-mean-token-sum-norm divides by a constant"
-        return LossTerm(x_RT.sum() / norm_length, "episodes")
-    return LossTerm(x_RT.sum(), "episodes")
-
-
-def divide(terms: Mapping[str, LossTerm], batch: Batch) -> dict[str, Tensor]:
-    """The one division: each sum by the count of its unit over the whole mini-batch, not over the rows at hand."""
-    count = {"tokens": int(batch.length_N.sum()), "episodes": len(batch.group_N), "groups": batch.groups}
-    return {name: term.sum / max(count[term.unit], 1) for name, term in terms.items()}
+def policy_sum(out: TokenOutputs, batch: Batch) -> Tensor:
+    """Σ log π of every episode of the mini-batch, without gradient: from the rows at hand, or where a micro-batch holds
+    only a part of what belongs together, from a first pass over all of it."""
+    if batch.policy_sum_N is not None:
+        return batch.policy_sum_N
+    return episode_sum(out.logprobs.detach(), batch.mask_RT, batch.episode_R, len(batch.group_N))
 
 
 def masked_mean(x_RT: Tensor, mask_RT: Tensor) -> float:
@@ -153,3 +180,14 @@ def effective_sample_size(weights: Tensor) -> float:
     """(Σw)² / (n Σw²): the share of the samples that still counts; 1 on-policy."""
     w = weights.double().flatten()
     return float(w.sum() ** 2 / (len(w) * (w**2).sum())) if len(w) and bool((w != 0).any()) else 0.0
+
+
+def simplex_with_floor(weights: list[float], floor: float) -> list[float]:
+    """The nearest point with Σ w = 1 and every w ≥ floor: each is lowered by the same amount, or held at the floor."""
+    mass, above = 1 - floor * len(weights), sorted((w - floor for w in weights), reverse=True)
+    total, shift = 0.0, 0.0
+    for count, height in enumerate(above, start=1):
+        total += height
+        if height - (total - mass) / count > 0:
+            shift = (total - mass) / count
+    return [floor + max(w - floor - shift, 0.0) for w in weights]

@@ -10,7 +10,7 @@ import dataclasses
 import os
 import platform
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -26,13 +26,14 @@ from covey.cli.checks import (
     check_sizes,
     digest_rewards,
     digest_tasks,
+    sampling_is_cut,
 )
 from covey.config import Composed, fingerprint
-from covey.config.schema import Config
+from covey.config.schema import Config, LoraConfig
 from covey.errors import Absent, InputError
 from covey.protocols import Agent
 from covey.rewards import RewardSet, resolve_rewards
-from covey.tasks import TaskSet, batch_for_step, load_tasks, steps_per_epoch
+from covey.tasks import TaskSet, batch_for_step, fresh_tasks, load_tasks, steps_per_epoch
 from covey.telemetry import check_logging
 from covey.types import Sampling, Task
 
@@ -44,7 +45,7 @@ if TYPE_CHECKING:  # torch and transformers take seconds to import: only where a
     from covey.loop.evaluate import Evaluator
     from covey.loop.folder import RunFolder
     from covey.loop.run import Run
-    from covey.rollout.collector import Collector, TrainingSource
+    from covey.rollout.collector import Collector, Refill, TrainingSource
     from covey.rollout.embedded import EmbeddedEngine
     from covey.telemetry import Telemetry
 
@@ -117,10 +118,12 @@ def prepare(
         raise InputError("there is nothing to train on: data.val_files is given without data.train_files")
     found = found or TaskSet(train=(), validation=(), reward=None, description="(files not here)")
     source = unless_absent(lambda: open_model(config))
+    if training and algorithm.needs.values and config.critic.model is not None:
+        unless_absent(lambda: locate_critic(config))
     if training and source is not None:
         check_reference(source, algorithm)
     rewards = resolve_rewards(reward or config.reward.name, found.reward, config.reward.weights)
-    warnings += [*found.warnings, *check_algorithm(config, algorithm), *check_sizes(config, found)]
+    warnings += [*found.warnings, *check_algorithm(config, algorithm, rewards), *check_sizes(config, found)]
     for task in (*found.train, *found.validation):
         rewards.check(task)
     if source is not None:
@@ -146,6 +149,8 @@ def make_algorithm(config: Config) -> Algorithm:
     from covey.algorithms import make
 
     options = dataclasses.asdict(config.algorithm)
+    if options.get("correction") == "auto":
+        options["correction"] = "token" if sampling_is_cut(config) else "none"
     try:
         return make(options.pop("name"), **options)
     except InputError:
@@ -165,6 +170,12 @@ def open_model(config: Config) -> ModelSource:
     source = open_source(config.model)
     check_layers(source.config)
     return source
+
+
+def locate_critic(config: Config) -> None:
+    from covey.learner.models import open_source
+
+    open_source(dataclasses.replace(config.model, name=config.critic.model or config.model.name))
 
 
 def _total_steps(config: Config, tasks: int) -> int:
@@ -271,13 +282,30 @@ def _make_source(prepared: Prepared, collector: Collector) -> TrainingSource:
             prepared.tasks.train, step, data.train_batch_size, seed=config.seed, shuffle=data.shuffle
         )[1]
 
+    needs = prepared.algorithm.needs
     return TrainingSource(
         collector,
         batch,
         attempts=config.rollout.group_size,
         sampling=training_sampling(config),
-        min_group_size=prepared.algorithm.needs.min_group_size,
+        min_group_size=needs.min_group_size,
+        greedy_baseline=needs.greedy_baseline,
+        refill=_make_refill(prepared),
     )
+
+
+def _make_refill(prepared: Prepared) -> Refill | None:
+    from covey.rollout.collector import Refill
+
+    wanted = prepared.algorithm.filter
+    if not wanted.filter_groups:
+        return None
+    trained = tuple(name for name, weight in prepared.rewards.weights.items() if weight != 0)
+
+    def fresh(step: int, round: int, count: int, tried: Collection[str]) -> Sequence[Task]:
+        return fresh_tasks(prepared.tasks.train, step, round, count, seed=prepared.config.seed, tried=tried)
+
+    return Refill((wanted.filter_metric,) if wanted.filter_metric else trained, wanted.max_refills, fresh)
 
 
 def _make_learner(prepared: Prepared, checkpoint: Checkpoint | None) -> Learner:
@@ -285,7 +313,16 @@ def _make_learner(prepared: Prepared, checkpoint: Checkpoint | None) -> Learner:
     from covey.loop.checkpoint import restore_learner
 
     policy, reference = _load_models(prepared, checkpoint)
-    learner = Learner(policy, prepared.config.learner, total_updates=_total_updates(prepared), reference=reference)
+    config = prepared.config
+    valued = prepared.algorithm.needs.values
+    learner = Learner(
+        policy,
+        config.learner,
+        total_updates=_total_updates(prepared),
+        reference=reference,
+        critic=config.critic if valued else None,
+        critic_backbone=_load_critic(prepared) if valued and not config.critic.shared else None,
+    )
     if checkpoint is not None:
         restore_learner(learner, checkpoint)
         prepared.algorithm.load_state_dict(checkpoint.state["algorithm"])
@@ -382,6 +419,17 @@ def _load_models(prepared: Prepared, checkpoint: Checkpoint | None) -> tuple[Any
     return policy, Reference(load(source)) if needed else None
 
 
+def _load_critic(prepared: Prepared) -> Any:
+    """A whole model without adapters: critic.model, or what the policy starts from."""
+    from covey.learner.models import load_policy, open_source
+
+    config, source = prepared.config, prepared.model
+    assert source is not None
+    plain = dataclasses.replace(config.model, name=config.critic.model or config.model.name, lora=LoraConfig())
+    source = open_source(plain) if config.critic.model is not None else source
+    return load_policy(dataclasses.replace(source, adapter=None), plain)
+
+
 def _total_updates(prepared: Prepared) -> int:
     config = prepared.config
     per_epoch = -(-config.data.train_batch_size // (config.learner.mini_batch_size or config.data.train_batch_size))
@@ -405,6 +453,7 @@ def _schedule(prepared: Prepared) -> Any:
         epochs=config.learner.epochs,
         weights=dict(prepared.rewards.weights),
         temperature=config.rollout.temperature,
+        max_tokens=config.rollout.max_tokens,
     )
 
 

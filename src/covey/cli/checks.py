@@ -6,8 +6,8 @@ import hashlib
 import inspect
 from typing import TYPE_CHECKING
 
-from covey.config.schema import Config
-from covey.errors import InputError
+from covey.config.schema import Config, CriticConfig
+from covey.errors import InputError, unknown
 from covey.rewards import RewardSet
 from covey.rollout.policy import render
 from covey.tasks import TaskSet
@@ -17,20 +17,55 @@ if TYPE_CHECKING:
     from covey.learner.models import ModelSource
 
 
-def check_algorithm(config: Config, algorithm: Algorithm) -> list[str]:
+def check_algorithm(config: Config, algorithm: Algorithm, rewards: RewardSet) -> list[str]:
     size, least = config.rollout.group_size, algorithm.needs.min_group_size
     if size < least:
         raise InputError(
             f"rollout.group_size={size}, but {algorithm.name} compares the attempts at a task with each other\n"
             f"  it needs at least {least}; 8 is a good start"
         )
-    warnings = []
+    try:
+        algorithm.check_rewards([name for name, weight in rewards.weights.items() if weight != 0])
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    warnings = algorithm.remarks()
     if size < algorithm.needs.advised_group_size:
         advised = algorithm.needs.advised_group_size
         warnings.append(f"rollout.group_size={size}: {algorithm.name} is noisy below {advised} attempts per task")
-    if config.rollout.top_p < 1 or config.rollout.top_k or config.rollout.min_p:
-        warnings.append("top_p, top_k or min_p truncate the sampling distribution: ratios to it start below 1")
-    return warnings
+    if sampling_is_cut(config):
+        cut = "top_p, top_k or min_p truncate the sampling distribution"
+        corrected = algorithm.needs.proximal
+        warnings.append(f"{cut}: {'importance weights correct for it' if corrected else 'nothing corrects for it'}")
+    if config.critic != CriticConfig() and not algorithm.needs.values:
+        warnings.append(f"critic settings have no effect: {algorithm.name} has no critic")
+    return [*warnings, *_check_updates(config, algorithm), *_check_filter(config, algorithm, rewards)]
+
+
+def sampling_is_cut(config: Config) -> bool:
+    return config.rollout.top_p < 1 or config.rollout.top_k > 0 or config.rollout.min_p > 0
+
+
+def _check_updates(config: Config, algorithm: Algorithm) -> list[str]:
+    per_batch = config.learner.mini_batch_size or config.data.train_batch_size
+    if algorithm.objective.on_policy_only and (config.learner.epochs > 1 or per_batch < config.data.train_batch_size):
+        return [
+            f"{algorithm.name}'s loss has no ratio to the sampling policy: from the second update of a batch on it is "
+            "biased; use one update per batch, or algorithm.loss=ppo_clip"
+        ]
+    return []
+
+
+def _check_filter(config: Config, algorithm: Algorithm, rewards: RewardSet) -> list[str]:
+    wanted = algorithm.filter
+    if not wanted.filter_groups:
+        return []
+    if config.rollout.group_size < 2:
+        raise InputError("algorithm.filter_groups compares the attempts at a task: rollout.group_size must be over 1")
+    if wanted.filter_metric is not None and wanted.filter_metric not in rewards.names:
+        raise unknown("reward in algorithm.filter_metric", wanted.filter_metric, rewards.names)
+    if algorithm.couples == "groups":
+        return [f"filter_groups takes groups of equal rewards away, where {algorithm.name}'s KL still pulls"]
+    return []
 
 
 def check_reference(source: ModelSource, algorithm: Algorithm) -> None:

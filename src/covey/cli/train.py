@@ -36,7 +36,7 @@ Settings most people touch (all of them: covey config; one of them: covey config
   data.train_files=a.jsonl     or your own JSON / JSONL / Parquet / CSV with question and answer
   data.val_files=b.jsonl       what to evaluate on
   reward=exact                 a reward by name, or yours: reward=my_rewards.py:score
-  algorithm=gvpo               {algorithms}
+  algorithm=gvpo               one of {count}: covey algorithms lists them
   data.train_batch_size=8      tasks per step
   rollout.group_size=8         attempts per task
   rollout.max_tokens=256       longest answer
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
 def usage() -> str:
     from covey.algorithms import ALGORITHMS
 
-    return USAGE.format(recipes=", ".join(recipe_names()), algorithms=" | ".join(ALGORITHMS))
+    return USAGE.format(recipes=", ".join(recipe_names()), count=len(ALGORITHMS))
 
 
 def run_to_end(prepared: Prepared) -> Run:

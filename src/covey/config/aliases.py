@@ -45,6 +45,9 @@ _VERL_ACTOR = {
     "clip_ratio_c": "algorithm.dual_clip",
     "loss_agg_mode": "algorithm.aggregation",
     "kl_loss_type": "algorithm.kl_estimator",
+    "policy_loss.loss_mode": "algorithm.loss",
+    "tau_pos": "algorithm.tau_pos",
+    "tau_neg": "algorithm.tau_neg",
     **{key: f"actor.{key}" for key in ("clip_ratio", "use_kl_loss", "kl_loss_coef", "use_dynamic_bsz", "strategy")},
     **{
         key: f"actor.{key}"
@@ -77,6 +80,12 @@ _VERL_MODEL = {
     "use_remove_padding": "model.use_remove_padding",
 }
 
+_VERL_FILTER = {
+    "filter_groups.enable": "algorithm.filter_groups",
+    "filter_groups.metric": "algorithm.filter_metric",
+    "filter_groups.max_num_gen_batches": "algorithm.max_refills",
+}
+
 _VERL_VALIDATION = {
     "n": "eval.n",
     "do_sample": "eval.modes",
@@ -88,6 +97,14 @@ _VERL_VALIDATION = {
 
 _VERL = {
     "algorithm.adv_estimator": "algorithm.name",
+    "algorithm.norm_adv_by_std_in_grpo": "algorithm.std_normalize",
+    "algorithm.rollout_correction.rollout_is": "algorithm.correction",
+    "algorithm.rollout_correction.rollout_is_threshold": "algorithm.correction_cap",
+    "reward_model.overlong_buffer.penalty_factor": "algorithm.overlong_penalty",
+    "critic.model.path": "critic.model",
+    "critic.optim.lr": "critic.lr",
+    "critic.cliprange_value": "critic.clip",
+    "trainer.critic_warmup": "critic.warmup_steps",
     "data.max_response_length": "rollout.max_tokens",
     "data.val_batch_size": "eval.batch_size",
     "data.seed": "seed",
@@ -120,6 +137,7 @@ _TORCHRL = {
     "env.max_steps": "agent.max_turns",
     "policy.kl_coef": "algorithm.kl_coef",
     "train.kl_to_ref_coeff": "algorithm.kl_coef",
+    "train.kl_to_inference_coeff": "algorithm.kl_old_coef",
     "train.entropy_coeff": "learner.entropy_coef",
     "train.epochs": "learner.epochs",
     "train.checkpoint_frequency": "loop.save_every",
@@ -149,7 +167,7 @@ ALIASES: Mapping[str, str] = {
     ),
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": "ref.log_prob_micro_batch_size",
     **_family(("actor_rollout_ref.rollout.val_kwargs.", "rollout.val_kwargs.", "val_kwargs."), _VERL_VALIDATION),
-    **_family(("algorithm.",), {key: key for key in ("filter_groups.enable", "filter_groups.metric")}),
+    **_family(("", "algorithm."), _VERL_FILTER),
     **_VERL,
     **_family(("agent.", "agent.init_args."), _AGENTFLY),
     **_TORCHRL,
@@ -163,6 +181,15 @@ def _zero_if_negative(value: Any) -> Any:
     return 0 if number(value) < 0 else value
 
 
+def _any_reward(metric: Any) -> Any:
+    """verl's words for the sum of all rewards, which here means any of them."""
+    return None if metric in ("acc", "score", "seq_reward", "seq_final_reward") else metric
+
+
+def _loss_name(mode: Any) -> Any:
+    return {"vanilla": "ppo_clip", "gpg": "policy_gradient"}.get(mode, mode)
+
+
 def _modes(do_sample: Any) -> list[str]:
     return ["sampled"] if true(do_sample) else ["greedy"]
 
@@ -171,6 +198,9 @@ def _modes(do_sample: Any) -> list[str]:
 CONVERT: Mapping[str, Callable[[Any], Any]] = {
     "env.VERBOSITY": lambda value: str(value).lower(),
     **{key: _modes for key in ALIASES if key.endswith("val_kwargs.do_sample")},
+    **{key: _any_reward for key in ALIASES if key.endswith("filter_groups.metric")},
+    **{key: _loss_name for key in ALIASES if key.endswith("policy_loss.loss_mode")},
+    "algorithm.rollout_correction.rollout_is": lambda value: value or "none",
     **{
         key: _zero_if_negative  # −1 is how verl writes "never" and "no limit"
         for key in ALIASES
@@ -187,7 +217,6 @@ class Accepted:
     off: tuple[Any, ...] = ()
 
 
-_NO_CRITIC = "no effect: {algorithm} has no critic"
 _MICRO_BATCH = Accepted("no effect: learner.micro_batch_tokens bounds every forward pass")
 _ENGINE_MEMORY = Accepted("no effect on the embedded engine yet: rollout.max_sequences bounds its memory")
 _PROMPTS = Accepted("no effect: prompts are never cut; model.context_length bounds prompt and answer together")
@@ -218,11 +247,6 @@ ACCEPTED: Mapping[str, Accepted] = {
     "agent.backend": Accepted("no effect: rollout= chooses the engine"),
     "algorithm.gamma": Accepted("no effect: {algorithm} does not discount", off=(1,)),
     "algorithm.lam": Accepted("no effect: {algorithm} does not discount", off=(1,)),
-    "algorithm.kl_ctrl.kl_coef": _SILENT,  # these three speak of KL in the reward
-    "algorithm.kl_ctrl.target_kl": _SILENT,
-    "algorithm.kl_ctrl.horizon": _SILENT,
-    "filter_groups.metric": _SILENT,
-    "trainer.critic_warmup": Accepted(_NO_CRITIC, off=(0,)),
     "env.num_envs": Accepted("no effect on the result: rollout.max_sequences bounds what is sampled at once"),
     "train.buffer_size": Accepted("no effect: a step learns from its own samples and keeps none"),
     "train.empty_replay_buffer": Accepted("no effect: a step learns from its own samples and keeps none", off=(True,)),
@@ -233,18 +257,28 @@ ACCEPTED: Mapping[str, Accepted] = {
 }
 
 ACCEPTED_PREFIXES: Mapping[str, Accepted] = {
-    "critic.": Accepted(_NO_CRITIC),
+    "critic.": Accepted("no effect: the critic learns from the policy's mini-batches, by the learner's settings"),
     "ray.": Accepted("no effect with cluster=local"),
     "hydra.": Accepted("no effect: logging.output_dir says where runs go"),
 }
 
 # Aliased settings that an algorithm may lack without harm. One that is not here must be refused where it is lacking.
-HARMLESS = tuple(f"algorithm.{name}" for name in ("clip_low", "clip_high", "dual_clip", "aggregation", "kl_estimator"))
-
-NO_KL = {
-    "gvpo": "an external KL loss breaks GVPO's zero sum: the KL is inside its weights (algorithm.beta)\n"
-    "  leave it out, or choose algorithm=grpo",
-}
+HARMLESS = tuple(
+    f"algorithm.{name}"
+    for name in (
+        "clip_low",
+        "clip_high",
+        "dual_clip",
+        "aggregation",
+        "kl_in",
+        "kl_estimator",
+        "kl_target",
+        "kl_horizon",
+        "std_normalize",
+        "tau_pos",
+        "tau_neg",
+    )
+)
 
 
 @dataclass(frozen=True)

@@ -71,17 +71,18 @@ def compose(
     recipe = read_recipe(config_name or "default", algorithms)
     layers = [_read_file(config_path)] if config_path is not None else []
     layers.append(read_overrides(overrides, layer=len(layers)))
-    settled = settle(layers, algorithms, recipe["algorithm"]["name"])
+    settled = settle(layers, algorithms, recipe["algorithm"])
     _check_choices(settled)
 
     tree = _tree(recipe, settled, algorithms)
+    algorithms = settled.algorithms
     settings = schema_settings() | algorithm_settings(settled.algorithm, algorithms)
     applied = settled.native(settings)
     for key, given in applied.items():
         _assign(tree, key, given, settings)
     for rule in derive.rules():
         for derived in rule(settled.parts(), tree):
-            if given_by_parts := settle_derived(settled, derived, algorithms):
+            if given_by_parts := settle_derived(settled, derived):
                 _assign(tree, derived.key, given_by_parts, settings)
                 applied[derived.key] = given_by_parts
     warnings = [*settled.warnings, *derive.remarks(settled.parts()), *_unused_variables(settled)]
@@ -181,18 +182,21 @@ def _thaw(tree: DictConfig) -> None:
 
 
 def _tree(recipe: Mapping[str, Any], settled: Settled, algorithms: Algorithms) -> DictConfig:
-    """The recipe's values, typed. Its algorithm's settings stay behind if the user chose another algorithm."""
+    """The recipe's values, typed. Its algorithm's settings stay behind if the user chose another algorithm, and those
+    of its loss if the user chose another loss."""
     tree = _typed(Config)
-    tree.algorithm = _typed(algorithms[settled.algorithm])
+    schema = settled.algorithms[settled.algorithm]
+    tree.algorithm = _typed(schema)
     theirs = recipe["algorithm"]
-    if theirs["name"] != settled.algorithm:
-        defaults = algorithm_settings(theirs["name"], algorithms)
-        changed = [key for key, value in theirs.items() if value != defaults[f"algorithm.{key}"].default]
-        if changed:
-            replaced = f"{theirs['name']} and what it sets: {', '.join(changed)}"
-            settled.warnings.append(f"algorithm={settled.algorithm} replaces the recipe's {replaced}")
-        recipe = {key: value for key, value in recipe.items() if key != "algorithm"}
-    merged = OmegaConf.merge(tree, dict(recipe))
+    defaults = algorithm_settings(theirs["name"], algorithms)
+    changed = {key: value for key, value in theirs.items() if value != defaults[f"algorithm.{key}"].default}
+    same = theirs["name"] == settled.algorithm
+    kept = {key: value for key, value in changed.items() if same and key in tree.algorithm and key != "loss"}
+    if left := changed.keys() - kept.keys() - {"loss"}:
+        chosen = settled.algorithm if not same else f"{settled.algorithm} with loss={tree.algorithm.loss}"
+        replaced = f"{theirs['name']} and what it sets: {', '.join(sorted(left))}"
+        settled.warnings.append(f"algorithm={chosen} replaces the recipe's {replaced}")
+    merged = OmegaConf.merge(tree, dict(recipe) | {"algorithm": kept})
     assert isinstance(merged, DictConfig)
     return merged
 
@@ -206,6 +210,8 @@ def _assign(tree: DictConfig, key: str, given: Given, settings: Mapping[str, Set
     if setting.type.startswith("int") and isinstance(value, float) and value.is_integer():
         value = int(value)  # 1e3
     try:
+        if key != setting.key and OmegaConf.select(tree, setting.key) is None:
+            OmegaConf.update(tree, setting.key, {}, merge=False)  # the first key of a dict that was null
         OmegaConf.update(tree, key, value, merge=True)
     except OmegaConfBaseException:
         native = "" if given.key in (key, key.removesuffix(".name")) else f"  (= {key})"

@@ -18,6 +18,10 @@ from covey.config.read import Given
 from covey.errors import InputError, unknown
 
 _KL, _KL_COEF, _CLIP = "actor.use_kl_loss", "actor.kl_loss_coef", "actor.clip_ratio"
+_KL_REWARD, _KL_PENALTY, _KL_PLACE = "algorithm.use_kl_in_reward", "algorithm.kl_penalty", "train.kl_coef_in_loss"
+_CTRL, _CTRL_COEF = "algorithm.kl_ctrl.type", "algorithm.kl_ctrl.kl_coef"
+_CTRL_TARGET, _CTRL_HORIZON = "algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon"
+_OVERLONG, _OVERLONG_LEN = "reward_model.overlong_buffer.enable", "reward_model.overlong_buffer.len"
 _LORA, _LORA_RANK = "train_model.lora.enabled", "train_model.lora.r"
 _RESUME, _RESUME_PATH = "trainer.resume_mode", "trainer.resume_from_path"
 _BATCH, _OPTIM = "train.dialog_turns_per_batch", "train.optim_batch_size"
@@ -29,6 +33,15 @@ PARTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     _RESUME_PATH: (("resume",), "used by trainer.resume_mode=resume_path"),
     _KL: (("algorithm.kl_coef",), "false sets it to 0"),
     _KL_COEF: (("algorithm.kl_coef",), "counts only with use_kl_loss=true"),
+    _KL_REWARD: (("algorithm.kl_in", "algorithm.kl_coef"), "true puts the KL into the reward, weighed by kl_ctrl"),
+    _KL_PENALTY: (("algorithm.kl_estimator",), "counts only with use_kl_in_reward=true"),
+    _KL_PLACE: (("algorithm.kl_in",), "false puts the KL into the reward"),
+    _CTRL: (("algorithm.kl_target",), "adaptive steers kl_coef towards kl_ctrl.target_kl"),
+    _CTRL_COEF: (("algorithm.kl_coef",), "counts only with use_kl_in_reward=true"),
+    _CTRL_TARGET: (("algorithm.kl_target",), "counts only with kl_ctrl.type=adaptive and use_kl_in_reward=true"),
+    _CTRL_HORIZON: (("algorithm.kl_horizon",), "counts only with kl_ctrl.type=adaptive and use_kl_in_reward=true"),
+    _OVERLONG: (("algorithm.overlong_buffer",), "false sets it to 0"),
+    _OVERLONG_LEN: (("algorithm.overlong_buffer",), "counts only with overlong_buffer.enable=true"),
     _CLIP: (("algorithm.clip_low", "algorithm.clip_high"), "where clip_ratio_low or clip_ratio_high is not given"),
     _LORA: (("model.lora.rank",), "false sets it to 0"),
     _LORA_RANK: (("model.lora.rank",), "unless train_model.lora.enabled=false"),
@@ -60,7 +73,8 @@ Rule = Callable[[Parts, DictConfig], Iterator[Derived]]
 
 def rules() -> tuple[Rule, ...]:
     """In the order in which they may use each other's results."""
-    return (_resume, _kl_loss, _lora, _clip_ratio, _train_batch, _mini_batch, _micro_batch, _total_steps)
+    in_groups = (_train_batch, _mini_batch, _micro_batch, _total_steps)
+    return (_resume, _kl_loss, _kl_reward, _kl_place, _overlong, _lora, _clip_ratio, *in_groups)
 
 
 def remarks(parts: Parts) -> Iterator[str]:
@@ -105,6 +119,37 @@ def _switched(
 def _kl_loss(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
     present = tree.algorithm.kl_coef if "kl_coef" in tree.algorithm else None
     yield from _switched(parts, _KL, _KL_COEF, "algorithm.kl_coef", present, 0.001)
+
+
+def _kl_reward(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
+    """verl's KL in the reward has its own switch, coefficient, estimator and controller."""
+    switch = parts.get(_KL_REWARD)
+    if switch is None or not true(switch.value):
+        return
+    if (loss := parts.get(_KL)) is not None and true(loss.value):
+        raise InputError(f"{switch} and {loss}\n  a KL goes into the reward or into the loss: give one of them")
+    coef, penalty, control = parts.get(_CTRL_COEF), parts.get(_KL_PENALTY), parts.get(_CTRL)
+    yield Derived("algorithm.kl_in", "reward", (switch,))
+    yield Derived("algorithm.kl_coef", coef.value if coef else 0.001, (switch, coef) if coef else (switch,))
+    if penalty is not None:
+        yield Derived("algorithm.kl_estimator", penalty.value, (switch, penalty))
+    if control is None or control.value != "adaptive":
+        return
+    target, horizon = parts.get(_CTRL_TARGET), parts.get(_CTRL_HORIZON)
+    yield Derived("algorithm.kl_target", target.value if target else 0.1, (control, target) if target else (control,))
+    if horizon is not None:
+        yield Derived("algorithm.kl_horizon", horizon.value, (control, horizon))
+
+
+def _kl_place(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
+    place = parts.get(_KL_PLACE)
+    if place is not None and ("kl_in" in tree.algorithm or not true(place.value)):
+        yield Derived("algorithm.kl_in", "loss" if true(place.value) else "reward", (place,))
+
+
+def _overlong(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
+    present = tree.algorithm.overlong_buffer if "overlong_buffer" in tree.algorithm else None
+    yield from _switched(parts, _OVERLONG, _OVERLONG_LEN, "algorithm.overlong_buffer", present, 0.2)
 
 
 def _lora(parts: Parts, tree: DictConfig) -> Iterator[Derived]:

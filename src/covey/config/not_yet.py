@@ -5,7 +5,7 @@ Values that mean "off" are accepted, so a configuration that names these keys wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,26 +63,9 @@ class NotYet:
     instead: str
 
 
-ALGORITHMS = (
-    "gae", "ppo", "gdpo", "dgdo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
-    "opo", "gpg", "grpo_passk", "dr_grpo", "dapo", "gspo", "cispo", "sapo",
-)  # fmt: skip
-
-DGDO = (
-    "beta",
-    "warmup_steps",
-    "beta_start",
-    "beta_warmup_steps",
-    "min_weight",
-    "epsilon",
-    "invert",
-    "importance_priors",
-)
-
 _OWN_AGENT = "use agent=chat, or your own coroutine: agent=my_agent.py:function"
 _OWN_TOOLS = "leave it out, or call tools in your own coroutine: agent=my_agent.py:function"
 _TEMPLATE = "leave it out to use the model's own, or give a Jinja file"
-_KL_IN_LOSS = "use KL in the loss: algorithm=grpo algorithm.kl_coef=0.001"
 _IN_STEP = "leave it out: weights are published every step"
 _SAVE_MEMORY = "set it to false; model.gradient_checkpointing=true saves memory"
 _ONE = "leave it at 1"
@@ -95,15 +78,6 @@ NOT_YET = (
     NotYet("agent.template", template_name, "chat templates by name", _TEMPLATE),
     NotYet("agentflow.port", anything, "the agent server", "leave it out: agents run in the training process"),
     NotYet("env.reasoning", true, "the reasoning prompt", "write it out: data.system_prompt='…'"),
-    # Algorithms; a name or a prefix of an algorithm that has landed is never looked up here
-    NotYet("algorithm.name", is_(*ALGORITHMS), "this algorithm", "choose another: covey config explain algorithm"),
-    *(NotYet(f"algorithm.dgdo_{name}", anything, "the algorithm dgdo", "leave it out") for name in DGDO),
-    NotYet("algorithm.use_kl_in_reward", true, "KL in the reward", _KL_IN_LOSS),
-    NotYet("algorithm.kl_ctrl.type", is_("adaptive"), "an adaptive KL coefficient", "use fixed"),
-    NotYet("algorithm.kl_penalty", is_("full"), "KL over the whole vocabulary", "use low_var_kl"),
-    NotYet("train.kl_coef_in_loss", false, "KL in the reward", _KL_IN_LOSS),
-    NotYet("train.kl_to_inference_coeff", over(0), "KL to the sampling policy", "set it to 0"),
-    NotYet("filter_groups.enable", true, "leaving out groups without signal", "set it to false"),
     # Where and when things run
     NotYet("mode.name", is_("async"), "sampling while learning", "use mode=sync"),
     NotYet("train.sync", false, "sampling while learning", "set it to true"),
@@ -128,13 +102,13 @@ NOT_YET = (
 NOT_YET_KEYS = frozenset(row.key for row in NOT_YET)
 
 
-def refuse_not_yet(slots: Mapping[str, Given], algorithms: Container[str]) -> None:
+def refuse_not_yet(slots: Mapping[str, Given]) -> None:
     """Names everything that is asked for and not there, at once."""
     wanted = [
         f"not available yet: {row.capability}  ({given.place}{given.key}={_short(given.value)})\n  {row.instead}"
         for key, given in slots.items()
         for row in _rows(key)
-        if row.when(given.value) and not (key == "algorithm.name" and given.value in algorithms)
+        if row.when(given.value)
     ]
     if wanted:
         raise InputError("\n".join(wanted))

@@ -133,6 +133,26 @@ class LearnerConfig:
 
 
 @dataclass(frozen=True)
+class CriticConfig:
+    shared: bool = False  # a head on the policy's own backbone; false: a model of its own
+    model: str | None = None  # what that model starts from; null: what the policy starts from
+    lr: float = 1e-5  # learning rate of the critic; schedule and AdamW settings are the learner's
+    grad_clip: float = 1.0  # largest gradient norm of the critic; 0: no clipping
+    clip: float | None = 0.5  # a value moves by at most this in one step; null: no clipping
+    warmup_steps: int = 0  # steps in which only the critic learns
+    shared_coef: float = 0.1  # how much of the value loss's gradient a shared backbone gets
+
+    def __post_init__(self) -> None:
+        _at_least("critic.lr", self.lr, 0)
+        _at_least("critic.grad_clip", self.grad_clip, 0)
+        _at_least("critic.clip", self.clip, 0)
+        _at_least("critic.warmup_steps", self.warmup_steps, 0)
+        _at_least("critic.shared_coef", self.shared_coef, 0)
+        if self.shared and self.model is not None:
+            raise InputError("critic.shared=true uses the policy's backbone: critic.model has no place\n  give one")
+
+
+@dataclass(frozen=True)
 class LoopConfig:
     total_steps: int | None = None  # steps to train; null: what total_epochs makes
     total_epochs: int | None = None  # passes over the training tasks; null with total_steps null: 1
@@ -205,6 +225,7 @@ class Config:
     algorithm: Any = None  # the chosen algorithm's own settings
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from covey.config.aliases import ACCEPTED, ALIASES, HARMLESS, NO_KL, Target, accepted, spellings, translate
+from covey.config.aliases import ACCEPTED, ALIASES, HARMLESS, Target, accepted, spellings, translate
 from covey.config.derive import PARTS, Derived
-from covey.config.not_yet import ALGORITHMS as ALGORITHMS_NOT_YET
 from covey.config.not_yet import NOT_YET_KEYS, number, refuse_not_yet
 from covey.config.read import ENVIRONMENT_KEY, Given, literal
 from covey.config.settings import (
@@ -34,6 +33,7 @@ class Settled:
     """One value per slot. A slot is a native key, or the key that stands for a foreign one."""
 
     algorithm: str
+    algorithms: Algorithms  # with the chosen loss's settings where the chosen algorithm's usual ones were
     slots: dict[str, Given] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
@@ -45,9 +45,12 @@ class Settled:
         return {key: given for key, given in self.slots.items() if key in PARTS}
 
 
-def settle(layers: Sequence[Sequence[Given]], algorithms: Algorithms, recipe_algorithm: str) -> Settled:
-    chosen = _chosen_algorithms(layers, algorithms, recipe_algorithm)
-    settled = Settled(chosen[-1] if chosen else recipe_algorithm)
+def settle(layers: Sequence[Sequence[Given]], algorithms: Algorithms, recipe: Mapping[str, Any]) -> Settled:
+    """`recipe` is the recipe's own algorithm section."""
+    chosen = _chosen_algorithms(layers, algorithms, recipe["name"])
+    name = chosen[-1] if chosen else recipe["name"]
+    algorithms = _with_chosen_loss(layers, chosen, name, algorithms, recipe)
+    settled = Settled(name, algorithms)
     for layer, written_for in zip(layers, chosen, strict=True):
         slots: dict[str, Given] = {}
         for given in layer:
@@ -57,13 +60,24 @@ def settle(layers: Sequence[Sequence[Given]], algorithms: Algorithms, recipe_alg
                     continue
             target = _place(given, written_for, settled, algorithms)
             if target is not None:
-                _fill(slots, target, replace(given, value=target.convert(given.key, given.value)))
+                _fill(slots, target, replace(given, value=_meant(target, given, algorithms)))
         for key, given in slots.items():
             settled.slots.pop(key, None)  # a later layer's value also comes later
             settled.slots[key] = given
-    refuse_not_yet(settled.slots, algorithms)
+    refuse_not_yet(settled.slots)
     settled.warnings += _remarks(settled)
     return settled
+
+
+def _meant(target: Target, given: Given, algorithms: Algorithms) -> Any:
+    if target.key == "algorithm.name":
+        return _canonical(str(given.value), algorithms)
+    return target.convert(given.key, given.value)
+
+
+def _canonical(name: str, algorithms: Algorithms) -> str:
+    """An algorithm's own name, also where people know it by another (gae, reinforce++)."""
+    return next((own for own, schema in algorithms.items() if name in getattr(schema, "also", ())), name)
 
 
 def _chosen_algorithms(layers: Sequence[Sequence[Given]], algorithms: Algorithms, current: str) -> list[str]:
@@ -73,18 +87,42 @@ def _chosen_algorithms(layers: Sequence[Sequence[Given]], algorithms: Algorithms
         for given in layer:
             target = translate(given.key, algorithms)
             if target is not None and target.key == "algorithm.name":
-                current = str(given.value)
-                if current not in algorithms and current not in ALGORITHMS_NOT_YET:
+                current = _canonical(str(given.value), algorithms)
+                if current not in algorithms:
                     raise unknown("algorithm", current, algorithms)
         chosen.append(current)
     return chosen
 
 
+def _with_chosen_loss(
+    layers: Sequence[Sequence[Given]],
+    chosen: Sequence[str],
+    name: str,
+    algorithms: Algorithms,
+    recipe: Mapping[str, Any],
+) -> Algorithms:
+    """With another loss an algorithm has other settings. The schema that has them takes the place of the usual one."""
+    losses: Mapping[str, type] = getattr(algorithms[name], "losses", {})
+    wanted, place = (recipe.get("loss") if recipe["name"] == name else None), ""
+    for layer, written_for in zip(layers, chosen, strict=True):
+        for given in layer:
+            target = translate(given.key, algorithms)
+            if target is not None and target.key == "algorithm.loss" and written_for == name:
+                wanted, place = target.convert(given.key, given.value), f"{given.place}{given.key}"
+    usual = algorithm_settings(name, algorithms).get("algorithm.loss")
+    if wanted is None or (usual is not None and wanted == usual.default):
+        return algorithms
+    if wanted not in losses:
+        why = getattr(algorithms[name], "reasons", {}).get("loss")
+        if why and any(wanted in getattr(other, "losses", ()) for other in algorithms.values()):
+            raise InputError(f"{place}={wanted} does not go with algorithm={name}\n  {why}")
+        raise unknown(f"loss for {name}", str(wanted), losses)
+    return {**algorithms, name: losses[wanted]}
+
+
 def _place(given: Given, written_for: str, settled: Settled, algorithms: Algorithms) -> Target | None:
     """The slot that a setting fills, or None if it has none beside the chosen algorithm."""
     target = translate(given.key, algorithms)
-    if settled.algorithm not in algorithms and given.key.startswith("algorithm."):
-        return target  # of an algorithm that is not there, nobody knows the settings
     if target is None:
         raise unknown_setting(given, settled.algorithm, algorithms)
     if target.algorithm is not None and target.algorithm != settled.algorithm:
@@ -112,23 +150,32 @@ def _place_of_algorithm(
     if target.key in PARTS or target.key in NOT_YET_KEYS or accepted(target.key):
         return target
     if foreign:
-        settled.warnings += lacking(target.key, given.value, [given], chosen)
+        settled.warnings += lacking(target.key, given.value, [given], settled)
         return None
+    if why := _reason(target.key, settled):
+        raise InputError(f"{given.place}{given.key} does not go with algorithm={chosen}\n  {why}")
+    others = f" and {len(having) - 2} more" if len(having) > 2 else ""
     raise InputError(
-        f"{given.place}{given.key} is a setting of {' and '.join(having)}, and the algorithm is {chosen}\n"
+        f"{given.place}{given.key} is a setting of {' and '.join(having[:2])}{others}, and the algorithm is {chosen}\n"
         f"  {_listing('algorithm', chosen)}"
     )
 
 
-def lacking(key: str, value: Any, sources: Sequence[Given], algorithm: str) -> list[str]:
+def lacking(key: str, value: Any, sources: Sequence[Given], settled: Settled) -> list[str]:
     """Warnings about a foreign setting that the chosen algorithm has not; an error where it cannot be left out."""
-    names = " ".join(given.key for given in sources)
+    names, algorithm = " ".join(given.key for given in sources), settled.algorithm
     if key in HARMLESS:
         return [f"{names} has no effect with algorithm={algorithm}"]
     if number(value) == 0:
         return []
-    reason = NO_KL.get(algorithm, f"{algorithm} has no such term")
+    reason = _reason(key, settled) or f"{algorithm} has no such term"
     raise InputError(f"{sources[0].place}{names} does not go with algorithm={algorithm}\n  {reason}")
+
+
+def _reason(key: str, settled: Settled) -> str | None:
+    """Why the chosen algorithm has no such setting, by the first word of its name."""
+    reasons: Mapping[str, str] = getattr(settled.algorithms[settled.algorithm], "reasons", {})
+    return reasons.get(key.removeprefix("algorithm.").partition("_")[0])
 
 
 def _fill(slots: dict[str, Given], target: Target, given: Given) -> None:
@@ -144,12 +191,12 @@ def refuse_disagreement(one: Given, other: Given, value: Any) -> None:
         raise InputError(f"two spellings of one setting disagree\n  {one}\n  {other}\n  give one of them")
 
 
-def settle_derived(settled: Settled, derived: Derived, algorithms: Algorithms) -> Given | None:
+def settle_derived(settled: Settled, derived: Derived) -> Given | None:
     """A derived value beside the same setting written out: the later layer wins, and in one layer they must agree."""
     if derived.remark:
         settled.warnings.append(derived.remark)
-    if derived.key.startswith("algorithm.") and settled.algorithm not in owners(derived.key, algorithms):
-        settled.warnings += lacking(derived.key, derived.value, derived.sources, settled.algorithm)
+    if derived.key.startswith("algorithm.") and settled.algorithm not in owners(derived.key, settled.algorithms):
+        settled.warnings += lacking(derived.key, derived.value, derived.sources, settled)
         return None
     written = settled.slots.get(derived.key)
     source = derived.sources[-1]
@@ -162,8 +209,9 @@ def settle_derived(settled: Settled, derived: Derived, algorithms: Algorithms) -
 
 def _remarks(settled: Settled) -> list[str]:
     keys: dict[str, list[str]] = {}
+    native = schema_settings() | algorithm_settings(settled.algorithm, settled.algorithms)
     for key, given in settled.slots.items():
-        remark = None if key in NOT_YET_KEYS else accepted(key)
+        remark = None if key in NOT_YET_KEYS or find(key, native) else accepted(key)
         if remark is not None and remark.remark and given.value not in remark.off:
             keys.setdefault(remark.remark.format(algorithm=settled.algorithm), []).append(given.key)
     return [f"{', '.join(names)}: {remark}" for remark, names in keys.items()]

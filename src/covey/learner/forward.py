@@ -1,4 +1,4 @@
-"""What a policy says of sampled tokens: log-probs and entropy, without holding all logits at once.
+"""What a policy says of sampled tokens: log-probs, entropy, KL to a reference, without holding all logits at once.
 
 Only places that predict a sampled token go through the output matrix, in chunks; with gradients and several chunks each
 chunk's logits are computed again in the backward pass, so memory does not grow with vocabulary × tokens.
@@ -8,6 +8,7 @@ Shapes: M sampled tokens, D hidden size, V vocabulary, L lines of width W.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,28 +21,60 @@ from covey.learner.packing import Packed
 CHUNK_LOGITS = 64_000_000  # logits held at once: 256 MB in float32
 
 
-def token_logprobs(model: Any, packed: Packed, temperature: float, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-    """Log-prob and entropy of each sampled token, [M] and [M], under softmax(logits / temperature)."""
+RefLogits = Callable[[Tensor], Tensor]  # hidden states of the reference → its logits
+
+
+def hidden_states(model: Any, packed: Packed) -> Tensor:
+    """What the backbone makes of everything before each sampled token, [M, D]."""
     lm = causal_lm(model)
-    hidden_LWD = lm.base_model(
+    backbone = getattr(lm, "base_model", lm)
+    hidden_LWD = backbone(
         input_ids=packed.ids_LW,
         attention_mask=attention_mask(lm.config, packed),
         position_ids=packed.position_LW,
         use_cache=False,
     ).last_hidden_state
-    hidden_MD = hidden_LWD.reshape(-1, hidden_LWD.shape[-1])[packed.source_M]
+    found: Tensor = hidden_LWD.reshape(-1, hidden_LWD.shape[-1])[packed.source_M]
+    return found
 
-    def of_chunk(hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        logits = _at_least_float32(final_logits(lm, hidden))
-        logits = logits if temperature == 1 else logits / temperature
-        found: tuple[Tensor, Tensor] = ChosenLogProb.apply(logits, target, entropy_gradient)
-        return found
+
+def token_logprobs(
+    model: Any,
+    hidden_MD: Tensor,
+    target_M: Tensor,
+    temperature: float,
+    *,
+    entropy_gradient: bool = False,
+    reference: tuple[Tensor, RefLogits] | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-prob and entropy of each sampled token under softmax(logits / temperature), [M] and [M]; with the hidden
+    states and logits of a reference also the KL to it over the whole vocabulary, [M]."""
+    lm = causal_lm(model)
+
+    def cooled(logits: Tensor) -> Tensor:
+        logits = _at_least_float32(logits)
+        return logits if temperature == 1 else logits / temperature
+
+    def of_chunk(hidden: Tensor, target: Tensor, ref_hidden: Tensor | None) -> tuple[Tensor, ...]:
+        logits = cooled(final_logits(lm, hidden))
+        found: tuple[Tensor, ...] = ChosenLogProb.apply(logits, target, entropy_gradient)
+        if reference is None:
+            return found
+        with torch.no_grad():
+            assert ref_hidden is not None
+            ref_logits = cooled(reference[1](ref_hidden))
+        return (*found, FullKl.apply(logits, ref_logits))
 
     size = max(1, CHUNK_LOGITS // lm.get_output_embeddings().weight.shape[0])
-    chunks = list(zip(hidden_MD.split(size), packed.target_M.split(size), strict=True))
-    recompute = len(chunks) > 1 and torch.is_grad_enabled()
-    parts = [checkpoint(of_chunk, h, t, use_reentrant=False) if recompute else of_chunk(h, t) for h, t in chunks]
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+    targets = target_M.split(size)
+    ref_chunks = [None] * len(targets) if reference is None else reference[0].split(size)
+    recompute = len(targets) > 1 and torch.is_grad_enabled()
+    parts = [
+        checkpoint(of_chunk, *chunk, use_reentrant=False) if recompute else of_chunk(*chunk)
+        for chunk in zip(hidden_MD.split(size), targets, ref_chunks, strict=True)
+    ]
+    columns = [torch.cat(column) for column in zip(*parts, strict=True)]
+    return columns[0], columns[1], columns[2] if reference is not None else None
 
 
 class ChosenLogProb(torch.autograd.Function):
@@ -74,6 +107,27 @@ class ChosenLogProb(torch.autograd.Function):
             surprise = torch.special.xlogy(probs, probs) + probs * entropy[:, None]
             found -= surprise * to_entropy[:, None]
         return found, None, None
+
+
+class FullKl(torch.autograd.Function):
+    """KL(softmax(logits) ‖ softmax(ref_logits)) over the vocabulary, [M, V], [M, V] → [M].
+
+    ∂ KL / ∂ logit_j = p_j (log p_j − log q_j − KL)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, ref_logits: Tensor) -> Tensor:
+        log_probs = logits.log_softmax(-1)
+        apart = log_probs - ref_logits.log_softmax(-1)
+        probs = log_probs.exp_()
+        kl = torch.linalg.vecdot(probs, apart)
+        ctx.save_for_backward(probs, apart, kl)
+        return kl
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        probs, apart, kl = ctx.saved_tensors
+        return probs * (apart - kl[:, None]) * gradients[0][:, None], None
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ class MasterAdamW:
         config: LearnerConfig,
         total_steps: int,
         *,
-        scale_loss: bool = False,
+        scaler: torch.amp.GradScaler,
     ) -> None:
         self.config = config
         self.total_steps = total_steps
@@ -53,14 +52,11 @@ class MasterAdamW:
             weight_decay=config.weight_decay,
             fused=True,
         )
-        self.scaler = torch.amp.GradScaler(some.device.type, enabled=scale_loss)
+        self.scaler = scaler  # one for all optimisers that share a backward pass; who owns it updates it
 
     def zero_grad(self) -> None:
         for p in self.working.values():
             p.grad = None
-
-    def backward(self, loss: Tensor) -> None:
-        self.scaler.scale(loss).backward()
 
     def step(self) -> tuple[float, float, bool]:
         """Clip and update. Returns the learning rate, the gradient norm before clipping, and whether the update was
@@ -77,7 +73,6 @@ class MasterAdamW:
             self.scaler.step(self.adamw)
             self._masters_to_working()
             self.steps += 1
-        self.scaler.update()
         self.zero_grad()
         return rate, norm, made
 
@@ -103,16 +98,12 @@ class MasterAdamW:
                 found[f"master/{name}"] = master
         return found
 
-    def counters(self) -> dict[str, Any]:
-        return {"steps": self.steps, "scaler": self.scaler.state_dict()}
-
     @torch.no_grad()
-    def load(self, tensors: dict[str, Tensor], counters: dict[str, Any]) -> None:
+    def load(self, tensors: dict[str, Tensor], steps: int) -> None:
         for name, master in self.masters.items():
             moments = {k: tensors[f"{k}/{name}"] for k in ("step", "exp_avg", "exp_avg_sq") if f"{k}/{name}" in tensors}
             if moments:
                 self.adamw.state[master] = {k: v.to(master.device).clone() for k, v in moments.items()}
             if not self.shares:
                 master.copy_(tensors[f"master/{name}"])
-        self.steps = counters["steps"]
-        self.scaler.load_state_dict(counters["scaler"])
+        self.steps = steps

@@ -3,6 +3,7 @@
     checkpoints/step-000020/
         model/                   an ordinary model folder (or a peft adapter): safetensors, config, tokenizer
         optimizer.safetensors    moments, and float32 masters where the weights are half precision
+        critic.safetensors       where there is a critic: its weights and its optimiser's state
         state.json               step, counters, algorithm state, offsets of the run's files
         manifest.json            sha256 of every file
 
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from covey.learner.learner import Learner
 
@@ -54,8 +56,9 @@ class CheckpointStore:
         try:
             learner.model.save_pretrained(work / "model")
             tokenizer.save_pretrained(work / "model")
-            tensors = {name: tensor.contiguous() for name, tensor in learner.optimizer.tensors().items()}
-            save_file(tensors, work / "optimizer.safetensors")
+            _save_tensors(learner.optimizer.tensors(), work / "optimizer.safetensors")
+            if learner.critic is not None:
+                _save_tensors(learner.critic.tensors(), work / "critic.safetensors")
             full = state | {"step": step, "learner": learner_counters(learner)}
             (work / "state.json").write_text(json.dumps(full, indent=1))
             manifest = {str(p.relative_to(work)): _sha256(p) for p in sorted(work.rglob("*")) if p.is_file()}
@@ -113,18 +116,27 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 def learner_counters(learner: Learner) -> dict[str, Any]:
     return {
-        "optimizer": learner.optimizer.counters(),
+        "updates": learner.optimizer.steps,
+        "scaler": learner.scaler.state_dict(),
         "skipped": learner.skipped,
         "skipped_in_a_row": learner.skipped_in_a_row,
+        "critic": None if learner.critic is None else learner.critic.counters(),
     }
 
 
 def restore_learner(learner: Learner, checkpoint: Checkpoint) -> None:
     """Everything but the weights, which the model was loaded with."""
     counters = checkpoint.state["learner"]
-    learner.optimizer.load(load_file(checkpoint.folder / "optimizer.safetensors"), counters["optimizer"])
+    learner.optimizer.load(load_file(checkpoint.folder / "optimizer.safetensors"), counters["updates"])
+    learner.scaler.load_state_dict(counters["scaler"])
+    if learner.critic is not None:
+        learner.critic.load(load_file(checkpoint.folder / "critic.safetensors"), counters["critic"])
     learner.skipped = counters["skipped"]
     learner.skipped_in_a_row = counters["skipped_in_a_row"]
+
+
+def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
 
 def _open_to_readers(folder: Path) -> None:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from covey.loop.step import StepResult
 from covey.protocols import Metrics
 from covey.telemetry import EpisodeView, TokenRow, episode_record
-from covey.types import Episode, StopReason
+from covey.types import Episode, Samples, StopReason
 
 
-def step_metrics(result: StepResult, failures: Counter[str], dropped: int) -> Metrics:
-    samples, episodes = result.samples, [e for g in result.groups for e in g.episodes]
+def step_metrics(result: StepResult) -> Metrics:
+    samples, collected = result.samples, result.collected
+    episodes = [e for g in collected.groups for e in g.episodes]
     reward = samples.total_reward().double()
-    advantage = result.advantages.values.double()
+    values = result.advantages.values.double()
+    advantage = values if values.dim() == 1 or not samples.mask_RT.any() else values[samples.mask_RT]
     lengths = [episode.response_tokens for episode in episodes]
     flat = sum(1 for number in range(samples.groups) if len(reward[samples.group_N == number].unique()) == 1)
     found: Metrics = {
@@ -31,27 +32,46 @@ def step_metrics(result: StepResult, failures: Counter[str], dropped: int) -> Me
         "response/length_max": float(max(lengths)),
         "response/truncated": sum(e.stop is StopReason.LENGTH for e in episodes) / len(episodes),
         "episodes/total": float(len(episodes)),
-        "episodes/failed": float(failures.total()),
+        "episodes/failed": float(sum(collected.failures.values())),
         "groups/total": float(samples.groups),
-        "groups/dropped": float(dropped),
+        "groups/dropped": float(collected.dropped),
         "groups/flat": flat / samples.groups,
+        "groups/filtered": float(len(collected.flat)),
+        "groups/refills": float(collected.refills),
     }
-    for name in dict.fromkeys(name for episode in episodes for name in episode.rewards):
-        scored = [score for episode in episodes if (score := episode.rewards.get(name)) is not None]
-        if scored:
-            found[f"reward/{name}/mean"] = statistics.fmean(scored)
-            found[f"reward/{name}/std"] = statistics.pstdev(scored)
-    found |= {f"episodes/failed/{cause}": float(count) for cause, count in failures.items()}
-    return found | dict(result.advantages.metrics) | result.metrics
+    for name, scored in _columns(result, episodes).items():
+        found[f"reward/{name}/mean"] = statistics.fmean(scored)
+        found[f"reward/{name}/std"] = statistics.pstdev(scored)
+        found |= {f"reward/{name}/min": min(scored), f"reward/{name}/max": max(scored)}
+    if collected.flat:
+        found["reward/unfiltered_mean"] = _unfiltered_mean(samples)
+    found |= {f"episodes/failed/{cause}": float(count) for cause, count in collected.failures.items()}
+    return found | result.metrics
+
+
+def _columns(result: StepResult, episodes: Sequence[Episode]) -> dict[str, list[float]]:
+    """Every reward and extra, and what the algorithm added (overlong): the scores that were given."""
+    names = dict.fromkeys(name for episode in episodes for name in episode.rewards)
+    found = {name: [s for e in episodes if (s := e.rewards.get(name)) is not None] for name in names}
+    added = {name: column.tolist() for name, column in result.samples.rewards.items() if name not in found}
+    return {name: scored for name, scored in (found | added).items() if scored}
+
+
+def _unfiltered_mean(samples: Samples) -> float:
+    """Mean total reward with the groups that were set aside: what the policy really earns."""
+    assert samples.seen is not None
+    return sum(
+        samples.weights[name] * float(column.nan_to_num(nan=0.0).mean()) for name, (column, _) in samples.seen.items()
+    )
 
 
 def step_episodes(
     result: StepResult, index: int, limit: int, decode: Callable[[list[int]], str]
 ) -> list[dict[str, object]]:
     """Attempts at one task of the step, another place in the batch each step."""
-    number = index % len(result.groups)
-    first = sum(len(group.episodes) for group in result.groups[:number])
-    group = result.groups[number]
+    number = index % len(result.collected.groups)
+    first = sum(len(group.episodes) for group in result.collected.groups[:number])
+    group = result.collected.groups[number]
     return [
         _record(result, index, number, attempt, first + attempt, decode)
         for attempt in range(min(limit, len(group.episodes)))
@@ -61,7 +81,7 @@ def step_episodes(
 def _record(
     result: StepResult, index: int, number: int, attempt: int, place: int, decode: Callable[[list[int]], str]
 ) -> dict[str, object]:
-    group, samples, trace = result.groups[number], result.samples, result.trace
+    group, samples, trace = result.collected.groups[number], result.samples, result.trace
     episode = group.episodes[attempt]
     rows = [
         TokenRow(
@@ -95,10 +115,10 @@ def _episode_advantage(result: StepResult, place: int) -> float:
 
 
 def step_view(result: StepResult, index: int) -> EpisodeView:
-    number = index % len(result.groups)
-    place = sum(len(group.episodes) for group in result.groups[:number])
+    number = index % len(result.collected.groups)
+    place = sum(len(group.episodes) for group in result.collected.groups[:number])
     reward = float(result.samples.total_reward()[place])
-    return episode_view(result.groups[number].episodes[0], reward, _episode_advantage(result, place))
+    return episode_view(result.collected.groups[number].episodes[0], reward, _episode_advantage(result, place))
 
 
 def episode_view(episode: Episode, reward: float | None, advantage: float | None = None) -> EpisodeView:

@@ -84,13 +84,13 @@ class Run:
                 self.checkpoint(done)
 
     def _record(self, index: int, result: StepResult, generated: int) -> None:
-        metrics = step_metrics(result, self.source.failures, self.source.dropped)
+        metrics = step_metrics(result)
         metrics["perf/generated_tokens"] = float(generated)
         episodes = step_episodes(result, index, self.config.logging.episodes_per_step, self.decode)
         self.telemetry.step(index, metrics, step_view(result, index), episodes)
-        for cause in set(self.source.failures) - self.warned:
+        for cause in set(result.collected.failures) - self.warned:
             self.warned.add(cause)
-            self.telemetry.warn(f"episodes are failing ({cause}), the first: {self.source.examples[cause]}")
+            self.telemetry.warn(f"episodes are failing ({cause}), the first: {result.collected.examples[cause]}")
 
     async def evaluate(self, done: int) -> Metrics:
         """After `done` updates."""

@@ -12,31 +12,51 @@ from torch import Tensor
 
 from covey.algorithms.ops import make_batch
 from covey.protocols import Advantages
-from covey.types import Batch, Episode, Group, Sample, Samples
+from covey.types import Batch, Collected, Episode, Group, Sample, Samples, StopReason
 
 
-def to_samples(groups: Sequence[Group], weights: Mapping[str, float], temperature: float) -> Samples:
+def to_samples(
+    collected: Collected, weights: Mapping[str, float], *, temperature: float = 1.0, max_tokens: int = 1
+) -> Samples:
     """The whole step as columns. Episodes that failed are not among them; their groups were cut before."""
-    rows: list[Sample] = []
-    group_of: list[int] = []
-    scores: dict[str, list[float]] = {name: [] for name in weights}
-    for number, group in enumerate(groups):
-        for episode in group.episodes:
-            rows += episode_rows(episode, index=len(group_of))
-            group_of.append(number)
-            for name, column in scores.items():
-                value = episode.rewards.get(name)
-                column.append(float("nan") if value is None else value)
+    episodes = [episode for group in collected.groups for episode in group.episodes]
+    rows = [row for index, episode in enumerate(episodes) for row in episode_rows(episode, index)]
+    baselines = [group.baseline for group in collected.groups if group.baseline is not None]
     return Samples(
         rows=tuple(rows),
-        group_N=torch.tensor(group_of, dtype=torch.int64),
-        rewards={name: torch.tensor(column, dtype=torch.float64) for name, column in scores.items()},
+        group_N=_group_numbers(collected.groups),
+        rewards={name: _scores(episodes, name) for name in weights},
         weights=dict(weights),
+        truncated_N=torch.tensor([episode.stop is StopReason.LENGTH for episode in episodes]),
         episode_R=torch.tensor([row.episode for row in rows], dtype=torch.int64),
         mask_RT=_pad([row.mask for row in rows], torch.bool),
         old_logprobs_RT=_pad([row.logprobs for row in rows], torch.float32),
+        baseline_rewards_G=_totals(baselines, weights) if baselines else None,
+        seen=_seen(collected, weights) if collected.flat else None,
         temperature=temperature,
+        max_tokens=max_tokens,
     )
+
+
+def _group_numbers(groups: Sequence[Group]) -> Tensor:
+    return torch.tensor([number for number, group in enumerate(groups) for _ in group.episodes], dtype=torch.int64)
+
+
+def _scores(episodes: Sequence[Episode], name: str) -> Tensor:
+    """One reward, NaN where it was not given."""
+    values = [episode.rewards.get(name) for episode in episodes]
+    return torch.tensor([float("nan") if v is None else v for v in values], dtype=torch.float64)
+
+
+def _totals(episodes: Sequence[Episode], weights: Mapping[str, float]) -> Tensor:
+    columns = [weight * _scores(episodes, name).nan_to_num(nan=0.0) for name, weight in weights.items()]
+    return torch.stack(columns).sum(0)
+
+
+def _seen(collected: Collected, weights: Mapping[str, float]) -> dict[str, tuple[Tensor, Tensor]]:
+    everything = (*collected.groups, *collected.flat)
+    episodes = [episode for group in everything for episode in group.episodes]
+    return {name: (_scores(episodes, name), _group_numbers(everything)) for name in weights}
 
 
 def episode_rows(episode: Episode, index: int) -> list[Sample]:
@@ -101,6 +121,7 @@ def _batch(samples: Samples, advantages: Advantages, groups: range, epoch: int) 
         returns_RT=None if advantages.returns is None else advantages.returns[row_R],
         values_RT=None if samples.values_RT is None else samples.values_RT[row_R],
         temperature=samples.temperature,
+        max_tokens=samples.max_tokens,
         epoch=epoch,
     )
 

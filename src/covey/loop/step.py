@@ -14,7 +14,7 @@ import torch
 from covey.learner.learner import extreme
 from covey.loop.samples import minibatches, to_samples
 from covey.protocols import Advantages, Algorithm, GroupSource, Learner, Metrics, RolloutEngine, TokenTrace
-from covey.types import Group, Samples
+from covey.types import Collected, Samples
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,12 @@ class Schedule:
     epochs: int
     weights: dict[str, float]  # of the named rewards
     temperature: float
+    max_tokens: int
 
 
 @dataclass(frozen=True)
 class StepResult:
-    groups: list[Group]
+    collected: Collected
     samples: Samples
     advantages: Advantages
     metrics: Metrics
@@ -54,26 +55,24 @@ class Road:
 
 async def step(road: Road, index: int) -> StepResult:
     with road.stages.stage("rollout"):
-        groups = await road.source.next()  # tasks → scored groups
-    samples = to_samples(groups, road.schedule.weights, road.schedule.temperature)
+        collected = await road.source.next()  # tasks → scored groups
+    plan = road.schedule
+    samples = to_samples(collected, plan.weights, temperature=plan.temperature, max_tokens=plan.max_tokens)
     with road.stages.stage("annotate"):
-        samples = road.learner.annotate(samples, road.algorithm.needs)  # reference log-probs, only if needed
-    samples = road.algorithm.shape(samples)
+        samples = road.learner.annotate(samples, road.algorithm.needs)  # reference log-probs, values: only if needed
+    samples, shaped = road.algorithm.shape(samples)
     advantages = road.algorithm.advantages(samples)
     updates: list[Metrics] = []
     trace = empty_trace(samples)
-    plan = minibatches(
-        samples, advantages, groups_per_batch=road.schedule.groups_per_batch, epochs=road.schedule.epochs
-    )
     with road.stages.stage("update"):
-        for batch in plan:  # whole groups; micro-batches inside
+        for batch in minibatches(samples, advantages, groups_per_batch=plan.groups_per_batch, epochs=plan.epochs):
             metrics, seen = road.learner.update(batch, road.algorithm)
             updates.append(metrics)
             if batch.epoch == 0:
                 write_trace(trace, batch.row_R, seen)
     await road.engine.publish(road.learner.weights(), version=index + 1)
     road.source.policy_updated(index + 1)
-    return StepResult(groups, samples, advantages, _merge(updates), trace)
+    return StepResult(collected, samples, advantages, {**shaped, **advantages.metrics, **_merge(updates)}, trace)
 
 
 def empty_trace(samples: Samples) -> TokenTrace:

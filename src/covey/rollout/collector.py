@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from covey.errors import InputError, RunFailed
 from covey.protocols import Agent, Reward, RolloutEngine
 from covey.rollout.policy import ChatTokenizer, EpisodePolicy
-from covey.types import Episode, Failure, Group, Sampling, Task
+from covey.types import Collected, Episode, Failure, Group, Sampling, Task
 
 TaskBatch = Callable[[int], Sequence[Task]]
+FreshTasks = Callable[[int, int, int, Collection[str]], Sequence[Task]]  # step, round, how many, ids tried already
 
 
 @dataclass(frozen=True)
@@ -30,21 +31,33 @@ class Collector:
     max_seconds: float
 
     async def groups(
-        self, tasks: Sequence[Task], attempts: int, sampling: Sampling, stream: tuple[object, ...]
+        self,
+        tasks: Sequence[Task],
+        attempts: int,
+        sampling: Sampling,
+        stream: tuple[object, ...],
+        *,
+        greedy_baseline: bool = False,
     ) -> list[Group]:
-        """Every task attempted `attempts` times, scored, in task order."""
+        """Every task attempted `attempts` times, scored, in task order; with `greedy_baseline` once more, greedily."""
+        together = self.reward.groupwise
         jobs = [
-            self._attempt(task, sampling, (self.seed, *stream, task.id, attempt))
+            self._attempt(task, sampling, (self.seed, *stream, task.id, attempt), score=not together)
             for task in tasks
             for attempt in range(attempts)
         ]
+        if greedy_baseline:
+            greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+            jobs += [self._attempt(task, greedy, (self.seed, *stream, task.id, "greedy"), score=True) for task in tasks]
         episodes = await asyncio.gather(*jobs)
-        groups = [episodes[i : i + attempts] for i in range(0, len(episodes), attempts)]
-        if self.reward.groupwise:
+        count = len(tasks) * attempts
+        groups = [episodes[i : i + attempts] for i in range(0, count, attempts)]
+        if together:
             groups = await asyncio.gather(*map(self._score_together, tasks, groups))
-        return [Group(task, tuple(group)) for task, group in zip(tasks, groups, strict=True)]
+        baselines: list[Episode | None] = [*episodes[count:]] or [None] * len(tasks)
+        return [Group(task, tuple(group), last) for task, group, last in zip(tasks, groups, baselines, strict=True)]
 
-    async def _attempt(self, task: Task, sampling: Sampling, stream: tuple[object, ...]) -> Episode:
+    async def _attempt(self, task: Task, sampling: Sampling, stream: tuple[object, ...], *, score: bool) -> Episode:
         """One episode and its reward, within agent.max_seconds; waiting for the model does not count."""
         deadline = asyncio.timeout(self.max_seconds)
         policy = EpisodePolicy(self.engine, self.tokenizer, sampling, stream, deadline)
@@ -53,7 +66,7 @@ class Collector:
             async with deadline:
                 episode = await self.agent.run(policy, task)
                 cause = "reward"
-                if self.reward.groupwise:
+                if not score:
                     return episode
                 return replace(episode, rewards=await self.reward(task, episode))
         except TimeoutError:
@@ -77,38 +90,95 @@ class Collector:
         return [e if e.failure else replace(e, rewards=table) for e, table in zip(episodes, tables, strict=True)]
 
 
+@dataclass(frozen=True)
+class Refill:
+    """Dynamic sampling: groups in which none of these rewards differs are replaced, in so many rounds at most."""
+
+    rewards: tuple[str, ...]
+    rounds: int
+    fresh: FreshTasks
+
+    def teaches(self, group: Group) -> bool:
+        columns = [[e.rewards.get(name) for e in group.episodes] for name in self.rewards]
+        return any(len({score for score in column if score is not None}) > 1 for column in columns)
+
+
 class TrainingSource:
     """The groups of each training step, one after the other: collection waits for the policy (staleness 0)."""
 
     def __init__(
-        self, collector: Collector, batch: TaskBatch, *, attempts: int, sampling: Sampling, min_group_size: int
+        self,
+        collector: Collector,
+        batch: TaskBatch,
+        *,
+        attempts: int,
+        sampling: Sampling,
+        min_group_size: int,
+        greedy_baseline: bool = False,
+        refill: Refill | None = None,
     ) -> None:
         self.collector = collector
         self.batch = batch
         self.attempts = attempts
         self.sampling = sampling
         self.min_group_size = min_group_size
+        self.greedy_baseline = greedy_baseline
+        self.refill = refill
         self.step = 0
-        self.failures: Counter[str] = Counter()  # of the last step, by cause
-        self.examples: dict[str, str] = {}  # a message for each of them
-        self.dropped = 0
 
-    async def next(self) -> list[Group]:
-        """Groups that can be learned from. Failed episodes leave their group; a group left too small is dropped."""
-        raw = await self.collector.groups(self.batch(self.step), self.attempts, self.sampling, ("train", self.step))
-        raw = [replace(g, episodes=tuple(map(_unscored_is_failed, g.episodes))) for g in raw]
-        failed = [e.failure for g in raw for e in g.episodes if e.failure]
-        self.failures = Counter(failure.cause for failure in failed)
-        self.examples = {failure.cause: failure.message for failure in failed}
-        kept = [replace(g, episodes=tuple(e for e in g.episodes if not e.failure)) for g in raw]
+    async def next(self) -> Collected:
+        """Groups that can be learned from. Failed episodes leave their group; a group left too small is dropped; where
+        groups without signal are refilled, those that stay empty-handed are set aside."""
+        tasks = self.batch(self.step)
+        raw = await self._collect(tasks, ("train", self.step))
+        wanted, rounds = len(tasks), 0
+        good, flat = self._sort(raw)
+        while self.refill is not None and len(good) < wanted and rounds < self.refill.rounds:
+            tried = {group.task.id for group in raw}
+            fresh = self.refill.fresh(self.step, rounds, wanted - len(good), tried)
+            if not fresh:
+                break
+            rounds += 1
+            raw += await self._collect(fresh, ("train", self.step, "refill", rounds))
+            good, flat = self._sort(raw)
+        failed = [e.failure for g in raw for e in _everyone(g) if e.failure]
+        failures = Counter(failure.cause for failure in failed)
+        examples = {failure.cause: failure.message for failure in failed}
+        if not good and not flat:
+            raise NothingCompleted(_diagnosis(raw, failures, examples))
+        if not good:  # nothing differs anywhere: better a step without signal than none
+            good, flat = flat[:wanted], flat[wanted:]
+        dropped = len(raw) - len(good) - len(flat)
+        return Collected(tuple(good), tuple(flat), rounds, dict(failures), examples, dropped)
+
+    async def _collect(self, tasks: Sequence[Task], stream: tuple[object, ...]) -> list[Group]:
+        raw = await self.collector.groups(
+            tasks, self.attempts, self.sampling, stream, greedy_baseline=self.greedy_baseline
+        )
+        return [
+            replace(
+                g,
+                episodes=tuple(map(_unscored_is_failed, g.episodes)),
+                baseline=None if g.baseline is None else _unscored_is_failed(g.baseline),
+            )
+            for g in raw
+        ]
+
+    def _sort(self, raw: Sequence[Group]) -> tuple[list[Group], list[Group]]:
+        """Groups to learn from and groups without signal, both without their failed episodes."""
+        whole = [g for g in raw if g.baseline is None or g.baseline.failure is None]
+        kept = [replace(g, episodes=tuple(e for e in g.episodes if not e.failure)) for g in whole]
         kept = [g for g in kept if len(g.episodes) >= self.min_group_size]
-        self.dropped = len(raw) - len(kept)
-        if not kept:
-            raise NothingCompleted(_diagnosis(raw, self.failures, self.examples))
-        return kept
+        if self.refill is None:
+            return kept, []
+        return [g for g in kept if self.refill.teaches(g)], [g for g in kept if not self.refill.teaches(g)]
 
     def policy_updated(self, version: int) -> None:
         self.step = version
+
+
+def _everyone(group: Group) -> tuple[Episode, ...]:
+    return group.episodes if group.baseline is None else (*group.episodes, group.baseline)
 
 
 def _unscored_is_failed(episode: Episode) -> Episode:

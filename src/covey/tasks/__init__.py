@@ -2,7 +2,7 @@
 
 from covey.tasks.generated import GENERATED, GeneratedTask
 from covey.tasks.load import load_tasks
-from covey.tasks.order import batch_for_step, steps_per_epoch
+from covey.tasks.order import batch_for_step, fresh_tasks, steps_per_epoch
 from covey.tasks.taskset import TaskSet
 
-__all__ = ["GENERATED", "GeneratedTask", "TaskSet", "batch_for_step", "load_tasks", "steps_per_epoch"]
+__all__ = ["GENERATED", "GeneratedTask", "TaskSet", "batch_for_step", "fresh_tasks", "load_tasks", "steps_per_epoch"]

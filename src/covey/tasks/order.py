@@ -3,7 +3,7 @@ of any step without replaying the steps before it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from covey.errors import InputError
 from covey.tasks.seeds import stream
@@ -26,3 +26,12 @@ def batch_for_step(
     if shuffle:
         stream("order", seed, epoch).shuffle(order)
     return epoch, [tasks[i] for i in order[index * batch_size : (index + 1) * batch_size]]
+
+
+def fresh_tasks(
+    tasks: Sequence[Task], step: int, round: int, count: int, *, seed: int, tried: Collection[str]
+) -> list[Task]:
+    """Up to `count` tasks that this step has not tried yet, to replace some that taught nothing."""
+    order = [task for task in tasks if task.id not in tried]
+    stream("fresh", seed, step, round).shuffle(order)
+    return order[:count]

@@ -1,0 +1,70 @@
+"""From a loss of each token to one number, whatever the micro-batches.
+
+    token-mean               Σ over all tokens / number of tokens
+    seq-mean-token-sum       Σ over an episode, mean over episodes
+    seq-mean-token-mean      mean over an episode's tokens, mean over episodes
+    seq-mean-token-sum-norm  Σ over an episode / norm_length, mean over episodes (Dr. GRPO's constant)
+    group-mean-token-sum     Σ over a group, mean over groups (GVPO's own)
+
+A term is a sum and what it is a sum of; `divide` divides once, by the count over the whole mini-batch. Episodes without
+a sampled token do not count. Shapes: N episodes, R rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from covey.protocols import LossTerm
+from covey.types import Batch
+
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregation:
+    aggregation: str = "token-mean"  # or seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm
+    norm_length: int | None = None  # the constant of seq-mean-token-sum-norm; null: rollout.max_tokens
+
+    def __post_init__(self) -> None:
+        if self.aggregation not in AGGREGATIONS:
+            raise ValueError(
+                f"algorithm.aggregation must be one of {', '.join(AGGREGATIONS)}, got {self.aggregation!r}"
+            )
+        if self.norm_length is not None and self.norm_length < 1:
+            raise ValueError(f"algorithm.norm_length must be at least 1, got {self.norm_length}")
+
+    def __call__(self, x_RT: Tensor, batch: Batch) -> LossTerm:
+        x_RT = torch.where(batch.mask_RT, x_RT, torch.zeros_like(x_RT))
+        match self.aggregation:
+            case "token-mean":
+                return LossTerm(x_RT.sum(), "tokens")
+            case "seq-mean-token-mean":
+                length_R = batch.length_N[batch.episode_R].clamp(min=1).to(x_RT.dtype)
+                return LossTerm((x_RT.sum(-1) / length_R).sum(), "episodes")
+            case "seq-mean-token-sum-norm":
+                return LossTerm(x_RT.sum() / (self.norm_length or batch.max_tokens), "episodes")
+            case _:
+                return LossTerm(x_RT.sum(), "episodes")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSum:
+    """GVPO's: its theory leaves no choice, so it has no settings."""
+
+    def __call__(self, x_RT: Tensor, batch: Batch) -> LossTerm:
+        return LossTerm(torch.where(batch.mask_RT, x_RT, torch.zeros_like(x_RT)).sum(), "groups")
+
+
+def divide(terms: Mapping[str, LossTerm], batch: Batch) -> dict[str, Tensor]:
+    """The one division: each sum by the count of its unit over the whole mini-batch, not over the rows at hand."""
+    heard_N = batch.length_N > 0
+    count = {
+        "tokens": int(batch.length_N.sum()),
+        "episodes": int(heard_N.sum()),
+        "groups": len(batch.group_N[heard_N].unique()),
+    }
+    return {name: term.sum / max(count[term.unit], 1) for name, term in terms.items()}

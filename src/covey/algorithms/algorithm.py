@@ -1,0 +1,98 @@
+"""An algorithm: parts under one name.
+
+    shape       answers that are too long, KL in the reward         Shaping, Kl
+    advantages  rewards → advantages, times importance weights      an estimator, Correction
+    loss        advantages, log-probs → a loss of each token,       a token loss, Aggregation, Kl
+                summed up, and a KL beside it
+
+Each part has its own page; this one only hands on. A part that an algorithm does not go with is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from torch import Tensor
+
+from covey.algorithms.correction import Correction
+from covey.algorithms.kl import Kl
+from covey.algorithms.shaping import GroupFilter, Shaping
+from covey.protocols import Advantages, Couples, Estimator, LossTerm, Metrics, Needs, TokenLoss, TokenOutputs
+from covey.types import Batch, Samples
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    name: str
+    estimator: Estimator
+    objective: TokenLoss
+    aggregation: Callable[[Tensor, Batch], LossTerm]
+    shaping: Shaping = field(default_factory=Shaping)
+    filter: GroupFilter = field(default_factory=GroupFilter)
+    kl: Kl | None = None
+    correction: Correction | None = None
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return {f.name: part for f in fields(self) if f.name != "name" and (part := getattr(self, f.name)) is not None}
+
+    @property
+    def needs(self) -> Needs:
+        """Whatever any part needs."""
+        wanted = [part.needs for part in self.parts.values() if hasattr(part, "needs")]
+        return Needs(**{f.name: max(getattr(needs, f.name) for needs in wanted) for f in fields(Needs)})
+
+    @property
+    def couples(self) -> Couples:
+        return self.objective.couples
+
+    def check_rewards(self, names: list[str]) -> None:
+        """Raise if it cannot be trained on rewards of these names."""
+        if taken := set(names) & set(self.shaping.adds()):
+            raise ValueError(f"a reward is called {min(taken)!r}, as is the one that the algorithm adds: rename yours")
+        if hasattr(self.estimator, "check"):
+            self.estimator.check([*names, *self.shaping.adds()])
+
+    def shape(self, samples: Samples) -> tuple[Samples, Metrics]:
+        samples, found = self.shaping.shape(samples)
+        if self.kl is not None:
+            samples, more = self.kl.shape(samples)
+            found = found | more
+        return samples, found
+
+    def advantages(self, samples: Samples) -> Advantages:
+        found = self.estimator.advantages(samples)
+        sampling_RT = samples.sampling_logprobs_RT
+        if self.correction is None or sampling_RT is None:
+            return found
+        weight_RT, metrics = self.correction.weights(
+            samples.old_logprobs_RT, sampling_RT, samples.mask_RT, samples.episode_R, samples.episodes
+        )
+        values_RT = found.values if found.values.dim() == 2 else found.values[samples.episode_R][:, None]
+        return replace(found, values=values_RT * weight_RT, metrics={**found.metrics, **metrics})
+
+    def loss(self, out: TokenOutputs, batch: Batch) -> dict[str, LossTerm]:
+        terms = {self.objective.term: self.aggregation(self.objective.loss(out, batch), batch)}
+        return terms if self.kl is None else terms | self.kl.loss(out, batch, self.aggregation)
+
+    def metrics(self, out: TokenOutputs, batch: Batch) -> Metrics:
+        found = self.objective.metrics(out, batch)
+        return found if self.kl is None else found | self.kl.metrics(out, batch)
+
+    def remarks(self) -> list[str]:
+        """Settings that work, but not as one might think."""
+        return [text for part in self.parts.values() if hasattr(part, "remarks") for text in part.remarks()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a resume, by part: DGDO's weights, a KL coefficient that is steered."""
+        found = {name: part.state_dict() for name, part in self.parts.items() if hasattr(part, "state_dict")}
+        return {name: state for name, state in found.items() if state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        mine = self.state_dict()
+        if set(state) != set(mine):
+            raise ValueError(f"{self.name} remembers {sorted(mine)}, but the checkpoint holds {sorted(state)}")
+        for name, values in state.items():
+            getattr(self, name).load_state_dict(values)

@@ -1,0 +1,136 @@
+"""From an algorithm's name and settings to its parts, joined; and the settings as a schema for the configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from covey.algorithms.aggregation import Aggregation, GroupSum
+from covey.algorithms.algorithm import Algorithm
+from covey.algorithms.catalogue import ALGORITHMS, ALIASES, LOSSES, Entry
+from covey.algorithms.correction import Correction
+from covey.algorithms.gvpo import Gvpo
+from covey.algorithms.kl import Kl
+from covey.algorithms.shaping import GroupFilter, Shaping
+from covey.errors import unknown
+
+_ANY = (Aggregation, Kl, Correction, Shaping, GroupFilter)
+_GVPO = (Shaping, GroupFilter)  # its theory fixes the sum, and a KL or a weight from outside would break its zero sum
+
+GVPO_REASONS = {
+    "kl": "an external KL breaks GVPO's zero sum: the KL is inside its weights (algorithm.beta)",
+    "correction": "importance weights would break GVPO's zero sum; it is right for samples of any policy as it is",
+    "aggregation": "gvpo sums over tokens by its theory: a mean changes its optimum",
+    "norm": "gvpo sums over tokens by its theory: a mean changes its optimum",
+    "reject": "leaving out single answers would break GVPO's zero sum",
+    "loss": "its loss completes the advantage R − R̄ with β(ρ − ρ̄) of the moment: gvpo is one piece",
+}
+
+
+def parts(name: str, loss: str | None = None) -> tuple[type, ...]:
+    """The classes whose fields are the settings of an algorithm."""
+    entry = _entry(name)
+    loss = _check_loss(name, loss)
+    shared = _GVPO if entry.estimator is Gvpo else _ANY
+    return tuple(dict.fromkeys((entry.estimator, LOSSES[loss].objective, *shared)))
+
+
+def _entry(name: str) -> Entry:
+    if name not in ALGORITHMS:
+        raise unknown("algorithm", name, ALGORITHMS)
+    return ALGORITHMS[name]
+
+
+def _check_loss(name: str, loss: str | None) -> str:
+    """The loss to use; one that cannot go with the estimator is refused."""
+    loss = loss or ALGORITHMS[name].loss
+    if loss not in LOSSES:
+        raise unknown("loss", loss, LOSSES)
+    if (loss == "gvpo") != (name == "gvpo"):
+        raise ValueError(f"loss={loss} does not go with algorithm={name}\n  {GVPO_REASONS['loss']}")
+    return loss
+
+
+def settings(name: str, loss: str | None = None) -> dict[str, tuple[Any, Any]]:
+    """Name → (type, default) of every setting of an algorithm; `loss` replaces its usual one."""
+    entry, loss = _entry(name), _check_loss(name, loss)
+    changed = {**LOSSES[loss].defaults, **entry.defaults}
+    found: dict[str, tuple[Any, Any]] = {"loss": (str, loss)}
+    for part in parts(name, loss):
+        hints = typing.get_type_hints(part)
+        found |= {f.name: (hints[f.name], changed.get(f.name, f.default)) for f in _fields(part)}
+    return found
+
+
+def _fields(part: type) -> list[Any]:
+    return [f for f in dataclasses.fields(part) if f.init]
+
+
+def make(name: str, **options: Any) -> Algorithm:
+    """The algorithm with these settings; an unknown setting is an error that lists the known ones."""
+    name = ALIASES.get(name, name)
+    loss = _check_loss(name, options.pop("loss", None)) if name in ALGORITHMS else None
+    known = settings(name, loss)
+    for key in options:
+        if key not in known:
+            raise _refusal(name, key, known)
+    values = {key: default for key, (_, default) in known.items()} | options
+    built = {part: part(**{f.name: values[f.name] for f in _fields(part)}) for part in parts(name, loss)}
+    estimator, objective = ALGORITHMS[name].estimator, LOSSES[loss or ""].objective
+    kl: Kl | None = built.get(Kl)
+    if kl is not None and kl.kl_coef and kl.kl_in == "reward" and getattr(estimator, "columns", False):
+        raise ValueError(f"{name} normalises each reward by itself, and a KL is none of them: use kl_in=loss")
+    return Algorithm(
+        name=name,
+        estimator=built[estimator],
+        objective=built[objective],
+        aggregation=built.get(Aggregation, GroupSum()),
+        shaping=built[Shaping],
+        filter=built[GroupFilter],
+        kl=kl,
+        correction=built.get(Correction),
+    )
+
+
+def _refusal(name: str, key: str, known: Iterable[str]) -> ValueError:
+    reason = GVPO_REASONS.get(key.partition("_")[0]) if name == "gvpo" else None
+    return (
+        ValueError(f"{key} does not go with {name}\n  {reason}")
+        if reason
+        else unknown(f"setting of {name}", key, known)
+    )
+
+
+def schema(name: str, loss: str | None = None) -> type:
+    """The settings of an algorithm as one frozen dataclass, for the configuration: `name`, `loss`, the parts' fields.
+
+    Beside the fields it tells the configuration: `parts`, whose source explains the settings; `losses`, the schema with
+    each other loss; `also`, other spellings of the name; `reasons`, why it lacks some settings.
+    """
+    entry = _entry(name)
+    fields: list[Any] = [("name", str, dataclasses.field(default=name))]
+    fields += [(key, kind, dataclasses.field(default=default)) for key, (kind, default) in settings(name, loss).items()]
+    others = {} if loss else {other: schema(name, other) for other in LOSSES if _goes_with(name, other)}
+    told = {
+        "parts": (Choice, *parts(name, loss)),
+        "losses": others,
+        "also": entry.also,
+        "reasons": GVPO_REASONS if name == "gvpo" else {"loss": GVPO_REASONS["loss"]},
+        "__doc__": entry.summary,
+    }
+    return dataclasses.make_dataclass(f"{name.title()}Settings", fields, frozen=True, namespace=told)
+
+
+def _goes_with(name: str, loss: str) -> bool:
+    return (loss == "gvpo") == (name == "gvpo")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What every algorithm's settings begin with."""
+
+    name: str = ""  # the algorithm: covey algorithms lists them
+    loss: str = ""  # ppo_clip | dapo | dr_grpo | gspo | cispo | sapo | policy_gradient; gvpo has its own

@@ -1,0 +1,111 @@
+"""The algorithms, by name. One algorithm, one file; this page is the list.
+
+An algorithm is an estimator (rewards → advantages) with a loss (advantages, log-probs → a loss of each token). Both can
+be exchanged: `algorithm=gdpo algorithm.loss=gspo`. The settings of an algorithm are the fields of its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from covey.algorithms.cispo import Cispo
+from covey.algorithms.dgdo import Dgdo
+from covey.algorithms.gae import Gae
+from covey.algorithms.gdpo import Gdpo
+from covey.algorithms.gpg import Gpg
+from covey.algorithms.grpo import Grpo
+from covey.algorithms.grpo_passk import GrpoPassk
+from covey.algorithms.gspo import Gspo
+from covey.algorithms.gvpo import Gvpo
+from covey.algorithms.opo import Opo
+from covey.algorithms.policy_gradient import PolicyGradient
+from covey.algorithms.ppo_clip import PpoClip
+from covey.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
+from covey.algorithms.remax import Remax
+from covey.algorithms.rloo import Rloo
+from covey.algorithms.sapo import Sapo
+
+Defaults = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Loss:
+    objective: type
+    defaults: Defaults = field(default_factory=dict)  # where this name differs from the parts' own
+
+
+LOSSES: dict[str, Loss] = {
+    "ppo_clip": Loss(PpoClip, {"aggregation": "seq-mean-token-mean"}),
+    "dapo": Loss(PpoClip, {"clip_high": 0.28}),
+    "dr_grpo": Loss(PpoClip, {"aggregation": "seq-mean-token-sum-norm"}),
+    "gspo": Loss(Gspo, {"aggregation": "seq-mean-token-mean"}),
+    "cispo": Loss(Cispo),
+    "sapo": Loss(Sapo, {"aggregation": "seq-mean-token-mean"}),
+    "policy_gradient": Loss(PolicyGradient),
+    "gvpo": Loss(Gvpo),
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    estimator: type
+    loss: str
+    paper: str
+    summary: str
+    defaults: Defaults = field(default_factory=dict)
+    also: tuple[str, ...] = ()  # other names that people type
+
+
+_OVER_TOKENS = {"aggregation": "token-mean"}
+
+ALGORITHMS: dict[str, Entry] = {
+    "gvpo": Entry(Gvpo, "gvpo", "2504.19599", "group variance: centred rewards, KL inside the weights, no clipping"),
+    "grpo": Entry(Grpo, "ppo_clip", "2402.03300", "group-normalised rewards with PPO's clipped loss"),
+    "dr_grpo": Entry(
+        Grpo,
+        "dr_grpo",
+        "2503.20783",
+        "GRPO without its two biases: no σ, no length in the mean",
+        {"std_normalize": False},
+    ),
+    "dapo": Entry(
+        Grpo,
+        "dapo",
+        "2503.14476",
+        "GRPO with a higher upper clip, token mean, overlong punishment and dynamic sampling",
+        {"filter_groups": True, "overlong_buffer": 0.2},
+    ),
+    "gspo": Entry(Grpo, "gspo", "2507.18071", "one ratio per answer, so that answers are clipped as a whole"),
+    "cispo": Entry(Grpo, "cispo", "2506.13585", "clips importance weights instead of gradients: no token is silenced"),
+    "sapo": Entry(Grpo, "sapo", "2511.20347", "a smooth gate instead of a clip"),
+    "gdpo": Entry(Gdpo, "ppo_clip", "2601.05242", "several rewards, each normalised by itself before they are added"),
+    "dgdo": Entry(Dgdo, "ppo_clip", "", "GDPO whose reward weights follow how unstable each reward is"),
+    "ppo": Entry(
+        Gae, "ppo_clip", "1707.06347", "a critic's advantages (GAE) with the clipped loss", _OVER_TOKENS, ("gae",)
+    ),
+    "reinforce_plus_plus": Entry(
+        ReinforcePlusPlus,
+        "ppo_clip",
+        "2501.03262",
+        "token returns normalised over the batch: no critic, no group",
+        _OVER_TOKENS,
+        ("reinforce++",),
+    ),
+    "reinforce_plus_plus_baseline": Entry(
+        ReinforcePlusPlusBaseline,
+        "ppo_clip",
+        "2501.03262",
+        "the group mean subtracted, then normalised over the batch",
+        _OVER_TOKENS,
+        ("reinforce++_baseline", "reinforce++-baseline"),
+    ),
+    "rloo": Entry(Rloo, "policy_gradient", "2402.14740", "each answer against the mean of the others"),
+    "remax": Entry(Remax, "policy_gradient", "2310.10505", "each answer against the greedy answer"),
+    "opo": Entry(Opo, "policy_gradient", "2505.23585", "the baseline of least variance: rewards weighted by length"),
+    "gpg": Entry(Gpg, "policy_gradient", "2504.02546", "the plain gradient, corrected for answers without signal"),
+    "grpo_passk": Entry(GrpoPassk, "ppo_clip", "2503.19595", "only the best answer counts: for pass@k"),
+}
+
+ALIASES = {other: name for name, entry in ALGORITHMS.items() for other in entry.also}

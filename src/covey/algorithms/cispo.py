@@ -1,0 +1,50 @@
+"""CISPO: Clipped Importance Sampling Policy Optimization: weights are clipped, gradients are not.
+
+MiniMax 2025, https://arxiv.org/abs/2506.13585
+
+    L_t = −sg( clip(r_t, 1 − ε_low, 1 + ε_high) ) A_t log π_θ(y_t)           r_t = π_θ(y_t) / π_old(y_t)
+
+Every token keeps its gradient, also the rare ones that open a new line of thought and that PPO's clipping silences.
+
+Deviations: the paper gives no ε_high; 4 bounds the weight at 5, within what Khatri et al. 2025
+(https://arxiv.org/abs/2510.13786) found good. As in the paper there is no lower bound (ε_low = 1). Log-ratios are held
+to ±20. Shapes: R rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from covey.algorithms.ops import masked_mean, probability_ratio
+from covey.protocols import Couples, Metrics, TokenOutputs
+from covey.types import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Cispo:
+    term: ClassVar[str] = "policy"
+    couples: ClassVar[Couples] = "nothing"
+    on_policy_only: ClassVar[bool] = False
+
+    clip_low: float = 1.0  # the weight of a token is at least 1 − clip_low
+    clip_high: float = 4.0  # the weight of a token is at most 1 + clip_high
+
+    def __post_init__(self) -> None:
+        if self.clip_low < 0 or self.clip_high < 0:
+            raise ValueError("algorithm.clip_low and clip_high must not be negative")
+
+    def loss(self, out: TokenOutputs, batch: Batch) -> Tensor:
+        ratio = probability_ratio(out.logprobs.detach(), batch.old_logprobs_RT)
+        return -ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * batch.advantages_RT * out.logprobs
+
+    @torch.no_grad()
+    def metrics(self, out: TokenOutputs, batch: Batch) -> Metrics:
+        ratio = probability_ratio(out.logprobs, batch.old_logprobs_RT)
+        return {
+            "policy/clip_low": masked_mean((ratio < 1 - self.clip_low).double(), batch.mask_RT),
+            "policy/clip_high": masked_mean((ratio > 1 + self.clip_high).double(), batch.mask_RT),
+        }

@@ -1,0 +1,70 @@
+"""Importance correction: for samples that came from another distribution than the learner's own.
+
+An engine with other kernels, sampling cut by top-p or top-k, or an older policy draw from q; the learner's policy at
+the start of the step is π_old. Each token's advantage is multiplied by
+
+    w = min( π_old/q, cap )                    of the token, or of the whole answer (sequence)
+    w = 0  where π_old/q lies outside [reject_below, reject_above]
+
+π_old is computed by the learner before the first update, and the ratio of the loss is π/π_old.
+
+Espeholt et al. 2018, https://arxiv.org/abs/1802.01561 (truncation); Yao et al. 2025, "Your efficient RL framework
+secretly brings you off-policy RL training"
+
+Deviations: rejected tokens keep their place in the loss's mean (with weight 0), so rejecting never raises the weight of
+the others. Log-ratios are held to ±20. Shapes: N episodes, R rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from covey.algorithms.ops import effective_sample_size, episode_sum, masked_mean
+from covey.protocols import Metrics, Needs
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    correction: str = "auto"  # none | token | sequence; auto: token where top_p, top_k or min_p cut the sampling
+    correction_cap: float = 2.0  # largest importance weight
+    reject_below: float | None = None  # samples with a smaller ratio than this are left out
+    reject_above: float | None = None  # samples with a larger ratio than this are left out
+
+    def __post_init__(self) -> None:
+        if self.correction not in ("auto", "none", "token", "sequence"):
+            raise ValueError(f"algorithm.correction must be none, token, sequence or auto, got {self.correction!r}")
+        if self.correction_cap <= 0:
+            raise ValueError(f"algorithm.correction_cap must be positive, got {self.correction_cap}")
+        if self.correction == "none" and (self.reject_below, self.reject_above) != (None, None):
+            raise ValueError("algorithm.reject_below and reject_above need correction=token or sequence")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(proximal=self.correction in ("token", "sequence"))
+
+    def weights(
+        self, old_RT: Tensor, sampling_RT: Tensor, mask_RT: Tensor, episode_R: Tensor, episodes: int
+    ) -> tuple[Tensor, Metrics]:
+        """w of each token, [R, T], and how far the two policies are apart."""
+        log_ratio_RT = torch.where(mask_RT, old_RT - sampling_RT, torch.zeros_like(old_RT)).detach()
+        if self.correction == "sequence":
+            sum_N = episode_sum(log_ratio_RT, mask_RT, episode_R, episodes)
+            used_RT = sum_N[episode_R][:, None].expand(log_ratio_RT.shape)
+        else:
+            used_RT = log_ratio_RT
+        ratio_RT = torch.exp(used_RT.clamp(-20, 20))
+        low = 0.0 if self.reject_below is None else self.reject_below
+        high = torch.inf if self.reject_above is None else self.reject_above
+        out_RT = (ratio_RT < low) | (ratio_RT > high)
+        weight_RT = ratio_RT.clamp(max=self.correction_cap).masked_fill(out_RT, 0.0)
+        metrics = {
+            "correction/mismatch": masked_mean(log_ratio_RT.abs(), mask_RT),
+            "correction/weight_mean": masked_mean(weight_RT, mask_RT),
+            "correction/capped": masked_mean((ratio_RT > self.correction_cap).double(), mask_RT),
+            "correction/rejected": masked_mean(out_RT.double(), mask_RT),
+            "correction/ess": effective_sample_size(weight_RT[mask_RT]),
+        }
+        return weight_RT, metrics

@@ -1,0 +1,123 @@
+"""DGDO: GDPO whose reward weights follow how unstable each reward is.
+
+Per reward n, on the raw rewards of all groups that were sampled:
+
+    μ = mean of group means        σ² = mean within-group variance + variance of group means + 1e-8   (population)
+    D = σ / (|μ| + ε)              the instability; 0 where the reward does not vary; at most max_instability
+    target ∝ softmax(D) · priors   (softmax(−D) with `invert`)
+    w ← β_eff w + (1 − β_eff) target                        from uniform; β_eff rises from beta_start to beta
+    used: the nearest point to w on the simplex with w_n ≥ min_weight
+
+and then GDPO with the weights K·w_n · reward.weights. For the first `warmup_steps` w is uniform and nothing moves: that
+is GDPO, number for number.
+
+Deviations from the original, which `paper_exact=true` restores: D is capped, and a reward that never varies has D = 0
+instead of drawing weight to itself. The floor is kept exactly (clamping and renormalising would break it).
+State: w and the step number; it survives a resume. Shapes: N episodes, K rewards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from covey.algorithms.gdpo import combined, reward_metrics, trained
+from covey.algorithms.ops import group_mean, group_size, simplex_with_floor
+from covey.protocols import Advantages, Metrics, Needs
+from covey.types import Samples
+
+
+@dataclass(slots=True)
+class Dgdo:
+    needs: ClassVar[Needs] = Needs(min_group_size=2)
+    columns: ClassVar[bool] = True
+
+    beta: float = 0.9  # how much of the old weights is kept each step
+    epsilon: float = 1e-6  # added to standard deviations and to |μ|
+    warmup_steps: int = 30  # steps with uniform weights
+    beta_start: float = 0.5  # β right after the warm-up
+    beta_warmup_steps: int = 200  # steps in which β rises to its final value
+    min_weight: float = 0.15  # no reward's weight falls below this
+    invert: bool = False  # give weight to stable rewards instead
+    importance_priors: dict[str, float] | None = None  # by reward name: multiplies the target; 1 where not given
+    max_instability: float = 10.0  # cap on D
+    paper_exact: bool = False  # no cap, and constant rewards count as unstable
+
+    step: int = field(default=0, init=False)
+    weights: dict[str, float] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("beta", "beta_start", "min_weight"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"algorithm.{name} must lie in [0, 1], got {getattr(self, name)}")
+
+    def advantages(self, samples: Samples) -> Advantages:
+        names = trained(samples)
+        self.check(names)
+        self.weights = self.weights or dict.fromkeys(names, 1 / len(names))
+        warm = self.step < self.warmup_steps
+        found = {name: self.instability(*samples.observed(name)) for name in names}
+        if not warm:
+            self._move({name: figures["instability"] for name, figures in found.items()})
+        used = dict(zip(names, simplex_with_floor([self.weights[n] for n in names], self.min_weight), strict=True))
+        scaled = {name: samples.weights[name] * (1.0 if warm else used[name] * len(names)) for name in names}
+        metrics = reward_metrics(samples) | self._metrics(found, used, warm)
+        self.step += 1
+        return Advantages(combined(samples, scaled, self.epsilon), metrics=metrics)
+
+    def instability(self, reward_N: Tensor, group_N: Tensor) -> Metrics:
+        """μ, σ and D of one reward; episodes that it was not given to are left out."""
+        given_N = ~reward_N.isnan()
+        reward_N, group_N = reward_N[given_N].double(), group_N[given_N]
+        if not len(reward_N):
+            return {"mu": 0.0, "sigma": 0.0, "instability": 0.0}
+        mean_N = group_mean(reward_N, group_N)
+        share_N = 1 / group_size(group_N)  # every group counts once
+        groups = share_N.sum()
+        mu = (mean_N * share_N).sum() / groups
+        within = ((reward_N - mean_N) ** 2 * share_N).sum() / groups
+        spread = within + ((mean_N - mu) ** 2 * share_N).sum() / groups
+        sigma = float((spread + 1e-8).sqrt())
+        unstable = sigma / (abs(float(mu)) + self.epsilon)
+        if not self.paper_exact:
+            constant = float(spread.sqrt()) <= 1e-8 * float(reward_N.abs().max())
+            unstable = 0.0 if constant else min(unstable, self.max_instability)
+        return {"mu": float(mu), "sigma": sigma, "instability": unstable}
+
+    def effective_beta(self) -> float:
+        done = (self.step - self.warmup_steps) / self.beta_warmup_steps if self.beta_warmup_steps else 1.0
+        return self.beta_start + (self.beta - self.beta_start) * min(max(done, 0.0), 1.0)
+
+    def _move(self, instability: Mapping[str, float]) -> None:
+        sign, keep, priors = -1 if self.invert else 1, self.effective_beta(), self.importance_priors or {}
+        soft = torch.softmax(torch.tensor([sign * d for d in instability.values()], dtype=torch.float64), 0)
+        target = {name: float(share) * priors.get(name, 1.0) for name, share in zip(instability, soft, strict=True)}
+        total = sum(target.values())
+        self.weights = {name: keep * self.weights[name] + (1 - keep) * target[name] / total for name in instability}
+
+    def check(self, names: list[str]) -> None:
+        """Raise if these rewards cannot be weighed."""
+        if not names or len(names) * self.min_weight > 1 + 1e-12:
+            raise ValueError(f"algorithm.min_weight={self.min_weight} leaves no room for {len(names)} rewards")
+        if strange := set(self.importance_priors or ()) - set(names):
+            raise ValueError(f"algorithm.importance_priors names {sorted(strange)}; the rewards are {names}")
+        if self.weights and set(self.weights) != set(names):
+            raise ValueError(f"DGDO's weights are for {sorted(self.weights)}, and the rewards are {sorted(names)}")
+
+    def _metrics(self, found: Mapping[str, Metrics], used: Mapping[str, float], warm: bool) -> Metrics:
+        metrics = {f"dgdo/{name}/{key}": value for name, figures in found.items() for key, value in figures.items()}
+        metrics |= {f"dgdo/{name}/weight": weight for name, weight in used.items()}
+        entropy = -sum(w * math.log(w) for w in used.values() if w > 0)
+        general = {"effective_beta": self.effective_beta(), "in_warmup": float(warm), "weight_entropy": entropy}
+        return metrics | {f"dgdo/{key}": value for key, value in general.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "weights": dict(self.weights)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.step, self.weights = int(state["step"]), {k: float(v) for k, v in state["weights"].items()}

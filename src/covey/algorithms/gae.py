@@ -1,0 +1,72 @@
+"""PPO's advantage: generalised advantage estimation with a critic, and the critic's clipped loss.
+
+Schulman et al. 2015, https://arxiv.org/abs/1506.02438; 2017, https://arxiv.org/abs/1707.06347
+
+    δ_t = r_t + γ V_{t+1} − V_t
+    A_t = δ_t + γλ A_{t+1}                    over an episode's sampled tokens in time order
+    returns = A + V                            before A is whitened over all tokens of the step
+
+    value loss  ½ max( (V_θ − returns)²,  (clip(V_θ, V ± c) − returns)² )
+
+An episode's reward sits on its last sampled token; what a tool or a template wrote in between is skipped, and time runs
+across turns and forked rows. V_t is what the critic says before token t. Group size 1 is fine.
+
+Deviations: none. Shapes: N episodes, L tokens of the longest, R rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from covey.algorithms.ops import along, back, backward_sum, masked_mean, timeline, token_rewards, whiten
+from covey.protocols import Advantages, Needs
+from covey.types import Samples
+
+
+@dataclass(frozen=True, slots=True)
+class Gae:
+    needs: ClassVar[Needs] = Needs(values=True)
+
+    gamma: float = 1.0  # discount of each token
+    lam: float = 1.0  # λ: 1 trusts the rewards (no bias), 0 the critic (no variance)
+
+    def __post_init__(self) -> None:
+        for name, value in (("gamma", self.gamma), ("lam", self.lam)):
+            if not 0 <= value <= 1:
+                raise ValueError(f"algorithm.{name} must lie in [0, 1], got {value}")
+
+    def advantages(self, samples: Samples) -> Advantages:
+        assert samples.values_RT is not None, "generalised advantage estimation needs a critic's values"
+        places = timeline(samples.mask_RT, samples.episode_R, samples.episodes)
+        reward_NL = along(token_rewards(samples), *places)
+        value_NL = along(samples.values_RT.to(reward_NL.dtype), *places)
+        next_NL = torch.cat([value_NL[:, 1:], torch.zeros_like(value_NL[:, :1])], dim=1)
+        advantage_NL = backward_sum(reward_NL + self.gamma * next_NL - value_NL, self.gamma * self.lam)
+        advantage_RT = back(advantage_NL, *places, samples.mask_RT)
+        returns_RT = back(advantage_NL + value_NL, *places, samples.mask_RT)
+        metrics = {
+            "value/mean": masked_mean(samples.values_RT, samples.mask_RT),
+            "value/returns_mean": masked_mean(returns_RT, samples.mask_RT),
+            "value/explained_variance": explained_variance(samples.values_RT, returns_RT, samples.mask_RT),
+        }
+        return Advantages(whiten(advantage_RT, samples.mask_RT), returns_RT, metrics)
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
+    """Of each token. A step of more than `clip` from the old value earns nothing; None: no clipping."""
+    error = (values - returns) ** 2
+    if clip is not None:
+        clipped = old_values + (values - old_values).clamp(-clip, clip)
+        error = torch.max(error, (clipped - returns) ** 2)
+    return error / 2
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """1 − Var(returns − V) / Var(returns): 1 a perfect critic, 0 a constant, below 0 worse than a constant."""
+    v, g = values[mask].double(), returns[mask].double()
+    variance = float(g.var(unbiased=False)) if len(g) else 0.0
+    return 1 - float((g - v).var(unbiased=False)) / variance if variance > 0 else 0.0

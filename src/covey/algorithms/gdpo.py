@@ -1,0 +1,76 @@
+"""GDPO: Group reward-Decoupled normalisation Policy Optimization, for several rewards at once.
+
+Liu et al. 2026, https://arxiv.org/abs/2601.05242
+
+    A_n,i = (r_n,i − mean_g r_n) / (σ_g(r_n) + ε)          for each reward n by itself, over the group g
+    A_i   = Σ_n w_n A_n,i                                   w_n: reward.weights
+    Â_i   = (A_i − mean A) / (σ(A) + ε)                     over all episodes of the step
+
+Normalising the sum instead, as GRPO does, gives many different mixtures of rewards the same advantage.
+
+Deviations: the last step runs over episodes, not tokens: over tokens a group without signal would get an advantage. A
+reward that was never given (None) is left out of that reward's statistics; an episode with none has advantage 0.
+A reward of weight 0 is measured only. Shapes: N episodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from covey.algorithms.ops import group_std, normalised
+from covey.protocols import Advantages, Metrics, Needs
+from covey.types import Samples
+
+
+@dataclass(frozen=True, slots=True)
+class Gdpo:
+    needs: ClassVar[Needs] = Needs(min_group_size=2)
+    columns: ClassVar[bool] = True  # reads the named rewards, so a KL in the reward has no place
+
+    epsilon: float = 1e-6  # added to standard deviations
+
+    def advantages(self, samples: Samples) -> Advantages:
+        weights = {name: samples.weights[name] for name in trained(samples)}
+        return Advantages(combined(samples, weights, self.epsilon), metrics=reward_metrics(samples))
+
+
+def trained(samples: Samples) -> list[str]:
+    """The rewards that count."""
+    return [name for name in samples.rewards if samples.weights[name] != 0]
+
+
+def combined(samples: Samples, weights: Mapping[str, float], epsilon: float) -> Tensor:
+    """Â of each episode."""
+    total_N = torch.zeros_like(samples.total_reward())
+    scored_N = torch.zeros_like(total_N, dtype=torch.bool)
+    for name, weight in weights.items():
+        column_N = samples.rewards[name].to(total_N.dtype)
+        given_N = ~column_N.isnan()
+        total_N = total_N + weight * normalised(column_N.nan_to_num(nan=0.0), samples.group_N, epsilon, given_N)
+        scored_N |= given_N
+    one_group_N = torch.zeros_like(samples.group_N)  # the whole step
+    return normalised(total_N, one_group_N, epsilon, scored_N)
+
+
+def reward_metrics(samples: Samples) -> Metrics:
+    found: Metrics = {}
+    for name, column_N in samples.rewards.items():
+        given_N = ~column_N.isnan()
+        if not bool(given_N.any()):
+            continue
+        values = column_N[given_N].double()
+        flat_N = group_std(column_N.nan_to_num(nan=0.0), samples.group_N, given_N) == 0
+        flat = {int(g): bool(f) for g, f in zip(samples.group_N, flat_N, strict=True)}
+        found |= {
+            f"gdpo/{name}/mean": float(values.mean()),
+            f"gdpo/{name}/std": float(values.std(unbiased=False)),
+            f"gdpo/{name}/min": float(values.min()),
+            f"gdpo/{name}/max": float(values.max()),
+            f"gdpo/{name}/frac_zero_std": sum(flat.values()) / len(flat),
+        }
+    return found

@@ -1,0 +1,42 @@
+"""GRPO for pass@k: only the best answer of a group is reinforced, by what it adds over the second best.
+
+Tang et al. 2025, https://arxiv.org/abs/2503.19595
+
+    A_best = (R_best − R_second) / (σ_R + ε),    all others 0
+
+Where the task counts as solved if any of k attempts solves it, a second solution is worth nothing more.
+
+Deviations: among equal best answers the first is taken; its advantage is then 0 in any case. A group of one has
+advantage 0. Shapes: N episodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from covey.algorithms.ops import group_std
+from covey.protocols import Advantages, Needs
+from covey.types import Samples
+
+
+@dataclass(frozen=True, slots=True)
+class GrpoPassk:
+    needs: ClassVar[Needs] = Needs(min_group_size=2)
+
+    std_normalize: bool = True  # divide by the group's standard deviation
+    epsilon: float = 1e-6  # added to the standard deviation
+
+    def advantages(self, samples: Samples) -> Advantages:
+        rewards_N, group_N = samples.total_reward(), samples.group_N
+        found_N = torch.zeros_like(rewards_N)
+        for number in range(samples.groups):
+            members = (group_N == number).nonzero()[:, 0]
+            if len(members) > 1:
+                best, second = rewards_N[members].topk(2)[0]
+                found_N[members[rewards_N[members].argmax()]] = best - second
+        if self.std_normalize:
+            found_N = found_N / (group_std(rewards_N, group_N) + self.epsilon)
+        return Advantages(found_N)

@@ -1,0 +1,55 @@
+"""GSPO: Group Sequence Policy Optimization, one ratio per answer.
+
+Zheng et al. 2025, https://arxiv.org/abs/2507.18071
+
+    s_i   = exp( 1/|y_i| Σ_t log π_θ(y_i,t)/π_old(y_i,t) )                   the geometric mean of the token ratios
+    s_i,t = sg(s_i) · π_θ(y_i,t) / sg(π_θ(y_i,t))                            its value, a token's gradient
+    L_t   = −min( s_i,t A_t,  clip(s_i,t, 1 − ε_low, 1 + ε_high) A_t )
+
+so that an answer is clipped as a whole; the bounds are a thousand times tighter than for token ratios. With advantages
+that differ within an answer it is the paper's GSPO-token.
+
+Deviations: log s is held to ±20. Shapes: N episodes, R rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from covey.algorithms.ops import policy_sum
+from covey.algorithms.ppo_clip import clip_fractions
+from covey.protocols import Couples, Metrics, TokenOutputs
+from covey.types import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Gspo:
+    term: ClassVar[str] = "policy"
+    couples: ClassVar[Couples] = "episodes"
+    on_policy_only: ClassVar[bool] = False
+
+    clip_low: float = 3e-4  # the ratio of an answer counts down to 1 − clip_low
+    clip_high: float = 4e-4  # the ratio of an answer counts up to 1 + clip_high
+
+    def __post_init__(self) -> None:
+        if self.clip_low < 0 or self.clip_high < 0:
+            raise ValueError("algorithm.clip_low and clip_high must not be negative")
+
+    def loss(self, out: TokenOutputs, batch: Batch) -> Tensor:
+        ratio, advantage = self.ratio(out, batch), batch.advantages_RT
+        return -torch.min(ratio * advantage, ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantage)
+
+    def ratio(self, out: TokenOutputs, batch: Batch) -> Tensor:
+        """s_i,t, [R, T]"""
+        length_N = batch.length_N.clamp(min=1).to(out.logprobs.dtype)
+        log_ratio_N = ((policy_sum(out, batch) - batch.old_sum_N) / length_N).clamp(-20, 20)
+        own_gradient = out.logprobs - out.logprobs.detach()  # 0, with the gradient of log π
+        return torch.exp(log_ratio_N[batch.episode_R][:, None] + own_gradient)
+
+    @torch.no_grad()
+    def metrics(self, out: TokenOutputs, batch: Batch) -> Metrics:
+        return clip_fractions(self.ratio(out, batch), batch, self.clip_low, self.clip_high)

@@ -1,0 +1,46 @@
+"""REINFORCE++: returns normalised over the whole batch instead of a critic or a group; and its baseline form.
+
+Hu et al. 2025, https://arxiv.org/abs/2501.03262
+
+    G_t = r_t + γ G_{t+1}                     over an episode's sampled tokens in time order
+    A_t = (G_t − mean G) / std G              over all tokens of the step
+
+    baseline form:  A_i = whitened(R_i − R̄)   R̄ over the group, the whitening over all tokens of the step
+
+An episode's reward sits on its last sampled token; time runs across tool turns and forked rows. Group size 1 is fine
+for the first form; a group of one in the baseline form has R − R̄ = 0.
+
+Deviations: the papers put a KL into the reward (`kl_in=reward`); here kl_coef is 0 unless set.
+Shapes: N episodes, L tokens of the longest, R rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from covey.algorithms.ops import along, back, backward_sum, group_mean, timeline, token_rewards, whiten
+from covey.protocols import Advantages, Needs
+from covey.types import Samples
+
+
+@dataclass(frozen=True, slots=True)
+class ReinforcePlusPlus:
+    needs: ClassVar[Needs] = Needs()
+
+    gamma: float = 1.0  # discount of each token
+
+    def advantages(self, samples: Samples) -> Advantages:
+        places = timeline(samples.mask_RT, samples.episode_R, samples.episodes)
+        returns_NL = backward_sum(along(token_rewards(samples), *places), self.gamma)
+        returns_RT = back(returns_NL, *places, samples.mask_RT)
+        return Advantages(whiten(returns_RT, samples.mask_RT), returns_RT)
+
+
+@dataclass(frozen=True, slots=True)
+class ReinforcePlusPlusBaseline:
+    needs: ClassVar[Needs] = Needs(min_group_size=2)
+
+    def advantages(self, samples: Samples) -> Advantages:
+        rewards_N = samples.total_reward()
+        return Advantages(whiten(rewards_N - group_mean(rewards_N, samples.group_N), samples.lengths()))

@@ -1,0 +1,72 @@
+"""What happens to answers that are too long, and which groups are worth learning from.
+
+    soft overlong punishment    0 up to max − buffer, then falling linearly to −penalty at max and beyond
+    truncated answers           kept, masked (in the group's statistics, out of the loss) or penalised (reward −1)
+    dynamic sampling            groups whose rewards do not differ are replaced by fresh ones
+
+Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476. The two punishments are rewards of their own (`overlong`,
+`truncated`), so that algorithms for several rewards see them as such.
+
+Shapes: N episodes, R rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from covey.protocols import Metrics
+from covey.types import Samples
+
+
+@dataclass(frozen=True, slots=True)
+class Shaping:
+    overlong_buffer: float = 0.0  # last tokens before rollout.max_tokens that cost: below 1 a share of it; 0: none
+    overlong_penalty: float = 1.0  # what an answer of full length costs
+    truncated: str = "keep"  # answers cut off by the limit: keep | mask (do not learn from them) | penalise (reward −1)
+
+    def __post_init__(self) -> None:
+        if self.overlong_buffer < 0 or self.overlong_penalty < 0:
+            raise ValueError("algorithm.overlong_buffer and overlong_penalty must not be negative")
+        if self.truncated not in ("keep", "mask", "penalise"):
+            raise ValueError(f"algorithm.truncated must be keep, mask or penalise, got {self.truncated!r}")
+
+    def adds(self) -> list[str]:
+        """The rewards of its own."""
+        return ["overlong"] * (self.overlong_buffer > 0) + ["truncated"] * (self.truncated == "penalise")
+
+    def shape(self, samples: Samples) -> tuple[Samples, Metrics]:
+        if self.overlong_buffer:
+            buffer = self.overlong_buffer * samples.max_tokens if self.overlong_buffer < 1 else self.overlong_buffer
+            cost_N = overlong(samples.lengths(), samples.max_tokens, buffer, self.overlong_penalty)
+            samples = _with_reward(samples, "overlong", cost_N)
+        if self.truncated == "penalise":
+            samples = _with_reward(samples, "truncated", -samples.truncated_N.double())
+        elif self.truncated == "mask":
+            samples = replace(samples, mask_RT=samples.mask_RT & ~samples.truncated_N[samples.episode_R][:, None])
+        return samples, {}
+
+
+def overlong(length_N: Tensor, max_tokens: float, buffer: float, penalty: float = 1.0) -> Tensor:
+    """DAPO's soft punishment: for a limit of 100 and a buffer of 20, a length of 90 costs half the penalty."""
+    over_N = (length_N.double() - (max_tokens - buffer)) / max(buffer, 1e-9)
+    return -penalty * over_N.clamp(0, 1)
+
+
+def _with_reward(samples: Samples, name: str, column_N: Tensor) -> Samples:
+    assert name not in samples.rewards, name
+    column_N = torch.as_tensor(column_N, dtype=torch.float64)
+    return replace(samples, rewards={**samples.rewards, name: column_N}, weights={**samples.weights, name: 1.0})
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFilter:
+    filter_groups: bool = False  # replace groups whose rewards are all equal by fresh ones
+    filter_metric: str | None = None  # the reward that must differ within a group; null: any that is trained on
+    max_refills: int = 3  # times to sample again before going on with what there is
+
+    def __post_init__(self) -> None:
+        if self.max_refills < 1:
+            raise ValueError(f"algorithm.max_refills must be at least 1, got {self.max_refills}")

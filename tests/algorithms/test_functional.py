@@ -1,0 +1,154 @@
+"""The algorithms as functions: shapes, labels and types that callers pass, and their mistakes."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from covey.algorithms import ALGORITHMS, LOSSES
+from covey.algorithms.functional import (
+    LOSS_NAMES,
+    GVPOLoss,
+    advantages,
+    compute_gvpo_advantage,
+    index_groups,
+    policy_loss,
+)
+from tests.algorithms.helpers import F64, GROUP_ESTIMATORS, same, tensor
+
+
+def test_groups_are_numbered_by_first_appearance() -> None:
+    assert index_groups(["b", "a", "b", "c"]).tolist() == [0, 1, 0, 2]
+    assert index_groups(torch.tensor([7, 7, 3])).tolist() == [0, 0, 1]
+    assert index_groups([("x", 1), ("x", 2), ("x", 1)]).tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+def test_labels_may_be_anything_in_any_order(name: str) -> None:
+    rewards = tensor(1.0, 5.0, 0.0, 2.0, 0.5)
+    expected = advantages(name, rewards[[0, 2, 4, 1, 3]], [0, 0, 0, 1, 1])[[0, 3, 1, 4, 2]]
+    same(advantages(name, rewards, ["x", "y", "x", "y", "x"]), expected)
+    same(advantages(name, rewards, torch.tensor([40, 7, 40, 7, 40])), expected)
+
+
+@pytest.mark.parametrize("name", [*GROUP_ESTIMATORS, "reinforce_plus_plus", "remax"])
+def test_whole_numbers_are_rewards_too(name: str) -> None:
+    rewards = torch.tensor([1, 0, 3, 0])
+    options: dict[str, Any] = {"baseline_rewards": torch.ones(4)} if name == "remax" else {}
+    found = advantages(name, rewards, [0, 0, 1, 1], **options)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, advantages(name, rewards.float(), [0, 0, 1, 1], **options))
+
+
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+def test_the_precision_is_that_of_the_rewards(name: str) -> None:
+    for dtype in (torch.float32, F64):
+        assert advantages(name, torch.tensor([1.0, 0.0], dtype=dtype), [0, 0]).dtype == dtype
+
+
+def test_answers_alone_are_warned_about_where_they_teach_nothing() -> None:
+    with pytest.warns(UserWarning, match="2 groups have a single answer: rloo learns nothing from them"):
+        advantages("rloo", tensor(1, 2, 3, 4), ["a", "b", "c", "c"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        advantages("rloo", tensor(1, 2), ["a", "a"])
+        advantages("reinforce_plus_plus", tensor(1, 2), ["a", "b"])
+        advantages("remax", tensor(1, 2), ["a", "b"], baseline_rewards=tensor(0, 0))
+
+
+def test_a_reward_of_an_answer_sits_on_its_last_sampled_token() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 1]])
+    _, found = advantages("reinforce_plus_plus", tensor(8, 4), [0, 1], mask=mask, gamma=0.5, with_returns=True)
+    same(found, [[4, 8, 0], [2, 0, 4]])
+    per_token = tensor([0, 8, 99], [0, 99, 4])
+    _, same_found = advantages("reinforce_plus_plus", per_token, [0, 1], mask=mask, gamma=0.5, with_returns=True)
+    same(same_found, found)
+
+
+@pytest.mark.parametrize("name", ["gdpo", "dgdo"])
+def test_token_rewards_are_not_dropped_by_those_who_read_columns(name: str) -> None:
+    """They are summed as elsewhere, or refused; silently they would be advantages of 0."""
+    per_token = tensor([1, 2], [0, 1], [0, 0])
+    try:
+        found = advantages(name, per_token, [0, 0, 0])
+    except ValueError:
+        return
+    same(found, advantages(name, tensor(3, 1, 0), [0, 0, 0]))
+
+
+def test_mistakes_of_advantages_are_told() -> None:
+    with pytest.raises(ValueError, match=r"rewards have shape \(2,\) but there are 3 group labels"):
+        advantages("grpo", tensor(1, 0), [0, 0, 0])
+    with pytest.raises(ValueError, match="grpo has no returns"):
+        advantages("grpo", tensor(1, 0), [0, 0], with_returns=True)
+    with pytest.raises(ValueError, match="unknown algorithm"):
+        advantages("nothing", tensor(1, 0), [0, 0])
+    with pytest.raises(ValueError, match="unknown setting of grpo  beta"):
+        advantages("grpo", tensor(1, 0), [0, 0], beta=0.1)
+
+
+def test_every_algorithm_and_every_loss_has_its_function() -> None:
+    rewards, mask = torch.rand(4, 1, dtype=F64)[:, 0], torch.ones(4, 3)
+    for name in ALGORITHMS:
+        extra: dict[str, Any] = {"values": torch.rand(4, 3, dtype=F64), "baseline_rewards": rewards}
+        found = advantages(name, rewards, [0, 0, 1, 1], mask=mask, **extra)
+        assert found.shape in ((4,), (4, 3)) and bool(found.isfinite().all())
+    assert set(LOSSES) <= set(LOSS_NAMES)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("ppo", "ppo_clip"), ("grpo", "ppo_clip"), ("vanilla", "ppo_clip"), ("reinforce", "policy_gradient")],
+)
+def test_other_names_of_losses(typed: str, meant: str) -> None:
+    torch.manual_seed(0)
+    new, old, advantage, mask = *torch.randn(2, 3, 4, dtype=F64), torch.randn(3, dtype=F64), torch.rand(3, 4) < 0.7
+    same(policy_loss(typed, new, old, advantage, mask)[0], policy_loss(meant, new, old, advantage, mask)[0])
+
+
+def test_one_advantage_per_answer_is_the_same_for_each_of_its_tokens() -> None:
+    torch.manual_seed(0)
+    new, old, mask = *torch.randn(2, 4, 3, dtype=F64), torch.rand(4, 3) < 0.8
+    advantage = torch.randn(4, dtype=F64)
+    for name in LOSSES:
+        options: dict[str, Any] = {"groups": [0, 0, 1, 1], "ref_logprobs": old}
+        per_answer, _ = policy_loss(name, new, old, advantage, mask, **options)
+        per_token, _ = policy_loss(name, new, old, advantage[:, None].expand(4, 3), mask, **options)
+        same(per_token, per_answer)
+
+
+def test_mistakes_of_policy_loss_are_told() -> None:
+    zeros = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match=r"unknown loss  gsop\n  did you mean   gspo"):
+        policy_loss("gsop", zeros, zeros, zeros[0], zeros)
+    with pytest.raises(ValueError, match=r"grpo needs ref_logprobs= with these settings, or kl_coef=0"):
+        policy_loss("grpo", zeros, zeros, zeros[0], zeros, kl_coef=0.1)
+    with pytest.raises(ValueError, match="unknown setting of grpo  tau_pos"):
+        policy_loss("grpo", zeros, zeros, zeros[0], zeros, tau_pos=1.0)
+
+
+def test_aggregation_is_an_argument() -> None:
+    """Two answers of 1 and 3 tokens with advantages 1 and 2, ratio 1."""
+    zeros, mask = torch.zeros(2, 3, dtype=F64), torch.tensor([[1, 0, 0], [1, 1, 1]])
+    for how, expected in (("token-mean", -7 / 4), ("seq-mean-token-sum", -7 / 2), ("seq-mean-token-mean", -3 / 2)):
+        same(policy_loss("ppo_clip", zeros, zeros, tensor(1, 2), mask, aggregation=how)[0], expected)
+    how = "seq-mean-token-sum-norm"
+    same(policy_loss("ppo_clip", zeros, zeros, tensor(1, 2), mask, aggregation=how)[0], -7 / 3 / 2)
+    same(policy_loss("ppo_clip", zeros, zeros, tensor(1, 2), mask, aggregation=how, norm_length=10)[0], -7 / 10 / 2)
+
+
+def test_the_three_ways_to_gvpo_agree() -> None:
+    """All in one call; advantages and loss apart; and the finished weight in somebody else's −Σ w log π."""
+    torch.manual_seed(0)
+    logprobs, ref = -torch.rand(2, 6, 4, dtype=F64)
+    rewards, mask, groups = torch.randn(6, dtype=F64), torch.rand(6, 4) < 0.8, [0, 1, 0, 1, 0, 1]
+    whole = GVPOLoss(beta=0.3)(logprobs, ref, rewards, groups, mask)
+    centred = advantages("gvpo", rewards, groups)
+    apart, _ = policy_loss("gvpo", logprobs, logprobs, centred, mask, groups=groups, ref_logprobs=ref, beta=0.3)
+    weight = compute_gvpo_advantage(rewards, logprobs, ref, groups, mask, beta=0.3)
+    finished = -(0.3 / 2) * (weight * (logprobs * mask).sum(-1)).sum() / 2  # k − 1 = 2, two groups
+    same(apart, whole)
+    same(finished, whole)

@@ -1,0 +1,138 @@
+"""Answers that are too long: DAPO's soft punishment and what is done with those that were cut off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from covey.algorithms import make
+from covey.algorithms.shaping import GroupFilter, Shaping, overlong
+from covey.types import Samples
+from tests.algorithms.helpers import same, samples_of
+
+
+def long_step(*lengths: int, max_tokens: int = 100, **columns: Any) -> Samples:
+    """One group of answers of these lengths, all with reward 1."""
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return samples_of([1.0] * len(lengths), [0] * len(lengths), mask=mask.tolist(), max_tokens=max_tokens, **columns)
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"), [(50, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (100, -1.0), (110, -1.0)]
+)
+def test_the_soft_punishment_by_hand(length: int, expected: float) -> None:
+    assert float(overlong(torch.tensor([length]), 100, 20)[0]) == pytest.approx(expected)
+    assert float(overlong(torch.tensor([length]), 100, 20, penalty=3.0)[0]) == pytest.approx(3 * expected)
+
+
+@pytest.mark.parametrize("buffer", [20.0, 0.2])
+def test_the_buffer_is_a_number_of_tokens_or_a_share(buffer: float) -> None:
+    samples, _ = Shaping(overlong_buffer=buffer).shape(long_step(50, 90, 110))
+    same(samples.rewards["overlong"], [0.0, -0.5, -1.0])
+    same(samples.total_reward(), [1.0, 0.5, 0.0])
+    samples, _ = Shaping(overlong_buffer=buffer, overlong_penalty=0.5).shape(long_step(50, 90, 110))
+    same(samples.total_reward(), [1.0, 0.75, 0.5])
+
+
+def test_length_is_that_of_all_rows_of_an_episode_without_what_tools_wrote() -> None:
+    samples = samples_of([0.0], [0], mask=[[1, 1, 0, 1], [1, 0, 1, 0]], episode=[0, 0], max_tokens=6)
+    samples, _ = Shaping(overlong_buffer=2.0).shape(samples)
+    same(samples.rewards["overlong"], [-0.5])  # 5 of 6 tokens
+
+
+def test_the_punishment_is_a_reward_of_its_own_beside_the_others() -> None:
+    """So that GDPO normalises it by itself: correct 1, 0, 1 and overlong 0, −½, −1."""
+    algorithm = make("gdpo", overlong_buffer=20)
+    samples, _ = algorithm.shape(
+        samples_of(
+            {"correct": [1.0, 0.0, 1.0]},
+            [0, 0, 0],
+            mask=(torch.arange(110) < torch.tensor([50, 90, 110])[:, None]).tolist(),
+            weights={"correct": 2.0},
+            max_tokens=100,
+        )
+    )
+    assert dict(samples.weights) == {"correct": 2.0, "overlong": 1.0}
+    by_hand = make("gdpo").advantages(
+        samples_of({"c": [1.0, 0.0, 1.0], "o": [0.0, -0.5, -1.0]}, [0, 0, 0], weights={"c": 2.0})
+    )
+    same(algorithm.advantages(samples).values, by_hand.values)
+
+
+def cut_step() -> Samples:
+    return long_step(3, 2, 3, max_tokens=3, truncated_N=torch.tensor([True, False, True]))
+
+
+def test_truncated_answers_are_kept_unless_said_otherwise() -> None:
+    samples = cut_step()
+    found, metrics = Shaping().shape(samples)
+    assert found is samples and metrics == {}
+
+
+def test_truncated_answers_can_be_masked() -> None:
+    """They count in the group's statistics and not in the loss."""
+    samples, _ = Shaping(truncated="mask").shape(cut_step())
+    assert samples.mask_RT.tolist() == [[False] * 3, [True, True, False], [False] * 3]
+    same(samples.total_reward(), [1.0, 1.0, 1.0])
+
+
+def test_truncated_answers_can_be_penalised() -> None:
+    samples, _ = Shaping(truncated="penalise").shape(cut_step())
+    same(samples.rewards["truncated"], [-1.0, 0.0, -1.0])
+    same(samples.total_reward(), [0.0, 1.0, 0.0])
+    assert bool(samples.mask_RT[0].all())
+
+
+def test_a_masked_row_masks_all_rows_of_its_episode() -> None:
+    samples = samples_of(
+        [1.0, 1.0], [0, 0], mask=[[1], [1], [1]], episode=[1, 0, 1], truncated_N=torch.tensor([False, True])
+    )
+    shaped, _ = Shaping(truncated="mask").shape(samples)
+    assert shaped.mask_RT.tolist() == [[False], [True], [False]]
+
+
+def test_lengths_count_though_the_answer_is_masked() -> None:
+    """Both at once: the answer that hit the limit is punished for it in the group's statistics."""
+    samples, _ = Shaping(overlong_buffer=1.0, truncated="mask").shape(cut_step())
+    same(samples.rewards["overlong"], [-1.0, 0.0, -1.0])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("overlong", {"overlong_buffer": 0.5}), ("truncated", {"truncated": "penalise"})]
+)
+def test_a_reward_of_the_same_name_is_refused(name: str, options: dict[str, Any]) -> None:
+    samples = samples_of({name: [1.0]}, [0], max_tokens=4)
+    with pytest.raises(ValueError, match=f"a reward is called '{name}'"):
+        make("grpo", **options).shape(samples)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"overlong_buffer": -1.0}, "must not be negative"),
+        ({"overlong_penalty": -1.0}, "must not be negative"),
+        ({"truncated": "drop"}, "truncated must be keep, mask or penalise"),
+        ({"max_refills": 0}, "max_refills must be at least 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make("grpo", **options)
+
+
+def test_the_shaper_comes_before_the_kl_in_the_reward() -> None:
+    """A masked answer pays no KL."""
+    algorithm = make("rloo", truncated="mask", kl_coef=0.5, kl_in="reward")
+    zeros = torch.zeros(2, 1, dtype=torch.float64)
+    samples = samples_of(
+        [0.0, 0.0], [0, 0], truncated_N=torch.tensor([True, False]), old_logprobs_RT=zeros, ref_logprobs_RT=zeros - 2
+    )
+    shaped, _ = algorithm.shape(samples)
+    same(shaped.total_reward(), [0.0, -1.0])
+
+
+def test_dynamic_sampling_is_off_but_for_dapo() -> None:
+    assert make("grpo").filter == GroupFilter(filter_groups=False, filter_metric=None, max_refills=3)
+    assert make("dapo").filter.filter_groups
