@@ -18,6 +18,7 @@ _HOMES = {
     "Config": "covey.config.schema",
     "Task": "covey.types",
     "reward": "covey.rewards",
+    "only_if": "covey.rewards",
     "agent": "covey.agents",
     "advantages": "covey.algorithms.functional",
     "policy_loss": "covey.algorithms.functional",
@@ -28,7 +29,7 @@ _HOMES = {
 _NOT_YET = {"tool": "tools for agents"}
 
 __all__ = ["Config", "GVPOLoss", "GVPOTrainer", "Task", "__version__", "advantages", "agent", "compute_gvpo_advantage"]
-__all__ += ["policy_loss", "reward", "train"]
+__all__ += ["only_if", "policy_loss", "reward", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -185,7 +185,7 @@ class Samples:
 
     @property
     def groups(self) -> int:
-        return int(self.group_N[-1]) + 1 if len(self.group_N) else 0
+        return int(self.group_N.max()) + 1 if len(self.group_N) else 0
 
     def lengths(self) -> Tensor:
         """Sampled tokens of each episode, [N]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -71,6 +72,8 @@ def test_extreme_ratios_stay_finite(how: str) -> None:
     found, metrics = Correction(how).weights(old, torch.zeros(2, 2, dtype=F64), mask, torch.tensor([0, 1]), 2)
     assert bool(found.isfinite().all()) and float(found.max()) <= 2.0
     assert all(abs(value) < 1e4 for value in metrics.values())
+    uncapped, _ = Correction(how, correction_cap=1e30).weights(old, 0 * old, mask, torch.tensor([0, 1]), 2)
+    assert float(uncapped.max()) == pytest.approx(math.exp(20))
 
 
 # Theory: actions drawn from q, advantages R, the gradient of the learner's π_old.

@@ -43,7 +43,7 @@ def ppo(low: float, high: float, dual: float | None) -> Formula:
 
 
 def cispo(new: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
-    weight = min(max(math.exp(float((new - old).detach())), 1 - 0.9), 1 + 0.5)
+    weight = min(max(math.exp(float((new - old).detach())), 1 - 0.4), 1 + 0.5)
     return -weight * advantage * new
 
 
@@ -65,7 +65,7 @@ def reinforce(new: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
         ("ppo_clip", {"dual_clip": 1.1}, ppo(0.2, 0.2, 1.1)),
         ("dapo", {}, ppo(0.2, 0.28, 3.0)),
         ("dr_grpo", {}, ppo(0.2, 0.2, 3.0)),
-        ("cispo", {"clip_low": 0.9, "clip_high": 0.5}, cispo),
+        ("cispo", {"clip_low": 0.4, "clip_high": 0.5}, cispo),
         ("sapo", {"tau_pos": 2.0, "tau_neg": 3.0}, sapo),
         ("policy_gradient", {}, reinforce),
     ],
@@ -158,7 +158,7 @@ def test_clip_fractions_by_hand() -> None:
 
 
 def test_clip_fractions_of_cispo_do_not_ask_for_the_advantage() -> None:
-    ratio, ones = tensor([0.5, 0.5, 2.0, 6.0]), torch.ones(1, 4, dtype=F64)
+    ratio, ones = tensor([0.5, 0.5, 4.5, 5.5]), torch.ones(1, 4, dtype=F64)
     _, found = policy_loss("cispo", ratio.log(), 0 * ones, -ones, ones, clip_low=0.2)
     assert (found["policy/clip_low"], found["policy/clip_high"]) == pytest.approx((0.5, 0.25))
 

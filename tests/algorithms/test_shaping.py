@@ -123,14 +123,15 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> Non
 
 
 def test_the_shaper_comes_before_the_kl_in_the_reward() -> None:
-    """A masked answer pays no KL."""
+    """A masked answer pays no KL, and its KL is not told."""
     algorithm = make("rloo", truncated="mask", kl_coef=0.5, kl_in="reward")
     zeros = torch.zeros(2, 1, dtype=torch.float64)
     samples = samples_of(
         [0.0, 0.0], [0, 0], truncated_N=torch.tensor([True, False]), old_logprobs_RT=zeros, ref_logprobs_RT=zeros - 2
     )
-    shaped, _ = algorithm.shape(samples)
+    shaped, metrics = algorithm.shape(samples)
     same(shaped.total_reward(), [0.0, -1.0])
+    assert metrics["kl/reward"] == -0.5
 
 
 def test_dynamic_sampling_is_off_but_for_dapo() -> None:

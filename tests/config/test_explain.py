@@ -26,7 +26,7 @@ mode.name
 model.context_length model.device model.dtype model.gradient_checkpointing model.lora.alpha model.lora.rank
 model.lora.target_modules model.name model.trust_remote_code
 resume
-reward.name reward.weights
+reward.name reward.only_if reward.weights
 rollout.group_size rollout.max_sequences rollout.max_tokens rollout.min_p rollout.name rollout.stop rollout.temperature
 rollout.top_k rollout.top_p
 seed

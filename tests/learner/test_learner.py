@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from covey.algorithms import make
+from covey.algorithms.ops import make_batch
 from covey.config.schema import LearnerConfig
 from covey.learner.learner import Learner, NonFiniteError
+from covey.learner.models import Reference
 from covey.learner.optimizer import learning_rate
-from covey.protocols import LossTerm
+from covey.protocols import LossTerm, Needs
+from covey.types import Batch, Samples
 from tests.conftest import tiny_llama
 from tests.learner.helpers import batch_of, rows_of
 
@@ -21,6 +25,12 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "gvpo-clipped": {"clip_weight": 0.7},
     "grpo": {"kl_coef": 0.1},
     "grpo-token-mean": {"aggregation": "token-mean"},
+    "grpo-full-kl": {"kl_coef": 0.5, "kl_estimator": "full", "kl_old_coef": 0.1},
+    "dr_grpo": {},
+    "gspo": {"clip_low": 0.5, "clip_high": 0.5},
+    "cispo": {},
+    "sapo": {},
+    "rloo": {},
 }
 
 
@@ -28,10 +38,30 @@ def gradients(algorithm: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -
     """Gradients of one mini-batch, in float64, taken just before the optimiser would use them."""
     # Small weights: the norms of transformers compute in float32, so a gradient is only as exact as it is small.
     model = tiny_llama(dtype=torch.float64, initializer_range=0.08)
-    learner = Learner(model, LearnerConfig(entropy_coef=0.01, **changes), total_updates=1)
+    reference = Reference(tiny_llama(dtype=torch.float64, initializer_range=0.08, seed=1))
+    learner = Learner(model, LearnerConfig(entropy_coef=0.01, **changes), total_updates=1, reference=reference)
     monkeypatch.setattr(learner.optimizer, "step", lambda: (0.0, 0.0, True))
-    learner.update(batch_of(rows_of(4, 4, gaps=True), 4), make(algorithm.split("-")[0], **ALGORITHMS[algorithm]))
+    learner.update(forked_batch(), make(algorithm.split("-")[0], **ALGORITHMS[algorithm]))
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def forked_batch() -> Batch:
+    """Four groups of four episodes; every fifth episode has two rows."""
+    rows, episodes = rows_of(4, 5, gaps=True), [4 * (i // 5) + i % 5 - (i % 5 == 4) for i in range(20)]
+    rows = [replace(row, episode=episode) for row, episode in zip(rows, episodes, strict=True)]
+    flat = batch_of(rows, 5)
+    owner = torch.tensor(episodes)
+    return make_batch(
+        rows=tuple(rows),
+        group_N=torch.arange(16) // 4,
+        rewards_N=flat.rewards_N[:16],
+        episode_R=owner,
+        mask_RT=flat.mask_RT,
+        old_logprobs_RT=flat.old_logprobs_RT,
+        ref_logprobs_RT=flat.ref_logprobs_RT,
+        advantages_RT=flat.rewards_N[:16][owner][:, None].expand(flat.mask_RT.shape).clone(),
+        max_tokens=9,
+    )
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -68,6 +98,49 @@ def test_gradient_is_that_of_the_formula(monkeypatch: pytest.MonkeyPatch) -> Non
     weight = reward - reward.mean(1, keepdim=True) - 0.3 * (rho - rho.mean(1, keepdim=True))
     (-0.3 / 2 * (weight * s).sum() / 2).backward()
     torch.testing.assert_close(found, model.lm_head.weight.grad, atol=1e-9, rtol=0)
+
+
+def test_the_full_kl_is_the_sum_over_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Value and gradient, against plain forward passes of policy and reference, at a temperature."""
+    model, other = (tiny_llama(dtype=torch.float64, seed=seed) for seed in (0, 1))
+    batch = replace(batch_of(rows_of(2, 3, gaps=True), 3), temperature=0.7)
+    batch = replace(batch, advantages_RT=torch.zeros_like(batch.advantages_RT))
+    learner = Learner(model, LearnerConfig(), total_updates=1, reference=Reference(other))
+    monkeypatch.setattr(learner.optimizer, "step", lambda: (0.0, 0.0, True))
+    metrics, _ = learner.update(batch, make("rloo", kl_coef=0.3, kl_estimator="full"))
+    found = model.lm_head.weight.grad.clone()
+    model.zero_grad()
+    total = torch.zeros((), dtype=torch.float64)
+    for row in batch.rows:
+        ids = torch.tensor([row.prompt_ids + row.response_ids])
+        p, q = (torch.log_softmax(m(ids).logits[0, len(row.prompt_ids) - 1 : -1] / 0.7, -1) for m in (model, other))
+        total = total + ((p.exp() * (p - q)).sum(-1) * torch.tensor(row.mask)).sum()
+    mean = total / int(batch.mask_RT.sum())
+    (0.3 * mean).backward()
+    assert metrics["kl/reference"] == pytest.approx(float(mean), rel=1e-6)
+    torch.testing.assert_close(found, model.lm_head.weight.grad, atol=1e-7, rtol=0)
+
+
+def test_annotate_gives_what_is_asked_for_and_nothing_else() -> None:
+    model, other = (tiny_llama(dtype=torch.float64, seed=seed) for seed in (0, 1))
+    learner = Learner(model, LearnerConfig(), total_updates=1, reference=Reference(other))
+    batch = batch_of(rows_of(2, 3), 3)
+    samples = Samples(
+        rows=batch.rows,
+        group_N=batch.group_N,
+        rewards={},
+        weights={},
+        truncated_N=torch.zeros(6, dtype=torch.bool),
+        episode_R=batch.episode_R,
+        mask_RT=batch.mask_RT,
+        old_logprobs_RT=batch.old_logprobs_RT,
+    )
+    assert learner.annotate(samples, Needs()) is samples
+    found = learner.annotate(samples, Needs(reference=True, proximal=True, sample_full_kl=True))
+    torch.testing.assert_close(found.old_logprobs_RT, learner.logprobs(batch.rows, 1.0))
+    torch.testing.assert_close(found.ref_logprobs_RT, learner.logprobs(batch.rows, 1.0, other))
+    assert found.sampling_logprobs_RT is samples.old_logprobs_RT
+    assert found.full_kl_RT is not None and bool((found.full_kl_RT[batch.mask_RT] > 0).all())
 
 
 def test_an_update_moves_towards_the_better_answers() -> None:

@@ -27,10 +27,13 @@ class Row:
     reason: str = ""
 
 
+Rows = dict[tuple[str, str], Row]  # by what is Covey's and what is theirs
+
+
 class Ledger:
     def __init__(self) -> None:
-        self.same_rows: dict[tuple[str, str], Row] = {}
-        self.other_rows: dict[tuple[str, str], Row] = {}
+        self.same_rows: Rows = {}
+        self.other_rows: Rows = {}
 
     def same(self, covey: str, oracle: str, ours: Tensor | float, theirs: Tensor | float) -> None:
         found = deviation(ours, theirs)
@@ -63,7 +66,7 @@ def deviation(ours: Tensor | float, theirs: Tensor | float) -> float:
     return float(((a - b).abs() / b.abs().clamp(min=1)).max())
 
 
-def _add(rows: dict[tuple[str, str], Row], covey: str, oracle: str, found: float, reason: str = "") -> None:
+def _add(rows: Rows, covey: str, oracle: str, found: float, reason: str = "") -> None:
     row = rows.setdefault((covey, oracle), Row(reason=reason))
     row.cases += 1
     row.largest = found if math.isnan(found) else max(row.largest, found)
@@ -79,6 +82,8 @@ def ledger() -> Ledger:
 
 def page(faults: list[str]) -> str:
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("verl", "trl", "torch"))
+    plugged = {key: row for key, row in LEDGER.same_rows.items() if "plug-in" in key[1]}
+    shared = {key: row for key, row in LEDGER.same_rows.items() if key not in plugged}
     lines = [
         "# Covey beside other implementations",
         "",
@@ -91,12 +96,13 @@ def page(faults: list[str]) -> str:
         "",
         f"Deviation is |ours − theirs| / max(1, |theirs|), the largest over all cases; the limit is {TOLERANCE:g}.",
         "",
-        "| Covey | other | cases | largest deviation | of the gradient |",
-        "|---|---|---|---|---|",
-        *(
-            f"| {ours} | {theirs} | {row.cases} | {_number(row.largest)} | {_number(row.slope)} |"
-            for (ours, theirs), row in _sorted(True)
-        ),
+        *_table(shared),
+        "",
+        "## Covey's plug-in inside verl",
+        "",
+        "The same numbers by Covey itself and through verl's trainer and actor code (docs/verl.md).",
+        "",
+        *_table(plugged),
         "",
         "## Different on purpose",
         "",
@@ -104,7 +110,7 @@ def page(faults: list[str]) -> str:
         "|---|---|---|---|---|",
         *(
             f"| {ours} | {theirs} | {row.cases} | {_number(row.largest)} | {row.reason} |"
-            for (ours, theirs), row in _sorted(False)
+            for (ours, theirs), row in _sorted(LEDGER.other_rows)
         ),
     ]
     if faults:
@@ -112,9 +118,20 @@ def page(faults: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _sorted(same: bool) -> list[tuple[tuple[str, str], Row]]:
-    rows = LEDGER.same_rows if same else LEDGER.other_rows
-    return sorted(rows.items(), key=lambda item: (item[0][1].split()[0], item[0]))
+def _table(rows: Rows) -> list[str]:
+    return [
+        "| Covey | other | cases | largest deviation | of the gradient |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {ours} | {theirs} | {row.cases} | {_number(row.largest)} | {_number(row.slope)} |"
+            for (ours, theirs), row in _sorted(rows)
+        ),
+    ]
+
+
+def _sorted(rows: Rows) -> list[tuple[tuple[str, str], Row]]:
+    """By project, then by name."""
+    return sorted(rows.items(), key=lambda item: (item[0][1].split()[0].strip(","), item[0]))
 
 
 def _number(value: float | None) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +28,7 @@ trainer = pytest.importorskip("verl.trainer.ppo.ray_trainer", reason=REASON)
 actor_losses = pytest.importorskip("verl.workers.utils.losses", reason=REASON)
 workers = pytest.importorskip("verl.workers.config", reason=REASON)
 verl = pytest.importorskip("verl", reason=REASON)
+verl_config = pytest.importorskip("verl.utils.config", reason=REASON)
 omegaconf = pytest.importorskip("omegaconf", reason=REASON)
 tensordict = pytest.importorskip("tensordict", reason=REASON)
 
@@ -81,7 +84,7 @@ def actor(**settings: Any) -> Any:
     return workers.ActorConfig(strategy="fsdp", rollout_n=4, ppo_micro_batch_size_per_gpu=1, **(plain | settings))
 
 
-def own_loss(step: Case, logprobs: Tensor, **options: Any) -> Tensor:
+def own_loss(step: Case, logprobs: Tensor, beta: float = BETA, **options: Any) -> Tensor:
     centred = advantages("gvpo", step.rewards, step.groups)
     loss, _ = policy_loss(
         "gvpo",
@@ -91,7 +94,7 @@ def own_loss(step: Case, logprobs: Tensor, **options: Any) -> Tensor:
         step.mask,
         groups=step.groups,
         ref_logprobs=step.ref,
-        beta=BETA,
+        beta=beta,
         **options,
     )
     return loss
@@ -135,6 +138,46 @@ def test_a_name_that_is_taken_stays_theirs(monkeypatch: pytest.MonkeyPatch) -> N
     assert core.ADV_ESTIMATOR_REGISTRY["gvpo"] is plugin.gvpo_advantage
 
 
+def command_line(number: int) -> Any:
+    """The settings of the page's example, read by verl's own configuration."""
+    hydra = pytest.importorskip("hydra", reason=REASON)
+    page = (Path(__file__).parents[2] / "docs" / "verl.md").read_text(encoding="utf-8")
+    example = [block for block in page.split("```") if "main_ppo" in block][number]
+    overrides = [word for word in shlex.split(example.replace("\\\n", " ")) if "=" in word]
+    folder = Path(verl.__file__).parent / "trainer" / "config"
+    with hydra.initialize_config_dir(str(folder), version_base=None):
+        return hydra.compose("ppo_trainer", overrides)
+
+
+def test_the_first_command_line_of_the_page(ledger: Ledger) -> None:
+    """Its estimator, its loss and its aggregation, from rewards to gradient."""
+    step, config = case(6), command_line(0)
+    logprobs = step.logprobs.clone().requires_grad_()
+    advantage = batch_advantages(config.algorithm.adv_estimator, step, config.algorithm)
+    config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu = 1
+    settings = verl_config.omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    loss, _ = core.get_policy_loss_fn(settings.policy_loss.loss_mode)(
+        old_log_prob=step.logprobs,
+        log_prob=logprobs,
+        advantages=advantage,
+        response_mask=step.mask,
+        loss_agg_mode=settings.loss_agg_mode,
+        config=settings,
+    )
+    found = own_loss(step, logprobs, beta=config.algorithm.kl_ctrl.kl_coef)
+    ledger.same_loss("loss gvpo", "verl with docs/verl.md's settings, plug-in gvpo", found, loss, of=logprobs)
+
+
+def test_the_second_command_line_of_the_page(ledger: Ledger) -> None:
+    step, config = case(7), command_line(1)
+    correct, length = two_rewards(step).values()
+    found = batch_advantages("gdpo", step, config.algorithm, correct=correct, format=length)
+    columns = dict(zip(("correct", "format"), named(step).values(), strict=True))
+    expected = advantages("dgdo", columns, step.groups, weights={"format": 0.5}, warmup_steps=30)
+    oracle = "verl with docs/verl.md's settings, plug-in dgdo"
+    ledger.same("dgdo, step after step", oracle, found, expected[:, None] * step.mask)
+
+
 # GVPO.
 
 
@@ -154,9 +197,12 @@ def test_gvpo_weights(ledger: Ledger, seed: int, options: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("empty", [False, True])
-def test_gvpo_is_exact_for_the_first_update(ledger: Ledger, seed: int, empty: bool) -> None:
-    step = case(seed, holes=True, empty=empty)
+@pytest.mark.parametrize("silent", ["nobody", "an answer", "a group"])
+def test_gvpo_is_exact_for_the_first_update(ledger: Ledger, seed: int, silent: str) -> None:
+    """Also where an answer has no tokens, or none of a group has."""
+    step = case(seed, holes=True, empty=silent == "an answer")
+    if silent == "a group":
+        step.mask[[i for i, label in enumerate(step.groups) if label == step.groups[0]]] = False
     logprobs = step.logprobs.clone().requires_grad_()
     advantage = batch_advantages("gvpo", step, algorithm())
     loss = core.get_policy_loss_fn("gvpo")

@@ -12,8 +12,10 @@ import pytest
 from covey.agents import ChatAgent
 from covey.agents.custom import FunctionAgent, resolve_agent
 from covey.errors import InputError
+from covey.loop.samples import to_samples
 from covey.rewards import resolve_rewards
-from covey.rollout.collector import Collector, NothingCompleted, TrainingSource
+from covey.rollout.collector import Collector, NothingCompleted, Refill, TrainingSource
+from covey.tasks import fresh_tasks
 from covey.types import Completion, Sampling, StopReason, Task
 from tests.conftest import byte_tokenizer
 
@@ -178,3 +180,116 @@ def test_agents_that_cannot_be() -> None:
 
     with pytest.raises(NothingCompleted, match="without asking the policy"):
         asyncio.run(source(collector(parity, FunctionAgent(silent))).next())
+
+
+# --- a greedy attempt beside the group -----------------------------------------------------------------------------
+
+
+class Warm(Scripted):
+    """Answers 7 when asked greedily."""
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Completion:
+        if sampling.temperature == 0:
+            assert (sampling.top_p, sampling.top_k) == (1.0, 0)
+            ids = tuple(self.tokenizer("7")["input_ids"])
+            return Completion(ids, (0.0,), (0,), StopReason.EOS)
+        return await super().generate(token_ids, sampling)
+
+
+def baseline_source(reward: Any, agent: Any = None, **changes: Any) -> TrainingSource:
+    made = replace(collector(reward, agent), engine=Warm())
+    settings: dict[str, Any] = {"attempts": 2, "sampling": Sampling(top_p=0.5, top_k=3), "min_group_size": 1}
+    return TrainingSource(made, lambda step: TASKS, **(settings | {"greedy_baseline": True} | changes))
+
+
+def test_a_greedy_attempt_is_scored_and_kept_apart() -> None:
+    found = asyncio.run(baseline_source(parity).next())
+    for group in found.groups:
+        assert len(group.episodes) == 2
+        assert group.baseline is not None and group.baseline.final_answer == "7"
+        assert group.baseline.rewards == {"parity": 1}
+    samples = to_samples(found, {"parity": 2.0})
+    assert samples.episodes == 6
+    assert samples.baseline_rewards_G is not None and samples.baseline_rewards_G.tolist() == [2.0] * 3
+
+
+def test_without_its_greedy_attempt_a_group_is_dropped() -> None:
+    async def fussy(policy: Any, task: Task) -> str:
+        if task.id == "t1" and policy.stream[-1] == "greedy":
+            raise RuntimeError("no")
+        return str(await policy.chat(task.messages))
+
+    found = asyncio.run(baseline_source(parity, FunctionAgent(fussy)).next())
+    assert [g.task.id for g in found.groups] == ["t0", "t2"]
+    assert found.dropped == 1 and found.failures == {"agent": 1}
+
+
+def test_rewards_that_compare_attempts_see_the_greedy_one_alone() -> None:
+    def rank(episodes: Sequence[Any]) -> list[float]:
+        return [float(len(episodes))] * len(episodes)
+
+    found = asyncio.run(baseline_source(rank).next())
+    assert all(e.rewards == {"rank": 2.0} for g in found.groups for e in g.episodes)
+    assert all(g.baseline is not None and g.baseline.rewards == {"rank": 1.0} for g in found.groups)
+
+
+# --- groups without signal -----------------------------------------------------------------------------------------
+
+MANY = [Task(f"m{i}", ({"role": "user", "content": f"q{i}"},), answer="x") for i in range(20)]
+
+
+def refilling(
+    reward: Any, *, rounds: int = 3, rewards: tuple[str, ...], tasks: Sequence[Task] = MANY
+) -> TrainingSource:
+    def fresh(step: int, round: int, count: int, tried: Any) -> list[Task]:
+        return fresh_tasks(tasks, step, round, count, seed=1, tried=tried)
+
+    return TrainingSource(
+        collector(reward),
+        lambda step: tasks[:4],
+        attempts=2,
+        sampling=Sampling(),
+        min_group_size=2,
+        refill=Refill(rewards, rounds, fresh),
+    )
+
+
+def test_groups_without_signal_are_replaced_by_fresh_tasks() -> None:
+    found = asyncio.run(refilling(parity, rewards=("parity",)).next())
+    assert all(len({e.rewards["parity"] for e in g.episodes}) == 2 for g in found.groups)
+    assert all(len({e.rewards["parity"] for e in g.episodes}) == 1 for g in found.flat)
+    assert found.flat and found.refills >= 1 and len(found.groups) <= 4
+    ids = [g.task.id for g in (*found.groups, *found.flat)]
+    assert len(set(ids)) == len(ids), "no task is tried twice in a step"
+    again = asyncio.run(refilling(parity, rewards=("parity",)).next())
+    assert [g.task.id for g in again.groups] == [g.task.id for g in found.groups], "a resumed run asks the same"
+
+
+def test_the_rounds_are_bounded_and_what_there_is_is_used() -> None:
+    def same(final_answer: str) -> float:
+        return 1.0
+
+    found = asyncio.run(refilling(same, rounds=2, rewards=("same",)).next())
+    assert found.refills == 2
+    assert (len(found.groups), len(found.flat)) == (4, 8)
+    few = asyncio.run(refilling(same, rounds=5, rewards=("same",), tasks=MANY[:6]).next())
+    assert (few.refills, len(few.groups), len(few.flat)) == (1, 4, 2), "there were two fresh tasks only"
+
+
+def test_only_the_named_rewards_count_as_signal() -> None:
+    def same(final_answer: str) -> float:
+        return 1.0
+
+    both = [parity, same]
+    assert asyncio.run(refilling(both, rounds=1, rewards=("same",)).next()).refills == 1
+    any_of_them = asyncio.run(refilling(both, rewards=("parity", "same")).next())
+    assert all(len({e.rewards["parity"] for e in g.episodes}) == 2 for g in any_of_them.groups)
+
+
+def test_statistics_of_all_groups_reach_the_samples() -> None:
+    found = asyncio.run(refilling(parity, rewards=("parity",)).next())
+    samples = to_samples(found, {"parity": 1.0})
+    column, group = samples.observed("parity")
+    assert len(column) == 2 * (len(found.groups) + len(found.flat)) == len(group)
+    assert int(group.max()) == len(found.groups) + len(found.flat) - 1
+    assert samples.episodes == 2 * len(found.groups)

@@ -88,8 +88,9 @@ def advantages(
 ) -> Any:
     """Advantages of N answers: [N], or [N, T] for token-level estimators (ppo, reinforce_plus_plus).
 
-    rewards           [N], token rewards [N, T], or a dict of named [N] columns (NaN: never scored), added with
-                      `weights` (1 where not given). Token-level estimators put a [N] reward on an answer's last token.
+    rewards           [N], token rewards [N, T], or a dict of named [N] columns, added with `weights` (1 where not
+                      given); NaN: never scored, and an answer without any score is left out, with advantage 0.
+                      Token-level estimators put a [N] reward on an answer's last token.
     mask              [N, T], the sampled tokens: for token-level estimators, opo, and token rewards
     values            [N, T], a critic's, for ppo;  with_returns=True gives its returns too
     baseline_rewards  [N], the greedy answer's reward, for remax
@@ -103,7 +104,10 @@ def advantages(
         raise ValueError(f"{name} needs values=, what a critic says of each token, and mask=")
     if algorithm.needs.greedy_baseline and baseline_rewards is None:
         raise ValueError(f"{name} needs baseline_rewards=, the reward of the greedy answer to each answer's prompt")
-    samples = _samples(group_N, rewards, mask, values, baseline_rewards, weights or {})
+    scored = _scored(rewards)
+    mask, values, baseline = (None if x is None else x[scored] for x in (mask, values, baseline_rewards))
+    kept_N = index_groups(group_N[scored.cpu()])
+    samples = _samples(kept_N, _take(rewards, scored), mask, values, baseline, weights or {})
     if state:
         algorithm.load_state_dict(state)
     found = algorithm.advantages(samples)
@@ -111,7 +115,23 @@ def advantages(
         state.update(algorithm.state_dict())
     if with_returns and found.returns is None:
         raise ValueError(f"{name} has no returns: they are what a critic learns from")
-    return (found.values, found.returns) if with_returns else found.values
+    whole = [None if x is None else x.new_zeros(len(scored), *x.shape[1:]) for x in (found.values, found.returns)]
+    for place, part in zip(whole, (found.values, found.returns), strict=True):
+        if place is not None and part is not None:
+            place[scored] = part
+    return tuple(whole) if with_returns else whole[0]
+
+
+def _scored(rewards: Rewards) -> Tensor:
+    """Answers that some reward was given to. One without any is no answer worth 0: it is left out, with advantage 0."""
+    columns = list(rewards.values()) if isinstance(rewards, Mapping) else [rewards]
+    return ~torch.stack([c.isnan() if c.dim() == 1 else c.isnan().any(-1) for c in columns]).all(0)
+
+
+def _take(rewards: Rewards, scored: Tensor) -> Rewards:
+    if isinstance(rewards, Mapping):
+        return {name: column[scored] for name, column in rewards.items()}
+    return rewards[scored]
 
 
 def _samples(

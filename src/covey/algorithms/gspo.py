@@ -9,7 +9,7 @@ Zheng et al. 2025, https://arxiv.org/abs/2507.18071
 so that an answer is clipped as a whole; the bounds are a thousand times tighter than for token ratios. With advantages
 that differ within an answer it is the paper's GSPO-token.
 
-Deviations: log s is held to ±20. Shapes: N episodes, R rows, T tokens.
+Deviations: log s is held to ±20; an answer beyond has no gradient. Shapes: N episodes, R rows, T tokens.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Gspo:
     def ratio(self, out: TokenOutputs, batch: Batch) -> Tensor:
         """s_i,t, [R, T]"""
         length_N = batch.length_N.clamp(min=1).to(out.logprobs.dtype)
-        log_ratio_N = ((policy_sum(out, batch) - batch.old_sum_N) / length_N).clamp(-20, 20)
+        log_ratio_N = (policy_sum(out, batch) - batch.old_sum_N) / length_N
         own_gradient = out.logprobs - out.logprobs.detach()  # 0, with the gradient of log π
-        return torch.exp(log_ratio_N[batch.episode_R][:, None] + own_gradient)
+        return torch.exp((log_ratio_N[batch.episode_R][:, None] + own_gradient).clamp(-20, 20))
 
     @torch.no_grad()
     def metrics(self, out: TokenOutputs, batch: Batch) -> Metrics:

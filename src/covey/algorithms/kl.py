@@ -11,7 +11,8 @@ Estimators of KL(π ‖ π_ref) from samples of π (Schulman 2020, "Approximatin
 
 KL to the sampling policy is KL(π_old ‖ π), whose samples these are, so k3 has d = log π − log π_old there.
 
-Deviations: exp(d) of k3 is held to d ≤ 20. Shapes: N episodes, R rows, T tokens.
+Deviations: beyond d = 20 k3 goes on as a straight line, where e^d would overflow sums.
+Shapes: N episodes, R rows, T tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, name: str) -> Tensor:
         case "k2":
             return d**2 / 2
         case _:
-            return torch.expm1(d.clamp(max=20)) - d
+            near = d.clamp(max=20)
+            slope = torch.expm1(near)
+            return slope - near + (d - near) * slope.detach()
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ With another aggregation or bound it is, by name:
     dapo     ε_high = 0.28, mean over all tokens of the step       Yu et al. 2025, https://arxiv.org/abs/2503.14476
     dr_grpo  sum over an answer / a constant                       Liu et al. 2025, https://arxiv.org/abs/2503.20783
 
-Deviations: log-ratios are held to ±20 before exp, beyond which every value is clipped anyway.
+Deviations: log-ratios are held to ±20 before exp; a token beyond has no gradient.
 Shapes: R rows, T tokens.
 """
 

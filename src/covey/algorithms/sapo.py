@@ -41,7 +41,8 @@ class Sapo:
         return -self._sigmoid(out, batch) * 4 / self._tau(batch) * batch.advantages_RT
 
     def _tau(self, batch: Batch) -> Tensor:
-        return torch.where(batch.advantages_RT > 0, self.tau_pos, self.tau_neg).to(batch.advantages_RT.dtype)
+        positive, negative = batch.advantages_RT.new_tensor([self.tau_pos, self.tau_neg])
+        return torch.where(batch.advantages_RT > 0, positive, negative)
 
     def _sigmoid(self, out: TokenOutputs, batch: Batch) -> Tensor:
         ratio = probability_ratio(out.logprobs, batch.old_logprobs_RT)

@@ -122,7 +122,7 @@ def prepare(
         unless_absent(lambda: locate_critic(config))
     if training and source is not None:
         check_reference(source, algorithm)
-    rewards = resolve_rewards(reward or config.reward.name, found.reward, config.reward.weights)
+    rewards = resolve_rewards(reward or config.reward.name, found.reward, config.reward.weights, config.reward.only_if)
     warnings += [*found.warnings, *check_algorithm(config, algorithm, rewards), *check_sizes(config, found)]
     for task in (*found.train, *found.validation):
         rewards.check(task)

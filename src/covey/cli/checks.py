@@ -128,8 +128,8 @@ def digest_tasks(tasks: TaskSet) -> str:
 
 
 def digest_rewards(rewards: RewardSet) -> str:
-    """Changes with the rewards' names, weights and source."""
-    digest = hashlib.sha256(repr(sorted(rewards.weights.items())).encode())
+    """Changes with the rewards' names, weights, conditions and source."""
+    digest = hashlib.sha256(repr((sorted(rewards.weights.items()), rewards.conditions)).encode())
     for function in rewards.functions:
         try:
             source = inspect.getsource(function.call)

@@ -34,16 +34,46 @@ def main_config(argv: list[str]) -> int:
     return 0
 
 
+ALGORITHMS_USAGE = """\
+covey algorithms            the algorithms: idea and paper
+covey algorithms NAME ...   one of them: its equation, its settings with defaults
+"""
+
+
 def main_algorithms(argv: list[str]) -> int:
-    from covey.algorithms import ALGORITHMS, settings
+    from covey.algorithms import ALGORITHMS, LOSSES
 
     words = parse(argv)
     if words.help:
-        print("covey algorithms        the algorithms and their settings")
+        print(ALGORITHMS_USAGE)
         return 0
-    for name, parts in ALGORITHMS.items():
-        print(f"{name:10}{parts.summary}")
-        defaults = "  ".join(f"{key}={default}" for key, (_, default) in settings(name).items())
-        print(f"{'':10}{defaults}")
-    print("\nchoose with algorithm=NAME; explain with: covey config explain algorithm=NAME")
+    if words.places:
+        print("\n\n".join(map(_one_algorithm, words.places)))
+        return 0
+    width = max(map(len, ALGORITHMS)) + 2
+    for name, entry in ALGORITHMS.items():
+        print(f"{name:{width}}{entry.summary}")
+        also = f", also called {', '.join(entry.also)}" if entry.also else ""
+        paper = f"arxiv.org/abs/{entry.paper}, " if entry.paper else ""
+        print(f"{'':{width}}{paper}loss {entry.loss}{also}")
+    print(f"\nlosses to combine with: {', '.join(name for name in LOSSES if name != 'gvpo')}")
+    print("choose with algorithm=NAME algorithm.loss=NAME; equation and settings: covey algorithms NAME")
     return 0
+
+
+def _one_algorithm(name: str) -> str:
+    """The pages of its estimator and loss, and its settings."""
+    import inspect
+    import sys
+
+    from covey.algorithms import ALGORITHMS, LOSSES
+    from covey.algorithms.catalogue import ALIASES
+    from covey.errors import unknown
+
+    name = ALIASES.get(name, name)
+    if name not in ALGORITHMS:
+        raise unknown("algorithm", name, ALGORITHMS)
+    entry = ALGORITHMS[name]
+    homes = dict.fromkeys(part.__module__ for part in (entry.estimator, LOSSES[entry.loss].objective))
+    pages = [inspect.cleandoc(sys.modules[home].__doc__ or "") for home in homes]
+    return "\n\n".join([f"{name}: {entry.summary}", *pages, explain(f"algorithm={name}", algorithm_schemas())])

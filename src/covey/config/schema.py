@@ -77,6 +77,9 @@ class RewardConfig:
     weights: dict[str, float] = field(
         default_factory=dict
     )  # by reward name; 1 where not given; 0 measures without training
+    only_if: dict[str, str] = field(
+        default_factory=dict
+    )  # {short: exact}: short counts only where exact is over 0; {short: "exact>=0.5"} with a bar
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """(Task, Episode) → {name: float}: what an attempt is worth."""
 
 from covey.rewards.builtin import REWARDS
+from covey.rewards.condition import only_if
 from covey.rewards.function import RewardError, reward
 from covey.rewards.rewardset import RewardSet, resolve_rewards
 
-__all__ = ["REWARDS", "RewardError", "RewardSet", "resolve_rewards", "reward"]
+__all__ = ["REWARDS", "RewardError", "RewardSet", "only_if", "resolve_rewards", "reward"]

@@ -64,6 +64,10 @@ def reward(fn: Any = None, *, name: str | None = None) -> Any:
     return mark if fn is None else mark(fn)
 
 
+def reward_name(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "reward_name", "") or getattr(function, "__name__", type(function).__name__))
+
+
 @dataclass(frozen=True)
 class RewardFunction:
     """A function, and what its signature asks for."""
@@ -77,7 +81,7 @@ class RewardFunction:
 
     @classmethod
     def of(cls, call: Callable[..., Any]) -> RewardFunction:
-        name: str = getattr(call, "reward_name", "") or getattr(call, "__name__", type(call).__name__)
+        name = reward_name(call)
         try:
             parameters = list(inspect.signature(call).parameters.values())
         except (TypeError, ValueError) as error:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from covey.errors import InputError, unknown
 from covey.plugins import load_function
 from covey.rewards.builtin import REWARDS
+from covey.rewards.condition import Condition, apply, find_conditions
 from covey.rewards.function import Columns, RewardFunction
 from covey.types import Episode, Task
 
@@ -20,14 +21,18 @@ DEFAULT = "exact"  # for tasks that bring no reward of their own
 
 
 def resolve_rewards(
-    names: RewardName | Sequence[RewardName], task_default: str | None, weights: Mapping[str, float]
+    names: RewardName | Sequence[RewardName],
+    task_default: str | None,
+    weights: Mapping[str, float],
+    only_if: Mapping[str, str] | None = None,
 ) -> RewardSet:
     """The rewards called `names`: built-in, `module:function`, `file.py:function`, a function itself, or `auto`, the
     task's own."""
     wanted = [names] if isinstance(names, str) or callable(names) else list(names)
     if not wanted:
         raise InputError("reward.name is empty\n  fix: name a reward, or leave it at auto")
-    functions = tuple(RewardFunction.of(_find(name, task_default or DEFAULT)) for name in wanted)
+    found = [_find(name, task_default or DEFAULT) for name in wanted]
+    functions = tuple(map(RewardFunction.of, found))
     columns = [function.name for function in functions]
     for column in columns:
         if columns.count(column) > 1:
@@ -37,7 +42,8 @@ def resolve_rewards(
     for name in weights:
         if name not in columns:
             raise unknown("reward in reward.weights", name, columns)
-    return RewardSet(functions, {column: float(weights.get(column, 1.0)) for column in columns})
+    conditions = find_conditions(found, only_if or {}, columns)
+    return RewardSet(functions, {column: float(weights.get(column, 1.0)) for column in columns}, conditions)
 
 
 def _find(name: RewardName, task_default: str) -> Callable[..., Any]:
@@ -63,6 +69,7 @@ class RewardSet:
 
     functions: tuple[RewardFunction, ...]
     weights: dict[str, float]
+    conditions: tuple[Condition, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -95,7 +102,7 @@ class RewardSet:
         for columns in zip(*per_function, strict=True):
             merged = {name: value for table in columns for name, value in table.items()}
             extras = {name: value for name, value in merged.items() if name not in self.weights}
-            tables.append({name: merged[name] for name in self.names} | extras)
+            tables.append(apply(self.conditions, {name: merged[name] for name in self.names}) | extras)
         return tables
 
 
