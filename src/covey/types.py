@@ -202,7 +202,9 @@ class Samples:
         """The same with what shapers added to single tokens."""
         total = self.outcome_reward()
         if self.token_rewards_RT is not None:
-            total = total.index_add(0, self.episode_R, (self.token_rewards_RT * self.mask_RT).sum(-1).to(total.dtype))
+            total = total.index_add(
+                0, self.episode_R, self.token_rewards_RT.where(self.mask_RT, 0).sum(-1).to(total.dtype)
+            )
         return total
 
     def observed(self, name: str) -> tuple[Tensor, Tensor]:

@@ -115,17 +115,19 @@ def test_the_cap_trades_bias_for_variance() -> None:
 # In the algorithm.
 
 
-@pytest.mark.parametrize("name", ["rloo", "reinforce_plus_plus"])
+@pytest.mark.parametrize("name", ["gpg", "reinforce_plus_plus"])
 def test_the_algorithm_multiplies_its_advantages(name: str) -> None:
     """One per answer or one per token; masked tokens of the ratio are no concern."""
     step: dict[str, Any] = {"mask": MASK.tolist(), "episode": EPISODE.tolist()}
-    plain = make(name).advantages(samples_of([1.0, 0.0], [0, 0], **step)).values
+    before = make(name).advantages(samples_of([1.0, 0.0], [0, 0], **step))
+    plain = before.values
     found = make(name, correction="token").advantages(
         samples_of([1.0, 0.0], [0, 0], **step, old_logprobs_RT=OLD, sampling_logprobs_RT=SAMPLING)
     )
     per_token = plain if plain.dim() == 2 else plain[EPISODE][:, None].expand(3, 3)
     same(found.values[MASK], (per_token * RATIO.clamp(max=2.0))[MASK])
     assert found.metrics["correction/weight_mean"] == pytest.approx(6.25 / 5)
+    assert found.metrics.items() >= before.metrics.items()
 
 
 def test_without_log_probs_of_another_engine_there_is_nothing_to_correct() -> None:
@@ -147,15 +149,19 @@ def test_no_correction_corrects_nothing() -> None:
 
 
 def test_the_function_corrects_with_the_sampling_log_probs() -> None:
-    zeros, ones = torch.zeros(2, 1, dtype=F64), torch.ones(2, 1)
-    sampling = -tensor([1.5], [4.0]).log()
-    loss, metrics = policy_loss("grpo", zeros, zeros, tensor(1.0, 3.0), ones, sampling_logprobs=sampling)
-    same(loss, -(1.5 * 1 + 2.0 * 3) / 2)
-    assert metrics["correction/capped"] == 0.5
-    loss, _ = policy_loss(
-        "grpo", zeros, zeros, tensor(1.0, 3.0), ones, sampling_logprobs=sampling, correction_cap=9.0, reject_below=2.0
-    )
-    same(loss, -(0 + 4.0 * 3) / 2)  # a rejected token keeps its place in the mean
+    """Of each token unless said otherwise: ratios 1.5 and ½, and 4 and 1."""
+    zeros, advantage = torch.zeros(2, 2, dtype=F64), tensor(1.0, 3.0)
+    other = -tensor([1.5, 0.5], [4.0, 1.0]).log()
+
+    def loss(**options: Any) -> tuple[Tensor, Metrics]:
+        return policy_loss("grpo", zeros, zeros, advantage, zeros + 1, sampling_logprobs=other, **options)
+
+    found, metrics = loss()
+    same(found, -((1.5 + 0.5) / 2 * 1 + (2.0 + 1.0) / 2 * 3) / 2)
+    assert metrics["correction/capped"] == 0.25
+    same(loss(correction="sequence", correction_cap=9.0)[0], -(0.75 * 1 + 4.0 * 3) / 2)
+    # a rejected token keeps its place in the mean
+    same(loss(correction_cap=9.0, reject_below=1.2)[0], -(1.5 / 2 * 1 + 4.0 / 2 * 3) / 2)
 
 
 def test_with_gvpo_it_is_refused() -> None:

@@ -264,6 +264,14 @@ def test_what_cannot_be_is_refused() -> None:
             Dgdo(**{name: 1.1})  # type: ignore[arg-type]
 
 
+def test_it_is_refused_before_anything_is_sampled() -> None:
+    """With the rewards that the algorithm itself adds counted in."""
+    make("dgdo", min_weight=0.5).check_rewards(["a", "b"])
+    with pytest.raises(ValueError, match="leaves no room for 3 rewards"):
+        make("dgdo", min_weight=0.5, overlong_buffer=0.5).check_rewards(["a", "b"])
+    make("dgdo", importance_priors={"overlong": 2.0}, overlong_buffer=0.5).check_rewards(["a"])
+
+
 def test_other_rewards_than_before_are_refused() -> None:
     dgdo = Dgdo()
     dgdo.advantages(random_step(0))

@@ -17,7 +17,7 @@ from covey.algorithms.functional import (
     index_groups,
     policy_loss,
 )
-from tests.algorithms.helpers import F64, GROUP_ESTIMATORS, same, tensor
+from tests.algorithms.helpers import F64, GROUP_ESTIMATORS, NAN, same, tensor
 
 
 def test_groups_are_numbered_by_first_appearance() -> None:
@@ -77,6 +77,41 @@ def test_token_rewards_are_not_dropped_by_those_who_read_columns(name: str) -> N
     except ValueError:
         return
     same(found, advantages(name, tensor(3, 1, 0), [0, 0, 0]))
+
+
+def extras(name: str, answers: int) -> dict[str, Any]:
+    """What some estimators need beside rewards."""
+    rng = torch.Generator().manual_seed(0)
+    options: dict[str, Any] = {}
+    if name == "ppo":
+        options["values"] = torch.rand(answers, 3, generator=rng, dtype=F64)
+    if name == "remax":
+        options["baseline_rewards"] = torch.ones(answers, dtype=F64)
+    return options
+
+
+@pytest.mark.parametrize("name", [*GROUP_ESTIMATORS, "ppo", "reinforce_plus_plus", "remax"])
+def test_an_answer_that_was_never_scored_is_left_out(name: str) -> None:
+    """Its advantage is 0, and the others' are as if it were not there."""
+    rewards, groups = tensor(1.0, NAN, 0.0, 3.0, 2.0, NAN), ["a", "a", "a", "b", "b", "b"]
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 1], [1, 0, 0], [1, 1, 1], [1, 0, 0]])
+    given, options = [0, 2, 3, 4], extras(name, 6)
+    found = advantages(name, rewards, groups, mask=mask, **options)
+    kept = {key: column[given] for key, column in options.items()}
+    same(found[given], advantages(name, rewards[given], "aabb", mask=mask[given], **kept))
+    assert not bool(found[[1, 5]].any())
+
+
+@pytest.mark.parametrize("name", [*GROUP_ESTIMATORS, "ppo", "reinforce_plus_plus", "remax"])
+def test_where_no_answer_was_scored_there_is_no_advantage(name: str) -> None:
+    found = advantages(name, tensor(NAN, NAN), [0, 0], mask=torch.ones(2, 3), **extras(name, 2))
+    assert not bool(found.any())
+
+
+def test_what_token_rewards_say_where_nothing_was_sampled_does_not_count() -> None:
+    """NaN there does not make an answer unscored."""
+    per_token, mask = tensor([1, NAN], [0, 1], [NAN, 0]), torch.tensor([[1, 0], [1, 1], [0, 1]])
+    same(advantages("rloo", per_token, [0, 0, 0], mask=mask), advantages("rloo", tensor(1, 1, 0), [0, 0, 0]))
 
 
 def test_mistakes_of_advantages_are_told() -> None:

@@ -103,9 +103,10 @@ def test_lengths_count_though_the_answer_is_masked() -> None:
     ("name", "options"), [("overlong", {"overlong_buffer": 0.5}), ("truncated", {"truncated": "penalise"})]
 )
 def test_a_reward_of_the_same_name_is_refused(name: str, options: dict[str, Any]) -> None:
-    samples = samples_of({name: [1.0]}, [0], max_tokens=4)
-    with pytest.raises(ValueError, match=f"a reward is called '{name}'"):
-        make("grpo", **options).shape(samples)
+    with pytest.raises(ValueError, match=f"a reward is called '{name}', as is the one that the algorithm adds"):
+        make("grpo", **options).check_rewards(["right", name])
+    make("grpo", **options).check_rewards(["right"])
+    make("grpo").check_rewards(["right", name])
 
 
 @pytest.mark.parametrize(

@@ -342,7 +342,7 @@ def test_an_exploding_ratio_without_dual_clip(ledger: Ledger) -> None:
 
 
 def test_k3_far_below_the_reference(ledger: Ledger) -> None:
-    """log π_ref − log π = 30: e^30 − 31 in TRL; in Covey a straight line from d = 20 on, with the slope it has there."""
+    """log π_ref − log π = 30: e^30 − 31 in TRL; in Covey a straight line from d = 20 on, with its slope there."""
     logprobs, ref, mask = torch.tensor([[-31.0]]), torch.tensor([[-1.0]]), torch.ones(1, 1, dtype=torch.bool)
     none = torch.zeros(1, 1)
     step = Case(["a"], none[:, 0], mask, logprobs, logprobs, ref, none, none)

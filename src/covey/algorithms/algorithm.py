@@ -65,7 +65,7 @@ class Algorithm:
     def advantages(self, samples: Samples) -> Advantages:
         found = self.estimator.advantages(samples)
         sampling_RT = samples.sampling_logprobs_RT
-        if self.correction is None or sampling_RT is None:
+        if self.correction is None or self.correction.correction == "none" or sampling_RT is None:
             return found
         weight_RT, metrics = self.correction.weights(
             samples.old_logprobs_RT, sampling_RT, samples.mask_RT, samples.episode_R, samples.episodes
@@ -74,6 +74,8 @@ class Algorithm:
         return replace(found, values=values_RT * weight_RT, metrics={**found.metrics, **metrics})
 
     def loss(self, out: TokenOutputs, batch: Batch) -> dict[str, LossTerm]:
+        # A select sends nothing back to what it did not choose, not even 0 · NaN.
+        out = replace(out, logprobs=out.logprobs.where(batch.mask_RT, 0))
         terms = {self.objective.term: self.aggregation(self.objective.loss(out, batch), batch)}
         return terms if self.kl is None else terms | self.kl.loss(out, batch, self.aggregation)
 

@@ -6,6 +6,7 @@ import dataclasses
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from covey.algorithms.aggregation import Aggregation, GroupSum
@@ -57,7 +58,8 @@ def _check_loss(name: str, loss: str | None) -> str:
 def settings(name: str, loss: str | None = None) -> dict[str, tuple[Any, Any]]:
     """Name → (type, default) of every setting of an algorithm; `loss` replaces its usual one."""
     entry, loss = _entry(name), _check_loss(name, loss)
-    changed = {**LOSSES[loss].defaults, **entry.defaults}
+    usual = (LOSSES[loss].defaults, entry.defaults)  # a loss that was chosen wins over the algorithm's own defaults
+    changed = {**usual[0], **usual[1]} if loss == entry.loss else {**usual[1], **usual[0]}
     found: dict[str, tuple[Any, Any]] = {"loss": (str, loss)}
     for part in parts(name, loss):
         hints = typing.get_type_hints(part)
@@ -104,6 +106,7 @@ def _refusal(name: str, key: str, known: Iterable[str]) -> ValueError:
     )
 
 
+@cache
 def schema(name: str, loss: str | None = None) -> type:
     """The settings of an algorithm as one frozen dataclass, for the configuration: `name`, `loss`, the parts' fields.
 

@@ -1,4 +1,4 @@
-"""CISPO: Clipped Importance Sampling Policy Optimization: weights are clipped, gradients are not.
+"""CISPO: Clipped IS-weight Policy Optimization: weights are clipped, gradients are not.
 
 MiniMax 2025, https://arxiv.org/abs/2506.13585
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from covey.algorithms.gdpo import combined, reward_metrics, trained
-from covey.algorithms.ops import group_mean, group_size, simplex_with_floor
+from covey.algorithms.ops import mean_and_variance, simplex_with_floor
 from covey.protocols import Advantages, Metrics, Needs
 from covey.types import Samples
 
@@ -76,18 +76,13 @@ class Dgdo:
         reward_N, group_N = reward_N[given_N].double(), group_N[given_N]
         if not len(reward_N):
             return {"mu": 0.0, "sigma": 0.0, "instability": 0.0}
-        mean_N = group_mean(reward_N, group_N)
-        share_N = 1 / group_size(group_N)  # every group counts once
-        groups = share_N.sum()
-        mu = (mean_N * share_N).sum() / groups
-        within = ((reward_N - mean_N) ** 2 * share_N).sum() / groups
-        spread = within + ((mean_N - mu) ** 2 * share_N).sum() / groups
-        sigma = float((spread + 1e-8).sqrt())
-        unstable = sigma / (abs(float(mu)) + self.epsilon)
+        mu, variance = mean_and_variance(reward_N, group_N)
+        sigma = math.sqrt(variance + 1e-8)
+        unstable = sigma / (abs(mu) + self.epsilon)
         if not self.paper_exact:
-            constant = float(spread.sqrt()) <= 1e-8 * float(reward_N.abs().max())
+            constant = math.sqrt(variance) <= 1e-8 * float(reward_N.abs().max())
             unstable = 0.0 if constant else min(unstable, self.max_instability)
-        return {"mu": float(mu), "sigma": sigma, "instability": unstable}
+        return {"mu": mu, "sigma": sigma, "instability": unstable}
 
     def effective_beta(self) -> float:
         done = (self.step - self.warmup_steps) / self.beta_warmup_steps if self.beta_warmup_steps else 1.0
@@ -104,8 +99,11 @@ class Dgdo:
         """Raise if these rewards cannot be weighed."""
         if not names or len(names) * self.min_weight > 1 + 1e-12:
             raise ValueError(f"algorithm.min_weight={self.min_weight} leaves no room for {len(names)} rewards")
-        if strange := set(self.importance_priors or ()) - set(names):
+        priors = self.importance_priors or {}
+        if strange := set(priors) - set(names):
             raise ValueError(f"algorithm.importance_priors names {sorted(strange)}; the rewards are {names}")
+        if min(priors.values(), default=0) < 0 or not any(priors.get(name, 1.0) for name in names):
+            raise ValueError("algorithm.importance_priors must not be negative, nor all zero")
         if self.weights and set(self.weights) != set(names):
             raise ValueError(f"DGDO's weights are for {sorted(self.weights)}, and the rewards are {sorted(names)}")
 

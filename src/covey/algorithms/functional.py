@@ -98,15 +98,18 @@ def advantages(
     """
     algorithm = make(name, **options)
     group_N = index_groups(groups)
-    if algorithm.needs.min_group_size > 1:
-        _warn_about_singletons(algorithm.name, group_N)
     if algorithm.needs.values and (values is None or mask is None):
         raise ValueError(f"{name} needs values=, what a critic says of each token, and mask=")
     if algorithm.needs.greedy_baseline and baseline_rewards is None:
         raise ValueError(f"{name} needs baseline_rewards=, the reward of the greedy answer to each answer's prompt")
-    scored = _scored(rewards)
+    if isinstance(rewards, Tensor) and rewards.dim() == 2 and getattr(algorithm.estimator, "columns", False):
+        rewards = _per_answer(rewards, mask)
+    _check_shape(rewards, group_N)
+    scored = _scored(rewards, mask)
     mask, values, baseline = (None if x is None else x[scored] for x in (mask, values, baseline_rewards))
     kept_N = index_groups(group_N[scored.cpu()])
+    if algorithm.needs.min_group_size > 1:
+        _warn_about_singletons(algorithm.name, kept_N)
     samples = _samples(kept_N, _take(rewards, scored), mask, values, baseline, weights or {})
     if state:
         algorithm.load_state_dict(state)
@@ -122,10 +125,17 @@ def advantages(
     return tuple(whole) if with_returns else whole[0]
 
 
-def _scored(rewards: Rewards) -> Tensor:
+def _check_shape(rewards: Rewards, group_N: Tensor) -> None:
+    for column in rewards.values() if isinstance(rewards, Mapping) else [rewards]:
+        if len(column) != len(group_N) or column.dim() > (1 if isinstance(rewards, Mapping) else 2):
+            raise ValueError(f"rewards have shape {tuple(column.shape)} but there are {len(group_N)} group labels")
+
+
+def _scored(rewards: Rewards, mask: Tensor | None) -> Tensor:
     """Answers that some reward was given to. One without any is no answer worth 0: it is left out, with advantage 0."""
-    columns = list(rewards.values()) if isinstance(rewards, Mapping) else [rewards]
-    return ~torch.stack([c.isnan() if c.dim() == 1 else c.isnan().any(-1) for c in columns]).all(0)
+    if isinstance(rewards, Mapping):
+        return ~torch.stack([column.isnan() for column in rewards.values()]).all(0)
+    return ~_per_answer(rewards, mask).isnan()
 
 
 def _take(rewards: Rewards, scored: Tensor) -> Rewards:
@@ -146,8 +156,6 @@ def _samples(
     per_token = rewards if isinstance(rewards, Tensor) and rewards.dim() == 2 else None
     some = rewards if isinstance(rewards, Tensor) else next(iter(rewards.values()))
     dtype = some.dtype if some.is_floating_point() else torch.get_default_dtype()
-    if len(some) != len(group_N) or (per_token is None and some.dim() != 1):
-        raise ValueError(f"rewards have shape {tuple(some.shape)} but there are {len(group_N)} group labels")
     if mask is None:
         mask = torch.ones(len(some), 1 if per_token is None else per_token.shape[1], dtype=torch.bool)
     mask, group_N = mask.bool().to(some.device), group_N.to(some.device)
@@ -155,7 +163,7 @@ def _samples(
     columns = rewards if isinstance(rewards, Mapping) else {"reward": empty if per_token is not None else some}
     baseline_G = None
     if baseline is not None:
-        baseline_G = torch.zeros(int(group_N.max()) + 1, dtype=dtype, device=some.device)
+        baseline_G = torch.zeros(int(group_N.max()) + 1 if len(group_N) else 0, dtype=dtype, device=some.device)
         baseline_G[group_N] = baseline.to(dtype)
     return Samples(
         rows=(),
@@ -204,7 +212,7 @@ def policy_loss(
     group_N = index_groups(groups) if groups is not None else torch.arange(len(logprobs))
     batch = _batch(group_N.to(logprobs.device), old_logprobs, ref_logprobs, advantages, mask.bool())
     found: Metrics = {}
-    if sampling_logprobs is not None and algorithm.correction is not None:
+    if sampling_logprobs is not None and algorithm.correction is not None and algorithm.correction.correction != "none":
         weight, found = algorithm.correction.weights(
             old_logprobs, sampling_logprobs, batch.mask_RT, batch.episode_R, len(group_N)
         )

@@ -64,7 +64,7 @@ def reward_metrics(samples: Samples) -> Metrics:
         if not bool(given_N.any()):
             continue
         values = column_N[given_N].double()
-        flat_N = group_std(column_N.nan_to_num(nan=0.0), samples.group_N, given_N) == 0
+        flat_N = group_std(column_N.double().nan_to_num(nan=0.0), samples.group_N, given_N) == 0
         flat = {int(g): bool(f) for g, f in zip(samples.group_N, flat_N, strict=True)}
         found |= {
             f"gdpo/{name}/mean": float(values.mean()),

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from covey.algorithms.ops import group_mean, group_size
+from covey.algorithms.ops import centred
 from covey.protocols import Advantages, Needs
 from covey.types import Samples
 
@@ -27,5 +27,4 @@ class Gpg:
     def advantages(self, samples: Samples) -> Advantages:
         rewards_N, group_N = samples.total_reward(), samples.group_N
         alpha = len(rewards_N) / max(int((rewards_N != 0).sum()), 1)
-        centred_N = (rewards_N - group_mean(rewards_N, group_N)) * (group_size(group_N) > 1)
-        return Advantages(alpha * centred_N, metrics={"gpg/alpha": alpha})
+        return Advantages(alpha * centred(rewards_N, group_N), metrics={"gpg/alpha": alpha})

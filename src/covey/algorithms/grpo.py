@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from covey.algorithms.ops import group_mean, group_size, normalised
+from covey.algorithms.ops import centred, normalised
 from covey.protocols import Advantages, Needs
 from covey.types import Samples
 
@@ -30,4 +30,4 @@ class Grpo:
         rewards_N, group_N = samples.total_reward(), samples.group_N
         if self.std_normalize:
             return Advantages(normalised(rewards_N, group_N, self.epsilon))
-        return Advantages((rewards_N - group_mean(rewards_N, group_N)) * (group_size(group_N) > 1))
+        return Advantages(centred(rewards_N, group_N))

@@ -37,6 +37,6 @@ class GrpoPassk:
             if len(members) > 1:
                 best, second = rewards_N[members].topk(2)[0]
                 found_N[members[rewards_N[members].argmax()]] = best - second
-        if self.std_normalize:
-            found_N = found_N / (group_std(rewards_N, group_N) + self.epsilon)
-        return Advantages(found_N)
+        std_N = group_std(rewards_N, group_N)
+        found_N = found_N * (std_N > 0)
+        return Advantages(found_N / (std_N + self.epsilon) if self.std_normalize else found_N)

@@ -28,7 +28,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from covey.algorithms.ops import group_mean, group_size, policy_sum
+from covey.algorithms.ops import centred, group_mean, group_size, policy_sum
 from covey.protocols import Advantages, Couples, Metrics, Needs, TokenOutputs
 from covey.types import Batch, Samples
 
@@ -58,8 +58,7 @@ class Gvpo:
         return Needs(reference=self.reference == "initial", min_group_size=2, advised_group_size=4)
 
     def advantages(self, samples: Samples) -> Advantages:
-        rewards_N = samples.total_reward()
-        return Advantages(rewards_N - group_mean(rewards_N, samples.group_N))
+        return Advantages(centred(samples.total_reward(), samples.group_N))
 
     def loss(self, out: TokenOutputs, batch: Batch) -> Tensor:
         """Of each token, [R, T]: summed over the tokens of a group and averaged over groups, it is L."""

@@ -102,7 +102,7 @@ class Kl:
         metrics = {"kl/coef": self.coef, "kl/samples": measured}
         if self.kl_in == "reward":
             before = samples.token_rewards_RT
-            penalty_RT = self.coef * kl_RT * samples.mask_RT
+            penalty_RT = self.coef * kl_RT.where(samples.mask_RT, 0)
             samples = replace(samples, token_rewards_RT=-penalty_RT if before is None else before - penalty_RT)
             metrics["kl/reward"] = -self.coef * float(sum_N.mean())
         if self.kl_target is not None:
@@ -113,6 +113,7 @@ class Kl:
     def loss(self, out: TokenOutputs, batch: Batch, aggregate: Aggregate) -> dict[str, LossTerm]:
         terms = {}
         if self.kl_coef and self.kl_in == "loss":
+            assert self.kl_estimator != "full" or out.full_kl is not None, "the full KL needs the whole vocabulary"
             terms["kl"] = aggregate(self.coef * self.to_reference(out, batch), batch)
         if self.kl_old_coef:
             terms["kl_old"] = aggregate(self.kl_old_coef * kl_penalty(batch.old_logprobs_RT, out.logprobs, "k3"), batch)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from covey.algorithms.ops import group_size, group_sum
+from covey.algorithms.ops import group_std, group_sum
 from covey.protocols import Advantages, Needs
 from covey.types import Samples
 
@@ -28,4 +28,4 @@ class Opo:
         rewards_N, group_N = samples.total_reward(), samples.group_N
         length_N = samples.lengths().to(rewards_N.dtype)
         baseline_N = group_sum(length_N * rewards_N, group_N) / group_sum(length_N, group_N).clamp(min=1)
-        return Advantages((rewards_N - baseline_N) * (group_size(group_N) > 1))
+        return Advantages((rewards_N - baseline_N) * (group_std(rewards_N, group_N) > 0))

@@ -49,6 +49,19 @@ def normalised(x_N: Tensor, group_N: Tensor, epsilon: float, valid_N: Tensor | N
     return torch.where(keep_N, x_N - group_mean(x_N, group_N, valid_N), torch.zeros_like(x_N)) / (std_N + epsilon)
 
 
+def mean_and_variance(x_N: Tensor, group_N: Tensor) -> tuple[float, float]:
+    """Mean of the group means, and the mean variance within groups plus the variance of their means (population)."""
+    mean_N, share_N = group_mean(x_N, group_N), 1 / group_size(group_N)  # every group counts once
+    groups = share_N.sum()
+    mean = (mean_N * share_N).sum() / groups
+    return float(mean), float((((x_N - mean_N) ** 2 + (mean_N - mean) ** 2) * share_N).sum() / groups)
+
+
+def centred(x_N: Tensor, group_N: Tensor) -> Tensor:
+    """x − mean over each group: exactly 0 where the group has no spread, as a group of one."""
+    return torch.where(group_std(x_N, group_N) > 0, x_N - group_mean(x_N, group_N), torch.zeros_like(x_N))
+
+
 def whiten(x: Tensor, weight: Tensor) -> Tensor:
     """Mean 0 and variance 1 over elements that count `weight` times: the mask of tokens, or tokens per episode."""
     weight = weight.to(x.dtype)
@@ -56,7 +69,7 @@ def whiten(x: Tensor, weight: Tensor) -> Tensor:
     count = weight.sum()
     mean = (x * weight).sum() / count.clamp(min=1)
     std = ((weight * (x - mean) ** 2).sum() / (count - 1).clamp(min=1)).sqrt()
-    if bool(std <= _rounding(x.dtype) * x.abs().max()):
+    if not x.numel() or bool(std <= _rounding(x.dtype) * x.abs().max()):
         return torch.zeros_like(x)
     return torch.where(weight > 0, (x - mean) / (std**2 + 1e-8).sqrt(), torch.zeros_like(x))
 
@@ -84,7 +97,7 @@ def token_rewards(samples: Samples) -> Tensor:
     found_RT = torch.zeros_like(samples.mask_RT, dtype=reward_N.dtype)
     found_RT.view(-1)[last_N] = reward_N[has_N]
     if samples.token_rewards_RT is not None:
-        found_RT = found_RT + samples.token_rewards_RT * samples.mask_RT
+        found_RT = found_RT + samples.token_rewards_RT.where(samples.mask_RT, 0)
     return found_RT
 
 
@@ -188,6 +201,6 @@ def simplex_with_floor(weights: list[float], floor: float) -> list[float]:
     total, shift = 0.0, 0.0
     for count, height in enumerate(above, start=1):
         total += height
-        if height - (total - mass) / count > 0:
+        if count == 1 or height - (total - mass) / count > 0:
             shift = (total - mass) / count
     return [floor + max(w - floor - shift, 0.0) for w in weights]

@@ -10,7 +10,8 @@ Hu et al. 2025, https://arxiv.org/abs/2501.03262
 An episode's reward sits on its last sampled token; time runs across tool turns and forked rows. Group size 1 is fine
 for the first form; a group of one in the baseline form has R − R̄ = 0.
 
-Deviations: the papers put a KL into the reward (`kl_in=reward`); here kl_coef is 0 unless set.
+Deviations: the paper has a KL in the reward (`kl_in=reward`), and for the baseline form in the loss (k2); here kl_coef
+is 0 unless set.
 Shapes: N episodes, L tokens of the longest, R rows, T tokens.
 """
 
@@ -19,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from covey.algorithms.ops import along, back, backward_sum, group_mean, timeline, token_rewards, whiten
+from covey.algorithms.ops import along, back, backward_sum, centred, timeline, token_rewards, whiten
 from covey.protocols import Advantages, Needs
 from covey.types import Samples
 
@@ -42,5 +43,4 @@ class ReinforcePlusPlusBaseline:
     needs: ClassVar[Needs] = Needs(min_group_size=2)
 
     def advantages(self, samples: Samples) -> Advantages:
-        rewards_N = samples.total_reward()
-        return Advantages(whiten(rewards_N - group_mean(rewards_N, samples.group_N), samples.lengths()))
+        return Advantages(whiten(centred(samples.total_reward(), samples.group_N), samples.lengths()))

@@ -7,7 +7,8 @@ Li et al. 2023, https://arxiv.org/abs/2310.10505
 The greedy answer is sampled and scored beside the group and never trained on. Group size 1 is fine: the baseline does
 not come from the group.
 
-Deviations: none. Shapes: N episodes, G groups.
+Deviations: the loss is averaged over the step's tokens, the paper's is summed over an answer: the same direction.
+Shapes: N episodes, G groups.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740
 
     A_i = R_i − mean_{j≠i} R_j  =  k/(k−1) · (R_i − R̄)
 
-Deviations: the paper puts the KL into the reward (`kl_in=reward`); here kl_coef is 0 unless set. A group of one has no
-baseline: its advantage is 0. Shapes: N episodes.
+Deviations: the paper puts the KL into the reward (`kl_in=reward`); here kl_coef is 0 unless set. The loss is averaged
+over the step's tokens, the paper's is summed over an answer: the same direction. A group of one has no baseline: its
+advantage is 0. Shapes: N episodes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from covey.algorithms.ops import group_mean, group_size
+from covey.algorithms.ops import centred, group_size
 from covey.protocols import Advantages, Needs
 from covey.types import Samples
 
@@ -24,6 +25,6 @@ class Rloo:
 
     def advantages(self, samples: Samples) -> Advantages:
         rewards_N = samples.total_reward()
-        centred_N = rewards_N - group_mean(rewards_N, samples.group_N)
+        centred_N = centred(rewards_N, samples.group_N)
         size_N = group_size(samples.group_N, rewards_N.dtype)
         return Advantages(size_N / (size_N - 1).clamp(min=1) * centred_N)

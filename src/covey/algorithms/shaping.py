@@ -1,7 +1,7 @@
 """What happens to answers that are too long, and which groups are worth learning from.
 
     soft overlong punishment    0 up to max − buffer, then falling linearly to −penalty at max and beyond
-    truncated answers           kept, masked (in the group's statistics, out of the loss) or penalised (reward −1)
+    truncated answers           kept, masked (out of the loss; their rewards still count) or penalised (reward −1)
     dynamic sampling            groups whose rewards do not differ are replaced by fresh ones
 
 Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476. The two punishments are rewards of their own (`overlong`,

@@ -1,0 +1,249 @@
+"""The documentation against the code: pages, options and their defaults, metrics, command lines, links, the example."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import covey
+from covey.algorithms import ALGORITHMS, LOSSES, catalogue, make, settings
+from covey.algorithms.aggregation import Aggregation
+from covey.algorithms.correction import Correction
+from covey.algorithms.kl import Kl
+from covey.algorithms.shaping import GroupFilter, Shaping
+from covey.cli import words
+from covey.cli.main import main
+from covey.config.schema import Config, CriticConfig
+from tests.cli.test_algorithms import REWARDS, SMALL
+
+DOCS = Path(__file__).parent.parent / "docs"
+README = DOCS / "algorithms" / "README.md"
+PAGES = {path.stem: path for path in sorted((DOCS / "algorithms").glob("*.md")) if path != README}
+WRITTEN = (*PAGES.values(), README, DOCS / "papers.md", DOCS / "metrics.md")
+SHARED = (Aggregation, Kl, Correction, Shaping, GroupFilter)
+
+
+# -- reading Markdown ------------------------------------------------------------------------------------------------
+
+
+def tables(path: Path, first: str) -> list[list[str]]:
+    """The rows of all tables whose first column is headed `first`, as cells."""
+    rows, wanted = [], False
+    for line in path.read_text().splitlines():
+        if not line.startswith("|"):
+            wanted = False
+            continue
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if wanted and not set(cells[0]) <= {"-"}:
+            rows.append(cells)
+        wanted = wanted or cells[0] == first
+    return rows
+
+
+def quoted(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
+def value(text: str) -> Any:
+    """A default as a page writes it."""
+    constants = {"true": True, "false": False, "null": None}
+    if text in constants:
+        return constants[text]
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def blocks(path: Path) -> list[tuple[str, str]]:
+    """Fenced blocks: language and text."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands() -> list[Any]:
+    found = []
+    for path in WRITTEN:
+        for _, text in blocks(path):
+            for line in text.replace("\\\n", " ").splitlines():
+                if line.startswith("covey train "):
+                    found.append(pytest.param(line, id=f"{path.stem}-{len(found)}"))
+    return found
+
+
+# -- pages and options -----------------------------------------------------------------------------------------------
+
+
+def test_every_algorithm_has_a_page_and_every_page_an_algorithm() -> None:
+    assert set(PAGES) == set(ALGORITHMS)
+
+
+def field_defaults(*parts: type) -> dict[str, Any]:
+    return {f.name: f.default for part in parts for f in dataclasses.fields(part) if f.init}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_page_has_every_option_of_its_own_with_its_default(name: str) -> None:
+    defaults = {key: default for key, (_, default) in settings(name).items()}
+    own = field_defaults(ALGORITHMS[name].estimator, LOSSES[ALGORITHMS[name].loss].objective)
+    changed = {key for key, usual in field_defaults(*SHARED).items() if defaults.get(key, usual) != usual}
+    written = {quoted(row[0])[0]: value(row[1]) for row in tables(PAGES[name], "option")}
+    assert {"loss", *own, *changed} <= set(written)
+    assert written == {key: defaults[key] for key in written}
+
+
+def test_shared_settings_are_explained_with_their_defaults() -> None:
+    written = {quoted(row[0])[0]: value(row[1]) for row in tables(README, "setting")}
+    shared = field_defaults(*SHARED)
+    sections = {section.name: getattr(Config(), section.name) for section in dataclasses.fields(Config)}
+    for key, default in written.items():
+        section, _, name = key.rpartition(".")
+        assert default == (getattr(sections[section], name) if section else shared[key]), key
+    assert {*shared, *(f"critic.{f.name}" for f in dataclasses.fields(CriticConfig))} <= set(written)
+
+
+def test_the_table_of_algorithms_is_the_catalogue() -> None:
+    rows = {quoted(row[0])[0]: row[1:] for row in tables(README, "name")}
+    assert list(rows) == list(ALGORITHMS)
+    for name, (also, _, paper, loss, size, more) in rows.items():
+        entry, needs = ALGORITHMS[name], make(name).needs
+        assert quoted(also) == list(entry.also), name
+        assert quoted(loss) == [entry.loss], name
+        assert paper == (f"[{entry.paper}](https://arxiv.org/abs/{entry.paper})" if entry.paper else ""), name
+        least, _, better = size.partition(", better ")
+        assert (int(least), int(better or 1)) == (needs.min_group_size, needs.advised_group_size), name
+        wanted = {"reference": needs.reference, "critic": needs.values, "greedy answer": needs.greedy_baseline}
+        assert {word: word in more for word in wanted} == wanted, name
+
+
+def test_the_table_of_losses_is_the_catalogue() -> None:
+    rows = {quoted(row[0])[0]: row[2:] for row in tables(README, "loss")}
+    assert set(rows) == set(LOSSES) - {"gvpo"}
+    for name, (own, aggregation) in rows.items():
+        defaults = {key: default for key, (_, default) in settings("grpo", name).items()}
+        written = {key: float(number) for key, number in re.findall(r"`(\w+)` ([-\d.e]+)", own)}
+        assert written == {key: defaults[key] for key in field_defaults(LOSSES[name].objective)}, name
+        assert aggregation == defaults["aggregation"], name
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.stem)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\((?!http)([^)]+)\)", path.read_text()):
+        file, _, anchor = target.partition("#")
+        there = (path.parent / file).resolve() if file else path
+        assert there.is_file(), target
+        headings = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
+        assert not anchor or anchor in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}, target
+
+
+# -- metrics ---------------------------------------------------------------------------------------------------------
+
+BRITTLE = """
+def brittle(final_answer):
+    if len(set(final_answer)) % 2:
+        raise ValueError("odd")
+    return len(final_answer) / 10
+"""
+RUNS = {
+    "gvpo, evaluated, saved": "algorithm=gvpo eval.before=true eval.modes=[greedy,sampled] loop.save_every=1",
+    "dapo, KL, correction, several updates": (
+        "algorithm=dapo reward=[rewards.py:variety] rollout.max_tokens=2 rollout.top_p=0.7 learner.mini_batch_size=1 "
+        "algorithm.kl_coef=0.1 algorithm.kl_target=0.1 algorithm.kl_old_coef=0.1 learner.entropy_coef=0.01"
+    ),
+    "ppo, KL in the reward": "algorithm=ppo algorithm.kl_in=reward algorithm.kl_coef=0.1 critic.warmup_steps=1",
+    "remax": "algorithm=remax",
+    "gpg": "algorithm=gpg",
+    "dgdo with sapo": "algorithm=dgdo algorithm.loss=sapo algorithm.truncated=penalise",
+    "a reward that breaks": "algorithm=grpo reward=rewards.py:brittle eval.before=true eval.modes=[sampled] eval.n=8",
+}
+
+
+@pytest.fixture(scope="module")
+def logged(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """The names of all metrics that each of the runs wrote."""
+    found = {}
+    for name, line in RUNS.items():
+        folder = tmp_path_factory.mktemp("run")
+        (folder / "rewards.py").write_text(REWARDS + BRITTLE)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            assert main(["train", f"model={tiny_model_folder}", *SMALL, *line.split()]) == 0
+        (path,) = folder.glob("outputs/*/*/metrics.jsonl")
+        found[name] = {metric for record in path.read_text().splitlines() for metric in json.loads(record)["metrics"]}
+    return found
+
+
+def documented() -> dict[str, re.Pattern[str]]:
+    names = [name for row in tables(DOCS / "metrics.md", "metric") for name in quoted(row[0])]
+    return {name: re.compile(re.sub(r"\\\{\w+\\\}", ".+", re.escape(name))) for name in names}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_every_metric_that_is_written_is_documented(run: str, logged: dict[str, set[str]]) -> None:
+    patterns = documented().values()
+    assert [name for name in sorted(logged[run]) if not any(p.fullmatch(name) for p in patterns)] == []
+
+
+def test_every_metric_that_is_documented_is_written_by_some_run(logged: dict[str, set[str]]) -> None:
+    names = set().union(*logged.values())
+    assert [text for text, pattern in documented().items() if not any(map(pattern.fullmatch, names))] == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_metrics_of_a_page_are_documented(name: str) -> None:
+    patterns = documented().values()
+    shown = [metric for row in tables(PAGES[name], "metric") for metric in quoted(row[0])]
+    assert shown
+    assert [metric for metric in shown if not any(p.fullmatch(metric) for p in patterns)] == []
+
+
+# -- command lines ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """In an empty folder, without the hub. What the schemas are made of does not change between commands."""
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(words, "algorithm_schemas", _schemas)
+    monkeypatch.chdir(tmp_path)
+    return [f"model={tiny_model_folder}", "model.context_length=65536", "data.train_size=256", "data.val_size=2"]
+
+
+_schemas = functools.cache(words.algorithm_schemas)
+
+
+@pytest.mark.parametrize("line", commands())
+def test_a_command_line_is_valid(line: str, quick: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    given = shlex.split(line)[2:]
+    unless_given = [word for word in quick if not any(g.startswith(word.partition("=")[0] + "=") for g in given)]
+    assert main(["train", "--validate-only", *unless_given, *given]) == 0
+    warnings = re.findall(r"^warning: (.*)", capsys.readouterr().out, re.MULTILINE)
+    assert [text for text in warnings if not text.startswith("not here: ")] == []
+
+
+def test_the_example_of_a_new_algorithm_works(
+    tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module_text, entry_text, test_text = (text for language, text in blocks(README) if language == "python")
+    (tmp_path / "median.py").write_text(module_text)
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    module = importlib.import_module("median")
+    for name, entry in eval(f"{{{entry_text}}}", {**vars(catalogue), **vars(module)}).items():
+        monkeypatch.setitem(ALGORITHMS, name, entry)
+    space: dict[str, Any] = {"torch": torch, "covey": covey}
+    exec(test_text, space)
+    (check,) = (thing for name, thing in space.items() if name.startswith("test_"))
+    check()
+    assert main(["train", f"model={tiny_model_folder}", *SMALL, "algorithm=median", "algorithm.scale=2"]) == 0
