@@ -104,7 +104,8 @@ class Objective(Protocol):
     def loss(self, out: TokenOutputs, batch: Batch) -> dict[str, LossTerm]: ...
 
     def metrics(self, out: TokenOutputs, batch: Batch) -> Metrics:
-        """Statistics of the episodes of one micro-batch; the learner averages them over episodes."""
+        """Means over the tokens of one micro-batch (over its episodes where groups are coupled), which the learner
+        averages over all of them."""
         ...
 
 

@@ -158,6 +158,16 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class Seen:
+    """All attempts of a step, with those at tasks that were filtered out."""
+
+    group_N: Tensor
+    rewards: Mapping[str, Tensor]
+    longest_N: Tensor
+    truncated_N: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Samples:
     """A whole step: N episodes in G groups, as R token rows. Episode columns first, token columns second."""
 
@@ -165,6 +175,7 @@ class Samples:
     group_N: Tensor  # int64, the group of each episode, 0..G-1 in order
     rewards: Mapping[str, Tensor]  # name → [N] float64, NaN where never scored
     weights: Mapping[str, float]  # how the named rewards add up
+    longest_N: Tensor  # int64, tokens of the longest turn
     truncated_N: Tensor  # bool, cut off by the limit
     episode_R: Tensor  # int64
     mask_RT: Tensor  # bool, sampled tokens
@@ -173,9 +184,9 @@ class Samples:
     ref_logprobs_RT: Tensor | None = None
     full_kl_RT: Tensor | None = None  # KL to the reference over the whole vocabulary
     values_RT: Tensor | None = None
-    token_rewards_RT: Tensor | None = None  # what shapers add to single tokens
+    token_rewards_RT: Tensor | None = None  # what shapers add to sampled tokens; 0 elsewhere
     baseline_rewards_G: Tensor | None = None  # of a greedy attempt at each task
-    seen: Mapping[str, tuple[Tensor, Tensor]] | None = None  # rewards and groups before groups were filtered
+    seen: Seen | None = None  # what there was before groups were filtered, if any were
     temperature: float = 1.0
     max_tokens: int = 1  # the longest answer allowed
 
@@ -202,14 +213,13 @@ class Samples:
         """The same with what shapers added to single tokens."""
         total = self.outcome_reward()
         if self.token_rewards_RT is not None:
-            total = total.index_add(
-                0, self.episode_R, self.token_rewards_RT.where(self.mask_RT, 0).sum(-1).to(total.dtype)
-            )
+            total = total.index_add(0, self.episode_R, self.token_rewards_RT.sum(-1).to(total.dtype))
         return total
 
     def observed(self, name: str) -> tuple[Tensor, Tensor]:
         """A reward and the group of each attempt, with those of groups that were filtered out."""
-        return self.seen[name] if self.seen and name in self.seen else (self.rewards[name], self.group_N)
+        seen = self.seen or self
+        return seen.rewards[name], seen.group_N
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,12 +48,15 @@ def samples_of(
     mask_RT = torch.ones(len(groups), 1, dtype=torch.bool) if mask is None else torch.tensor(mask, dtype=torch.bool)
     columns.setdefault("truncated_N", torch.zeros(len(groups), dtype=torch.bool))
     columns.setdefault("old_logprobs_RT", torch.zeros(mask_RT.shape, dtype=F64))
+    owner_R = torch.arange(len(groups)) if episode is None else torch.tensor(episode)
+    rows_N = torch.zeros(len(groups), dtype=torch.int64)
+    columns.setdefault("longest_N", rows_N.scatter_reduce(0, owner_R, mask_RT.sum(-1), "amax"))
     return Samples(
         rows=(),
         group_N=torch.as_tensor(groups),
         rewards={name: torch.as_tensor(column, dtype=F64) for name, column in table.items()},
         weights={name: (weights or {}).get(name, 1.0) for name in table},
-        episode_R=torch.arange(len(groups)) if episode is None else torch.tensor(episode),
+        episode_R=owner_R,
         mask_RT=mask_RT,
         **columns,
     )

@@ -15,7 +15,7 @@ from covey.algorithms import make
 from covey.algorithms.dgdo import Dgdo
 from covey.algorithms.functional import advantages
 from covey.algorithms.gdpo import combined
-from covey.types import Samples
+from covey.types import Samples, Seen
 from tests.algorithms.helpers import F64, NAN, same, samples_of, tensor
 
 GROUPS = [0, 0, 0, 1, 1, 1]
@@ -108,11 +108,16 @@ def test_instability_is_capped_unless_the_paper_is_followed() -> None:
 
 def test_statistics_are_those_before_groups_were_filtered() -> None:
     """The flat groups that were replaced count in the instability, and only there."""
-    seen = {"a": (tensor(1, 3, 5, 5, 5), torch.tensor([0, 0, 1, 1, 1]))}
+    seen = Seen(
+        group_N=torch.tensor([0, 0, 1, 1, 1]),
+        rewards={"a": tensor(1, 3, 5, 5, 5), "b": tensor(0, 2, 1, 1, 1)},
+        longest_N=torch.ones(5),
+        truncated_N=torch.zeros(5, dtype=torch.bool),
+    )
     samples = samples_of({"a": [1, 3], "b": [0, 2]}, [0, 0], seen=seen)
     dgdo = Dgdo(warmup_steps=0, beta_start=0.0)
     metrics = dgdo.advantages(samples).metrics
-    # a: means 2 and 5, μ = 3.5, variances ½ within and 2.25 of the means; b was not seen elsewhere
+    # a: means 2 and 5, μ = 3.5, variances ½ within and 2.25 of the means
     assert metrics["dgdo/a/mu"] == pytest.approx(3.5)
     assert metrics["dgdo/a/sigma"] == pytest.approx(math.sqrt(0.5 + 2.25 + 1e-8))
     assert metrics["dgdo/b/mu"] == 1.0
@@ -266,10 +271,10 @@ def test_what_cannot_be_is_refused() -> None:
 
 def test_it_is_refused_before_anything_is_sampled() -> None:
     """With the rewards that the algorithm itself adds counted in."""
-    make("dgdo", min_weight=0.5).check_rewards(["a", "b"])
+    make("dgdo", min_weight=0.5).check_rewards({"a": 1.0, "b": 1.0})
     with pytest.raises(ValueError, match="leaves no room for 3 rewards"):
-        make("dgdo", min_weight=0.5, overlong_buffer=0.5).check_rewards(["a", "b"])
-    make("dgdo", importance_priors={"overlong": 2.0}, overlong_buffer=0.5).check_rewards(["a"])
+        make("dgdo", min_weight=0.5, overlong_buffer=0.5).check_rewards({"a": 1.0, "b": 1.0})
+    make("dgdo", importance_priors={"overlong": 2.0}, overlong_buffer=0.5).check_rewards({"a": 1.0, "c": 0.0})
 
 
 def test_other_rewards_than_before_are_refused() -> None:

@@ -237,10 +237,19 @@ def test_the_controller_follows_its_formula(where: str) -> None:
     coef = 0.5
     for measured, error in ((0.11, 0.1), (0.5, 0.2), (0.01, -0.2), (0.1, 0.0)):
         _, metrics = steered.shape(step_of(measured))
-        assert metrics["kl/coef"] == pytest.approx(coef)
         assert metrics["kl/samples"] == pytest.approx(measured)
-        coef *= 1 + error * 4 / 40
+        before, coef = coef, coef * (1 + error * 4 / 40)
         assert steered.coef == pytest.approx(coef)
+        # what the step uses: the reward was charged before the controller moved, the loss comes after it
+        assert metrics["kl/coef"] == pytest.approx(before if where == "reward" else coef)
+
+
+def test_a_step_larger_than_the_horizon_moves_it_by_a_fifth_at_most() -> None:
+    steered = Kl(kl_coef=0.5, kl_estimator="k1", kl_target=0.1, kl_horizon=1.0)
+    steered.shape(step_of(0.0001))
+    assert steered.coef == pytest.approx(0.4)
+    with pytest.raises(ValueError, match="kl_horizon must be positive"):
+        Kl(kl_horizon=0)
 
 
 def test_the_loss_uses_what_the_coefficient_has_become() -> None:

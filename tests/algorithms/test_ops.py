@@ -101,11 +101,11 @@ def test_a_step_without_any_sampled_token_has_an_empty_timeline() -> None:
 
 
 def test_the_reward_sits_on_the_last_sampled_token_beside_what_shapers_added() -> None:
-    added = torch.arange(20, dtype=F64).reshape(5, 4) / 100
+    added = torch.arange(20, dtype=F64).reshape(5, 4) / 100 * torch.tensor(FORKED_MASK)
     samples = samples_of(
         [10.0, 20.0, 30.0], [0, 0, 0], mask=FORKED_MASK, episode=FORKED_EPISODE, token_rewards_RT=added
     )
-    expected = added * torch.tensor(FORKED_MASK)
+    expected = added.clone()
     expected[4, 2] += 10
     expected[3, 0] += 30
     same(token_rewards(samples), expected)

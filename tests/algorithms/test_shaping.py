@@ -9,7 +9,7 @@ import torch
 
 from covey.algorithms import make
 from covey.algorithms.shaping import GroupFilter, Shaping, overlong
-from covey.types import Samples
+from covey.types import Samples, Seen
 from tests.algorithms.helpers import same, samples_of
 
 
@@ -29,17 +29,11 @@ def test_the_soft_punishment_by_hand(length: int, expected: float) -> None:
 
 @pytest.mark.parametrize("buffer", [20.0, 0.2])
 def test_the_buffer_is_a_number_of_tokens_or_a_share(buffer: float) -> None:
-    samples, _ = Shaping(overlong_buffer=buffer).shape(long_step(50, 90, 110))
+    samples = shaped_by(Shaping(overlong_buffer=buffer), long_step(50, 90, 110))
     same(samples.rewards["overlong"], [0.0, -0.5, -1.0])
     same(samples.total_reward(), [1.0, 0.5, 0.0])
-    samples, _ = Shaping(overlong_buffer=buffer, overlong_penalty=0.5).shape(long_step(50, 90, 110))
+    samples = shaped_by(Shaping(overlong_buffer=buffer, overlong_penalty=0.5), long_step(50, 90, 110))
     same(samples.total_reward(), [1.0, 0.75, 0.5])
-
-
-def test_length_is_that_of_all_rows_of_an_episode_without_what_tools_wrote() -> None:
-    samples = samples_of([0.0], [0], mask=[[1, 1, 0, 1], [1, 0, 1, 0]], episode=[0, 0], max_tokens=6)
-    samples, _ = Shaping(overlong_buffer=2.0).shape(samples)
-    same(samples.rewards["overlong"], [-0.5])  # 5 of 6 tokens
 
 
 def test_the_punishment_is_a_reward_of_its_own_beside_the_others() -> None:
@@ -61,25 +55,28 @@ def test_the_punishment_is_a_reward_of_its_own_beside_the_others() -> None:
     same(algorithm.advantages(samples).values, by_hand.values)
 
 
+def shaped_by(shaping: Shaping, samples: Samples) -> Samples:
+    return shaping.mask(shaping.reward(samples))
+
+
 def cut_step() -> Samples:
     return long_step(3, 2, 3, max_tokens=3, truncated_N=torch.tensor([True, False, True]))
 
 
 def test_truncated_answers_are_kept_unless_said_otherwise() -> None:
     samples = cut_step()
-    found, metrics = Shaping().shape(samples)
-    assert found is samples and metrics == {}
+    assert shaped_by(Shaping(), samples) is samples
 
 
 def test_truncated_answers_can_be_masked() -> None:
     """They count in the group's statistics and not in the loss."""
-    samples, _ = Shaping(truncated="mask").shape(cut_step())
+    samples = shaped_by(Shaping(truncated="mask"), cut_step())
     assert samples.mask_RT.tolist() == [[False] * 3, [True, True, False], [False] * 3]
     same(samples.total_reward(), [1.0, 1.0, 1.0])
 
 
 def test_truncated_answers_can_be_penalised() -> None:
-    samples, _ = Shaping(truncated="penalise").shape(cut_step())
+    samples = shaped_by(Shaping(truncated="penalise"), cut_step())
     same(samples.rewards["truncated"], [-1.0, 0.0, -1.0])
     same(samples.total_reward(), [0.0, 1.0, 0.0])
     assert bool(samples.mask_RT[0].all())
@@ -89,13 +86,13 @@ def test_a_masked_row_masks_all_rows_of_its_episode() -> None:
     samples = samples_of(
         [1.0, 1.0], [0, 0], mask=[[1], [1], [1]], episode=[1, 0, 1], truncated_N=torch.tensor([False, True])
     )
-    shaped, _ = Shaping(truncated="mask").shape(samples)
+    shaped = shaped_by(Shaping(truncated="mask"), samples)
     assert shaped.mask_RT.tolist() == [[False], [True], [False]]
 
 
 def test_lengths_count_though_the_answer_is_masked() -> None:
     """Both at once: the answer that hit the limit is punished for it in the group's statistics."""
-    samples, _ = Shaping(overlong_buffer=1.0, truncated="mask").shape(cut_step())
+    samples = shaped_by(Shaping(overlong_buffer=1.0, truncated="mask"), cut_step())
     same(samples.rewards["overlong"], [-1.0, 0.0, -1.0])
 
 
@@ -104,9 +101,9 @@ def test_lengths_count_though_the_answer_is_masked() -> None:
 )
 def test_a_reward_of_the_same_name_is_refused(name: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"a reward is called '{name}', as is the one that the algorithm adds"):
-        make("grpo", **options).check_rewards(["right", name])
-    make("grpo", **options).check_rewards(["right"])
-    make("grpo").check_rewards(["right", name])
+        make("grpo", **options).check_rewards({"right": 1.0, name: 0.0})
+    make("grpo", **options).check_rewards({"right": 1.0})
+    make("grpo").check_rewards({"right": 1.0, name: 0.0})
 
 
 @pytest.mark.parametrize(
@@ -123,16 +120,37 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> Non
         make("grpo", **options)
 
 
-def test_the_shaper_comes_before_the_kl_in_the_reward() -> None:
-    """A masked answer pays no KL, and its KL is not told."""
+def test_a_masked_answer_pays_its_kl_like_the_others() -> None:
+    """Equal rewards and equal KLs make equal totals: nobody is better for being cut off."""
     algorithm = make("rloo", truncated="mask", kl_coef=0.5, kl_in="reward")
     zeros = torch.zeros(2, 1, dtype=torch.float64)
     samples = samples_of(
         [0.0, 0.0], [0, 0], truncated_N=torch.tensor([True, False]), old_logprobs_RT=zeros, ref_logprobs_RT=zeros - 2
     )
     shaped, metrics = algorithm.shape(samples)
-    same(shaped.total_reward(), [0.0, -1.0])
-    assert metrics["kl/reward"] == -0.5
+    same(shaped.total_reward(), [-1.0, -1.0])
+    assert metrics["kl/reward"] == -1.0 and metrics["kl/samples"] == 2.0
+    assert shaped.mask_RT.tolist() == [[False], [True]]
+
+
+def test_the_overlong_cost_is_that_of_the_longest_turn() -> None:
+    """Three turns of two tokens each, of at most four: none is too long."""
+    samples = samples_of([1.0], [0], mask=[[1] * 6], max_tokens=4, longest_N=torch.tensor([2]))
+    same(shaped_by(Shaping(overlong_buffer=1.0), samples).rewards["overlong"], [0.0])
+
+
+def test_filtered_groups_have_the_algorithms_own_rewards_too() -> None:
+    seen = Seen(
+        group_N=torch.tensor([0, 0, 1, 1]),
+        rewards={"reward": torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)},
+        longest_N=torch.tensor([1, 1, 4, 4]),
+        truncated_N=torch.tensor([False, False, True, True]),
+    )
+    samples = samples_of([1.0, 0.0], [0, 0], max_tokens=4, seen=seen)
+    shaped = shaped_by(Shaping(overlong_buffer=2.0, truncated="penalise"), samples)
+    same(shaped.observed("truncated")[0], [0.0, 0.0, -1.0, -1.0])
+    same(shaped.observed("overlong")[0], [0.0, 0.0, -1.0, -1.0])
+    assert shaped.observed("overlong")[1].tolist() == [0, 0, 1, 1]
 
 
 def test_dynamic_sampling_is_off_but_for_dapo() -> None:

@@ -93,8 +93,6 @@ def test_every_loss_trains_with_another_estimator_and_several_updates(tiny_model
         (["algorithm=grpo", "algorithm.correction=sequence", "algorithm.reject_above=1.5"], {"correction/rejected"}),
         (["algorithm=gdpo", "algorithm.overlong_buffer=4"], {"reward/overlong/mean", "gdpo/overlong/mean"}),
         (["algorithm=gvpo", "algorithm.truncated=penalise"], {"reward/truncated/mean"}),
-        (["algorithm=gvpo", "algorithm.truncated=mask"], {"gvpo/empty"}),
-        (["algorithm=grpo", "algorithm.truncated=mask"], {"response/truncated"}),
         (["algorithm=ppo", "critic.shared=true"], {"value/loss", "value/explained_variance"}),
         (["algorithm=ppo", "model.dtype=bfloat16"], {"value/loss", "value/grad_norm"}),
         (["algorithm=ppo", "critic.shared=true", "model.lora.rank=2"], {"value/loss"}),
@@ -108,6 +106,23 @@ def test_regularisers_and_controls(tiny_model_folder: Path, settings: list[str],
     for metrics in train(tiny_model_folder, *settings):
         assert shown <= set(metrics)
         assert all(math.isfinite(value) for value in metrics.values()), metrics
+
+
+@pytest.mark.parametrize("algorithm", ["gvpo", "grpo", "ppo", "opo", "reinforce_plus_plus"])
+def test_truncated_answers_are_not_learned_from_if_masked(tiny_model_folder: Path, algorithm: str) -> None:
+    """With one token, every answer but a bare end token is cut off."""
+    settings = (f"algorithm={algorithm}", "algorithm.truncated=mask", "rollout.max_tokens=1", "critic.shared=true")
+    first, _ = train(tiny_model_folder, *settings)
+    assert first["response/truncated"] == 1.0
+    assert first["grad/norm"] == 0
+    if algorithm == "gvpo":
+        assert first["gvpo/empty"] == 1.0
+
+
+def test_gspo_clips_nothing_on_policy_in_half_precision(tiny_model_folder: Path) -> None:
+    """Its bounds are tighter than bfloat16: the old log-probs must be the learner's own."""
+    first, _ = train(tiny_model_folder, "algorithm=gspo", "model.dtype=bfloat16")
+    assert first["policy/clip_low"] == first["policy/clip_high"] == 0
 
 
 def test_a_critic_learns_alone_while_it_warms_up(tiny_model_folder: Path) -> None:
@@ -164,6 +179,12 @@ def test_a_run_in_which_nothing_ever_differs_goes_on_and_says_so(tiny_model_fold
         ),
         (["algorithm=ppo", "critic.model=nowhere"], "unknown model  nowhere"),
         (["algorithm=ppo", "algorithm.gamma=1.5"], "algorithm.gamma must lie in [0, 1]"),
+        (["algorithm=grpo", "algorithm.reject_below=2", "algorithm.reject_above=1"], "every sample would be left out"),
+        (["algorithm=grpo", "algorithm.overlong_buffer=9"], "is more than rollout.max_tokens=8"),
+        (
+            ["algorithm=dapo", "reward=[rewards.py:short,rewards.py:overlong]", "reward.weights.overlong=0"],
+            "rename yours",
+        ),
     ],
 )
 def test_mistakes_stop_before_the_start(

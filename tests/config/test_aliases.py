@@ -11,46 +11,9 @@ import pytest
 from covey.config import compose
 from covey.config.aliases import ALIASES, accepted, translate
 from covey.config.derive import PARTS
-from covey.config.not_yet import NOT_YET, NOT_YET_KEYS
+from covey.config.not_yet import NOT_YET_KEYS
 from covey.config.settings import find, schema_settings, sections
 from covey.errors import InputError
-
-CALCULATOR = """
-    algorithm.adv_estimator=grpo
-    data.train_files=./data/rlhf/math/gsm8k_train.json
-    data.val_files=./data/rlhf/math/gsm8k_test.json
-    data.train_batch_size=64
-    agent.agent_type=hf
-    agent.tools=[calculator]
-    agent.template=qwen2.5
-    agent.model_name_or_path=Qwen/Qwen2.5-3B-Instruct
-    agent.max_turns=3
-    agent.reward_name=math_reward_string_equal
-    agent.num_chains=8
-    agent.use_agent=True
-    actor_rollout_ref.actor.optim.lr=5e-7
-    actor_rollout_ref.model.path=Qwen/Qwen2.5-3B-Instruct
-    actor_rollout_ref.actor.ppo_mini_batch_size=64
-    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8
-    actor_rollout_ref.actor.use_kl_loss=True
-    actor_rollout_ref.actor.kl_loss_coef=0.001
-    actor_rollout_ref.actor.kl_loss_type=mse
-    actor_rollout_ref.actor.entropy_coeff=0.001
-    actor_rollout_ref.rollout.name=vllm
-    actor_rollout_ref.rollout.response_length=256
-    actor_rollout_ref.rollout.tensor_model_parallel_size=1
-    actor_rollout_ref.rollout.gpu_memory_utilization=0.5
-    critic.model.path=Qwen/Qwen2.5-3B-Instruct
-    algorithm.kl_ctrl.kl_coef=0.001
-    trainer.logger=['console','wandb']
-    trainer.project_name=AgentRL
-    trainer.experiment_name=test_gsm8k
-    trainer.n_gpus_per_node=1
-    trainer.nnodes=1
-    trainer.save_freq=50
-    trainer.test_freq=10
-    trainer.total_training_steps=100
-"""
 
 ROOTS = (
     "agent algorithm actor_rollout_ref trainer data critic env train optimizer policy model inference_model ref_model "
@@ -326,6 +289,48 @@ def test_groups_are_not_split(run):
             ],
         ),
         (["algorithm.gamma=0.9"], ["algorithm.gamma: no effect: gvpo does not discount"]),
+        (
+            ["algorithm=reinforce_plus_plus", "algorithm.gamma=0.9", "algorithm.lam=0.5"],
+            ["algorithm.lam: no effect: reinforce_plus_plus has no λ"],
+        ),
+        (
+            ["critic.optim.weight_decay=0.1", "critic.fsdp_config.param_offload=True", "critic.nccl_timeout=1"],
+            [
+                "critic.optim.weight_decay, critic.fsdp_config.param_offload, critic.nccl_timeout: no effect: the "
+                "critic learns from the policy's mini-batches, by the learner's settings"
+            ],
+        ),
+        (
+            ["actor.policy_loss.loss_mode=vanilla"],
+            ["actor.policy_loss.loss_mode has no effect with algorithm=gvpo"],
+        ),
+        (["actor.loss_scale_factor=9"], ["actor.loss_scale_factor has no effect with algorithm=gvpo"]),
+        (
+            [
+                "algorithm.rollout_correction.rollout_is=null",
+                "algorithm.rollout_correction.rollout_is_threshold=2.0",
+            ],
+            ["algorithm.rollout_correction.rollout_is_threshold has no effect with algorithm=gvpo"],
+        ),
+        (
+            [
+                "algorithm=grpo",
+                "algorithm.rollout_correction.rollout_rs=token_k1",
+                "algorithm.rollout_correction.rollout_rs_threshold=0.5_2.0",
+            ],
+            [
+                "algorithm.rollout_correction.rollout_rs, algorithm.rollout_correction.rollout_rs_threshold: no "
+                "effect: algorithm.reject_below and reject_above choose the band"
+            ],
+        ),
+        (
+            ["algorithm=dapo", "reward_model.overlong_buffer.len=64"],
+            ["reward_model.overlong_buffer.len has no effect without reward_model.overlong_buffer.enable=true"],
+        ),
+        (
+            ["algorithm=grpo", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.2"],
+            ["algorithm.kl_ctrl.type=adaptive has no effect without algorithm.use_kl_in_reward=true"],
+        ),
         (["agent.backend=async_verl"], ["agent.backend: no effect: rollout= chooses the engine"]),
     ],
 )
@@ -350,6 +355,13 @@ def test_what_has_no_effect_is_said(run, words, warnings):
         "algorithm.kl_ctrl.kl_coef=0.001",
         "algorithm.filter_groups.enable=False",
         "filter_groups.metric=acc",
+        "filter_groups.metric=reward",
+        "algorithm.rollout_correction.rollout_is=null",
+        "algorithm.rollout_correction.rollout_is=none",
+        "algorithm.rollout_correction.rollout_rs=null",
+        "algorithm.rollout_correction.bypass_mode=False",
+        "actor_rollout_ref.actor.loss_scale_factor=null",
+        "policy.kl_coef='0'",
         "policy.kl_coef=0",
         "train.sync_iter=True",
         "train.kl_coef_in_loss=True",
@@ -373,6 +385,13 @@ def test_gvpo_refuses_an_external_kl_loss(run):
             InputError, match=r"breaks GVPO's zero sum: the KL is inside its weights \(algorithm.beta\)"
         ):
             run(word)
+
+
+def test_gvpo_refuses_importance_weights(run):
+    with pytest.raises(
+        InputError, match=r"rollout_is does not go with algorithm=gvpo\n  importance weights would break"
+    ):
+        run("algorithm.rollout_correction.rollout_is=token")
 
 
 def test_an_algorithm_without_kl_refuses_it_too(algorithms):
@@ -410,6 +429,26 @@ def test_an_algorithm_without_kl_refuses_it_too(algorithms):
         ),
         ("algorithm=grpo actor_rollout_ref.actor.policy_loss.loss_mode=vanilla", {"loss": "ppo_clip"}),
         ("algorithm=grpo algorithm.rollout_correction.rollout_is=sequence", {"correction": "sequence"}),
+        ("algorithm=grpo algorithm.rollout_correction.rollout_is=null", {"correction": "none"}),
+        ("algorithm.adv_estimator=grpo_vectorized", {"name": "grpo"}),
+        ("algorithm.adv_estimator=rloo_vectorized", {"name": "rloo"}),
+        ("algorithm=dapo filter_groups.metric=reward", {"filter_metric": None}),
+        ("algorithm=dapo algorithm.filter_groups.max_num_gen_batches=0", {"max_refills": 1000}),
+        ("algorithm=dapo algorithm.filter_groups.max_num_gen_batches=7", {"max_refills": 7}),
+        ("algorithm=dr_grpo actor_rollout_ref.actor.loss_scale_factor=512", {"norm_length": 512}),
+        (
+            "algorithm=grpo reward.reward_kwargs.overlong_buffer_cfg.enable=True "
+            "reward.reward_kwargs.overlong_buffer_cfg.len=64 "
+            "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5",
+            {"overlong_buffer": 64.0, "overlong_penalty": 0.5},
+        ),
+        (
+            "algorithm=grpo algorithm.use_kl_in_reward=true algorithm.kl_penalty=kl actor.kl_loss_type=low_var_kl",
+            {"kl_in": "reward", "kl_estimator": "kl"},
+        ),
+        ("algorithm=grpo algorithm.use_kl_in_reward=true actor.kl_loss_type=mse", {"kl_estimator": "auto"}),
+        ("algorithm=grpo algorithm.use_kl_in_reward=false actor.kl_loss_type=mse", {"kl_estimator": "mse"}),
+        ("algorithm=grpo actor.use_kl_loss=true actor.kl_loss_type=mse", {"kl_in": "loss", "kl_estimator": "mse"}),
     ],
 )
 def test_words_about_the_algorithm(run, words, expected):
@@ -423,102 +462,3 @@ def test_a_kl_goes_into_the_reward_or_into_the_loss(run):
         run(*both)
     with pytest.raises(InputError, match="breaks GVPO's zero sum"):
         run("algorithm=gvpo", "algorithm.use_kl_in_reward=True")
-
-
-def test_another_loss_brings_its_own_settings(run):
-    config = run("algorithm=gdpo", "algorithm.loss=gspo", "algorithm.clip_low=0.001").config
-    assert (config.algorithm.name, config.algorithm.loss) == ("gdpo", "gspo")
-    assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.001, 4e-4)
-    assert not hasattr(config.algorithm, "dual_clip")
-    assert run("algorithm=rloo", "algorithm.loss=sapo", "algorithm.tau_neg=2").config.algorithm.tau_neg == 2.0
-    with pytest.raises(InputError, match=r"algorithm\.dual_clip is a setting of grpo"):
-        run("algorithm=gdpo", "algorithm.loss=gspo", "algorithm.dual_clip=2")
-
-
-def test_a_loss_stays_with_the_algorithm_it_was_chosen_for(run):
-    composed = run("algorithm=gvpo", file="algorithm: gdpo\nalgorithm.loss: gspo")
-    assert composed.config.algorithm.loss == "gvpo"
-    assert any("algorithm.loss was set for gdpo" in text for text in composed.warnings)
-
-
-def test_a_loss_that_does_not_go_with_an_algorithm_is_refused_with_the_reason(run):
-    with pytest.raises(InputError, match=r"algorithm\.loss=gspo does not go with algorithm=gvpo\n  its loss completes"):
-        run("algorithm=gvpo", "algorithm.loss=gspo")
-    with pytest.raises(InputError, match=r"algorithm\.loss=gvpo does not go with algorithm=grpo\n  its loss completes"):
-        run("algorithm=grpo", "algorithm.loss=gvpo")
-    with pytest.raises(InputError, match="unknown loss for grpo  gsp\n  did you mean   gspo"):
-        run("algorithm=grpo", "algorithm.loss=gsp")
-
-
-# --- not available yet -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "word",
-    [
-        "mode=async",
-        "train.sync_iter=False",
-        "actor_rollout_ref.rollout.name=vllm",
-        "rollout=vllm",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
-        "train_model.num_devices=2",
-        "ref_model.num_devices=2",
-        "inference_model.num_devices=2",
-        "actor_rollout_ref.actor.fsdp_config.param_offload=True",
-        "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True",
-        "actor_rollout_ref.ref.fsdp_config.param_offload=True",
-        "agent.agent_type=hf",
-        "agent.init_args.agent_type=gui",
-        "agent=react",
-        "agent.init_args.tools=[calculator]",
-        "agent.init_args.template=qwen2.5",
-        "agent.max_turns=3",
-        "agentflow.port=9999",
-        "trainer.n_gpus_per_node=8",
-        "trainer.nnodes=2",
-        "cluster=ray",
-    ],
-)
-def test_what_is_not_available_is_refused_with_what_to_do(run, word):
-    with pytest.raises(InputError) as error:
-        run(word)
-    first, second = str(error.value).splitlines()
-    assert re.fullmatch(rf"not available yet: .+  \({re.escape(word.partition('=')[0])}=.+\)", first)
-    assert second.startswith("  ") and second.strip()
-
-
-def test_quoted_numbers_of_a_file_count_as_numbers(run):
-    with pytest.raises(InputError, match=r"several GPUs  \(.*my.yaml, line 2: trainer.n_gpus_per_node=8\)"):
-        run(file="env: {N_GPUS: 8}\ntrainer.n_gpus_per_node: '${N_GPUS}'")
-
-
-def test_the_calculator_command_names_all_that_is_missing_at_once(run):
-    with pytest.raises(InputError) as error:
-        run(*CALCULATOR.split())
-    missing = re.findall(r"not available yet: .*  \((.*)\)", str(error.value))
-    assert missing == [
-        "agent.agent_type=hf",
-        "agent.tools=['calculator']",
-        "agent.template=qwen2.5",
-        "agent.max_turns=3",
-        "actor_rollout_ref.rollout.name=vllm",
-    ]
-
-
-def test_the_calculator_command_without_them_runs(run):
-    missing = ("agent.agent_type", "agent.tools", "agent.template", "agent.max_turns", "actor_rollout_ref.rollout.name")
-    composed = run(*(word for word in CALCULATOR.split() if word.partition("=")[0] not in missing))
-    config = composed.config
-    assert config.algorithm.kl_coef == 0.001 and config.algorithm.kl_estimator == "mse"
-    assert config.data.train_files == "./data/rlhf/math/gsm8k_train.json"
-    assert config.reward.name == "math_reward_string_equal"
-    assert (config.rollout.group_size, config.rollout.max_tokens) == (8, 256)
-    assert (config.learner.mini_batch_size, config.learner.micro_batch_size) == (64, 8)
-    assert (config.loop.save_every, config.eval.every, config.loop.total_steps) == (50, 10, 100)
-    assert config.critic.model == "Qwen/Qwen2.5-3B-Instruct"
-    assert len(composed.warnings) == 1  # the engine's memory
-
-
-def test_the_table_has_one_way_to_ask_for_each_thing(algorithms):
-    for row in NOT_YET:
-        assert translate(row.key, algorithms).key == row.key, "a row under an alias is never found"

@@ -183,9 +183,36 @@ def test_another_algorithm_replaces_the_recipes_with_its_settings(run, recipe):
     assert composed.warnings == ("algorithm=grpo replaces the recipe's gvpo and what it sets: beta",)
 
 
+def test_a_recipe_chooses_a_loss_and_sets_it(run, recipe):
+    recipe("defaults: [schema, override algorithm: grpo+sapo, _self_]\nalgorithm: {tau_pos: 2, kl_coef: 0.3}")
+    composed = run(config_name="mine")
+    chosen = composed.config.algorithm
+    assert (chosen.name, chosen.loss, chosen.tau_pos, chosen.tau_neg, chosen.kl_coef) == ("grpo", "sapo", 2, 1.05, 0.3)
+    assert composed.warnings == ()
+    later = run("algorithm.tau_neg=3", config_name="mine").config.algorithm
+    assert (later.tau_pos, later.tau_neg) == (2.0, 3.0)
+
+
+def test_another_loss_replaces_the_recipes_with_its_settings(run, recipe):
+    recipe("defaults: [schema, override algorithm: grpo, _self_]\nalgorithm: {clip_low: 0.1, kl_coef: 0.3}")
+    composed = run("algorithm.loss=gspo", config_name="mine")
+    assert (composed.config.algorithm.clip_low, composed.config.algorithm.kl_coef) == (3e-4, 0.3)
+    assert composed.warnings == ("algorithm.loss=gspo replaces the recipe's loss=ppo_clip and what it sets: clip_low",)
+
+
+def test_a_recipes_loss_without_settings_of_its_own(run, recipe):
+    recipe("defaults: [schema, override algorithm: grpo, _self_]\nalgorithm: {loss: gspo, kl_coef: 0.3}")
+    composed = run(config_name="mine")
+    assert (composed.config.algorithm.clip_low, composed.config.algorithm.kl_coef) == (3e-4, 0.3)
+    assert composed.warnings == ()
+    back = run("algorithm.loss=ppo_clip", config_name="mine").config.algorithm
+    assert (back.loss, back.clip_low, back.dual_clip, back.kl_coef) == ("ppo_clip", 0.2, 3.0, 0.3)
+
+
 @pytest.mark.parametrize(
     ("text", "part"),
     [
+        ("defaults: [schema, override algorithm: grpo+gvpo, _self_]", "Could not find 'algorithm/grpo+gvpo'"),
         ("defaults: [schema, _self_]\nlearnr: {lr: 1}", "Key 'learnr'"),
         ("defaults: [schema, _self_]\nlearner: {lr: abc}", "learner.lr"),
         ("defaults: [schema, override algorithm: no, _self_]", "mine"),
@@ -256,6 +283,8 @@ def test_unknown_setting_of_an_algorithm(run):
         ("data.option.n=1", None, "all settings of data: covey config explain data"),
         ("something.else=1", None, "all settings: covey config explain"),
         ("learner.foo=1", None, "all settings of learner"),
+        ("critic.warmup_step=5", "critic.warmup_steps  (default 0)", "all settings of critic"),
+        ("critic.ppo_epoch=5", "critic.ppo_epochs", "all settings of critic"),
     ],
 )
 def test_unknown_settings_name_the_nearest(run, word, guess, listing):

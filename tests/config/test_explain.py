@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from covey.cli.settings import main_config
 from covey.config import all_keys, explain
 from covey.config.settings import algorithm_settings, schema_settings
 from covey.errors import InputError
@@ -86,6 +87,35 @@ def test_explain_an_algorithm(algorithms):
         )
     ]
     assert ["algorithm.beta=0.1", "strength of the KL constraint"] in [line.split(maxsplit=1) for line in lines]
+
+
+@pytest.mark.parametrize(("other", "name"), [("gae", "ppo"), ("reinforce++", "reinforce_plus_plus")])
+def test_explain_an_algorithm_by_its_other_name(algorithms, other, name):
+    assert explain(f"algorithm={other}", algorithms) == explain(f"algorithm={name}", algorithms)
+
+
+def test_explain_an_algorithm_with_another_loss(algorithms):
+    lines = explain("algorithm=grpo", algorithms, "gspo").splitlines()
+    assert lines[0] == "algorithm=grpo algorithm.loss=gspo"
+    heads = [line.split()[0] for line in lines[1:]]
+    assert {"algorithm.loss=gspo", "algorithm.clip_low=0.0003", "algorithm.std_normalize=true"} <= set(heads)
+    assert not any(head.startswith("algorithm.dual_clip") for head in heads)
+    with pytest.raises(InputError, match=r"algorithm\.loss=gvpo does not go with algorithm=grpo"):
+        explain("algorithm=grpo", algorithms, "gvpo")
+
+
+def test_the_command_explains_an_algorithm_with_another_loss(algorithms, capsys):
+    assert main_config(["explain", "algorithm=grpo", "algorithm.loss=gspo"]) == 0
+    assert capsys.readouterr().out == explain("algorithm=grpo", algorithms, "gspo") + "\n"
+
+
+def test_what_many_algorithms_share_is_explained_once(algorithms):
+    (block,) = explain("algorithm.kl_coef", algorithms).split("\n\n")
+    others = len(algorithms) - 4  # gvpo has none, three are named
+    assert block.startswith(f"algorithm.kl_coef  (grpo, dr_grpo, dapo and {others} more)\n")
+    assert block.endswith(" algorithm.NAME_kl_coef")
+    heads = [text.splitlines()[0] for text in explain("algorithm.clip_low", algorithms).split("\n\n")]
+    assert heads[1:] == ["algorithm.clip_low  (gspo)", "algorithm.clip_low  (cispo)"]
 
 
 def test_every_setting_of_every_algorithm_with_every_loss_is_explained(algorithms):

@@ -100,6 +100,19 @@ def test_gradient_is_that_of_the_formula(monkeypatch: pytest.MonkeyPatch) -> Non
     torch.testing.assert_close(found, model.lm_head.weight.grad, atol=1e-9, rtol=0)
 
 
+def test_statistics_do_not_depend_on_the_split() -> None:
+    """Means over tokens are weighed by tokens, whatever the micro-batches; so is the effective sample size."""
+    found = []
+    for size in (None, 1, 3):
+        model = tiny_llama(dtype=torch.float64)
+        learner = Learner(model, LearnerConfig(micro_batch_size=size), total_updates=1)
+        found.append(learner.update(forked_batch(), make("grpo", kl_coef=0.1))[0])
+    for name in ("kl/reference", "policy/clip_high", "policy/clip_low", "policy/ess", "policy/entropy", "loss/total"):
+        assert found[1][name] == pytest.approx(found[0][name], rel=1e-4), name
+        assert found[2][name] == pytest.approx(found[0][name], rel=1e-4), name
+    assert 0 < found[0]["policy/clip_high"] < 1
+
+
 def test_the_full_kl_is_the_sum_over_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """Value and gradient, against plain forward passes of policy and reference, at a temperature."""
     model, other = (tiny_llama(dtype=torch.float64, seed=seed) for seed in (0, 1))
@@ -130,6 +143,7 @@ def test_annotate_gives_what_is_asked_for_and_nothing_else() -> None:
         group_N=batch.group_N,
         rewards={},
         weights={},
+        longest_N=batch.length_N,
         truncated_N=torch.zeros(6, dtype=torch.bool),
         episode_R=batch.episode_R,
         mask_RT=batch.mask_RT,

@@ -105,6 +105,7 @@ def samples(case: Case, rewards: Tensor | None = None) -> Samples:
         group_N=torch.tensor([number.setdefault(label, len(number)) for label in case.groups]),
         rewards={"reward": case.rewards if rewards is None else rewards},
         weights={"reward": 1.0},
+        longest_N=case.mask.sum(-1),
         truncated_N=torch.zeros(len(case.groups), dtype=torch.bool),
         episode_R=torch.arange(len(case.groups)),
         mask_RT=case.mask,

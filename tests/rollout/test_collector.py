@@ -239,7 +239,7 @@ MANY = [Task(f"m{i}", ({"role": "user", "content": f"q{i}"},), answer="x") for i
 
 
 def refilling(
-    reward: Any, *, rounds: int = 3, rewards: tuple[str, ...], tasks: Sequence[Task] = MANY
+    reward: Any, *, rounds: int = 3, rewards: tuple[str, ...], tasks: Sequence[Task] = MANY, apart: bool = False
 ) -> TrainingSource:
     def fresh(step: int, round: int, count: int, tried: Any) -> list[Task]:
         return fresh_tasks(tasks, step, round, count, seed=1, tried=tried)
@@ -250,7 +250,7 @@ def refilling(
         attempts=2,
         sampling=Sampling(),
         min_group_size=2,
-        refill=Refill(rewards, rounds, fresh),
+        refill=Refill(dict.fromkeys(rewards, 1.0), apart, rounds, fresh),
     )
 
 
@@ -284,6 +284,25 @@ def test_only_the_named_rewards_count_as_signal() -> None:
     assert asyncio.run(refilling(both, rounds=1, rewards=("same",)).next()).refills == 1
     any_of_them = asyncio.run(refilling(both, rewards=("parity", "same")).next())
     assert all(len({e.rewards["parity"] for e in g.episodes}) == 2 for g in any_of_them.groups)
+
+
+def test_rewards_that_cancel_out_teach_only_who_sees_them_apart() -> None:
+    def even(final_answer: str) -> float:
+        return 1.0 - parity(final_answer)
+
+    both = {"rewards": ("parity", "even"), "rounds": 1}
+    assert asyncio.run(refilling([parity, even], **both).next()).flat
+    summed, apart = (asyncio.run(refilling([parity, even], apart=a, **both).next()) for a in (False, True))
+    assert all(len({e.rewards["parity"] for e in g.episodes}) == 2 for g in apart.groups)
+    assert len(summed.groups) == 4 and len(summed.flat) == 4, "nothing teaches, so flat groups stand in"
+
+
+def test_a_group_teaches_if_it_differs_from_its_greedy_attempt() -> None:
+    refill = Refill({"parity": 1.0}, False, 1, lambda *_: [])
+    (group, *_) = asyncio.run(baseline_source(parity).next()).groups
+    equal = tuple(replace(e, rewards={"parity": 0.0}) for e in group.episodes)
+    assert refill.teaches(replace(group, episodes=equal)), "the greedy attempt earned 1"
+    assert not refill.teaches(replace(group, episodes=equal, baseline=None))
 
 
 def test_statistics_of_all_groups_reach_the_samples() -> None:

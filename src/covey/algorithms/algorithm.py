@@ -48,24 +48,29 @@ class Algorithm:
     def couples(self) -> Couples:
         return self.objective.couples
 
-    def check_rewards(self, names: list[str]) -> None:
-        """Raise if it cannot be trained on rewards of these names."""
-        if taken := set(names) & set(self.shaping.adds()):
+    @property
+    def sees_rewards_apart(self) -> bool:
+        """True if it learns from each reward by itself, not from their sum."""
+        return getattr(self.estimator, "columns", False)
+
+    def check_rewards(self, weights: Mapping[str, float]) -> None:
+        """Raise if it cannot be trained on rewards of these names and weights."""
+        if taken := set(weights) & set(self.shaping.adds()):
             raise ValueError(f"a reward is called {min(taken)!r}, as is the one that the algorithm adds: rename yours")
         if hasattr(self.estimator, "check"):
-            self.estimator.check([*names, *self.shaping.adds()])
+            self.estimator.check([*(name for name, weight in weights.items() if weight != 0), *self.shaping.adds()])
 
     def shape(self, samples: Samples) -> tuple[Samples, Metrics]:
-        samples, found = self.shaping.shape(samples)
+        samples = self.shaping.reward(samples)
+        found: Metrics = {}
         if self.kl is not None:
-            samples, more = self.kl.shape(samples)
-            found = found | more
-        return samples, found
+            samples, found = self.kl.shape(samples)
+        return self.shaping.mask(samples), found
 
     def advantages(self, samples: Samples) -> Advantages:
         found = self.estimator.advantages(samples)
         sampling_RT = samples.sampling_logprobs_RT
-        if self.correction is None or self.correction.correction == "none" or sampling_RT is None:
+        if self.correction is None or not self.correction.active or sampling_RT is None:
             return found
         weight_RT, metrics = self.correction.weights(
             samples.old_logprobs_RT, sampling_RT, samples.mask_RT, samples.episode_R, samples.episodes

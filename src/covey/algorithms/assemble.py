@@ -50,7 +50,7 @@ def _check_loss(name: str, loss: str | None) -> str:
     loss = loss or ALGORITHMS[name].loss
     if loss not in LOSSES:
         raise unknown("loss", loss, LOSSES)
-    if (loss == "gvpo") != (name == "gvpo"):
+    if not _goes_with(name, loss):
         raise ValueError(f"loss={loss} does not go with algorithm={name}\n  {GVPO_REASONS['loss']}")
     return loss
 
@@ -111,15 +111,19 @@ def schema(name: str, loss: str | None = None) -> type:
     """The settings of an algorithm as one frozen dataclass, for the configuration: `name`, `loss`, the parts' fields.
 
     Beside the fields it tells the configuration: `parts`, whose source explains the settings; `losses`, the schema with
-    each other loss; `also`, other spellings of the name; `reasons`, why it lacks some settings.
+    each loss; `of_loss`, the settings whose meaning or default is the loss's; `also`, other spellings of the name;
+    `reasons`, why it lacks some settings.
     """
-    entry = _entry(name)
+    entry, known = _entry(name), settings(name, loss)
     fields: list[Any] = [("name", str, dataclasses.field(default=name))]
-    fields += [(key, kind, dataclasses.field(default=default)) for key, (kind, default) in settings(name, loss).items()]
+    fields += [(key, kind, dataclasses.field(default=default)) for key, (kind, default) in known.items()]
+    by_loss = {f.name for f in _fields(LOSSES[loss or entry.loss].objective)}
+    by_loss |= {key for other in LOSSES.values() for key in other.defaults}
     others = {} if loss else {other: schema(name, other) for other in LOSSES if _goes_with(name, other)}
     told = {
         "parts": (Choice, *parts(name, loss)),
         "losses": others,
+        "of_loss": frozenset(by_loss & known.keys()),
         "also": entry.also,
         "reasons": GVPO_REASONS if name == "gvpo" else {"loss": GVPO_REASONS["loss"]},
         "__doc__": entry.summary,

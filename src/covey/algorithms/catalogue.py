@@ -62,7 +62,13 @@ _OVER_TOKENS = {"aggregation": "token-mean"}
 
 ALGORITHMS: dict[str, Entry] = {
     "gvpo": Entry(Gvpo, "gvpo", "2504.19599", "group variance: centred rewards, KL inside the weights, no clipping"),
-    "grpo": Entry(Grpo, "ppo_clip", "2402.03300", "group-normalised rewards with PPO's clipped loss"),
+    "grpo": Entry(
+        Grpo,
+        "ppo_clip",
+        "2402.03300",
+        "group-normalised rewards with PPO's clipped loss",
+        also=("grpo_vectorized",),
+    ),
     "dr_grpo": Entry(
         Grpo,
         "dr_grpo",
@@ -101,7 +107,9 @@ ALGORITHMS: dict[str, Entry] = {
         _OVER_TOKENS,
         ("reinforce++_baseline", "reinforce++-baseline"),
     ),
-    "rloo": Entry(Rloo, "policy_gradient", "2402.14740", "each answer against the mean of the others"),
+    "rloo": Entry(
+        Rloo, "policy_gradient", "2402.14740", "each answer against the mean of the others", also=("rloo_vectorized",)
+    ),
     "remax": Entry(Remax, "policy_gradient", "2310.10505", "each answer against the greedy answer"),
     "opo": Entry(Opo, "policy_gradient", "2505.23585", "the baseline of least variance: rewards weighted by length"),
     "gpg": Entry(Gpg, "policy_gradient", "2504.02546", "the plain gradient, corrected for answers without signal"),

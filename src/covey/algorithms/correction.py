@@ -38,12 +38,18 @@ class Correction:
             raise ValueError(f"algorithm.correction must be none, token, sequence or auto, got {self.correction!r}")
         if self.correction_cap <= 0:
             raise ValueError(f"algorithm.correction_cap must be positive, got {self.correction_cap}")
+        if (self.reject_below or 0.0) > (torch.inf if self.reject_above is None else self.reject_above):
+            raise ValueError("algorithm.reject_below is above reject_above: every sample would be left out")
         if self.correction == "none" and (self.reject_below, self.reject_above) != (None, None):
             raise ValueError("algorithm.reject_below and reject_above need correction=token or sequence")
 
     @property
+    def active(self) -> bool:
+        return self.correction in ("token", "sequence")
+
+    @property
     def needs(self) -> Needs:
-        return Needs(proximal=self.correction in ("token", "sequence"))
+        return Needs(proximal=self.active)
 
     def weights(
         self, old_RT: Tensor, sampling_RT: Tensor, mask_RT: Tensor, episode_R: Tensor, episodes: int

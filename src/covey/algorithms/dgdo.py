@@ -55,6 +55,8 @@ class Dgdo:
         for name in ("beta", "beta_start", "min_weight"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"algorithm.{name} must lie in [0, 1], got {getattr(self, name)}")
+        if min(self.epsilon, self.warmup_steps, self.beta_warmup_steps, self.max_instability) < 0:
+            raise ValueError("algorithm.epsilon, warmup_steps, beta_warmup_steps, max_instability must not be negative")
 
     def advantages(self, samples: Samples) -> Advantages:
         names = trained(samples)

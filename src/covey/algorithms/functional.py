@@ -170,12 +170,13 @@ def _samples(
         group_N=group_N,
         rewards=columns,
         weights={key: weights.get(key, 1.0) for key in columns},
+        longest_N=mask.sum(-1),
         truncated_N=torch.zeros_like(group_N, dtype=torch.bool),
         episode_R=torch.arange(len(group_N), device=some.device),
         mask_RT=mask,
         old_logprobs_RT=torch.zeros(mask.shape, dtype=dtype, device=some.device),
         values_RT=values,
-        token_rewards_RT=per_token,
+        token_rewards_RT=None if per_token is None else per_token.where(mask, 0),
         baseline_rewards_G=baseline_G,
     )
 
@@ -204,6 +205,8 @@ def policy_loss(
     algorithm = _with_loss(name, aggregation, sampling_logprobs is not None, options)
     if algorithm.couples == "groups" and groups is None:
         raise ValueError(f"{name} couples the answers of a prompt: pass groups=, the prompt of each answer")
+    if algorithm.kl is not None and algorithm.kl.kl_coef and algorithm.kl.kl_in == "reward":
+        raise ValueError("a KL in the reward belongs into the rewards, before advantages: use kl_in='loss' here")
     if algorithm.needs.full_kl:
         raise ValueError("the full KL needs logits of the whole vocabulary, and this function sees only log-probs")
     if algorithm.needs.reference and ref_logprobs is None:
@@ -212,7 +215,7 @@ def policy_loss(
     group_N = index_groups(groups) if groups is not None else torch.arange(len(logprobs))
     batch = _batch(group_N.to(logprobs.device), old_logprobs, ref_logprobs, advantages, mask.bool())
     found: Metrics = {}
-    if sampling_logprobs is not None and algorithm.correction is not None and algorithm.correction.correction != "none":
+    if sampling_logprobs is not None and algorithm.correction is not None and algorithm.correction.active:
         weight, found = algorithm.correction.weights(
             old_logprobs, sampling_logprobs, batch.mask_RT, batch.episode_R, len(group_N)
         )
@@ -254,13 +257,17 @@ def compute_gvpo_advantage(
     """GVPO's finished weight w = (R − R̄) − β(ρ − ρ̄) of each answer, [N], without gradient.
 
     For trainers whose loss is −Σ w log π over single rows: it then lacks only the factor β/(k−1). Do not pass it to
-    policy_loss("gvpo"), which subtracts the β term itself. Log-probs are [N, T] with `mask`, or sums [N].
+    policy_loss("gvpo"), which subtracts the β term itself. Log-probs are [N, T] with `mask`, or sums [N]. A reward of
+    NaN was never given: that answer has weight 0 and does not count in its group.
     """
     group_N = index_groups(groups).to(logprobs.device)
     ratio_N = _per_answer(logprobs - ref_logprobs, mask).detach()
     gvpo = Gvpo(beta=beta, clip_weight=clip_weight, normalize_weights=normalize_weights)
-    valid_N = None if mask is None or logprobs.dim() == 1 else mask.bool().any(-1)
-    return gvpo.weights(ratio_N, _per_answer(rewards, mask), group_N, valid_N)
+    reward_N = _per_answer(rewards, mask)
+    valid_N = ~reward_N.isnan()
+    if mask is not None and logprobs.dim() == 2:
+        valid_N = valid_N & mask.bool().any(-1)
+    return gvpo.weights(ratio_N, reward_N.nan_to_num(nan=0.0), group_N, valid_N)
 
 
 @dataclass(frozen=True)
@@ -276,6 +283,7 @@ class GVPOLoss:
         self, logprobs: Tensor, ref_logprobs: Tensor, rewards: Tensor, groups: Groups, mask: Tensor | None = None
     ) -> Tensor:
         mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask.bool()
+        mask = mask & ~_per_answer(rewards, mask).isnan()[:, None]  # an answer nobody scored is not learned from
         centred = advantages("gvpo", rewards.to(logprobs.dtype), groups, mask=mask)
         loss, _ = policy_loss(
             "gvpo", logprobs, logprobs.detach(), centred, mask, groups=groups, ref_logprobs=ref_logprobs, **vars(self)

@@ -34,6 +34,10 @@ class Gdpo:
 
     epsilon: float = 1e-6  # added to standard deviations
 
+    def __post_init__(self) -> None:
+        if self.epsilon < 0:
+            raise ValueError(f"algorithm.epsilon must not be negative, got {self.epsilon}")
+
     def advantages(self, samples: Samples) -> Advantages:
         weights = {name: samples.weights[name] for name in trained(samples)}
         return Advantages(combined(samples, weights, self.epsilon), metrics=reward_metrics(samples))

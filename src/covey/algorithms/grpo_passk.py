@@ -29,6 +29,10 @@ class GrpoPassk:
     std_normalize: bool = True  # divide by the group's standard deviation
     epsilon: float = 1e-6  # added to the standard deviation
 
+    def __post_init__(self) -> None:
+        if self.epsilon < 0:
+            raise ValueError(f"algorithm.epsilon must not be negative, got {self.epsilon}")
+
     def advantages(self, samples: Samples) -> Advantages:
         rewards_N, group_N = samples.total_reward(), samples.group_N
         found_N = torch.zeros_like(rewards_N)

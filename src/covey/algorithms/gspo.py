@@ -9,6 +9,8 @@ Zheng et al. 2025, https://arxiv.org/abs/2507.18071
 so that an answer is clipped as a whole; the bounds are a thousand times tighter than for token ratios. With advantages
 that differ within an answer it is the paper's GSPO-token.
 
+π_old is computed by the learner before the first update: what the sampler says of its tokens is not exact enough.
+
 Deviations: log s is held to ±20; an answer beyond has no gradient. Shapes: N episodes, R rows, T tokens.
 """
 
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from covey.algorithms.ops import policy_sum
 from covey.algorithms.ppo_clip import clip_fractions
-from covey.protocols import Couples, Metrics, TokenOutputs
+from covey.protocols import Couples, Metrics, Needs, TokenOutputs
 from covey.types import Batch
 
 
@@ -31,6 +33,8 @@ class Gspo:
     term: ClassVar[str] = "policy"
     couples: ClassVar[Couples] = "episodes"
     on_policy_only: ClassVar[bool] = False
+    # The bounds are tighter than the rounding between a half-precision sampler and the learner.
+    needs: ClassVar[Needs] = Needs(proximal=True)
 
     clip_low: float = 3e-4  # the ratio of an answer counts down to 1 − clip_low
     clip_high: float = 4e-4  # the ratio of an answer counts up to 1 + clip_high

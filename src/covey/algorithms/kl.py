@@ -7,7 +7,7 @@ Estimators of KL(π ‖ π_ref) from samples of π (Schulman 2020, "Approximatin
     in the loss     L + kl_coef · aggregate(KL_t)
     in the reward   r_t − kl_coef · KL_t         on sampled tokens, before advantages
     adaptive        kl_coef ← kl_coef · (1 + clip(KL/kl_target − 1, ±0.2) · n/kl_horizon)      n episodes a step
-                    Ziegler et al. 2019, https://arxiv.org/abs/1909.08593
+                    Ziegler et al. 2019, https://arxiv.org/abs/1909.08593; n/kl_horizon counts as 1 at most
 
 KL to the sampling policy is KL(π_old ‖ π), whose samples these are, so k3 has d = log π − log π_old there.
 
@@ -72,6 +72,8 @@ class Kl:
             raise ValueError(f"algorithm.kl_in must be loss or reward, got {self.kl_in!r}")
         if self.kl_coef < 0 or self.kl_old_coef < 0:
             raise ValueError("algorithm.kl_coef and kl_old_coef must not be negative: a KL is a cost")
+        if self.kl_horizon <= 0:
+            raise ValueError(f"algorithm.kl_horizon must be positive, got {self.kl_horizon}")
         if self.kl_target is not None and (self.kl_target <= 0 or self.kl_coef == 0):
             raise ValueError("algorithm.kl_target steers kl_coef: both must be positive")
 
@@ -98,17 +100,17 @@ class Kl:
         assert kl_RT is not None, "the full KL needs the whole vocabulary"
         length_N = samples.lengths()
         sum_N = episode_sum(kl_RT, samples.mask_RT, samples.episode_R, samples.episodes)
-        measured = float((sum_N / length_N.clamp(min=1)).mean())
-        metrics = {"kl/coef": self.coef, "kl/samples": measured}
+        measured = float((sum_N / length_N.clamp(min=1))[length_N > 0].mean()) if bool((length_N > 0).any()) else 0.0
+        metrics = {"kl/samples": measured}
         if self.kl_in == "reward":
             before = samples.token_rewards_RT
             penalty_RT = self.coef * kl_RT.where(samples.mask_RT, 0)
             samples = replace(samples, token_rewards_RT=-penalty_RT if before is None else before - penalty_RT)
-            metrics["kl/reward"] = -self.coef * float(sum_N.mean())
+            metrics |= {"kl/reward": -self.coef * float(sum_N.mean()), "kl/coef": self.coef}
         if self.kl_target is not None:
             error = min(max(measured / self.kl_target - 1, -0.2), 0.2)
-            self.coef *= 1 + error * samples.episodes / self.kl_horizon
-        return samples, metrics
+            self.coef *= 1 + error * min(samples.episodes / self.kl_horizon, 1.0)
+        return samples, {"kl/coef": self.coef} | metrics
 
     def loss(self, out: TokenOutputs, batch: Batch, aggregate: Aggregate) -> dict[str, LossTerm]:
         terms = {}

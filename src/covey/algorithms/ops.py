@@ -97,7 +97,7 @@ def token_rewards(samples: Samples) -> Tensor:
     found_RT = torch.zeros_like(samples.mask_RT, dtype=reward_N.dtype)
     found_RT.view(-1)[last_N] = reward_N[has_N]
     if samples.token_rewards_RT is not None:
-        found_RT = found_RT + samples.token_rewards_RT.where(samples.mask_RT, 0)
+        found_RT = found_RT + samples.token_rewards_RT
     return found_RT
 
 

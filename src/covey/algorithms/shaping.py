@@ -1,6 +1,7 @@
 """What happens to answers that are too long, and which groups are worth learning from.
 
-    soft overlong punishment    0 up to max − buffer, then falling linearly to −penalty at max and beyond
+    soft overlong punishment    0 up to max − buffer, then falling linearly to −penalty at max and beyond; of an
+                                episode's longest turn, as rollout.max_tokens limits turns
     truncated answers           kept, masked (out of the loss; their rewards still count) or penalised (reward −1)
     dynamic sampling            groups whose rewards do not differ are replaced by fresh ones
 
@@ -12,12 +13,11 @@ Shapes: N episodes, R rows, T tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
-from covey.protocols import Metrics
 from covey.types import Samples
 
 
@@ -37,16 +37,25 @@ class Shaping:
         """The rewards of its own."""
         return ["overlong"] * (self.overlong_buffer > 0) + ["truncated"] * (self.truncated == "penalise")
 
-    def shape(self, samples: Samples) -> tuple[Samples, Metrics]:
+    def reward(self, samples: Samples) -> Samples:
+        """With the punishments as rewards."""
         if self.overlong_buffer:
-            buffer = self.overlong_buffer * samples.max_tokens if self.overlong_buffer < 1 else self.overlong_buffer
-            cost_N = overlong(samples.lengths(), samples.max_tokens, buffer, self.overlong_penalty)
-            samples = _with_reward(samples, "overlong", cost_N)
+            limit = samples.max_tokens
+            buffer = self.overlong_buffer * limit if self.overlong_buffer < 1 else self.overlong_buffer
+
+            def cost(longest_N: Tensor, truncated_N: Tensor) -> Tensor:
+                return overlong(longest_N, limit, buffer, self.overlong_penalty)
+
+            samples = _with_reward(samples, "overlong", cost)
         if self.truncated == "penalise":
-            samples = _with_reward(samples, "truncated", -samples.truncated_N.double())
-        elif self.truncated == "mask":
-            samples = replace(samples, mask_RT=samples.mask_RT & ~samples.truncated_N[samples.episode_R][:, None])
-        return samples, {}
+            samples = _with_reward(samples, "truncated", lambda longest_N, truncated_N: -truncated_N.double())
+        return samples
+
+    def mask(self, samples: Samples) -> Samples:
+        """Without the tokens of truncated answers, if those are not learned from."""
+        if self.truncated != "mask":
+            return samples
+        return replace(samples, mask_RT=samples.mask_RT & ~samples.truncated_N[samples.episode_R][:, None])
 
 
 def overlong(length_N: Tensor, max_tokens: float, buffer: float, penalty: float = 1.0) -> Tensor:
@@ -55,10 +64,16 @@ def overlong(length_N: Tensor, max_tokens: float, buffer: float, penalty: float 
     return -penalty * over_N.clamp(0, 1)
 
 
-def _with_reward(samples: Samples, name: str, column_N: Tensor) -> Samples:
+def _with_reward(samples: Samples, name: str, score: Callable[[Tensor, Tensor], Tensor]) -> Samples:
+    """One more reward, from the longest turn of each episode and whether it was cut off; of groups that were filtered
+    out too."""
     assert name not in samples.rewards, name
-    column_N = torch.as_tensor(column_N, dtype=torch.float64)
-    return replace(samples, rewards={**samples.rewards, name: column_N}, weights={**samples.weights, name: 1.0})
+    column_N = score(samples.longest_N, samples.truncated_N)
+    seen = samples.seen
+    if seen is not None:
+        seen = replace(seen, rewards={**seen.rewards, name: score(seen.longest_N, seen.truncated_N)})
+    rewards, weights = {**samples.rewards, name: column_N}, {**samples.weights, name: 1.0}
+    return replace(samples, rewards=rewards, weights=weights, seen=seen)
 
 
 @dataclass(frozen=True, slots=True)

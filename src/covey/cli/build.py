@@ -7,16 +7,10 @@ build(prepared)     the run: model, engine, learner, loop
 from __future__ import annotations
 
 import dataclasses
-import os
-import platform
-import shlex
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-
-import yaml
 
 from covey.agents import resolve_agent
 from covey.cli.checks import (
@@ -28,6 +22,7 @@ from covey.cli.checks import (
     digest_tasks,
     sampling_is_cut,
 )
+from covey.cli.folder import open_run, run_info, store, threads_for, write_run_files
 from covey.config import Composed, fingerprint
 from covey.config.schema import Config, LoraConfig
 from covey.errors import Absent, InputError
@@ -41,9 +36,8 @@ if TYPE_CHECKING:  # torch and transformers take seconds to import: only where a
     from covey.algorithms import Algorithm
     from covey.learner.learner import Learner
     from covey.learner.models import ModelSource
-    from covey.loop.checkpoint import Checkpoint, CheckpointStore
+    from covey.loop.checkpoint import Checkpoint
     from covey.loop.evaluate import Evaluator
-    from covey.loop.folder import RunFolder
     from covey.loop.run import Run
     from covey.rollout.collector import Collector, Refill, TrainingSource
     from covey.rollout.embedded import EmbeddedEngine
@@ -119,7 +113,7 @@ def prepare(
     found = found or TaskSet(train=(), validation=(), reward=None, description="(files not here)")
     source = unless_absent(lambda: open_model(config))
     if training and algorithm.needs.values and config.critic.model is not None:
-        unless_absent(lambda: locate_critic(config))
+        unless_absent(lambda: check_critic(config, source))
     if training and source is not None:
         check_reference(source, algorithm)
     rewards = resolve_rewards(reward or config.reward.name, found.reward, config.reward.weights, config.reward.only_if)
@@ -172,10 +166,19 @@ def open_model(config: Config) -> ModelSource:
     return source
 
 
-def locate_critic(config: Config) -> None:
+def check_critic(config: Config, policy: ModelSource | None) -> None:
+    """critic.model must read the policy's tokens."""
     from covey.learner.models import open_source
 
-    open_source(dataclasses.replace(config.model, name=config.critic.model or config.model.name))
+    critic = open_source(dataclasses.replace(config.model, name=config.critic.model or config.model.name))
+    if critic.adapter is not None:
+        raise InputError(f"critic.model={config.critic.model} is an adapter\n  give a whole model")
+    sizes = [len(source.tokenizer) for source in (critic, policy or critic)]
+    if sizes[0] != sizes[1]:
+        raise InputError(
+            f"critic.model={config.critic.model} has {sizes[0]} tokens and the policy {sizes[1]}\n"
+            "  the critic reads the policy's tokens: give a model with the same tokenizer"
+        )
 
 
 def _total_steps(config: Config, tasks: int) -> int:
@@ -205,12 +208,12 @@ def build(prepared: Prepared, *, note: Note) -> Run:
     from covey.loop.step import Road
 
     config = prepared.config
-    folder, checkpoint = _open_run(prepared, note)
-    threads = _threads(config, folder if checkpoint is not None else None)
+    folder, checkpoint = open_run(prepared, note)
+    threads = threads_for(config, folder if checkpoint is not None else None)
     torch.set_num_threads(threads)
-    store = _store(config, folder.path)
+    checkpoints = store(config, folder.path)
     learner = _make_learner(prepared, checkpoint)
-    _write_run_files(prepared, folder, learner, threads, resumed=checkpoint is not None)
+    write_run_files(prepared, folder, learner, threads, resumed=checkpoint is not None)
     telemetry = _open_telemetry(prepared, folder.path, checkpoint)
     engine = make_engine(prepared, learner.model)
     collector = make_collector(prepared, engine)
@@ -227,7 +230,7 @@ def build(prepared: Prepared, *, note: Note) -> Run:
         source=source,
         evaluator=make_evaluator(prepared, collector, telemetry.warn) if prepared.tasks.validation else None,
         telemetry=telemetry,
-        checkpoints=store,
+        checkpoints=checkpoints,
         tokenizer=collector.tokenizer,
         total_steps=prepared.total_steps,
         first_step=first_step,
@@ -300,12 +303,13 @@ def _make_refill(prepared: Prepared) -> Refill | None:
     wanted = prepared.algorithm.filter
     if not wanted.filter_groups:
         return None
-    trained = tuple(name for name, weight in prepared.rewards.weights.items() if weight != 0)
+    trained = {name: weight for name, weight in prepared.rewards.weights.items() if weight != 0}
+    counted = {wanted.filter_metric: 1.0} if wanted.filter_metric else trained
 
     def fresh(step: int, round: int, count: int, tried: Collection[str]) -> Sequence[Task]:
         return fresh_tasks(prepared.tasks.train, step, round, count, seed=prepared.config.seed, tried=tried)
 
-    return Refill((wanted.filter_metric,) if wanted.filter_metric else trained, wanted.max_refills, fresh)
+    return Refill(counted, prepared.algorithm.sees_rewards_apart, wanted.max_refills, fresh)
 
 
 def _make_learner(prepared: Prepared, checkpoint: Checkpoint | None) -> Learner:
@@ -335,7 +339,7 @@ def _open_telemetry(prepared: Prepared, path: Path, checkpoint: Checkpoint | Non
     state = checkpoint.state if checkpoint is not None else {}
     first_step = state.get("step", 0)
     telemetry = Telemetry.open(
-        _run_info(prepared, path, first_step),
+        run_info(prepared, path, first_step),
         prepared.config.logging,
         metrics_offset=state.get("metrics_offset"),
         episodes_offset=state.get("episodes_offset"),
@@ -345,57 +349,6 @@ def _open_telemetry(prepared: Prepared, path: Path, checkpoint: Checkpoint | Non
     if first_step:
         telemetry.note(f"resumed at step {first_step} of {prepared.total_steps} in {path}")
     return telemetry
-
-
-def _open_run(prepared: Prepared, note: Note) -> tuple[RunFolder, Checkpoint | None]:
-    """The folder to write to, and the checkpoint to go on from where it is an earlier run's."""
-    from covey.loop.folder import exact_folder, find_unfinished, new_folder, open_folder
-
-    config, output = prepared.config, Path(prepared.config.logging.output_dir)
-    if prepared.folder is not None:
-        return exact_folder(prepared.folder), None
-    if config.resume == "disable":
-        return new_folder(output), None
-    if config.resume == "auto":
-        names = (config.logging.project, config.logging.experiment, prepared.fingerprint)
-        found = find_unfinished(output, *names, note)
-        checkpoint = _store(config, found.path).latest(note) if found is not None else None
-        return (found, checkpoint) if found is not None and checkpoint is not None else (new_folder(output), None)
-    named = Path(config.resume).expanduser()
-    folder = open_folder(run_of(named))
-    checkpoint = _store(config, folder.path).latest(note)
-    if checkpoint is None:
-        raise InputError(f"resume={config.resume}: that run has no checkpoint to go on from")
-    if named not in (folder.path, checkpoint.folder):
-        raise InputError(
-            f"resume={config.resume}: that run goes on from its newest checkpoint, {checkpoint.folder.name}\n"
-            "  to go back, delete the later ones; to start anew from these weights: model=" + str(named / "model")
-        )
-    if folder.info()["fingerprint"] != prepared.fingerprint:
-        raise InputError(
-            f"resume={config.resume}: that run had other settings, tasks or rewards\n"
-            f"  its settings: {folder.path / 'config.yaml'}\n"
-            f"  repeat its command, or start from its weights:  model={checkpoint.model}"
-        )
-    return folder, checkpoint
-
-
-def _store(config: Config, path: Path) -> CheckpointStore:
-    from covey.loop.checkpoint import CheckpointStore
-
-    return CheckpointStore(path / "checkpoints", keep_last=config.loop.keep_last, keep_best=config.loop.keep_best)
-
-
-def _threads(config: Config, resumed: RunFolder | None) -> int:
-    """As asked; else as the run began, since the last bits depend on it; else one per core that we may use."""
-    if config.loop.threads is not None:
-        return config.loop.threads
-    return int(resumed.info()["threads"]) if resumed is not None else len(os.sched_getaffinity(0))
-
-
-def run_of(path: Path) -> Path:
-    """A run's folder, also when one of its checkpoints was named."""
-    return path.parent.parent if path.parent.name == "checkpoints" else path
 
 
 def _load_models(prepared: Prepared, checkpoint: Checkpoint | None) -> tuple[Any, Any]:
@@ -433,7 +386,8 @@ def _load_critic(prepared: Prepared) -> Any:
 def _total_updates(prepared: Prepared) -> int:
     config = prepared.config
     per_epoch = -(-config.data.train_batch_size // (config.learner.mini_batch_size or config.data.train_batch_size))
-    return prepared.total_steps * per_epoch * config.learner.epochs
+    alone = config.critic.warmup_steps if prepared.algorithm.needs.values else 0  # steps without the policy
+    return max(1, prepared.total_steps - alone) * per_epoch * config.learner.epochs
 
 
 def training_sampling(config: Config) -> Sampling:
@@ -455,65 +409,3 @@ def _schedule(prepared: Prepared) -> Any:
         temperature=config.rollout.temperature,
         max_tokens=config.rollout.max_tokens,
     )
-
-
-def _run_info(prepared: Prepared, path: Path, first_step: int) -> Any:
-    from covey.telemetry import RunInfo
-
-    config = prepared.config
-    return RunInfo(
-        folder=path,
-        title=f"{config.logging.project}/{config.logging.experiment}",
-        algorithm=config.algorithm.name,
-        model=config.model.name,
-        task=prepared.task_name,
-        total_steps=prepared.total_steps,
-        first_step=first_step,
-        reward_names=prepared.rewards.names,
-        trained_reward=prepared.trained_reward,
-        config=prepared.tree,
-    )
-
-
-def _write_run_files(prepared: Prepared, folder: RunFolder, learner: Learner, threads: int, *, resumed: bool) -> None:
-    """run.json, config.yaml and .hydra/: what was run, so that it can be run again. A resumed run keeps its own."""
-    precision = {"device": learner.device.type, "dtype": str(next(learner.model.parameters()).dtype)}
-    if resumed:
-        info = folder.info()
-        began = {name: info[name] for name in precision}
-        if began != precision:
-            raise InputError(
-                f"this run began with {began}, and would go on with {precision}\n  set model.device, dtype"
-            )
-        folder.write_info(info | {"status": "running", "threads": threads})
-        return
-    hydra = folder.path / ".hydra"
-    hydra.mkdir()
-    for path in (folder.path / "config.yaml", hydra / "config.yaml"):
-        path.write_text(yaml.safe_dump(prepared.tree, sort_keys=False, allow_unicode=True))
-    (hydra / "overrides.yaml").write_text(yaml.safe_dump(list(prepared.overrides)))
-    info = _run_info(prepared, folder.path, 0)
-    shown = ("title", "algorithm", "model", "task", "total_steps", "reward_names", "trained_reward")
-    folder.write_info(
-        {
-            "project": prepared.config.logging.project,
-            "experiment": prepared.config.logging.experiment,
-            "fingerprint": prepared.fingerprint,
-            "status": "running",
-            **{name: getattr(info, name) for name in shown},
-            "started": datetime.now().isoformat(timespec="seconds"),
-            "command": shlex.join(["covey", "train", "--config", str(folder.path / "config.yaml")]),
-            "versions": versions(),
-            "threads": threads,
-            **precision,
-        }
-    )
-
-
-def versions() -> dict[str, str]:
-    import torch
-    import transformers
-
-    import covey
-
-    return {"python": platform.python_version()} | {m.__name__: m.__version__ for m in (covey, torch, transformers)}

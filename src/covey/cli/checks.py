@@ -25,9 +25,10 @@ def check_algorithm(config: Config, algorithm: Algorithm, rewards: RewardSet) ->
             f"  it needs at least {least}; 8 is a good start"
         )
     try:
-        algorithm.check_rewards([name for name, weight in rewards.weights.items() if weight != 0])
+        algorithm.check_rewards(rewards.weights)
     except ValueError as error:
         raise InputError(str(error)) from error
+    _check_overlong(config, algorithm)
     warnings = algorithm.remarks()
     if size < algorithm.needs.advised_group_size:
         advised = algorithm.needs.advised_group_size
@@ -65,7 +66,17 @@ def _check_filter(config: Config, algorithm: Algorithm, rewards: RewardSet) -> l
         raise unknown("reward in algorithm.filter_metric", wanted.filter_metric, rewards.names)
     if algorithm.couples == "groups":
         return [f"filter_groups takes groups of equal rewards away, where {algorithm.name}'s KL still pulls"]
+    if algorithm.needs.min_group_size == 1 and not algorithm.needs.greedy_baseline:
+        return [f"filter_groups takes groups of equal rewards away, from which {algorithm.name} would learn"]
     return []
+
+
+def _check_overlong(config: Config, algorithm: Algorithm) -> None:
+    if algorithm.shaping.overlong_buffer > config.rollout.max_tokens:
+        raise InputError(
+            f"algorithm.overlong_buffer={algorithm.shaping.overlong_buffer:g} is more than rollout.max_tokens="
+            f"{config.rollout.max_tokens}: every answer would cost\n  lower it; below 1 it is a share of the limit"
+        )
 
 
 def check_reference(source: ModelSource, algorithm: Algorithm) -> None:

@@ -16,9 +16,9 @@ from covey.cli.build import (
     make_engine,
     make_evaluator,
     prepare,
-    run_of,
     training_sampling,
 )
+from covey.cli.folder import run_of
 from covey.cli.words import Words, compose_words, parse
 from covey.config import Composed
 from covey.errors import InputError

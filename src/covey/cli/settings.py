@@ -11,6 +11,7 @@ CONFIG_USAGE = """\
 covey config [--config-name RECIPE | --config FILE] [key=value ...]     print the resolved settings as YAML
 covey config explain KEY ...                                            what a setting means, its default, its aliases
 covey config explain SECTION | algorithm=NAME | (nothing)               all settings of a section, an algorithm, a run
+covey config explain algorithm=NAME algorithm.loss=LOSS                 all settings of an algorithm with another loss
 """
 
 
@@ -22,8 +23,7 @@ def main_config(argv: list[str]) -> int:
         print(CONFIG_USAGE)
         return 0
     if words.places[:1] == ["explain"]:
-        for key in (words.places[1:] + words.settings) or [""]:
-            print(explain(key, algorithm_schemas()))
+        print("\n\n".join(_explained([*words.places[1:], *words.settings])))
         return 0
     if words.places:
         raise InputError(f"what is {words.places[0]!r}?\n{CONFIG_USAGE.rstrip()}")
@@ -32,6 +32,13 @@ def main_config(argv: list[str]) -> int:
     for text in composed.warnings:
         print(f"# warning: {text}")
     return 0
+
+
+def _explained(words: list[str]) -> list[str]:
+    chosen = [word for word in words if word.startswith("algorithm.loss=")]
+    loss = chosen[-1].partition("=")[2] if chosen else None
+    keys = [word for word in words if word not in chosen] or (["algorithm.loss"] if chosen else [""])
+    return [explain(key, algorithm_schemas(), loss) for key in keys]
 
 
 ALGORITHMS_USAGE = """\

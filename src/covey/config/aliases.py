@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from covey.config.derive import PARTS
-from covey.config.not_yet import NOT_YET_KEYS, number, true
+from covey.config.not_yet import NOT_YET_KEYS, number, off, true
 from covey.config.settings import Algorithms, algorithm_settings, find, owners, schema_settings, sections
 
 
@@ -44,11 +44,12 @@ _VERL_ACTOR = {
     "clip_ratio_high": "algorithm.clip_high",
     "clip_ratio_c": "algorithm.dual_clip",
     "loss_agg_mode": "algorithm.aggregation",
-    "kl_loss_type": "algorithm.kl_estimator",
+    "loss_scale_factor": "algorithm.norm_length",
     "policy_loss.loss_mode": "algorithm.loss",
     "tau_pos": "algorithm.tau_pos",
     "tau_neg": "algorithm.tau_neg",
-    **{key: f"actor.{key}" for key in ("clip_ratio", "use_kl_loss", "kl_loss_coef", "use_dynamic_bsz", "strategy")},
+    **{key: f"actor.{key}" for key in ("clip_ratio", "use_kl_loss", "kl_loss_coef", "kl_loss_type")},
+    **{key: f"actor.{key}" for key in ("use_dynamic_bsz", "strategy")},
     **{
         key: f"actor.{key}"
         for key in (
@@ -100,7 +101,6 @@ _VERL = {
     "algorithm.norm_adv_by_std_in_grpo": "algorithm.std_normalize",
     "algorithm.rollout_correction.rollout_is": "algorithm.correction",
     "algorithm.rollout_correction.rollout_is_threshold": "algorithm.correction_cap",
-    "reward_model.overlong_buffer.penalty_factor": "algorithm.overlong_penalty",
     "critic.model.path": "critic.model",
     "critic.optim.lr": "critic.lr",
     "critic.cliprange_value": "critic.clip",
@@ -119,6 +119,12 @@ _VERL = {
     "trainer.max_actor_ckpt_to_keep": "loop.keep_last",
     "trainer.test_freq": "eval.every",
     "trainer.val_before_train": "eval.before",
+}
+
+_VERL_OVERLONG = {
+    "enable": "reward_model.overlong_buffer.enable",
+    "len": "reward_model.overlong_buffer.len",
+    "penalty_factor": "algorithm.overlong_penalty",
 }
 
 _AGENTFLY = {
@@ -169,6 +175,14 @@ ALIASES: Mapping[str, str] = {
     **_family(("actor_rollout_ref.rollout.val_kwargs.", "rollout.val_kwargs.", "val_kwargs."), _VERL_VALIDATION),
     **_family(("", "algorithm."), _VERL_FILTER),
     **_VERL,
+    **_family(
+        (
+            "reward_model.overlong_buffer.",
+            "reward_model.reward_kwargs.overlong_buffer_cfg.",
+            "reward.reward_kwargs.overlong_buffer_cfg.",
+        ),
+        _VERL_OVERLONG,
+    ),
     **_family(("agent.", "agent.init_args."), _AGENTFLY),
     **_TORCHRL,
     # Variables that are settings too; see `read.ENVIRONMENT_KEY`.
@@ -177,13 +191,21 @@ ALIASES: Mapping[str, str] = {
 }
 
 
+VERL_LOSS = tuple(key for key in ALIASES if key.endswith("policy_loss.loss_mode"))
+
+
 def _zero_if_negative(value: Any) -> Any:
     return 0 if number(value) < 0 else value
 
 
+def _limit(batches: Any) -> Any:
+    """0 is how verl writes "no limit" here."""
+    return 1000 if off(batches) or number(batches) < 0 else batches
+
+
 def _any_reward(metric: Any) -> Any:
     """verl's words for the sum of all rewards, which here means any of them."""
-    return None if metric in ("acc", "score", "seq_reward", "seq_final_reward") else metric
+    return None if metric in ("acc", "score", "reward", "seq_reward", "seq_final_reward") else metric
 
 
 def _loss_name(mode: Any) -> Any:
@@ -199,8 +221,9 @@ CONVERT: Mapping[str, Callable[[Any], Any]] = {
     "env.VERBOSITY": lambda value: str(value).lower(),
     **{key: _modes for key in ALIASES if key.endswith("val_kwargs.do_sample")},
     **{key: _any_reward for key in ALIASES if key.endswith("filter_groups.metric")},
-    **{key: _loss_name for key in ALIASES if key.endswith("policy_loss.loss_mode")},
-    "algorithm.rollout_correction.rollout_is": lambda value: value or "none",
+    **{key: _limit for key in ALIASES if key.endswith("filter_groups.max_num_gen_batches")},
+    **dict.fromkeys(VERL_LOSS, _loss_name),
+    "algorithm.rollout_correction.rollout_is": lambda value: "none" if off(value) else value,
     **{
         key: _zero_if_negative  # −1 is how verl writes "never" and "no limit"
         for key in ALIASES
@@ -220,7 +243,20 @@ class Accepted:
 _MICRO_BATCH = Accepted("no effect: learner.micro_batch_tokens bounds every forward pass")
 _ENGINE_MEMORY = Accepted("no effect on the embedded engine yet: rollout.max_sequences bounds its memory")
 _PROMPTS = Accepted("no effect: prompts are never cut; model.context_length bounds prompt and answer together")
+_CRITIC = Accepted("no effect: the critic learns from the policy's mini-batches, by the learner's settings")
 _SILENT = Accepted()
+
+_VERL_CRITIC = (
+    *("enable", "strategy", "rollout_n", "ppo_epochs", "shuffle", "data_loader_seed", "use_dynamic_bsz"),
+    *("ppo_mini_batch_size", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu"),
+    *("ppo_infer_micro_batch_size_per_gpu", "ppo_infer_max_token_len_per_gpu", "forward_max_token_len_per_gpu"),
+    *("forward_micro_batch_size", "forward_micro_batch_size_per_gpu", "loss_agg_mode", "loss_scale_factor"),
+    *("ulysses_sequence_parallel_size", "nccl_timeout"),
+)
+_VERL_CRITIC_SECTIONS = (
+    *("model", "optim", "checkpoint", "profiler", "engine"),
+    *("fsdp", "fsdp_config", "megatron", "torchtitan", "veomni"),
+)
 
 ACCEPTED: Mapping[str, Accepted] = {
     "rollout.gpu_memory_utilization": _ENGINE_MEMORY,
@@ -246,7 +282,7 @@ ACCEPTED: Mapping[str, Accepted] = {
     "agent.use_agent": _SILENT,
     "agent.backend": Accepted("no effect: rollout= chooses the engine"),
     "algorithm.gamma": Accepted("no effect: {algorithm} does not discount", off=(1,)),
-    "algorithm.lam": Accepted("no effect: {algorithm} does not discount", off=(1,)),
+    "algorithm.lam": Accepted("no effect: {algorithm} has no λ", off=(1,)),
     "env.num_envs": Accepted("no effect on the result: rollout.max_sequences bounds what is sampled at once"),
     "train.buffer_size": Accepted("no effect: a step learns from its own samples and keeps none"),
     "train.empty_replay_buffer": Accepted("no effect: a step learns from its own samples and keeps none", off=(True,)),
@@ -254,10 +290,14 @@ ACCEPTED: Mapping[str, Accepted] = {
     "train.logging_frequency": Accepted("no effect: every step is logged"),
     "train_model.lora.dropout": Accepted("no effect: adapters learn without dropout", off=(0,)),
     "model.compile": Accepted("no effect: nothing is compiled", off=(False,)),
+    **{f"critic.{key}": _CRITIC for key in _VERL_CRITIC},
 }
 
 ACCEPTED_PREFIXES: Mapping[str, Accepted] = {
-    "critic.": Accepted("no effect: the critic learns from the policy's mini-batches, by the learner's settings"),
+    **{f"critic.{section}.": _CRITIC for section in _VERL_CRITIC_SECTIONS},
+    "algorithm.rollout_correction.": Accepted(
+        "no effect: algorithm.reject_below and reject_above choose the band", off=(None, False)
+    ),
     "ray.": Accepted("no effect with cluster=local"),
     "hydra.": Accepted("no effect: logging.output_dir says where runs go"),
 }
@@ -270,6 +310,8 @@ HARMLESS = tuple(
         "clip_high",
         "dual_clip",
         "aggregation",
+        "norm_length",
+        "correction_cap",
         "kl_in",
         "kl_estimator",
         "kl_target",

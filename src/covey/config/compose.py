@@ -14,7 +14,7 @@ import importlib.resources
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ from omegaconf.errors import OmegaConfBaseException
 from covey.config import derive
 from covey.config.read import Given, literal, read_overrides, read_yaml
 from covey.config.schema import AgentConfig, ClusterConfig, Config, ModeConfig, RolloutConfig
-from covey.config.settings import Algorithms, Setting, algorithm_settings, find, schema_settings
-from covey.config.settle import Settled, settle, settle_derived
+from covey.config.settings import Algorithms, Setting, algorithm_settings, find, losses_of, schema_settings
+from covey.config.settle import Settled, choice_of, settle, settle_derived
 from covey.errors import InputError, unknown
 
 DEFAULT_ALGORITHM = "gvpo"
@@ -74,9 +74,8 @@ def compose(
     settled = settle(layers, algorithms, recipe["algorithm"])
     _check_choices(settled)
 
-    tree = _tree(recipe, settled, algorithms)
-    algorithms = settled.algorithms
-    settings = schema_settings() | algorithm_settings(settled.algorithm, algorithms)
+    tree = _tree(recipe, settled)
+    settings = schema_settings() | algorithm_settings(settled.algorithm, settled.algorithms)
     applied = settled.native(settings)
     for key, given in applied.items():
         _assign(tree, key, given, settings)
@@ -109,7 +108,7 @@ def recipe_names() -> list[str]:
 
 
 def read_recipe(name: str, algorithms: Algorithms) -> Mapping[str, Any]:
-    """A recipe on top of all defaults, as plain data."""
+    """A recipe on top of all defaults, as plain data; of its algorithm's settings, only those that it changes."""
     name = name.removesuffix(".yaml")
     if name not in recipe_names():
         raise unknown("recipe", name, recipe_names())
@@ -120,13 +119,30 @@ def read_recipe(name: str, algorithms: Algorithms) -> Mapping[str, Any]:
 def _read_recipe(package: str, name: str, algorithms: tuple[tuple[str, type], ...]) -> Mapping[str, Any]:
     try:
         with _hydra(package, dict(algorithms)):
-            tree = hydra.compose(config_name=name)
+            tree = hydra.compose(config_name=name, return_hydra_config=True)
+            choice = tree.hydra.runtime.choices.algorithm
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         reason = "\n  ".join(str(error).strip().splitlines())
         raise InputError(f"the recipe {name} cannot be read\n  {reason}") from error
-    plain = OmegaConf.to_container(tree)
+    plain = OmegaConf.to_container(OmegaConf.masked_copy(tree, [f.name for f in fields(Config)]))
     assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+    usual = algorithm_settings(choice, _variants(dict(algorithms)))
+    section = plain["algorithm"].items()
+    sets = {k: v for k, v in section if k in ("name", "loss") or v != usual[f"algorithm.{k}"].default}
+    return {str(key): value for key, value in plain.items()} | {"algorithm": sets}
+
+
+def _variants(algorithms: Algorithms) -> Algorithms:
+    """What a recipe can choose: `grpo`, and with another loss `grpo+sapo`."""
+    others = ((f"{name}+{loss}", s) for name in algorithms for loss, s in losses_of(name, algorithms).items())
+    return {**algorithms, **dict(others)}
+
+
+def _named(package: str, choices: Algorithms) -> Algorithms:
+    """Those of many choices that some recipe names. Giving Hydra all of them would take a noticeable time."""
+    files = importlib.resources.files(package).iterdir()
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files if file.name.endswith(".yaml"))
+    return {name: schema for name, schema in choices.items() if name in text}
 
 
 @dataclass(frozen=True)
@@ -152,7 +168,8 @@ def _hydra(package: str, algorithms: Algorithms) -> Iterator[None]:
     GlobalHydra.instance().clear()
     try:
         store.store(name="schema", node=_typed(_Schema))
-        for group, choices in {"algorithm": algorithms, **GROUPS}.items():
+        known = {**algorithms, **_named(package, _variants(algorithms))}
+        for group, choices in {"algorithm": known, **GROUPS}.items():
             for name, cls in choices.items():
                 store.store(group=group, name=name, node=_typed(cls))
         with hydra.initialize_config_module(package, version_base="1.3"):
@@ -181,21 +198,21 @@ def _thaw(tree: DictConfig) -> None:
             _thaw(tree[key])
 
 
-def _tree(recipe: Mapping[str, Any], settled: Settled, algorithms: Algorithms) -> DictConfig:
+def _tree(recipe: Mapping[str, Any], settled: Settled) -> DictConfig:
     """The recipe's values, typed. Its algorithm's settings stay behind if the user chose another algorithm, and those
     of its loss if the user chose another loss."""
     tree = _typed(Config)
-    schema = settled.algorithms[settled.algorithm]
-    tree.algorithm = _typed(schema)
-    theirs = recipe["algorithm"]
-    defaults = algorithm_settings(theirs["name"], algorithms)
-    changed = {key: value for key, value in theirs.items() if value != defaults[f"algorithm.{key}"].default}
-    same = theirs["name"] == settled.algorithm
-    kept = {key: value for key, value in changed.items() if same and key in tree.algorithm and key != "loss"}
-    if left := changed.keys() - kept.keys() - {"loss"}:
-        chosen = settled.algorithm if not same else f"{settled.algorithm} with loss={tree.algorithm.loss}"
-        replaced = f"{theirs['name']} and what it sets: {', '.join(sorted(left))}"
-        settled.warnings.append(f"algorithm={chosen} replaces the recipe's {replaced}")
+    tree.algorithm = _typed(settled.algorithms[settled.algorithm])
+    theirs = choice_of(recipe["algorithm"])
+    same = theirs.algorithm == settled.algorithm
+    sets = {key: value for key, value in recipe["algorithm"].items() if key not in ("name", "loss")}
+    kept = {
+        k: v for k, v in sets.items() if same and k in tree.algorithm and not settled.replaced(f"algorithm.{k}", theirs)
+    }
+    if left := sorted(sets.keys() - kept.keys()):
+        new, old = (settled.choice.loss, f"loss={theirs.loss}") if same else (settled.algorithm, theirs.algorithm)
+        key = "algorithm.loss" if same else "algorithm"
+        settled.warnings.append(f"{key}={new} replaces the recipe's {old} and what it sets: {', '.join(left)}")
     merged = OmegaConf.merge(tree, dict(recipe) | {"algorithm": kept})
     assert isinstance(merged, DictConfig)
     return merged

@@ -17,7 +17,8 @@ from covey.config.not_yet import number, true
 from covey.config.read import Given
 from covey.errors import InputError, unknown
 
-_KL, _KL_COEF, _CLIP = "actor.use_kl_loss", "actor.kl_loss_coef", "actor.clip_ratio"
+_KL, _KL_COEF, _KL_TYPE = "actor.use_kl_loss", "actor.kl_loss_coef", "actor.kl_loss_type"
+_CLIP = "actor.clip_ratio"
 _KL_REWARD, _KL_PENALTY, _KL_PLACE = "algorithm.use_kl_in_reward", "algorithm.kl_penalty", "train.kl_coef_in_loss"
 _CTRL, _CTRL_COEF = "algorithm.kl_ctrl.type", "algorithm.kl_ctrl.kl_coef"
 _CTRL_TARGET, _CTRL_HORIZON = "algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon"
@@ -33,6 +34,7 @@ PARTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     _RESUME_PATH: (("resume",), "used by trainer.resume_mode=resume_path"),
     _KL: (("algorithm.kl_coef",), "false sets it to 0"),
     _KL_COEF: (("algorithm.kl_coef",), "counts only with use_kl_loss=true"),
+    _KL_TYPE: (("algorithm.kl_estimator",), "counts only where the KL is in the loss, not with use_kl_in_reward=true"),
     _KL_REWARD: (("algorithm.kl_in", "algorithm.kl_coef"), "true puts the KL into the reward, weighed by kl_ctrl"),
     _KL_PENALTY: (("algorithm.kl_estimator",), "counts only with use_kl_in_reward=true"),
     _KL_PLACE: (("algorithm.kl_in",), "false puts the KL into the reward"),
@@ -74,7 +76,7 @@ Rule = Callable[[Parts, DictConfig], Iterator[Derived]]
 def rules() -> tuple[Rule, ...]:
     """In the order in which they may use each other's results."""
     in_groups = (_train_batch, _mini_batch, _micro_batch, _total_steps)
-    return (_resume, _kl_loss, _kl_reward, _kl_place, _overlong, _lora, _clip_ratio, *in_groups)
+    return (_resume, _kl_loss, _kl_type, _kl_reward, _kl_place, _overlong, _lora, _clip_ratio, *in_groups)
 
 
 def remarks(parts: Parts) -> Iterator[str]:
@@ -82,9 +84,19 @@ def remarks(parts: Parts) -> Iterator[str]:
     if _KL_COEF in parts and _KL not in parts:  # verl's KL loss is off unless switched on
         coef = parts[_KL_COEF].key
         yield f"{coef} has no effect without {coef.replace('kl_loss_coef', 'use_kl_loss')}=true"
+    if _OVERLONG_LEN in parts and _OVERLONG not in parts:
+        length = parts[_OVERLONG_LEN].key
+        yield f"{length} has no effect without {length.removesuffix('len')}enable=true"
+    control = parts.get(_CTRL)
+    if control is not None and control.value == "adaptive" and not _on(parts, _KL_REWARD):
+        yield f"{control} has no effect without {_KL_REWARD}=true"
     mode = parts.get(_RESUME)
     if _RESUME_PATH in parts and parts[_RESUME_PATH].value and mode is not None and mode.value != "resume_path":
         yield f"{parts[_RESUME_PATH].key} has no effect with {mode}"
+
+
+def _on(parts: Parts, switch: str) -> bool:
+    return switch in parts and true(parts[switch].value)
 
 
 def _resume(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
@@ -121,13 +133,20 @@ def _kl_loss(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
     yield from _switched(parts, _KL, _KL_COEF, "algorithm.kl_coef", present, 0.001)
 
 
+def _kl_type(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
+    """verl's own default file sets it, beside a KL in the reward too."""
+    kind = parts.get(_KL_TYPE)
+    if kind is not None and (_on(parts, _KL) or not _on(parts, _KL_REWARD)):
+        yield Derived("algorithm.kl_estimator", kind.value, (kind,))
+
+
 def _kl_reward(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
     """verl's KL in the reward has its own switch, coefficient, estimator and controller."""
-    switch = parts.get(_KL_REWARD)
-    if switch is None or not true(switch.value):
+    if not _on(parts, _KL_REWARD):
         return
-    if (loss := parts.get(_KL)) is not None and true(loss.value):
-        raise InputError(f"{switch} and {loss}\n  a KL goes into the reward or into the loss: give one of them")
+    switch = parts[_KL_REWARD]
+    if _on(parts, _KL):
+        raise InputError(f"{switch} and {parts[_KL]}\n  a KL goes into the reward or into the loss: give one of them")
     coef, penalty, control = parts.get(_CTRL_COEF), parts.get(_KL_PENALTY), parts.get(_CTRL)
     yield Derived("algorithm.kl_in", "reward", (switch,))
     yield Derived("algorithm.kl_coef", coef.value if coef else 0.001, (switch, coef) if coef else (switch,))

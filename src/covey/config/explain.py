@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from covey.config.aliases import accepted, spellings, translate
 from covey.config.derive import PARTS
@@ -14,27 +15,32 @@ from covey.config.settings import (
     Setting,
     algorithm_settings,
     all_keys,
+    canonical,
     find,
     owners,
     schema_settings,
     sections,
+    usual_loss,
+    with_loss,
 )
-from covey.config.settle import unknown_setting
+from covey.config.settle import check_loss, unknown_setting
 from covey.errors import unknown
 
 __all__ = ["Setting", "all_keys", "explain"]
 
 WIDTH = 110
+SHOWN = 3  # algorithms named where many share a setting
 
 
-def explain(key: str, algorithms: Algorithms) -> str:
-    """A setting, a section (`learner`), an algorithm (`algorithm=gvpo`), or everything (an empty key)."""
+def explain(key: str, algorithms: Algorithms, loss: str | None = None) -> str:
+    """A setting, a section (`learner`), an algorithm (`algorithm=gvpo`, with its usual loss or another), or everything
+    (an empty key)."""
     if not key:
         return _everything(algorithms)
     if key == "algorithm":
         return "\n\n".join(_algorithm(name, algorithms) for name in algorithms)
-    if key.startswith("algorithm=") or key in algorithms:
-        return _algorithm(key.removeprefix("algorithm="), algorithms)
+    if key.startswith("algorithm=") or canonical(key, algorithms) in algorithms:
+        return _algorithm(canonical(key.removeprefix("algorithm="), algorithms), algorithms, loss)
     if key in sections():
         return _listing(key, {k: s for k, s in schema_settings().items() if k.startswith(f"{key}.")})
     return _setting(key, algorithms)
@@ -48,12 +54,13 @@ def _everything(algorithms: Algorithms) -> str:
     )
 
 
-def _algorithm(name: str, algorithms: Algorithms) -> str:
+def _algorithm(name: str, algorithms: Algorithms, loss: str | None = None) -> str:
     if name not in algorithms:
         raise unknown("algorithm", name, algorithms)
-    settings = algorithm_settings(name, algorithms)
+    check_loss(name, Given("algorithm.loss", loss), loss or usual_loss(name, algorithms), algorithms)
+    settings = algorithm_settings(name, with_loss(name, loss, algorithms))
     settings.pop("algorithm.name", None)
-    return _listing(f"algorithm={name}", settings)
+    return _listing(f"algorithm={name}" + (f" algorithm.loss={loss}" if loss else ""), settings)
 
 
 def _listing(title: str, settings: Mapping[str, Setting]) -> str:
@@ -75,9 +82,9 @@ def _setting(key: str, algorithms: Algorithms) -> str:
     blocks = []
     if setting := find(native, schema_settings()):
         blocks.append(_block(setting, algorithms))
-    for name in [target.algorithm] if target.algorithm else owners(native, algorithms):
-        if setting := find(native, algorithm_settings(name, algorithms)):
-            blocks.append(_block(setting, algorithms))
+    having = [target.algorithm] if target.algorithm else owners(native, algorithms)
+    found = [setting for name in having if (setting := find(native, algorithm_settings(name, algorithms)))]
+    blocks += [_block(setting, algorithms) for setting in _merged(found)]
     if native in PARTS:
         targets, how = PARTS[native]
         blocks.append(f"{key}\n  goes into {' and '.join(targets)}: {how}")
@@ -91,16 +98,34 @@ def _setting(key: str, algorithms: Algorithms) -> str:
     return "\n\n".join(blocks)
 
 
+def _merged(settings: Iterable[Setting]) -> Iterable[Setting]:
+    """Settings that are the same but for the algorithm, as one setting of all of them."""
+    found: dict[str, Setting] = {}
+    for setting in settings:
+        same = str(replace(setting, algorithms=()))
+        before = found[same].algorithms if same in found else ()
+        found[same] = replace(setting, algorithms=(*before, *setting.algorithms))
+    return found.values()
+
+
 def _block(setting: Setting, algorithms: Algorithms) -> str:
-    head = setting.key + (f"  ({setting.algorithms[0]})" if setting.algorithms else "")
+    names = setting.algorithms
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    head = setting.key + (f"  ({', '.join(names[:SHOWN])}{more})" if names else "")
     lines = [head, *textwrap.wrap(setting.explanation, WIDTH, initial_indent="  ", subsequent_indent="  ")]
     lines += [f"  type     {setting.type}", f"  default  {literal(setting.default)}"]
-    mine = [s for s in spellings(setting.key, algorithms) if not _of_another(s, setting, algorithms)]
-    if mine:
-        lines.append(textwrap.fill(", ".join(mine), WIDTH, initial_indent="  aliases  ", subsequent_indent=" " * 11))
+    if written := _spellings(setting, algorithms):
+        lines.append(textwrap.fill(", ".join(written), WIDTH, initial_indent="  aliases  ", subsequent_indent=" " * 11))
     return "\n".join(lines)
 
 
-def _of_another(spelling: str, setting: Setting, algorithms: Algorithms) -> bool:
-    target = translate(spelling, algorithms)
-    return bool(target and target.algorithm and target.algorithm not in setting.algorithms)
+def _spellings(setting: Setting, algorithms: Algorithms) -> list[str]:
+    """The other ways to write a setting; algorithm.NAME_… stands for those of several algorithms."""
+    found = []
+    for spelling in spellings(setting.key, algorithms):
+        target = translate(spelling, algorithms)
+        if target is None or target.algorithm is None or setting.algorithms == (target.algorithm,):
+            found.append(spelling)
+        elif target.algorithm in setting.algorithms:
+            found.append(f"algorithm.NAME_{setting.key.removeprefix('algorithm.')}")
+    return list(dict.fromkeys(found))

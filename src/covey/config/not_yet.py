@@ -27,6 +27,14 @@ def true(value: Any) -> bool:
     return value is True or str(value).lower() in ("true", "yes", "on", "1")
 
 
+def off(value: Any) -> bool:
+    """Whether a value means none, in any of the ways that YAML and the command line write it."""
+    try:
+        return float(value) == 0
+    except (TypeError, ValueError):
+        return value is None or str(value).strip().lower() in ("", "none", "null", "false", "no", "off")
+
+
 def false(value: Any) -> bool:
     return value is not None and not true(value)
 

@@ -140,7 +140,7 @@ class CriticConfig:
     shared: bool = False  # a head on the policy's own backbone; false: a model of its own
     model: str | None = None  # what that model starts from; null: what the policy starts from
     lr: float = 1e-5  # learning rate of the critic; schedule and AdamW settings are the learner's
-    grad_clip: float = 1.0  # largest gradient norm of the critic; 0: no clipping
+    grad_clip: float = 1.0  # largest gradient norm of the critic's backbone, and of its head; 0: no clipping
     clip: float | None = 0.5  # a value moves by at most this in one step; null: no clipping
     warmup_steps: int = 0  # steps in which only the critic learns
     shared_coef: float = 0.1  # how much of the value loss's gradient a shared backbone gets

@@ -58,6 +58,34 @@ def algorithm_settings(name: str, algorithms: Algorithms) -> dict[str, Setting]:
     return {s.key: replace(s, algorithms=(name,)) for s in _class_settings(algorithms[name])}
 
 
+def canonical(name: str, algorithms: Algorithms) -> str:
+    """An algorithm's own name, also where people know it by another (gae, reinforce++)."""
+    return next((own for own, schema in algorithms.items() if name in getattr(schema, "also", ())), name)
+
+
+def losses_of(name: str, algorithms: Algorithms) -> Algorithms:
+    """The losses that an algorithm can have, each with the settings that it has then."""
+    return getattr(algorithms[name], "losses", {})
+
+
+def usual_loss(name: str, algorithms: Algorithms) -> str | None:
+    setting = algorithm_settings(name, algorithms).get("algorithm.loss")
+    return None if setting is None else setting.default
+
+
+def with_loss(name: str, loss: str | None, algorithms: Algorithms) -> Algorithms:
+    """With another loss an algorithm has other settings. The schema that has them takes the place of the usual one."""
+    others = losses_of(name, algorithms)
+    if loss is None or loss not in others or loss == usual_loss(name, algorithms):
+        return algorithms
+    return {**algorithms, name: others[loss]}
+
+
+def of_loss(name: str, algorithms: Algorithms) -> frozenset[str]:
+    """The keys of an algorithm's settings that belong to its loss."""
+    return frozenset(f"algorithm.{key}" for key in getattr(algorithms[name], "of_loss", ()))
+
+
 def owners(key: str, algorithms: Algorithms) -> tuple[str, ...]:
     """The algorithms that have a setting, by its native key or a free key below it."""
     return tuple(name for name in algorithms if find(key, algorithm_settings(name, algorithms)))

@@ -9,34 +9,63 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
-from covey.config.aliases import ACCEPTED, ALIASES, HARMLESS, Target, accepted, spellings, translate
+from covey.config.aliases import ACCEPTED, ALIASES, HARMLESS, VERL_LOSS, Target, accepted, spellings, translate
 from covey.config.derive import PARTS, Derived
-from covey.config.not_yet import NOT_YET_KEYS, number, refuse_not_yet
+from covey.config.not_yet import NOT_YET_KEYS, off, refuse_not_yet
 from covey.config.read import ENVIRONMENT_KEY, Given, literal
 from covey.config.settings import (
     Algorithms,
     Setting,
     algorithm_settings,
     all_keys,
+    canonical,
     find,
+    losses_of,
+    of_loss,
     owners,
     schema_settings,
     sections,
+    usual_loss,
+    with_loss,
 )
 from covey.errors import InputError, nearest, unknown
+
+Left = dict[tuple[str, str], list[Given]]  # (what for, what is chosen instead) → settings that stay behind
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The algorithm and the loss that a layer was written for."""
+
+    algorithm: str
+    loss: str | None  # None: an algorithm without losses to choose from
+    by: Given  # the setting that chose the loss; its value is None where nothing did
 
 
 @dataclass
 class Settled:
     """One value per slot. A slot is a native key, or the key that stands for a foreign one."""
 
-    algorithm: str
-    algorithms: Algorithms  # with the chosen loss's settings where the chosen algorithm's usual ones were
+    choice: Choice
+    usual: Algorithms  # each with its usual loss
     slots: dict[str, Given] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+
+    @property
+    def algorithm(self) -> str:
+        return self.choice.algorithm
+
+    @cached_property
+    def algorithms(self) -> Algorithms:
+        """With the chosen loss's settings where the chosen algorithm's usual ones were."""
+        return self.schemas(self.choice)
+
+    def schemas(self, choice: Choice) -> Algorithms:
+        return with_loss(choice.algorithm, choice.loss, self.usual)
 
     def native(self, settings: Mapping[str, Setting]) -> dict[str, Given]:
         return {key: given for key, given in self.slots.items() if find(key, settings)}
@@ -44,26 +73,34 @@ class Settled:
     def parts(self) -> dict[str, Given]:
         return {key: given for key, given in self.slots.items() if key in PARTS}
 
+    def replaced(self, key: str, written_for: Choice) -> bool:
+        """Whether a native key meant something to the loss that it was written for, and another loss was chosen."""
+        if written_for.algorithm != self.algorithm or written_for.loss == self.choice.loss:
+            return False
+        return key in of_loss(written_for.algorithm, self.schemas(written_for))
+
 
 def settle(layers: Sequence[Sequence[Given]], algorithms: Algorithms, recipe: Mapping[str, Any]) -> Settled:
     """`recipe` is the recipe's own algorithm section."""
-    chosen = _chosen_algorithms(layers, algorithms, recipe["name"])
-    name = chosen[-1] if chosen else recipe["name"]
-    algorithms = _with_chosen_loss(layers, chosen, name, algorithms, recipe)
-    settled = Settled(name, algorithms)
-    for layer, written_for in zip(layers, chosen, strict=True):
+    layers = [[word for given in layer for word in _spelled_out(given, algorithms)] for layer in layers]
+    choices = _choices(layers, algorithms, choice_of(recipe))
+    settled = Settled(choices[-1], algorithms)
+    check_loss(settled.algorithm, settled.choice.by, settled.choice.loss, algorithms)
+    for layer, written_for in zip(layers, choices[1:], strict=True):
         slots: dict[str, Given] = {}
+        left: Left = {}
         for given in layer:
             if match := ENVIRONMENT_KEY.fullmatch(given.key):
                 settled.env[match[1]] = str(given.value)
                 if given.key not in ALIASES:
                     continue
-            target = _place(given, written_for, settled, algorithms)
+            target = _place(given, written_for, settled, left)
             if target is not None:
                 _fill(slots, target, replace(given, value=_meant(target, given, algorithms)))
         for key, given in slots.items():
             settled.slots.pop(key, None)  # a later layer's value also comes later
             settled.slots[key] = given
+        settled.warnings += [_left_behind(*why, words) for why, words in left.items()]
     refuse_not_yet(settled.slots)
     settled.warnings += _remarks(settled)
     return settled
@@ -71,102 +108,155 @@ def settle(layers: Sequence[Sequence[Given]], algorithms: Algorithms, recipe: Ma
 
 def _meant(target: Target, given: Given, algorithms: Algorithms) -> Any:
     if target.key == "algorithm.name":
-        return _canonical(str(given.value), algorithms)
+        return canonical(str(given.value), algorithms)
     return target.convert(given.key, given.value)
 
 
-def _canonical(name: str, algorithms: Algorithms) -> str:
-    """An algorithm's own name, also where people know it by another (gae, reinforce++)."""
-    return next((own for own, schema in algorithms.items() if name in getattr(schema, "also", ())), name)
+# --- what each layer was written for -----------------------------------------------------------------------------
 
 
-def _chosen_algorithms(layers: Sequence[Sequence[Given]], algorithms: Algorithms, current: str) -> list[str]:
-    """The algorithm that each layer was written for."""
-    chosen = []
+def _spelled_out(given: Given, algorithms: Algorithms) -> list[Given]:
+    """algorithm=grpo+sapo, a recipe's way to choose both, as the two settings that it means."""
+    name, _, loss = str(given.value).rpartition("+")
+    target = translate(given.key, algorithms) if loss else None
+    own = canonical(name, algorithms)
+    if target is None or target.key != "algorithm.name" or own not in algorithms:
+        return [given]
+    if loss not in losses_of(own, algorithms):
+        return [given]
+    return [replace(given, value=name), replace(given, key="algorithm.loss", value=loss)]
+
+
+def _choices(layers: Sequence[Sequence[Given]], algorithms: Algorithms, recipe: Choice) -> list[Choice]:
+    """The recipe's, and each layer's: one that names no algorithm, or no loss, goes on with what was chosen before."""
+    found = [recipe]
     for layer in layers:
-        for given in layer:
-            target = translate(given.key, algorithms)
-            if target is not None and target.key == "algorithm.name":
-                current = _canonical(str(given.value), algorithms)
-                if current not in algorithms:
-                    raise unknown("algorithm", current, algorithms)
-        chosen.append(current)
-    return chosen
+        words = [(given, target) for given in layer if (target := translate(given.key, algorithms))]
+        found.append(_choice(words, found[-1], algorithms))
+    return found
 
 
-def _with_chosen_loss(
-    layers: Sequence[Sequence[Given]],
-    chosen: Sequence[str],
-    name: str,
-    algorithms: Algorithms,
-    recipe: Mapping[str, Any],
-) -> Algorithms:
-    """With another loss an algorithm has other settings. The schema that has them takes the place of the usual one."""
-    losses: Mapping[str, type] = getattr(algorithms[name], "losses", {})
-    wanted, place = (recipe.get("loss") if recipe["name"] == name else None), ""
-    for layer, written_for in zip(layers, chosen, strict=True):
-        for given in layer:
-            target = translate(given.key, algorithms)
-            if target is not None and target.key == "algorithm.loss" and written_for == name:
-                wanted, place = target.convert(given.key, given.value), f"{given.place}{given.key}"
-    usual = algorithm_settings(name, algorithms).get("algorithm.loss")
-    if wanted is None or (usual is not None and wanted == usual.default):
-        return algorithms
-    if wanted not in losses:
-        why = getattr(algorithms[name], "reasons", {}).get("loss")
-        if why and any(wanted in getattr(other, "losses", ()) for other in algorithms.values()):
-            raise InputError(f"{place}={wanted} does not go with algorithm={name}\n  {why}")
-        raise unknown(f"loss for {name}", str(wanted), losses)
-    return {**algorithms, name: losses[wanted]}
+def _choice(words: Sequence[tuple[Given, Target]], before: Choice, algorithms: Algorithms) -> Choice:
+    name = before.algorithm
+    for given, target in words:
+        if target.key == "algorithm.name":
+            name = canonical(str(given.value), algorithms)
+            if name not in algorithms:
+                raise unknown("algorithm", name, algorithms)
+    by = before.by
+    if name != before.algorithm and not (by.key in VERL_LOSS and _loss(by) in losses_of(name, algorithms)):
+        by = Given("algorithm.loss", None)  # a loss stays behind with its algorithm, unless the word goes with any
+    for given, target in words:
+        if target.key == "algorithm.loss" and target.algorithm in (None, name):
+            by = given
+    usual = by.value is None or _is_moot(by, name, algorithms)
+    return Choice(name, usual_loss(name, algorithms) if usual else _loss(by), by)
 
 
-def _place(given: Given, written_for: str, settled: Settled, algorithms: Algorithms) -> Target | None:
-    """The slot that a setting fills, or None if it has none beside the chosen algorithm."""
-    target = translate(given.key, algorithms)
+def choice_of(section: Mapping[str, Any]) -> Choice:
+    """What an algorithm section of a recipe was written for."""
+    loss = section.get("loss")
+    return Choice(section["name"], loss, Given("algorithm.loss", loss))
+
+
+def _loss(by: Given) -> Any:
+    return Target("algorithm.loss").convert(by.key, by.value)
+
+
+def _is_moot(by: Given, name: str, algorithms: Algorithms) -> bool:
+    """verl's usual loss, written out for an algorithm that has only its own."""
+    return by.key in VERL_LOSS and by.value == "vanilla" and _loss(by) not in losses_of(name, algorithms)
+
+
+def check_loss(name: str, by: Given, loss: str | None, algorithms: Algorithms) -> None:
+    """`by` is the setting that chose the loss."""
+    known = losses_of(name, algorithms)
+    if loss in known or loss == usual_loss(name, algorithms):
+        return
+    why = getattr(algorithms[name], "reasons", {}).get("loss")
+    if why and any(loss in losses_of(other, algorithms) for other in algorithms):
+        raise InputError(f"{by.place}{by.key}={loss} does not go with algorithm={name}\n  {why}")
+    raise unknown(f"loss for {name}", str(loss), known)
+
+
+# --- the slot of a setting ---------------------------------------------------------------------------------------
+
+
+def _place(given: Given, written_for: Choice, settled: Settled, left: Left) -> Target | None:
+    """The slot that a setting fills, or None if it has none beside the chosen algorithm and loss."""
+    target = translate(given.key, settled.algorithms) or translate(given.key, settled.schemas(written_for))
     if target is None:
-        raise unknown_setting(given, settled.algorithm, algorithms)
+        raise unknown_setting(given, settled.algorithm, settled.algorithms)
     if target.algorithm is not None and target.algorithm != settled.algorithm:
         settled.warnings.append(f"{given.place}{given.key} has no effect with algorithm={settled.algorithm}")
         return None
     if target.key == "algorithm.name" or not target.key.startswith("algorithm."):
         return target
-    return _place_of_algorithm(given, target, written_for, settled, algorithms)
+    return _place_of_algorithm(given, target, written_for, settled, left)
 
 
 def _place_of_algorithm(
-    given: Given, target: Target, written_for: str, settled: Settled, algorithms: Algorithms
+    given: Given, target: Target, written_for: Choice, settled: Settled, left: Left
 ) -> Target | None:
-    """One name may mean different things to two algorithms, so a native setting stays with the algorithm that its layer
-    was written for. Foreign names that no algorithm owns (`clip_ratio`) go with any that has the setting."""
-    chosen, having = settled.algorithm, owners(target.key, algorithms)
-    foreign = given.key != target.key
-    if chosen in having and (foreign or written_for == chosen or written_for not in having):
+    """One name may mean different things to two algorithms or two losses, so a native setting stays with those that its
+    layer was written for. Foreign names that no algorithm owns (`clip_ratio`) go with any that has the setting."""
+    chosen, having = settled.algorithm, owners(target.key, settled.algorithms)
+    foreign, another = given.key != target.key, written_for.algorithm != chosen
+    had = find(target.key, algorithm_settings(written_for.algorithm, settled.schemas(written_for)))
+    if settled.replaced(target.key, written_for) and (target.algorithm or not foreign):
+        left.setdefault((f"loss={written_for.loss}", f"loss={settled.choice.loss}"), []).append(given)
+        return None
+    if target.key == "algorithm.loss" and foreign and not _counts(given, another, settled):
+        settled.warnings.append(f"{given.place}{given.key} has no effect with algorithm={chosen}")
+        return None
+    if chosen in having and (foreign or not another or not had):
         return target
-    if written_for != chosen and written_for in having:
-        settled.warnings.append(
-            f"{given.place}{given.key} was set for {written_for} and has no effect with algorithm={chosen}"
-        )
+    if another and had:
+        left.setdefault((written_for.algorithm, f"algorithm={chosen}"), []).append(given)
         return None
     if target.key in PARTS or target.key in NOT_YET_KEYS or accepted(target.key):
         return target
     if foreign:
         settled.warnings += lacking(target.key, given.value, [given], settled)
         return None
-    if why := _reason(target.key, settled):
-        raise InputError(f"{given.place}{given.key} does not go with algorithm={chosen}\n  {why}")
+    raise _misplaced(given, target.key, having, settled)
+
+
+def _counts(given: Given, another: bool, settled: Settled) -> bool:
+    """Whether another vocabulary's word for a loss is one that the chosen algorithm can be asked for."""
+    return _loss(given) == settled.choice.loss or not (another or _is_moot(given, settled.algorithm, settled.usual))
+
+
+def _left_behind(old: str, new: str, words: Sequence[Given]) -> str:
+    first = words[0]
+    if len(words) == 1:
+        return f"{first.place}{first.key} was set for {old} and has no effect with {new}"
+    place = first.where.rpartition(", line ")[0]
+    names = ", ".join(given.key for given in words)
+    return f"{place}{': ' if place else ''}{names} were set for {old} and have no effect with {new}"
+
+
+def _misplaced(given: Given, key: str, having: Sequence[str], settled: Settled) -> InputError:
+    """The error about a native setting that the chosen algorithm has not: why, or what has it."""
+    chosen, place = settled.algorithm, f"{given.place}{given.key}"
+    if why := _reason(key, settled):
+        return InputError(f"{place} does not go with algorithm={chosen}\n  {why}")
+    listing = _listing("algorithm", chosen)
+    schemas = losses_of(chosen, settled.usual).items()
+    if losses := [loss for loss, schema in schemas if find(key, algorithm_settings(chosen, {chosen: schema}))]:
+        choose = f"choose it with algorithm.loss={losses[0]}"
+        return InputError(f"{place} belongs to the loss {', '.join(losses)}: {choose}\n  {listing}")
     others = f" and {len(having) - 2} more" if len(having) > 2 else ""
-    raise InputError(
-        f"{given.place}{given.key} is a setting of {' and '.join(having[:2])}{others}, and the algorithm is {chosen}\n"
-        f"  {_listing('algorithm', chosen)}"
-    )
+    owning = f"{' and '.join(having[:2])}{others}"
+    return InputError(f"{place} is a setting of {owning}, and the algorithm is {chosen}\n  {listing}")
 
 
 def lacking(key: str, value: Any, sources: Sequence[Given], settled: Settled) -> list[str]:
     """Warnings about a foreign setting that the chosen algorithm has not; an error where it cannot be left out."""
     names, algorithm = " ".join(given.key for given in sources), settled.algorithm
     if key in HARMLESS:
-        return [f"{names} has no effect with algorithm={algorithm}"]
-    if number(value) == 0:
+        return [] if value is None else [f"{names} has no effect with algorithm={algorithm}"]
+    if off(value):
         return []
     reason = _reason(key, settled) or f"{algorithm} has no such term"
     raise InputError(f"{sources[0].place}{names} does not go with algorithm={algorithm}\n  {reason}")

@@ -186,9 +186,12 @@ class Learner:
             self.scaler.scale(torch.stack(list(terms.values())).sum()).backward()
             self._trace(trace, index, out, view)
             tally.add_terms(terms)
-            tally.add(self._token_metrics(out, view), weight=int(view.mask_RT.sum()))
-            tally.add(algorithm.metrics(out, view), weight=len(view.episode_R.unique()))
-        return tally.result() | self._step(tally.loss()), trace
+            tokens = int(view.mask_RT.sum())
+            tally.add(self._token_metrics(out, view), weight=tokens)
+            episodes = len(view.episode_R.unique())
+            tally.add(algorithm.metrics(out, view), weight=episodes if algorithm.couples == "groups" else tokens)
+        ess = effective_sample_size(trace.ratio[batch.mask_RT])
+        return tally.result() | {"policy/ess": ess} | self._step(tally.loss()), trace
 
     def _loss(self, out: TokenOutputs, view: Batch, algorithm: Algorithm) -> dict[str, LossTerm]:
         critic = self.critic
@@ -250,7 +253,6 @@ class Learner:
             "policy/ratio_mean": masked_mean(ratio, mask),
             "policy/ratio_max": float(ratio[mask].max()) if bool(mask.any()) else 1.0,
             "policy/kl_old": masked_mean(-log_ratio, mask),
-            "policy/ess": effective_sample_size(ratio[mask]),
             **({} if self.critic is None else self.critic.metrics(out, view)),
         }
 

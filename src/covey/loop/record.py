@@ -60,9 +60,8 @@ def _columns(result: StepResult, episodes: Sequence[Episode]) -> dict[str, list[
 def _unfiltered_mean(samples: Samples) -> float:
     """Mean total reward with the groups that were set aside: what the policy really earns."""
     assert samples.seen is not None
-    return sum(
-        samples.weights[name] * float(column.nan_to_num(nan=0.0).mean()) for name, (column, _) in samples.seen.items()
-    )
+    columns = samples.seen.rewards.items()
+    return sum(samples.weights[name] * float(column.nan_to_num(nan=0.0).mean()) for name, column in columns)
 
 
 def step_episodes(

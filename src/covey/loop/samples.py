@@ -12,7 +12,7 @@ from torch import Tensor
 
 from covey.algorithms.ops import make_batch
 from covey.protocols import Advantages
-from covey.types import Batch, Collected, Episode, Group, Sample, Samples, StopReason
+from covey.types import Batch, Collected, Episode, Group, Sample, Samples, Seen, StopReason
 
 
 def to_samples(
@@ -27,7 +27,8 @@ def to_samples(
         group_N=_group_numbers(collected.groups),
         rewards={name: _scores(episodes, name) for name in weights},
         weights=dict(weights),
-        truncated_N=torch.tensor([episode.stop is StopReason.LENGTH for episode in episodes]),
+        longest_N=_longest(episodes),
+        truncated_N=_truncated(episodes),
         episode_R=torch.tensor([row.episode for row in rows], dtype=torch.int64),
         mask_RT=_pad([row.mask for row in rows], torch.bool),
         old_logprobs_RT=_pad([row.logprobs for row in rows], torch.float32),
@@ -53,10 +54,19 @@ def _totals(episodes: Sequence[Episode], weights: Mapping[str, float]) -> Tensor
     return torch.stack(columns).sum(0)
 
 
-def _seen(collected: Collected, weights: Mapping[str, float]) -> dict[str, tuple[Tensor, Tensor]]:
+def _longest(episodes: Sequence[Episode]) -> Tensor:
+    return torch.tensor([max(len(turn.completion_ids) for turn in episode.turns) for episode in episodes])
+
+
+def _truncated(episodes: Sequence[Episode]) -> Tensor:
+    return torch.tensor([episode.stop is StopReason.LENGTH for episode in episodes])
+
+
+def _seen(collected: Collected, weights: Mapping[str, float]) -> Seen:
     everything = (*collected.groups, *collected.flat)
     episodes = [episode for group in everything for episode in group.episodes]
-    return {name: (_scores(episodes, name), _group_numbers(everything)) for name in weights}
+    columns = {name: _scores(episodes, name) for name in weights}
+    return Seen(_group_numbers(everything), columns, _longest(episodes), _truncated(episodes))
 
 
 def episode_rows(episode: Episode, index: int) -> list[Sample]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from covey.errors import InputError, RunFailed
@@ -92,15 +92,20 @@ class Collector:
 
 @dataclass(frozen=True)
 class Refill:
-    """Dynamic sampling: groups in which none of these rewards differs are replaced, in so many rounds at most."""
+    """Dynamic sampling: groups that teach nothing are replaced, in so many rounds at most. A group teaches if its total
+    rewards differ, from each other or from that of its greedy attempt; with `apart`, if any of its rewards does."""
 
-    rewards: tuple[str, ...]
+    weights: Mapping[str, float]  # of the rewards that count
+    apart: bool
     rounds: int
     fresh: FreshTasks
 
     def teaches(self, group: Group) -> bool:
-        columns = [[e.rewards.get(name) for e in group.episodes] for name in self.rewards]
-        return any(len({score for score in column if score is not None}) > 1 for column in columns)
+        episodes = _everyone(group)
+        if self.apart:
+            columns = [{e.rewards.get(name) for e in episodes} - {None} for name in self.weights]
+            return any(len(column) > 1 for column in columns)
+        return len({sum(w * (e.rewards.get(name) or 0.0) for name, w in self.weights.items()) for e in episodes}) > 1
 
 
 class TrainingSource:

@@ -1,0 +1,134 @@
+"""The folder of a run: found or made, and what is written down in it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from covey.config.schema import Config
+from covey.errors import InputError
+
+if TYPE_CHECKING:
+    from covey.cli.build import Note, Prepared
+    from covey.learner.learner import Learner
+    from covey.loop.checkpoint import Checkpoint, CheckpointStore
+    from covey.loop.folder import RunFolder
+
+
+def open_run(prepared: Prepared, note: Note) -> tuple[RunFolder, Checkpoint | None]:
+    """The folder to write to, and the checkpoint to go on from where it is an earlier run's."""
+    from covey.loop.folder import exact_folder, find_unfinished, new_folder, open_folder
+
+    config, output = prepared.config, Path(prepared.config.logging.output_dir)
+    if prepared.folder is not None:
+        return exact_folder(prepared.folder), None
+    if config.resume == "disable":
+        return new_folder(output), None
+    if config.resume == "auto":
+        names = (config.logging.project, config.logging.experiment, prepared.fingerprint)
+        found = find_unfinished(output, *names, note)
+        checkpoint = store(config, found.path).latest(note) if found is not None else None
+        return (found, checkpoint) if found is not None and checkpoint is not None else (new_folder(output), None)
+    named = Path(config.resume).expanduser()
+    folder = open_folder(run_of(named))
+    checkpoint = store(config, folder.path).latest(note)
+    if checkpoint is None:
+        raise InputError(f"resume={config.resume}: that run has no checkpoint to go on from")
+    if named not in (folder.path, checkpoint.folder):
+        raise InputError(
+            f"resume={config.resume}: that run goes on from its newest checkpoint, {checkpoint.folder.name}\n"
+            "  to go back, delete the later ones; to start anew from these weights: model=" + str(named / "model")
+        )
+    if folder.info()["fingerprint"] != prepared.fingerprint:
+        raise InputError(
+            f"resume={config.resume}: that run had other settings, tasks or rewards\n"
+            f"  its settings: {folder.path / 'config.yaml'}\n"
+            f"  repeat its command, or start from its weights:  model={checkpoint.model}"
+        )
+    return folder, checkpoint
+
+
+def run_of(path: Path) -> Path:
+    """A run's folder, also when one of its checkpoints was named."""
+    return path.parent.parent if path.parent.name == "checkpoints" else path
+
+
+def store(config: Config, path: Path) -> CheckpointStore:
+    from covey.loop.checkpoint import CheckpointStore
+
+    return CheckpointStore(path / "checkpoints", keep_last=config.loop.keep_last, keep_best=config.loop.keep_best)
+
+
+def threads_for(config: Config, resumed: RunFolder | None) -> int:
+    """As asked; else as the run began, since the last bits depend on it; else one per core that we may use."""
+    if config.loop.threads is not None:
+        return config.loop.threads
+    return int(resumed.info()["threads"]) if resumed is not None else len(os.sched_getaffinity(0))
+
+
+def run_info(prepared: Prepared, path: Path, first_step: int) -> Any:
+    from covey.telemetry import RunInfo
+
+    config = prepared.config
+    return RunInfo(
+        folder=path,
+        title=f"{config.logging.project}/{config.logging.experiment}",
+        algorithm=config.algorithm.name,
+        model=config.model.name,
+        task=prepared.task_name,
+        total_steps=prepared.total_steps,
+        first_step=first_step,
+        reward_names=prepared.rewards.names,
+        trained_reward=prepared.trained_reward,
+        config=prepared.tree,
+    )
+
+
+def write_run_files(prepared: Prepared, folder: RunFolder, learner: Learner, threads: int, *, resumed: bool) -> None:
+    """run.json, config.yaml and .hydra/: what was run, so that it can be run again. A resumed run keeps its own."""
+    precision = {"device": learner.device.type, "dtype": str(next(learner.model.parameters()).dtype)}
+    if resumed:
+        info = folder.info()
+        began = {name: info[name] for name in precision}
+        if began != precision:
+            raise InputError(
+                f"this run began with {began}, and would go on with {precision}\n  set model.device, dtype"
+            )
+        folder.write_info(info | {"status": "running", "threads": threads})
+        return
+    hydra = folder.path / ".hydra"
+    hydra.mkdir()
+    for path in (folder.path / "config.yaml", hydra / "config.yaml"):
+        path.write_text(yaml.safe_dump(prepared.tree, sort_keys=False, allow_unicode=True))
+    (hydra / "overrides.yaml").write_text(yaml.safe_dump(list(prepared.overrides)))
+    info = run_info(prepared, folder.path, 0)
+    shown = ("title", "algorithm", "model", "task", "total_steps", "reward_names", "trained_reward")
+    folder.write_info(
+        {
+            "project": prepared.config.logging.project,
+            "experiment": prepared.config.logging.experiment,
+            "fingerprint": prepared.fingerprint,
+            "status": "running",
+            **{name: getattr(info, name) for name in shown},
+            "started": datetime.now().isoformat(timespec="seconds"),
+            "command": shlex.join(["covey", "train", "--config", str(folder.path / "config.yaml")]),
+            "versions": versions(),
+            "threads": threads,
+            **precision,
+        }
+    )
+
+
+def versions() -> dict[str, str]:
+    import torch
+    import transformers
+
+    import covey
+
+    return {"python": platform.python_version()} | {m.__name__: m.__version__ for m in (covey, torch, transformers)}

@@ -1,0 +1,119 @@
+"""What people ask for and Covey cannot do yet is refused, all of it at once."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from covey.config.aliases import translate
+from covey.config.not_yet import NOT_YET
+from covey.errors import InputError
+
+CALCULATOR = """
+    algorithm.adv_estimator=grpo
+    data.train_files=./data/rlhf/math/gsm8k_train.json
+    data.val_files=./data/rlhf/math/gsm8k_test.json
+    data.train_batch_size=64
+    agent.agent_type=hf
+    agent.tools=[calculator]
+    agent.template=qwen2.5
+    agent.model_name_or_path=Qwen/Qwen2.5-3B-Instruct
+    agent.max_turns=3
+    agent.reward_name=math_reward_string_equal
+    agent.num_chains=8
+    agent.use_agent=True
+    actor_rollout_ref.actor.optim.lr=5e-7
+    actor_rollout_ref.model.path=Qwen/Qwen2.5-3B-Instruct
+    actor_rollout_ref.actor.ppo_mini_batch_size=64
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8
+    actor_rollout_ref.actor.use_kl_loss=True
+    actor_rollout_ref.actor.kl_loss_coef=0.001
+    actor_rollout_ref.actor.kl_loss_type=mse
+    actor_rollout_ref.actor.entropy_coeff=0.001
+    actor_rollout_ref.rollout.name=vllm
+    actor_rollout_ref.rollout.response_length=256
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.5
+    critic.model.path=Qwen/Qwen2.5-3B-Instruct
+    algorithm.kl_ctrl.kl_coef=0.001
+    trainer.logger=['console','wandb']
+    trainer.project_name=AgentRL
+    trainer.experiment_name=test_gsm8k
+    trainer.n_gpus_per_node=1
+    trainer.nnodes=1
+    trainer.save_freq=50
+    trainer.test_freq=10
+    trainer.total_training_steps=100
+"""
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "mode=async",
+        "train.sync_iter=False",
+        "actor_rollout_ref.rollout.name=vllm",
+        "rollout=vllm",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "train_model.num_devices=2",
+        "ref_model.num_devices=2",
+        "inference_model.num_devices=2",
+        "actor_rollout_ref.actor.fsdp_config.param_offload=True",
+        "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True",
+        "actor_rollout_ref.ref.fsdp_config.param_offload=True",
+        "agent.agent_type=hf",
+        "agent.init_args.agent_type=gui",
+        "agent=react",
+        "agent.init_args.tools=[calculator]",
+        "agent.init_args.template=qwen2.5",
+        "agent.max_turns=3",
+        "agentflow.port=9999",
+        "trainer.n_gpus_per_node=8",
+        "trainer.nnodes=2",
+        "cluster=ray",
+    ],
+)
+def test_what_is_not_available_is_refused_with_what_to_do(run, word):
+    with pytest.raises(InputError) as error:
+        run(word)
+    first, second = str(error.value).splitlines()
+    assert re.fullmatch(rf"not available yet: .+  \({re.escape(word.partition('=')[0])}=.+\)", first)
+    assert second.startswith("  ") and second.strip()
+
+
+def test_quoted_numbers_of_a_file_count_as_numbers(run):
+    with pytest.raises(InputError, match=r"several GPUs  \(.*my.yaml, line 2: trainer.n_gpus_per_node=8\)"):
+        run(file="env: {N_GPUS: 8}\ntrainer.n_gpus_per_node: '${N_GPUS}'")
+
+
+def test_the_calculator_command_names_all_that_is_missing_at_once(run):
+    with pytest.raises(InputError) as error:
+        run(*CALCULATOR.split())
+    missing = re.findall(r"not available yet: .*  \((.*)\)", str(error.value))
+    assert missing == [
+        "agent.agent_type=hf",
+        "agent.tools=['calculator']",
+        "agent.template=qwen2.5",
+        "agent.max_turns=3",
+        "actor_rollout_ref.rollout.name=vllm",
+    ]
+
+
+def test_the_calculator_command_without_them_runs(run):
+    missing = ("agent.agent_type", "agent.tools", "agent.template", "agent.max_turns", "actor_rollout_ref.rollout.name")
+    composed = run(*(word for word in CALCULATOR.split() if word.partition("=")[0] not in missing))
+    config = composed.config
+    assert config.algorithm.kl_coef == 0.001 and config.algorithm.kl_estimator == "mse"
+    assert config.data.train_files == "./data/rlhf/math/gsm8k_train.json"
+    assert config.reward.name == "math_reward_string_equal"
+    assert (config.rollout.group_size, config.rollout.max_tokens) == (8, 256)
+    assert (config.learner.mini_batch_size, config.learner.micro_batch_size) == (64, 8)
+    assert (config.loop.save_every, config.eval.every, config.loop.total_steps) == (50, 10, 100)
+    assert config.critic.model == "Qwen/Qwen2.5-3B-Instruct"
+    assert len(composed.warnings) == 1  # the engine's memory
+
+
+def test_the_table_has_one_way_to_ask_for_each_thing(algorithms):
+    for row in NOT_YET:
+        assert translate(row.key, algorithms).key == row.key, "a row under an alias is never found"
