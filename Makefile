@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 ORACLES    := .venv-oracles
 ORACLE_PIP := $(ORACLES)/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo test test-slow check format bench oracles clean
+.PHONY: demo test test-slow check format bench experiments oracles clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/covey train --config-name demo
@@ -37,6 +37,11 @@ oracles: $(ORACLES)/stamp
 
 bench: $(VENV)/run.stamp
 	$(BIN)/python benchmarks/demo_seeds.py --picture docs/images/demo.png
+
+# Learning on tiny models, with many seeds: docs/experiments.md
+experiments: $(VENV)/run.stamp
+	$(BIN)/python benchmarks/two_rewards.py --write
+	$(BIN)/python benchmarks/gvpo_optimum.py --write
 
 $(VENV)/run.stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

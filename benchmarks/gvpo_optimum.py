@@ -41,9 +41,9 @@ STEPS, EVERY = 400, 40  # updates, and how often the policy is measured
 
 # What "at the optimum" means; of the mean over the questions.
 REWARD_WITHIN = 0.02  # |E_π[R] − E_π*[R]|
-KL_WITHIN = 0.10  # |KL(π) − KL(π*)| / KL(π*), at the end
+KL_WITHIN = 0.15  # |KL(π) − KL(π*)| / KL(π*), at the end
 KL_BELOW = 1.25  # KL(π) / KL(π*), at every checkpoint
-VARIATION_BELOW = 0.15  # total variation distance to π*, at the end
+VARIATION_BELOW = 0.12  # total variation distance to π*, at the end
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def read(answer: tuple[int, ...]) -> str:
 def train(algorithm: str, beta: float, seed: int, steps: int = STEPS, every: int = EVERY) -> Outcome:
     settings = {"algorithm.beta": beta, "algorithm.reference": "initial"} if algorithm == "gvpo" else {}
     with tempfile.TemporaryDirectory() as scratch:
-        start = make_model(Path(scratch, "model"), LETTERS, seed=seed, initializer_range=0.2)
+        start = make_model(Path(scratch, "model"), LETTERS, seed=seed, initializer_range=0.2, width=64)
         run = covey.train(
             model=str(start),
             tasks=[{"question": question, "answer": answer} for question, answer in QUESTIONS.items()],
@@ -152,7 +152,7 @@ def train(algorithm: str, beta: float, seed: int, steps: int = STEPS, every: int
             algorithm=algorithm,
             data={"train_batch_size": len(QUESTIONS)},
             rollout={"group_size": 32, "max_tokens": MOST, "temperature": 1.0},
-            learner={"lr": 1e-3, "schedule": "cosine"},
+            learner={"lr": 5e-4, "schedule": "cosine"},
             loop={"total_steps": steps, "save_every": every, "keep_last": steps, "threads": 1},
             logging={"to": [], "output_dir": f"{scratch}/runs", "episodes_per_step": 0},
             resume="disable",

@@ -16,8 +16,8 @@ END = "<end>"  # token 0; the symbols are 1, 2, ...
 
 
 def make_model(folder: Path, symbols: str, *, seed: int, initializer_range: float, width: int = 32) -> Path:
-    """A random Llama with two layers of this width whose vocabulary is the symbols and an end token, one token each. The prompt
-    is the question and nothing else."""
+    """A random Llama with two layers of this width. Its vocabulary is the symbols and an end token, one token each; a
+    prompt is the question and nothing else."""
     disable_progress_bar()
     vocabulary = {token: number for number, token in enumerate([END, *symbols])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=END))

@@ -141,12 +141,15 @@ def describe(prepared: Prepared) -> list[str]:
     """What would run, in a few lines."""
     config = prepared.config
     per_step = config.data.train_batch_size * config.rollout.group_size
-    rewards = ", ".join(f"{name} × {prepared.rewards.weights[name]:g}" for name in prepared.rewards.names)
+    conditions = {c.reward: f" if {c.needed}" for c in prepared.rewards.conditions}
+    weighed = [
+        f"{name} × {prepared.rewards.weights[name]:g}{conditions.get(name, '')}" for name in prepared.rewards.names
+    ]
     return [
         f"model      {config.model.name}",
         f"tasks      {prepared.tasks.description}",
-        f"reward     {rewards}",
-        f"algorithm  {config.algorithm.name}",
+        f"reward     {', '.join(weighed)}",
+        f"algorithm  {config.algorithm.name}, loss {config.algorithm.loss}",
         f"training   {prepared.total_steps} steps of {config.data.train_batch_size} tasks × "
         f"{config.rollout.group_size} attempts = {per_step} episodes a step",
     ]

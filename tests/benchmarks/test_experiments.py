@@ -1,0 +1,187 @@
+"""The learning experiments of benchmarks/: their exact mathematics, and that each runs from end to end."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import covey
+from covey.telemetry import read_episodes
+
+BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def importable() -> Iterator[None]:
+    """The scripts import each other as they do when they are run."""
+    sys.path.insert(0, str(BENCHMARKS))
+    yield
+    sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture(autouse=True)
+def one_thread(one_thread_count: None) -> None:
+    """Threads of a model this small wait for each other, on a busy machine for seconds."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    import tiny
+
+    folder: Path = tiny.make_model(tmp_path / "model", "abcdefg", seed=3, initializer_range=0.5)
+    return folder
+
+
+@pytest.fixture
+def question(model_folder: Path) -> Any:
+    import gvpo_optimum as experiment
+
+    rewards = [experiment.score(experiment.read(answer), "ee") for answer in experiment.all_answers()]
+    return experiment.Question(torch.tensor(rewards, dtype=torch.float64), experiment.load(model_folder)[1])
+
+
+def test_every_answer_is_there_once() -> None:
+    import gvpo_optimum as experiment
+
+    answers = experiment.all_answers()
+    assert len(set(answers)) == len(answers) == 1 + 7 + 7**2 + 7**3
+    assert (0,) in answers and (1, 7, 0) in answers and (2, 2, 2) in answers and (2, 2, 2, 0) not in answers
+    assert len({experiment.read(answer) for answer in answers}) == len(
+        answers
+    )  # so a reward of the text is one of them
+
+
+def test_the_probabilities_of_all_answers_sum_to_one(model_folder: Path) -> None:
+    import gvpo_optimum as experiment
+
+    for logprobs_A in experiment.load(model_folder):
+        assert float(logprobs_A.exp().sum()) == pytest.approx(1, abs=1e-12)
+
+
+def test_the_enumeration_knows_what_the_sampler_does(model_folder: Path, tmp_path: Path) -> None:
+    """Log-probs of sampled answers, as the engine reports them, against the table: end token and length limit."""
+    import gvpo_optimum as experiment
+
+    run = covey.train(
+        model=str(model_folder),
+        tasks=[{"question": q, "answer": "b"} for q in "abcd"],
+        reward=experiment.agreement,
+        algorithm="rloo",
+        rollout={"group_size": 16, "max_tokens": experiment.MOST},
+        loop={"total_steps": 1, "save_final": False},
+        logging={"to": [], "output_dir": str(tmp_path / "runs"), "episodes_per_step": 64},
+    )
+    tables = dict(zip("abcd", experiment.load(model_folder), strict=True))
+    answers, stops = experiment.all_answers(), set()
+    for episode in read_episodes(run.path / "episodes.jsonl"):
+        (row,) = episode["rows"]
+        known = tables[row["prompt_text"]][answers.index(tuple(row["response_ids"]))]
+        assert sum(row["logprobs"]) == pytest.approx(float(known), abs=1e-4)
+        stops.add(episode["stop"])
+    assert stops == {"eos", "length"}
+
+
+def test_the_optimum_solves_its_equation(question: Any) -> None:
+    """log π* − log π_ref − R/β is the same for every answer, and no nearby policy has more E[R] − β KL."""
+    import gvpo_optimum as experiment
+
+    beta = 0.2
+    best_A = experiment.optimum(question, beta)
+    rest_A = best_A - question.reference_A - question.rewards_A / beta
+    assert float(rest_A.max() - rest_A.min()) < 1e-10
+    assert float(best_A.exp().sum()) == pytest.approx(1, abs=1e-12)
+
+    def objective(policy_A: torch.Tensor) -> float:
+        found = experiment.measure([policy_A], [question], beta)
+        return float(found.reward - beta * found.kl)
+
+    assert objective(best_A) == pytest.approx(-beta * float(rest_A.mean()), abs=1e-10)  # β log of the normaliser
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        noise_A = 0.1 * torch.randn(len(best_A), generator=generator, dtype=torch.float64)
+        assert objective(torch.log_softmax(best_A + noise_A, 0)) < objective(best_A)
+
+
+def test_the_distance_to_the_optimum(question: Any) -> None:
+    import gvpo_optimum as experiment
+
+    best_A = experiment.optimum(question, 0.1)
+    assert experiment.measure([best_A], [question], 0.1).variation == 0
+    certain_A = torch.full_like(best_A, -1e3)
+    certain_A[5] = 0.0  # one answer with certainty: what it lacks elsewhere is 1 − π*(5)
+    assert experiment.measure([certain_A], [question], 0.1).variation == pytest.approx(1 - math.exp(best_A[5]))
+
+
+def test_agreement_counts_places() -> None:
+    import gvpo_optimum as experiment
+
+    for text, wanted, share in [
+        ("bcd", "bcd", 1),
+        ("ee", "ee", 1),
+        ("eea", "ee", 2 / 3),
+        ("e", "ee", 2 / 3),
+        ("", "c", 2 / 3),
+    ]:
+        assert experiment.score(text, wanted) == pytest.approx(share)
+
+
+def test_gvpo_optimum_runs() -> None:
+    import gvpo_optimum as experiment
+
+    outcomes = [experiment.train(name, 0.2, 100, steps=4, every=2) for name in ("gvpo", "grpo")]
+    for outcome in outcomes:
+        assert list(outcome.course) == [0, 2, 4]
+        assert outcome.course[0].kl == 0 and outcome.last.kl > 0
+        assert all(math.isfinite(x) for f in outcome.course.values() for x in (f.reward, f.kl, f.variation))
+    assert experiment.ends(outcomes).count("\n") == 3 and experiment.courses(outcomes).count("\n") == 5
+
+
+def test_two_rewards_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    import two_rewards as experiment
+
+    monkeypatch.setattr(experiment, "ANSWERS", 4)
+    monkeypatch.setitem(experiment.ALGORITHMS, "dgdo", {"warmup_steps": 2, "beta_warmup_steps": 2})
+    outcomes = [experiment.train(name, 100, experiment.PRICE, steps=4) for name in experiment.ALGORITHMS]
+    for outcome in outcomes:
+        assert outcome.before == outcomes[0].before  # they start alike
+        assert 0 <= outcome.worst <= 1
+    assert len(outcomes[-1].weights) == 2 and outcomes[-1].weights[-1] != 0.5  # DGDO weighs after its warm-up
+    assert "| GDPO − GRPO |" in experiment.report(outcomes)
+
+
+def test_the_rewards_conflict() -> None:
+    """On the front of best answers, n right letters, the sum is 1 whatever n is."""
+    import two_rewards as experiment
+
+    brevity = experiment.brevity(experiment.PRICE)
+    for n in range(9):
+        assert experiment.recall("ijklmnop"[:n], "ijklmnop") + brevity("ijklmnop"[:n]) == 1
+    assert experiment.recall("iiab", "ijklmnop") == 1 / 8 and brevity("iiab") == 1 / 2
+
+
+def test_sign_test() -> None:
+    import two_rewards as experiment
+
+    assert experiment.sign_test([1.0] * 10) == pytest.approx(2 / 1024)
+    assert experiment.sign_test([1, 1, 1, -1, 0]) == pytest.approx(2 * 5 / 16)
+    assert experiment.sign_test([1, -1]) == 1
+
+
+def test_a_section_is_replaced_between_its_marks(tmp_path: Path) -> None:
+    import tiny
+
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- x: begin -->\nold \\1\n<!-- x: end -->\nb <!-- y: begin --> <!-- y: end -->\n")
+    tiny.write_section("x", "new \\1", page)
+    assert page.read_text() == (
+        "a\n<!-- x: begin -->\n\nnew \\1\n\n<!-- x: end -->\nb <!-- y: begin --> <!-- y: end -->\n"
+    )
+    with pytest.raises(AssertionError, match="needs the marks"):
+        tiny.write_section("z", "new", page)
