@@ -11,7 +11,7 @@ places (letters, or nothing) where the answer agrees with the question's own. GV
 three β; GRPO without a KL is there for contrast. The policy is measured at its checkpoints.
 
 All settings and tolerances were fixed on seeds 100–104; the seed covers the model and the sampling. `--write` puts the
-tables into docs/experiments.md. About seven minutes on one core.
+tables into docs/experiments.md. About eight minutes on one core.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ questions; what counts is the worse of the two rewards on questions that were ne
 
 A second table shows where this ends: with letters at half the price the sum itself asks for recall. All settings were
 chosen on seeds 100–104; the seed covers the model, the order of the questions and the sampling. `--write` puts the
-tables into docs/experiments.md. About ten minutes on one core.
+tables into docs/experiments.md. About six minutes on one core.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ def report(outcomes: Sequence[Outcome]) -> str:
                 ["worse reward, paired by seed", "mean difference", "standard error", "seeds ahead", "sign test p"],
                 [comparison(outcomes, *pair) for pair in pairs],
             ),
-            f"Mean sum of the two: {sums}. DGDO's weight of recall, after its warm-up, moved between "
-            f"{min(weights):.2f} and {max(weights):.2f}.",
+            f"Mean sum of the two: {sums}.\n"
+            f"DGDO's weight of recall, after its warm-up, moved between {min(weights):.2f} and {max(weights):.2f}.",
         ]
     )
 
