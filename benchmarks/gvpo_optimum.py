@@ -1,4 +1,4 @@
-"""GVPO ends at the optimum of the KL-regularised problem, which is computed exactly.
+"""Does GVPO end at the optimum of the KL-regularised problem? Here the optimum is computed exactly.
 
     .venv/bin/python benchmarks/gvpo_optimum.py [--seeds 0 1 ...] [--write]
 
@@ -11,7 +11,7 @@ places (letters, or nothing) where the answer agrees with the question's own. GV
 three β; GRPO without a KL is there for contrast. The policy is measured at its checkpoints.
 
 All settings and tolerances were fixed on seeds 100–104; the seed covers the model and the sampling. `--write` puts the
-tables into docs/experiments.md. About eight minutes on one core.
+tables into docs/experiments.md. About ten minutes on one core.
 """
 
 from __future__ import annotations
