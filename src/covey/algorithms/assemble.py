@@ -74,27 +74,28 @@ def _fields(part: type) -> list[Any]:
 def make(name: str, **options: Any) -> Algorithm:
     """The algorithm with these settings; an unknown setting is an error that lists the known ones."""
     name = ALIASES.get(name, name)
-    loss = _check_loss(name, options.pop("loss", None)) if name in ALGORITHMS else None
+    entry = _entry(name)
+    loss = _check_loss(name, options.pop("loss", None))
     known = settings(name, loss)
     for key in options:
         if key not in known:
             raise _refusal(name, key, known)
     values = {key: default for key, (_, default) in known.items()} | options
     built = {part: part(**{f.name: values[f.name] for f in _fields(part)}) for part in parts(name, loss)}
-    estimator, objective = ALGORITHMS[name].estimator, LOSSES[loss or ""].objective
-    kl: Kl | None = built.get(Kl)
-    if kl is not None and kl.kl_coef and kl.kl_in == "reward" and getattr(estimator, "columns", False):
-        raise ValueError(f"{name} normalises each reward by itself, and a KL is none of them: use kl_in=loss")
-    return Algorithm(
+    algorithm = Algorithm(
         name=name,
-        estimator=built[estimator],
-        objective=built[objective],
+        estimator=built[entry.estimator],
+        objective=built[LOSSES[loss].objective],
         aggregation=built.get(Aggregation, GroupSum()),
         shaping=built[Shaping],
         filter=built[GroupFilter],
-        kl=kl,
+        kl=built.get(Kl),
         correction=built.get(Correction),
     )
+    kl = algorithm.kl
+    if kl is not None and kl.kl_coef and kl.kl_in == "reward" and algorithm.sees_rewards_apart:
+        raise ValueError(f"{name} normalises each reward by itself, and a KL is none of them: use kl_in=loss")
+    return algorithm
 
 
 def _refusal(name: str, key: str, known: Iterable[str]) -> ValueError:

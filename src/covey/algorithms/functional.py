@@ -102,7 +102,7 @@ def advantages(
         raise ValueError(f"{name} needs values=, what a critic says of each token, and mask=")
     if algorithm.needs.greedy_baseline and baseline_rewards is None:
         raise ValueError(f"{name} needs baseline_rewards=, the reward of the greedy answer to each answer's prompt")
-    if isinstance(rewards, Tensor) and rewards.dim() == 2 and getattr(algorithm.estimator, "columns", False):
+    if isinstance(rewards, Tensor) and rewards.dim() == 2 and algorithm.sees_rewards_apart:
         rewards = _per_answer(rewards, mask)
     _check_shape(rewards, group_N)
     scored = _scored(rewards, mask)
