@@ -1,74 +1,148 @@
-"""A key-value cache that is allocated once: decoding writes into it, nothing is concatenated.
+"""Keys and values of all layers, in blocks that are allocated once.
 
-Rows are left-padded to one width, so a single column number says where every row writes.
+    keys, values    [layers, blocks, heads, size, dim]
+
+A token at position p of a sequence lies in the sequence's block p // size, at offset p % size. On a CPU a block is as
+long as a whole sequence, and sequences occupy the first blocks, so that decoding reads the cache without a copy.
+
+Shapes: B sequences, H query heads, K key heads, D head size, Q new tokens of a sequence, L cached tokens.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from torch.nn.functional import scaled_dot_product_attention
 
 
-class SlabLayer(CacheLayerMixin):
-    """Keys and values of one layer, [rows, heads, capacity, dim]; `used` columns are filled."""
+class KvCache:
+    """One block more than asked for: the last is a place for what must be written somewhere and is never read."""
 
-    def __init__(self, capacity: int) -> None:
-        super().__init__()
-        self.capacity = capacity
-        self.used = 0
+    def __init__(self, blocks: int, size: int, layers: int) -> None:
+        self.blocks = blocks
+        self.size = size
+        self.layers = layers
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        rows, heads, _, _ = key_states.shape
-        self.keys = key_states.new_empty(rows, heads, self.capacity, key_states.shape[-1])
-        self.values = value_states.new_empty(rows, heads, self.capacity, value_states.shape[-1])
-        self.is_initialized = True
+    @property
+    def scratch(self) -> int:
+        return self.blocks
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        end = self.used + key_states.shape[2]
-        assert end <= self.capacity, "the cache is allocated for prompt + max_tokens"
-        self.keys[:, :, self.used : end] = key_states
-        self.values[:, :, self.used : end] = value_states
-        self.used = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+    def layer(self, number: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer; made when the first is seen, `like` [·, K, ·, D]."""
+        if self.keys is None or self.values is None:
+            shape = (self.layers, self.blocks + 1, like.shape[1], self.size, like.shape[-1])
+            self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
+        return self.keys[number], self.values[number]
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.used + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.used
-
-    def get_max_length(self) -> int:
-        return self.capacity
-
-    get_max_cache_shape = get_max_length  # its name in transformers before 5.20
-
-    def take(self, rows: Tensor, capacity: int) -> SlabLayer:
-        """A new layer of `capacity` columns whose rows are copies of these."""
-        taken = SlabLayer(capacity)
-        taken.lazy_initialization(self.keys[rows, :, :0], self.values[rows, :, :0])
-        taken.keys[:, :, : self.used] = self.keys[rows, :, : self.used]
-        taken.values[:, :, : self.used] = self.values[rows, :, : self.used]
-        taken.used = self.used
-        return taken
+    def copy(self, pairs: Sequence[tuple[int, int]], columns: int | None = None) -> None:
+        """Blocks → blocks (their first `columns`), in every layer."""
+        for slab in (self.keys, self.values) if pairs else ():
+            if slab is not None:
+                source, target = (torch.tensor(column, device=slab.device) for column in zip(*pairs, strict=True))
+                slab[:, target, :, :columns] = slab[:, source, :, :columns]
 
 
-def new_cache(layers: int, capacity: int) -> Cache:
-    return Cache(layers=[SlabLayer(capacity) for _ in range(layers)])
+class Prefill:
+    """New tokens of some sequences, padded on the right: they are written, and each sees what came before it."""
+
+    def __init__(self, cache: KvCache, table_BN: Tensor, start_B: Tensor, length_B: Tensor, width: int) -> None:
+        self.cache = cache
+        self.table_BN = table_BN
+        self.position_BQ = start_B[:, None] + torch.arange(width, device=start_B.device)
+        self.valid_BQ = torch.arange(width, device=start_B.device) < length_B[:, None]
+        self.from_nothing = not bool((start_B > 0).any())
+        self.span = int((start_B + length_B).max())
+        row = torch.arange(len(start_B), device=start_B.device)[:, None].expand(self.position_BQ.shape)[self.valid_BQ]
+        position = self.position_BQ[self.valid_BQ]
+        self.block_T, self.offset_T = table_BN[row, position // cache.size], position % cache.size
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        """[B, Q, H, D]"""
+        keys, values = self.cache.layer(layer, k)
+        keys[self.block_T, :, self.offset_T] = k.transpose(1, 2)[self.valid_BQ]
+        values[self.block_T, :, self.offset_T] = v.transpose(1, 2)[self.valid_BQ]
+        if self.from_nothing and window is None:
+            # Padding stands on the right, where no real token looks.
+            out = scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+            return out.transpose(1, 2)
+        blocks = -(-self.span // self.cache.size)
+        context = self.table_BN[:, :blocks]
+        k, v = (_laid_out(slab[context])[:, :, : self.span] for slab in (keys, values))
+        column = torch.arange(self.span, device=q.device)
+        mask = column <= self.position_BQ[:, :, None]
+        if window is not None:
+            mask &= column > self.position_BQ[:, :, None] - window
+        groups = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=scale).transpose(1, 2)
 
 
-def take_rows(cache: Cache, rows: Tensor, capacity: int) -> Cache:
-    """The cache of a new batch made of rows of this one: a group's prompt is given to all its answers."""
-    return Cache(layers=[layer.take(rows, capacity) for layer in cache.layers])
+class Decode:
+    """One new token of each sequence. Sequence b lies in block b: nothing is gathered (a CPU's way)."""
+
+    def __init__(self, cache: KvCache, position_B: Tensor) -> None:
+        self.cache = cache
+        self.position_B = position_B
+        self.row_B = torch.arange(len(position_B), device=position_B.device)
+        self.span = int(position_B.max()) + 1
+        self._bias: dict[int | None, Tensor] = {}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        """[B, 1, H, D]"""
+        keys, values = self.cache.layer(layer, k)
+        rows, heads = len(self.row_B), k.shape[1]
+        keys[self.row_B, :, self.position_B] = k[:, :, 0]
+        values[self.row_B, :, self.position_B] = v[:, :, 0]
+        grouped = q.view(rows, heads, -1, q.shape[-1]) * scale
+        score = grouped @ keys[:rows, :, : self.span].transpose(-1, -2)
+        weight = torch.softmax(score + self.bias(window, score), -1)
+        return (weight @ values[:rows, :, : self.span]).reshape(rows, 1, -1, q.shape[-1])
+
+    def bias(self, window: int | None, like: Tensor) -> Tensor:
+        """−∞ on what a sequence does not have (or no longer sees), [B, 1, 1, L]."""
+        if window not in self._bias:
+            column = torch.arange(self.span, device=like.device)
+            hidden = column > self.position_B[:, None]
+            if window is not None:
+                hidden |= column <= self.position_B[:, None] - window
+            found = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
+            self._bias[window] = found.masked_fill_(hidden, float("-inf"))[:, None, None]
+        return self._bias[window]
 
 
-def cache_layers(config: Any) -> int:
-    return int(config.get_text_config(decoder=True).num_hidden_layers)
+class PagedDecode:
+    """One new token of each sequence, whose blocks lie anywhere: gathered by plain torch. The kernel's reference, and
+    its stand-in where there is no Triton."""
+
+    def __init__(self, cache: KvCache, table_BN: Tensor, position_B: Tensor) -> None:
+        self.cache = cache
+        self.table_BN = table_BN
+        self.position_B = position_B
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        keys, values = self.cache.layer(layer, k)
+        row = torch.arange(len(q), device=q.device)
+        block, offset = self.table_BN[row, self.position_B // self.cache.size], self.position_B % self.cache.size
+        keys[block, :, offset] = k[:, :, 0]
+        values[block, :, offset] = v[:, :, 0]
+        k, v = _laid_out(keys[self.table_BN]), _laid_out(values[self.table_BN])
+        column = torch.arange(k.shape[2], device=q.device)
+        hidden = column > self.position_B[:, None]
+        if window is not None:
+            hidden |= column <= self.position_B[:, None] - window
+        grouped = q.view(len(q), k.shape[1], -1, q.shape[-1])
+        score = (grouped.float() @ k.float().transpose(-1, -2)) * scale
+        weight = torch.softmax(score.masked_fill(hidden[:, None, None], float("-inf")), -1)
+        return (weight @ v.float()).to(q.dtype).reshape(len(q), 1, -1, q.shape[-1])
 
 
-def indices(chosen: list[bool]) -> Tensor:
-    return torch.tensor([row for row, on in enumerate(chosen) if on], dtype=torch.int64)
+def _laid_out(blocks: Tensor) -> Tensor:
+    """[B, N, K, size, D] → [B, K, N · size, D]"""
+    rows, count, heads, size, dim = blocks.shape
+    return blocks.transpose(1, 2).reshape(rows, heads, count * size, dim)

@@ -1,0 +1,113 @@
+"""Which block of the key-value cache holds which tokens. Plain Python: no torch.
+
+A sequence owns a list of blocks of `size` tokens each. A full block is known by the tokens up to its end, so a sequence
+that begins with the same tokens takes it over instead of computing it again: the prompt of a group, a system prompt, an
+episode's earlier turns. A block that nobody holds stays findable until its place is needed, the least recently used
+first. New weights make all of them worthless.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+Key = tuple[object, tuple[int, ...]]  # the block before it, and its tokens
+
+
+@dataclass
+class BlockManager:
+    blocks: int
+    size: int
+    _free: list[int] = field(init=False)
+    _holders: dict[int, int] = field(default_factory=dict, init=False)  # block → how many sequences hold it
+    _key_of: dict[int, Key] = field(default_factory=dict, init=False)
+    _found: dict[Key, int] = field(default_factory=dict, init=False)
+    _idle: OrderedDict[int, None] = field(default_factory=OrderedDict, init=False)  # held by nobody, findable
+    _stale: set[int] = field(default_factory=set, init=False)  # held since before the weights changed
+
+    def __post_init__(self) -> None:
+        self._free = list(range(self.blocks))  # a heap: the lowest first
+
+    @property
+    def available(self) -> int:
+        """Blocks that a sequence could get now."""
+        return len(self._free) + len(self._idle)
+
+    def count(self, tokens: int) -> int:
+        """Blocks that so many tokens fill."""
+        return -(-tokens // self.size)
+
+    def match(self, tokens: Sequence[int]) -> list[int]:
+        """Take over the full blocks that these tokens begin with. The last token is never among them: it is what the
+        model is fed first."""
+        found: list[int] = []
+        for key in self._keys(tokens, (len(tokens) - 1) // self.size):
+            block = self._found.get(key)
+            if block is None:
+                break
+            found.append(block)
+        self.hold(found)
+        return found
+
+    def allocate(self, count: int) -> list[int] | None:
+        """So many empty blocks, or None if there are not enough."""
+        if count > self.available:
+            return None
+        taken = [heapq.heappop(self._free) if self._free else self._evict() for _ in range(count)]
+        for block in taken:
+            self._holders[block] = 1
+        return taken
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """One more sequence has these."""
+        for block in blocks:
+            self._holders[block] = self._holders.get(block, 0) + 1
+            self._idle.pop(block, None)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """A sequence has done with these. The last is idle longest, so that beginnings live longer than ends."""
+        for block in reversed(blocks):
+            self._holders[block] -= 1
+            if self._holders[block]:
+                continue
+            del self._holders[block]
+            self._stale.discard(block)
+            if block in self._key_of:
+                self._idle[block] = None
+            else:
+                heapq.heappush(self._free, block)
+
+    def remember(self, blocks: Sequence[int], tokens: Sequence[int]) -> None:
+        """The full blocks of a sequence whose first tokens these are can be found from now on. Old weights' cannot, nor
+        what was computed after looking at them."""
+        for block, key in zip(blocks, self._keys(tokens, len(tokens) // self.size), strict=False):
+            if block in self._stale:
+                return
+            if key not in self._found and block not in self._key_of:
+                self._found[key] = block
+                self._key_of[block] = key
+
+    def forget(self) -> None:
+        """Other weights: what was computed with the old ones must not be found."""
+        self._found.clear()
+        self._key_of.clear()
+        self._stale = set(self._holders)
+        for block in self._idle:
+            heapq.heappush(self._free, block)
+        self._idle.clear()
+
+    def _evict(self) -> int:
+        block, _ = self._idle.popitem(last=False)
+        del self._found[self._key_of.pop(block)]
+        return block
+
+    def _keys(self, tokens: Sequence[int], count: int) -> list[Key]:
+        keys: list[Key] = []
+        before: object = None
+        for number in range(count):
+            key = (before, tuple(tokens[number * self.size : (number + 1) * self.size]))
+            keys.append(key)
+            before = hash(key)
+        return keys

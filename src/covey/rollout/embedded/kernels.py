@@ -1,0 +1,233 @@
+"""Triton kernels of decoding on a GPU: write and attend in one paged cache, and draw a token.
+
+Imported only where Triton is (see `paged.py`); plain torch in `cache.py` and `sampling.py` computes the same.
+
+Shapes: B sequences, H query heads, K key heads, G = H / K, D head size, S splits of a sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _write(k, v, keys, values, table, position, k_stride, v_stride, table_stride, SIZE: tl.constexpr, KD: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr):  # fmt: skip
+    """The new key and value of sequence b, all heads, to their place."""
+    b = tl.program_id(0)
+    at = tl.load(position + b)
+    block = tl.load(table + b * table_stride + at // SIZE).to(tl.int64)
+    lane = tl.arange(0, PAD)
+    inside = lane < KD
+    target = block * KD * SIZE + (lane // D) * SIZE * D + (at % SIZE) * D + lane % D
+    tl.store(keys + target, tl.load(k + b * k_stride + lane, mask=inside), mask=inside)
+    tl.store(values + target, tl.load(v + b * v_stride + lane, mask=inside), mask=inside)
+
+
+@triton.jit
+def _attend(
+    q, keys, values, table, position, out, part, part_m, part_l, scale, window, q_stride, table_stride,
+    K: tl.constexpr, G: tl.constexpr, GPAD: tl.constexpr, D: tl.constexpr, DPAD: tl.constexpr, SIZE: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Sequence b, key head h, one split of its blocks: softmax(q·k) v of the G query heads, online."""
+    b, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(position + b) + 1
+    first = tl.where(window > 0, tl.maximum(length - window, 0), 0) // SIZE
+    last = tl.cdiv(length, SIZE)
+    each = tl.cdiv(last - first, SPLITS)
+    start = first + s * each
+    end = tl.minimum(start + each, last)
+    g = tl.arange(0, GPAD)
+    d = tl.arange(0, DPAD)
+    n = tl.arange(0, SIZE)
+    q_gd = tl.load(
+        q + b * q_stride + (h * G + g)[:, None] * D + d[None], mask=(g < G)[:, None] & (d < D)[None], other=0.0
+    )
+    m = tl.full([GPAD], float("-inf"), tl.float32)
+    total = tl.zeros([GPAD], tl.float32)
+    acc = tl.zeros([GPAD, DPAD], tl.float32)
+    for i in range(start, end):
+        block = tl.load(table + b * table_stride + i).to(tl.int64)
+        base = (block * K + h) * SIZE * D
+        tile = base + n[:, None] * D + d[None]
+        k_nd = tl.load(keys + tile, mask=(d < D)[None], other=0.0)
+        column = i * SIZE + n
+        seen = (column < length) & ((window <= 0) | (column >= length - window))
+        score = tl.dot(q_gd, tl.trans(k_nd), input_precision="ieee") * scale
+        score = tl.where(seen[None], score, float("-inf"))
+        m_new = tl.maximum(m, tl.max(score, 1))
+        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp(score - safe[:, None])
+        shrink = tl.exp(m - safe)
+        v_nd = tl.load(values + tile, mask=(d < D)[None], other=0.0)
+        acc = acc * shrink[:, None] + tl.dot(p.to(v_nd.dtype), v_nd, input_precision="ieee")
+        total = total * shrink + tl.sum(p, 1)
+        m = m_new
+    head = b * K * G + h * G + g
+    if SPLITS == 1:
+        found = acc / tl.where(total == 0, 1.0, total)[:, None]
+        tl.store(
+            out + head[:, None] * D + d[None], found.to(out.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None]
+        )
+    else:
+        tl.store(part + (head * SPLITS + s)[:, None] * D + d[None], acc, mask=(g < G)[:, None] & (d < D)[None])
+        tl.store(part_m + head * SPLITS + s, m, mask=g < G)
+        tl.store(part_l + head * SPLITS + s, total, mask=g < G)
+
+
+@triton.jit
+def _join(part, part_m, part_l, out, D: tl.constexpr, DPAD: tl.constexpr, SPLITS: tl.constexpr):
+    """The splits of one query head."""
+    head = tl.program_id(0)
+    s = tl.arange(0, SPLITS)
+    d = tl.arange(0, DPAD)
+    m = tl.load(part_m + head * SPLITS + s)
+    weight = tl.exp(m - tl.max(m, 0))
+    total = tl.sum(weight * tl.load(part_l + head * SPLITS + s), 0)
+    acc = tl.load(part + (head * SPLITS + s)[:, None] * D + d[None], mask=(d < D)[None], other=0.0)
+    found = tl.sum(acc * weight[:, None], 0) / total
+    tl.store(out + head * D + d, found.to(out.dtype.element_ty), mask=d < D)
+
+
+def splits_for(sequences: int, heads: int, processors: int) -> int:
+    """Enough programs to fill the GPU; a power of two."""
+    wanted = 2 * processors / max(1, sequences * heads)
+    return min(32, 1 << max(0, int(wanted).bit_length() - 1 + (wanted > 1)))
+
+
+@torch.library.custom_op("covey::paged_attention", mutates_args=("keys", "values"))
+def paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    layer: int,
+    table: Tensor,
+    position: Tensor,
+    scale: float,
+    window: int,
+    splits: int,
+) -> Tensor:
+    """One new token of each sequence: q [B, H, 1, D], k and v [B, K, 1, D] → [B, 1, H, D]. `window` 0: none."""
+    keys, values = keys[layer], values[layer]
+    rows, heads, _, dim = q.shape
+    kv = k.shape[1]
+    q, k, v = (x.reshape(rows, -1) for x in (q, k, v))
+    size, groups = keys.shape[2], heads // kv
+    out = torch.empty(rows, 1, heads, dim, dtype=q.dtype, device=q.device)
+    _write[(rows,)](
+        k, v, keys, values, table, position, k.stride(0), v.stride(0), table.stride(0),
+        SIZE=size, KD=kv * dim, D=dim, PAD=triton.next_power_of_2(kv * dim),
+    )  # fmt: skip
+    if splits > 1:
+        part = torch.empty(rows * heads, splits, dim, dtype=torch.float32, device=q.device)
+        part_m, part_l = torch.empty(2, rows * heads, splits, dtype=torch.float32, device=q.device)
+    else:
+        part = part_m = part_l = out
+    _attend[(rows, kv, splits)](
+        q, keys, values, table, position, out, part, part_m, part_l, scale, window, q.stride(0), table.stride(0),
+        K=kv, G=groups, GPAD=max(16, triton.next_power_of_2(groups)), D=dim, DPAD=max(16, triton.next_power_of_2(dim)),
+        SIZE=size, SPLITS=splits, num_warps=4,
+    )  # fmt: skip
+    if splits > 1:
+        _join[(rows * heads,)](
+            part, part_m, part_l, out, D=dim, DPAD=max(16, triton.next_power_of_2(dim)), SPLITS=splits
+        )
+    return out
+
+
+@paged_attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, layer: int, table: Tensor, position: Tensor,
+    scale: float, window: int, splits: int,
+) -> Tensor:  # fmt: skip
+    return q.new_empty(q.shape[0], 1, q.shape[1], q.shape[3])
+
+
+# -- drawing --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _scan(logits, temperature, top, mass, best, stride, V, TILES: tl.constexpr, TILE: tl.constexpr):
+    """Of one tile of a row: the largest logit, the sum of exponentials under it, where it is."""
+    b, t = tl.program_id(0), tl.program_id(1)
+    lane = t * TILE + tl.arange(0, TILE)
+    heat = tl.load(temperature + b)
+    x = tl.load(logits + b.to(tl.int64) * stride + lane, mask=lane < V, other=float("-inf")).to(tl.float32)
+    x = x / tl.where(heat > 0, heat, 1.0)
+    m = tl.max(x, 0)
+    tl.store(top + b * TILES + t, m)
+    tl.store(mass + b * TILES + t, tl.sum(tl.exp(x - m), 0))
+    tl.store(best + b * TILES + t, t * TILE + tl.argmax(x, 0))
+
+
+@triton.jit
+def _pick(
+    logits, temperature, uniform, top, mass, best, ids, position, step, out_ids, out_logprobs, stride, V, uniform_stride,
+    out_stride, TILES: tl.constexpr, TILES_PAD: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Invert the cumulative distribution of row b at its uniform number: the tile first, then the token."""
+    b = tl.program_id(0)
+    now = tl.load(step + b)
+    heat = tl.load(temperature + b)
+    t = tl.arange(0, TILES_PAD)
+    m = tl.load(top + b * TILES + t, mask=t < TILES, other=float("-inf"))
+    peak = tl.max(m, 0)
+    weight = tl.load(mass + b * TILES + t, mask=t < TILES, other=0.0) * tl.exp(m - peak)
+    total = tl.sum(weight, 0)
+    target = tl.load(uniform + b * uniform_stride + now) * total
+    sums = tl.cumsum(weight, 0)
+    tile = tl.minimum(tl.sum((sums <= target).to(tl.int32), 0), tl.sum((sums < tl.max(sums, 0)).to(tl.int32), 0))
+    before = tl.sum(tl.where(t < tile, weight, 0.0), 0)
+    lane = tl.arange(0, TILE)
+    at = tile * TILE + lane
+    x = tl.load(logits + b.to(tl.int64) * stride + at, mask=at < V, other=float("-inf")).to(tl.float32)
+    x = x / tl.where(heat > 0, heat, 1.0)
+    p = tl.exp(x - peak)
+    inside = tl.sum((before + tl.cumsum(p, 0) <= target).to(tl.int32), 0)
+    inside = tl.minimum(inside, TILE - 1)
+    # A target that rounds up to the end of its tile: the likeliest token of the tile stands in.
+    bad = tl.sum(tl.where(lane == inside, p, 0.0), 0) == 0
+    fallback = tl.argmax(p, 0)
+    inside = tl.where(bad, fallback, inside)
+    logprob = tl.sum(tl.where(lane == inside, x, 0.0), 0) - peak - tl.log(total)
+    token = tile * TILE + inside
+    likeliest = tl.sum(tl.where(t == tl.argmax(m, 0), tl.load(best + b * TILES + t, mask=t < TILES, other=0), 0), 0)
+    token = tl.where(heat > 0, token, likeliest)
+    logprob = tl.where(heat > 0, logprob, 0.0)
+    tl.store(ids + b, token.to(tl.int64))
+    tl.store(out_ids + b * out_stride + now, token.to(tl.int64))
+    tl.store(out_logprobs + b * out_stride + now, logprob)
+    tl.store(position + b, tl.load(position + b) + 1)
+    tl.store(step + b, now + 1)
+
+
+def draw_and_advance(
+    logits_BV: Tensor,
+    temperature_B: Tensor,
+    uniform_BT: Tensor,
+    ids_B: Tensor,
+    position_B: Tensor,
+    step_B: Tensor,
+    out_ids_BT: Tensor,
+    out_logprobs_BT: Tensor,
+    tile: int = 4096,
+) -> None:
+    """Draw a token for every row at its own step's uniform number, note it and its log-prob, and move on: all in place,
+    so that a graph of one step can be replayed. Temperature 0 is greedy, with log-prob 0."""
+    rows, vocabulary = logits_BV.shape
+    tiles = triton.cdiv(vocabulary, tile)
+    top, mass = torch.empty(2, rows, tiles, dtype=torch.float32, device=logits_BV.device)
+    best = torch.empty(rows, tiles, dtype=torch.int32, device=logits_BV.device)
+    _scan[(rows, tiles)](
+        logits_BV, temperature_B, top, mass, best, logits_BV.stride(0), vocabulary, TILES=tiles, TILE=tile, num_warps=8
+    )
+    _pick[(rows,)](
+        logits_BV, temperature_B, uniform_BT, top, mass, best, ids_B, position_B, step_B, out_ids_BT, out_logprobs_BT,
+        logits_BV.stride(0), vocabulary, uniform_BT.stride(0), out_ids_BT.stride(0),
+        TILES=tiles, TILES_PAD=triton.next_power_of_2(tiles), TILE=tile, num_warps=8,
+    )  # fmt: skip

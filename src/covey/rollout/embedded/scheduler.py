@@ -1,0 +1,157 @@
+"""Who is in the batch. Plain Python: no torch.
+
+add        a request waits
+admit      waiting ones enter while there are rows and blocks; those with one prompt enter together
+reserve    room for the next tokens of everybody; where there is none, the youngest goes back to wait
+finish     leaves, and its blocks are free
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from covey.rollout.embedded.blocks import BlockManager
+from covey.types import Sampling, StopReason
+
+
+@dataclass(eq=False)
+class Running:
+    """A request on its way. The first `cached` of its tokens are in the cache; the next is what the model is fed."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stop: StopReason | None = None
+    blocks: list[int] = field(default_factory=list)
+    cached: int = 0
+    abandoned: bool = False  # nobody waits for it any more
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return (*self.prompt, *self.ids)
+
+    @property
+    def next(self) -> int:
+        """The token that the model is fed."""
+        ahead = self.cached - len(self.prompt)
+        return self.prompt[self.cached] if ahead < 0 else self.ids[ahead]
+
+    @property
+    def left(self) -> int:
+        """Tokens it may still sample."""
+        return self.sampling.max_tokens - len(self.ids)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Sequences that enter with the same tokens, all but the last of which must be in the cache before they decode.
+    The first `shared` are there already. Followers have the leader's full blocks, and blocks of their own to copy the
+    rest to."""
+
+    members: tuple[Running, ...]
+    shared: int
+
+    @property
+    def leader(self) -> Running:
+        return self.members[0]
+
+
+class Scheduler:
+    def __init__(self, blocks: BlockManager, max_rows: int) -> None:
+        self.blocks = blocks
+        self.max_rows = max_rows
+        self.waiting: deque[Running] = deque()
+        self.running: list[Running] = []
+
+    def add(self, request: Running) -> None:
+        need = self.blocks.count(len(request.prompt) + request.sampling.max_tokens)
+        if need > self.blocks.blocks:
+            raise ValueError(
+                f"a request of {len(request.prompt)} + {request.sampling.max_tokens} tokens does not fit into a cache "
+                f"of {self.blocks.blocks * self.blocks.size}: lower rollout.max_tokens, or raise rollout.memory"
+            )
+        self.waiting.append(request)
+
+    def admit(self) -> list[Entry]:
+        """Waiting requests that can enter now, in their order, with blocks for their tokens so far."""
+        entries: list[Entry] = []
+        self.waiting = deque(request for request in self.waiting if not request.abandoned)
+        while self.waiting and len(self.running) < self.max_rows:
+            leader = self.waiting[0]
+            shared = self._lead(leader)
+            if shared is None:
+                break
+            entries.append(Entry((leader, *self._followers(leader)), shared))
+        return entries
+
+    def _lead(self, leader: Running) -> int | None:
+        """Blocks for all its tokens, some of them found; how many tokens those hold."""
+        tokens = leader.tokens
+        found = self.blocks.match(tokens)
+        fresh = self._allocate(leader, self.blocks.count(len(tokens)) - len(found))
+        if fresh is None:
+            self.blocks.release(found)
+            return None
+        self._enter(leader, found + fresh, cached=len(tokens) - 1)
+        self.blocks.remember(leader.blocks, tokens[:-1])
+        return len(found) * self.blocks.size
+
+    def _followers(self, leader: Running) -> list[Running]:
+        """Others with the same tokens. They hold the leader's full blocks and a copy of its last, unfinished one."""
+        found: list[Running] = []
+        full = leader.cached // self.blocks.size
+        for request in [r for r in self.waiting if r.prompt == leader.prompt and r.ids == leader.ids]:
+            own = self._allocate(request, len(leader.blocks) - full) if len(self.running) < self.max_rows else None
+            if own is None:
+                break
+            self.blocks.hold(leader.blocks[:full])
+            self._enter(request, leader.blocks[:full] + own, leader.cached)
+            found.append(request)
+        return found
+
+    def _allocate(self, request: Running, count: int) -> list[int] | None:
+        """Blocks for who wants to enter, if one is left for everybody who will need another: who enters is not thrown
+        out at once."""
+        grace = sum(self._most(r) > len(r.blocks) for r in self.running)
+        grace += self._most(request) > self.blocks.count(len(request.tokens))
+        if self.running and count + grace > self.blocks.available:
+            return None
+        return self.blocks.allocate(count)
+
+    def _most(self, request: Running) -> int:
+        """Blocks that it will ever need: the last token of an answer is not fed."""
+        return self.blocks.count(len(request.prompt) + request.sampling.max_tokens - 1)
+
+    def _enter(self, request: Running, blocks: list[int], cached: int) -> None:
+        self.waiting.remove(request)
+        self.running.append(request)
+        request.blocks, request.cached = blocks, cached
+
+    def reserve(self, steps: int) -> None:
+        """Blocks for the next `steps` tokens of every runner, or as many as it has left."""
+        size = self.blocks.size
+        for request in [r for r in self.running if r.cached + steps > len(r.blocks) * size]:
+            while request in self.running:
+                need = self.blocks.count(request.cached + min(steps, request.left)) - len(request.blocks)
+                fresh = self.blocks.allocate(need) if need > 0 else []
+                if fresh is not None:
+                    request.blocks += fresh
+                    break
+                self._send_back(self.running[-1])
+
+    def _send_back(self, request: Running) -> None:
+        """It waits again, before all others, and keeps what it has sampled."""
+        self.running.remove(request)
+        self._leave(request)
+        self.waiting.appendleft(request)
+
+    def finish(self, request: Running) -> None:
+        self.running.remove(request)
+        self._leave(request)
+
+    def _leave(self, request: Running) -> None:
+        self.blocks.remember(request.blocks, request.tokens[: request.cached])
+        self.blocks.release(request.blocks)
+        request.blocks, request.cached = [], 0

@@ -1,0 +1,238 @@
+"""The engine as it works on a GPU: small blocks, captured steps, several tokens between two looks of the host.
+
+On a GPU all of it. With Triton and TRITON_INTERPRET=1 on a CPU a stand-in replays the step instead of a captured graph:
+everything but the capture is what a GPU would run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from covey.rollout.embedded import EmbeddedEngine, attention
+from covey.rollout.embedded import engine as engine_module
+from covey.rollout.embedded.sampling import truncate
+from covey.types import Completion, Sampling, StopReason
+from tests.conftest import tiny_llama
+from tests.learner.test_forward import family
+from tests.rollout.plain import Request, answers, assert_as_alone, engine_for, letters
+from tests.rollout.triton_here import DEVICE, needs_triton
+
+pytestmark = needs_triton
+
+MakeEngine = Callable[..., EmbeddedEngine]
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
+    """Engines that decode with graphs; `blocks` bounds their cache. Not compiled, unless asked."""
+    if DEVICE.type == "cpu":
+        _pretend(monkeypatch)
+
+    def make(model: Any, *, blocks: int = 1000, compiled: bool = False, **options: Any) -> EmbeddedEngine:
+        monkeypatch.setattr(EmbeddedEngine, "_affordable_blocks", lambda self, size: blocks)
+        engine = engine_for(model, **options)
+        engine.compiled = compiled
+        return engine
+
+    return make
+
+
+def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
+    from covey.rollout.embedded.graphs import GraphDecoder, GraphStep
+    from covey.rollout.embedded.kernels import splits_for
+
+    def capture(self: Any, size: int, draws: bool) -> tuple[Any, torch.Tensor]:
+        logits_BV = torch.zeros(size, self.model.config.vocab_size)
+        splits = splits_for(size, self.cache.keys.shape[2], self.processors)
+        step = GraphStep(self.cache, self.table_BN[:size], self.position_B[:size], splits)
+
+        def replay() -> None:
+            with attention.engine_attention(self.model, step):
+                logits_BV.copy_(self._step(size, draws))
+
+        return SimpleNamespace(replay=replay), logits_BV
+
+    monkeypatch.setattr(GraphDecoder, "_capture", capture)
+    monkeypatch.setattr(EmbeddedEngine, "_device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=1))
+
+
+def as_on_a_cpu(model: Any, requests: list[Request], done: list[Completion], **options: Any) -> None:
+    """The same tokens as the plain path draws. A number that falls between two roundings may flip one answer."""
+    expected = answers(engine_for(model.cpu(), **options), requests)
+    model.to(DEVICE)
+    differ = [number for number, (a, b) in enumerate(zip(done, expected, strict=True)) if a.token_ids != b.token_ids]
+    allowed = int(DEVICE.type == "cuda" and len(done) > 2)
+    assert len(differ) <= allowed, f"requests {differ} of {len(done)} drew other tokens"
+    assert all(a.stop is b.stop for n, (a, b) in enumerate(zip(done, expected, strict=True)) if n not in differ)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 9])
+def test_log_probs_are_those_of_each_row_alone_at_several_sizes_of_the_batch(rows: int, on_gpu: MakeEngine) -> None:
+    model = tiny_llama().to(DEVICE)
+    requests = [
+        ([n + 3, *range(20, 20 + 9 * n % 13)], Sampling(max_tokens=3 + 7 * n % 19, seed=n, temperature=1 + n % 2 / 2))
+        for n in range(rows)
+    ]
+    done = answers(on_gpu(model), requests)
+    assert_as_alone(model, requests, done)
+    as_on_a_cpu(model, requests, done)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_sliding_windows(name: str, on_gpu: MakeEngine) -> None:
+    model = family(name).to(DEVICE)
+    requests = [([*range(20, 30 + n)], Sampling(max_tokens=10, seed=n)) for n in range(3)]
+    assert_as_alone(model, requests, answers(on_gpu(model), requests))
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU: compiled layers, captured")
+def test_compiled_layers_compute_the_same_and_the_learners_are_left_as_they_were(on_gpu: MakeEngine) -> None:
+    model = tiny_llama().to(DEVICE)
+    before = [layer.forward for layer in model.model.layers]
+    requests = [([n + 3, 9, 10], Sampling(max_tokens=20, seed=n)) for n in range(5)]
+    assert_as_alone(model, requests, answers(on_gpu(model, compiled=True), requests))
+    assert [layer.forward for layer in model.model.layers] == before
+
+
+def test_rows_leave_at_different_times_and_others_take_their_place(on_gpu: MakeEngine) -> None:
+    model = tiny_llama().to(DEVICE)
+    requests = [([n + 3, 9, 10], Sampling(max_tokens=25, seed=n)) for n in range(7)]
+    ends = [2, 11]
+    done = answers(on_gpu(model, eos_ids=ends, max_sequences=4), requests)
+    assert {one.stop for one in done} == {StopReason.EOS, StopReason.LENGTH}
+    assert len({len(one.token_ids) for one in done}) > 3
+    assert_as_alone(model, requests, done)
+    as_on_a_cpu(model, requests, done, eos_ids=ends)
+
+
+def test_greedy_follows_the_argmax_and_has_logprob_zero(on_gpu: MakeEngine) -> None:
+    model = tiny_llama().to(DEVICE)
+    requests = [([9, 10, 11], Sampling(temperature=0.0, max_tokens=12)), ([5, 6], Sampling(max_tokens=12))]
+    greedy, sampled = answers(on_gpu(model, eos_ids=[]), requests)
+    ids = [9, 10, 11]
+    for token in greedy.token_ids:
+        with torch.no_grad():
+            assert token == int(model(torch.tensor([ids], device=DEVICE)).logits[0, -1].argmax())
+        ids.append(token)
+    assert greedy.logprobs == (0.0,) * 12
+    assert_as_alone(model, requests[1:], [sampled])
+
+
+@torch.no_grad()
+def test_rows_with_top_p_draw_from_what_is_left_and_do_not_disturb_the_others(on_gpu: MakeEngine) -> None:
+    """While such a row is there all go one token at a time; when it has left, several. No numbers get mixed up."""
+    model = tiny_llama().to(DEVICE)
+    few = Sampling(max_tokens=5, seed=7, top_p=0.5)
+    requests = [([5, 6, 7], few), ([9, 10, 11], Sampling(max_tokens=24, seed=1))]
+    done = answers(on_gpu(model, eos_ids=[]), requests)
+    assert_as_alone(model, requests[1:], done[1:])
+    ids = torch.tensor([[5, 6, 7, *done[0].token_ids]], device=DEVICE)
+    logprobs = truncate(torch.log_softmax(model(ids).logits[0, 2:-1].cpu(), -1), [few] * 5)
+    expected = logprobs.gather(-1, ids[0, 3:, None].cpu())[:, 0]
+    torch.testing.assert_close(torch.tensor(done[0].logprobs), expected, atol=1e-4, rtol=0)
+    as_on_a_cpu(model, requests, done, eos_ids=[])
+
+
+def test_a_row_with_top_p_that_comes_later_does_not_disturb_the_others(on_gpu: MakeEngine) -> None:
+    model = tiny_llama().to(DEVICE)
+    engine = on_gpu(model, eos_ids=[])
+    first: Request = ([9, 10, 11], Sampling(max_tokens=40, seed=1))
+    short: Request = ([7, 8, 9], Sampling(max_tokens=3, seed=5))
+    later: Request = ([5, 6, 7], Sampling(max_tokens=5, seed=7, top_p=0.5))
+
+    async def agent() -> Completion:
+        await engine.generate(*short)
+        return await engine.generate(*later)
+
+    async def both() -> list[Completion]:
+        return list(await asyncio.gather(engine.generate(*first), agent()))
+
+    as_on_a_cpu(model, [first, later], asyncio.run(both()), eos_ids=[])
+
+
+def test_a_stop_string_cuts_what_was_drawn_beyond_it(on_gpu: MakeEngine) -> None:
+    model = tiny_llama().to(DEVICE)
+    plain = [([n + 3, 6, 7], Sampling(max_tokens=16, seed=n)) for n in range(3)]
+    free = answers(on_gpu(model, eos_ids=[]), plain)
+    stop = letters(free[0].token_ids[9:11])
+    end = next(n for n in range(1, 17) if stop in letters(free[0].token_ids[:n]))
+    requests = [(plain[0][0], Sampling(max_tokens=16, seed=0, stop=(stop,))), *plain[1:]]
+    done = answers(on_gpu(model, eos_ids=[]), requests)
+    assert done[0].token_ids == free[0].token_ids[:end]
+    assert done[0].stop is StopReason.STOP
+    assert_as_alone(model, requests, done)
+
+
+def test_a_prompt_of_one_token_can_be_the_first(on_gpu: MakeEngine) -> None:
+    model = tiny_llama().to(DEVICE)
+    requests: list[Request] = [([5], Sampling(max_tokens=10))]
+    assert_as_alone(model, requests, answers(on_gpu(model, eos_ids=[]), requests))
+
+
+def test_steps_beyond_the_end_of_an_answer_touch_nobody(on_gpu: MakeEngine) -> None:
+    """The first ends where the cache's sequences end, in the middle of eight steps that the second wants."""
+    model = tiny_llama().to(DEVICE)
+    requests = [([*range(3, 57)], Sampling(max_tokens=10, seed=0)), ([5, 6, 7], Sampling(max_tokens=61, seed=1))]
+    assert_as_alone(model, requests, answers(on_gpu(model, eos_ids=[]), requests))
+
+
+def test_one_request_after_another_finds_nothing_of_the_one_before(
+    on_gpu: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same shape, so that it lies where the other lay: in the buffers, and here in Python's memory as well."""
+    from covey.rollout.embedded import graphs
+
+    monkeypatch.setattr(graphs, "id", lambda _: 0, raising=False)
+    model = tiny_llama().to(DEVICE)
+    engine = on_gpu(model, eos_ids=[])
+    requests = [([n + 3, 9, 10 + n], Sampling(max_tokens=12, seed=n)) for n in range(2)]
+    assert_as_alone(model, requests, [answers(engine, [request])[0] for request in requests])
+
+
+def test_a_cache_too_small_for_all_serves_all(on_gpu: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "BLOCK", 16)
+    model = tiny_llama().to(DEVICE)
+    requests = [([n + 3, *range(20, 33)], Sampling(max_tokens=30, seed=n)) for n in range(3)]
+    done = answers(on_gpu(model, eos_ids=[], blocks=5), requests)
+    assert_as_alone(model, requests, done)
+    as_on_a_cpu(model, requests, done, eos_ids=[])
+
+
+def test_a_request_larger_than_the_gpu_is_refused_with_the_settings_to_change(on_gpu: MakeEngine) -> None:
+    model = tiny_llama().to(DEVICE)
+    with pytest.raises(ValueError, match=r"3 \+ 200 tokens.*rollout\.max_tokens.*rollout\.memory"):
+        answers(on_gpu(model, blocks=2), [([3, 4, 5], Sampling(max_tokens=200))])
+
+
+def test_a_next_turn_reads_its_beginning_from_the_cache_until_the_weights_change(
+    on_gpu: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "BLOCK", 16)
+    model = tiny_llama().to(DEVICE)
+    engine = on_gpu(model, eos_ids=[])
+    first: Request = ([*range(20, 40)], Sampling(max_tokens=20))
+    (one,) = answers(engine, [first, ([5] * 60, Sampling(max_tokens=4))])[:1]
+    second: Request = ([*first[0], *one.token_ids, 8, 9], Sampling(max_tokens=10, seed=1))
+    prefilled = 0
+
+    def count(_: Any, inputs: tuple[torch.Tensor]) -> None:
+        nonlocal prefilled
+        prefilled += inputs[0].numel() if inputs[0].shape[1] > 1 else 0
+
+    hook = model.get_input_embeddings().register_forward_pre_hook(count)
+    done = answers(engine, [second])
+    assert prefilled == 42 - 32 - 1  # 39 were fed: two blocks of 16
+    hook.remove()
+    assert_as_alone(model, [second], done)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    asyncio.run(engine.publish(model, version=1))
+    assert_as_alone(model, [second], answers(engine, [second]))

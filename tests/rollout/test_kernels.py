@@ -1,0 +1,126 @@
+"""The Triton kernels against plain torch. On a GPU, or anywhere with Triton and TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from covey.rollout.embedded.cache import KvCache, PagedDecode
+from covey.rollout.embedded.sampling import draw
+from covey.rollout.streams import uniform
+from covey.types import Sampling
+from tests.rollout.triton_here import DEVICE, needs_triton
+
+pytestmark = needs_triton
+
+SHAPES = [  # query heads, key heads, head size, block size, window, splits
+    (14, 2, 64, 64, 0, 1),
+    (14, 2, 64, 64, 0, 4),
+    (9, 3, 64, 32, 0, 2),
+    (4, 4, 80, 16, 20, 2),
+    (4, 2, 8, 16, 1, 1),
+    (6, 2, 96, 16, 16, 4),
+    (8, 1, 128, 16, 0, 8),
+    (2, 1, 16, 16, 1000, 16),
+]
+DTYPES = [torch.float32] if DEVICE.type == "cpu" else [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_over_blocks_is_that_of_plain_torch(
+    shape: tuple[int, int, int, int, int, int], dtype: torch.dtype
+) -> None:
+    from covey.rollout.embedded.kernels import paged_attention
+
+    torch.manual_seed(0)
+    heads, kv, dim, size, window, splits = shape
+    rows, count, layers = 5, 4, 2
+    q, k, v = (torch.randn(rows, n, 1, dim, device=DEVICE, dtype=dtype) for n in (heads, kv, kv))
+    cache, reference = KvCache(39, size, layers), KvCache(39, size, layers)
+    for number in range(layers):
+        for slab, other in zip(cache.layer(number, k), reference.layer(number, k), strict=True):
+            other.copy_(slab.normal_())
+    assert cache.keys is not None and cache.values is not None
+    table = torch.randperm(40, device=DEVICE)[: rows * count].view(rows, count)
+    position = torch.tensor([0, 3, size - 1, size, count * size - 1], device=DEVICE)
+    step = PagedDecode(reference, table, position)
+    for layer in range(layers):
+        found = paged_attention(q, k, v, cache.keys, cache.values, layer, table.int(), position, 0.2, window, splits)
+        expected = step.attend(layer, q, k, v, 0.2, window or None)
+        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    assert torch.equal(cache.keys, reference.keys) and torch.equal(cache.values, reference.values)
+
+
+def test_rows_of_a_larger_buffer_are_read_by_their_strides() -> None:
+    """As the graphs do: a slice of the table, and queries that are slices of one projection."""
+    from covey.rollout.embedded.kernels import paged_attention
+
+    torch.manual_seed(0)
+    rows, heads, kv, dim, size = 3, 4, 2, 16, 16
+    joint = torch.randn(rows, 1, (heads + 2 * kv) * dim, device=DEVICE)
+    q, k, v = (
+        part.view(rows, 1, -1, dim).transpose(1, 2) for part in joint.split([heads * dim, kv * dim, kv * dim], -1)
+    )
+    cache, reference = KvCache(9, size, 1), KvCache(9, size, 1)
+    for slab, other in zip(cache.layer(0, k), reference.layer(0, k), strict=True):
+        other.copy_(slab.normal_())
+    assert cache.keys is not None and cache.values is not None
+    table = torch.randperm(10, device=DEVICE).int().view(2, 5).repeat(2, 1)[:rows, :3]
+    table[2] = torch.tensor([9, 9, 9])
+    position = torch.tensor([40, 33, 2], device=DEVICE)
+    found = paged_attention(q, k, v, cache.keys, cache.values, 0, table, position, 0.3, 0, 2)
+    expected = PagedDecode(reference, table.long(), position).attend(0, q.contiguous(), k, v, 0.3, None)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_enough_programs_for_the_processors_and_never_too_many() -> None:
+    from covey.rollout.embedded.kernels import splits_for
+
+    for rows, heads in ((1, 2), (8, 2), (256, 8), (3, 3)):
+        splits = splits_for(rows, heads, 132)
+        assert splits & (splits - 1) == 0
+        assert splits == 32 or splits * rows * heads >= 2 * 132 or (splits == 1 and rows * heads >= 132)
+
+
+def drawn(logits_BV: Tensor, temperature_B: Tensor, uniform_BT: Tensor, tile: int) -> tuple[Tensor, Tensor]:
+    from covey.rollout.embedded.kernels import draw_and_advance
+
+    rows, steps = uniform_BT.shape
+    ids, position = torch.zeros(rows, dtype=torch.int64, device=DEVICE), torch.arange(rows, device=DEVICE)
+    step = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
+    out_ids = torch.zeros(rows, steps, dtype=torch.int64, device=DEVICE)
+    out_logprobs = torch.zeros(rows, steps, device=DEVICE)
+    for now in range(steps):
+        draw_and_advance(logits_BV, temperature_B, uniform_BT, ids, position, step, out_ids, out_logprobs, tile)
+        assert torch.equal(ids, out_ids[:, now])
+    assert position.tolist() == [row + steps for row in range(rows)]
+    assert step.tolist() == [steps] * rows
+    return out_ids.cpu(), out_logprobs.cpu()
+
+
+@pytest.mark.parametrize(("vocabulary", "tile"), [(1000, 4096), (5000, 1024), (64, 64), (4097, 4096)])
+def test_tokens_are_drawn_as_plain_torch_draws_them(vocabulary: int, tile: int) -> None:
+    torch.manual_seed(0)
+    settings = [Sampling(temperature=t, seed=n) for n, t in enumerate((1.0, 0.7, 1.0, 0.0, 1.3, 0.2))]
+    logits = torch.randn(len(settings), vocabulary, device=DEVICE) * 3
+    numbers = torch.tensor([[uniform(s.seed, t) for t in range(4)] for s in settings], device=DEVICE)
+    temperature = torch.tensor([s.temperature for s in settings], device=DEVICE)
+    ids, logprobs = drawn(logits, temperature, numbers, tile)
+    for step in range(4):
+        expected_ids, expected = draw(logits.cpu(), settings, [step] * len(settings))
+        assert ids[:, step].tolist() == expected_ids.tolist()
+        torch.testing.assert_close(logprobs[:, step], expected, atol=1e-5, rtol=0)
+
+
+def test_the_ends_of_the_distribution_can_be_drawn_and_what_has_no_probability_cannot() -> None:
+    logits = torch.full((3, 200), -1e4, device=DEVICE)
+    logits[:, 70], logits[:, 130] = 0.0, 0.0
+    numbers = torch.tensor([[0.0], [1.0], [0.75]], device=DEVICE)  # 1: what a number just below becomes in float32
+    ids, logprobs = drawn(logits, torch.ones(3, device=DEVICE), numbers, tile=64)
+    assert ids[0, 0] == 70
+    assert ids[2, 0] == 130
+    assert int(ids[1, 0]) in (70, 130)
+    torch.testing.assert_close(logprobs, torch.full((3, 1), 0.5).log())
