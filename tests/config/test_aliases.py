@@ -275,13 +275,6 @@ def test_groups_are_not_split(run):
             ],
         ),
         (
-            ["actor_rollout_ref.rollout.gpu_memory_utilization=0.5"],
-            [
-                "actor_rollout_ref.rollout.gpu_memory_utilization: no effect on the embedded engine yet: "
-                "rollout.max_sequences bounds its memory"
-            ],
-        ),
-        (
             ["actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4"],
             [
                 "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu: no effect: "

@@ -59,9 +59,6 @@ CALCULATOR = """
         "train_model.num_devices=2",
         "ref_model.num_devices=2",
         "inference_model.num_devices=2",
-        "actor_rollout_ref.actor.fsdp_config.param_offload=True",
-        "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True",
-        "actor_rollout_ref.ref.fsdp_config.param_offload=True",
         "agent.agent_type=hf",
         "agent.init_args.agent_type=gui",
         "agent=react",
@@ -111,7 +108,7 @@ def test_the_calculator_command_without_them_runs(run):
     assert (config.learner.mini_batch_size, config.learner.micro_batch_size) == (64, 8)
     assert (config.loop.save_every, config.eval.every, config.loop.total_steps) == (50, 10, 100)
     assert config.critic.model == "Qwen/Qwen2.5-3B-Instruct"
-    assert len(composed.warnings) == 1  # the engine's memory
+    assert config.rollout.memory == 0.5 and not composed.warnings
 
 
 def test_the_table_has_one_way_to_ask_for_each_thing(algorithms):

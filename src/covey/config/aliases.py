@@ -50,14 +50,10 @@ _VERL_ACTOR = {
     "tau_neg": "algorithm.tau_neg",
     **{key: f"actor.{key}" for key in ("clip_ratio", "use_kl_loss", "kl_loss_coef", "kl_loss_type")},
     **{key: f"actor.{key}" for key in ("use_dynamic_bsz", "strategy")},
-    **{
-        key: f"actor.{key}"
-        for key in (
-            "fsdp_config.param_offload",
-            "fsdp_config.optimizer_offload",
-            "ulysses_sequence_parallel_size",
-        )
-    },
+    "fsdp_config.param_offload": "learner.offload_weights",
+    "fsdp_config.optimizer_offload": "learner.offload_optimizer",
+    "use_torch_compile": "learner.compile",
+    "ulysses_sequence_parallel_size": "actor.ulysses_sequence_parallel_size",
 }
 
 _VERL_ROLLOUT = {
@@ -65,9 +61,12 @@ _VERL_ROLLOUT = {
     "response_length": "rollout.max_tokens",
     "max_num_seqs": "rollout.max_sequences",
     "max_model_len": "model.context_length",
-    **{key: f"rollout.{key}" for key in ("tensor_model_parallel_size", "gpu_memory_utilization", "prompt_length")},
+    "tensor_model_parallel_size": "rollout.tensor_parallel",
+    "gpu_memory_utilization": "rollout.memory",
+    "enforce_eager": "rollout.eager",
+    "free_cache_engine": "rollout.sleep",
     **{key: f"rollout.{key}" for key in ("log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "mode")},
-    **{key: f"rollout.{key}" for key in ("enforce_eager", "free_cache_engine", "enable_chunked_prefill")},
+    **{key: f"rollout.{key}" for key in ("prompt_length", "enable_chunked_prefill")},
     "multi_turn.format": "rollout.multi_turn.format",
 }
 
@@ -155,6 +154,8 @@ _TORCHRL = {
     "inference_model.temperature": "rollout.temperature",
     "inference_model.top_p": "rollout.top_p",
     "inference_model.max_tokens": "rollout.max_tokens",
+    "inference_model.gpu_memory_utilization": "rollout.memory",
+    "model.compile": "learner.compile",
     "optimizer.lr": "learner.lr",
     "optimizer.weight_decay": "learner.weight_decay",
     "optimizer.eps": "learner.eps",
@@ -168,9 +169,8 @@ ALIASES: Mapping[str, str] = {
     **_family(("actor_rollout_ref.rollout.", "rollout."), _VERL_ROLLOUT),
     **_family(("actor_rollout_ref.rollout.",), {k: f"rollout.{k}" for k in ("name", "temperature", "top_p", "top_k")}),
     **_family(("actor_rollout_ref.model.", "model."), _VERL_MODEL),
-    **_family(
-        ("actor_rollout_ref.",), {k: k for k in ("ref.fsdp_config.param_offload", "ref.log_prob_micro_batch_size")}
-    ),
+    **_family(("actor_rollout_ref.", ""), {"ref.fsdp_config.param_offload": "learner.offload_reference"}),
+    "actor_rollout_ref.ref.log_prob_micro_batch_size": "ref.log_prob_micro_batch_size",
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": "ref.log_prob_micro_batch_size",
     **_family(("actor_rollout_ref.rollout.val_kwargs.", "rollout.val_kwargs.", "val_kwargs."), _VERL_VALIDATION),
     **_family(("", "algorithm."), _VERL_FILTER),
@@ -241,7 +241,6 @@ class Accepted:
 
 
 _MICRO_BATCH = Accepted("no effect: learner.micro_batch_tokens bounds every forward pass")
-_ENGINE_MEMORY = Accepted("no effect on the embedded engine yet: rollout.max_sequences bounds its memory")
 _PROMPTS = Accepted("no effect: prompts are never cut; model.context_length bounds prompt and answer together")
 _CRITIC = Accepted("no effect: the critic learns from the policy's mini-batches, by the learner's settings")
 _SILENT = Accepted()
@@ -259,10 +258,6 @@ _VERL_CRITIC_SECTIONS = (
 )
 
 ACCEPTED: Mapping[str, Accepted] = {
-    "rollout.gpu_memory_utilization": _ENGINE_MEMORY,
-    "inference_model.gpu_memory_utilization": _ENGINE_MEMORY,
-    "rollout.enforce_eager": _SILENT,
-    "rollout.free_cache_engine": _SILENT,
     "rollout.enable_chunked_prefill": _SILENT,
     "rollout.mode": _SILENT,
     "rollout.multi_turn.format": _SILENT,
@@ -289,7 +284,6 @@ ACCEPTED: Mapping[str, Accepted] = {
     "train.mixed_precision": Accepted("no effect: model.dtype chooses the precision"),
     "train.logging_frequency": Accepted("no effect: every step is logged"),
     "train_model.lora.dropout": Accepted("no effect: adapters learn without dropout", off=(0,)),
-    "model.compile": Accepted("no effect: nothing is compiled", off=(False,)),
     **{f"critic.{key}": _CRITIC for key in _VERL_CRITIC},
 }
 

@@ -75,7 +75,6 @@ _OWN_AGENT = "use agent=chat, or your own coroutine: agent=my_agent.py:function"
 _OWN_TOOLS = "leave it out, or call tools in your own coroutine: agent=my_agent.py:function"
 _TEMPLATE = "leave it out to use the model's own, or give a Jinja file"
 _IN_STEP = "leave it out: weights are published every step"
-_SAVE_MEMORY = "set it to false; model.gradient_checkpointing=true saves memory"
 _ONE = "leave it at 1"
 
 NOT_YET = (
@@ -98,11 +97,8 @@ NOT_YET = (
     NotYet("train_model.num_devices", over(1), "several GPUs", _ONE),
     NotYet("ref_model.num_devices", over(1), "several GPUs", _ONE),
     NotYet("inference_model.num_devices", over(1), "several GPUs", _ONE),
-    NotYet("rollout.tensor_model_parallel_size", over(1), "tensor parallelism", _ONE),
+    NotYet("rollout.tensor_parallel", over(1), "tensor parallelism", _ONE),
     NotYet("actor.ulysses_sequence_parallel_size", over(1), "sequence parallelism", _ONE),
-    NotYet("actor.fsdp_config.param_offload", true, "weights kept in CPU memory", _SAVE_MEMORY),
-    NotYet("actor.fsdp_config.optimizer_offload", true, "optimiser state kept in CPU memory", _SAVE_MEMORY),
-    NotYet("ref.fsdp_config.param_offload", true, "weights kept in CPU memory", _SAVE_MEMORY),
     NotYet("train_model.quantization.enabled", true, "quantised training", "set it to false"),
     NotYet("optimizer.name", is_not("adamw", "adam"), "other optimisers", "use AdamW"),
 )

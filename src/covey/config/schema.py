@@ -84,7 +84,7 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    name: str = "embedded"  # the engine: embedded samples in this process with the learner's own weights
+    name: str = "embedded"  # embedded: in this process with the learner's own weights; vllm (an extra); or auto
     group_size: int = 8  # attempts per task
     temperature: float = 1.0  # softmax temperature of sampling; the learner uses the same
     top_p: float = 1.0  # sample from the smallest set of tokens with this probability; 1: all
@@ -93,11 +93,20 @@ class RolloutConfig:
     max_tokens: int = 256  # longest answer (of one turn), in tokens
     stop: list[str] = field(default_factory=list)  # strings that end an answer
     max_sequences: int = 256  # sequences decoded together; bounds the memory of the key-value cache
+    memory: float = 0.5  # of a GPU: embedded, the share of what is free that the cache may take; vllm, of all, its own
+    eager: bool = False  # no captured graphs on a GPU: slower, starts faster
+    tensor_parallel: int = 1  # vllm: GPUs that share one copy of the model
+    devices: list[int] | None = None  # vllm: its GPUs by number; null: the learner's own
+    sleep: bool = True  # vllm on the learner's GPU: gives its memory back while the learner works
 
     def __post_init__(self) -> None:
         _at_least("rollout.group_size", self.group_size, 1)
         _at_least("rollout.max_sequences", self.max_sequences, 1)
         _at_least("rollout.max_tokens", self.max_tokens, 1)
+        _at_least("rollout.tensor_parallel", self.tensor_parallel, 1)
+        _one_of("rollout.name", self.name, ("embedded", "vllm", "auto"))
+        if not 0 < self.memory <= 1:
+            raise InputError(f"rollout.memory is a share of the GPU's memory, between 0 and 1; got {self.memory:g}")
         if self.temperature <= 0:
             raise InputError(
                 f"rollout.temperature must be positive, got {self.temperature}\n"
@@ -118,9 +127,13 @@ class LearnerConfig:
     grad_clip: float = 1.0  # largest gradient norm; 0: no clipping
     epochs: int = 1  # passes over each step's samples
     mini_batch_size: int | None = None  # groups per optimiser step; null: all groups of the step
-    micro_batch_tokens: int = 8192  # tokens per forward pass; never changes the gradient
+    micro_batch_tokens: int | None = None  # per forward pass; null: what fits on the GPU, 8192 on a CPU; same gradient
     micro_batch_size: int | None = None  # episodes per forward pass at most; null: no limit but the tokens
     entropy_coef: float = 0.0  # entropy bonus per token
+    compile: bool | None = None  # fuse the small operations of a layer: slow start, faster steps; null: on a GPU
+    offload_optimizer: bool = False  # optimiser state and float32 weights in CPU memory, the update made there
+    offload_reference: bool = False  # the reference model waits in CPU memory while it is not asked
+    offload_weights: bool = False  # with vllm on the same GPU: the policy waits in CPU memory during sampling
     max_skipped: int = 5  # stop after this many updates in a row with a non-finite loss or gradient
 
     def __post_init__(self) -> None:

@@ -80,6 +80,10 @@ class Learner:
         """Log-probs are float32, also of bfloat16 weights; float64 weights keep theirs."""
         return torch.promote_types(next(iter(self.optimizer.working.values())).dtype, torch.float32)
 
+    @property
+    def _token_budget(self) -> int:
+        return self.config.micro_batch_tokens or 8192
+
     def weights(self) -> Any:
         """The module itself: an engine in this process samples from it without a copy."""
         return self.model
@@ -114,7 +118,7 @@ class Learner:
         """What is said of the sampled tokens of rows, [R, T] on the CPU, without gradient."""
         width = max(len(row.response_ids) for row in rows)
         columns: dict[str, Tensor] = {}
-        for lines in plan(rows, self.config.micro_batch_tokens, self.config.micro_batch_size):
+        for lines in plan(rows, self._token_budget, self.config.micro_batch_size):
             out = self._forward(rows, lines, temperature, width, ask, model or self.model)
             for name in out.__slots__:
                 if (part := getattr(out, name)) is not None:
@@ -170,7 +174,7 @@ class Learner:
     # -- one optimiser step --------------------------------------------------------------------------------------
 
     def update(self, batch: Batch, algorithm: Algorithm) -> tuple[Metrics, TokenTrace]:
-        micro_batches = plan(batch.rows, self.config.micro_batch_tokens, self.config.micro_batch_size)
+        micro_batches = plan(batch.rows, self._token_budget, self.config.micro_batch_size)
         if _splits(batch, micro_batches, algorithm.couples):
             batch = replace(batch, policy_sum_N=self._policy_sums(batch))
         width = batch.mask_RT.shape[1]

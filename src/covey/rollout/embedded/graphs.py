@@ -1,8 +1,8 @@
 """Decoding on a GPU: one step is captured as a CUDA graph and replayed; the host looks at the tokens only now and then.
 
 Everything a step changes lies in buffers on the GPU: the tokens to feed, their positions, the blocks of each sequence,
-the uniform numbers, what was drawn. A graph is captured for each size of the batch (rounded up); rows without a sequence
-write to the cache's scratch block. The decoder layers are compiled once for all layers and sizes (their small
+the uniform numbers, what was drawn. A graph is captured for each size of the batch (rounded up); rows without a
+sequence write to the cache's scratch block. The decoder layers are compiled once for all layers and sizes (their small
 operations become few kernels), attention is `kernels.paged_attention`.
 
 Shapes: B rows of the batch, N blocks of a sequence, T steps between two looks.

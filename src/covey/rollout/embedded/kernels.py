@@ -1,6 +1,6 @@
 """Triton kernels of decoding on a GPU: write and attend in one paged cache, and draw a token.
 
-Imported only where Triton is (see `paged.py`); plain torch in `cache.py` and `sampling.py` computes the same.
+Imported only where a GPU is used; plain torch in `cache.py` and `sampling.py` computes the same.
 
 Shapes: B sequences, H query heads, K key heads, G = H / K, D head size, S splits of a sequence, V vocabulary.
 """
@@ -14,7 +14,10 @@ from torch import Tensor
 
 
 @triton.jit
-def _write(k, v, keys, values, table, position, k_stride, v_stride, table_stride, SIZE: tl.constexpr, KD: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr):  # fmt: skip
+def _write(
+    k, v, keys, values, table, position, k_stride, v_stride, table_stride,
+    SIZE: tl.constexpr, KD: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
     """The new key and value of sequence b, all heads, to their place."""
     b = tl.program_id(0)
     at = tl.load(position + b)
@@ -167,8 +170,8 @@ def _scan(logits, temperature, top, mass, best, stride, V, TILES: tl.constexpr, 
 
 @triton.jit
 def _pick(
-    logits, temperature, uniform, top, mass, best, ids, position, step, out_ids, out_logprobs, stride, V, uniform_stride,
-    out_stride, TILES: tl.constexpr, TILES_PAD: tl.constexpr, TILE: tl.constexpr,
+    logits, temperature, uniform, top, mass, best, ids, position, step, out_ids, out_logprobs, stride, V,
+    uniform_stride, out_stride, TILES: tl.constexpr, TILES_PAD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Invert the cumulative distribution of row b at its uniform number: the tile first, then the token."""
     b = tl.program_id(0)
