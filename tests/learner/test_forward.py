@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from covey.config.schema import LearnerConfig
-from covey.learner import forward
+from covey.learner import forward, logprobs
 from covey.learner.learner import Learner
 from covey.learner.packing import pack, plan
 from covey.rollout.embedded import EmbeddedEngine
@@ -109,7 +109,7 @@ def test_entropy_by_hand_and_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatc
         hidden = forward.hidden_states(model, packed)
         return forward.token_logprobs(model, hidden, packed.target_M, 1.0, entropy_gradient=entropy_gradient)[:2]
 
-    logprobs, entropy = said()
+    chosen, entropy = said()
     row = rows[0]
     with torch.no_grad():
         logits = model(torch.tensor([row.prompt_ids + row.response_ids])).logits[0, len(row.prompt_ids) - 1]
@@ -118,14 +118,14 @@ def test_entropy_by_hand_and_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatc
     first = plan(rows, 1000)[0][0][0]
     if first == 0:
         assert float(entropy[place].detach()) == pytest.approx(float(-(p * p.log()).sum()), abs=1e-5)
-    monkeypatch.setattr(forward, "CHUNK_LOGITS", 64 * 4)
+    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", 64 * 4)
     again, entropy_again = said()
-    torch.testing.assert_close(again, logprobs)
+    torch.testing.assert_close(again, chosen)
     torch.testing.assert_close(entropy_again, entropy)
-    weights = torch.randn(len(logprobs))
+    weights = torch.randn(len(chosen))
     gradients = []
     for chunk in (64 * 4, 10**9):
-        monkeypatch.setattr(forward, "CHUNK_LOGITS", chunk)
+        monkeypatch.setattr(logprobs, "CHUNK_LOGITS", chunk)
         model.zero_grad()
         (said(entropy_gradient=True)[0] * weights).sum().backward()
         gradients.append(model.lm_head.weight.grad.clone())
@@ -138,7 +138,7 @@ def test_gradient_of_logprob_and_entropy(entropy_gradient: bool) -> None:
     torch.manual_seed(0)
     logits = torch.randn(6, 9, dtype=torch.float64, requires_grad=True)
     target, u, v = torch.randint(9, (6,)), torch.randn(6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
-    chosen, entropy = forward.ChosenLogProb.apply(logits, target, entropy_gradient)
+    chosen, entropy = logprobs.ChosenLogProb.apply(logits, target, entropy_gradient)
     plain = torch.log_softmax(logits, -1)
     expected_entropy = -(plain.exp() * plain).sum(-1)
     torch.testing.assert_close(chosen, plain.gather(-1, target[:, None])[:, 0])
@@ -157,12 +157,12 @@ def test_full_kl_and_its_gradient() -> None:
     ref, weight = torch.randn(5, 7, dtype=torch.float64), torch.randn(5, dtype=torch.float64)
     p, q = torch.log_softmax(logits, -1), torch.log_softmax(ref, -1)
     expected = (p.exp() * (p - q)).sum(-1)
-    found = forward.FullKl.apply(logits, ref)
+    found = logprobs.FullKl.apply(logits, ref)
     torch.testing.assert_close(found, expected)
     (gradient,) = torch.autograd.grad((weight * found).sum(), logits)
     (by_hand,) = torch.autograd.grad((weight * expected).sum(), logits)
     torch.testing.assert_close(gradient, by_hand)
-    assert float(forward.FullKl.apply(ref, ref).abs().max()) < 1e-12
+    assert float(logprobs.FullKl.apply(ref, ref).abs().max()) < 1e-12
 
 
 def test_layers_that_are_not_supported_are_named() -> None:

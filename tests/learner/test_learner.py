@@ -178,13 +178,36 @@ def test_bfloat16_weights_follow_float32_masters() -> None:
     weight = model.lm_head.weight
     start = weight.detach().float().clone()
     for _ in range(1000):
-        for p in learner.optimizer.working.values():
-            p.grad = torch.ones_like(p)
+        for master in learner.optimizer.masters.values():
+            master.grad = torch.ones_like(master)
         learner.optimizer.step()
     moved = start - learner.optimizer.masters["lm_head.weight"]
     torch.testing.assert_close(moved, torch.full_like(moved, 1e-3), atol=6e-5, rtol=0)
     torch.testing.assert_close(weight.detach(), learner.optimizer.masters["lm_head.weight"].bfloat16())
     assert bool((weight.detach().float() != start).any())
+
+
+def test_gradients_of_half_precision_add_up_in_float32() -> None:
+    """One large part and many that are small beside it: in bfloat16 each of those would round away."""
+    model = tiny_llama(dtype=torch.bfloat16)
+    optimizer = Learner(model, LearnerConfig(), total_updates=1).optimizer
+    weight, master = model.lm_head.weight, optimizer.masters["lm_head.weight"]
+    for scale in (1.0, *[1e-3] * 100):
+        (weight * scale).sum().backward()
+        assert weight.grad is None
+    torch.testing.assert_close(master.grad, torch.full_like(master, 1 + 0.1), atol=1e-3, rtol=0)
+
+
+def test_offloaded_masters_are_the_same_optimiser() -> None:
+    """On a CPU there is nowhere else to go: the setting changes nothing."""
+    batch = batch_of(rows_of(2, 4), 4, dtype=torch.float32)
+    found = []
+    for offload in (False, True):
+        model = tiny_llama(dtype=torch.bfloat16)
+        learner = Learner(model, LearnerConfig(lr=1e-3, offload_optimizer=offload), total_updates=1)
+        learner.update(batch, make("grpo"))
+        found.append(model.lm_head.weight.detach().clone())
+    assert torch.equal(*found)
 
 
 def test_float16_scales_the_loss_and_survives_an_overflow() -> None:

@@ -1,9 +1,9 @@
-"""What a policy says of sampled tokens: log-probs, entropy, KL to a reference, without holding all logits at once.
+"""What a policy says of sampled tokens: log-probs, entropy, KL to a reference.
 
-Only places that predict a sampled token go through the output matrix, in chunks; with gradients and several chunks each
-chunk's logits are computed again in the backward pass, so memory does not grow with vocabulary × tokens.
+Only places that predict a sampled token go through the output matrix, in chunks (`logprobs.py`), so memory does not
+grow with vocabulary × tokens.
 
-Shapes: M sampled tokens, D hidden size, V vocabulary, L lines of width W.
+Shapes: M sampled tokens, D hidden size, T tokens of the line.
 """
 
 from __future__ import annotations
@@ -16,25 +16,29 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from covey.errors import InputError
+from covey.learner import attention, logprobs
 from covey.learner.packing import Packed
-
-CHUNK_LOGITS = 64_000_000  # logits held at once: 256 MB in float32
-
 
 RefLogits = Callable[[Tensor], Tensor]  # hidden states of the reference → its logits
 
 
 def hidden_states(model: Any, packed: Packed) -> Tensor:
-    """What the backbone makes of everything before each sampled token, [M, D]."""
+    """What the backbone makes of everything before each sampled token, [M, D]. Where the backward pass computes
+    activations again, `attention.reading` must last until it is over."""
     lm = causal_lm(model)
+    check_layers(lm.config)
     backbone = getattr(lm, "base_model", lm)
-    hidden_LWD = backbone(
-        input_ids=packed.ids_LW,
-        attention_mask=attention_mask(lm.config, packed),
-        position_ids=packed.position_LW,
-        use_cache=False,
-    ).last_hidden_state
-    found: Tensor = hidden_LWD.reshape(-1, hidden_LWD.shape[-1])[packed.source_M]
+    attention.choose(lm, packed.layout)
+    with attention.reading(packed.layout) as line:
+        hidden_TD = backbone(
+            input_ids=packed.ids_T[None], position_ids=packed.position_T[None], use_cache=False
+        ).last_hidden_state[0]
+    if not line.asked:
+        raise InputError(
+            f"{lm.config.model_type}: this model's code computes attention on its own, without transformers' attention "
+            "interface\n  rows of one micro-batch would see each other; use a model that transformers itself implements"
+        )
+    found: Tensor = hidden_TD[packed.source_M]
     return found
 
 
@@ -50,22 +54,22 @@ def token_logprobs(
     """Log-prob and entropy of each sampled token under softmax(logits / temperature), [M] and [M]; with the hidden
     states and logits of a reference also the KL to it over the whole vocabulary, [M]."""
     lm = causal_lm(model)
-
-    def cooled(logits: Tensor) -> Tensor:
-        logits = _at_least_float32(logits)
-        return logits if temperature == 1 else logits / temperature
+    output = lm.get_output_embeddings()
+    if reference is None and _is_one_product(lm):
+        chosen, entropy = logprobs.linear_logprobs(hidden_MD, output.weight, target_M, temperature, entropy_gradient)
+        return chosen, entropy, None
 
     def of_chunk(hidden: Tensor, target: Tensor, ref_hidden: Tensor | None) -> tuple[Tensor, ...]:
-        logits = cooled(final_logits(lm, hidden))
-        found: tuple[Tensor, ...] = ChosenLogProb.apply(logits, target, entropy_gradient)
+        logits = logprobs.cooled(final_logits(lm, hidden), temperature)
+        found: tuple[Tensor, ...] = logprobs.ChosenLogProb.apply(logits, target, entropy_gradient)
         if reference is None:
             return found
         with torch.no_grad():
             assert ref_hidden is not None
-            ref_logits = cooled(reference[1](ref_hidden))
-        return (*found, FullKl.apply(logits, ref_logits))
+            ref_logits = logprobs.cooled(reference[1](ref_hidden), temperature)
+        return (*found, logprobs.FullKl.apply(logits, ref_logits))
 
-    size = max(1, CHUNK_LOGITS // lm.get_output_embeddings().weight.shape[0])
+    size = max(1, logprobs.CHUNK_LOGITS // output.weight.shape[0])
     targets = target_M.split(size)
     ref_chunks = [None] * len(targets) if reference is None else reference[0].split(size)
     recompute = len(targets) > 1 and torch.is_grad_enabled()
@@ -77,66 +81,16 @@ def token_logprobs(
     return columns[0], columns[1], columns[2] if reference is not None else None
 
 
-class ChosenLogProb(torch.autograd.Function):
-    """log p_y and the entropy H of softmax(logits), [M, V] → [M], [M], in as few passes over [M, V] as can be.
-
-        ∂ log p_y / ∂ logit_j = [j = y] − p_j          ∂ H / ∂ logit_j = −p_j (log p_j + H)
-
-    Keeps p instead of the logits; the entropy has a gradient only if asked for.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-        lse = logits.logsumexp(-1)
-        chosen = logits.gather(-1, target[:, None])[:, 0] - lse
-        probs = (logits - lse[:, None]).exp_()
-        entropy = lse - torch.linalg.vecdot(probs, logits)
-        ctx.save_for_backward(probs, target, entropy)
-        ctx.entropy_gradient = entropy_gradient
-        if not entropy_gradient:
-            ctx.mark_non_differentiable(entropy)
-        return chosen, entropy
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        to_chosen, to_entropy = gradients
-        probs, target, entropy = ctx.saved_tensors
-        found = probs * -to_chosen[:, None]
-        found.scatter_add_(-1, target[:, None], to_chosen[:, None])
-        if ctx.entropy_gradient:
-            surprise = torch.special.xlogy(probs, probs) + probs * entropy[:, None]
-            found -= surprise * to_entropy[:, None]
-        return found, None, None
-
-
-class FullKl(torch.autograd.Function):
-    """KL(softmax(logits) ‖ softmax(ref_logits)) over the vocabulary, [M, V], [M, V] → [M].
-
-    ∂ KL / ∂ logit_j = p_j (log p_j − log q_j − KL)
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, ref_logits: Tensor) -> Tensor:
-        log_probs = logits.log_softmax(-1)
-        apart = log_probs - ref_logits.log_softmax(-1)
-        probs = log_probs.exp_()
-        kl = torch.linalg.vecdot(probs, apart)
-        ctx.save_for_backward(probs, apart, kl)
-        return kl
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        probs, apart, kl = ctx.saved_tensors
-        return probs * (apart - kl[:, None]) * gradients[0][:, None], None
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def causal_lm(model: Any) -> Any:
     """The transformers model, also where peft wraps it (its layers then carry the adapters)."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _is_one_product(lm: Any) -> bool:
+    """Whether logits are hidden states times the output matrix, and nothing else."""
+    output, config = lm.get_output_embeddings(), lm.config.get_text_config(decoder=True)
+    scaled = any(getattr(config, name, None) for name in ("logits_scaling", "logit_scale", "final_logit_softcapping"))
+    return type(output) is torch.nn.Linear and output.bias is None and not scaled
 
 
 def final_logits(lm: Any, hidden: Tensor) -> Tensor:
@@ -162,15 +116,3 @@ def check_layers(model_config: Any) -> set[str]:
             "  supported: full and sliding-window attention (Llama, Qwen, Mistral, Gemma, SmolLM families)"
         )
     return kinds
-
-
-def attention_mask(model_config: Any, packed: Packed) -> Tensor | dict[str, Tensor]:
-    """The packed mask as the model wants it: one tensor, or one per kind of layer."""
-    kinds = check_layers(model_config)
-    window = getattr(model_config.get_text_config(decoder=True), "sliding_window", None)
-    if not kinds:
-        return packed.allowed(window)
-    masks = {"full_attention": packed.allowed()}
-    if "sliding_attention" in kinds:
-        masks["sliding_attention"] = packed.allowed(window)
-    return masks if len(masks) > 1 else masks["full_attention"]

@@ -11,7 +11,8 @@ Shapes: N episodes, R rows, T response tokens, M sampled tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,11 +23,14 @@ from covey.algorithms.aggregation import divide
 from covey.algorithms.ops import effective_sample_size, episode_sum, masked_mean, probability_ratio
 from covey.config.schema import CriticConfig, LearnerConfig
 from covey.errors import RunFailed
+from covey.learner import attention
+from covey.learner.compiled import CompiledLayers
 from covey.learner.critic import Critic
 from covey.learner.forward import RefLogits, causal_lm, final_logits, hidden_states, token_logprobs
+from covey.learner.memory import affordable_tokens
 from covey.learner.models import Reference
 from covey.learner.optimizer import MasterAdamW
-from covey.learner.packing import Packed, pack, plan
+from covey.learner.packing import Bunch, Packed, pack, plan
 from covey.protocols import Algorithm, Couples, LossTerm, Metrics, Needs, TokenOutputs, TokenTrace
 from covey.types import Batch, Sample, Samples
 
@@ -42,6 +46,16 @@ class Ask:
     policy: bool = True  # log-probs and entropy
     values: bool = False  # the critic's
     full_kl: bool = False  # to the reference, over the vocabulary
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What was said of a micro-batch: its rows, the batch seen through them, outputs and loss terms."""
+
+    index: list[int]
+    view: Batch
+    out: TokenOutputs
+    terms: dict[str, Tensor]
 
 
 class Learner:
@@ -68,6 +82,9 @@ class Learner:
             self.critic = Critic(
                 model, critic, config, total_updates=total_updates, scaler=self.scaler, backbone=critic_backbone
             )
+        wanted = self.device.type == "cuda" if config.compile is None else config.compile
+        self.layers = CompiledLayers(model) if wanted else None
+        self._token_budget = config.micro_batch_tokens
         self.skipped = 0
         self.skipped_in_a_row = 0
 
@@ -79,10 +96,6 @@ class Learner:
     def _dtype(self) -> torch.dtype:
         """Log-probs are float32, also of bfloat16 weights; float64 weights keep theirs."""
         return torch.promote_types(next(iter(self.optimizer.working.values())).dtype, torch.float32)
-
-    @property
-    def _token_budget(self) -> int:
-        return self.config.micro_batch_tokens or 8192
 
     def weights(self) -> Any:
         """The module itself: an engine in this process samples from it without a copy."""
@@ -118,21 +131,43 @@ class Learner:
         """What is said of the sampled tokens of rows, [R, T] on the CPU, without gradient."""
         width = max(len(row.response_ids) for row in rows)
         columns: dict[str, Tensor] = {}
-        for lines in plan(rows, self._token_budget, self.config.micro_batch_size):
-            out = self._forward(rows, lines, temperature, width, ask, model or self.model)
+        for bunches in self._plan(rows):
+            packed = pack(rows, bunches).to(self.device)
+            with self._reading(packed):
+                out = self._forward(packed, (len(_flat(bunches)), width), temperature, ask, model or self.model)
             for name in out.__slots__:
                 if (part := getattr(out, name)) is not None:
                     whole = columns.setdefault(name, torch.zeros(len(rows), width, dtype=part.dtype))
-                    whole[torch.tensor(_flat(lines))] = part.cpu()
+                    whole[torch.tensor(_flat(bunches))] = part.cpu()
         return TokenOutputs(**columns)
 
+    def _plan(self, rows: Sequence[Sample]) -> list[list[Bunch]]:
+        if self._token_budget is None:
+            self._token_budget = affordable_tokens(self.device, self._try_tokens)
+        return plan(rows, self._token_budget, self.config.micro_batch_size)
+
+    def _try_tokens(self, count: int) -> None:
+        """A forward and backward pass over so many tokens that change nothing, to see what they cost."""
+        row = Sample((0,), (0,) * count, (True,) * count, (0.0,) * count, (0,) * count, 0)
+        packed = pack([row], [[0]]).to(self.device)
+        with self._reading(packed):
+            out = self._forward(packed, (1, count), 1.0, Ask(values=self.critic is not None), self.model)
+            (out.logprobs.sum() * 0).backward()
+        self._zero_grad()
+
+    @contextmanager
+    def _reading(self, packed: Packed) -> Iterator[None]:
+        """The line is read until its backward pass is over; by compiled layers where that is wanted and possible."""
+        fast = attention.choose(causal_lm(self.model), packed.layout)
+        with attention.reading(packed.layout), self.layers.active() if fast and self.layers else nullcontext():
+            yield
+
     def _forward(
-        self, rows: Sequence[Sample], lines: list[list[int]], temperature: float, width: int, ask: Ask, model: Any
+        self, packed: Packed, shape: tuple[int, int], temperature: float, ask: Ask, model: Any
     ) -> TokenOutputs:
-        """What is said of the tokens of a micro-batch, [R, T], rows in the order of the lines."""
-        packed = pack(rows, lines).to(self.device)
+        """What is said of the tokens of a micro-batch, [R, T], rows in the order of the bunches."""
         at = (packed.row_M, packed.column_M)
-        empty_RT = torch.zeros(len(_flat(lines)), width, dtype=self._dtype, device=self.device)
+        empty_RT = torch.zeros(shape, dtype=self._dtype, device=self.device)
 
         def laid_out(column_M: Tensor | None) -> Tensor | None:
             return None if column_M is None else empty_RT.to(column_M.dtype).index_put(at, column_M)
@@ -174,28 +209,40 @@ class Learner:
     # -- one optimiser step --------------------------------------------------------------------------------------
 
     def update(self, batch: Batch, algorithm: Algorithm) -> tuple[Metrics, TokenTrace]:
-        micro_batches = plan(batch.rows, self._token_budget, self.config.micro_batch_size)
+        micro_batches = self._plan(batch.rows)
         if _splits(batch, micro_batches, algorithm.couples):
             batch = replace(batch, policy_sum_N=self._policy_sums(batch))
         width = batch.mask_RT.shape[1]
         ask = Ask(values=self.critic is not None, full_kl=algorithm.needs.full_kl)
-        trace = TokenTrace(*(torch.zeros(len(batch.rows), width) for _ in range(3)))
-        tally = _Tally()
+        heard: list[Heard] = []
         self._zero_grad()
-        for lines in micro_batches:
-            index = _flat(lines)
+        for bunches in micro_batches:
+            index = _flat(bunches)
             view = _to(batch.take(index), self.device)
-            out = self._forward(batch.rows, lines, batch.temperature, width, ask, self.model)
-            terms = divide(self._loss(out, view, algorithm), view)
-            self.scaler.scale(torch.stack(list(terms.values())).sum()).backward()
-            self._trace(trace, index, out, view)
-            tally.add_terms(terms)
-            tokens = int(view.mask_RT.sum())
-            tally.add(self._token_metrics(out, view), weight=tokens)
-            episodes = len(view.episode_R.unique())
-            tally.add(algorithm.metrics(out, view), weight=episodes if algorithm.couples == "groups" else tokens)
+            packed = pack(batch.rows, bunches).to(self.device)
+            with self._reading(packed):
+                out = self._forward(packed, (len(index), width), batch.temperature, ask, self.model)
+                terms = divide(self._loss(out, view, algorithm), batch)
+                self.scaler.scale(torch.stack(list(terms.values())).sum()).backward()
+            heard.append(Heard(index, view, _detached(out), {name: term.detach() for name, term in terms.items()}))
+        # Numbers are read only now: to read one is to wait for the GPU.
+        tally, trace = self._tell(heard, algorithm, batch)
         ess = effective_sample_size(trace.ratio[batch.mask_RT])
         return tally.result() | {"policy/ess": ess} | self._step(tally.loss()), trace
+
+    @torch.no_grad()
+    def _tell(self, heard: Sequence[Heard], algorithm: Algorithm, batch: Batch) -> tuple[_Tally, TokenTrace]:
+        """Statistics of all micro-batches, and what the episode reader shows."""
+        tally = _Tally()
+        trace = TokenTrace(*(torch.zeros(batch.mask_RT.shape) for _ in range(3)))
+        for part in heard:
+            tally.add_terms(part.terms)
+            tokens, episodes = int(part.view.mask_RT.sum()), len(part.view.episode_R.unique())
+            tally.add(self._token_metrics(part.out, part.view), weight=tokens)
+            weight = episodes if algorithm.couples == "groups" else tokens
+            tally.add(algorithm.metrics(part.out, part.view), weight=weight)
+            self._trace(trace, part)
+        return tally, trace
 
     def _loss(self, out: TokenOutputs, view: Batch, algorithm: Algorithm) -> dict[str, LossTerm]:
         critic = self.critic
@@ -246,7 +293,6 @@ class Learner:
         clipped = float(norm > self.config.grad_clip) if self.config.grad_clip else 0.0
         return found | {"optim/lr": rate, "optim/skipped": self.skipped, "grad/norm": norm, "grad/clipped": clipped}
 
-    @torch.no_grad()
     def _token_metrics(self, out: TokenOutputs, view: Batch) -> Metrics:
         mask, log_ratio = view.mask_RT, out.logprobs - view.old_logprobs_RT
         ratio = probability_ratio(out.logprobs, view.old_logprobs_RT)
@@ -260,15 +306,12 @@ class Learner:
             **({} if self.critic is None else self.critic.metrics(out, view)),
         }
 
-    def _trace(self, trace: TokenTrace, index: list[int], out: TokenOutputs, view: Batch) -> None:
-        at = torch.tensor(index)
-        ratio = probability_ratio(out.logprobs.detach(), view.old_logprobs_RT)
-        for column, value in (
-            (trace.advantage, view.advantages_RT),
-            (trace.ratio, ratio),
-            (trace.entropy, out.entropy),
-        ):
-            column[at] = torch.where(view.mask_RT, value.detach(), torch.zeros_like(value)).float().cpu()
+    def _trace(self, trace: TokenTrace, part: Heard) -> None:
+        at, out, view = torch.tensor(part.index), part.out, part.view
+        ratio = probability_ratio(out.logprobs, view.old_logprobs_RT)
+        columns = ((trace.advantage, view.advantages_RT), (trace.ratio, ratio), (trace.entropy, out.entropy))
+        for column, value in columns:
+            column[at] = torch.where(view.mask_RT, value, torch.zeros_like(value)).float().cpu()
 
 
 class _Tally:
@@ -283,7 +326,7 @@ class _Tally:
 
     def add_terms(self, terms: dict[str, Tensor]) -> None:
         for name, value in terms.items():
-            self.terms[name] = self.terms.get(name, 0.0) + float(value.detach())
+            self.terms[name] = self.terms.get(name, 0.0) + float(value)
 
     def add(self, metrics: Metrics, weight: int) -> None:
         for name, value in metrics.items():
@@ -307,18 +350,23 @@ def extreme(name: str) -> Callable[[float, float], float] | None:
     return max if "max" in words else min if "min" in words else None
 
 
-def _flat(lines: list[list[int]]) -> list[int]:
-    return [index for line in lines for index in line]
+def _flat(bunches: list[Bunch]) -> list[int]:
+    return [index for bunch in bunches for index in bunch]
 
 
-def _splits(batch: Batch, micro_batches: list[list[list[int]]], couples: Couples) -> bool:
+def _detached(out: TokenOutputs) -> TokenOutputs:
+    values, full_kl = (None if x is None else x.detach() for x in (out.values, out.full_kl))
+    return TokenOutputs(out.logprobs.detach(), out.entropy.detach(), values, full_kl)
+
+
+def _splits(batch: Batch, micro_batches: list[list[Bunch]], couples: Couples) -> bool:
     """Whether a micro-batch holds only a part of what the loss must see as a whole."""
     if couples == "nothing":
         return False
     of_row = batch.episode_R if couples == "episodes" else batch.group_N[batch.episode_R]
     homes: dict[int, int] = {}
-    for number, lines in enumerate(micro_batches):
-        for index in _flat(lines):
+    for number, bunches in enumerate(micro_batches):
+        for index in _flat(bunches):
             if homes.setdefault(int(of_row[index]), number) != number:
                 return True
     return False

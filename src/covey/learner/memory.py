@@ -1,4 +1,4 @@
-"""Keeping memory that was freed, on a CPU.
+"""Memory: how many tokens a forward pass may hold, and keeping what was freed on a CPU.
 
 A training step frees and takes hundreds of large tensors. glibc gives each back to the system and gets it again page by
 page, which costs a fifth of a step (benchmarks/malloc.py). Told to keep it, the process holds its peak until it ends.
@@ -8,8 +8,38 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
+
+import torch
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of <malloc.h>
+
+MOST_TOKENS = 8192  # more in one pass is not faster
+PROBES = (256, 1280)  # tokens
+SHARE = 0.8  # of the free memory that a pass may take
+
+
+def affordable_tokens(device: torch.device, try_tokens: Callable[[int], None]) -> int:
+    """Tokens of one forward and backward pass: what fits into a GPU's free memory, found out by two small passes."""
+    if device.type != "cuda":
+        return MOST_TOKENS
+    peaks = []
+    for count in (PROBES[0], *PROBES):  # the first also compiles and loads what later passes find there
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        try_tokens(count)
+        peaks.append(torch.cuda.max_memory_allocated(device) - before)
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return tokens_within(free * SHARE, PROBES, (peaks[1], peaks[2]))
+
+
+def tokens_within(memory: float, tokens: tuple[int, int], peaks: tuple[int, int]) -> int:
+    """A line through two measurements, read backwards."""
+    each = max(1.0, (peaks[1] - peaks[0]) / (tokens[1] - tokens[0]))
+    fixed = max(0.0, peaks[0] - each * tokens[0])
+    return max(PROBES[0], min(MOST_TOKENS, int((memory - fixed) / each)))
 
 
 def keep_freed_memory() -> bool:

@@ -1,13 +1,15 @@
 """AdamW on float32 masters, with a learning-rate schedule that is a function of the step number.
 
-Working weights in bfloat16 or float16 are copies of the masters: updates near 1e-6 would round away in them. For
-float16 the loss is scaled so that small gradients do not vanish (torch's GradScaler).
+Working weights in bfloat16 or float16 are copies of the masters: updates near 1e-6 would round away in them, and so
+would the small gradients of one micro-batch beside the sum of many, so gradients are added up in float32 as well. For
+float16 the loss is scaled so that small gradients do not vanish (torch's GradScaler). Offloaded, masters and moments
+live in CPU memory; gradients then add up in the precision of the weights, and go there once per update.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +44,10 @@ class MasterAdamW:
         self.working = {name: p for name, p in parameters if p.requires_grad}
         assert self.working, "there are no weights to train"
         some = next(iter(self.working.values()))
-        self.shares = some.dtype in (torch.float32, torch.float64)
-        self.masters = self.working if self.shares else {n: p.detach().float() for n, p in self.working.items()}
+        home = torch.device("cpu") if config.offload_optimizer else some.device
+        self.offloaded = home != some.device
+        self.shares = some.dtype in (torch.float32, torch.float64) and not self.offloaded
+        self.masters = self.working if self.shares else {n: _master(p, home) for n, p in self.working.items()}
         self.adamw = torch.optim.AdamW(
             list(self.masters.values()),
             lr=config.lr,
@@ -53,15 +57,36 @@ class MasterAdamW:
             fused=True,
         )
         self.scaler = scaler  # one for all optimisers that share a backward pass; who owns it updates it
+        if some.is_cuda:
+            self._take_memory()
+        if not self.shares and not self.offloaded:
+            for name, p in self.working.items():
+                p.register_post_accumulate_grad_hook(_adder(self.masters[name]))
+
+    def _take_memory(self) -> None:
+        """All that the optimiser will ever hold, at once: who measures free memory later sees what is really free."""
+        for master in self.masters.values():
+            self.adamw.state[master] = {
+                "step": torch.zeros((), dtype=torch.float32, device=master.device),
+                "exp_avg": torch.zeros_like(master),
+                "exp_avg_sq": torch.zeros_like(master),
+            }
+            if not self.offloaded:
+                master.grad = torch.zeros_like(master)
 
     def zero_grad(self) -> None:
         for p in self.working.values():
             p.grad = None
+        for master in self.masters.values() if not self.shares else ():
+            if master.grad is not None:
+                master.grad.zero_()
 
     def step(self) -> tuple[float, float, bool]:
         """Clip and update. Returns the learning rate, the gradient norm before clipping, and whether the update was
         made: a non-finite gradient leaves weights and optimiser as they were."""
-        self._gradients_to_masters()
+        if self.offloaded:
+            for name, p in self.working.items():
+                self.masters[name].grad = None if p.grad is None else p.grad.to(self.masters[name])
         self.scaler.unscale_(self.adamw)
         limit = self.config.grad_clip or math.inf
         norm = float(torch.nn.utils.clip_grad_norm_(list(self.masters.values()), limit))
@@ -71,22 +96,16 @@ class MasterAdamW:
         made = math.isfinite(norm)
         if made:
             self.scaler.step(self.adamw)
-            self._masters_to_working()
+            if not self.shares:
+                self._masters_to_working()
             self.steps += 1
         self.zero_grad()
         return rate, norm, made
 
-    def _gradients_to_masters(self) -> None:
-        if not self.shares:
-            for name, p in self.working.items():
-                self.masters[name].grad = None if p.grad is None else p.grad.float()
-
     @torch.no_grad()
     def _masters_to_working(self) -> None:
-        if not self.shares:
-            for name, p in self.working.items():
-                p.copy_(self.masters[name])
-                self.masters[name].grad = None
+        for name, p in self.working.items():
+            p.copy_(self.masters[name], non_blocking=True)
 
     def tensors(self) -> dict[str, Tensor]:
         """Moments, and masters where they differ from the weights: for the checkpoint."""
@@ -107,3 +126,24 @@ class MasterAdamW:
             if not self.shares:
                 master.copy_(tensors[f"master/{name}"])
         self.steps = steps
+
+
+def _master(weight: nn.Parameter, home: torch.device) -> Tensor:
+    """A float32 copy (float64 of float64) where it will live."""
+    kept = weight.detach().to(home, torch.promote_types(weight.dtype, torch.float32), copy=True)
+    return kept.pin_memory() if weight.is_cuda and home.type == "cpu" else kept
+
+
+def _adder(master: Tensor) -> Callable[[Tensor], None]:
+    """Moves a weight's gradient of one micro-batch into the master's sum."""
+
+    @torch.no_grad()
+    def add(weight: Tensor) -> None:
+        assert weight.grad is not None
+        if master.grad is None:
+            master.grad = weight.grad.to(master.dtype)
+        else:
+            master.grad += weight.grad
+        weight.grad = None
+
+    return add

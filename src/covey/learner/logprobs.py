@@ -1,0 +1,172 @@
+"""From hidden states to log-probs and entropies of sampled tokens, with derivatives written out.
+
+    ∂ log p_y / ∂ logit_j = [j = y] − p_j          ∂ H / ∂ logit_j = −p_j (log p_j + H)
+
+Logits are made in chunks, never all at once; the backward pass makes them again, turns them into their own gradient in
+place, and adds up the gradient of the output matrix in float32.
+
+Shapes: M sampled tokens, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_LOGITS = 64_000_000  # held at once: 256 MB in float32
+GPU_CHUNK_LOGITS = 256_000_000  # 512 MB in bfloat16: larger products run faster there
+
+
+def linear_logprobs(
+    hidden_MD: Tensor, weight_VD: Tensor, target_M: Tensor, temperature: float, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target and entropy of softmax(hidden · weightᵀ / temperature), [M] and [M]."""
+    rows, gpu = chunk_rows(weight_VD), hidden_MD.is_cuda
+    if len(hidden_MD) <= rows and not gpu:  # nothing to gain by computing logits twice
+        logits = cooled(hidden_MD @ weight_VD.t(), temperature)
+        found: tuple[Tensor, Tensor] = ChosenLogProb.apply(logits, target_M, entropy_gradient)
+    else:
+        found = LinearLogProb.apply(hidden_MD, weight_VD, target_M, temperature, entropy_gradient, rows)
+    return found
+
+
+def chunk_rows(weight_VD: Tensor) -> int:
+    """Tokens whose logits are held at once."""
+    return max(1, (GPU_CHUNK_LOGITS if weight_VD.is_cuda else CHUNK_LOGITS) // weight_VD.shape[0])
+
+
+class LinearLogProb(torch.autograd.Function):
+    """`linear_logprobs` in chunks of so many rows. Keeps hidden states and log-sums, no logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, temperature: float, entropy_gradient: bool, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        parts = [
+            _statistics(h @ weight.t(), t, temperature)
+            for h, t in zip(hidden.split(rows), target.split(rows), strict=True)
+        ]
+        lse, chosen, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden, weight, target, lse, entropy)
+        ctx.settings = (temperature, entropy_gradient, rows)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return chosen, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        hidden, weight, target, lse, entropy = ctx.saved_tensors
+        temperature, with_entropy, rows = ctx.settings
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        to_hidden = torch.empty_like(hidden) if wants_hidden else None
+        to_weight = torch.zeros_like(weight, dtype=lse.dtype) if wants_weight else None
+        for start in range(0, len(hidden), rows):
+            at = slice(start, start + rows)
+            logits = hidden[at] @ weight.t()
+            to_entropy = gradients[1][at] if with_entropy else None
+            grad = _gradient(logits, target[at], lse[at], entropy[at], gradients[0][at], to_entropy, temperature)
+            if to_hidden is not None:
+                torch.mm(grad, weight, out=to_hidden[at])
+            if to_weight is not None:
+                _add_product(to_weight, grad.t(), hidden[at])
+        return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), None, None, None, None
+
+
+def _statistics(logits: Tensor, target: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    if logits.is_cuda:
+        from covey.learner.kernels import row_statistics
+
+        return row_statistics(logits, target, temperature)
+    logits = cooled(logits, temperature)
+    lse = logits.logsumexp(-1)
+    chosen = logits.gather(-1, target[:, None])[:, 0] - lse
+    return lse, chosen, lse - torch.linalg.vecdot((logits - lse[:, None]).exp_(), logits)
+
+
+def _gradient(
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    to_chosen: Tensor,
+    to_entropy: Tensor | None,
+    temperature: float,
+) -> Tensor:
+    """By the logits, in their own precision."""
+    if logits.is_cuda:
+        from covey.learner.kernels import gradient_in_place
+
+        return gradient_in_place(logits, target, lse, entropy, to_chosen, to_entropy, temperature)
+    probs = (cooled(logits, temperature) - lse[:, None]).exp_()
+    return _by_logits(probs, target, entropy, to_chosen, to_entropy).div_(temperature).to(logits.dtype)
+
+
+def _by_logits(probs: Tensor, target: Tensor, entropy: Tensor, to_chosen: Tensor, to_entropy: Tensor | None) -> Tensor:
+    found = probs * -to_chosen[:, None]
+    found.scatter_add_(-1, target[:, None], to_chosen[:, None])
+    if to_entropy is not None:
+        surprise = torch.special.xlogy(probs, probs) + probs * entropy[:, None]
+        found -= surprise * to_entropy[:, None]
+    return found
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a · b, added up in total's precision."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
+
+
+class ChosenLogProb(torch.autograd.Function):
+    """log p_y and the entropy H of softmax(logits), [M, V] → [M], [M], in as few passes over [M, V] as can be. Keeps p
+    instead of the logits; the entropy has a gradient only if asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+        lse = logits.logsumexp(-1)
+        chosen = logits.gather(-1, target[:, None])[:, 0] - lse
+        probs = (logits - lse[:, None]).exp_()
+        entropy = lse - torch.linalg.vecdot(probs, logits)
+        ctx.save_for_backward(probs, target, entropy)
+        ctx.entropy_gradient = entropy_gradient
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return chosen, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        probs, target, entropy = ctx.saved_tensors
+        to_entropy = gradients[1] if ctx.entropy_gradient else None
+        return _by_logits(probs, target, entropy, gradients[0], to_entropy), None, None
+
+
+class FullKl(torch.autograd.Function):
+    """KL(softmax(logits) ‖ softmax(ref_logits)) over the vocabulary, [M, V], [M, V] → [M].
+
+    ∂ KL / ∂ logit_j = p_j (log p_j − log q_j − KL)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, ref_logits: Tensor) -> Tensor:
+        log_probs = logits.log_softmax(-1)
+        apart = log_probs - ref_logits.log_softmax(-1)
+        probs = log_probs.exp_()
+        kl = torch.linalg.vecdot(probs, apart)
+        ctx.save_for_backward(probs, apart, kl)
+        return kl
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        probs, apart, kl = ctx.saved_tensors
+        return probs * (apart - kl[:, None]) * gradients[0][:, None], None
+
+
+def cooled(logits: Tensor, temperature: float) -> Tensor:
+    """logits / temperature in float32 at least."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return logits if temperature == 1 else logits / temperature
