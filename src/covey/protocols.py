@@ -104,8 +104,7 @@ class Objective(Protocol):
     def loss(self, out: TokenOutputs, batch: Batch) -> dict[str, LossTerm]: ...
 
     def metrics(self, out: TokenOutputs, batch: Batch) -> Metrics:
-        """Means over the tokens of one micro-batch (over its episodes where groups are coupled), which the learner
-        averages over all of them."""
+        """Statistics of a whole mini-batch, from what the policy said before the update."""
         ...
 
 

@@ -185,7 +185,7 @@ def fast(
     **_: Any,
 ) -> tuple[Tensor, None]:
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out, _lse = packed_attention(*(x[0].transpose(0, 1) for x in (query, key, value)), scale)
+    out, _lse = torch.ops.covey_learner.attend(*(x[0].transpose(0, 1) for x in (query, key, value)), scale)
     return out[None], None
 
 
@@ -206,8 +206,13 @@ for _name, _function in ((PLAIN, plain), (FAST, fast)):
 # backward pass of flash attention needs the output and log-sum of the whole, so it is run on each part with those.
 
 
-@torch.library.custom_op("covey::packed_attention", mutates_args=())
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+_ops = torch.library.Library("covey_learner", "DEF")  # opaque to torch.compile: the layout is no part of its graph
+_ops.define("attend(Tensor q, Tensor k, Tensor v, float scale) -> (Tensor, Tensor)")
+_ops.define("back(Tensor d, Tensor q, Tensor k, Tensor v, Tensor o, Tensor l, float scale) -> (Tensor, Tensor, Tensor)")
+
+
+@torch.library.impl(_ops, "attend", "CUDA")
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """[T, H, D], [T, K, D] → [T, H, D] and the log-sums of scores [H, T]."""
     layout = _now.layout
     assert layout is not None and layout.ends is not None
@@ -225,13 +230,13 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Ten
     return out, lse
 
 
-@packed_attention.register_fake
+@torch.library.register_fake("covey_learner::attend", lib=_ops)
 def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
-@torch.library.custom_op("covey::packed_attention_backward", mutates_args=())
-def packed_attention_backward(
+@torch.library.impl(_ops, "back", "CUDA")
+def _attend_back(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     layout = _now.layout
@@ -250,7 +255,7 @@ def packed_attention_backward(
     return dq, dk, dv
 
 
-@packed_attention_backward.register_fake
+@torch.library.register_fake("covey_learner::back", lib=_ops)
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -264,10 +269,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-    return (*packed_attention_backward(grad, *ctx.saved_tensors, ctx.scale), None)
+    return (*torch.ops.covey_learner.back(grad, *ctx.saved_tensors, ctx.scale), None)
 
 
-packed_attention.register_autograd(_backward, setup_context=_keep)
+torch.library.register_autograd("covey_learner::attend", _backward, setup_context=_keep, lib=_ops)
 
 
 def _flash(

@@ -48,16 +48,6 @@ class Ask:
     full_kl: bool = False  # to the reference, over the vocabulary
 
 
-@dataclass(frozen=True)
-class Heard:
-    """What was said of a micro-batch: its rows, the batch seen through them, outputs and loss terms."""
-
-    index: list[int]
-    view: Batch
-    out: TokenOutputs
-    terms: dict[str, Tensor]
-
-
 class Learner:
     def __init__(
         self,
@@ -212,37 +202,45 @@ class Learner:
         micro_batches = self._plan(batch.rows)
         if _splits(batch, micro_batches, algorithm.couples):
             batch = replace(batch, policy_sum_N=self._policy_sums(batch))
-        width = batch.mask_RT.shape[1]
+        here, shape = _to(batch, self.device), batch.mask_RT.shape
         ask = Ask(values=self.critic is not None, full_kl=algorithm.needs.full_kl)
-        heard: list[Heard] = []
+        said: list[TokenOutputs] = []
+        losses: list[dict[str, Tensor]] = []
         self._zero_grad()
         for bunches in micro_batches:
             index = _flat(bunches)
-            view = _to(batch.take(index), self.device)
+            view = here.take(index)
             packed = pack(batch.rows, bunches).to(self.device)
             with self._reading(packed):
-                out = self._forward(packed, (len(index), width), batch.temperature, ask, self.model)
+                out = self._forward(packed, (len(index), shape[1]), batch.temperature, ask, self.model)
                 terms = divide(self._loss(out, view, algorithm), batch)
                 self.scaler.scale(torch.stack(list(terms.values())).sum()).backward()
-            heard.append(Heard(index, view, _detached(out), {name: term.detach() for name, term in terms.items()}))
+            said.append(_detached(out))
+            losses.append({name: term.detach() for name, term in terms.items()})
         # Numbers are read only now: to read one is to wait for the GPU.
-        tally, trace = self._tell(heard, algorithm, batch)
-        ess = effective_sample_size(trace.ratio[batch.mask_RT])
-        return tally.result() | {"policy/ess": ess} | self._step(tally.loss()), trace
+        loss = {name: float(torch.stack([each[name] for each in losses]).sum()) for name in losses[0]}
+        total = sum(loss.values())
+        stepped = self._step(total)
+        metrics, trace = self._tell(_in_order(said, [i for b in micro_batches for i in _flat(b)]), here, algorithm)
+        return metrics | {f"{name}/loss": x for name, x in loss.items()} | {"loss/total": total} | stepped, trace
 
     @torch.no_grad()
-    def _tell(self, heard: Sequence[Heard], algorithm: Algorithm, batch: Batch) -> tuple[_Tally, TokenTrace]:
-        """Statistics of all micro-batches, and what the episode reader shows."""
-        tally = _Tally()
-        trace = TokenTrace(*(torch.zeros(batch.mask_RT.shape) for _ in range(3)))
-        for part in heard:
-            tally.add_terms(part.terms)
-            tokens, episodes = int(part.view.mask_RT.sum()), len(part.view.episode_R.unique())
-            tally.add(self._token_metrics(part.out, part.view), weight=tokens)
-            weight = episodes if algorithm.couples == "groups" else tokens
-            tally.add(algorithm.metrics(part.out, part.view), weight=weight)
-            self._trace(trace, part)
-        return tally, trace
+    def _tell(self, out: TokenOutputs, batch: Batch, algorithm: Algorithm) -> tuple[Metrics, TokenTrace]:
+        """Statistics of the mini-batch, and what the episode reader shows of it."""
+        mask, log_ratio = batch.mask_RT, out.logprobs - batch.old_logprobs_RT
+        ratio = probability_ratio(out.logprobs, batch.old_logprobs_RT)
+        entropy = masked_mean(out.entropy, mask)
+        columns = (torch.where(mask, x, torch.zeros_like(x)) for x in (batch.advantages_RT, ratio, out.entropy))
+        metrics = {
+            "policy/entropy": entropy,
+            "actor/entropy_loss": entropy,
+            "policy/ratio_mean": masked_mean(ratio, mask),
+            "policy/ratio_max": float(ratio[mask].max()) if bool(mask.any()) else 1.0,
+            "policy/kl_old": masked_mean(-log_ratio, mask),
+            "policy/ess": effective_sample_size(ratio[mask]),
+            **({} if self.critic is None else self.critic.metrics(out, batch)),
+        }
+        return metrics | algorithm.metrics(out, batch), TokenTrace(*(column.float().cpu() for column in columns))
 
     def _loss(self, out: TokenOutputs, view: Batch, algorithm: Algorithm) -> dict[str, LossTerm]:
         critic = self.critic
@@ -293,56 +291,6 @@ class Learner:
         clipped = float(norm > self.config.grad_clip) if self.config.grad_clip else 0.0
         return found | {"optim/lr": rate, "optim/skipped": self.skipped, "grad/norm": norm, "grad/clipped": clipped}
 
-    def _token_metrics(self, out: TokenOutputs, view: Batch) -> Metrics:
-        mask, log_ratio = view.mask_RT, out.logprobs - view.old_logprobs_RT
-        ratio = probability_ratio(out.logprobs, view.old_logprobs_RT)
-        entropy = masked_mean(out.entropy, mask)
-        return {
-            "policy/entropy": entropy,
-            "actor/entropy_loss": entropy,
-            "policy/ratio_mean": masked_mean(ratio, mask),
-            "policy/ratio_max": float(ratio[mask].max()) if bool(mask.any()) else 1.0,
-            "policy/kl_old": masked_mean(-log_ratio, mask),
-            **({} if self.critic is None else self.critic.metrics(out, view)),
-        }
-
-    def _trace(self, trace: TokenTrace, part: Heard) -> None:
-        at, out, view = torch.tensor(part.index), part.out, part.view
-        ratio = probability_ratio(out.logprobs, view.old_logprobs_RT)
-        columns = ((trace.advantage, view.advantages_RT), (trace.ratio, ratio), (trace.entropy, out.entropy))
-        for column, value in columns:
-            column[at] = torch.where(view.mask_RT, value, torch.zeros_like(value)).float().cpu()
-
-
-class _Tally:
-    """Sums the loss terms of micro-batches and averages their statistics, weighted by the tokens or episodes they are
-    of; a name with max or min in it keeps the extreme."""
-
-    def __init__(self) -> None:
-        self.terms: dict[str, float] = {}
-        self.sums: dict[str, float] = {}
-        self.weights: dict[str, float] = {}
-        self.extremes: dict[str, float] = {}
-
-    def add_terms(self, terms: dict[str, Tensor]) -> None:
-        for name, value in terms.items():
-            self.terms[name] = self.terms.get(name, 0.0) + float(value)
-
-    def add(self, metrics: Metrics, weight: int) -> None:
-        for name, value in metrics.items():
-            if (pick := extreme(name)) is not None:
-                self.extremes[name] = pick(self.extremes.get(name, value), value)
-            else:
-                self.sums[name] = self.sums.get(name, 0.0) + value * weight
-                self.weights[name] = self.weights.get(name, 0) + weight
-
-    def loss(self) -> float:
-        return sum(self.terms.values())
-
-    def result(self) -> Metrics:
-        found = {name: value / max(self.weights[name], 1) for name, value in self.sums.items()} | self.extremes
-        return found | {f"{name}/loss": value for name, value in self.terms.items()} | {"loss/total": self.loss()}
-
 
 def extreme(name: str) -> Callable[[float, float], float] | None:
     """How a statistic of parts becomes one of the whole: the larger, the smaller, or (None) their mean."""
@@ -357,6 +305,18 @@ def _flat(bunches: list[Bunch]) -> list[int]:
 def _detached(out: TokenOutputs) -> TokenOutputs:
     values, full_kl = (None if x is None else x.detach() for x in (out.values, out.full_kl))
     return TokenOutputs(out.logprobs.detach(), out.entropy.detach(), values, full_kl)
+
+
+def _in_order(said: Sequence[TokenOutputs], order: Sequence[int]) -> TokenOutputs:
+    """What was said of parts of a mini-batch, as one; `order` holds the row of each line of the parts."""
+    at = torch.tensor(order).argsort().to(said[0].logprobs.device)
+
+    def whole(name: str) -> Tensor | None:
+        return None if getattr(said[0], name) is None else torch.cat([getattr(part, name) for part in said])[at]
+
+    logprobs, entropy = whole("logprobs"), whole("entropy")
+    assert logprobs is not None and entropy is not None
+    return TokenOutputs(logprobs, entropy, whole("values"), whole("full_kl"))
 
 
 def _splits(batch: Batch, micro_batches: list[list[Bunch]], couples: Couples) -> bool:

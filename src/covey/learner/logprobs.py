@@ -61,7 +61,7 @@ class LinearLogProb(torch.autograd.Function):
         temperature, with_entropy, rows = ctx.settings
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         to_hidden = torch.empty_like(hidden) if wants_hidden else None
-        to_weight = torch.zeros_like(weight, dtype=lse.dtype) if wants_weight else None
+        to_weight = torch.zeros_like(weight, dtype=_sum_dtype(weight)) if wants_weight else None
         for start in range(0, len(hidden), rows):
             at = slice(start, start + rows)
             logits = hidden[at] @ weight.t()
@@ -75,7 +75,7 @@ class LinearLogProb(torch.autograd.Function):
 
 
 def _statistics(logits: Tensor, target: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    if logits.is_cuda:
+    if _has_kernels(logits):
         from covey.learner.kernels import row_statistics
 
         return row_statistics(logits, target, temperature)
@@ -95,7 +95,7 @@ def _gradient(
     temperature: float,
 ) -> Tensor:
     """By the logits, in their own precision."""
-    if logits.is_cuda:
+    if _has_kernels(logits):
         from covey.learner.kernels import gradient_in_place
 
         return gradient_in_place(logits, target, lse, entropy, to_chosen, to_entropy, temperature)
@@ -110,6 +110,14 @@ def _by_logits(probs: Tensor, target: Tensor, entropy: Tensor, to_chosen: Tensor
         surprise = torch.special.xlogy(probs, probs) + probs * entropy[:, None]
         found -= surprise * to_entropy[:, None]
     return found
+
+
+def _has_kernels(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype != torch.float64  # they compute in float32
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
