@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from covey.config.schema import LearnerConfig
+from covey.errors import InputError
 from covey.learner import forward, logprobs
 from covey.learner.learner import Learner
 from covey.learner.packing import pack, plan
@@ -171,3 +172,12 @@ def test_layers_that_are_not_supported_are_named() -> None:
     rows = rows_of(1, 1)
     with pytest.raises(ValueError, match="chunked_attention"):
         forward.hidden_states(model, pack(rows, [[0]]))
+
+
+def test_a_soft_cap_on_attention_is_refused() -> None:
+    """transformers' fast attention leaves it out without a word."""
+    import transformers as t
+
+    with pytest.raises(InputError, match="soft cap on their attention scores cannot be trained yet \\(gemma2\\)"):
+        forward.check_layers(t.Gemma2Config())
+    assert forward.check_layers(t.Gemma2Config(attn_logit_softcapping=None)) <= {"full_attention", "sliding_attention"}

@@ -60,3 +60,12 @@ def passes(model: Any) -> Iterator[list[tuple[int, int]]]:
         yield seen
     finally:
         hook.remove()
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: Sequence[int], count: int) -> tuple[int, ...]:
+    """The likeliest tokens, by plain forward passes over everything before each."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return tuple(ids[len(prompt) :])

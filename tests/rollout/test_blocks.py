@@ -25,7 +25,7 @@ def leave_behind(manager: BlockManager, tokens: Tokens) -> list[int]:
 
 def findable(manager: BlockManager, tokens: Tokens) -> list[int]:
     """What would be found, without disturbing who was used last more than a look does."""
-    found = manager.match(tokens)
+    found = manager.match(tokens).blocks
     manager.release(found)
     return found
 
@@ -113,9 +113,9 @@ def test_beginnings_live_longer_than_ends() -> None:
 def test_new_weights_make_everything_unfindable_and_lose_no_block() -> None:
     manager = BlockManager(blocks=4, size=2)
     leave_behind(manager, (1, 2, 3, 4))
-    held = manager.match((1, 2, 9))
+    held = manager.match((1, 2, 9)).blocks
     manager.forget()
-    assert manager.match((1, 2, 3, 4, 5)) == []
+    assert manager.match((1, 2, 3, 4, 5)).blocks == []
     assert manager.available == 3
     manager.release(held)
     assert manager.available == 4
@@ -131,7 +131,7 @@ def test_what_was_held_while_the_weights_changed_is_not_remembered_afterwards() 
     assert more is not None
     manager.remember(blocks + more, (1, 2, 3, 4))
     manager.release(blocks + more)
-    assert manager.match((1, 2, 3, 4, 5)) == []
+    assert manager.match((1, 2, 3, 4, 5)).blocks == []
     fresh = leave_behind(manager, (1, 2, 3, 4))  # in the same blocks, with the new weights
     assert sorted(fresh) == sorted(blocks + more)
     assert findable(manager, (1, 2, 3, 4, 5)) == fresh
@@ -177,8 +177,10 @@ class Sequences:
     def start(self) -> None:
         size, manager = self.manager.size, self.manager
         tokens = tuple(self.rng.choices((0, 1), k=self.rng.randint(1, 4 * size)))
-        found = manager.match(tokens)
-        assert len(found) * size < len(tokens)
+        match = manager.match(tokens)
+        found = match.blocks
+        assert match.shared == len(found) * size < len(tokens)
+        assert match.source is None
         for number, block in enumerate(found):
             assert self.content[block] == tokens[: (number + 1) * size], "found what somebody else wrote"
         self.check(also=found)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,11 +11,9 @@ import pytest
 import torch
 
 from covey.rollout.embedded import attention, runner
-from covey.rollout.embedded import engine as engine_module
-from covey.rollout.embedded.cache import KvCache
 from covey.types import Completion, Sampling, StopReason
 from tests.conftest import tiny_llama
-from tests.learner.test_forward import FAMILIES, family
+from tests.learner.test_forward import family
 from tests.rollout.plain import Request, alone, answers, assert_as_alone, engine_for, letters, passes
 
 PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 13, 14, 15], [5, 6, 7], [3], [20] * 30]
@@ -32,17 +28,6 @@ def test_logprobs_of_ragged_prompts_are_those_of_each_row_alone(temperature: flo
         torch.testing.assert_close(torch.tensor(done.logprobs), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_samples_from_its_own_distribution(name: str) -> None:
-    """Ragged prompts, a group, and a common beginning; prompts and answers are longer than the sliding windows."""
-    model = family(name)
-    beginning = list(range(20, 32))
-    prompts = [[*beginning, 5], [*beginning, 6, 7, 8], [*beginning, 5], beginning]
-    for batch in (prompts, PROMPTS):
-        requests = [(p, Sampling(max_tokens=12, seed=s)) for s, p in enumerate(batch)]
-        assert_as_alone(model, requests, answers(engine_for(model), requests))
-
-
 def test_a_common_beginning_is_computed_once() -> None:
     model = tiny_llama()
     beginning = list(range(30, 42))
@@ -50,8 +35,8 @@ def test_a_common_beginning_is_computed_once() -> None:
     requests = [(p, Sampling(max_tokens=12, seed=s)) for s, p in enumerate(prompts)]
     with passes(model) as seen:
         done = answers(engine_for(model), requests)
-    # The last token of a prompt is decoded: 11 tokens are common, and three prompts have 1, 4 and 2 more.
-    assert seen[:3] == [(1, 11), (3, 4), (4, 1)]
+    # The last token of a prompt is decoded: the first has 12 to compute, the second 3 more, the others nothing.
+    assert seen[:3] == [(1, 12), (1, 3), (4, 1)]
     assert all(tokens == 1 for _, tokens in seen[2:])
     assert_as_alone(model, requests, done)
 
@@ -129,12 +114,62 @@ def test_stop_string_across_tokens_ends_the_answer() -> None:
     assert done.stop is StopReason.STOP
 
 
-def test_versions_are_those_of_the_published_weights() -> None:
+@pytest.mark.parametrize("paged", [False, True])
+def test_each_token_has_the_version_that_drew_it(paged: bool) -> None:
+    """New weights come while answers are under way. All enter with the first step, so the n-th step draws everybody's
+    n-th token."""
     model = tiny_llama()
-    engine = engine_for(model)
-    asyncio.run(engine.publish(model, version=7))
-    (done,) = answers(engine, [(PROMPTS[0], Sampling(max_tokens=3))])
-    assert set(done.versions) == {7}
+    engine = engine_for(model, eos_ids=[], paged=paged, eager=True)
+    requests = [(p, Sampling(max_tokens=12 + 5 * s, seed=s)) for s, p in enumerate(PROMPTS)]
+    drawing: list[int] = []  # the version of each step
+    hook = model.get_input_embeddings().register_forward_pre_hook(
+        lambda _, inputs: drawing.append(engine.version) if inputs[0].shape[1] == 1 else None
+    )
+
+    async def all_at_once() -> list[Completion]:
+        await engine.publish(model, 3)
+        asked = [asyncio.create_task(engine.generate(*request)) for request in requests]
+        for version, tokens in ((4, 20), (5, 60), (6, 90)):
+            while engine.generated_tokens < tokens:
+                await asyncio.sleep(0)
+            await engine.publish(model, version)
+        return list(await asyncio.gather(*asked))
+
+    done = asyncio.run(all_at_once())
+    hook.remove()
+    assert set(drawing) == {3, 4, 5, 6}
+    for one, (_, sampling) in zip(done, requests, strict=True):
+        assert one.versions == tuple(drawing[: sampling.max_tokens])
+    assert_as_alone(model, requests, done)  # the weights were the same ones all the time
+
+
+def test_the_version_of_a_step_is_that_of_its_beginning() -> None:
+    """Who publishes waits until the step at hand is over."""
+    model = tiny_llama()
+    engine = engine_for(model, eos_ids=[])
+    started, go_on = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        started.set()
+        assert go_on.wait(timeout=10)
+
+    hook = model.get_input_embeddings().register_forward_pre_hook(wait)
+
+    async def in_the_middle() -> tuple[Completion, bool]:
+        asked = asyncio.create_task(engine.generate([5], Sampling(max_tokens=2)))
+        while not started.is_set():
+            await asyncio.sleep(0)
+        publishing = asyncio.create_task(engine.publish(model, version=1))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        early = publishing.done()
+        go_on.set()
+        return await asked, early
+
+    done, early = asyncio.run(in_the_middle())
+    hook.remove()
+    assert not early
+    assert done.versions == (0, 1)
 
 
 def test_an_empty_prompt_is_refused() -> None:
@@ -198,7 +233,7 @@ def test_an_agents_next_question_joins_the_running_batch() -> None:
     async def agent() -> None:
         prompt = [5, 6, 7]
         for _ in range(3):
-            prompt = [*prompt, *(await ask(prompt, 4)).token_ids, 8]
+            prompt = [*prompt, *(await ask(prompt, 4)).token_ids, 8, 9]
 
     async def all_at_once() -> None:
         await asyncio.gather(ask([9, 10, 11], 20), agent())
@@ -282,32 +317,25 @@ def test_a_request_longer_than_the_cache_waits_and_is_served() -> None:
     assert_as_alone(model, [short], answers(engine, [short]))
 
 
-def test_a_cache_is_gone_before_a_larger_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_holes_in_the_batch_are_not_computed_and_closed_without_changing_anything() -> None:
     model = tiny_llama()
     engine = engine_for(model, eos_ids=[])
-    alive: weakref.WeakSet[KvCache] = weakref.WeakSet()
-
-    class Watched(KvCache):
-        def __init__(self, *settings: int) -> None:
-            gc.collect()
-            assert not alive
-            super().__init__(*settings)
-            alive.add(self)
-
-    monkeypatch.setattr(engine_module, "KvCache", Watched)
-    answers(engine, [([5, 6, 7], Sampling(max_tokens=5))])
-    answers(engine, [([5] * 100, Sampling(max_tokens=5))])
-    assert [cache.size for cache in alive] == [128]
-
-
-def test_holes_in_the_batch_are_closed_without_changing_anything() -> None:
-    model = tiny_llama()
-    lengths = [3, 2, 3, 3, 20, 20, 5, 20]
+    lengths = [3, 2, 3, 3, 20, 6, 5, 20]
     requests = [([n + 3, *range(9, 12 + n)], Sampling(max_tokens=length, seed=n)) for n, length in enumerate(lengths)]
+    places: list[list[int]] = []
+
+    def look(*_: Any) -> None:
+        places.append([row for request in engine._batch.scheduler.running for row in request.blocks])
+
+    hook = model.get_input_embeddings().register_forward_pre_hook(look)
     with passes(model) as seen:
-        done = answers(engine_for(model, eos_ids=[]), requests)
-    # One of eight leaves a hole; three more leave four of eight rows, which move together; then there is a hole again.
-    assert [rows for rows, tokens in seen if tokens == 1] == [8] * 3 + [4] * 17
+        done = answers(engine, requests)
+    hook.remove()
+    decoding = [(rows, sorted(held)) for (rows, tokens), held in zip(seen, places, strict=True) if tokens == 1]
+    assert [rows for rows, _ in decoding] == [8, 8, 7, 4, 4, 3] + [2] * 14
+    # The rows 4 to 7 are half of the rows, which will do; three of eight are too few, and move to the front; then two
+    # of three are enough again.
+    assert [held for _, held in decoding[3:7]] == [[4, 5, 6, 7], [4, 5, 6, 7], [0, 1, 2], [0, 2]]
     assert_as_alone(model, requests, done)
 
 
@@ -452,3 +480,26 @@ def test_new_weights_are_used_at_once() -> None:
             parameter.mul_(1.1)
     asyncio.run(engine.publish(model, version=1))
     assert_as_alone(model, requests, answers(engine, requests))
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_what_old_weights_computed_is_used_by_those_under_way_only(paged: bool) -> None:
+    """A request comes after the weights have changed and begins like one that is under way: it computes everything."""
+    model = tiny_llama()
+    engine = engine_for(model, eos_ids=[], paged=paged, eager=True)
+    prompt = [*range(3, 60), *range(3, 30)]
+    late: Request = (prompt, Sampling(max_tokens=6, seed=1))
+
+    async def both() -> tuple[Completion, Completion]:
+        first = asyncio.create_task(engine.generate(prompt, Sampling(max_tokens=60)))
+        while engine.generated_tokens < 4:
+            await asyncio.sleep(0)
+        await engine.publish(model, version=1)
+        second = await engine.generate(*late)
+        return await first, second
+
+    with passes(model) as seen:
+        first, second = asyncio.run(both())
+    assert [tokens for _, tokens in seen if tokens > 1] == [len(prompt) - 1] * 2
+    assert set(first.versions) == {0, 1} and set(second.versions) == {1}
+    assert_as_alone(model, [late], [second])

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from covey.rollout.embedded import EmbeddedEngine, attention
-from covey.rollout.embedded import engine as engine_module
+from covey.rollout.embedded import paged as paged_module
 from covey.rollout.embedded.sampling import truncate
 from covey.types import Completion, Sampling, StopReason
 from tests.conftest import tiny_llama
@@ -35,10 +35,8 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
         _pretend(monkeypatch)
 
     def make(model: Any, *, blocks: int = 1000, compiled: bool = False, **options: Any) -> EmbeddedEngine:
-        monkeypatch.setattr(EmbeddedEngine, "_affordable_blocks", lambda self, size: blocks)
-        engine = engine_for(model, **options)
-        engine.compiled = compiled
-        return engine
+        monkeypatch.setattr(paged_module, "affordable_tokens", lambda *_: blocks * paged_module.BLOCK)
+        return engine_for(model, compiled=compiled, paged=True, **options)
 
     return make
 
@@ -59,7 +57,6 @@ def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(replay=replay), logits_BV
 
     monkeypatch.setattr(GraphDecoder, "_capture", capture)
-    monkeypatch.setattr(EmbeddedEngine, "_device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=1))
 
 
@@ -197,7 +194,7 @@ def test_one_request_after_another_finds_nothing_of_the_one_before(
 
 
 def test_a_cache_too_small_for_all_serves_all(on_gpu: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "BLOCK", 16)
+    monkeypatch.setattr(paged_module, "BLOCK", 16)
     model = tiny_llama().to(DEVICE)
     requests = [([n + 3, *range(20, 33)], Sampling(max_tokens=30, seed=n)) for n in range(3)]
     done = answers(on_gpu(model, eos_ids=[], blocks=5), requests)
@@ -214,7 +211,7 @@ def test_a_request_larger_than_the_gpu_is_refused_with_the_settings_to_change(on
 def test_a_next_turn_reads_its_beginning_from_the_cache_until_the_weights_change(
     on_gpu: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "BLOCK", 16)
+    monkeypatch.setattr(paged_module, "BLOCK", 16)
     model = tiny_llama().to(DEVICE)
     engine = on_gpu(model, eos_ids=[])
     first: Request = ([*range(20, 40)], Sampling(max_tokens=20))

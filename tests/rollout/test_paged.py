@@ -13,7 +13,7 @@ import torch
 from covey.rollout.embedded import runner as runner_module
 from covey.rollout.embedded.attention import engine_attention
 from covey.rollout.embedded.blocks import BlockManager
-from covey.rollout.embedded.cache import Decode, KvCache, PagedDecode, Prefill
+from covey.rollout.embedded.cache import Decode, KvCache, PagedDecode, Prefill, RowCache
 from covey.rollout.embedded.runner import Runner
 from covey.rollout.embedded.sampling import draw
 from covey.rollout.embedded.scheduler import Running, Scheduler
@@ -39,7 +39,7 @@ class Drive:
     def __post_init__(self) -> None:
         layers = self.model.config.num_hidden_layers
         self.scheduler = Scheduler(BlockManager(self.blocks, self.size), self.max_rows)
-        self.runner = Runner(self.model, KvCache(self.blocks, self.size, layers), paged=True)
+        self.runner = Runner(self.model, KvCache(self.blocks, self.size, layers))
 
     def ask(self, prompt: Sequence[int], max_tokens: int, seed: int = 0, **sampling: Any) -> Running:
         request = Running(tuple(prompt), Sampling(max_tokens=max_tokens, seed=seed, **sampling))
@@ -166,10 +166,12 @@ def test_chunks_of_a_prompt_meet_in_the_middle_of_a_block(monkeypatch: pytest.Mo
 @torch.no_grad()
 @pytest.mark.parametrize("window", [None, 1, 5])
 def test_blocks_anywhere_attend_as_one_long_block(window: int | None) -> None:
-    """The same keys and values in shuffled blocks of 4 and in one block of 32: prefill and decode agree."""
+    """The same keys and values in shuffled blocks of 4 and in one row of 32: prefill and decode agree."""
     torch.manual_seed(0)
     rows, heads, kv, dim, size, count = 3, 4, 2, 8, 4, 8
-    paged, flat = KvCache(30, size, 1), KvCache(rows, size * count, 1)
+    paged, flat = KvCache(30, size, 1), RowCache()
+    flat.grow(rows + 2, size * count)
+    row = torch.tensor([0, 2, 4])  # with holes between them
     table = torch.randperm(30)[: rows * count].view(rows, count)
     start, length = torch.tensor([0, 5, 17]), torch.tensor([6, 3, 1])
     for begin, size_B in ((torch.zeros(3, dtype=torch.int64), start), (start, length)):
@@ -177,7 +179,7 @@ def test_blocks_anywhere_attend_as_one_long_block(window: int | None) -> None:
         q, k, v = (torch.randn(rows, n, width, dim) for n in (heads, kv, kv))
         found = [
             Prefill(cache, places, begin, size_B, width).attend(0, q, k, v, 0.3, window)
-            for cache, places in ((paged, table), (flat, torch.arange(rows)[:, None]))
+            for cache, places in ((paged, table), (flat, row[:, None]))
         ]
         valid = torch.arange(width) < size_B[:, None]
         torch.testing.assert_close(found[0][valid], found[1][valid])
@@ -185,7 +187,7 @@ def test_blocks_anywhere_attend_as_one_long_block(window: int | None) -> None:
         position = start + length + more
         q, k, v = (torch.randn(rows, n, 1, dim) for n in (heads, kv, kv))
         a = PagedDecode(paged, table, position).attend(0, q, k, v, 0.3, window)
-        b = Decode(flat, position).attend(0, q, k, v, 0.3, window)
+        b = Decode(flat, row, position).attend(0, q, k, v, 0.3, window)
         torch.testing.assert_close(a, b)
 
 

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from covey.rollout.embedded import sampling
 from covey.rollout.embedded.sampling import draw, truncate
 from covey.rollout.streams import stream_seed, uniform
 from covey.types import Sampling
@@ -63,6 +64,24 @@ def test_greedy_and_sampled_rows_share_a_batch() -> None:
     assert ids[0] == 0
     assert logprobs[0] == 0.0
     assert logprobs[1] == pytest.approx(math.log(PROBS[int(ids[1])]), abs=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_rows_drawn_some_after_the_other_are_the_same_to_the_last_bit(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(7, 500) * 4
+    settings = [Sampling(seed=s, temperature=s % 3 / 2, top_p=1 - s % 2 / 5) for s in range(7)]
+    whole = draw(logits, settings, range(7))
+    monkeypatch.setattr(sampling, "BLOCK_LOGITS", rows * 500 + 499)
+    worked_on: list[int] = []
+    one_block = sampling._draw
+    monkeypatch.setattr(sampling, "_draw", lambda x, *rest: (worked_on.append(len(x)), one_block(x, *rest))[1])
+    parts = draw(logits, settings, range(7))
+    assert worked_on == [rows] * (7 // rows) + [7 % rows] * (7 % rows > 0)
+    for a, b in zip(whole, parts, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_streams_are_uniform_and_named() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Sequence
 
 import pytest
 
 from covey.rollout.embedded.blocks import BlockManager
-from covey.rollout.embedded.scheduler import Entry, Running, Scheduler
+from covey.rollout.embedded.scheduler import Entry, Running, Scheduler, refuse
 from covey.types import Sampling
 
 Tokens = tuple[int, ...]
@@ -168,14 +169,14 @@ def test_room_is_made_for_no_more_tokens_than_a_request_may_still_sample() -> No
     assert len(long.blocks) == 5  # 3 + 8 tokens, the last of which is never fed
 
 
-def test_a_request_larger_than_the_cache_is_refused_with_the_settings_to_change() -> None:
-    scheduler = scheduler_of(4, 16, 8)
-    scheduler.add(request(range(40), max_tokens=24))
-    with pytest.raises(ValueError, match=r"40 \+ 25 tokens.*cache of 64") as caught:
-        scheduler.add(request(range(40), max_tokens=25))
-    assert "rollout.max_tokens" in str(caught.value)
-    assert "rollout.memory" in str(caught.value)
-    assert len(scheduler.waiting) == 1
+def test_who_would_not_fit_alone_is_refused_with_the_settings_to_change() -> None:
+    requests = [request(range(40), max_tokens=n) for n in (24, 25, 3, 26)]
+    queue = deque(requests)
+    assert refuse(queue, 64) == [requests[1], requests[3]]
+    assert list(queue) == [requests[0], requests[2]]
+    assert requests[0].error is None
+    expected = "a request of 40 + 25 tokens does not fit into a cache of 64: lower rollout.max_tokens, or raise"
+    assert str(requests[1].error) == f"{expected} rollout.memory"
 
 
 def test_abandoned_requests_do_not_enter() -> None:

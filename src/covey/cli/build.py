@@ -248,6 +248,7 @@ def make_engine(prepared: Prepared, policy: Any) -> EmbeddedEngine:
         eos_ids=source.eos_ids(),
         decode=source.tokenizer.decode,
         max_sequences=prepared.config.rollout.max_sequences,
+        context_length=prepared.config.model.context_length or source.context_length,
         memory=prepared.config.rollout.memory,
         eager=prepared.config.rollout.eager,
     )

@@ -109,10 +109,16 @@ def final_logits(lm: Any, hidden: Tensor) -> Tensor:
 
 def check_layers(model_config: Any) -> set[str]:
     """The kinds of attention layers of a model, all of them kinds that can be trained; empty where it names none."""
-    kinds = set(getattr(model_config.get_text_config(decoder=True), "layer_types", None) or [])
+    text_config = model_config.get_text_config(decoder=True)
+    kinds = set(getattr(text_config, "layer_types", None) or [])
     if unsupported := kinds - {"full_attention", "sliding_attention"}:
         raise InputError(
             f"models with {', '.join(sorted(unsupported))} layers cannot be trained yet ({model_config.model_type})\n"
             "  supported: full and sliding-window attention (Llama, Qwen, Mistral, Gemma, SmolLM families)"
+        )
+    if getattr(text_config, "attn_logit_softcapping", None):
+        raise InputError(
+            f"models with a soft cap on their attention scores cannot be trained yet ({model_config.model_type})\n"
+            "  of the Gemma family, use Gemma 1 or 3"
         )
     return kinds

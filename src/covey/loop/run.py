@@ -100,6 +100,8 @@ class Run:
         self._show_progress(answers * len(self.evaluator.tasks), "answers")
         with self.telemetry.stage("evaluate"):
             found = await self.evaluator.run()
+        # What it left in the engine's cache must not be found by the next step: a resumed run would not find it.
+        await self.engine.publish(self.learner.weights(), version=done)
         shown = found.sample
         reward = None if shown is None else shown.rewards.get(self.evaluator.trained_reward)
         self.telemetry.evaluation(done, found.metrics, None if shown is None else episode_view(shown, reward))

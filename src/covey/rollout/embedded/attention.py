@@ -43,7 +43,7 @@ def attend(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    assert softcap is None, "attention with a soft cap"
+    assert softcap is None, "models with a soft cap are refused when they are opened"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     assert _now.step is not None
     return _now.step.attend(module.layer_idx, query, key, value, scale, sliding_window), None

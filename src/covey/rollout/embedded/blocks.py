@@ -16,6 +16,16 @@ from dataclasses import dataclass, field
 Key = tuple[object, tuple[int, ...]]  # the block before it, and its tokens
 
 
+@dataclass(frozen=True)
+class Found:
+    """What of a sequence is in the cache: its first `shared` tokens, in blocks that it now holds, or (`source`) in one
+    that it must copy them from."""
+
+    blocks: list[int]
+    shared: int
+    source: int | None = None
+
+
 @dataclass
 class BlockManager:
     blocks: int
@@ -39,7 +49,11 @@ class BlockManager:
         """Blocks that so many tokens fill."""
         return -(-tokens // self.size)
 
-    def match(self, tokens: Sequence[int]) -> list[int]:
+    def full(self, tokens: int) -> int:
+        """Blocks that so many tokens leave no room in: these can be shared."""
+        return tokens // self.size
+
+    def match(self, tokens: Sequence[int]) -> Found:
         """Take over the full blocks that these tokens begin with. The last token is never among them: it is what the
         model is fed first."""
         found: list[int] = []
@@ -49,7 +63,7 @@ class BlockManager:
                 break
             found.append(block)
         self.hold(found)
-        return found
+        return Found(found, len(found) * self.size)
 
     def allocate(self, count: int) -> list[int] | None:
         """So many empty blocks, or None if there are not enough."""

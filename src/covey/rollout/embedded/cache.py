@@ -1,11 +1,12 @@
-"""Keys and values of all layers, in blocks that are allocated once.
+"""Keys and values of all layers.
 
-    keys, values    [layers, blocks, heads, size, dim]
+    KvCache     [layers, blocks, heads, size, dim], allocated once: a GPU's
+    RowCache    [rows, heads, size, dim] for each layer, which can grow: a CPU's
 
-A token at position p of a sequence lies in the sequence's block p // size, at offset p % size. On a CPU a block is as
-long as a whole sequence, and sequences occupy the first blocks, so that decoding reads the cache without a copy.
+A token at position p of a sequence lies in the sequence's block p // size, at offset p % size. On a CPU a block is a
+row as long as a whole sequence, and sequences occupy the first rows, so that decoding reads the cache without a copy.
 
-Shapes: B sequences, H query heads, K key heads, D head size, Q new tokens of a sequence, L cached tokens.
+Shapes: B sequences, R rows, H query heads, K key heads, D head size, Q new tokens of a sequence, L cached tokens.
 """
 
 from __future__ import annotations
@@ -46,10 +47,52 @@ class KvCache:
                 slab[:, target, :, :columns] = slab[:, source, :, :columns]
 
 
+class RowCache:
+    """At most as many rows as sequences may be in the batch, each as long as the longest may become."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.size = 0
+        self.slabs: dict[int, tuple[Tensor, Tensor]] = {}  # layer → keys, values
+
+    @property
+    def bytes(self) -> int:
+        return sum(slab.nbytes for pair in self.slabs.values() for slab in pair)
+
+    def layer(self, number: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer; made when the first are seen, `like` [·, K, ·, D]."""
+        if number not in self.slabs:
+            shape = (self.rows, like.shape[1], self.size, like.shape[-1])
+            self.slabs[number] = like.new_zeros(shape), like.new_zeros(shape)
+        return self.slabs[number]
+
+    def grow(self, rows: int, size: int) -> None:
+        """Keeps what is there. One layer after the other, so that no more than one is there twice."""
+        self.rows, self.size = rows, size
+        for number in self.slabs:
+            self.slabs[number] = self._grown(self.slabs[number][0]), self._grown(self.slabs[number][1])
+
+    def _grown(self, slab: Tensor) -> Tensor:
+        found = slab.new_zeros(self.rows, slab.shape[1], self.size, slab.shape[3])
+        found[: slab.shape[0], :, : slab.shape[2]] = slab
+        return found
+
+    def copy(self, pairs: Sequence[tuple[int, int]], columns: int) -> None:
+        """Rows → rows (their first `columns`), in every layer, all at once: two rows can change places."""
+        if pairs:
+            source, target = (torch.tensor(column) for column in zip(*pairs, strict=True))
+            for keys, values in self.slabs.values():
+                for slab in (keys, values):
+                    slab[target, :, :columns] = slab[source, :, :columns]
+
+
+Cache = KvCache | RowCache
+
+
 class Prefill:
     """New tokens of some sequences, padded on the right: they are written, and each sees what came before it."""
 
-    def __init__(self, cache: KvCache, table_BN: Tensor, start_B: Tensor, length_B: Tensor, width: int) -> None:
+    def __init__(self, cache: Cache, table_BN: Tensor, start_B: Tensor, length_B: Tensor, width: int) -> None:
         self.cache = cache
         self.table_BN = table_BN
         self.position_BQ = start_B[:, None] + torch.arange(width, device=start_B.device)
@@ -71,9 +114,7 @@ class Prefill:
                 q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
             )
             return out.transpose(1, 2)
-        blocks = -(-self.span // self.cache.size)
-        context = self.table_BN[:, :blocks]
-        k, v = (_laid_out(slab[context])[:, :, : self.span] for slab in (keys, values))
+        k, v = (self._context(slab) for slab in (keys, values))
         column = torch.arange(self.span, device=q.device)
         mask = column <= self.position_BQ[:, :, None]
         if window is not None:
@@ -82,35 +123,50 @@ class Prefill:
         k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
         return scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=scale).transpose(1, 2)
 
+    def _context(self, slab: Tensor) -> Tensor:
+        """All that these sequences have, [B, K, L, D]."""
+        blocks = -(-self.span // self.cache.size)
+        if blocks == 1:
+            return slab[self.table_BN[:, 0], :, : self.span]
+        return _laid_out(slab[self.table_BN[:, :blocks]])[:, :, : self.span]
+
 
 class Decode:
-    """One new token of each sequence. Sequence b lies in block b: nothing is gathered (a CPU's way)."""
+    """One new token of each sequence. Sequence b lies in row `row_B[b]` of the cache, in ascending order; nothing is
+    gathered, so all rows up to the last are read, and what those between mean is nothing (a CPU's way)."""
 
-    def __init__(self, cache: KvCache, position_B: Tensor) -> None:
+    def __init__(self, cache: RowCache, row_B: Tensor, position_B: Tensor) -> None:
         self.cache = cache
+        self.row_B = row_B
         self.position_B = position_B
-        self.row_B = torch.arange(len(position_B), device=position_B.device)
+        self.rows = int(row_B[-1]) + 1
         self.span = int(position_B.max()) + 1
+        self.position_R = position_B.new_zeros(self.rows).index_copy(0, row_B, position_B)
         self._bias: dict[int | None, Tensor] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         """[B, 1, H, D]"""
         keys, values = self.cache.layer(layer, k)
-        rows, heads = len(self.row_B), k.shape[1]
+        heads, dim = k.shape[1], k.shape[-1]
         keys[self.row_B, :, self.position_B] = k[:, :, 0]
         values[self.row_B, :, self.position_B] = v[:, :, 0]
-        grouped = q.view(rows, heads, -1, q.shape[-1]) * scale
-        score = grouped @ keys[:rows, :, : self.span].transpose(-1, -2)
+        grouped = q.view(len(q), heads, -1, dim) * scale
+        if self.rows > len(q):
+            grouped = grouped.new_zeros(self.rows, *grouped.shape[1:]).index_copy(0, self.row_B, grouped)
+        score = grouped @ keys[: self.rows, :, : self.span].transpose(-1, -2)
         weight = torch.softmax(score + self.bias(window, score), -1)
-        return (weight @ values[:rows, :, : self.span]).reshape(rows, 1, -1, q.shape[-1])
+        found = weight @ values[: self.rows, :, : self.span]
+        if self.rows > len(q):
+            found = found[self.row_B]
+        return found.reshape(len(q), 1, -1, dim)
 
     def bias(self, window: int | None, like: Tensor) -> Tensor:
-        """−∞ on what a sequence does not have (or no longer sees), [B, 1, 1, L]."""
+        """−∞ on what a sequence does not have (or no longer sees), [R, 1, 1, L]."""
         if window not in self._bias:
             column = torch.arange(self.span, device=like.device)
-            hidden = column > self.position_B[:, None]
+            hidden = column > self.position_R[:, None]
             if window is not None:
-                hidden |= column <= self.position_B[:, None] - window
+                hidden |= column <= self.position_R[:, None] - window
             found = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
             self._bias[window] = found.masked_fill_(hidden, float("-inf"))[:, None, None]
         return self._bias[window]

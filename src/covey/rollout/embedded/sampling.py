@@ -9,6 +9,7 @@ Shapes: B rows, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,9 +17,35 @@ from torch import Tensor
 from covey.rollout.streams import uniform
 from covey.types import Sampling
 
+if TYPE_CHECKING:
+    from covey.rollout.embedded.scheduler import Running
+
+BLOCK_LOGITS = 16_000_000  # worked on at once
+
+Drawn = list[tuple["Running", Sequence[int], Sequence[float]]]  # the next tokens of a sequence, and their log-probs
+
+
+def draw_next(rows: Sequence[Running], logits_BV: Tensor) -> Drawn:
+    """One token for each."""
+    id_B, logprob_B = draw(logits_BV, [row.sampling for row in rows], [len(row.ids) for row in rows])
+    return [
+        (row, [token], [logprob]) for row, token, logprob in zip(rows, id_B.tolist(), logprob_B.tolist(), strict=True)
+    ]
+
 
 def draw(logits_BV: Tensor, settings: Sequence[Sampling], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Token ids [B] and their log-probs [B] (float32). Greedy rows have log-prob 0: their distribution is one point."""
+    """Token ids [B] and their log-probs [B] (float32). Greedy rows have log-prob 0: their distribution is one point.
+    Some rows after the other, so that what is held beside the logits does not grow with the batch."""
+    size = max(1, BLOCK_LOGITS // logits_BV.shape[-1])
+    drawn = [
+        _draw(logits_BV[start : start + size], settings[start : start + size], positions[start : start + size])
+        for start in range(0, len(settings), size)
+    ]
+    id_B, logprob_B = (torch.cat(column) for column in zip(*drawn, strict=True))
+    return id_B, logprob_B
+
+
+def _draw(logits_BV: Tensor, settings: Sequence[Sampling], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
     device = logits_BV.device
     greedy_B = torch.tensor([s.temperature == 0 for s in settings], device=device)
     if bool(greedy_B.all()):

@@ -9,9 +9,11 @@ finish     leaves, and its blocks are free
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from covey.rollout.embedded.blocks import BlockManager
+from covey.rollout.embedded.blocks import Found
 from covey.types import Sampling, StopReason
 
 
@@ -23,7 +25,9 @@ class Running:
     sampling: Sampling
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)  # of the weights that drew each of `ids`
     stop: StopReason | None = None
+    error: Exception | None = None  # why there is no answer
     blocks: list[int] = field(default_factory=list)
     cached: int = 0
     abandoned: bool = False  # nobody waits for it any more
@@ -43,35 +47,66 @@ class Running:
         """Tokens it may still sample."""
         return self.sampling.max_tokens - len(self.ids)
 
+    @property
+    def longest(self) -> int:
+        """Tokens it may grow to."""
+        return len(self.prompt) + self.sampling.max_tokens
+
+
+def refuse(queue: deque[Running], room: int) -> list[Running]:
+    """Who would not fit if it were alone leaves the queue, with an error of its own."""
+    refused = [request for request in queue if request.longest > room]
+    for request in refused:
+        queue.remove(request)
+        request.error = ValueError(
+            f"a request of {len(request.prompt)} + {request.sampling.max_tokens} tokens does not fit into a cache of "
+            f"{room}: lower rollout.max_tokens, or raise rollout.memory"
+        )
+    return refused
+
 
 @dataclass(frozen=True)
 class Entry:
     """Sequences that enter with the same tokens, all but the last of which must be in the cache before they decode.
-    The first `shared` are there already. Followers have the leader's full blocks, and blocks of their own to copy the
-    rest to."""
+    The first `shared` are there already, in the leader's blocks, or to be copied there from `source`. Followers have
+    the leader's full blocks, and blocks of their own to copy the rest to."""
 
     members: tuple[Running, ...]
     shared: int
+    source: int | None = None
 
     @property
     def leader(self) -> Running:
         return self.members[0]
 
 
+class Blocks(Protocol):
+    """A BlockManager, or a RowManager."""
+
+    @property
+    def available(self) -> int: ...
+    def count(self, tokens: int) -> int: ...
+    def full(self, tokens: int) -> int: ...
+    def match(self, tokens: Sequence[int]) -> Found: ...
+    def allocate(self, count: int) -> list[int] | None: ...
+    def hold(self, blocks: Sequence[int]) -> None: ...
+    def release(self, blocks: Sequence[int]) -> None: ...
+    def remember(self, blocks: Sequence[int], tokens: Sequence[int]) -> None: ...
+    def forget(self) -> None: ...
+
+
 class Scheduler:
-    def __init__(self, blocks: BlockManager, max_rows: int) -> None:
+    def __init__(self, blocks: Blocks, max_rows: int) -> None:
         self.blocks = blocks
         self.max_rows = max_rows
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []
 
+    @property
+    def busy(self) -> bool:
+        return bool(self.running or self.waiting)
+
     def add(self, request: Running) -> None:
-        need = self.blocks.count(len(request.prompt) + request.sampling.max_tokens)
-        if need > self.blocks.blocks:
-            raise ValueError(
-                f"a request of {len(request.prompt)} + {request.sampling.max_tokens} tokens does not fit into a cache "
-                f"of {self.blocks.blocks * self.blocks.size}: lower rollout.max_tokens, or raise rollout.memory"
-            )
         self.waiting.append(request)
 
     def admit(self) -> list[Entry]:
@@ -80,28 +115,29 @@ class Scheduler:
         self.waiting = deque(request for request in self.waiting if not request.abandoned)
         while self.waiting and len(self.running) < self.max_rows:
             leader = self.waiting[0]
-            shared = self._lead(leader)
-            if shared is None:
+            found = self._lead(leader)
+            if found is None:
                 break
-            entries.append(Entry((leader, *self._followers(leader)), shared))
+            entries.append(Entry((leader, *self._followers(leader)), found.shared, found.source))
         return entries
 
-    def _lead(self, leader: Running) -> int | None:
-        """Blocks for all its tokens, some of them found; how many tokens those hold."""
+    def _lead(self, leader: Running) -> Found | None:
+        """Blocks for all its tokens; what of them is in the cache already."""
         tokens = leader.tokens
         found = self.blocks.match(tokens)
-        fresh = self._allocate(leader, self.blocks.count(len(tokens)) - len(found))
+        fresh = self._allocate(leader, self.blocks.count(len(tokens)) - len(found.blocks))
         if fresh is None:
-            self.blocks.release(found)
+            self.blocks.release(found.blocks)
             return None
-        self._enter(leader, found + fresh, cached=len(tokens) - 1)
+        self._enter(leader, found.blocks + fresh, cached=len(tokens) - 1)
         self.blocks.remember(leader.blocks, tokens[:-1])
-        return len(found) * self.blocks.size
+        in_place = found.source in fresh  # there was no other place
+        return Found(leader.blocks, found.shared) if in_place else found
 
     def _followers(self, leader: Running) -> list[Running]:
         """Others with the same tokens. They hold the leader's full blocks and a copy of its last, unfinished one."""
         found: list[Running] = []
-        full = leader.cached // self.blocks.size
+        full = self.blocks.full(leader.cached)
         for request in [r for r in self.waiting if r.prompt == leader.prompt and r.ids == leader.ids]:
             own = self._allocate(request, len(leader.blocks) - full) if len(self.running) < self.max_rows else None
             if own is None:
@@ -122,7 +158,7 @@ class Scheduler:
 
     def _most(self, request: Running) -> int:
         """Blocks that it will ever need: the last token of an answer is not fed."""
-        return self.blocks.count(len(request.prompt) + request.sampling.max_tokens - 1)
+        return self.blocks.count(request.longest - 1)
 
     def _enter(self, request: Running, blocks: list[int], cached: int) -> None:
         self.waiting.remove(request)
@@ -131,8 +167,7 @@ class Scheduler:
 
     def reserve(self, steps: int) -> None:
         """Blocks for the next `steps` tokens of every runner, or as many as it has left."""
-        size = self.blocks.size
-        for request in [r for r in self.running if r.cached + steps > len(r.blocks) * size]:
+        for request in [r for r in self.running if self.blocks.count(r.cached + steps) > len(r.blocks)]:
             while request in self.running:
                 need = self.blocks.count(request.cached + min(steps, request.left)) - len(request.blocks)
                 fresh = self.blocks.allocate(need) if need > 0 else []
