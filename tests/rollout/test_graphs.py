@@ -51,7 +51,7 @@ def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
         step = GraphStep(self.cache, self.table_BN[:size], self.position_B[:size], splits)
 
         def replay() -> None:
-            with attention.engine_attention(self.model, step):
+            with attention.engine_attention(self.model, step), self.joined.active():
                 logits_BV.copy_(self._step(size, draws))
 
         return SimpleNamespace(replay=replay), logits_BV
@@ -80,6 +80,24 @@ def test_log_probs_are_those_of_each_row_alone_at_several_sizes_of_the_batch(row
     done = answers(on_gpu(model), requests)
     assert_as_alone(model, requests, done)
     as_on_a_cpu(model, requests, done)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+def test_joined_products_are_the_same_and_updates_reach_them(name: str, on_gpu: MakeEngine) -> None:
+    model = family(name).to(DEVICE)
+    requests = [([*range(20, 30 + n)], Sampling(max_tokens=10, seed=n)) for n in range(3)]
+    engine = on_gpu(model)
+    assert_as_alone(model, requests, answers(engine, requests))
+    names = list(model.state_dict())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.05)
+    asyncio.run(engine.publish(model, version=1))
+    assert_as_alone(model, requests, answers(engine, requests))
+    first = model.model.layers[0]
+    assert first.self_attn.joined_weight.data_ptr() == first.self_attn.q_proj.weight.data_ptr()
+    assert list(model.state_dict()) == names
+    assert "forward" not in vars(first.self_attn) and "forward" not in vars(first.mlp)
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])

@@ -32,6 +32,11 @@ class _Now:
 _now = _Now()
 
 
+def current_step() -> Any:
+    assert _now.step is not None
+    return _now.step
+
+
 def attend(
     module: Any,
     query: Tensor,

@@ -1,9 +1,10 @@
 """Decoding on a GPU: one step is captured as a CUDA graph and replayed; the host looks at the tokens only now and then.
 
 Everything a step changes lies in buffers on the GPU: the tokens to feed, their positions, the blocks of each sequence,
-the uniform numbers, what was drawn. A graph is captured for each size of the batch (rounded up); rows without a
-sequence write to the cache's scratch block. The decoder layers are compiled once for all layers and sizes (their small
-operations become few kernels), attention is `kernels.paged_attention`.
+the uniform numbers, what was drawn. So the next steps can be sent off before the tokens of the last are read (a
+`Flight`), and the GPU does not wait for the host. A graph is captured for each size of the batch (rounded up); rows
+without a sequence write to the cache's scratch block. The decoder layers are compiled once for all layers and sizes,
+with their products joined (`joined.py`); attention is a kernel (`kernels.py`).
 
 Shapes: B rows of the batch, N blocks of a sequence, T steps between two looks.
 """
@@ -11,6 +12,7 @@ Shapes: B rows of the batch, N blocks of a sequence, T steps between two looks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,11 +20,27 @@ from torch import Tensor
 
 from covey.rollout.embedded import attention
 from covey.rollout.embedded.cache import KvCache
+from covey.rollout.embedded.joined import JoinedLayers
 from covey.rollout.embedded.kernels import draw_and_advance, paged_attention, splits_for
+from covey.rollout.embedded.paged import STEPS
 from covey.rollout.embedded.scheduler import Running
 from covey.rollout.streams import uniform
 
-STEPS = 8  # between two looks of the host
+
+@dataclass(frozen=True)
+class Flight:
+    """Steps on their way, and where their tokens will be. None: a row that nobody waits for."""
+
+    rows: tuple[Running | None, ...]
+    steps: int
+    ids_BT: Tensor
+    logprobs_BT: Tensor
+    landed: torch.cuda.Event | None  # None where nothing is asynchronous
+
+    def read(self) -> tuple[list[list[int]], list[list[float]]]:
+        if self.landed is not None:
+            self.landed.synchronize()
+        return self.ids_BT.tolist(), self.logprobs_BT.tolist()
 
 
 class GraphStep:
@@ -58,26 +76,32 @@ class GraphDecoder:
         self.out_logprobs_BT = torch.zeros(rows, STEPS, dtype=torch.float32, device=device)
         self.graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self.pool: Any = None
-        self.loaded: list[tuple[Running, int]] = []  # the sequences in the buffers, and how many blocks they had
-        self.numbers: dict[Running, list[float]] = {}  # uniform numbers of the next steps, by sequence
+        self.loaded: list[tuple[Running, int] | None] = []  # who is in the buffers, and how many blocks they had
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+        lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.layers = list(lm.base_model.layers)
+        self.joined = JoinedLayers(self.layers)
 
-    def run(self, rows: Sequence[Running], steps: int) -> tuple[list[list[int]], list[list[float]]]:
-        """The next `steps` tokens of every sequence and their log-probs."""
+    def launch(self, rows: Sequence[Running | None], steps: int, ahead: int = 0) -> Flight:
+        """The next `steps` tokens of every sequence. `ahead`: steps of a flight of the same rows that is on its way."""
         graph, _ = self._graph(self._size(len(rows)), draws=True)
-        self._load(rows, steps)
+        self._load(rows, ahead)
+        numbers = [[uniform(r.sampling.seed, len(r.ids) + ahead + t) if r else 0.0 for t in range(steps)] for r in rows]
+        self._send(self.uniform_BT[: len(rows), :steps], numbers)
+        self.step_B.zero_()
         for _ in range(steps):
             graph.replay()
-        # While the GPU works: the numbers of the next steps, which most rows will want.
-        self.numbers = {row: self._uniform(row, len(row.ids) + steps, steps) for row in rows if row.left > steps}
-        ids, logprobs = self.out_ids_BT[: len(rows), :steps], self.out_logprobs_BT[: len(rows), :steps]
-        return ids.tolist(), logprobs.tolist()
+        found = [self._fetch(out[: len(rows), :steps]) for out in (self.out_ids_BT, self.out_logprobs_BT)]
+        landed = torch.cuda.Event() if self.ids_B.is_cuda else None
+        if landed is not None:
+            landed.record()
+        return Flight(tuple(rows), steps, found[0], found[1], landed)
 
     def logits(self, rows: Sequence[Running]) -> Tensor:
         """Of the next token, for who draws in another way."""
         graph, logits_BV = self._graph(self._size(len(rows)), draws=False)
-        self._load(rows, 1)
-        self.loaded, self.numbers = [], {}
+        self._load(rows, 0)
+        self.loaded = []
         graph.replay()
         return logits_BV[: len(rows)]
 
@@ -92,25 +116,37 @@ class GraphDecoder:
             )
         return min(size, len(self.ids_B))
 
-    def _load(self, rows: Sequence[Running], steps: int) -> None:
+    def _load(self, rows: Sequence[Running | None], ahead: int) -> None:
         """Fill the buffers. Rows that are where they were have their next token and position there already."""
-        size, width = self._size(len(rows)), self.table_BN.shape[1]
-        spare, scratch = size - len(rows), self.cache.scratch
-        now = [(row, len(row.blocks)) for row in rows]
+        size, width, scratch = self._size(len(rows)), self.table_BN.shape[1], self.cache.scratch
+        spare: list[None] = [None] * (size - len(rows))
+        now = [None if row is None else (row, len(row.blocks)) for row in rows]
+        known = [None if entry is None else entry[0] for entry in self.loaded]
+        stays = len(known) == len(rows) and all(row is None or row is old for row, old in zip(rows, known, strict=True))
+        assert stays or not ahead, "what is on its way knows only the rows it left with"
         if now != self.loaded:
-            table = [row.blocks + [scratch] * (width - len(row.blocks)) for row in rows] + [[scratch] * width] * spare
-            self.table_BN[:size] = torch.tensor(table, dtype=torch.int32)
-        if [row for row, _ in now] != [row for row, _ in self.loaded] or spare:
-            self.ids_B[:size] = torch.tensor([row.next for row in rows] + [0] * spare)
-            self.position_B[:size] = torch.tensor([row.cached for row in rows] + [0] * spare)
-            self.temperature_B[:size] = torch.tensor([row.sampling.temperature for row in rows] + [0.0] * spare)
+            blocks = [[] if row is None else row.blocks for row in (*rows, *spare)]
+            self._send(self.table_BN[:size], [b + [scratch] * (width - len(b)) for b in blocks])
+        if not stays:
+            everyone = (*rows, *spare)
+            self._send(self.ids_B[:size], [0 if row is None else row.next for row in everyone])
+            self._send(self.position_B[:size], [0 if row is None else row.cached for row in everyone])
+            self._send(self.temperature_B[:size], [row.sampling.temperature if row else 0.0 for row in everyone])
+        elif empty := [n for n, row in enumerate((*rows, *spare)) if row is None]:
+            # Their positions move on with the others': back, before they leave the table.
+            at = torch.empty(len(empty), dtype=torch.int64, device=self.position_B.device)
+            self._send(at, empty)
+            self.position_B.index_fill_(0, at, 0)
         self.loaded = now
-        numbers = [self.numbers.get(row) or self._uniform(row, len(row.ids), steps) for row in rows]
-        self.uniform_BT[: len(rows), :steps] = torch.tensor([n[:steps] for n in numbers], dtype=torch.float32)
-        self.step_B.zero_()
 
-    def _uniform(self, row: Running, first: int, steps: int) -> list[float]:
-        return [uniform(row.sampling.seed, first + t) for t in range(steps)]
+    def _send(self, target: Tensor, values: Any) -> None:
+        """To the GPU without waiting for it."""
+        source = torch.tensor(values, dtype=target.dtype)
+        target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
+
+    def _fetch(self, source: Tensor) -> Tensor:
+        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+        return host.copy_(source, non_blocking=True)
 
     def _forward(self, size: int) -> Tensor:
         out = self.model(input_ids=self.ids_B[:size, None], position_ids=self.position_B[:size, None], use_cache=False)
@@ -148,7 +184,11 @@ class GraphDecoder:
             self.cache, self.table_BN[:size], self.position_B[:size], splits_for(size, heads, self.processors)
         )
         graph = torch.cuda.CUDAGraph()
-        with attention.engine_attention(self.model, step), layers_compiled(self.model, self.compiled):
+        with (
+            attention.engine_attention(self.model, step),
+            self.joined.active(),
+            layers_compiled(self.layers if self.compiled else ()),
+        ):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
@@ -170,9 +210,8 @@ class GraphDecoder:
 class layers_compiled:
     """While this lasts, the decoder layers run compiled, all by the same code."""
 
-    def __init__(self, model: Any, on: bool) -> None:
-        lm = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self.layers = list(lm.base_model.layers) if on else []
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self.layers = layers
 
     def __enter__(self) -> None:
         if not self.layers:

@@ -14,26 +14,61 @@ from torch import Tensor
 
 
 @triton.jit
+def _normed(x, other, weight, other_weight, eps, D: tl.constexpr):
+    """RMSNorm over the head size, of [heads, D] and of the same with its halves swapped."""
+    scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+    return x * scale * weight, other * scale * other_weight
+
+
+@triton.jit
+def _rotated(
+    x, stride, cos, sin, norm, eps, rows, d, ROWS: tl.constexpr, D: tl.constexpr, ROTATES: tl.constexpr,
+    NORMS: tl.constexpr,
+):  # fmt: skip
+    """Heads of one token, [heads, D] in float32; normed and turned by their position where the layer wants that."""
+    inside = (rows < ROWS)[:, None] & (d < D)[None]
+    found = tl.load(x + rows[:, None] * stride + d[None], mask=inside, other=0.0).to(tl.float32)
+    if ROTATES:
+        swapped = tl.where(d < D // 2, d + D // 2, d - D // 2)
+        other = tl.load(x + rows[:, None] * stride + swapped[None], mask=inside, other=0.0).to(tl.float32)
+        if NORMS:
+            weight = tl.load(norm + d, mask=d < D, other=0.0).to(tl.float32)[None]
+            other_weight = tl.load(norm + swapped, mask=d < D, other=0.0).to(tl.float32)[None]
+            found, other = _normed(found, other, weight, other_weight, eps, D)
+        c = tl.load(cos + d, mask=d < D, other=0.0).to(tl.float32)[None]
+        s = tl.load(sin + d, mask=d < D, other=0.0).to(tl.float32)[None]
+        found = found * c + other * tl.where(d < D // 2, -1.0, 1.0)[None] * s
+    return found
+
+
+@triton.jit
 def _write(
-    k, v, keys, values, table, position, k_stride, v_stride, table_stride,
-    SIZE: tl.constexpr, KD: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr,
+    k, v, cos, sin, norm, keys, values, table, position, k_stride, v_stride, turn_stride, table_stride, eps,
+    K: tl.constexpr, KPAD: tl.constexpr, D: tl.constexpr, DPAD: tl.constexpr, SIZE: tl.constexpr,
+    ROTATES: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
     """The new key and value of sequence b, all heads, to their place."""
     b = tl.program_id(0)
     at = tl.load(position + b)
     block = tl.load(table + b * table_stride + at // SIZE).to(tl.int64)
-    lane = tl.arange(0, PAD)
-    inside = lane < KD
-    target = block * KD * SIZE + (lane // D) * SIZE * D + (at % SIZE) * D + lane % D
-    tl.store(keys + target, tl.load(k + b * k_stride + lane, mask=inside), mask=inside)
-    tl.store(values + target, tl.load(v + b * v_stride + lane, mask=inside), mask=inside)
+    h = tl.arange(0, KPAD)
+    d = tl.arange(0, DPAD)
+    inside = (h < K)[:, None] & (d < D)[None]
+    target = (block * K + h[:, None]) * SIZE * D + (at % SIZE) * D + d[None]
+    k_hd = _rotated(
+        k + b * k_stride, D, cos + b * turn_stride, sin + b * turn_stride, norm, eps, h, d, K, D, ROTATES, NORMS
+    )
+    v_hd = tl.load(v + b * v_stride + h[:, None] * D + d[None], mask=inside, other=0.0)
+    tl.store(keys + target, k_hd.to(keys.dtype.element_ty), mask=inside)
+    tl.store(values + target, v_hd, mask=inside)
 
 
 @triton.jit
 def _attend(
-    q, keys, values, table, position, out, part, part_m, part_l, scale, window, q_stride, table_stride,
+    q, cos, sin, norm, keys, values, table, position, out, part, part_m, part_l, scale, window, q_stride, turn_stride,
+    table_stride, eps,
     K: tl.constexpr, G: tl.constexpr, GPAD: tl.constexpr, D: tl.constexpr, DPAD: tl.constexpr, SIZE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, ROTATES: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
     """Sequence b, key head h, one split of its blocks: softmax(q·k) v of the G query heads, online."""
     b, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -46,9 +81,10 @@ def _attend(
     g = tl.arange(0, GPAD)
     d = tl.arange(0, DPAD)
     n = tl.arange(0, SIZE)
-    q_gd = tl.load(
-        q + b * q_stride + (h * G + g)[:, None] * D + d[None], mask=(g < G)[:, None] & (d < D)[None], other=0.0
-    )
+    q_gd = _rotated(
+        q + b * q_stride + h * G * D, D, cos + b * turn_stride, sin + b * turn_stride, norm, eps, g, d, G, D, ROTATES,
+        NORMS,
+    ).to(keys.dtype.element_ty)  # fmt: skip
     m = tl.full([GPAD], float("-inf"), tl.float32)
     total = tl.zeros([GPAD], tl.float32)
     acc = tl.zeros([GPAD, DPAD], tl.float32)
@@ -116,15 +152,62 @@ def paged_attention(
     splits: int,
 ) -> Tensor:
     """One new token of each sequence: q [B, H, 1, D], k and v [B, K, 1, D] → [B, 1, H, D]. `window` 0: none."""
-    keys, values = keys[layer], values[layer]
-    rows, heads, _, dim = q.shape
-    kv = k.shape[1]
+    rows, heads = q.shape[:2]
     q, k, v = (x.reshape(rows, -1) for x in (q, k, v))
-    size, groups = keys.shape[2], heads // kv
+    return _launch(q, k, v, None, None, keys[layer], values[layer], table, position, heads, scale, window, splits, 0.0)
+
+
+@torch.library.custom_op("covey::joined_attention", mutates_args=("keys", "values"))
+def joined_attention(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norms: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    layer: int,
+    table: Tensor,
+    position: Tensor,
+    scale: float,
+    window: int,
+    splits: int,
+    eps: float,
+) -> Tensor:
+    """The same from one product [B, (H + 2K) D], and the turn of each sequence's position, [B, D]; with `norms` [2, D]
+    queries and keys are normed first."""
+    kv, dim = keys.shape[2], keys.shape[4]
+    heads = qkv.shape[1] // dim - 2 * kv
+    q, k, v = qkv.split([heads * dim, kv * dim, kv * dim], 1)
+    slabs = (keys[layer], values[layer])
+    return _launch(q, k, v, (cos, sin), norms, *slabs, table, position, heads, scale, window, splits, eps)
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    turn: tuple[Tensor, Tensor] | None,
+    norms: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    position: Tensor,
+    heads: int,
+    scale: float,
+    window: int,
+    splits: int,
+    eps: float,
+) -> Tensor:
+    _, kv, size, dim = keys.shape
+    rows, groups, pad = len(q), heads // kv, max(16, triton.next_power_of_2(dim))
+    cos, sin = (q, q) if turn is None else turn
+    q_norm, k_norm = (q, q) if norms is None else norms
+    kind = {"ROTATES": turn is not None, "NORMS": norms is not None}
     out = torch.empty(rows, 1, heads, dim, dtype=q.dtype, device=q.device)
     _write[(rows,)](
-        k, v, keys, values, table, position, k.stride(0), v.stride(0), table.stride(0),
-        SIZE=size, KD=kv * dim, D=dim, PAD=triton.next_power_of_2(kv * dim),
+        k, v, cos, sin, k_norm, keys, values, table, position, k.stride(0), v.stride(0), cos.stride(0), table.stride(0),
+        eps, K=kv, KPAD=triton.next_power_of_2(kv), D=dim, DPAD=pad, SIZE=size, num_warps=1 if kv * dim <= 256 else 4,
+        **kind,
     )  # fmt: skip
     if splits > 1:
         part = torch.empty(rows * heads, splits, dim, dtype=torch.float32, device=q.device)
@@ -132,14 +215,12 @@ def paged_attention(
     else:
         part = part_m = part_l = out
     _attend[(rows, kv, splits)](
-        q, keys, values, table, position, out, part, part_m, part_l, scale, window, q.stride(0), table.stride(0),
-        K=kv, G=groups, GPAD=max(16, triton.next_power_of_2(groups)), D=dim, DPAD=max(16, triton.next_power_of_2(dim)),
-        SIZE=size, SPLITS=splits, num_warps=4,
+        q, cos, sin, q_norm, keys, values, table, position, out, part, part_m, part_l, scale, window, q.stride(0),
+        cos.stride(0), table.stride(0), eps, K=kv, G=groups, GPAD=max(16, triton.next_power_of_2(groups)), D=dim,
+        DPAD=pad, SIZE=size, SPLITS=splits, num_warps=4, **kind,
     )  # fmt: skip
     if splits > 1:
-        _join[(rows * heads,)](
-            part, part_m, part_l, out, D=dim, DPAD=max(16, triton.next_power_of_2(dim)), SPLITS=splits
-        )
+        _join[(rows * heads,)](part, part_m, part_l, out, D=dim, DPAD=pad, SPLITS=splits)
     return out
 
 
@@ -149,6 +230,15 @@ def _(
     scale: float, window: int, splits: int,
 ) -> Tensor:  # fmt: skip
     return q.new_empty(q.shape[0], 1, q.shape[1], q.shape[3])
+
+
+@joined_attention.register_fake
+def _(
+    qkv: Tensor, cos: Tensor, sin: Tensor, norms: Tensor | None, keys: Tensor, values: Tensor, layer: int,
+    table: Tensor, position: Tensor, scale: float, window: int, splits: int, eps: float,
+) -> Tensor:  # fmt: skip
+    kv, dim = keys.shape[2], keys.shape[4]
+    return qkv.new_empty(qkv.shape[0], 1, qkv.shape[1] // dim - 2 * kv, dim)
 
 
 # -- drawing --------------------------------------------------------------------------------------------------------

@@ -13,9 +13,11 @@ from covey.rollout.embedded.sampling import Drawn, draw_next, truncates
 from covey.rollout.embedded.scheduler import Running, Scheduler, refuse
 
 if TYPE_CHECKING:
-    from covey.rollout.embedded.graphs import GraphDecoder
+    from covey.rollout.embedded.graphs import Flight, GraphDecoder
 
 BLOCK = 64  # tokens
+STEPS = 8  # between two looks of the host
+KEEP = 0.75  # of the rows of a flight must go on for another to follow it unread
 
 
 class PagedBatch:
@@ -37,6 +39,7 @@ class PagedBatch:
         self.scheduler = Scheduler(BlockManager(0, BLOCK), 0)
         self._runner: Runner | None = None
         self._decoder: GraphDecoder | None = None
+        self._flight: Flight | None = None  # steps whose tokens were not read yet
 
     @property
     def busy(self) -> bool:
@@ -60,7 +63,7 @@ class PagedBatch:
             self._build(longest, grown(self.scheduler.max_rows, rows, self.max_rows))
 
     def _build(self, longest: int, rows: int) -> None:
-        self._runner = self._decoder = None  # the old cache goes before the new one comes
+        self._runner = self._decoder = self._flight = None  # the old cache goes before the new one comes
         self.room = self._affordable()
         self.size = min(grown(self.size, longest, self.longest, BLOCK), self.room)
         blocks = min(rows * self.size, self.room) // BLOCK
@@ -94,26 +97,55 @@ class PagedBatch:
         return self._sample_ahead(runner.cache)
 
     def _sample_ahead(self, cache: KvCache) -> Drawn:
-        from covey.rollout.embedded.graphs import STEPS, GraphDecoder
+        """Reads what is on its way; before that, if the rows stay, sends off what comes after it."""
+        flight, self._flight = self._flight, None
+        if flight is None or not any(self._alive(row) for row in flight.rows):
+            rows = list(self.scheduler.running)
+            decoder = self._graphs(cache)
+            if any(truncates(row.sampling) for row in rows):
+                self.scheduler.reserve(1)
+                rows = list(self.scheduler.running)
+                return draw_next(rows, decoder.logits(rows))
+            steps = min(STEPS, max(row.left for row in rows))
+            self.scheduler.reserve(steps)
+            flight = decoder.launch(list(self.scheduler.running), steps)
+        self._flight = self._next_flight(flight)
+        found = zip(flight.rows, *flight.read(), strict=True)
+        return [(row, ids, logprobs) for row, ids, logprobs in found if row is not None and self._alive(row)]
 
-        scheduler = self.scheduler
-        steps = min(STEPS, max(r.left for r in scheduler.running))
-        if any(truncates(r.sampling) for r in scheduler.running):
-            steps = 1
-        scheduler.reserve(steps)
-        rows = list(scheduler.running)
+    def _next_flight(self, flight: Flight) -> Flight | None:
+        """The same rows go on, if nobody has entered, few have left, and memory allows. Who will have finished by then
+        is left out."""
+        staying = [row if row and self._alive(row) and row.left > flight.steps else None for row in flight.rows]
+        alive = [row for row in staying if row is not None]
+        entered = len([row for row in flight.rows if self._alive(row)]) < len(self.scheduler.running)
+        if not alive or entered or len(alive) < KEEP * len(staying):
+            return None
+        steps = min(STEPS, max(row.left for row in alive) - flight.steps)
+        if not self.scheduler.reserve_if_free(flight.steps + steps):
+            return None
+        assert self._decoder is not None
+        return self._decoder.launch(staying, steps, ahead=flight.steps)
+
+    def _alive(self, row: Running | None) -> bool:
+        return row is not None and bool(row.blocks)  # who left has given them back
+
+    def _graphs(self, cache: KvCache) -> GraphDecoder:
+        from covey.rollout.embedded.graphs import GraphDecoder
+
         if self._decoder is None:
-            blocks = scheduler.blocks.count(self.size + STEPS)  # steps beyond an answer's end have a place as well
-            self._decoder = GraphDecoder(
-                self.model, cache, rows=scheduler.max_rows, blocks=blocks, compiled=self.compiled
-            )
-        if steps == 1:
-            return draw_next(rows, self._decoder.logits(rows))
-        return list(zip(rows, *self._decoder.run(rows, steps), strict=True))
+            blocks = self.scheduler.blocks.count(self.size + 2 * STEPS)  # steps beyond an answer's end have a place
+            rows = self.scheduler.max_rows
+            self._decoder = GraphDecoder(self.model, cache, rows=rows, blocks=blocks, compiled=self.compiled)
+        return self._decoder
 
     def finish(self, request: Running) -> None:
         self.scheduler.finish(request)
 
     def forget(self) -> None:
-        """Other weights: what the old ones computed is void, but for those whose answers it began."""
+        """Other weights: what the old ones computed is void, but for those whose answers it began. Tokens that are on
+        their way are drawn again."""
         self.scheduler.blocks.forget()
+        self._flight = None
+        if self._decoder is not None:
+            self._decoder.loaded = []

@@ -176,6 +176,16 @@ class Scheduler:
                     break
                 self._send_back(self.running[-1])
 
+    def reserve_if_free(self, steps: int) -> bool:
+        """The same, if nobody must go for it; False: nothing was reserved."""
+        need = {r: self.blocks.count(r.cached + min(steps, r.left)) - len(r.blocks) for r in self.running}
+        if sum(count for count in need.values() if count > 0) > self.blocks.available:
+            return False
+        for request, count in need.items():
+            if count > 0:
+                request.blocks += self.blocks.allocate(count) or []
+        return True
+
     def _send_back(self, request: Running) -> None:
         """It waits again, before all others, and keeps what it has sampled."""
         self.running.remove(request)
