@@ -10,13 +10,18 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 ORACLES    := .venv-oracles
 ORACLE_PIP := $(ORACLES)/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo test test-slow check format bench experiments oracles clean
+.PHONY: demo test test-kernels test-slow check format bench experiments oracles clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/covey train --config-name demo
 
 test: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest
+
+# The GPU's kernels by Triton's interpreter, on a CPU. On a GPU make test runs them for real.
+test-kernels: $(VENV)/triton.stamp
+	TRITON_INTERPRET=1 PYTHONPATH=$(VENV)/triton $(BIN)/python -m pytest \
+		tests/rollout/test_kernels.py tests/rollout/test_graphs.py tests/learner/test_logprobs.py
 
 test-slow: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m slow
@@ -52,6 +57,10 @@ $(VENV)/run.stamp: pyproject.toml constraints.txt
 
 $(VENV)/dev.stamp: $(VENV)/run.stamp
 	$(PIP) install -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(VENV)/triton.stamp: $(VENV)/dev.stamp
+	$(PIP) install --no-deps --target $(VENV)/triton triton
 	touch $@
 
 $(ORACLES)/stamp: pyproject.toml constraints.txt tests/oracles/requirements.txt tests/oracles/requirements-no-deps.txt

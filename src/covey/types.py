@@ -257,7 +257,7 @@ class Batch:
 
     def take(self, index: Sequence[int]) -> Batch:
         """The same mini-batch seen through some of its rows."""
-        at = self.episode_R.new_tensor(list(index))
+        at = self.episode_R.new_tensor(list(index), device="cpu").to(self.episode_R.device, non_blocking=True)
 
         def pick(column: Tensor | None) -> Tensor | None:
             return None if column is None else column[at]
