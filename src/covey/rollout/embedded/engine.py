@@ -33,6 +33,8 @@ TURNS = 8  # of the event loop between two steps: enough for an agent to read an
 
 
 class EmbeddedEngine:
+    apart = False  # it samples with the learner's own module
+
     def __init__(
         self,
         model: Any,
@@ -86,6 +88,12 @@ class EmbeddedEngine:
         self.version = version
         if self._scheduler is not None:
             self._scheduler.blocks.forget()
+
+    async def pause(self) -> None:
+        """Its memory is the learner's: there is none to give back."""
+
+    async def resume(self) -> None:
+        """It never left."""
 
     def close(self) -> None:
         """Stops at the next token; answers that are not finished never come."""
