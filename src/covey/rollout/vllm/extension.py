@@ -52,8 +52,21 @@ class Extension:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+        model = self.model_runner.get_model()
         with torch.device(self.device), set_current_vllm_config(self.vllm_config):
-            finalize_layerwise_reload(self.model_runner.get_model(), self.vllm_config.model_config)
+            finalize_layerwise_reload(model, self.vllm_config.model_config)
+            if self.device.type == "cpu":
+                _repack_output(model)
         if self._covey_missing:
             names = ", ".join(sorted(self._covey_missing)[:5])
             raise RuntimeError(f"vLLM's model has weights that the learner's has not: {names}")
+
+
+def _repack_output(model: Any) -> None:
+    """On a CPU the output matrix is a packed copy; one that is tied to the embedding is not loaded by its own name, so
+    vLLM's reloading leaves the copy as it was."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)

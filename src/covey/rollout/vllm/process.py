@@ -18,7 +18,7 @@ from typing import Any
 
 from covey.rollout.vllm.channel import Message, frame, receive
 
-PATIENCE = 15.0  # seconds for an orderly end, and again before force
+PATIENCE = 10.0  # seconds for an orderly end, and again before force
 TAIL = 15  # lines of the log that an error shows
 
 
