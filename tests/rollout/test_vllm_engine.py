@@ -22,9 +22,9 @@ from covey.rollout.vllm.channel import frame, receive
 from covey.rollout.vllm.engine import environment
 from covey.types import Sampling, StopReason
 from tests.conftest import tiny_llama
+from tests.rollout.no_vllm import FAKE
 from tests.rollout.plain import alone, assert_as_alone
 
-FAKE = str(Path(__file__).with_name("fake_worker.py"))
 PROMPT = [5, 6, 7]
 Make = Callable[..., VllmEngine]
 

@@ -53,9 +53,10 @@ class VllmEngine:
     apart = True  # its weights and kernels are not the learner's
 
     def __init__(
-        self, settings: VllmSettings, *, log: Path, same_gpu: bool = False, command: Sequence[str] = WORKER
+        self, settings: VllmSettings, *, log: Path, same_gpu: bool = False, command: Sequence[str] | None = None
     ) -> None:
-        """`same_gpu`: the learner works on the one GPU that vLLM has, so weights need not leave it."""
+        """`same_gpu`: the learner works on the one GPU that vLLM has, so weights need not leave it. `command` starts
+        another worker than vLLM's."""
         self.settings = settings
         self.same_gpu = same_gpu
         self.on_finished: Callable[[], None] = lambda: None  # called for every answer, on the engine's thread
@@ -72,7 +73,7 @@ class VllmEngine:
         if self.settings.devices:
             torch.cuda.empty_cache()  # what this process keeps in reserve, vLLM may need
         self._worker = WorkerProcess(
-            command,
+            command or WORKER,
             environment=environment(settings, os.environ),
             log=log,
             on_message=self._heard,
@@ -147,11 +148,11 @@ class VllmEngine:
         largest = max(p.numel() * p.element_size() for p in weights.parameters())
         some = next(iter(weights.parameters()))
         buffer = torch.empty(max(BUCKET, largest), dtype=torch.uint8, device=some.device)
-        handle = cuda_handle(buffer)
         await self._ask("load_begin")
         for layout in buckets(named_weights(weights), buffer):
             torch.cuda.synchronize(some.device)
-            await self._ask("load_bucket", handle=handle, layout=layout)
+            # A handle is good for one reader: torch counts them.
+            await self._ask("load_bucket", handle=cuda_handle(buffer), layout=layout)
         await self._ask("load_end")
         del buffer
         torch.cuda.ipc_collect()
