@@ -182,6 +182,11 @@ def test_a_worker_that_dies_fails_everybody_with_its_last_words(make: Make) -> N
         asyncio.run(engine.generate(PROMPT, Sampling()))
 
 
+def test_weights_that_do_not_fit_end_the_run(make: Make) -> None:
+    with pytest.raises(RunFailed, match="size mismatch"):
+        asyncio.run(make().publish(tiny_llama(vocabulary=80), version=0))
+
+
 def test_a_request_that_the_worker_refuses_fails_alone(make: Make) -> None:
     engine = make()
 

@@ -177,7 +177,7 @@ class VllmEngine:
     async def _ask(self, do: str, **what: Any) -> Message:
         number, future = self._send(do, **what)
         try:
-            return _result(await future)
+            return _result(await future, otherwise=RunFailed)
         finally:
             self._asked.pop(number, None)
 
@@ -227,11 +227,12 @@ def _settle(future: asyncio.Future[Message], message: Message) -> None:
         loop.call_soon_threadsafe(settle)
 
 
-def _result(message: Message) -> Message:
+def _result(message: Message, otherwise: type[Exception] = RuntimeError) -> Message:
+    """An answer that did not come is one episode's bad luck; weights that did not arrive end the run."""
     if "dead" in message:
         raise RunFailed(message["dead"])
     if "error" in message:
-        raise RuntimeError(f"vLLM: {message['error']}")
+        raise otherwise(f"vLLM: {message['error']}")
     done: Message = message["done"]
     return done
 
