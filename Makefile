@@ -10,7 +10,10 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 ORACLES    := .venv-oracles
 ORACLE_PIP := $(ORACLES)/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo test test-kernels test-slow check format bench experiments oracles clean
+VLLM     := .venv-vllm
+VLLM_PIP := $(VLLM)/bin/python -m pip --disable-pip-version-check -q
+
+.PHONY: demo test test-kernels test-slow check format bench experiments oracles vllm clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/covey train --config-name demo
@@ -39,6 +42,10 @@ format: $(VENV)/dev.stamp
 # Covey's mathematics beside verl's and TRL's, measured: docs/oracles.md
 oracles: $(ORACLES)/stamp
 	$(ORACLES)/bin/python -m pytest tests/oracles --oracle-table docs/oracles.md
+
+# Sampling with vLLM's CPU build, on tiny models: docs/rollout.md
+vllm: $(VLLM)/stamp
+	$(VLLM)/bin/python -m pytest tests/integration/test_vllm.py
 
 bench: $(VENV)/run.stamp
 	$(BIN)/python benchmarks/demo_seeds.py --picture docs/images/demo.png
@@ -70,5 +77,12 @@ $(ORACLES)/stamp: pyproject.toml constraints.txt tests/oracles/requirements.txt 
 	$(ORACLE_PIP) install --no-deps -r tests/oracles/requirements-no-deps.txt
 	touch $@
 
+$(VLLM)/stamp: pyproject.toml tests/integration/requirements.txt tests/integration/requirements-no-deps.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM_PIP) install -c constraints.txt torch
+	$(VLLM_PIP) install --no-deps -r tests/integration/requirements-no-deps.txt
+	$(VLLM_PIP) install -e . -r tests/integration/requirements.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(ORACLES) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(ORACLES) $(VLLM) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -24,11 +24,12 @@ from covey.cli import words
 from covey.cli.main import main
 from covey.config.schema import Config, CriticConfig
 from tests.cli.test_algorithms import REWARDS, SMALL
+from tests.rollout.no_vllm import without_vllm
 
 DOCS = Path(__file__).parent.parent / "docs"
 README = DOCS / "algorithms" / "README.md"
 PAGES = {path.stem: path for path in sorted((DOCS / "algorithms").glob("*.md")) if path != README}
-WRITTEN = (*PAGES.values(), README, DOCS / "papers.md", DOCS / "metrics.md")
+WRITTEN = (*PAGES.values(), README, DOCS / "papers.md", DOCS / "metrics.md", DOCS / "rollout.md")
 SHARED = (Aggregation, Kl, Correction, Shaping, GroupFilter)
 
 
@@ -164,6 +165,7 @@ RUNS = {
     "remax": "algorithm=remax",
     "gpg": "algorithm=gpg",
     "dgdo with sapo": "algorithm=dgdo algorithm.loss=sapo algorithm.truncated=penalise",
+    "grpo, sampled by vllm": "algorithm=grpo rollout=vllm",
     "a reward that breaks": "algorithm=grpo reward=rewards.py:brittle eval.before=true eval.modes=[sampled] eval.n=8",
 }
 
@@ -177,6 +179,7 @@ def logged(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
         (folder / "rewards.py").write_text(REWARDS + BRITTLE)
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(folder)
+            without_vllm(patch)
             assert main(["train", f"model={tiny_model_folder}", *SMALL, *line.split()]) == 0
         (path,) = folder.glob("outputs/*/*/metrics.jsonl")
         found[name] = {metric for record in path.read_text().splitlines() for metric in json.loads(record)["metrics"]}

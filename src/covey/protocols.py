@@ -5,12 +5,12 @@ Each has one obvious implementation and room for more:
     Estimator      algorithms/*            Reward         rewards/*
     Objective      algorithms/*            GroupSource    rollout/collector.py
     Agent          agents/*                Learner        learner/learner.py
-    RolloutEngine  rollout/embedded/
+    RolloutEngine  rollout/embedded/, rollout/vllm/
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -123,9 +123,24 @@ class Algorithm(Estimator, Objective, Shaper, Protocol):
 
 
 class RolloutEngine(Protocol):
+    """Samples with the policy of `version`. While the learner works it is paused; then weights are published."""
+
+    apart: bool  # True if its weights and kernels are not the learner's, so that their log-probs differ
+    version: int
+    generated_tokens: int
+    on_finished: Callable[[], None]  # called for every answer, on any thread
+
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Completion: ...
 
     async def publish(self, weights: Any, version: int) -> None: ...
+
+    async def pause(self) -> None:
+        """Nothing is sampled until weights have been published and `resume` called: memory may be given back."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Policy(Protocol):
@@ -192,3 +207,9 @@ class Learner(Protocol):
         ...
 
     def weights(self) -> Any: ...
+
+    def rest(self) -> None:
+        """The engine samples: memory that it can use may be given back."""
+        ...
+
+    def wake(self) -> None: ...

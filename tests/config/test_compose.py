@@ -303,7 +303,7 @@ def test_unknown_settings_name_the_nearest(run, word, guess, listing):
         (["algorithm=grp"], "unknown algorithm  grp\n  did you mean   grpo?\n  known: cispo, dapo"),
         (["mode=syncc"], "unknown mode  syncc\n  did you mean   sync?\n  known: sync"),
         (["agent=chatt"], "unknown agent  chatt\n  did you mean   chat?\n  known: chat, module:function"),
-        (["rollout=embed"], "unknown rollout  embed\n  did you mean   embedded?\n  known: embedded"),
+        (["rollout=embed"], "unknown rollout  embed\n  did you mean   embedded?\n  known: auto, embedded, vllm"),
         (["learner.lr=abc"], "learner.lr must be float, got 'abc'"),
         (["optimizer.lr=abc"], "optimizer.lr must be float, got 'abc'  (= learner.lr)"),
         (["loop.total_steps=1.5"], "loop.total_steps must be int | None, got 1.5"),

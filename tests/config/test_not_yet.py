@@ -53,9 +53,8 @@ CALCULATOR = """
     [
         "mode=async",
         "train.sync_iter=False",
-        "actor_rollout_ref.rollout.name=vllm",
-        "rollout=vllm",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "actor_rollout_ref.rollout.name=sglang",
+        "rollout=hf",
         "train_model.num_devices=2",
         "ref_model.num_devices=2",
         "inference_model.num_devices=2",
@@ -93,12 +92,11 @@ def test_the_calculator_command_names_all_that_is_missing_at_once(run):
         "agent.tools=['calculator']",
         "agent.template=qwen2.5",
         "agent.max_turns=3",
-        "actor_rollout_ref.rollout.name=vllm",
     ]
 
 
 def test_the_calculator_command_without_them_runs(run):
-    missing = ("agent.agent_type", "agent.tools", "agent.template", "agent.max_turns", "actor_rollout_ref.rollout.name")
+    missing = ("agent.agent_type", "agent.tools", "agent.template", "agent.max_turns")
     composed = run(*(word for word in CALCULATOR.split() if word.partition("=")[0] not in missing))
     config = composed.config
     assert config.algorithm.kl_coef == 0.001 and config.algorithm.kl_estimator == "mse"
@@ -108,7 +106,8 @@ def test_the_calculator_command_without_them_runs(run):
     assert (config.learner.mini_batch_size, config.learner.micro_batch_size) == (64, 8)
     assert (config.loop.save_every, config.eval.every, config.loop.total_steps) == (50, 10, 100)
     assert config.critic.model == "Qwen/Qwen2.5-3B-Instruct"
-    assert config.rollout.memory == 0.5 and not composed.warnings
+    assert (config.rollout.name, config.rollout.memory, config.rollout.tensor_parallel) == ("vllm", 0.5, 1)
+    assert not composed.warnings
 
 
 def test_the_table_has_one_way_to_ask_for_each_thing(algorithms):

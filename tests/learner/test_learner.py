@@ -295,3 +295,29 @@ def test_gradient_checkpointing_gives_the_same_gradients(monkeypatch: pytest.Mon
 def test_schedules_by_hand(schedule: str, step: int, expected: float) -> None:
     config = LearnerConfig(lr=1.0, schedule=schedule, warmup_steps=4, min_lr_ratio=0.1)
     assert learning_rate(step, 20, config) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("offloads", [True, False])
+def test_weights_leave_the_gpu_while_the_engine_samples_if_asked(
+    monkeypatch: pytest.MonkeyPatch, offloads: bool
+) -> None:
+    learner = Learner(tiny_llama(), LearnerConfig(offload_weights=offloads), total_updates=1)
+    moves: list[str] = []
+    monkeypatch.setattr(learner, "_move", lambda device: moves.append(str(device)))
+    for device in ("cpu", "cuda:1"):
+        monkeypatch.setattr(Learner, "device", torch.device(device))
+        learner.rest()
+        learner.wake()
+        learner.wake()  # already there
+    assert moves == (["cpu", "cuda:1"] if offloads else [])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="weights leave a GPU, and there is none")
+def test_weights_come_back_to_the_gpu_as_they_were() -> None:
+    model = tiny_llama().cuda()
+    learner = Learner(model, LearnerConfig(offload_weights=True), total_updates=1)
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    learner.rest()
+    assert all(weight.device.type == "cpu" for weight in model.parameters())
+    learner.wake()
+    assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())

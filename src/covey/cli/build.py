@@ -7,6 +7,7 @@ build(prepared)     the run: model, engine, learner, loop
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,18 +16,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from covey.agents import resolve_agent
 from covey.cli.checks import (
     check_algorithm,
+    check_engine,
     check_prompts,
     check_reference,
     check_sizes,
     digest_rewards,
     digest_tasks,
+    engine_gpus,
+    pick_engine,
     sampling_is_cut,
+    shares_gpu,
 )
 from covey.cli.folder import open_run, run_info, store, threads_for, write_run_files
 from covey.config import Composed, fingerprint
 from covey.config.schema import Config, LoraConfig
 from covey.errors import Absent, InputError
-from covey.protocols import Agent
+from covey.protocols import Agent, RolloutEngine
 from covey.rewards import RewardSet, resolve_rewards
 from covey.tasks import TaskSet, batch_for_step, fresh_tasks, load_tasks, steps_per_epoch
 from covey.telemetry import check_logging
@@ -40,7 +45,6 @@ if TYPE_CHECKING:  # torch and transformers take seconds to import: only where a
     from covey.loop.evaluate import Evaluator
     from covey.loop.run import Run
     from covey.rollout.collector import Collector, Refill, TrainingSource
-    from covey.rollout.embedded import EmbeddedEngine
     from covey.telemetry import Telemetry
 
 Note = Callable[[str], None]
@@ -55,7 +59,7 @@ def algorithm_schemas() -> dict[str, type]:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that could start: checked, nothing loaded."""
+    """A run that could start: checked, nothing loaded. In `config`, rollout.name is the engine that was chosen."""
 
     config: Config
     tree: dict[str, Any]
@@ -69,6 +73,7 @@ class Prepared:
     total_steps: int
     warnings: tuple[str, ...]
     folder: Path | None = None  # where to write; None: output_dir/DATE/TIME
+    engine_reason: str = ""  # why rollout=auto chose its engine
 
     @property
     def trained_reward(self) -> str:
@@ -112,6 +117,10 @@ def prepare(
         raise InputError("there is nothing to train on: data.val_files is given without data.train_files")
     found = found or TaskSet(train=(), validation=(), reward=None, description="(files not here)")
     source = unless_absent(lambda: open_model(config))
+    engine, reason = pick_engine(config, source)
+    config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, name=engine))
+    warnings += unless_absent(lambda: check_engine(config)) or []
+    algorithm = make_algorithm(config)
     if training and algorithm.needs.values and config.critic.model is not None:
         unless_absent(lambda: check_critic(config, source))
     if training and source is not None:
@@ -136,6 +145,7 @@ def prepare(
         total_steps=_total_steps(config, len(found.train)),
         warnings=tuple(warnings),
         folder=folder,
+        engine_reason=reason,
     )
 
 
@@ -144,7 +154,8 @@ def make_algorithm(config: Config) -> Algorithm:
 
     options = dataclasses.asdict(config.algorithm)
     if options.get("correction") == "auto":
-        options["correction"] = "token" if sampling_is_cut(config) else "none"
+        differs = sampling_is_cut(config) or config.rollout.name == "vllm"
+        options["correction"] = "token" if differs else "none"
     try:
         return make(options.pop("name"), **options)
     except InputError:
@@ -215,12 +226,10 @@ def build(prepared: Prepared, *, note: Note) -> Run:
     learner = _make_learner(prepared, checkpoint)
     write_run_files(prepared, folder, learner, threads, resumed=checkpoint is not None)
     telemetry = _open_telemetry(prepared, folder.path, checkpoint)
-    engine = make_engine(prepared, learner.model)
+    engine = make_engine(prepared, learner.model, log=folder.path / "vllm.log")
     collector = make_collector(prepared, engine)
     source = _make_source(prepared, collector)
     first_step = checkpoint.step if checkpoint is not None else 0
-    engine.version = first_step
-    source.policy_updated(first_step)
     return Run(
         config=config,
         folder=folder,
@@ -238,11 +247,14 @@ def build(prepared: Prepared, *, note: Note) -> Run:
     )
 
 
-def make_engine(prepared: Prepared, policy: Any) -> EmbeddedEngine:
+def make_engine(prepared: Prepared, policy: Any, *, log: Path | None = None) -> RolloutEngine:
+    """The engine of a policy that is loaded. `log` is where vLLM's chatter goes."""
     from covey.rollout.embedded import EmbeddedEngine
 
     source = prepared.model
     assert source is not None
+    if prepared.config.rollout.name == "vllm":
+        return _make_vllm(prepared, policy, log or Path(tempfile.mkdtemp(prefix="covey-")) / "vllm.log")
     return EmbeddedEngine(
         policy,
         eos_ids=source.eos_ids(),
@@ -254,7 +266,30 @@ def make_engine(prepared: Prepared, policy: Any) -> EmbeddedEngine:
     )
 
 
-def make_collector(prepared: Prepared, engine: EmbeddedEngine) -> Collector:
+def _make_vllm(prepared: Prepared, policy: Any, log: Path) -> RolloutEngine:
+    from covey.rollout.vllm import VllmEngine, VllmSettings
+
+    source, config = prepared.model, prepared.config
+    assert source is not None
+    rollout, gpus = config.rollout, engine_gpus(config)
+    colocated = shares_gpu(config, gpus)
+    settings = VllmSettings(
+        model=source.path,
+        eos_ids=source.eos_ids(),
+        dtype=str(policy.get_input_embeddings().weight.dtype).removeprefix("torch."),
+        devices=gpus,
+        tensor_parallel=rollout.tensor_parallel,
+        context_length=config.model.context_length,
+        max_sequences=rollout.max_sequences,
+        memory=rollout.memory,
+        eager=rollout.eager,
+        sleeps=rollout.sleep and colocated,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    return VllmEngine(settings, log=log, same_gpu=colocated and len(gpus) == 1)
+
+
+def make_collector(prepared: Prepared, engine: RolloutEngine) -> Collector:
     from covey.rollout.collector import Collector
 
     source, config = prepared.model, prepared.config
@@ -349,6 +384,8 @@ def _open_telemetry(prepared: Prepared, path: Path, checkpoint: Checkpoint | Non
     )
     for text in prepared.warnings:
         telemetry.warn(text)
+    if prepared.engine_reason:
+        telemetry.note(f"rollout={prepared.config.rollout.name}: {prepared.engine_reason}")
     if first_step:
         telemetry.note(f"resumed at step {first_step} of {prepared.total_steps} in {path}")
     return telemetry

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from covey.config.schema import Config, CriticConfig
-from covey.errors import InputError, unknown
+from covey.errors import Absent, InputError, unknown
 from covey.rewards import RewardSet
+from covey.rollout.choose import choose, require_vllm, vllm_version
 from covey.rollout.policy import render
 from covey.tasks import TaskSet
 
@@ -37,9 +38,84 @@ def check_algorithm(config: Config, algorithm: Algorithm, rewards: RewardSet) ->
         cut = "top_p, top_k or min_p truncate the sampling distribution"
         corrected = algorithm.needs.proximal
         warnings.append(f"{cut}: {'importance weights correct for it' if corrected else 'nothing corrects for it'}")
+    if config.rollout.name == "vllm" and algorithm.correction is not None and not algorithm.needs.proximal:
+        warnings.append("vllm's log-probs differ from the learner's, and nothing corrects for it: algorithm.correction")
     if config.critic != CriticConfig() and not algorithm.needs.values:
         warnings.append(f"critic settings have no effect: {algorithm.name} has no critic")
     return [*warnings, *_check_updates(config, algorithm), *_check_filter(config, algorithm, rewards)]
+
+
+def pick_engine(config: Config, source: ModelSource | None) -> tuple[str, str]:
+    """The engine's name, and where `rollout=auto` left it open, why."""
+    from covey.learner.models import parameter_count, pick_device
+
+    rollout = config.rollout
+    if rollout.name != "auto":
+        return rollout.name, ""
+    if source is None:
+        return "embedded", "the model is not here to choose by"
+    return choose(
+        installed=vllm_version() is not None,
+        gpu=pick_device(config.model.device).type == "cuda",
+        parameters=parameter_count(source),
+        max_tokens=rollout.max_tokens,
+        tensor_parallel=rollout.tensor_parallel,
+    )
+
+
+def check_engine(config: Config) -> list[str]:
+    """Of the chosen engine: settings that it cannot follow."""
+    rollout, offloads = config.rollout, config.learner.offload_weights
+    if rollout.name == "vllm":
+        require_vllm()
+        if rollout.devices is not None and len(set(rollout.devices)) != rollout.tensor_parallel:
+            raise InputError(
+                f"rollout.devices={list(rollout.devices)} and rollout.tensor_parallel={rollout.tensor_parallel}: "
+                "one copy of the model takes tensor_parallel GPUs\n  give as many devices"
+            )
+        gpus = engine_gpus(config)
+        if offloads and not shares_gpu(config, gpus):
+            return ["learner.offload_weights has no effect: vllm is not on the learner's GPU"]
+        return []
+    if rollout.tensor_parallel > 1:
+        raise InputError(
+            f"rollout.tensor_parallel={rollout.tensor_parallel}: the embedded engine samples on the learner's GPU\n"
+            "  use rollout=vllm, or leave it at 1"
+        )
+    warnings = []
+    if rollout.devices is not None:
+        warnings.append("rollout.devices has no effect: the embedded engine samples where the learner works")
+    if offloads:
+        warnings.append("learner.offload_weights has no effect: the embedded engine samples with the learner's weights")
+    return warnings
+
+
+def engine_gpus(config: Config) -> tuple[int, ...]:
+    """vLLM's GPUs by number; none on a CPU."""
+    import torch
+
+    from covey.learner.models import pick_device
+
+    rollout = config.rollout
+    device = pick_device(config.model.device)
+    here = torch.cuda.device_count()
+    if device.type != "cuda" and rollout.devices is None:
+        if rollout.tensor_parallel > 1:
+            raise Absent(f"rollout.tensor_parallel={rollout.tensor_parallel}, but the model runs on the CPU")
+        return ()
+    first = device.index or 0
+    wanted = tuple(rollout.devices or range(first, first + rollout.tensor_parallel))
+    if max(wanted) >= here:
+        raise Absent(f"rollout wants the GPUs {', '.join(map(str, wanted))}, but torch sees {here} here")
+    return wanted
+
+
+def shares_gpu(config: Config, gpus: tuple[int, ...]) -> bool:
+    """Whether vLLM works on the learner's GPU, alone or with others."""
+    from covey.learner.models import pick_device
+
+    device: Any = pick_device(config.model.device)
+    return device.type == "cuda" and (device.index or 0) in gpus
 
 
 def sampling_is_cut(config: Config) -> bool:

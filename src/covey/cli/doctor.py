@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from covey.errors import Absent
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -57,6 +59,7 @@ def examine() -> Iterator[Finding]:
     for package, (what, fix) in OPTIONAL.items():
         version = _version(package)
         yield Finding("ok", package, f"{version}: {what}") if version else Finding("--", package, f"no {what}", fix)
+    yield _vllm()
     for name, what in (("HF_TOKEN", "private models of the hub"), ("WANDB_API_KEY", "uploading to W&B")):
         found = bool(os.environ.get(name))
         yield Finding("ok" if found else "--", name, f"{'set' if found else 'not set'}: {what}")
@@ -103,6 +106,20 @@ def _builtin_model() -> Finding:
         lines = str(error).splitlines()
         return Finding("--", "built-in model", lines[0], lines[1].split(":", 1)[1].strip())
     return Finding("ok", "built-in model", f"{name}, unpacked on first use")
+
+
+def _vllm() -> Finding:
+    from covey.rollout.choose import require_vllm, vllm_version
+
+    try:
+        require_vllm()
+    except Absent as error:
+        return Finding("--", "vllm", f"{vllm_version() or 'no'}: sampling with rollout=vllm", _fix(error))
+    return Finding("ok", "vllm", f"{vllm_version()}: sampling with rollout=vllm")
+
+
+def _fix(error: Absent) -> str:
+    return "pip install" + str(error).split("pip install", 1)[1].splitlines()[0]
 
 
 def _version(package: str) -> str | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +27,8 @@ from covey.tasks import TaskSet
 from covey.types import Group, Sampling, Task
 
 if TYPE_CHECKING:
+    from covey.protocols import RolloutEngine
     from covey.rollout.collector import Collector
-    from covey.rollout.embedded import EmbeddedEngine
 
 EVAL_USAGE = """\
 covey eval MODEL_OR_RUN [key=value ...]
@@ -57,7 +58,8 @@ class Bench:
 
     prepared: Prepared
     collector: Collector
-    engine: EmbeddedEngine
+    engine: RolloutEngine
+    policy: Any
 
 
 def main_eval(argv: list[str]) -> int:
@@ -75,8 +77,8 @@ def main_eval(argv: list[str]) -> int:
 
 
 async def _evaluate(bench: Bench) -> dict[str, float]:
-    found = await make_evaluator(bench.prepared, bench.collector, print).run()
-    bench.engine.close()
+    async with _sampling(bench):
+        found = await make_evaluator(bench.prepared, bench.collector, print).run()
     return dict(found.metrics)
 
 
@@ -102,9 +104,17 @@ def main_sample(argv: list[str]) -> int:
 
 
 async def _answers(bench: Bench, tasks: Sequence[Task], count: int, sampling: Sampling) -> list[Group]:
-    groups = await bench.collector.groups(tasks, count, sampling, ("sample",))
-    bench.engine.close()
-    return groups
+    async with _sampling(bench):
+        return await bench.collector.groups(tasks, count, sampling, ("sample",))
+
+
+@asynccontextmanager
+async def _sampling(bench: Bench) -> AsyncIterator[None]:
+    try:
+        await bench.engine.publish(bench.policy, version=0)
+        yield
+    finally:
+        bench.engine.close()
 
 
 def _print_group(group: Group) -> None:
@@ -156,8 +166,9 @@ def _bench(words: Words, usage: str) -> Bench:
     if not question and not prepared.tasks.validation:
         raise InputError("there is nothing to ask: give data=NAME or data.val_files=FILE")
     assert prepared.model is not None
-    engine = make_engine(prepared, load_policy(prepared.model, prepared.config.model))
-    return Bench(prepared, make_collector(prepared, engine), engine)
+    policy = load_policy(prepared.model, prepared.config.model)
+    engine = make_engine(prepared, policy)
+    return Bench(prepared, make_collector(prepared, engine), engine, policy)
 
 
 def _compose_for(name: str, words: Words) -> Composed:

@@ -150,6 +150,7 @@ def describe(prepared: Prepared) -> list[str]:
         f"tasks      {prepared.tasks.description}",
         f"reward     {', '.join(weighed)}",
         f"algorithm  {config.algorithm.name}, loss {config.algorithm.loss}",
+        f"engine     {config.rollout.name}" + (f": {prepared.engine_reason}" if prepared.engine_reason else ""),
         f"training   {prepared.total_steps} steps of {config.data.train_batch_size} tasks × "
         f"{config.rollout.group_size} attempts = {per_step} episodes a step",
     ]

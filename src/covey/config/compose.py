@@ -40,7 +40,7 @@ RECIPES = "covey.recipes"
 # What can be chosen in each group; the first is the default. `algorithm` is the group whose choices are passed in.
 GROUPS: Mapping[str, Mapping[str, type]] = {
     "agent": {"chat": AgentConfig},
-    "rollout": {"embedded": RolloutConfig},
+    "rollout": {"embedded": RolloutConfig, "vllm": RolloutConfig, "auto": RolloutConfig},
     "cluster": {"local": ClusterConfig},
     "mode": {"sync": ModeConfig},
 }
@@ -171,7 +171,10 @@ def _hydra(package: str, algorithms: Algorithms) -> Iterator[None]:
         known = {**algorithms, **_named(package, _variants(algorithms))}
         for group, choices in {"algorithm": known, **GROUPS}.items():
             for name, cls in choices.items():
-                store.store(group=group, name=name, node=_typed(cls))
+                node = _typed(cls)
+                if group in GROUPS:  # a class may stand for several choices
+                    node.name = name
+                store.store(group=group, name=name, node=node)
         with hydra.initialize_config_module(package, version_base="1.3"):
             yield
     finally:

@@ -84,7 +84,7 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    name: str = "embedded"  # embedded: in this process with the learner's own weights; vllm (an extra); or auto
+    name: str = "embedded"  # embedded: in this process with the learner's own weights; vllm: beside it; auto: by size
     group_size: int = 8  # attempts per task
     temperature: float = 1.0  # softmax temperature of sampling; the learner uses the same
     top_p: float = 1.0  # sample from the smallest set of tokens with this probability; 1: all
@@ -96,7 +96,7 @@ class RolloutConfig:
     memory: float = 0.5  # of a GPU: embedded, the share of what is free that the cache may take; vllm, of all, its own
     eager: bool = False  # no captured graphs on a GPU: slower, starts faster
     tensor_parallel: int = 1  # vllm: GPUs that share one copy of the model
-    devices: list[int] | None = None  # vllm: its GPUs by number; null: the learner's own
+    devices: list[int] | None = None  # vllm: its GPUs by number; null: the learner's own, and those after it
     sleep: bool = True  # vllm on the learner's GPU: gives its memory back while the learner works
 
     def __post_init__(self) -> None:

@@ -77,6 +77,7 @@ class Learner:
         self._token_budget = config.micro_batch_tokens
         self.skipped = 0
         self.skipped_in_a_row = 0
+        self._home: torch.device | None = None  # where the weights belong, while they are not there
 
     @property
     def device(self) -> torch.device:
@@ -90,6 +91,23 @@ class Learner:
     def weights(self) -> Any:
         """The module itself: an engine in this process samples from it without a copy."""
         return self.model
+
+    def rest(self) -> None:
+        """With `offload_weights`, the weights wait in CPU memory; the engine has a copy of its own."""
+        if self.config.offload_weights and self.device.type == "cuda":
+            self._home = self.device
+            self._move(torch.device("cpu"))
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        if self._home is not None:
+            self._move(self._home)
+            self._home = None
+
+    @torch.no_grad()
+    def _move(self, device: torch.device) -> None:
+        for weight in self.model.parameters():
+            weight.data = weight.data.to(device)
 
     # -- what policies say of samples ---------------------------------------------------------------------------
 

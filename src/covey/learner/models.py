@@ -48,6 +48,14 @@ class ModelSource:
         return tuple(sorted(i for i in found if i is not None))
 
 
+def parameter_count(source: ModelSource) -> int:
+    """Of the whole model, from its configuration alone."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return sum(p.numel() for p in AutoModelForCausalLM.from_config(source.config).parameters())
+
+
 def locate(name: str) -> tuple[str, Path | None]:
     """The folder or hub id behind a name, and the adapter folder where the name is one. Loads nothing."""
     folder = Path(name).expanduser()

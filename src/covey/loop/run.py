@@ -14,10 +14,9 @@ from covey.loop.checkpoint import Checkpoint, CheckpointStore
 from covey.loop.evaluate import Evaluator
 from covey.loop.folder import RunFolder
 from covey.loop.record import episode_view, step_episodes, step_metrics, step_view
-from covey.loop.step import Road, StepResult, step
-from covey.protocols import Metrics
+from covey.loop.step import Road, StepResult, publish, step
+from covey.protocols import Metrics, RolloutEngine
 from covey.rollout.collector import TrainingSource
-from covey.rollout.embedded import EmbeddedEngine
 from covey.telemetry import Telemetry, write_report
 
 
@@ -29,7 +28,7 @@ class Run:
     folder: RunFolder
     road: Road
     learner: Learner
-    engine: EmbeddedEngine
+    engine: RolloutEngine
     source: TrainingSource
     evaluator: Evaluator | None
     telemetry: Telemetry
@@ -48,6 +47,7 @@ class Run:
     async def train(self) -> Run:
         status = "failed"
         try:
+            await publish(self.road, self.first_step)
             if self.config.eval.before and self.first_step == 0:
                 await self.evaluate(0)
             for index in range(self.first_step, self.total_steps):

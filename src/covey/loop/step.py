@@ -56,6 +56,8 @@ class Road:
 async def step(road: Road, index: int) -> StepResult:
     with road.stages.stage("rollout"):
         collected = await road.source.next()  # tasks → scored groups
+        await road.engine.pause()
+    road.learner.wake()
     plan = road.schedule
     samples = to_samples(collected, plan.weights, temperature=plan.temperature, max_tokens=plan.max_tokens)
     with road.stages.stage("annotate"):
@@ -70,9 +72,39 @@ async def step(road: Road, index: int) -> StepResult:
             updates.append(metrics)
             if batch.epoch == 0:
                 write_trace(trace, batch.row_R, seen)
-    await road.engine.publish(road.learner.weights(), version=index + 1)
-    road.source.policy_updated(index + 1)
-    return StepResult(collected, samples, advantages, {**shaped, **advantages.metrics, **_merge(updates)}, trace)
+    await publish(road, index + 1)
+    metrics = {**shaped, **advantages.metrics, **_merge(updates)}
+    if road.engine.apart:
+        metrics |= mismatch(samples, trace, plan.groups_per_batch)
+    return StepResult(collected, samples, advantages, metrics, trace)
+
+
+async def publish(road: Road, version: int) -> None:
+    """The learner's weights to the engine, which may sample from now on."""
+    with road.stages.stage("publish"):
+        await road.engine.publish(road.learner.weights(), version=version)
+        road.learner.rest()
+        await road.engine.resume()
+    road.source.policy_updated(version)
+
+
+def mismatch(samples: Samples, trace: TokenTrace, groups_per_batch: int | None) -> Metrics:
+    """How far the engine's log-probs of the sampled tokens are from the learner's, of the same weights. Where the
+    learner did not compute its own before the first update, that update did, for its mini-batch."""
+    mask_RT = samples.mask_RT
+    if samples.sampling_logprobs_RT is not None:
+        log_ratio_RT = samples.old_logprobs_RT - samples.sampling_logprobs_RT
+    else:
+        first_R = samples.group_N[samples.episode_R] < (groups_per_batch or samples.groups)
+        mask_RT = mask_RT & first_R[:, None]
+        log_ratio_RT = trace.ratio.where(mask_RT, 1.0).log()
+    found = log_ratio_RT[mask_RT].double()
+    if not len(found):  # every answer is masked
+        return {}
+    return {
+        "rollout/mismatch": float(found.abs().mean()),
+        "rollout/kl": float((found.exp() - 1 - found).mean()),
+    }
 
 
 def empty_trace(samples: Samples) -> TokenTrace:

@@ -71,8 +71,8 @@ class Collector:
                 return replace(episode, rewards=await self.reward(task, episode))
         except TimeoutError:
             cause, message = "timeout", f"the episode took longer than agent.max_seconds={self.max_seconds:g}"
-        except InputError:
-            raise  # a user's mistake ends the run, it is not one episode's bad luck
+        except (InputError, RunFailed):
+            raise  # a user's mistake or a dead engine ends the run, it is not one episode's bad luck
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
         return Episode(task, tuple(policy.turns), task.messages, failure=Failure(cause, message))

@@ -32,6 +32,8 @@ TURNS = 8  # of the event loop between two steps: enough for an agent to read an
 
 
 class EmbeddedEngine:
+    apart = False  # it samples with the learner's own module
+
     def __init__(
         self,
         model: Any,
@@ -111,6 +113,12 @@ class EmbeddedEngine:
             self._batch.forget()
 
         await asyncio.get_running_loop().run_in_executor(self._thread, between_steps)
+
+    async def pause(self) -> None:
+        """Its memory is the learner's: there is none to give back."""
+
+    async def resume(self) -> None:
+        """It never left."""
 
     def close(self) -> None:
         """Stops at the next token; answers that are not finished never come."""

@@ -1,0 +1,254 @@
+"""Sampling with vLLM itself, on tiny random models: `make vllm`. On a GPU if there is one."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+from collections.abc import Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from covey.cli.main import main
+from covey.rollout.embedded.sampling import truncate
+from covey.rollout.vllm import VllmEngine, VllmSettings
+from covey.types import Completion, Sampling, StopReason
+from tests.conftest import byte_tokenizer, tiny_llama
+from tests.rollout.plain import Request, assert_as_alone
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed here: make vllm", allow_module_level=True)
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+TOLERANCE = 1e-3
+EOS = 2
+PROMPTS = [[3 + i, 40 - i, 7, 11 + 2 * i] for i in range(12)]
+Found = TypeVar("Found")
+
+
+def tiny_qwen(seed: int = 0) -> Any:
+    """With biases, and one matrix for input and output."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(byte_tokenizer()),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.1,
+        tie_word_embeddings=True,
+        eos_token_id=EOS,
+    )
+    return Qwen2ForCausalLM(config).to(DEVICE).eval()
+
+
+class Bench:
+    """One engine for all tests, and one event loop: starting it takes most of the time."""
+
+    def __init__(self, folder: Path) -> None:
+        model = tiny_qwen()
+        model.save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
+        settings = VllmSettings(
+            str(folder),
+            eos_ids=(EOS,),
+            devices=(0,) if GPU else (),
+            max_sequences=16,
+            memory=0.05,
+            eager=True,
+            sleeps=GPU,
+        )
+        self.loop = asyncio.new_event_loop()
+        self.engine = VllmEngine(settings, log=folder / "vllm.log", same_gpu=GPU)
+        self.version = 0
+
+    def run(self, work: Coroutine[Any, Any, Found]) -> Found:
+        return self.loop.run_until_complete(work)
+
+    def publish(self, model: Any) -> Any:
+        self.version += 1
+        self.run(self.engine.publish(model, self.version))
+        return model
+
+    def answers(self, requests: Sequence[Request]) -> list[Completion]:
+        async def all_at_once() -> list[Completion]:
+            return list(await asyncio.gather(*(self.engine.generate(*request) for request in requests)))
+
+        return self.run(all_at_once())
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    bench = Bench(tmp_path_factory.mktemp("vllm"))
+    yield bench
+    bench.engine.close()
+    bench.loop.close()
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(model(torch.tensor([ids], device=DEVICE)).logits[0, -1].argmax()))
+        if ids[-1] == EOS:
+            break
+    return ids[len(prompt) :]
+
+
+def test_greedy_answers_are_those_of_a_plain_forward_pass(bench: Bench) -> None:
+    model = bench.publish(tiny_qwen(1))
+    done = bench.answers([(prompt, Sampling(0.0, max_tokens=16)) for prompt in PROMPTS])
+    assert [list(one.token_ids) for one in done] == [greedy(model, prompt, 16) for prompt in PROMPTS]
+    assert all(one.logprobs == (0.0,) * len(one.token_ids) for one in done)
+    assert all(set(one.versions) == {bench.version} for one in done)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_are_the_learners(bench: Bench, temperature: float) -> None:
+    model = bench.publish(tiny_qwen(2))
+    requests = [(prompt, Sampling(temperature, max_tokens=24, seed=2**62 + i)) for i, prompt in enumerate(PROMPTS)]
+    assert_as_alone(model, requests, bench.answers(requests), TOLERANCE)
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}], ids=str)
+def test_log_probs_are_of_the_distribution_drawn_from(bench: Bench, cut: dict[str, Any]) -> None:
+    model = bench.publish(tiny_qwen(3))
+    sampling = Sampling(0.9, max_tokens=12, **cut)
+    done = bench.answers([(prompt, sampling) for prompt in PROMPTS])
+    for prompt, one in zip(PROMPTS, done, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *one.token_ids]], device=DEVICE)).logits[0].cpu()
+        all_BV = truncate(torch.log_softmax(logits / 0.9, -1), [sampling] * len(logits))[len(prompt) - 1 : -1]
+        expected = all_BV.gather(-1, torch.tensor(one.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(one.logprobs), expected, atol=TOLERANCE, rtol=0)
+
+
+def test_a_seed_names_an_answer(bench: Bench) -> None:
+    bench.publish(tiny_qwen(4))
+    sampling = [Sampling(1.0, max_tokens=20, seed=seed) for seed in (7, 8)]
+    first = bench.answers([(PROMPTS[0], one) for one in sampling])
+    again = bench.answers([(PROMPTS[0], one) for one in sampling])
+    assert [one.token_ids for one in first] == [one.token_ids for one in again]
+    assert first[0].token_ids != first[1].token_ids
+
+
+def test_published_weights_are_those_that_sample(bench: Bench) -> None:
+    """The same prompts before and after: nothing that the old weights computed is left."""
+    requests = [(prompt, Sampling(0.0, max_tokens=12)) for prompt in PROMPTS]
+    answers = []
+    for seed in (5, 6):
+        model = bench.publish(tiny_qwen(seed))
+        answers.append([list(one.token_ids) for one in bench.answers(requests)])
+        assert answers[-1] == [greedy(model, prompt, 12) for prompt in PROMPTS]
+    assert answers[0] != answers[1]
+
+
+def test_adapters_are_published_merged(bench: Bench) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    policy = peft.get_peft_model(tiny_qwen(7), lora)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, weight in policy.named_parameters():
+            if "lora_" in name:
+                weight.normal_(std=0.1)
+    bench.publish(policy)
+    requests = [(prompt, Sampling(1.0, max_tokens=12)) for prompt in PROMPTS]
+    done = bench.answers(requests)
+    assert_as_alone(policy, requests, done, TOLERANCE)
+    with pytest.raises(AssertionError):  # the adapter is not nothing
+        assert_as_alone(tiny_qwen(7), requests, done, TOLERANCE)
+
+
+def test_the_token_that_ends_an_answer_is_part_of_it(bench: Bench) -> None:
+    bench.publish(tiny_qwen(8))
+    done = bench.answers([(PROMPTS[i % 12], Sampling(1.5, max_tokens=100, seed=i)) for i in range(40)])
+    ended = [one for one in done if one.stop is StopReason.EOS]
+    assert 5 < len(ended) < 40
+    assert all(one.token_ids.index(EOS) == len(one.token_ids) - 1 for one in ended)
+    assert all(EOS not in one.token_ids and len(one.token_ids) == 100 for one in done if one not in ended)
+    assert {one.stop for one in done} == {StopReason.EOS, StopReason.LENGTH}
+    assert all(len(one.logprobs) == len(one.token_ids) for one in done)
+
+
+def test_a_stop_string_ends_an_answer_with_the_token_that_completes_it(bench: Bench) -> None:
+    model, tokenizer = bench.publish(tiny_qwen(9)), byte_tokenizer()
+    whole = greedy(model, PROMPTS[3], 20)
+    stop = tokenizer.decode(whole[4:6])
+    assert len(stop) == 2
+    (done,) = bench.answers([(PROMPTS[3], Sampling(0.0, max_tokens=20, stop=("never", stop)))])
+    end = tokenizer.decode(whole).index(stop) + 2  # a token is a character
+    assert list(done.token_ids) == whole[:end] and done.stop is StopReason.STOP
+
+
+def test_an_answer_that_is_given_up_leaves_vllm(bench: Bench) -> None:
+    bench.publish(tiny_qwen(10))
+
+    async def give_up() -> None:
+        task = asyncio.create_task(bench.engine.generate(PROMPTS[0], Sampling(0.0, max_tokens=400)))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    bench.run(give_up())
+    model = bench.publish(tiny_qwen(11))  # fails if something is under way
+    (done,) = bench.answers([(PROMPTS[0], Sampling(0.0, max_tokens=8))])
+    assert list(done.token_ids) == greedy(model, PROMPTS[0], 8)
+
+
+def test_a_prompt_that_is_too_long_fails_alone(bench: Bench) -> None:
+    bench.publish(tiny_qwen(12))
+
+    async def both() -> list[Any]:
+        calls = [bench.engine.generate(ids, Sampling(0.0, max_tokens=4)) for ids in ([5] * 600, PROMPTS[0])]
+        return list(await asyncio.gather(*calls, return_exceptions=True))
+
+    bad, good = bench.run(both())
+    assert isinstance(bad, RuntimeError) and "512" in str(bad)
+    assert good.token_ids
+
+
+@pytest.mark.skipif(not GPU, reason="sleep is a matter of GPU memory")
+def test_a_paused_engine_gives_its_memory_back_and_wakes_with_new_weights(bench: Bench) -> None:
+    bench.publish(tiny_qwen(13))
+    awake = torch.cuda.mem_get_info()[0]
+    bench.run(bench.engine.pause())
+    asleep = torch.cuda.mem_get_info()[0]
+    assert asleep - awake > 2**30
+    model = bench.publish(tiny_qwen(14))
+    bench.run(bench.engine.resume())
+    requests = [(prompt, Sampling(1.0, max_tokens=12)) for prompt in PROMPTS]
+    assert_as_alone(model, requests, bench.answers(requests), TOLERANCE)
+
+
+def test_a_whole_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps of a model whose matrices are not tied; the second samples with the weights that the first made."""
+    tokenizer = byte_tokenizer()
+    model = tiny_llama(vocabulary=len(tokenizer), hidden_size=128, initializer_range=0.1, eos_token_id=EOS)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "rewards.py").write_text("def variety(final_answer):\n    return len(set(final_answer)) / 10\n")
+    monkeypatch.chdir(tmp_path)
+    settings = (
+        "rollout=vllm model=model model.dtype=float32 algorithm=grpo reward=rewards.py:variety learner.lr=1e-3 "
+        "data.val_size=2 data.train_batch_size=3 rollout.group_size=4 rollout.max_tokens=12 rollout.memory=0.1 "
+        "rollout.eager=true learner.offload_weights=true loop.total_steps=2"
+    )
+    assert main(["train", *settings.split()]) == 0
+    (run,) = Path("outputs").glob("*/*")
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [record["metrics"] for record in records if record["kind"] == "step"]
+    assert [record["kind"] for record in records] == ["eval", "step", "step", "eval"]
+    assert all(0 <= step["rollout/mismatch"] < TOLERANCE for step in steps)
+    assert all(step["correction/weight_mean"] == pytest.approx(1, abs=TOLERANCE) for step in steps)
+    assert any(step["grad/norm"] > 0 for step in steps)
+    assert (run / "vllm.log").stat().st_size > 0

@@ -1,0 +1,103 @@
+"""The learner's weights on their way to vLLM: names, merged adapters, tied matrices, files and buckets."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from covey.errors import InputError
+from covey.rollout.vllm.weights import buckets, file_digest, named_weights, unpacked, write_weights
+from tests.conftest import tiny_llama
+
+peft = pytest.importorskip("peft")
+
+
+def with_adapter(model: Any, **changes: Any) -> Any:
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | changes
+    model = peft.get_peft_model(model, peft.LoraConfig(**settings))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_" in name:
+                weight.normal_()
+    return model
+
+
+def test_names_are_those_of_model_files(tmp_path: Path) -> None:
+    model = tiny_llama()
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    found = dict(named_weights(model))
+    assert set(found) == set(saved)
+    assert all(torch.equal(found[name], saved[name]) for name in saved)
+
+
+def test_a_tied_matrix_travels_once() -> None:
+    names = [name for name, _ in named_weights(tiny_llama(tie_word_embeddings=True))]
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
+    assert len(names) == len(set(names))
+
+
+@torch.no_grad()
+def test_adapters_are_merged_into_copies() -> None:
+    """The merged weights in a plain model say what the model with its adapter says; that one stays as it was."""
+    policy = with_adapter(tiny_llama())
+    before = copy.deepcopy(policy.state_dict())
+    plain = tiny_llama(seed=5)
+    missing, unknown = plain.load_state_dict(dict(named_weights(policy)), strict=False)
+    assert not missing and not unknown
+    ids = torch.arange(3, 20)[None]
+    torch.testing.assert_close(plain(ids).logits, policy(ids).logits, atol=1e-3, rtol=1e-4)
+    assert not torch.allclose(plain(ids).logits, tiny_llama()(ids).logits, atol=0.1)  # the adapter matters
+    assert all(torch.equal(weight, before[name]) for name, weight in policy.state_dict().items())
+
+
+@torch.no_grad()
+def test_modules_that_are_trained_whole_travel_under_their_own_name() -> None:
+    policy = with_adapter(tiny_llama(), target_modules=["q_proj"], modules_to_save=["lm_head"])
+    policy.base_model.model.lm_head.modules_to_save["default"].weight.fill_(0.25)
+    found = dict(named_weights(policy))
+    assert set(found) == {name for name, _ in tiny_llama().named_parameters()}
+    assert bool((found["lm_head.weight"] == 0.25).all())
+
+
+def test_an_adapter_on_a_tied_matrix_is_refused() -> None:
+    policy = with_adapter(tiny_llama(tie_word_embeddings=True), target_modules=["embed_tokens"])
+    with pytest.raises(InputError, match="which are one in this model"):
+        list(named_weights(policy))
+
+
+def test_an_adapter_of_another_kind_is_refused() -> None:
+    with pytest.raises(InputError, match="plain LoRA"):
+        list(named_weights(with_adapter(tiny_llama(), use_dora=True)))
+
+
+def test_a_file_is_whole_and_has_a_checksum(tmp_path: Path) -> None:
+    model = tiny_llama(dtype=torch.bfloat16)
+    path, digest = write_weights(named_weights(model), tmp_path, 7)
+    assert path.name == "version-7.safetensors" and [*tmp_path.iterdir()] == [path]
+    assert file_digest(path) == digest
+    found = load_file(path)
+    assert all(torch.equal(found[name], weight) for name, weight in model.named_parameters())
+
+
+@pytest.mark.parametrize("size", [8192, 20_000, 1 << 20])
+def test_buckets_bring_every_weight_bit_by_bit(size: int) -> None:
+    """The buffer is written again after each list; what was read before must not change with it."""
+    model = tiny_llama(dtype=torch.bfloat16)
+    model.model.norm.float()  # types may differ within a model
+    buffer = torch.empty(size, dtype=torch.uint8)
+    found = {}
+    lists = 0
+    for layout in buckets(named_weights(model), buffer):
+        found |= dict(unpacked(buffer, layout))
+        lists += 1
+    expected = dict(model.named_parameters())
+    assert list(found) == list(expected)
+    assert all(found[n].dtype == w.dtype and torch.equal(found[n], w) for n, w in expected.items())
+    assert (lists > 1) == (size < sum(w.numel() * w.element_size() for w in expected.values()))
