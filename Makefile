@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 ORACLES    := .venv-oracles
 ORACLE_PIP := $(ORACLES)/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo test test-slow check format bench experiments oracles clean
+.PHONY: demo test test-slow check format bench bench-gpu bench-gpu-packages experiments oracles clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/covey train --config-name demo
@@ -35,8 +35,22 @@ format: $(VENV)/dev.stamp
 oracles: $(ORACLES)/stamp
 	$(ORACLES)/bin/python -m pytest tests/oracles --oracle-table docs/oracles.md
 
-bench: $(VENV)/run.stamp
+# Every figure of a CPU: docs/benchmarks.md. TRL runs in the environment of the oracles.
+bench: $(VENV)/run.stamp $(ORACLES)/stamp
+	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/decode.py
+	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/scaling.py
 	$(BIN)/python benchmarks/demo_seeds.py --picture docs/images/demo.png
+
+# On a GPU machine, with the Python that has its torch; and what it needs beside that, in one archive to take along.
+GPU_PYTHON ?= python3
+GPU_PYTHON_VERSION ?= 3.12
+bench-gpu:
+	$(GPU_PYTHON) benchmarks/gpu.py --parts step,decode,memory,scaling,regime,lora
+
+bench-gpu-packages: $(VENV)/run.stamp
+	$(BIN)/python benchmarks/pack.py --python-version $(GPU_PYTHON_VERSION)
 
 # Learning on tiny models, with many seeds: docs/experiments.md
 experiments: $(VENV)/run.stamp

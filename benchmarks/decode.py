@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kit.child import ChildFailed, has_package, run_child, serve
+from kit.child import ChildFailed, Children, has_package, serve
 from kit.floors import Rates, Shape, decode_seconds
 from kit.measure import about, machine, merged, now, prepare
 from kit.models import load_config, load_model, random_ids
@@ -172,13 +172,15 @@ def loads(chosen: Any) -> dict[str, dict[str, Any]]:
     return {name: {**common, "model": model, "device": chosen.device} for name, model in models.items()}
 
 
-def measure(settings: dict[str, Any], chosen: Any, failures: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def measure(
+    children: Children, settings: dict[str, Any], chosen: Any, failures: list[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Points by side, and versions by side."""
     found: dict[str, Any] = {}
     versions: dict[str, Any] = {}
     for side in chosen.sides:
         try:
-            done = run_child(__file__, side, settings, python=chosen.vllm_python if side == "vllm" else sys.executable)
+            done = children.run(side, settings, chosen.vllm_python if side == "vllm" else sys.executable)
         except ChildFailed as error:
             failures.append(f"{settings['model']}: {error}")
             continue
@@ -204,14 +206,15 @@ def parse(argv: Sequence[str] | None) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
     chosen = parse(argv)
+    children = Children(__file__, chosen.limit)
     todo = loads(chosen)
     first = next(iter(todo.values()))
-    here = run_child(__file__, "machine", first | {"quick": chosen.tiny})
+    here = children.run("machine", first | {"quick": chosen.tiny})
     failures: list[str] = []
     rows: list[dict[str, Any]] = []
     versions: dict[str, Any] = {"covey": here["versions"]}
     for model, settings in todo.items():
-        found, theirs = measure(settings, chosen, failures)
+        found, theirs = measure(children, settings, chosen, failures)
         rows += rows_of(model, found, settings, Rates(**here["rates"])) if found else []
         versions |= theirs
     missing = [] if "vllm" in chosen.sides else ["vLLM was not measured."]

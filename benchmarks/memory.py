@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kit.child import ChildFailed, run_child, serve
+from kit.child import ChildFailed, Children, serve
 from kit.measure import GIB, about, peak_memory, prepare, reset_peak
 from kit.models import SHAPES, model_config, random_ids, random_model
 from kit.report import Plot, Result, command_line, number, options, publish
@@ -142,11 +142,12 @@ def parse(argv: Sequence[str] | None) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
     chosen = parse(argv)
+    children = Children(__file__, chosen.limit)
     settings = loads(chosen)
     # A process remembers its peak: on a CPU every point needs a new one.
     parts = [settings["points"]] if chosen.device == "cuda" else [[point] for point in settings["points"]]
     try:
-        done = [run_child(__file__, "covey", settings | {"points": part}) for part in parts]
+        done = [children.run("covey", settings | {"points": part}) for part in parts]
     except ChildFailed as error:
         print(f"failed: {error}")
         return 1

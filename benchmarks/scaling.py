@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kit.child import ChildFailed, run_child, serve
+from kit.child import ChildFailed, Children, serve
 from kit.floors import Load, Rates, Shape, learning_seconds, sampling_seconds
 from kit.measure import about, machine, prepare
 from kit.models import load_config, load_model, random_ids, word_tokenizer
@@ -150,31 +150,40 @@ def parse(argv: Sequence[str] | None) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
     chosen = parse(argv)
+    children = Children(__file__, chosen.limit)
     settings = loads(chosen)
-    here = run_child(__file__, "machine", settings | {"quick": chosen.tiny})
-    try:
-        done = run_child(__file__, "covey", settings)
-    except ChildFailed as error:
-        print(f"failed: {error}")
-        return 1
-    rows = rows_of(settings, done["points"], Rates(**here["rates"]))
+    here = children.run("machine", settings | {"quick": chosen.tiny})
+    failures: list[str] = []
+    rows: list[dict[str, Any]] = []
+    for varies in dict.fromkeys(point["varies"] for point in settings["points"]):
+        part = settings | {"points": [point for point in settings["points"] if point["varies"] == varies]}
+        try:
+            rows += rows_of(part, children.run("covey", part)["points"], Rates(**here["rates"]))
+        except ChildFailed as error:
+            failures.append(f"{varies}: {error}")
+    if rows:
+        publish(report(chosen, settings, here, rows), chosen.out)
+    for failure in failures:
+        print(f"failed: {failure}")
+    return 1 if failures else 0
+
+
+def report(chosen: Any, settings: dict[str, Any], here: dict[str, Any], rows: list[dict[str, Any]]) -> Result:
     shared = [row for row in rows if row["varies"] == SHARED and row["load"]["prompt_tokens"] > 1]
-    result = Result(
+    return Result(
         name="scaling",
         device=here["device"],
-        versions=done["versions"],
+        versions=here["versions"],
         header=HEADER,
         cells=[cells(row) for row in rows],
         rows=rows,
-        plot=picture([row for row in rows if row["varies"] == SHARED]),
+        plot=picture([row for row in rows if row["varies"] == SHARED] or rows),
         notes=[f"{settings['name']}, {settings['dtype']}, fixed lengths.", *map(sharing_note, shared)],
         rates=here["rates"],
         settings={key: settings[key] for key in ("model", "dtype", "warmup", "steps")},
         command=command_line(),
         tiny=chosen.tiny,
     )
-    publish(result, chosen.out)
-    return 0
 
 
 if __name__ == "__main__":

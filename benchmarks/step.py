@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kit.child import ROOT, ChildFailed, has_package, run_child, serve
+from kit.child import ROOT, ChildFailed, Children, has_package, serve
 from kit.floors import Load, Rates, Shape, learning_seconds, sampling_seconds
 from kit.measure import about, machine, merged, peak_memory, prepare
 from kit.report import Plot, Result, command_line, number, options, publish, ratio
@@ -123,21 +123,23 @@ def questions(count: int) -> list[str]:
     return [str(task.messages[-1]["content"]) for task in tasks]
 
 
-def measure(case: dict[str, Any], sides: dict[str, Path], repeats: int, failures: list[str]) -> dict[str, Any]:
-    """Runs of each side in turns. A side that fails is left out from then on, and named."""
+def measure(
+    children: Children, case: dict[str, Any], sides: dict[str, Path], repeats: int, failures: list[str]
+) -> dict[str, list[dict[str, Any]]]:
+    """Runs of each side in turns. A side that fails is named, and left out from then on."""
     runs: dict[str, list[dict[str, Any]]] = {}
+    failed: set[str] = set()
     for _ in range(repeats):
-        for side, python in sides.items():
-            if any(failure.startswith(f"{case['name']}: {side}") for failure in failures):
-                continue
+        for side in [side for side in sides if side not in failed]:
             try:
-                runs.setdefault(side, []).append(run_child(__file__, side, case, python=python))
+                runs.setdefault(side, []).append(children.run(side, case, sides[side]))
             except ChildFailed as error:
                 failures.append(f"{case['name']}: {error}")
-    seen = {side: done[0]["prompts"] for side, done in runs.items()}
-    first = next(iter(seen.values()), None)
-    assert all(prompts == first for prompts in seen.values()), "the sides were given different prompts"
-    return runs
+                failed.add(side)
+    found = {side: done for side, done in runs.items() if done}
+    prompts = [run["prompts"] for done in found.values() for run in done]
+    assert all(given == prompts[0] for given in prompts), "the sides were given different prompts"
+    return found
 
 
 def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -228,6 +230,7 @@ def parse(argv: Sequence[str] | None) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
     chosen = parse(argv)
+    children = Children(__file__, chosen.limit)
     pythons = {"covey": Path(sys.executable), "trl": chosen.trl_python}
     sides = {side: pythons[side] for side in chosen.sides}
     if "trl" in sides and not (sides["trl"].is_file() and has_package(sides["trl"], "trl")):
@@ -236,12 +239,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     todo = cases(chosen)
     failures: list[str] = []
     ask = {"device": chosen.device, "dtype": todo[0]["dtype"], "quick": chosen.tiny}
-    here = run_child(__file__, "machine", ask)
+    here = children.run("machine", ask)
     rates = Rates(**here["rates"])
     rows: list[dict[str, Any]] = []
     versions = {"covey": here["versions"]}
     for case in todo:
-        if runs := measure(case, sides, chosen.repeats, failures):
+        if runs := measure(children, case, sides, chosen.repeats, failures):
             rows += rows_of(case, runs, rates)
             versions |= {side: done[0]["versions"] for side, done in runs.items()}
     if rows:

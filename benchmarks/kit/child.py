@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,28 +30,35 @@ def serve(sides: Mapping[str, Side]) -> None:
     if MARK not in sys.argv[1:2]:
         return
     _, _, side, settings, result = sys.argv
-    found = sides[side](json.loads(settings))
+    found = sides[side](json.loads(Path(settings).read_text()))
     Path(result).write_text(json.dumps(found))
     raise SystemExit(0)
 
 
-def run_child(
-    script: str, side: str, settings: Mapping[str, Any], *, python: str | Path = sys.executable, limit: float = 3600
-) -> dict[str, Any]:
-    """What `side` of the script returned. Covey is this checkout's, whatever else that Python has installed."""
-    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        result, log = Path(folder, "result.json"), Path(folder, "log")
-        command = [str(python), script, MARK, side, json.dumps(settings), str(result)]
-        with log.open("w") as out:
-            code = run_limited(command, limit, stdout=out, stderr=subprocess.STDOUT, env=environment)
-        if code is None:
-            raise ChildFailed(f"{side}: not done after {limit:.0f} s\n{_tail(log)}")
-        if code != 0:
-            raise ChildFailed(f"{side}: exit code {code}\n{_tail(log)}")
-        found: dict[str, Any] = json.loads(result.read_text())
-        return found
+class Children:
+    """Starts the sides of a script, one after the other, all within a time limit. Covey is this checkout's, whatever
+    else a side's Python has installed."""
+
+    def __init__(self, script: str, limit: float) -> None:
+        self.script = script
+        self.end = time.monotonic() + limit
+
+    def run(self, side: str, settings: Mapping[str, Any], python: str | Path = sys.executable) -> dict[str, Any]:
+        """What the side returned."""
+        paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+        with tempfile.TemporaryDirectory() as folder:
+            given, result, log = Path(folder, "settings.json"), Path(folder, "result.json"), Path(folder, "log")
+            given.write_text(json.dumps(settings))  # a command line is too short for many prompts
+            command = [str(python), self.script, MARK, side, str(given), str(result)]
+            left = max(0.0, self.end - time.monotonic())
+            with log.open("w") as out:
+                code = run_limited(command, left, stdout=out, stderr=subprocess.STDOUT, env=environment)
+            if code != 0:
+                ended = "the time was up" if code is None else f"exit code {code}"
+                raise ChildFailed(f"{side}: {ended}\n{_tail(log)}")
+            found: dict[str, Any] = json.loads(result.read_text())
+            return found
 
 
 def run_limited(command: Sequence[str], limit: float, **options: Any) -> int | None:

@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parent.parent / "results"
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 IMAGES = ROOT / "docs" / "images"
-PLACES = {"--out", "--trl-python", "--vllm-python"}
+PLACES = {"--limit", "--out", "--trl-python", "--vllm-python"}
 COLOURS = ("#2f6db5", "#d9822b", "#1b8a5a", "#a4478c", "#b33c3c", "#5b5b5b")
 
 
@@ -85,6 +85,7 @@ def options(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file and the picture")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, seconds: shows that the benchmark works")
+    parser.add_argument("--limit", type=float, default=6 * 3600, help="seconds; what is not measured then is left out")
     return parser
 
 
