@@ -194,10 +194,11 @@ def parse(argv: Sequence[str] | None) -> Any:
     parser.add_argument("--models", nargs="+", help="shapes, on a GPU")
     parser.add_argument("--batches", type=int, nargs="+")
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens of an answer")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, help="timed calls of each point; default 3, on a GPU 2")
     parser.add_argument("--sides", nargs="+", choices=("covey", "transformers", "vllm"), help="default: all there are")
     parser.add_argument("--vllm-python", type=Path, default=Path(sys.executable), help="a Python with vLLM")
     found = parser.parse_args(argv)
+    found.repeats = found.repeats or (2 if found.device == "cuda" else 3)
     if found.sides is None:  # vLLM's CPU build is there for tests, not for work: it is asked for by name
         wanted = found.device == "cuda" and has_package(found.vllm_python, "vllm")
         found.sides = ["covey", "transformers", *(["vllm"] if wanted else [])]

@@ -26,7 +26,6 @@ def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _point(settings: dict[str, Any], point: dict[str, int]) -> dict[str, float]:
-    import torch
     from kit.road import made_up
 
     from covey.algorithms import make
@@ -52,9 +51,6 @@ def _point(settings: dict[str, Any], point: dict[str, int]) -> dict[str, float]:
     update(point["tokens"] // settings["answer_tokens"])
     peak = peak_memory(settings["device"])["peak"]
     trained = sum(p.numel() for p in model.parameters()) * model.dtype.itemsize / GIB
-    if settings["device"] == "cuda":
-        del learner, model
-        torch.cuda.empty_cache()
     return {"peak": peak, "working": peak - before - trained}  # gradients are gone before and there at the peak
 
 

@@ -196,8 +196,9 @@ def rows_of(case: dict[str, Any], runs: dict[str, Any], rates: Rates) -> list[di
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    keys = ("step_s", "sampling_s", "learning_s", "tokens_per_s", "peak", "speed_up", "over_floor")
-    return [row["case"], row["side"], *(number(row.get(key)) for key in keys)]
+    figures = [number(row.get(key)) for key in ("step_s", "sampling_s", "learning_s", "tokens_per_s")]
+    peak = number(row.get("peak")) + (f" ({number(row['reserved'])} reserved)" if "reserved" in row else "")
+    return [row["case"], row["side"], *figures, peak, number(row.get("speed_up")), number(row.get("over_floor"))]
 
 
 def picture(rows: Sequence[dict[str, Any]]) -> Plot:

@@ -18,7 +18,7 @@ import torch
 from kit.floors import Rates
 
 # Bandwidth by the datasheet, matrix products as measured on such a card with random bfloat16 matrices.
-KNOWN = {"H200": Rates(4.8e12, 790e12, "H200: 4.8 TB/s, 790 TFLOP/s in bfloat16")}
+KNOWN = {"H200": Rates(4.8e12, 790e12, "an H200 in bfloat16")}
 MIB, GIB = 2**20, 2**30
 
 

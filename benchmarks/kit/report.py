@@ -64,7 +64,7 @@ class Result:
         lines += [f"- {note}" for note in self.notes]
         if self.rates:
             lines.append(
-                f"- floor: {self.rates['bandwidth'] / 1e9:.4g} GB/s, {self.rates['flops'] / 1e9:.4g} GFLOP/s "
+                f"- floor: {number(self.rates['bandwidth'] / 1e9)} GB/s, {number(self.rates['flops'] / 1e9)} GFLOP/s "
                 f"({self.rates['source']})"
             )
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())

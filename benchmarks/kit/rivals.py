@@ -34,8 +34,9 @@ def trl_steps(model: Any, tokenizer: Any, settings: dict[str, Any]) -> tuple[lis
             found = super()._generate_and_score_completions(inputs)
             sampling = now() - start
             tokens = int(found["completion_mask"].sum())
-            rows = zip(found["prompt_ids"].tolist(), found["prompt_mask"].tolist(), strict=True)
-            prompts.update(tuple(i for i, kept in zip(ids, mask, strict=True) if kept) for ids, mask in rows)
+            if not prompts:  # once, during the warm-up
+                rows = zip(found["prompt_ids"].tolist(), found["prompt_mask"].tolist(), strict=True)
+                prompts.update(tuple(i for i, kept in zip(ids, mask, strict=True) if kept) for ids, mask in rows)
             return found
 
     class Clock(TrainerCallback):
@@ -133,17 +134,17 @@ class Vllm:
     def __init__(self, name: str, *, max_tokens: int, max_sequences: int, memory: float = 0.85) -> None:
         from vllm import LLM
 
-        with tempfile.TemporaryDirectory() as folder:
-            self.llm = LLM(
-                model=str(write_config(name, Path(folder))),
-                load_format="dummy",
-                skip_tokenizer_init=True,
-                dtype="bfloat16",
-                max_model_len=max_tokens,
-                max_num_seqs=max_sequences,
-                gpu_memory_utilization=memory,
-                seed=0,
-            )
+        self.folder = tempfile.TemporaryDirectory()  # lives as long as the engine does
+        self.llm = LLM(
+            model=str(write_config(name, Path(self.folder.name))),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=max_tokens,
+            max_num_seqs=max_sequences,
+            gpu_memory_utilization=memory,
+            seed=0,
+        )
 
     def __call__(self, prompts: Sequence[Sequence[int]], tokens: int | Sequence[int], logprobs: bool) -> int:
         """Tokens that were sampled: `tokens` of each prompt, the end of an answer ignored."""

@@ -6,6 +6,7 @@ A step is `covey.loop.step.step`, what `covey train` runs.
 from __future__ import annotations
 
 import asyncio
+import gc
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,6 +64,7 @@ class Trainer:
         self, prompts: Sequence[str], group: int, max_tokens: int, *, warmup: int, steps: int
     ) -> list[tuple[Timed, StepResult]]:
         """Steps on the same prompts, timed one by one after the warm-up; the peak of memory is theirs too."""
+        gc.collect()  # an engine and its loop know each other: the cache of the last one would stay
         return asyncio.run(self._run(prompts, group, max_tokens, warmup, steps))
 
     async def _run(
