@@ -95,14 +95,14 @@ def cases(options: Any) -> list[dict[str, Any]]:
             common
             | {"name": model, "model": model, "dtype": "bfloat16", "fixed": True}
             | {"prompts": words(model, 32, 256), "group": 8, "max_tokens": 256}
-            | {"micro_batch": options.trl_micro_batch or TRL_MICRO_BATCH[model]}
+            | {"micro_batch": TRL_MICRO_BATCH[model]}
             for model in options.models or TRL_MICRO_BATCH
         ]
     from covey.learner.models import locate
 
     folder, _ = locate("smollm2-135m")
     load = {"model": folder, "dtype": "float32", "group": 8, "max_tokens": 64, "prompts": questions(8)}
-    load |= {"micro_batch": options.trl_micro_batch or 64}
+    load |= {"micro_batch": 64}
     return [
         common | load | {"name": f"smollm2-135m, {kind}", "fixed": kind == "fixed"} for kind in ("fixed", "natural")
     ]
@@ -132,7 +132,7 @@ def measure(
     for _ in range(repeats):
         for side in [side for side in sides if side not in failed]:
             try:
-                runs.setdefault(side, []).append(children.run(side, case, sides[side]))
+                runs.setdefault(side, []).append(children.run(side.split("/")[0], case | changes(side), sides[side]))
             except ChildFailed as error:
                 failures.append(f"{case['name']}: {error}")
                 failed.add(side)
@@ -140,6 +140,16 @@ def measure(
     prompts = [run["prompts"] for done in found.values() for run in done]
     assert all(given == prompts[0] for given in prompts), "the sides were given different prompts"
     return found
+
+
+def names(side: str, micro_batches: Sequence[int]) -> list[str]:
+    return [f"trl/{size}" for size in micro_batches] if side == "trl" and micro_batches else [side]
+
+
+def changes(side: str) -> dict[str, int]:
+    """A side `trl/16` is TRL in micro-batches of 16."""
+    _, _, micro_batch = side.partition("/")
+    return {"micro_batch": int(micro_batch)} if micro_batch else {}
 
 
 def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -186,8 +196,9 @@ def rows_of(case: dict[str, Any], runs: dict[str, Any], rates: Rates) -> list[di
     shape = Shape.of(load_config(case["model"]))
     prompts = next(iter(runs.values()))[0]["prompts"]
     least = floor(case, shape, rates, prompts) if case["fixed"] else None
+    trl = max((figures["tokens_per_s"] for side, figures in found.items() if side.startswith("trl")), default=None)
     for side, figures in found.items():
-        speed_up = ratio(figures["tokens_per_s"], found["trl"]["tokens_per_s"]) if "trl" in found else None
+        speed_up = ratio(figures["tokens_per_s"], trl)
         over = ratio(figures["step_s"], least["step_s"]) if least else None
         rows.append({"case": case["name"], "side": side, **figures, "speed_up": speed_up, "over_floor": over})
     if least:
@@ -210,7 +221,9 @@ def picture(rows: Sequence[dict[str, Any]]) -> Plot:
 def parse(argv: Sequence[str] | None) -> Any:
     parser = options(__doc__)
     parser.add_argument("--trl-python", type=Path, help="a Python with TRL; default .venv-oracles, on a GPU this one")
-    parser.add_argument("--trl-micro-batch", type=int, help="answers per forward pass of TRL's")
+    parser.add_argument(
+        "--trl-micro-batch", type=int, nargs="+", default=[], help="answers per forward pass of TRL's, each a side"
+    )
     parser.add_argument("--models", nargs="+", choices=TRL_MICRO_BATCH, help="on a GPU")
     parser.add_argument("--sides", nargs="+", choices=("covey", "trl"), default=["covey", "trl"])
     parser.add_argument("--repeats", type=int, help="processes of each side; default 3, on a GPU 1")
@@ -233,10 +246,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = parse(argv)
     children = Children(__file__, chosen.limit)
     pythons = {"covey": Path(sys.executable), "trl": chosen.trl_python}
-    sides = {side: pythons[side] for side in chosen.sides}
-    if "trl" in sides and not (sides["trl"].is_file() and has_package(sides["trl"], "trl")):
-        print(f"{sides['trl']} has no TRL\n  fix: make .venv-oracles/stamp, or --trl-python PATH, or --sides covey")
+    if "trl" in chosen.sides and not (pythons["trl"].is_file() and has_package(pythons["trl"], "trl")):
+        print(f"{pythons['trl']} has no TRL\n  fix: make .venv-oracles/stamp, or --trl-python PATH, or --sides covey")
         return 2
+    sides = {name: pythons[side] for side in chosen.sides for name in names(side, chosen.trl_micro_batch)}
     todo = cases(chosen)
     failures: list[str] = []
     ask = {"device": chosen.device, "dtype": todo[0]["dtype"], "quick": chosen.tiny}
@@ -256,9 +269,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(chosen: Any, here: Any, versions: Any, rows: list[dict[str, Any]], todo: list[dict[str, Any]]) -> Result:
+    size = " or ".join(map(str, chosen.trl_micro_batch))
     loads = dict.fromkeys(
-        f"{len(c['prompts'])} prompts × {c['group']} answers of up to {c['max_tokens']} tokens, {c['dtype']}; TRL in "
-        f"micro-batches of {c['micro_batch']}"
+        f"{c['name'].split(',')[0]}: {len(c['prompts'])} prompts × {c['group']} answers of up to {c['max_tokens']} "
+        f"tokens, {c['dtype']}; TRL in micro-batches of {size or c['micro_batch']}"
         for c in todo
     )
     told = [NOTES["bfloat16"]] if todo[0]["dtype"] == "bfloat16" else []

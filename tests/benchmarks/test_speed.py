@@ -170,6 +170,34 @@ def test_a_side_that_fails_is_named_and_left_out() -> None:
     assert failures == ["x: trl: exit code 1\nout of memory"]
 
 
+def test_the_speed_up_is_over_the_best_micro_batch_of_trls() -> None:
+    import step
+    from kit.floors import Rates
+
+    asked = []
+
+    class Fake:
+        def run(self, side: str, case: Any, python: Any) -> Any:
+            asked.append((side, case["micro_batch"]))
+            seconds = {("covey", 4): 1.0, ("trl", 2): 8.0, ("trl", 4): 4.0}[side, case["micro_batch"]]
+            steps = [{"sampling": seconds / 2, "learning": seconds / 2, "tokens": 16}]
+            return {"prompts": [[1] * 8] * 2, "peak": 1.0, "steps": steps}
+
+    case = {
+        "name": "x",
+        "model": "tiny",
+        "dtype": "float32",
+        "group": 2,
+        "max_tokens": 4,
+        "fixed": True,
+        "micro_batch": 4,
+    }
+    sides = {name: Path() for side in ("covey", "trl") for name in step.names(side, [2, 4])}
+    rows = step.rows_of(case, step.measure(Fake(), case, sides, 1, []), Rates(1e9, 1e9, ""))
+    assert asked == [("covey", 4), ("trl", 2), ("trl", 4)]
+    assert {row["side"]: row.get("speed_up") for row in rows} == {"covey": 4, "trl/2": 0.5, "trl/4": 1, "floor": None}
+
+
 def test_trl_makes_one_optimiser_step_of_all_answers() -> None:
     from kit.rivals import trl_arguments
 
