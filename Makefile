@@ -13,7 +13,7 @@ ORACLE_PIP := $(ORACLES)/bin/python -m pip --disable-pip-version-check -q
 VLLM     := .venv-vllm
 VLLM_PIP := $(VLLM)/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo test test-kernels test-slow check format bench experiments oracles vllm clean
+.PHONY: demo test test-kernels test-slow check format bench bench-gpu bench-gpu-packages experiments oracles vllm clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/covey train --config-name demo
@@ -47,8 +47,22 @@ oracles: $(ORACLES)/stamp
 vllm: $(VLLM)/stamp
 	$(VLLM)/bin/python -m pytest tests/integration/test_vllm.py
 
-bench: $(VENV)/run.stamp
+# Every figure of a CPU: docs/benchmarks.md. TRL runs in the environment of the oracles.
+bench: $(VENV)/run.stamp $(ORACLES)/stamp
+	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/decode.py
+	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/scaling.py
 	$(BIN)/python benchmarks/demo_seeds.py --picture docs/images/demo.png
+
+# On a GPU machine, with the Python that has its torch; and what it needs beside that, in one archive to take along.
+GPU_PYTHON ?= python3
+GPU_PYTHON_VERSION ?= 3.12
+bench-gpu:
+	$(GPU_PYTHON) benchmarks/gpu.py --parts step,decode,memory,scaling,regime,lora
+
+bench-gpu-packages: $(VENV)/run.stamp
+	$(BIN)/python benchmarks/pack.py --python-version $(GPU_PYTHON_VERSION)
 
 # Learning on tiny models, with many seeds: docs/experiments.md
 experiments: $(VENV)/run.stamp

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import random
 import statistics
 import subprocess
 import sys
@@ -16,33 +15,22 @@ REPEATS = 3
 
 def measure(keep: bool) -> float:
     """Median seconds of an update on 5 groups of 16 answers of 9 tokens to prompts of 69, after two to warm up."""
+    from kit.models import random_ids
+    from kit.road import made_up
+
     from covey.algorithms import make
     from covey.config.schema import LearnerConfig, ModelConfig
     from covey.learner import models
     from covey.learner.learner import Learner
     from covey.loop.samples import minibatches, to_samples
-    from covey.types import Episode, Group, StopReason, Task, Turn
 
     if not keep:
         models.keep_freed_memory = lambda: False
     config = ModelConfig()
     model = models.load_policy(models.open_source(config), config)
-    rng = random.Random(0)
-    groups = []
-    for number in range(5):
-        task = Task(str(number), ())
-        prompt = tuple(rng.randrange(3, 49000) for _ in range(69))
-        turns = [tuple(rng.randrange(3, 49000) for _ in range(9)) for _ in range(16)]
-        groups.append(
-            Group(
-                task,
-                tuple(
-                    Episode(task, (Turn(prompt, ids, (-3.0,) * 9, (0,) * 9, StopReason.EOS),), (), {"r": rng.random()})
-                    for ids in turns
-                ),
-            )
-        )
-    samples = to_samples(groups, {"r": 1.0}, 1.0)
+    prompts = random_ids(49000, 5, 69, "prompts")
+    answers = [random_ids(49000, 16, 9, ("answers", number)) for number in range(5)]
+    samples = to_samples(made_up(prompts, answers), {"checksum": 1.0})
     algorithm = make("gvpo", reference="old")
     learner = Learner(model, LearnerConfig(lr=1e-6), total_updates=10)
     times = []

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +11,6 @@ import torch
 
 import covey
 from covey.telemetry import read_episodes
-
-BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def importable() -> Iterator[None]:
-    """The scripts import each other as they do when they are run."""
-    sys.path.insert(0, str(BENCHMARKS))
-    yield
-    sys.path.remove(str(BENCHMARKS))
-
-
-@pytest.fixture(autouse=True)
-def one_thread(one_thread_count: None) -> None:
-    """Threads of a model this small wait for each other, on a busy machine for seconds."""
-    torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -1,0 +1,142 @@
+"""What a model's shape must cost at least, whoever computes it.
+
+    decode, one token of every answer   max((weights + Σ context · KV bytes) / bandwidth,  2 · weights · answers / rate)
+    KV bytes of a token                 2 · layers · kv_heads · head_dim · bytes
+    training FLOP of a token            6 · matrices + 12 · layers · d_q · context,   d_q = heads · head_dim
+
+A row of T tokens on its own has T/2 tokens of context in the mean, so its tokens cost 6 N + 6 · layers · d_q · T. The
+prompt of a group is counted once, and its tokens predict nothing that is trained on, so they skip the output matrix.
+Every answer reads its own context when it is decoded; an engine that reads the prompt once for its whole group may go
+below that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    tied: bool
+
+    @classmethod
+    def of(cls, config: Any) -> Shape:
+        """Of a transformers configuration."""
+        return cls(
+            hidden=config.hidden_size,
+            layers=config.num_hidden_layers,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            intermediate=config.intermediate_size,
+            vocabulary=config.vocab_size,
+            tied=config.tie_word_embeddings,
+        )
+
+    @property
+    def d_q(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def body(self) -> int:
+        """Entries of the matrices of all layers. Norms and biases are thousands of times smaller."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+
+    @property
+    def output(self) -> int:
+        return self.vocabulary * self.hidden
+
+    @property
+    def weights(self) -> int:
+        """What a forward pass multiplies with: a tied input matrix is the output matrix, another one is only looked
+        up."""
+        return self.body + self.output
+
+    @property
+    def parameters(self) -> int:
+        return self.body + self.output * (1 if self.tied else 2)
+
+    def kv_bytes(self, itemsize: int) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a machine can do at most."""
+
+    bandwidth: float  # bytes of memory read per second
+    flops: float  # of matrix products, per second
+    source: str  # where the two numbers come from
+
+
+@dataclass(frozen=True)
+class Load:
+    """So many prompts, each answered by a group; all prompts alike in length, and so all answers."""
+
+    prompts: int
+    group: int
+    prompt_tokens: int
+    answer_tokens: int
+
+    @property
+    def answers(self) -> int:
+        return self.prompts * self.group
+
+    @property
+    def sampled(self) -> int:
+        return self.answers * self.answer_tokens
+
+
+def decode_seconds(shape: Shape, rates: Rates, itemsize: int, prompt_tokens: int, answers: Sequence[int]) -> float:
+    """To decode answers of these lengths, all at once and each for as long as it needs. The first token of each comes
+    out of the prefill."""
+    weight_bytes, kv_bytes = shape.weights * itemsize, shape.kv_bytes(itemsize)
+    lengths = sorted(answers)
+    seconds, done = 0.0, 0
+    for token in range(1, lengths[-1] if lengths else 0):
+        while lengths[done] <= token:
+            done += 1
+        alive = len(lengths) - done
+        moved = weight_bytes + alive * (prompt_tokens + token) * kv_bytes
+        seconds += max(moved / rates.bandwidth, 2 * shape.weights * alive / rates.flops)
+    return seconds
+
+
+def prefill_seconds(shape: Shape, rates: Rates, load: Load) -> float:
+    """Every prompt once, forward; only its last token goes through the output matrix."""
+    tokens = load.prompts * load.prompt_tokens
+    attention = 4 * shape.layers * shape.d_q * load.prompts * _context(0, load.prompt_tokens)
+    return (2 * shape.body * tokens + 2 * shape.output * load.prompts + attention) / rates.flops
+
+
+def sampling_seconds(shape: Shape, rates: Rates, itemsize: int, load: Load) -> float:
+    lengths = [load.answer_tokens] * load.answers
+    decode = decode_seconds(shape, rates, itemsize, load.prompt_tokens, lengths)
+    return prefill_seconds(shape, rates, load) + decode
+
+
+def learning_seconds(shape: Shape, rates: Rates, load: Load) -> float:
+    """Forward and backward. An answer's last token predicts nothing and is not computed."""
+    return training_flops(shape, load) / rates.flops
+
+
+def training_flops(shape: Shape, load: Load) -> float:
+    inner = load.answer_tokens - 1
+    tokens = load.prompts * load.prompt_tokens + load.answers * inner
+    context = load.prompts * _context(0, load.prompt_tokens) + load.answers * _context(load.prompt_tokens, inner)
+    return 6 * shape.body * tokens + 6 * shape.output * load.sampled + 12 * shape.layers * shape.d_q * context
+
+
+def _context(before: int, tokens: int) -> float:
+    """Σ context of so many tokens in a row, after `before` others: T/2 each in the mean of the row itself."""
+    return tokens * before + tokens * tokens / 2

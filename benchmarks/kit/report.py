@@ -1,0 +1,167 @@
+"""A benchmark's outcome: a table on the screen, JSON and a picture in a folder, and a section of docs/benchmarks.md.
+
+Files are called NAME-DEVICE.json and .png, the same in every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tiny import table, write_section
+
+RESULTS = Path(__file__).parent.parent / "results"
+ROOT = Path(__file__).parent.parent.parent
+PAGE = ROOT / "docs" / "benchmarks.md"
+IMAGES = ROOT / "docs" / "images"
+PLACES = {"--limit", "--out", "--trl-python", "--vllm-python"}
+COLOURS = ("#2f6db5", "#d9822b", "#1b8a5a", "#a4478c", "#b33c3c", "#5b5b5b")
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Lines where `x` is given, otherwise bars over `labels`."""
+
+    title: str
+    y: str
+    series: Mapping[str, Sequence[float | None]]
+    labels: Sequence[str] = ()
+    x: Sequence[float] = ()
+    x_label: str = ""
+    logarithmic: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    name: str
+    device: str  # as people call it
+    versions: Mapping[str, str]
+    header: Sequence[str]
+    cells: Sequence[Sequence[str]]
+    rows: Sequence[Mapping[str, Any]]  # what the cells were made of
+    plot: Plot
+    notes: Sequence[str] = ()
+    rates: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    command: str = ""
+    tiny: bool = False
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.name}-{'tiny-' if self.tiny else ''}{slug(self.device)}"
+
+    def text(self) -> str:
+        """Markdown: the table and under it all that one must know to believe it."""
+        lines = [table(self.header, self.cells), ""]
+        lines += [f"- {note}" for note in self.notes]
+        if self.rates:
+            lines.append(
+                f"- floor: {number(self.rates['bandwidth'] / 1e9)} GB/s, {number(self.rates['flops'] / 1e9)} GFLOP/s "
+                f"({self.rates['source']})"
+            )
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        lines += [f"- {self.device}; {versions}", f"- `{self.command}`"]
+        return "\n".join(lines)
+
+
+def slug(device: str) -> str:
+    """cpu, or the card's name without its maker's: nvidia-h200."""
+    if "threads" in device:
+        return "cpu"
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+def options(doc: str | None) -> argparse.ArgumentParser:
+    """What every benchmark understands."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file and the picture")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, seconds: shows that the benchmark works")
+    parser.add_argument("--limit", type=float, default=6 * 3600, help="seconds; what is not measured then is left out")
+    return parser
+
+
+def command_line(argv: Sequence[str] | None = None) -> str:
+    """How this was run; where things lie on this machine is left out."""
+    script, *words = argv or sys.argv
+    told = [word for before, word in zip(["", *words], words, strict=False) if not {before, word} & PLACES]
+    return shlex.join(["python", f"benchmarks/{Path(script).name}", *told])
+
+
+def publish(result: Result, out: Path) -> Path:
+    """Print, and write the files. A machine without matplotlib leaves the picture to benchmarks/publish.py."""
+    print(f"\n{result.name}\n\n{result.text()}\n")
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{result.file_name}.json"
+    path.write_text(json.dumps(asdict(result), indent=1) + "\n")
+    if importlib.util.find_spec("matplotlib") is not None:
+        draw(result.plot, path.with_suffix(".png"))
+    return path
+
+
+def read(path: Path) -> Result:
+    found = json.loads(path.read_text())
+    return Result(**found | {"plot": Plot(**found["plot"])})
+
+
+def write_page(result: Result, page: Path = PAGE, images: Path = IMAGES) -> None:
+    """The table into its section of the page, the picture beside it."""
+    picture = draw(result.plot, images / f"benchmark-{result.file_name}.png")
+    text = f"![{result.plot.title}](images/{picture.name})\n\n{result.text()}"
+    write_section(result.file_name, text, page)
+
+
+def draw(plot: Plot, path: Path) -> Path:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=200, layout="constrained")
+    width = 0.8 / len(plot.series)
+    for number, (name, values) in enumerate(plot.series.items()):
+        colour = COLOURS[number % len(COLOURS)]
+        known = [(at, value) for at, value in enumerate(values) if value is not None]
+        if plot.x:
+            axes.plot([plot.x[at] for at, _ in known], [v for _, v in known], marker="o", color=colour, label=name)
+        else:
+            places = [at + (number - (len(plot.series) - 1) / 2) * width for at, _ in known]
+            axes.bar(places, [v for _, v in known], width, color=colour, label=name)
+    if plot.x:
+        axes.set_xlabel(plot.x_label)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sorted(set(plot.x)), [f"{x:g}" for x in sorted(set(plot.x))])
+    else:
+        axes.set_xticks(range(len(plot.labels)), plot.labels)
+    if plot.logarithmic:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    axes.set_ylabel(plot.y)
+    axes.set_title(plot.title, loc="left", fontsize=12, fontweight="bold")
+    axes.grid(axis="y", alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    pyplot.close(figure)
+    return path
+
+
+def number(value: float | None) -> str:
+    """Three digits, or a dash where there is none."""
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def ratio(value: float | None, to: float | None) -> float | None:
+    return None if value is None or not to else value / to

@@ -1,0 +1,191 @@
+"""What a step costs as groups, prompts and answers grow, and what the shared prompt of a group saves.
+
+    .venv/bin/python benchmarks/scaling.py                   SmolLM2-135M on a CPU
+    python benchmarks/scaling.py --device cuda               the shape of Qwen2.5-0.5B on a GPU, bfloat16
+
+One thing varies at a time. The last rows compare groups of 16 with a long prompt with the same answers to a prompt of
+one token: a prompt that is computed once per group, in sampling and in learning, costs little beside its answers.
+Without sharing, the learner alone would cost 1 + prompt/answer times as much.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from kit.child import ChildFailed, Children, serve
+from kit.floors import Load, Rates, Shape, learning_seconds, sampling_seconds
+from kit.measure import about, machine, prepare
+from kit.models import load_config, load_model, random_ids, word_tokenizer
+from kit.report import Plot, Result, command_line, number, options, publish, ratio
+
+SHARED = "prompt shared"  # the rows that the figure is made of
+
+
+def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
+    from kit.models import as_text
+    from kit.road import Trainer
+
+    from covey.config.schema import LearnerConfig
+    from covey.learner.memory import keep_freed_memory
+
+    prepare(settings)
+    if settings["device"] == "cpu":
+        keep_freed_memory()  # as every run of Covey's does
+    model = load_model(settings["model"], settings["device"], settings["dtype"])
+    vocabulary = model.config.vocab_size
+    trainer = Trainer(model, word_tokenizer(vocabulary), eos_ids=(), learner=LearnerConfig(lr=1e-6))
+    found = []
+    for point in settings["points"]:
+        load = Load(**point["load"])
+        prompts = [as_text(ids) for ids in random_ids(vocabulary, load.prompts, load.prompt_tokens, "scaling")]
+        count = {"warmup": settings["warmup"], "steps": settings["steps"]}
+        timed = [step for step, _ in trainer.run(prompts, load.group, load.answer_tokens, **count)]
+        assert all(step.tokens == load.sampled for step in timed)
+        found.append(
+            {
+                "sampling_s": statistics.median(step.sampling for step in timed),
+                "learning_s": statistics.median(step.learning for step in timed),
+                "step_s": statistics.median(step.total for step in timed),
+            }
+        )
+    return {**about(settings["device"]), "points": found}
+
+
+# -- what is measured ------------------------------------------------------------------------------------------------
+
+
+def grid(base: Load, *, groups: Sequence[int], prompts: Sequence[int], answers: Sequence[int]) -> list[dict[str, Any]]:
+    """The base with one thing changed at a time."""
+    found = [("group", {"group": size}) for size in groups]
+    found += [("prompt", {"prompt_tokens": tokens}) for tokens in prompts]
+    found += [("answer", {"answer_tokens": tokens}) for tokens in answers]
+    return [{"varies": name, "load": asdict(base) | change} for name, change in found]
+
+
+def sharing(prompts: int, group: int, prompt_tokens: int, answers: Sequence[int]) -> list[dict[str, Any]]:
+    """Pairs: the answers to a prompt of one token, and the same to a long one."""
+    return [
+        {"varies": SHARED, "load": asdict(Load(prompts, group, tokens, answer))}
+        for answer in answers
+        for tokens in (1, prompt_tokens)
+    ]
+
+
+def loads(chosen: Any) -> dict[str, Any]:
+    common = {"device": chosen.device, "warmup": chosen.warmup, "steps": chosen.steps}
+    if chosen.tiny:
+        points = grid(Load(2, 2, 4, 4), groups=(2, 4), prompts=(1, 8), answers=(2, 4)) + sharing(1, 4, 32, (8,))
+        return common | {"name": "tiny", "model": "tiny", "dtype": "float32", "points": points}
+    if chosen.device == "cuda":
+        points = grid(Load(32, 8, 256, 256), groups=(2, 4, 8, 16), prompts=(1, 256, 1024), answers=(64, 256, 512))
+        points += sharing(8, 16, 1024, (256, 512, 1024))
+        return common | {"name": chosen.model, "model": chosen.model, "dtype": "bfloat16", "points": points}
+    from covey.learner.models import locate
+
+    points = grid(Load(2, 4, 64, 32), groups=(2, 4, 8), prompts=(1, 64, 256), answers=(16, 32, 64))
+    points += sharing(1, 16, 1024, (256,))
+    model = locate("smollm2-135m")[0]
+    return common | {"name": "smollm2-135m", "model": model, "dtype": "float32", "points": points}
+
+
+# -- the report ------------------------------------------------------------------------------------------------------
+
+HEADER = ("varies", "prompts × group", "prompt", "answer", "sampling s", "learning s", "s/step", "× floor", "sampling")
+HEADER += ("learning", "step")
+
+
+def rows_of(settings: dict[str, Any], points: Sequence[dict[str, Any]], rates: Rates) -> list[dict[str, Any]]:
+    """Ratios are to the first row of what varies; where prompts are shared, to the same answers alone."""
+    shape = Shape.of(load_config(settings["model"]))
+    itemsize = {"float32": 4, "bfloat16": 2}[settings["dtype"]]
+    rows: list[dict[str, Any]] = []
+    first: dict[Any, dict[str, Any]] = {}
+    for point, figures in zip(settings["points"], points, strict=True):
+        load = Load(**point["load"])
+        least = sampling_seconds(shape, rates, itemsize, load) + learning_seconds(shape, rates, load)
+        base = first.setdefault((point["varies"], load.answer_tokens if point["varies"] == SHARED else None), figures)
+        ratios = {key.removesuffix("_s"): figures[key] / base[key] for key in ("sampling_s", "learning_s", "step_s")}
+        over = ratio(figures["step_s"], least)
+        rows.append({**point, **figures, "floor_s": least, "over_floor": over, "ratios": ratios})
+    return rows
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    load = Load(**row["load"])
+    head = [row["varies"], f"{load.prompts} × {load.group}", str(load.prompt_tokens), str(load.answer_tokens)]
+    figures = [number(row[key]) for key in ("sampling_s", "learning_s", "step_s", "over_floor")]
+    return [*head, *figures, *(f"{row['ratios'][part]:.2f} ×" for part in ("sampling", "learning", "step"))]
+
+
+def sharing_note(row: dict[str, Any]) -> str:
+    load, ratios = Load(**row["load"]), row["ratios"]
+    return (
+        f"A prompt of {load.prompt_tokens} tokens shared by {load.group} answers of {load.answer_tokens}: a step costs "
+        f"{ratios['step']:.2f} × that of the answers alone, learning {ratios['learning']:.2f} ×, sampling "
+        f"{ratios['sampling']:.2f} ×; computed for every answer, learning would cost about "
+        f"{1 + load.prompt_tokens / load.answer_tokens:.1f} ×."
+    )
+
+
+def picture(rows: Sequence[dict[str, Any]]) -> Plot:
+    labels = [
+        f"{row['load']['group']}×{row['load']['answer_tokens']}\nprompt {row['load']['prompt_tokens']}" for row in rows
+    ]
+    series = {part: [row[f"{part}_s"] for row in rows] for part in ("sampling", "learning")}
+    return Plot("A step as groups, prompts and answers grow", "seconds", series, labels)
+
+
+def parse(argv: Sequence[str] | None) -> Any:
+    parser = options(__doc__)
+    parser.add_argument("--model", default="qwen2.5-0.5b", help="a shape, on a GPU")
+    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=None, help="timed steps of each point; default 2, on a GPU 3")
+    found = parser.parse_args(argv)
+    found.steps = found.steps or (1 if found.tiny else 3 if found.device == "cuda" else 2)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    chosen = parse(argv)
+    children = Children(__file__, chosen.limit)
+    settings = loads(chosen)
+    here = children.run("machine", settings | {"quick": chosen.tiny})
+    failures: list[str] = []
+    rows: list[dict[str, Any]] = []
+    for varies in dict.fromkeys(point["varies"] for point in settings["points"]):
+        part = settings | {"points": [point for point in settings["points"] if point["varies"] == varies]}
+        try:
+            rows += rows_of(part, children.run("covey", part)["points"], Rates(**here["rates"]))
+        except ChildFailed as error:
+            failures.append(f"{varies}: {error}")
+    if rows:
+        publish(report(chosen, settings, here, rows), chosen.out)
+    for failure in failures:
+        print(f"failed: {failure}")
+    return 1 if failures else 0
+
+
+def report(chosen: Any, settings: dict[str, Any], here: dict[str, Any], rows: list[dict[str, Any]]) -> Result:
+    shared = [row for row in rows if row["varies"] == SHARED and row["load"]["prompt_tokens"] > 1]
+    return Result(
+        name="scaling",
+        device=here["device"],
+        versions=here["versions"],
+        header=HEADER,
+        cells=[cells(row) for row in rows],
+        rows=rows,
+        plot=picture([row for row in rows if row["varies"] == SHARED] or rows),
+        notes=[f"{settings['name']}, {settings['dtype']}, fixed lengths.", *map(sharing_note, shared)],
+        rates=here["rates"],
+        settings={key: settings[key] for key in ("model", "dtype", "warmup", "steps")},
+        command=command_line(),
+        tiny=chosen.tiny,
+    )
+
+
+if __name__ == "__main__":
+    serve({"covey": covey_side, "machine": machine})
+    raise SystemExit(main())
