@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from covey.rollout.embedded import paged as paged_module
+from covey.rollout.embedded import slotted as slotted_module
 from covey.types import Sampling
 from tests.learner.test_forward import FAMILIES, family
 from tests.rollout.plain import Request, answers, assert_as_alone, engine_for, greedy
@@ -26,8 +27,9 @@ PROMPTS = [
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def everything_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_module, "BLOCK", 4)
+    monkeypatch.setattr(slotted_module, "WORTH_PACKING", 1)
 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["rows", "blocks"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+from fractions import Fraction
 
 import pytest
 import torch
@@ -51,6 +53,30 @@ def test_frequencies_and_logprobs_are_those_of_the_distribution(settings: dict[s
     deviation = (expected * (1 - expected) / n).sqrt()
     assert bool(((frequency - expected).abs() <= 4 * deviation + 1e-9).all()), (frequency, expected)
     torch.testing.assert_close(logprobs.exp(), expected[ids], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 7, 256, 257, 1024, 1000])
+def test_the_token_is_where_the_cumulative_distribution_passes_the_number(vocabulary: int) -> None:
+    """Against the definition, summed up in exact fractions; blocks of 256, of 8, and of one."""
+    rng = random.Random(vocabulary)
+    for _ in range(20):
+        weights = [rng.choice((0, 0, 1, 3, 8)) for _ in range(vocabulary - 1)] + [1]
+        total = sum(weights)
+        u = rng.choice((0.0, rng.random(), 1 - 2**-53))
+        below, expected = 0, 0
+        for expected, weight in enumerate(weights):  # noqa: B007
+            below += weight
+            if below > Fraction(u) * total:
+                break
+        probs = torch.tensor([weights], dtype=torch.float32) / 2**13  # exact, and so are their sums
+        assert int(sampling.invert(probs, torch.tensor([u], dtype=torch.float64))) == expected
+
+
+def test_a_number_that_rounds_up_to_the_total_means_the_last_token_that_has_any_probability() -> None:
+    probs = torch.zeros(2, 1024)
+    probs[0, 3] = probs[0, 700] = 0.5
+    probs[1, 1023] = 1.0
+    assert sampling.invert(probs, torch.ones(2, dtype=torch.float64)).tolist() == [700, 1023]
 
 
 def test_a_token_without_probability_is_never_drawn() -> None:

@@ -1,4 +1,4 @@
-"""An engine that samples with the learner's own weights, in this process: no copy, no weight sync.
+"""An engine that samples with the learner's own weights, in this process: no weight sync.
 
     await generate(ids, sampling)      any number at once; they are decoded together
 
@@ -10,6 +10,7 @@ that the same requests come in the same order in every run.
     slotted.py      the batch on a CPU            paged.py      the batch on a GPU
     scheduler.py    who is in it                  runner.py     forward passes
     rows.py         which tokens lie where        blocks.py     the same for a GPU
+    linear.py       faster products on a CPU      graphs.py     captured steps on a GPU, kernels.py their kernels
 """
 
 from __future__ import annotations

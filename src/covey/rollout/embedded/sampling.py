@@ -8,6 +8,7 @@ Shapes: B rows, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from covey.rollout.embedded.scheduler import Running
 
 BLOCK_LOGITS = 16_000_000  # worked on at once
+BLOCK_TOKENS = 256  # of the vocabulary whose probabilities are summed up first
 
 Drawn = list[tuple["Running", Sequence[int], Sequence[float]]]  # the next tokens of a sequence, and their log-probs
 
@@ -50,23 +52,42 @@ def _draw(logits_BV: Tensor, settings: Sequence[Sampling], positions: Sequence[i
     greedy_B = torch.tensor([s.temperature == 0 for s in settings], device=device)
     if bool(greedy_B.all()):
         return logits_BV.argmax(-1), torch.zeros(len(settings), device=device)
-    temperature_B = torch.tensor([s.temperature or 1.0 for s in settings], device=device)
-    logprobs_BV = torch.log_softmax(logits_BV.float() / temperature_B[:, None], -1)
+    cooled_BV = logits_BV.float()
+    if any(s.temperature not in (0, 1) for s in settings):
+        cooled_BV = cooled_BV / torch.tensor([s.temperature or 1.0 for s in settings], device=device)[:, None]
     if any(truncates(s) for s in settings):
-        logprobs_BV = truncate(logprobs_BV, settings)
-    cumulative_BV = logprobs_BV.exp().cumsum(-1, dtype=torch.float64)
+        probs_BV = truncate(cooled_BV.log_softmax(-1), settings).exp()
+    else:
+        probs_BV = cooled_BV.softmax(-1)
     u_B = torch.tensor(
         [uniform(s.seed, t) for s, t in zip(settings, positions, strict=True)], dtype=torch.float64, device=device
     )
-    target_B = u_B * cumulative_BV[:, -1]
-    id_B = torch.searchsorted(cumulative_BV, target_B[:, None], right=True)[:, 0]
-    if bool((id_B == logits_BV.shape[-1]).any()):
-        # A target that rounds up to the total falls off the end: take the last token that has any probability.
-        id_B = torch.minimum(id_B, (cumulative_BV < cumulative_BV[:, -1:]).sum(-1))
-    chosen_B = logprobs_BV.gather(-1, id_B[:, None])[:, 0]
-    return torch.where(greedy_B, logits_BV.argmax(-1), id_B), torch.where(
-        greedy_B, torch.zeros_like(chosen_B), chosen_B
-    )
+    id_B = invert(probs_BV, u_B)
+    logprob_B = probs_BV.gather(-1, id_B[:, None])[:, 0].log()
+    if bool(greedy_B.any()):
+        return torch.where(greedy_B, logits_BV.argmax(-1), id_B), logprob_B.masked_fill(greedy_B, 0.0)
+    return id_B, logprob_B
+
+
+def invert(probs_BV: Tensor, u_B: Tensor) -> Tensor:
+    """The first token of each row up to which there is more than u of all probability, [B]: first the block of tokens,
+    then the token, so that only sums of blocks are accumulated over the vocabulary."""
+    rows, vocabulary = probs_BV.shape
+    size = math.gcd(vocabulary, BLOCK_TOKENS)
+    block_BNS = probs_BV.view(rows, -1, size)
+    sum_BN = block_BNS.sum(-1).double()
+    cumulative_BN = sum_BN.cumsum(-1)
+    target_B = u_B * cumulative_BN[:, -1]
+    row_B, block_B = torch.arange(rows, device=probs_BV.device), _first_above(cumulative_BN, target_B)
+    before_B = cumulative_BN[row_B, block_B] - sum_BN[row_B, block_B]
+    inside_BS = block_BNS[row_B, block_B].cumsum(-1, dtype=torch.float64)
+    return block_B * size + _first_above(inside_BS, (target_B - before_B).clamp_min(0))
+
+
+def _first_above(cumulative_BN: Tensor, target_B: Tensor) -> Tensor:
+    """A target that rounds up to the total falls off the end: it means the last that adds anything."""
+    last_B = (cumulative_BN < cumulative_BN[:, -1:]).sum(-1)
+    return torch.minimum(torch.searchsorted(cumulative_BN, target_B[:, None], right=True)[:, 0], last_B)
 
 
 def truncates(s: Sampling) -> bool:

@@ -6,6 +6,7 @@ from collections import deque
 from typing import Any
 
 from covey.rollout.embedded.cache import RowCache
+from covey.rollout.embedded.linear import WORTH_PACKING, PackedLinears
 from covey.rollout.embedded.memory import affordable_tokens, grown
 from covey.rollout.embedded.rows import RowManager
 from covey.rollout.embedded.runner import Runner
@@ -27,6 +28,7 @@ class SlottedBatch:
         self.scheduler = Scheduler(self.rows, max_rows)
         self.cache = RowCache()
         self.runner = Runner(model, self.cache)
+        self.linears = PackedLinears(model)
 
     @property
     def busy(self) -> bool:
@@ -38,7 +40,8 @@ class SlottedBatch:
         while queue:
             self.scheduler.add(queue.popleft())
         self._grow()
-        self.runner.prefill(self.scheduler.admit())
+        with self.linears.used():
+            self.runner.prefill(self.scheduler.admit())
         return refused
 
     def _grow(self) -> None:
@@ -54,7 +57,13 @@ class SlottedBatch:
         """One token for everybody."""
         self._compact()
         running = sorted(self.scheduler.running, key=lambda request: request.blocks[0])
-        return draw_next(running, self.runner.decode(running)) if running else []
+        if not running:
+            return []
+        if max(request.left for request in running) >= WORTH_PACKING:
+            self.linears.pack()
+        with self.linears.used():
+            logits_BV = self.runner.decode(running)
+        return draw_next(running, logits_BV)
 
     def _compact(self) -> None:
         moved = self.rows.compact()
@@ -68,3 +77,4 @@ class SlottedBatch:
     def forget(self) -> None:
         """Other weights: what the old ones computed is void, but for those whose answers it began."""
         self.rows.forget()
+        self.linears.drop()
