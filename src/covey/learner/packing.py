@@ -8,15 +8,16 @@ All prompts come first, then the answers to each, in one long line:
 The last token of an answer predicts nothing and is left out. Every answer attends to its prompt and to itself
 (`attention.py`), and its positions go on from the prompt's, so each answer sees exactly what it would see alone.
 
-Shapes: T tokens of the line, M sampled tokens.
+Shapes: T tokens of the line, M sampled tokens, R rows, B bunches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate, chain
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -88,30 +89,28 @@ def _length(rows: Sequence[Sample], bunch: Bunch) -> int:
 
 def pack(rows: Sequence[Sample], bunches: Sequence[Bunch]) -> Packed:
     """The line of one micro-batch. `row_M` counts the rows in the order of the bunches."""
-    prompts = [rows[bunch[0]].prompt_ids for bunch in bunches]
     flat = [rows[index] for bunch in bunches for index in bunch]
-    prompt_ends = list(accumulate(map(len, prompts)))
-    before = [(end - 1, len(p)) for end, p, bunch in zip(prompt_ends, prompts, bunches, strict=True) for _ in bunch]
-    lengths = [len(row.response_ids) - 1 for row in flat]
-    starts = list(accumulate(lengths, initial=prompt_ends[-1]))
-    position = [torch.arange(len(prompt)) for prompt in prompts]
-    position += [torch.arange(first, first + length) for (_, first), length in zip(before, lengths, strict=True)]
-    source, column, number = [], [], []
-    for index, (row, start, (last_of_prompt, _)) in enumerate(zip(flat, starts, before, strict=False)):
-        sampled = torch.tensor(row.mask).nonzero()[:, 0]
-        source.append(torch.where(sampled == 0, last_of_prompt, start + sampled - 1))
-        column.append(sampled)
-        number.append(torch.full_like(sampled, index))
-    answers = [torch.tensor(row.response_ids) for row in flat]
+    prompts = [rows[bunch[0]].prompt_ids for bunch in bunches]
+    prompt_B = np.array([len(prompt) for prompt in prompts])
+    bunch_R = np.repeat(np.arange(len(bunches)), [len(bunch) for bunch in bunches])
+    count_R = np.array([len(row.response_ids) for row in flat])
+    start_R = prompt_B.sum() + (count_R - 1).cumsum() - (count_R - 1)  # of each answer in the line
+    # All answers one after the other, with their last tokens: N tokens.
+    row_N = np.repeat(np.arange(len(flat)), count_R)
+    column_N = np.arange(count_R.sum()) - np.repeat(count_R.cumsum() - count_R, count_R)
+    answer_N = np.fromiter(chain.from_iterable(row.response_ids for row in flat), np.int64, count_R.sum())
+    sampled_N = np.fromiter(chain.from_iterable(row.mask for row in flat), bool, count_R.sum())
+    fed_N = column_N < count_R[row_N] - 1
+    before_N = np.where(column_N == 0, prompt_B.cumsum()[bunch_R[row_N]] - 1, start_R[row_N] + column_N - 1)
+    prompt_ids = np.fromiter(chain.from_iterable(prompts), np.int64, prompt_B.sum())
+    prompt_position = np.arange(prompt_B.sum()) - np.repeat(prompt_B.cumsum() - prompt_B, prompt_B)
+    position_N = prompt_B[bunch_R[row_N]] + column_N
     return Packed(
-        layout=Layout.of(
-            [len(prompt) for prompt in prompts],
-            [[len(rows[index].response_ids) - 1 for index in bunch] for bunch in bunches],
-        ),
-        ids_T=torch.cat([torch.tensor(list(chain(*prompts))), *(answer[:-1] for answer in answers)]),
-        position_T=torch.cat(position),
-        source_M=torch.cat(source),
-        target_M=torch.cat([answer[at] for answer, at in zip(answers, column, strict=True)]),
-        row_M=torch.cat(number),
-        column_M=torch.cat(column),
+        layout=Layout.of(prompt_B.tolist(), [[len(rows[i].response_ids) - 1 for i in bunch] for bunch in bunches]),
+        ids_T=torch.from_numpy(np.concatenate([prompt_ids, answer_N[fed_N]])),
+        position_T=torch.from_numpy(np.concatenate([prompt_position, position_N[fed_N]])),
+        source_M=torch.from_numpy(before_N[sampled_N]),
+        target_M=torch.from_numpy(answer_N[sampled_N]),
+        row_M=torch.from_numpy(row_N[sampled_N]),
+        column_M=torch.from_numpy(column_N[sampled_N]),
     )

@@ -41,14 +41,16 @@ class Collector:
     ) -> list[Group]:
         """Every task attempted `attempts` times, scored, in task order; with `greedy_baseline` once more, greedily."""
         together = self.reward.groupwise
+        known: dict[str, tuple[int, ...]] = {}
         jobs = [
-            self._attempt(task, sampling, (self.seed, *stream, task.id, attempt), score=not together)
+            self._attempt(task, sampling, (self.seed, *stream, task.id, attempt), known, score=not together)
             for task in tasks
             for attempt in range(attempts)
         ]
         if greedy_baseline:
             greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-            jobs += [self._attempt(task, greedy, (self.seed, *stream, task.id, "greedy"), score=True) for task in tasks]
+            names = [(self.seed, *stream, task.id, "greedy") for task in tasks]
+            jobs += [self._attempt(task, greedy, n, known, score=True) for task, n in zip(tasks, names, strict=True)]
         episodes = await asyncio.gather(*jobs)
         count = len(tasks) * attempts
         groups = [episodes[i : i + attempts] for i in range(0, count, attempts)]
@@ -57,10 +59,18 @@ class Collector:
         baselines: list[Episode | None] = [*episodes[count:]] or [None] * len(tasks)
         return [Group(task, tuple(group), last) for task, group, last in zip(tasks, groups, baselines, strict=True)]
 
-    async def _attempt(self, task: Task, sampling: Sampling, stream: tuple[object, ...], *, score: bool) -> Episode:
+    async def _attempt(
+        self,
+        task: Task,
+        sampling: Sampling,
+        stream: tuple[object, ...],
+        known: dict[str, tuple[int, ...]],
+        *,
+        score: bool,
+    ) -> Episode:
         """One episode and its reward, within agent.max_seconds; waiting for the model does not count."""
         deadline = asyncio.timeout(self.max_seconds)
-        policy = EpisodePolicy(self.engine, self.tokenizer, sampling, stream, deadline)
+        policy = EpisodePolicy(self.engine, self.tokenizer, sampling, stream, deadline, known)
         cause = "agent"
         try:
             async with deadline:

@@ -38,8 +38,11 @@ class EpisodePolicy:
         sampling: Sampling,
         stream: tuple[object, ...],
         deadline: asyncio.Timeout | None = None,
+        first_prompts: dict[str, tuple[int, ...]] | None = None,
     ) -> None:
+        """`first_prompts`: those that other attempts have rendered; all attempts at a task begin with the same."""
         self.engine = engine
+        self.first_prompts = {} if first_prompts is None else first_prompts
         self.deadline = deadline
         self.tokenizer = tokenizer
         self.sampling = sampling
@@ -47,7 +50,12 @@ class EpisodePolicy:
         self.turns: list[Turn] = []
 
     def render(self, messages: Messages) -> tuple[int, ...]:
-        return render(self.tokenizer, messages)
+        if self.turns:
+            return render(self.tokenizer, messages)
+        key = repr(messages)
+        if key not in self.first_prompts:
+            self.first_prompts[key] = render(self.tokenizer, messages)
+        return self.first_prompts[key]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
