@@ -102,7 +102,10 @@ class VllmEngine:
         return Completion(ids, tuple(done["logprobs"]), (version,) * len(ids), StopReason(done["stop"]))
 
     async def publish(self, weights: Any, version: int) -> None:
-        """`weights` is the learner's module. Adapters are merged into copies on the way."""
+        """`weights` is the learner's module. Adapters are merged into copies on the way. A version that is there is not
+        sent again."""
+        if version == self.version and not self._empty and not self._asleep:
+            return
         async with self._alone():
             if self._asleep:
                 torch.cuda.empty_cache()
