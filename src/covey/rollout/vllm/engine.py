@@ -104,7 +104,7 @@ class VllmEngine:
     async def publish(self, weights: Any, version: int) -> None:
         """`weights` is the learner's module. Adapters are merged into copies on the way. A version that is there is not
         sent again."""
-        if version == self.version and not self._empty and not self._asleep:
+        if version == self._published and not self._asleep:
             return
         async with self._alone():
             if self._asleep:
@@ -115,7 +115,8 @@ class VllmEngine:
             else:
                 await self._publish_by_file(weights, version)
             self._empty = False
-            self.version = version
+        self._published: int | None = None  # the version that vLLM has
+            self.version = self._published = version
 
     async def pause(self) -> None:
         """Sampling is over until new weights are published: vLLM gives its memory back."""
