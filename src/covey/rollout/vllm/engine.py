@@ -69,6 +69,7 @@ class VllmEngine:
         self._started: Message | None = None  # the worker's first answer
         self._ended = False
         self._asleep = self._empty = False  # without memory; without weights
+        self._published: int | None = None  # the version that vLLM has
         self._folder: Path | None = None  # for files of weights
         if self.settings.devices:
             torch.cuda.empty_cache()  # what this process keeps in reserve, vLLM may need
@@ -115,7 +116,6 @@ class VllmEngine:
             else:
                 await self._publish_by_file(weights, version)
             self._empty = False
-        self._published: int | None = None  # the version that vLLM has
             self.version = self._published = version
 
     async def pause(self) -> None:
