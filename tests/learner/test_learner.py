@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from dataclasses import replace
 from typing import Any
@@ -196,6 +197,17 @@ def test_gradients_of_half_precision_add_up_in_float32() -> None:
         (weight * scale).sum().backward()
         assert weight.grad is None
     torch.testing.assert_close(master.grad, torch.full_like(master, 1 + 0.1), atol=1e-3, rtol=0)
+
+
+def test_a_model_that_outlives_its_learner_is_free_again() -> None:
+    model = tiny_llama(dtype=torch.bfloat16)
+    learner = Learner(model, LearnerConfig(), total_updates=1)
+    del learner
+    gc.collect()
+    second = Learner(model, LearnerConfig(), total_updates=1)
+    model.lm_head.weight.sum().backward()
+    master = second.optimizer.masters["lm_head.weight"]
+    assert master.grad is not None and float(master.grad.min()) == 1.0
 
 
 def test_offloaded_masters_are_the_same_optimiser() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -118,3 +119,21 @@ def test_advice_to_the_allocator_is_taken_on_glibc() -> None:
     import platform
 
     assert keep_freed_memory() == (platform.libc_ver()[0] == "glibc")
+
+
+def test_a_reference_that_waits_elsewhere_comes_once_for_all_who_ask() -> None:
+    """The moves are recorded, not made: there is one device here."""
+
+    class Recorded(torch.nn.Linear):
+        moves: ClassVar[list[str]] = []
+
+        def to(self, where: Any) -> Any:  # type: ignore[override]
+            self.moves.append(str(where))
+            return self
+
+    reference = Reference(Recorded(2, 2, device="meta"), offload=True)
+    assert Recorded.moves == ["cpu"]
+    with reference.present(), reference.active() as model, reference.active():
+        assert model is reference.model
+    assert Recorded.moves == ["cpu", "meta", "cpu"]
+    assert not Reference(torch.nn.Linear(2, 2), offload=True).offload  # it is in CPU memory anyway

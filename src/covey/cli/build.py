@@ -397,19 +397,19 @@ def _load_models(prepared: Prepared, checkpoint: Checkpoint | None) -> tuple[Any
 
     config, source = prepared.config, prepared.model
     assert source is not None
-    needed = prepared.algorithm.needs.reference
+    needed, offload = prepared.algorithm.needs.reference, config.learner.offload_reference
 
     def load(source: ModelSource) -> Any:
         return load_policy(source, config.model, seed=config.seed)
 
     if checkpoint is None:
         policy = load(source)
-        return policy, Reference.of(policy) if needed else None
+        return policy, Reference.of(policy, offload=offload) if needed else None
     if config.model.lora.rank > 0 or source.adapter is not None:
         policy = load(dataclasses.replace(source, adapter=checkpoint.model))
-        return policy, Reference.of(policy) if needed else None
+        return policy, Reference.of(policy, offload=offload) if needed else None
     policy = load(dataclasses.replace(source, path=str(checkpoint.model)))
-    return policy, Reference(load(source)) if needed else None
+    return policy, Reference(load(source), offload=offload) if needed else None
 
 
 def _load_critic(prepared: Prepared) -> Any:

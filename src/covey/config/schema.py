@@ -93,7 +93,7 @@ class RolloutConfig:
     max_tokens: int = 256  # longest answer (of one turn), in tokens
     stop: list[str] = field(default_factory=list)  # strings that end an answer
     max_sequences: int = 256  # sequences decoded together; bounds the memory of the key-value cache
-    memory: float = 0.5  # of a GPU: embedded, the share of what is free that the cache may take; vllm, of all, its own
+    memory: float = 0.5  # embedded: share of free GPU memory (or of a CPU's) for the cache; vllm: of the whole GPU
     eager: bool = False  # no captured graphs on a GPU: slower, starts faster
     tensor_parallel: int = 1  # vllm: GPUs that share one copy of the model
     devices: list[int] | None = None  # vllm: its GPUs by number; null: the learner's own, and those after it

@@ -29,7 +29,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 PLAIN, FAST = "covey_packed", "covey_packed_fast"
-PIECE = 512  # tokens of answers that plain attention takes at once
+PIECE = 128  # tokens of answers that plain attention takes at once
 
 
 @dataclass(frozen=True)

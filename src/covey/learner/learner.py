@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -220,27 +220,40 @@ class Learner:
         micro_batches = self._plan(batch.rows)
         if _splits(batch, micro_batches, algorithm.couples):
             batch = replace(batch, policy_sum_N=self._policy_sums(batch))
-        here, shape = _to(batch, self.device), batch.mask_RT.shape
-        ask = Ask(values=self.critic is not None, full_kl=algorithm.needs.full_kl)
-        said: list[TokenOutputs] = []
-        losses: list[dict[str, Tensor]] = []
+        here = _to(batch, self.device)
         self._zero_grad()
-        for bunches in micro_batches:
-            index = _flat(bunches)
-            view = here.take(index)
-            packed = pack(batch.rows, bunches).to(self.device)
-            with self._reading(packed):
-                out = self._forward(packed, (len(index), shape[1]), batch.temperature, ask, self.model)
-                terms = divide(self._loss(out, view, algorithm), batch)
-                self.scaler.scale(torch.stack(list(terms.values())).sum()).backward()
-            said.append(_detached(out))
-            losses.append({name: term.detach() for name, term in terms.items()})
+        with self._asked(algorithm.needs.full_kl):
+            said, losses = self._gradients(batch, here, micro_batches, algorithm)
         # Numbers are read only now: to read one is to wait for the GPU.
         loss = {name: float(torch.stack([each[name] for each in losses]).sum()) for name in losses[0]}
         total = sum(loss.values())
         stepped = self._step(total)
         metrics, trace = self._tell(_in_order(said, [i for b in micro_batches for i in _flat(b)]), here, algorithm)
         return metrics | {f"{name}/loss": x for name, x in loss.items()} | {"loss/total": total} | stepped, trace
+
+    def _gradients(
+        self, batch: Batch, here: Batch, micro_batches: list[list[Bunch]], algorithm: Algorithm
+    ) -> tuple[list[TokenOutputs], list[dict[str, Tensor]]]:
+        """What was said of each micro-batch, and its share of each term of the loss. `here` is the batch on the
+        device."""
+        ask = Ask(values=self.critic is not None, full_kl=algorithm.needs.full_kl)
+        said: list[TokenOutputs] = []
+        losses: list[dict[str, Tensor]] = []
+        for bunches in micro_batches:
+            index = _flat(bunches)
+            packed = pack(batch.rows, bunches).to(self.device)
+            with self._reading(packed):
+                shape = (len(index), batch.mask_RT.shape[1])
+                out = self._forward(packed, shape, batch.temperature, ask, self.model)
+                terms = divide(self._loss(out, here.take(index), algorithm), batch)
+                self.scaler.scale(torch.stack(list(terms.values())).sum()).backward()
+            said.append(_detached(out))
+            losses.append({name: term.detach() for name, term in terms.items()})
+        return said, losses
+
+    def _asked(self, often: bool) -> AbstractContextManager[None]:
+        """The reference stays at hand where every micro-batch asks it."""
+        return self.reference.present() if often and self.reference is not None else nullcontext()
 
     @torch.no_grad()
     def _tell(self, out: TokenOutputs, batch: Batch, algorithm: Algorithm) -> tuple[Metrics, TokenTrace]:

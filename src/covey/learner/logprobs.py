@@ -80,9 +80,13 @@ def _statistics(logits: Tensor, target: Tensor, temperature: float) -> tuple[Ten
 
         return row_statistics(logits, target, temperature)
     logits = cooled(logits, temperature)
-    lse = logits.logsumexp(-1)
-    chosen = logits.gather(-1, target[:, None])[:, 0] - lse
-    return lse, chosen, lse - torch.linalg.vecdot((logits - lse[:, None]).exp_(), logits)
+    top = logits.amax(-1)
+    below = logits.sub_(top[:, None])
+    mass = below.exp()
+    total = mass.sum(-1)
+    log_total = total.log()
+    chosen = below.gather(-1, target[:, None])[:, 0] - log_total
+    return top + log_total, chosen, log_total - torch.bmm(mass[:, None], below[:, :, None]).flatten() / total
 
 
 def _gradient(
@@ -99,17 +103,25 @@ def _gradient(
         from covey.learner.kernels import gradient_in_place
 
         return gradient_in_place(logits, target, lse, entropy, to_chosen, to_entropy, temperature)
-    probs = (cooled(logits, temperature) - lse[:, None]).exp_()
-    return _by_logits(probs, target, entropy, to_chosen, to_entropy).div_(temperature).to(logits.dtype)
+    probs = cooled(logits, temperature).sub_(lse[:, None]).exp_()
+    to_entropy = None if to_entropy is None else to_entropy / temperature
+    return _by_logits(probs, target, entropy, to_chosen / temperature, to_entropy, in_place=True).to(logits.dtype)
 
 
-def _by_logits(probs: Tensor, target: Tensor, entropy: Tensor, to_chosen: Tensor, to_entropy: Tensor | None) -> Tensor:
-    found = probs * -to_chosen[:, None]
-    found.scatter_add_(-1, target[:, None], to_chosen[:, None])
+def _by_logits(
+    probs: Tensor,
+    target: Tensor,
+    entropy: Tensor,
+    to_chosen: Tensor,
+    to_entropy: Tensor | None,
+    in_place: bool = False,
+) -> Tensor:
+    surprise = None
     if to_entropy is not None:
-        surprise = torch.special.xlogy(probs, probs) + probs * entropy[:, None]
-        found -= surprise * to_entropy[:, None]
-    return found
+        surprise = (torch.special.xlogy(probs, probs) + probs * entropy[:, None]) * to_entropy[:, None]
+    found = probs.mul_(-to_chosen[:, None]) if in_place else probs * -to_chosen[:, None]
+    found.scatter_add_(-1, target[:, None], to_chosen[:, None].to(found.dtype))
+    return found if surprise is None else found.sub_(surprise)
 
 
 def _has_kernels(x: Tensor) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,20 +182,36 @@ def _with_saved_adapter(model: Any, folder: Path) -> Any:
 class Reference:
     """The start policy, frozen: the policy itself with its adapter off, or a copy made before training."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, offload: bool = False) -> None:
+        """`offload`: it waits in CPU memory while it is not asked. The policy's own weights never do."""
         self.adapter = hasattr(model, "disable_adapter")
         self.model = model if self.adapter else model.requires_grad_(False).eval()
+        self.home = next(model.parameters()).device
+        self.offload = offload and not self.adapter and self.home.type != "cpu"
+        self._askers = 0
+        if self.offload:
+            self.model.to("cpu")
 
     @classmethod
-    def of(cls, policy: Any) -> Reference:
+    def of(cls, policy: Any, *, offload: bool = False) -> Reference:
         """The policy as it is now: with its adapter off, or copied."""
-        return cls(policy if hasattr(policy, "disable_adapter") else copy.deepcopy(policy))
+        return cls(policy if hasattr(policy, "disable_adapter") else copy.deepcopy(policy), offload=offload)
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """While this lasts, the weights are where they are needed."""
+        self._askers += 1
+        if self.offload and self._askers == 1:
+            self.model.to(self.home)
+        try:
+            yield
+        finally:
+            self._askers -= 1
+            if self.offload and self._askers == 0:
+                self.model.to("cpu")
 
     @contextmanager
     def active(self) -> Iterator[Any]:
         """The reference model; only while nothing samples, since switching an adapter off flips the shared module."""
-        if self.adapter:
-            with self.model.disable_adapter():
-                yield self.model
-        else:
+        with self.present(), self.model.disable_adapter() if self.adapter else nullcontext():
             yield self.model

@@ -9,6 +9,7 @@ live in CPU memory; gradients then add up in the precision of the weights, and g
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable
 
 import torch
@@ -61,7 +62,8 @@ class MasterAdamW:
             self._take_memory()
         if not self.shares and not self.offloaded:
             for name, p in self.working.items():
-                p.register_post_accumulate_grad_hook(_adder(self.masters[name]))
+                handle = p.register_post_accumulate_grad_hook(_adder(self.masters[name]))
+                weakref.finalize(self, handle.remove)  # the model may outlive its optimiser
 
     def _take_memory(self) -> None:
         """All that the optimiser will ever hold, at once: who measures free memory later sees what is really free."""
