@@ -115,6 +115,7 @@ class Learner:
         """Whatever the algorithm needs to know of the samples before the first update."""
         if self.critic is not None:
             self.critic.steps += 1
+        self._find_budget()
         if needs.reference:
             assert self.reference is not None, "the algorithm needs a reference policy and none was loaded"
             with self.reference.active() as model:
@@ -150,10 +151,15 @@ class Learner:
         return TokenOutputs(**columns)
 
     def _plan(self, rows: Sequence[Sample]) -> list[list[Bunch]]:
+        return plan(rows, self._find_budget(), self.config.micro_batch_size)
+
+    def _find_budget(self) -> int:
+        """Found out once, with the policy as it trains: not while its adapter is switched off."""
         if self._token_budget is None:
             self._token_budget = affordable_tokens(self.device, self._try_tokens)
-        return plan(rows, self._token_budget, self.config.micro_batch_size)
+        return self._token_budget
 
+    @torch.enable_grad()
     def _try_tokens(self, count: int) -> None:
         """A forward and backward pass over so many tokens that change nothing, to see what they cost."""
         row = Sample((0,), (0,) * count, (True,) * count, (0.0,) * count, (0,) * count, 0)

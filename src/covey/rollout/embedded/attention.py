@@ -50,11 +50,15 @@ def attend(
 ) -> tuple[Tensor, None]:
     assert softcap is None, "models with a soft cap are refused when they are opened"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    assert _now.step is not None
-    return _now.step.attend(module.layer_idx, query, key, value, scale, sliding_window), None
+    return current_step().attend(module.layer_idx, query, key, value, scale, sliding_window), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
+
+
+def backbone(model: Any) -> Any:
+    """The layers without the output matrix, also where peft wraps the model."""
+    return (model.get_base_model() if hasattr(model, "get_base_model") else model).base_model
 
 
 @contextmanager

@@ -78,8 +78,7 @@ class GraphDecoder:
         self.pool: Any = None
         self.loaded: list[tuple[Running, int] | None] = []  # who is in the buffers, and how many blocks they had
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
-        lm = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self.layers = list(lm.base_model.layers)
+        self.layers = list(attention.backbone(model).layers)
         self.joined = JoinedLayers(self.layers)
 
     def launch(self, rows: Sequence[Running | None], steps: int, ahead: int = 0) -> Flight:

@@ -7,13 +7,14 @@ when more steps than that are ahead, and where the copy is small beside the mach
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from covey.rollout.embedded.memory import machine_memory
 
 WORTH_PACKING = 16  # steps ahead
 SHARE = 0.1  # of this machine's memory that the copy may take
@@ -30,8 +31,7 @@ class PackedLinears:
             and module.weight.dtype == torch.float32
         ]
         size = sum(layer.weight.nbytes for layer in self.layers)
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if size > SHARE * memory or not torch.backends.mkldnn.is_available():
+        if size > SHARE * machine_memory() or not torch.backends.mkldnn.is_available():
             self.layers = []
         self.forwards: list[Callable[[Tensor], Tensor]] = []  # of the layers, once they are packed
 

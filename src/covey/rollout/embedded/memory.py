@@ -19,8 +19,13 @@ def affordable_tokens(model: Any, share: float) -> int:
         torch.cuda.empty_cache()
         memory, _ = torch.cuda.mem_get_info(weight.device)
     else:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        memory = machine_memory()
     return int(memory * share) // token
+
+
+def machine_memory() -> int:
+    """Bytes of this machine, whoever uses them."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def grown(now: int, need: int, most: int | None, multiple: int = 1) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.rollout.embedded.attention import Step, engine_attention
+from covey.rollout.embedded.attention import Step, backbone, engine_attention
 from covey.rollout.embedded.cache import Cache, Decode, KvCache, PagedDecode, Prefill
 from covey.rollout.embedded.scheduler import Entry, Running
 
@@ -74,9 +74,8 @@ class Runner:
             torch.tensor(lengths, device=device),
             width,
         )
-        lm = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         with engine_attention(self.model, step):
-            lm.base_model(input_ids=ids_BQ.to(device), position_ids=step.position_BQ, use_cache=False)
+            backbone(self.model)(input_ids=ids_BQ.to(device), position_ids=step.position_BQ, use_cache=False)
 
     # -- one token -----------------------------------------------------------------------------------------------
 
