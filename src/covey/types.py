@@ -24,11 +24,14 @@ RewardTable = Mapping[str, "float | None"]
 
 
 class StopReason(StrEnum):
-    """Why sampling ended: a token of the model's, a string of the user's, or the limit."""
+    """Why sampling ended: a token of the model's, a string of the user's, or the limit. The last two end an episode
+    only: a tool that ends it was called (`answer`), or it may take no further turn."""
 
     EOS = "eos"
     STOP = "stop"
     LENGTH = "length"
+    ANSWER = "answer"
+    TURNS = "turns"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,16 @@ class Turn:
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     stop: StopReason
+    trained: bool = True  # False: sampled for the episode's sake, and not learned from
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """A tool call of an episode and what became of it. `error` is the model's mistake: what it got wrong, countable."""
+
+    tool: str
+    seconds: float
+    error: str | None = None  # malformed | unknown_tool | bad_arguments | raised | deadline
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +119,16 @@ class Episode:
     rewards: RewardTable = field(default_factory=dict)
     stop: StopReason | None = None
     failure: Failure | None = None
+    answer: str | None = None  # what a tool that ends the episode was given
+    tools: tuple[ToolUse, ...] = ()
+    seconds: float = 0.0  # from its first prompt to its score
 
     @property
     def final_answer(self) -> str:
-        """The last assistant text of the attempt; worked examples in the task's own messages do not count."""
+        """What the `answer` tool was given, or else the last assistant text of the attempt; worked examples in the
+        task's own messages do not count."""
+        if self.answer is not None:
+            return self.answer
         for message in reversed(self.messages[len(self.task.messages) :]):
             if message["role"] == "assistant":
                 return str(message["content"])

@@ -63,12 +63,40 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class AgentConfig:
-    name: str = "chat"  # chat, or your own coroutine as module:function or file.py:function
-    template: str | None = None  # a chat template file (Jinja); null: the model's own
+    name: str = "chat"  # chat | hf | react | code | flow | gateway, or your own as module:function or file.py:function
+    tools: list[str] = field(default_factory=list)  # tools by name, module:function or file.py:function
+    tool_options: dict[str, Any] = field(default_factory=dict)  # a tool's own settings: {search: {corpus: docs.jsonl}}
+    format: str = "auto"  # how calls are written: hermes | llama | mistral; auto: as the model's template does
+    max_turns: int = 8  # replies of the model in one episode
+    max_response_tokens: int | None = None  # sampled tokens of one episode, all turns together; null: no limit
+    max_tool_tokens: int = 512  # of one tool's output; the rest is cut off, with a mark
+    tool_seconds: float = 10.0  # one tool call may take this long, unless the tool says otherwise
+    train_modules: list[str] = field(default_factory=lambda: ["planner"])  # agent=flow: whose turns are learned from
+    template: str | None = None  # qwen2.5, qwen2.5-vl, or a chat template file (Jinja); null: the model's own
     max_seconds: float = 500.0  # an episode's own work, its reward included, may take this long (sampling not counted)
 
     def __post_init__(self) -> None:
         _at_least("agent.max_seconds", self.max_seconds, 0.001)
+        _at_least("agent.tool_seconds", self.tool_seconds, 0.001)
+        _at_least("agent.max_turns", self.max_turns, 1)
+        _at_least("agent.max_response_tokens", self.max_response_tokens, 1)
+        _at_least("agent.max_tool_tokens", self.max_tool_tokens, 1)
+        _one_of("agent.format", self.format, ("auto", "hermes", "llama", "mistral"))
+
+
+@dataclass(frozen=True)
+class SandboxConfig:
+    tier: str = "auto"  # bubblewrap | namespaces | limits; auto: the strongest that works here
+    allow_weak: bool = False  # run code of the model's where only limits, and no walls, can be had
+    seconds: float = 10.0  # one execution may take this long
+    memory_mb: int = 512  # of one sandbox
+    max_concurrent: int = 16  # sandboxes alive at once
+
+    def __post_init__(self) -> None:
+        _one_of("sandbox.tier", self.tier, ("auto", "bubblewrap", "namespaces", "limits"))
+        _at_least("sandbox.seconds", self.seconds, 0.001)
+        _at_least("sandbox.memory_mb", self.memory_mb, 64)
+        _at_least("sandbox.max_concurrent", self.max_concurrent, 1)
 
 
 @dataclass(frozen=True)
@@ -80,6 +108,11 @@ class RewardConfig:
     only_if: dict[str, str] = field(
         default_factory=dict
     )  # {short: exact}: short counts only where exact is over 0; {short: "exact>=0.5"} with a bar
+    options: dict[str, Any] = field(default_factory=dict)  # a reward's own settings: {judge: {url: ..., model: ...}}
+    seconds: float = 30.0  # scoring one episode with one reward may take this long
+
+    def __post_init__(self) -> None:
+        _at_least("reward.seconds", self.seconds, 0.001)
 
 
 @dataclass(frozen=True)
@@ -237,6 +270,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: Any = None  # the chosen algorithm's own settings
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
