@@ -19,7 +19,7 @@ import torch
 from covey.config.schema import ModelConfig
 from covey.learner.models import load_policy, open_source
 from covey.rollout.embedded import EmbeddedEngine, slotted
-from covey.rollout.policy import render
+from covey.rollout.rendering import Renderer
 from covey.types import Sampling
 
 REPEATS, TOKENS, QUESTIONS = 5, 48, 8
@@ -59,8 +59,9 @@ def main() -> None:
     config = ModelConfig(device="cpu")
     source = open_source(config)
     engine = EmbeddedEngine(load_policy(source, config), eos_ids=[], decode=source.tokenizer.decode)
+    renderer = Renderer(source.tokenizer)
     prompts = [
-        render(source.tokenizer, [{"role": "user", "content": f"What is {13 * n + 5} + {7 * n}? Explain why."}])
+        renderer.prompt([{"role": "user", "content": f"What is {13 * n + 5} + {7 * n}? Explain why."}])
         for n in range(QUESTIONS)
     ]
     print(f"torch {torch.__version__}, {asked.threads} threads, {TOKENS} tokens, median of {REPEATS}")

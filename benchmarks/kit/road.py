@@ -20,6 +20,7 @@ from covey.loop.step import Road, Schedule, StepResult, step
 from covey.rewards import resolve_rewards
 from covey.rollout.collector import Collector, TrainingSource
 from covey.rollout.embedded import EmbeddedEngine
+from covey.rollout.rendering import Renderer
 from covey.types import Collected, Completion, Episode, Group, Sampling, StopReason, Task, Turn
 from kit.measure import Stopwatch, now, reset_peak
 
@@ -76,7 +77,7 @@ class Trainer:
         )
         rewards = resolve_rewards(checksum, None, {})
         source = TrainingSource(
-            Collector(engine, self.tokenizer, resolve_agent("chat"), rewards, 0, NO_DEADLINE),
+            Collector(engine, Renderer(self.tokenizer), resolve_agent("chat"), rewards, 0, NO_DEADLINE),
             lambda _: tasks,
             attempts=group,
             sampling=Sampling(max_tokens=max_tokens),

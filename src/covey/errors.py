@@ -18,6 +18,12 @@ class RunFailed(RuntimeError):
     """A run that had started could not go on; its text says why and what to try."""
 
 
+class EpisodeError(Exception):
+    """What the infrastructure did wrong in one episode, which is then left out and counted by `cause`."""
+
+    cause = "agent"
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word that was probably meant, if one is close enough."""
     found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

@@ -14,7 +14,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
-from covey.types import Batch, Collected, Completion, Episode, Messages, RewardTable, Samples, Sampling, Task, Turn
+from covey.types import (
+    Batch,
+    Collected,
+    Completion,
+    Episode,
+    Messages,
+    RewardTable,
+    Samples,
+    Sampling,
+    StopReason,
+    Task,
+    Turn,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -143,22 +155,62 @@ class RolloutEngine(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the model said, and why it stopped."""
+
+    text: str
+    stop: StopReason
+
+
+class NoRoom(Exception):
+    """The episode's tokens, or the model's context, are used up: no further reply can be sampled."""
+
+
 class Policy(Protocol):
-    """What an agent talks to: an engine with this episode's sampling settings and random stream; it keeps the turns."""
+    """What an agent talks to: an engine with this episode's sampling settings and random stream; it keeps the turns.
+
+    Messages that go on from an earlier reply keep its tokens as they were sampled."""
 
     @property
     def turns(self) -> Sequence[Turn]: ...
 
-    def render(self, messages: Messages) -> tuple[int, ...]: ...
+    def render(self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None) -> tuple[int, ...]: ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
-    async def generate(self, token_ids: Sequence[int]) -> Completion: ...
+    def cut(self, text: str, tokens: int) -> str:
+        """Text of at most so many tokens, with a mark where some is left out."""
+        ...
+
+    async def generate(
+        self, token_ids: Sequence[int], *, stop: Sequence[str] = (), max_tokens: int | None = None, trained: bool = True
+    ) -> Completion: ...
+
+    async def ask(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        stop: Sequence[str] = (),
+        max_tokens: int | None = None,
+        trained: bool = True,
+    ) -> Reply:
+        """Raises `NoRoom` where nothing more may be sampled."""
+        ...
+
+    def remember(self, message: Mapping[str, Any]) -> None:
+        """How the last reply is written among the messages of later turns, where that is not its text alone."""
+        ...
 
     async def chat(self, messages: Messages) -> str: ...
 
 
 class Agent(Protocol):
+    def opening(self, task: Task) -> tuple[Messages, Sequence[Mapping[str, Any]] | None]:
+        """The messages and tools of its first prompt."""
+        ...
+
     async def run(self, policy: Policy, task: Task) -> Episode: ...
 
 

@@ -120,6 +120,7 @@ class Episode:
     stop: StopReason | None = None
     failure: Failure | None = None
     answer: str | None = None  # what a tool that ends the episode was given
+    given: RewardTable | None = None  # what an environment, or the program that played the episode, says it is worth
     tools: tuple[ToolUse, ...] = ()
     seconds: float = 0.0  # from its first prompt to its score
 

@@ -15,6 +15,7 @@ from covey.errors import InputError
 from covey.loop.samples import to_samples
 from covey.rewards import resolve_rewards
 from covey.rollout.collector import Collector, NothingCompleted, Refill, TrainingSource
+from covey.rollout.rendering import Renderer
 from covey.tasks import fresh_tasks
 from covey.types import Completion, Sampling, StopReason, Task
 from tests.conftest import byte_tokenizer
@@ -40,7 +41,9 @@ class Scripted:
 
 def collector(reward: Any, agent: Any = None, max_seconds: float = 5.0) -> Collector:
     engine = Scripted()
-    return Collector(engine, engine.tokenizer, agent or ChatAgent(), resolve_rewards(reward, None, {}), 7, max_seconds)
+    return Collector(
+        engine, Renderer(engine.tokenizer), agent or ChatAgent(), resolve_rewards(reward, None, {}), 7, max_seconds
+    )
 
 
 def source(made: Collector, attempts: int = 3) -> TrainingSource:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from covey.protocols import Policy
-from covey.types import Episode, Task
+from covey.types import Episode, Messages, Task
 
 
 class ChatAgent:
+    def opening(self, task: Task) -> tuple[Messages, None]:
+        return task.messages, None
+
     async def run(self, policy: Policy, task: Task) -> Episode:
         reply = {"role": "assistant", "content": await policy.chat(task.messages)}
         (turn,) = policy.turns

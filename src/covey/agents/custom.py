@@ -18,8 +18,8 @@ from typing import Any
 from covey.agents.chat import ChatAgent
 from covey.errors import InputError
 from covey.plugins import load_function
-from covey.protocols import Agent, Policy
-from covey.types import Episode, Task
+from covey.protocols import Agent, NoRoom, Policy
+from covey.types import Episode, Messages, StopReason, Task
 
 AGENTS: dict[str, Callable[[], Agent]] = {"chat": ChatAgent}
 
@@ -33,8 +33,14 @@ class FunctionAgent:
             raise InputError(f"agent {name} must be a coroutine:  async def {name}(policy, task)")
         self.function = function
 
+    def opening(self, task: Task) -> tuple[Messages, None]:
+        return task.messages, None
+
     async def run(self, policy: Policy, task: Task) -> Episode:
-        answer = await self.function(policy, task)
+        try:
+            answer = await self.function(policy, task)
+        except NoRoom:  # it wanted to say more than an episode may
+            return Episode(task, tuple(policy.turns), task.messages, stop=StopReason.LENGTH)
         turns = tuple(policy.turns)
         if not turns:
             raise ValueError("the agent returned without asking the policy for anything")

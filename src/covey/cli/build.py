@@ -131,7 +131,7 @@ def prepare(
         rewards.check(task)
     if source is not None:
         _use_template(source.tokenizer, config.agent.template)
-        check_prompts(config, found, source)
+        check_prompts(config, found, source, agent)
     return Prepared(
         config=config,
         tree=composed.tree,
@@ -240,7 +240,7 @@ def build(prepared: Prepared, *, note: Note) -> Run:
         evaluator=make_evaluator(prepared, collector, telemetry.warn) if prepared.tasks.validation else None,
         telemetry=telemetry,
         checkpoints=checkpoints,
-        tokenizer=collector.tokenizer,
+        tokenizer=collector.renderer.tokenizer,
         total_steps=prepared.total_steps,
         first_step=first_step,
         best=checkpoint.state["best"] if checkpoint is not None else None,
@@ -291,10 +291,20 @@ def _make_vllm(prepared: Prepared, policy: Any, log: Path) -> RolloutEngine:
 
 def make_collector(prepared: Prepared, engine: RolloutEngine) -> Collector:
     from covey.rollout.collector import Collector
+    from covey.rollout.rendering import Renderer
 
     source, config = prepared.model, prepared.config
     assert source is not None
-    return Collector(engine, source.tokenizer, prepared.agent, prepared.rewards, config.seed, config.agent.max_seconds)
+    return Collector(
+        engine,
+        Renderer(source.tokenizer),
+        prepared.agent,
+        prepared.rewards,
+        config.seed,
+        config.agent.max_seconds,
+        max_response_tokens=config.agent.max_response_tokens,
+        context_length=config.model.context_length or source.context_length,
+    )
 
 
 def make_evaluator(prepared: Prepared, collector: Collector, warn: Note) -> Evaluator:

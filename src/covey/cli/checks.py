@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from covey.config.schema import Config, CriticConfig
 from covey.errors import Absent, InputError, unknown
+from covey.protocols import Agent
 from covey.rewards import RewardSet
 from covey.rollout.choose import choose, require_vllm, vllm_version
-from covey.rollout.policy import render
+from covey.rollout.rendering import Renderer
 from covey.tasks import TaskSet
 
 if TYPE_CHECKING:
@@ -189,15 +190,16 @@ def check_sizes(config: Config, tasks: TaskSet) -> list[str]:
     return warnings
 
 
-def check_prompts(config: Config, tasks: TaskSet, source: ModelSource) -> None:
+def check_prompts(config: Config, tasks: TaskSet, source: ModelSource, agent: Agent) -> None:
     """The longest prompt and the longest answer must fit into the model's context."""
     limit = config.model.context_length or source.context_length
     if limit is None:
         return
     answer = max(config.rollout.max_tokens, config.eval.max_tokens or 0)
     setting = "rollout.max_tokens" if answer == config.rollout.max_tokens else "eval.max_tokens"
+    renderer = Renderer(source.tokenizer)
     for task in (*tasks.train, *tasks.validation):
-        prompt = len(render(source.tokenizer, task.messages))
+        prompt = len(renderer.prompt(*agent.opening(task)))
         if prompt + answer > limit:
             raise InputError(
                 f"task {task.id}: prompt of {prompt} tokens + {setting}={answer} is longer than the context of "

@@ -70,13 +70,14 @@ def _seen(collected: Collected, weights: Mapping[str, float]) -> Seen:
 
 
 def episode_rows(episode: Episode, index: int) -> list[Sample]:
-    """One row while each turn's prompt continues the turn before it, token for token; a new row where it does not."""
+    """One row while each turn's prompt continues the turn before it, token for token; a new row where it does not.
+    Rows of which nothing is learned are left out."""
     rows: list[Sample] = []
     for turn in episode.turns:
         sampled = Sample(
             prompt_ids=turn.prompt_ids,
             response_ids=turn.completion_ids,
-            mask=(True,) * len(turn.completion_ids),
+            mask=(turn.trained,) * len(turn.completion_ids),
             logprobs=turn.logprobs,
             versions=turn.versions,
             episode=index,
@@ -86,7 +87,7 @@ def episode_rows(episode: Episode, index: int) -> list[Sample]:
             rows[-1] = _joined(rows[-1], turn.prompt_ids[len(before) :], sampled)
         else:
             rows.append(sampled)
-    return rows
+    return [row for row in rows if any(row.mask)] or rows[:1]
 
 
 def _joined(row: Sample, between: tuple[int, ...], sampled: Sample) -> Sample:

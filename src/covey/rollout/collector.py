@@ -6,13 +6,15 @@ A failure of the infrastructure stays on its episode as data; a model's own mist
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from covey.errors import InputError, RunFailed
+from covey.errors import EpisodeError, InputError, RunFailed
 from covey.protocols import Agent, Reward, RolloutEngine
-from covey.rollout.policy import ChatTokenizer, EpisodePolicy
+from covey.rollout.policy import EpisodePolicy
+from covey.rollout.rendering import Renderer
 from covey.types import Collected, Episode, Failure, Group, Sampling, Task
 
 TaskBatch = Callable[[int], Sequence[Task]]
@@ -24,11 +26,13 @@ class Collector:
     """Runs agents on an engine. `seed` names the run's random streams."""
 
     engine: RolloutEngine
-    tokenizer: ChatTokenizer
+    renderer: Renderer
     agent: Agent
     reward: Reward
     seed: int
     max_seconds: float
+    max_response_tokens: int | None = None
+    context_length: int | None = None
 
     async def groups(
         self,
@@ -70,22 +74,33 @@ class Collector:
     ) -> Episode:
         """One episode and its reward, within agent.max_seconds; waiting for the model does not count."""
         deadline = asyncio.timeout(self.max_seconds)
-        policy = EpisodePolicy(self.engine, self.tokenizer, sampling, stream, deadline, known)
-        cause = "agent"
+        policy = EpisodePolicy(
+            self.engine,
+            self.renderer,
+            sampling,
+            stream,
+            deadline=deadline,
+            first_prompts=known,
+            max_response_tokens=self.max_response_tokens,
+            context_length=self.context_length,
+        )
+        started, cause = time.monotonic(), "agent"
         try:
             async with deadline:
                 episode = await self.agent.run(policy, task)
                 cause = "reward"
-                if not score:
-                    return episode
-                return replace(episode, rewards=await self.reward(task, episode))
+                rewards = await self.reward(task, episode) if score else episode.rewards
+                return replace(episode, rewards=rewards, seconds=time.monotonic() - started)
         except TimeoutError:
             cause, message = "timeout", f"the episode took longer than agent.max_seconds={self.max_seconds:g}"
         except (InputError, RunFailed):
             raise  # a user's mistake or a dead engine ends the run, it is not one episode's bad luck
+        except EpisodeError as error:
+            cause, message = error.cause, str(error)
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
-        return Episode(task, tuple(policy.turns), task.messages, failure=Failure(cause, message))
+        seconds = time.monotonic() - started
+        return Episode(task, tuple(policy.turns), task.messages, failure=Failure(cause, message), seconds=seconds)
 
     async def _score_together(self, task: Task, episodes: Sequence[Episode]) -> list[Episode]:
         """Rewards that compare attempts need all of them; if one raises, the whole group is lost."""

@@ -1,31 +1,21 @@
-"""What an agent talks to: an engine, with this episode's sampling settings and random stream, that remembers."""
+"""What an agent talks to: an engine, with this episode's sampling settings and random stream, that remembers.
+
+An agent asks with messages. Where they go on from something it asked before, the prompt goes on from those tokens, so
+one row of tokens is trained on however many turns an episode has.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
-from covey.protocols import RolloutEngine
+from covey.protocols import NoRoom, Reply, RolloutEngine
+from covey.rollout.rendering import Renderer, Said, Tools
 from covey.rollout.streams import stream_seed
 from covey.types import Completion, Messages, Sampling, StopReason, Turn
-
-
-class ChatTokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that is used here."""
-
-    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
-
-    def decode(self, token_ids: Any, **kwargs: Any) -> Any: ...
-
-
-def render(tokenizer: ChatTokenizer, messages: Messages) -> tuple[int, ...]:
-    """Messages → prompt ids, ready for the assistant's answer."""
-    text = tokenizer.apply_chat_template([dict(m) for m in messages], add_generation_prompt=True, tokenize=False)
-    encoded = tokenizer(text, add_special_tokens=False)  # type: ignore[operator]
-    return tuple(encoded["input_ids"])
 
 
 class EpisodePolicy:
@@ -34,38 +24,75 @@ class EpisodePolicy:
     def __init__(
         self,
         engine: RolloutEngine,
-        tokenizer: ChatTokenizer,
+        renderer: Renderer,
         sampling: Sampling,
         stream: tuple[object, ...],
+        *,
         deadline: asyncio.Timeout | None = None,
         first_prompts: dict[str, tuple[int, ...]] | None = None,
+        max_response_tokens: int | None = None,
+        context_length: int | None = None,
     ) -> None:
         """`first_prompts`: those that other attempts have rendered; all attempts at a task begin with the same."""
         self.engine = engine
-        self.first_prompts = {} if first_prompts is None else first_prompts
-        self.deadline = deadline
-        self.tokenizer = tokenizer
+        self.renderer = renderer
         self.sampling = sampling
         self.stream = stream
+        self.deadline = deadline
+        self.first_prompts = {} if first_prompts is None else first_prompts
+        self.max_response_tokens = max_response_tokens
+        self.context_length = context_length
         self.turns: list[Turn] = []
+        self._said: list[Said] = []
 
-    def render(self, messages: Messages) -> tuple[int, ...]:
+    def render(self, messages: Messages, tools: Tools = None) -> tuple[int, ...]:
+        """Prompt ids of messages; what was asked or sampled before keeps its ids."""
+        for said in sorted(self._said, key=lambda said: -len(said.messages)):
+            if said.opens(messages, tools):
+                ids = self.renderer.next_prompt(said, messages[len(said.messages) + 1 :])
+                return self.renderer.prompt(messages, tools) if ids is None else ids
         if self.turns:
-            return render(self.tokenizer, messages)
-        key = repr(messages)
+            return self.renderer.prompt(messages, tools)
+        key = repr((messages, tools))
         if key not in self.first_prompts:
-            self.first_prompts[key] = render(self.tokenizer, messages)
+            self.first_prompts[key] = self.renderer.prompt(messages, tools)
         return self.first_prompts[key]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return self.renderer.decode(token_ids)
 
-    async def generate(self, token_ids: Sequence[int]) -> Completion:
-        sampling = replace(self.sampling, seed=stream_seed(*self.stream, len(self.turns)))
+    def cut(self, text: str, tokens: int) -> str:
+        return self.renderer.cut(text, tokens)
+
+    async def generate(
+        self, token_ids: Sequence[int], *, stop: Sequence[str] = (), max_tokens: int | None = None, trained: bool = True
+    ) -> Completion:
+        limit = min(self.room(len(token_ids)), max_tokens or self.sampling.max_tokens)
+        sampling = replace(
+            self.sampling,
+            seed=stream_seed(*self.stream, len(self.turns)),
+            stop=(*self.sampling.stop, *stop),
+            max_tokens=limit,
+        )
         with self._clock_stopped():
             done = await self.engine.generate(token_ids, sampling)
-        self.turns.append(Turn(tuple(token_ids), done.token_ids, done.logprobs, done.versions, done.stop))
+        self.turns.append(
+            Turn(tuple(token_ids), done.token_ids, done.logprobs, done.versions, done.stop, trained=trained)
+        )
         return done
+
+    def room(self, prompt_tokens: int) -> int:
+        """How many tokens the next reply may have. Raises `NoRoom` where there is none."""
+        rooms = {"rollout.max_tokens": self.sampling.max_tokens}
+        if self.max_response_tokens is not None:
+            used = sum(len(turn.completion_ids) for turn in self.turns)
+            rooms["agent.max_response_tokens"] = self.max_response_tokens - used
+        if self.context_length is not None:
+            rooms["the model's context"] = self.context_length - prompt_tokens
+        limit, room = min(rooms.items(), key=lambda pair: pair[1])
+        if room < 1:
+            raise NoRoom(f"no room for a reply: {limit} is used up")
+        return room
 
     @contextmanager
     def _clock_stopped(self) -> Iterator[None]:
@@ -80,11 +107,30 @@ class EpisodePolicy:
         yield
         self.deadline.reschedule(loop.time() + left)
 
-    async def chat(self, messages: Messages) -> str:
-        """The reply to messages, as text; a stop string that ended it is cut off."""
-        done = await self.generate(self.render(messages))
+    async def ask(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools = None,
+        stop: Sequence[str] = (),
+        max_tokens: int | None = None,
+        trained: bool = True,
+    ) -> Reply:
+        """The reply to messages; a stop string that ended it is cut off its text."""
+        prompt = self.render(messages, tools)
+        done = await self.generate(prompt, stop=stop, max_tokens=max_tokens, trained=trained)
         text = self.decode(done.token_ids)
         if done.stop is StopReason.STOP:
-            ends = [at for stop in self.sampling.stop if (at := text.find(stop)) >= 0]
+            ends = [at for end in (*self.sampling.stop, *stop) if (at := text.find(end)) >= 0]
             text = text[: min(ends)] if ends else text
-        return text
+        message = {"role": "assistant", "content": text}
+        self._said.append(Said(tuple(messages), tools, prompt, done.token_ids, done.stop, message))
+        return Reply(text, done.stop)
+
+    def remember(self, message: Mapping[str, Any]) -> None:
+        """How the last reply is written among the messages of later turns, where that is not its text alone."""
+        self._said[-1] = replace(self._said[-1], message=message)
+
+    async def chat(self, messages: Messages) -> str:
+        """The reply to messages, as text."""
+        return (await self.ask(messages)).text

@@ -1,0 +1,158 @@
+"""Messages → token ids, token for token: what was sampled stays as it was sampled.
+
+The first prompt of a conversation is rendered whole. A later one is what is there already (the earlier prompt and the
+sampled ids) followed by what the chat template adds: the end of the reply where the model did not sample it, the new
+messages, and the beginning of the next reply. That addition is the difference of two renderings, so earlier turns are
+never tokenised again. Templates write replies in a form of their own (trimmed, JSON spaced otherwise): that changes
+nothing here. A template that leaves out part of a reply once it is history (past thinking, for example) is another
+matter: the next prompt must be what the model will be given in use, so it is rendered whole, and the episode forks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from covey.errors import InputError
+from covey.types import Messages, StopReason
+
+Tools = Sequence[Mapping[str, Any]] | None
+
+MARK = "covey-marks-this-place"
+
+
+class ChatTokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that is used here."""
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
+
+    def decode(self, token_ids: Any, **kwargs: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Said:
+    """A reply and what it was a reply to. `message` is how it is written among messages from now on."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: Tools
+    prompt_ids: tuple[int, ...]
+    sampled_ids: tuple[int, ...]
+    stop: StopReason
+    message: Mapping[str, Any]
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return self.prompt_ids + self.sampled_ids
+
+    def opens(self, messages: Messages, tools: Tools) -> bool:
+        """Whether messages are this conversation, its reply, and something new."""
+        length = len(self.messages)
+        return (
+            len(messages) > length + 1
+            and tools == self.tools
+            and _same(messages[length], self.message)
+            and tuple(messages[:length]) == self.messages
+        )
+
+
+def _same(message: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    keys = ("role", "content", "tool_calls")
+    return all((message.get(key) or None) == (other.get(key) or None) for key in keys)
+
+
+class Renderer:
+    """A tokenizer's chat template, in both directions."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._tail: str | None = None
+
+    def prompt(self, messages: Messages, tools: Tools = None) -> tuple[int, ...]:
+        """Messages → prompt ids, ready for the assistant's answer."""
+        return self._encode(self._text(messages, tools, reply_next=True))
+
+    def next_prompt(self, said: Said, new: Messages) -> tuple[int, ...] | None:
+        """The prompt after a reply and new messages, continuing the ids of before; None where the template rewrites
+        the reply, so that the conversation must be rendered anew."""
+        raw = self.decode(said.sampled_ids[:-1] if said.stop is StopReason.EOS else said.sampled_ids, special=True)
+        spoken = self._text(said.messages, said.tools, reply_next=True) + raw
+        for written in ({"role": "assistant", "content": raw}, said.message):
+            after = self._try([*said.messages, written, *new], said.tools, reply_next=True)
+            if after is None:
+                continue
+            if after.startswith(spoken):
+                return said.ids + self._addition(after[len(spoken) :], said)
+            before = self._try([*said.messages, written], said.tools, reply_next=False)
+            if before is not None and after.startswith(before) and _holds(before, written):
+                return said.ids + self._addition(self.tail + after[len(before) :], said)
+        return None
+
+    @property
+    def tail(self) -> str:
+        """What the template writes after a reply."""
+        if self._tail is None:
+            talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
+            self._tail = self._text(talk, None, reply_next=False).rpartition(MARK)[2]
+        return self._tail
+
+    def rewrites(self, role: str) -> bool:
+        """Whether thinking is dropped from a reply once a message of this role follows it."""
+        thought = f"<think>\n{MARK}\n</think>\n\nYes."
+        talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": thought}]
+        shown = self._try([*talk, {"role": role, "content": "!", "name": "tool"}], None, reply_next=True)
+        return shown is not None and MARK not in shown
+
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=not special))
+
+    def cut(self, text: str, tokens: int) -> str:
+        """Text of at most so many tokens; where some is left out, a mark says so."""
+        text, whole = text[: 16 * tokens], len(text)  # no token is longer on average: a huge text costs nothing
+        ids = self._encode(text)
+        if len(ids) <= tokens and len(text) == whole:
+            return text
+        kept = self.decode(ids[:tokens], special=True)
+        return f"{kept}\n[cut off: {whole - len(kept)} more characters]"
+
+    def _text(self, messages: Messages, tools: Tools, *, reply_next: bool) -> str:
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    [dict(m) for m in messages],
+                    tools=list(tools) if tools else None,
+                    add_generation_prompt=reply_next,
+                    tokenize=False,
+                )
+            )
+        except Exception as error:
+            roles = ", ".join(str(m.get("role")) for m in messages)
+            raise TemplateError(
+                f"this model's chat template cannot show messages with the roles {roles} ({error})\n"
+                "  give another one: agent.template=qwen2.5, or a Jinja file"
+            ) from error
+
+    def _try(self, messages: Messages, tools: Tools, *, reply_next: bool) -> str | None:
+        """A template may refuse a tool's result that no call of its own form asked for."""
+        try:
+            return self._text(messages, tools, reply_next=reply_next)
+        except TemplateError:
+            return None
+
+    def _addition(self, text: str, said: Said) -> tuple[int, ...]:
+        """What follows the sampled ids, without the end of turn where the model sampled it."""
+        if said.stop is StopReason.EOS:
+            text = text.removeprefix(self.decode(said.sampled_ids[-1:], special=True))
+        return self._encode(text)
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])  # type: ignore[operator]
+
+
+class TemplateError(InputError):
+    """The chat template refused a conversation."""
+
+
+def _holds(shown: str, message: Mapping[str, Any]) -> bool:
+    """Whether a rendering has all that a message says, but for white space."""
+    return "".join(str(message.get("content") or "").split()) in "".join(shown.split())
