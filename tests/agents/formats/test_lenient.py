@@ -1,0 +1,120 @@
+"""JSON as models write it: what is read, what is refused and with which words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from covey.agents.formats.lenient import MAX_DEPTH, Unreadable, read, value_end
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('{"a": 1}', {"a": 1}),
+        (' [1, 2.5, -3e2, true, false, null, "x"] ', [1, 2.5, -300.0, True, False, None, "x"]),
+        ('{"code": "a = 1\n\tb = 2"}', {"code": "a = 1\n\tb = 2"}),
+        ('{"a": [1, 2,], }', {"a": [1, 2]}),
+        ("{'a': True, 'b': [None, False]}", {"a": True, "b": [None, False]}),
+        ("{'a': 'she said \"no\"'}", {"a": 'she said "no"'}),
+        (r"{'a': 'it\'s'}", {"a": "it's"}),
+        (r"{'a': 'tab\tnew\nline \\ \" é'}", {"a": 'tab\tnew\nline \\ " é'}),
+        ('{"a": "it\'s", \'b\': 2}', {"a": "it's", "b": 2}),
+        ('{"a": "True, None,}"}', {"a": "True, None,}"}),
+        ("{'a': 'x,}', 'b': ',]',}", {"a": "x,}", "b": ",]"}),
+        ('"\\ud83d\\ude00"', "😀"),
+        ("{}", {}),
+    ],
+)
+def test_read(text: str, value: Any) -> None:
+    assert read(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "it is empty"),
+        ("  \n", "it is empty"),
+        ('{"a": 1} {"b": 2}', 'something follows the JSON value: "{\\"b\\": 2}"'),
+        ('{"a": 1}}', 'something follows the JSON value: "}"'),
+        ('{"a": 1', "a closing bracket or quote is missing"),
+        ('{"a": {"b": 1}', "a closing bracket or quote is missing"),
+        (r'{"a": "\sqrt{2}"}', r"a backslash is written \\"),
+        ('{"a": 1, "a": 2}', 'the key "a" is given twice'),
+        ("{'a': 1, \"a\": 2,}", 'the key "a" is given twice'),
+        ('{"\\ud800": 1, "\\ud800": 2}', 'the key "?" is given twice'),
+        ('{"a": NaN}', "NaN is not a JSON value"),
+        ('{"a": -Infinity}', "-Infinity is not a JSON value"),
+        ('{"a": 1e999}', "a number is too large"),
+        ('{"a": ' + "1" * 5000 + "}", "a number has too many digits"),
+        ('{"a": "\\ud800"}', "half of a surrogate pair"),
+        ('{"\\udc00": 1}', "half of a surrogate pair"),
+        ("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), "nested more than 64 levels"),
+        ("[" * 100_000 + "]" * 100_000, "nested more than 64 levels"),
+        ("{'a': 'it's'}", "expecting property name"),
+        ("{a: 1}", "expecting property name"),
+        ('{"a": 1,, }', "expecting property name"),
+        ("[,]", "expecting value"),
+        ("{,}", "expecting property name"),
+        ('{"a":,}', "expecting value"),
+        ("hello", 'expecting value at "hello"'),
+        ('{"a": 1 // one\n}', "expecting ',' delimiter"),
+        ("{'a': (1, 2)}", "expecting property name"),
+        ("{'a': b'x'}", "expecting property name"),
+        ("__import__('os')", "expecting value"),
+    ],
+)
+def test_unreadable(text: str, words: str) -> None:
+    with pytest.raises(Unreadable) as raised:
+        read(text)
+    assert words in str(raised.value)
+
+
+def test_nesting_up_to_the_limit_is_read() -> None:
+    text = "[" * MAX_DEPTH + "]" * MAX_DEPTH
+    assert read(text) == json.loads(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        ('{"a": "}"} more', 10),
+        (' \n[{"a": [1]}]x', 14),
+        ('{"a": "\\"}"}', 12),
+        ("{'a': '}'}]", 10),
+        ('{"a": 1', None),
+        ('{"a": "b}', None),
+        ("]", None),
+        ("x {}", None),
+        ('"a" {}', None),
+        ("", None),
+        ("{<}", None),
+    ],
+)
+def test_value_end(text: str, end: int | None) -> None:
+    assert value_end(text, 0) == end
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"' + "\\" * 200_000,
+        '{"' + "a" * 200_000,
+        "{" * 200_000,
+        '{"a": ' * 50_000,
+        "'" * 200_001,
+        "\"'" * 100_000,
+        "[" + "1," * 100_000 + "]",
+        "{" + ",".join(f'"{n}": 1' for n in range(50_000)) + ', "49999": 2}',
+    ],
+    ids=range(8),
+)
+def test_long_texts_come_to_an_end(text: str) -> None:
+    """At once, if time grows with the length; anything quadratic would take minutes, anything worse for ever."""
+    value_end(text, 0)
+    try:
+        read(text)
+    except Unreadable as problem:
+        assert len(str(problem)) < 300
