@@ -11,7 +11,8 @@ from covey.errors import InputError
 
 # Every native key. A change here is a change of what people type: make it on purpose.
 NATIVE = """
-agent.max_seconds agent.name agent.template
+agent.format agent.max_response_tokens agent.max_seconds agent.max_tool_tokens agent.max_turns agent.name
+agent.template agent.tool_options agent.tool_seconds agent.tools agent.train_modules
 cluster.name
 critic.clip critic.grad_clip critic.lr critic.model critic.shared critic.shared_coef critic.warmup_steps
 data.name data.options data.shuffle data.system_prompt data.train_batch_size data.train_files data.train_size
@@ -28,9 +29,10 @@ mode.name
 model.context_length model.device model.dtype model.gradient_checkpointing model.lora.alpha model.lora.rank
 model.lora.target_modules model.name model.trust_remote_code
 resume
-reward.name reward.only_if reward.weights
+reward.name reward.only_if reward.options reward.seconds reward.weights
 rollout.devices rollout.eager rollout.group_size rollout.max_sequences rollout.max_tokens rollout.memory rollout.min_p
 rollout.name rollout.sleep rollout.stop rollout.temperature rollout.tensor_parallel rollout.top_k rollout.top_p
+sandbox.allow_weak sandbox.max_concurrent sandbox.memory_mb sandbox.seconds sandbox.tier
 seed
 """
 

@@ -33,6 +33,7 @@ from covey.config.schema import Config, LoraConfig
 from covey.errors import Absent, InputError
 from covey.protocols import Agent, RolloutEngine
 from covey.rewards import RewardSet, resolve_rewards
+from covey.rollout.templates import use_template
 from covey.tasks import TaskSet, batch_for_step, fresh_tasks, load_tasks, steps_per_epoch
 from covey.telemetry import check_logging
 from covey.types import Sampling, Task
@@ -130,7 +131,7 @@ def prepare(
     for task in (*found.train, *found.validation):
         rewards.check(task)
     if source is not None:
-        _use_template(source.tokenizer, config.agent.template)
+        use_template(source.tokenizer, config.agent.template)
         check_prompts(config, found, source, agent)
     return Prepared(
         config=config,
@@ -196,19 +197,6 @@ def _total_steps(config: Config, tasks: int) -> int:
     if config.loop.total_steps is not None:
         return config.loop.total_steps
     return (config.loop.total_epochs or 1) * steps_per_epoch(max(tasks, 1), config.data.train_batch_size)
-
-
-def _use_template(tokenizer: Any, template: str | None) -> None:
-    """A chat template file replaces the model's own; without either there is no way to ask a question."""
-    if template is not None:
-        if not Path(template).is_file():
-            raise InputError(f"agent.template={template}: no such file\n  leave it out to use the model's own template")
-        tokenizer.chat_template = Path(template).read_text()
-    if tokenizer.chat_template is None:
-        raise InputError(
-            "this model has no chat template\n  give one as a Jinja file: agent.template=chat.jinja\n"
-            "  or use an instruction-tuned model"
-        )
 
 
 def build(prepared: Prepared, *, note: Note) -> Run:
