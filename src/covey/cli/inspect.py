@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
 
 from covey.cli.build import (
     Prepared,
@@ -24,7 +26,7 @@ from covey.cli.words import Words, compose_words, parse
 from covey.config import Composed
 from covey.errors import InputError
 from covey.tasks import TaskSet
-from covey.types import Group, Sampling, Task
+from covey.types import Group, Sampling, Task, ToolUse
 
 if TYPE_CHECKING:
     from covey.protocols import RolloutEngine
@@ -43,7 +45,8 @@ covey eval MODEL_OR_RUN [key=value ...]
 SAMPLE_USAGE = """\
 covey sample MODEL_OR_RUN [--question TEXT] [-n 4] [--tasks 2] [key=value ...]
 
-  Prints answers, with their rewards where a task is known.
+  Prints answers, with their rewards where a task is known; episodes of several turns token by token, with what the
+  model sampled (and learns from) in colour.
   --question TEXT   ask this instead of the validation tasks
   -n 4              answers to each
   --tasks 2         how many validation tasks
@@ -98,8 +101,9 @@ def main_sample(argv: list[str]) -> int:
     else:
         tasks = bench.prepared.tasks.validation[:many]
     sampling = training_sampling(bench.prepared.config)
+    console = Console(highlight=False)
     for group in asyncio.run(_answers(bench, tasks, count, sampling)):
-        _print_group(group)
+        _print_group(group, console, bench.collector.renderer.tokenizer.decode)
     return 0
 
 
@@ -117,7 +121,10 @@ async def _sampling(bench: Bench) -> AsyncIterator[None]:
         bench.engine.close()
 
 
-def _print_group(group: Group) -> None:
+def _print_group(group: Group, console: Console, decode: Callable[[list[int]], str]) -> None:
+    """An answer of one turn as text; an episode of several with every token and who wrote it."""
+    from covey.cli.show import show_tokens
+
     asked = [m["content"] for m in group.task.messages if m["role"] == "user"][-1]
     gold = "" if group.task.answer is None else f"   (answer: {group.task.answer})"
     print(f"\n{asked}{gold}")
@@ -127,8 +134,16 @@ def _print_group(group: Group) -> None:
             continue
         logprob = sum(p for turn in episode.turns for p in turn.logprobs)
         scores = "  ".join(f"{k}={v:g}" for k, v in episode.rewards.items() if v is not None)
+        if len(episode.turns) > 1 or episode.tools:
+            show_tokens(episode, decode, console)
         print(f"  {episode.final_answer!r}")
         print(f"      {episode.response_tokens} tokens, log-prob {logprob:.2f}, ended by {episode.stop}   {scores}")
+        if episode.tools:
+            print(f"      {len(episode.turns)} turns, tools: {', '.join(map(_use, episode.tools))}")
+
+
+def _use(use: ToolUse) -> str:
+    return f"{use.tool} {use.seconds:.2f} s" + (f" ({use.error})" if use.error else "")
 
 
 class _NoReward:
