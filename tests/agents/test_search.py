@@ -171,5 +171,5 @@ def test_real_questions_find_their_passages(shared: Path, tmp_path: Path) -> Non
     questions = [q for q in questions if q["gold_complete"] and "gold_titles" in q][::10]
     found = [{passage.title for passage in index.find(q["question"], 5)} & set(q["gold_titles"]) for q in questions]
     assert len(questions) > 200
-    assert sum(map(bool, found)) / len(questions) > 0.8
+    assert sum(map(bool, found)) / len(questions) > 0.95  # 0.975 of all of them
     assert "Lilu (mythology)" in {p.title for p in index.find("If Gallu is a demon Lilu is what?", 5)}

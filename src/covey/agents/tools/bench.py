@@ -26,6 +26,8 @@ from covey.errors import nearest
 from covey.types import ToolUse
 from covey.workers import RemoteError, WorkerDied, WorkerTimeout
 
+LONGEST_NAME = 64  # of a tool that does not exist, when the model is told so
+
 
 class Session(Protocol):
     """One worker for one episode, with a `state` of its own."""
@@ -103,6 +105,7 @@ class Bench:
         return ToolResult(call, within(output, limit, self.cut), use, answer is not None, answer)
 
     def _unknown(self, name: str) -> ToolMistake:
+        name = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}…"
         guess = nearest(name, self.tools)
         hint = f" (did you mean {guess}?)" if guess else ""
         known = ", ".join(self.tools) or "none"

@@ -120,18 +120,16 @@ class Serper:
 
     async def _ask(self, query: str, top_k: int) -> Mapping[str, Any]:
         until = time.monotonic() + self.options.timeout
-        pause, problem = 0.5, "no time"
-        for _ in range(self.options.tries):
-            left = until - time.monotonic()
-            if left <= 0:
-                break
+        tries, pause = 1, 0.5
+        while True:
             try:
-                return await self._once(query, top_k, left)
+                return await self._once(query, top_k, until - time.monotonic())
             except Busy as busy:
-                problem = str(busy)
-                wait, pause = busy.wait if busy.wait is not None else pause, pause * 2
-                await asyncio.sleep(max(0.0, min(wait, until - time.monotonic())))
-        raise ToolFailure("search", f"google_search: {problem}, after {self.options.tries} tries at most")
+                wait = pause if busy.wait is None else busy.wait
+                if tries == self.options.tries or time.monotonic() + wait >= until:
+                    raise ToolFailure("search", f"google_search: {busy} (tries: {tries})") from busy
+            await asyncio.sleep(wait)
+            tries, pause = tries + 1, 2 * pause
 
     async def _once(self, query: str, top_k: int, seconds: float) -> Mapping[str, Any]:
         request = Request(self.options.url, self.key, {"q": query, "num": top_k}, seconds)
