@@ -154,6 +154,11 @@ def test_a_thousand_digits_are_the_limit() -> None:
     assert len(calculate("449!")) <= MAX_DIGITS
 
 
+def test_a_long_sum_is_not_deep() -> None:
+    assert calculate("1+" * 499 + "1") == "500"
+    assert calculate("-" * 999 + "1") == "-1"
+
+
 def test_the_tool_turns_them_into_mistakes() -> None:
     assert calculator(expression="6*7") == "42"
     with pytest.raises(ToolMistake, match="error: division by zero") as caught:

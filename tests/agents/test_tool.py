@@ -225,6 +225,7 @@ FIELDS = """Find things.
         ("Find\n    things.  Args: top_k: many, query: what\n    to find", "what to find", "many"),
         ("Find things. Arguments:\n  query - what", None, None),
         ("Find things.", None, None),
+        ("Find things.\n\nArgs:\n  query: what\n\nNote:\n  query: no\n", "what", None),
     ],
 )
 def test_docstrings(text: str, query: str | None, top_k: str | None) -> None:
@@ -234,6 +235,7 @@ def test_docstrings(text: str, query: str | None, top_k: str | None) -> None:
 
 
 def test_a_docstring_without_anything() -> None:
+    assert read_docstring("Slow. Note: it costs money.", ["x"]) == ("Slow. Note: it costs money.", {})
     assert read_docstring(None, ["x"]) == ("", {})
     assert read_docstring("Args:\n    x: only this", ["x"]) == ("", {"x": "only this"})
 

@@ -46,6 +46,8 @@ def make_google_search(options: GoogleOptions) -> Tool:
         raise InputError(f"tool google_search needs a key of serper.dev\n  fix: export {VARIABLE}=...")
     if not 1 <= options.top_k <= MOST:
         raise InputError(f"agent.tool_options.google_search.top_k must lie in 1..{MOST}, got {options.top_k}")
+    if urlsplit(options.url).scheme not in ("http", "https"):
+        raise InputError(f"agent.tool_options.google_search.url must begin with https://, got {options.url}")
     if not options.timeout > 0 or options.tries < 1:
         raise InputError("agent.tool_options.google_search: timeout must be more than 0, and tries at least 1")
     serper = Serper(options, key)
