@@ -1,6 +1,6 @@
 """The only place that runs code a model wrote: docs/sandbox.md."""
 
-from covey.sandbox.check import Asserts, Cases, Function, Tests, tests_of
+from covey.sandbox.check import Asserts, Cases, Function, Tests, hidden_tests
 from covey.sandbox.outcome import Limits, Outcome, SandboxError, TestResult, Verdict
 from covey.sandbox.sandbox import Sandbox
 from covey.sandbox.session import Session
@@ -23,5 +23,5 @@ __all__ = [
     "Verdict",
     "choose",
     "describe",
-    "tests_of",
+    "hidden_tests",
 ]

@@ -88,7 +88,7 @@ class Cases:
         return TestResult(name, same, "" if same else "printed something else")
 
 
-def tests_of(columns: Mapping[str, Any]) -> Tests:
+def hidden_tests(columns: Mapping[str, Any]) -> Tests:
     """The tests in a row of data: MBPP's and HumanEval's columns, or `cases` / `tests` with input and output."""
     if "test" in columns and "entry_point" in columns:
         return Function(str(columns.get("prompt", "")), str(columns["entry_point"]), str(columns["test"]))

@@ -6,10 +6,9 @@ import asyncio
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
-from covey.config.schema import SandboxConfig
 from covey.sandbox.outcome import Limits, Outcome, Verdict
 from covey.sandbox.process import Process
 from covey.sandbox.tiers import Tier, choose
@@ -19,6 +18,21 @@ if TYPE_CHECKING:
     from covey.sandbox.session import Session
 
 CPU_EXIT = 128 + 24  # ended by the kernel: its CPU time was used up
+
+
+class Settings(Protocol):
+    """The section `sandbox` of a run's settings."""
+
+    @property
+    def tier(self) -> str: ...
+    @property
+    def allow_weak(self) -> bool: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def memory_mb(self) -> int: ...
+    @property
+    def max_concurrent(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -35,7 +49,7 @@ class Sandbox:
     )
 
     @classmethod
-    def of(cls, config: SandboxConfig) -> Sandbox:
+    def of(cls, config: Settings) -> Sandbox:
         """InputError, with the fix, where only weaker isolation can be had than is allowed."""
         limits = Limits(seconds=config.seconds, memory_mb=config.memory_mb)
         return cls(choose(config.tier, config.allow_weak), limits, config.max_concurrent)

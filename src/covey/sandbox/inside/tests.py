@@ -128,7 +128,7 @@ class Remote:
     def _incomparable(self, other: object) -> NoReturn:
         raise Unsupported(f"the solution returned a {self._kind}, which cannot be compared outside its process")
 
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _incomparable  # type: ignore[assignment]
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _incomparable
     __hash__ = None  # type: ignore[assignment]
 
 

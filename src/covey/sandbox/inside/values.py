@@ -15,6 +15,10 @@ from fractions import Fraction
 from typing import Any
 
 TAG = "$"
+TYPES = {
+    kind.__name__: kind
+    for kind in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, type(None), object, range)
+}  # the only types that travel themselves
 COLLECTIONS: tuple[Any, ...] = (list, tuple, set, frozenset, deque)
 LARGE = 2**63  # beyond it an integer travels as hexadecimal digits: Python limits how many decimal ones it reads
 
@@ -74,6 +78,8 @@ def _encode(value: Any, refer: Callable[[Any], Any]) -> Any:
         return {TAG: type(value).__name__, "v": value.isoformat()}
     if type(value) is timedelta:
         return {TAG: "timedelta", "v": [value.days, value.seconds, value.microseconds]}
+    if any(value is kind for kind in TYPES.values()):
+        return {TAG: "type", "v": value.__name__}
     return {TAG: "reference", "v": refer(value)}
 
 
@@ -94,6 +100,7 @@ MAKE: dict[str, Callable[[Any], Any]] = {
     "datetime": datetime.fromisoformat,
     "date": date.fromisoformat,
     "time": time.fromisoformat,
+    "type": lambda name: TYPES[name],
     "timedelta": lambda parts: timedelta(*parts),
 }
 MAPPINGS = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
