@@ -7,7 +7,11 @@ from typing import Any
 
 from covey.rewards.countdown import countdown
 from covey.rewards.function import reward
+from covey.rewards.maths import math_equal, math_verify
 from covey.rewards.numbers import math_reward_string_equal, number, sorted_numbers
+from covey.rewards.qa import qa_em_reward, qa_f1_reward
+from covey.rewards.shape import length, repetition
+from covey.rewards.tool_call import tool_call
 
 
 @reward
@@ -35,4 +39,11 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "sorted": sorted_numbers,
     "countdown": countdown,
     "format": answer_format,
+    "math_equal": math_equal,
+    "math_verify": math_verify,
+    "qa_f1_reward": qa_f1_reward,
+    "qa_em_reward": qa_em_reward,
+    "length": length,
+    "repetition": repetition,
+    "tool_call": tool_call,
 }
