@@ -25,7 +25,7 @@ MAX_ROOTED = 10**10  # factored by trial division
 
 ONE: Monomial = ()
 TOKEN = re.compile(
-    r"\d+(?:\.\d*)?(?:\\overline\{\d+\})?|\.\d+|\.\\overline\{\d+\}|\\[A-Za-z]+|[A-Za-z]|[-+*/^_(){}\[\]]"
+    r"\d+(?:\.\d*)?(?:\\overline\{\d+\})?|\.\d+|\.\\overline\{\d+\}|\\[A-Za-z]+|[A-Za-z]|[-+*/^_(){}\[\]]", re.ASCII
 )
 GREEK = (
     "alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi "

@@ -110,7 +110,7 @@ def constrained_response(text: str) -> bool:
 
 
 def number_highlighted_sections(text: str, num_highlights: int) -> bool:
-    """*…* on one line with something inside. What stands in ** counts once more, as in the public definition."""
+    """*…* or **…** on one line with something inside."""
     single = [found for found in re.findall(r"\*[^\n*]*\*", text) if found.strip("*").strip()]
     double = [found for found in re.findall(r"\*\*([^\n*]*)\*\*", text) if found.strip()]
     return len(single) + len(double) >= num_highlights
