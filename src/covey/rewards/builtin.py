@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from covey.rewards.code import code_reward
 from covey.rewards.countdown import countdown
 from covey.rewards.function import reward
+from covey.rewards.ifeval import ifeval
+from covey.rewards.maths import math_equal, math_verify
 from covey.rewards.numbers import math_reward_string_equal, number, sorted_numbers
+from covey.rewards.qa import qa_em_reward, qa_f1_reward
+from covey.rewards.shape import length, repetition
+from covey.rewards.tool_call import tool_call
 
 
 @reward
@@ -35,4 +41,13 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "sorted": sorted_numbers,
     "countdown": countdown,
     "format": answer_format,
+    "math_equal": math_equal,
+    "math_verify": math_verify,
+    "qa_f1_reward": qa_f1_reward,
+    "qa_em_reward": qa_em_reward,
+    "code_reward": code_reward,
+    "ifeval": ifeval,
+    "length": length,
+    "repetition": repetition,
+    "tool_call": tool_call,
 }

@@ -51,14 +51,20 @@ def reward(fn: Function) -> Function: ...
 
 
 @overload
-def reward(fn: None = None, *, name: str | None = None) -> Callable[[Function], Function]: ...
+def reward(
+    fn: None = None, *, name: str | None = None, check: Callable[[Task], None] | None = None
+) -> Callable[[Function], Function]: ...
 
 
-def reward(fn: Any = None, *, name: str | None = None) -> Any:
-    """Mark a function as a reward, and name it if its own name will not do. It stays a plain function."""
+def reward(fn: Any = None, *, name: str | None = None, check: Callable[[Task], None] | None = None) -> Any:
+    """Mark a function as a reward, and name it if its own name will not do. It stays a plain function.
+
+    `check` is called with each task before training: it raises InputError if the reward cannot score that task, Absent
+    if it needs a package that is not here."""
 
     def mark(function: Function) -> Function:
         function.reward_name = name or function.__name__  # type: ignore[attr-defined]
+        function.reward_check = check  # type: ignore[attr-defined]
         return function
 
     return mark if fn is None else mark(fn)
@@ -105,6 +111,8 @@ class RewardFunction:
         known = set(self._of_task(task)) | set(() if self.groupwise else OF_EPISODE)
         missing = [name for name in self.required if name not in known]
         if not missing:
+            if (own := getattr(self.call, "reward_check", None)) is not None:
+                own(task)
             return
         lines = [f"reward {self.name} asks for `{missing[0]}`, which task {task.id} does not have"]
         if self.groupwise and missing[0] in OF_EPISODE:
