@@ -180,7 +180,7 @@ class Policy(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
     def cut(self, text: str, tokens: int) -> str:
-        """Text of at most so many tokens, with a mark where some is left out."""
+        """The beginning of a text that has at most so many tokens."""
         ...
 
     async def generate(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from covey.agents.formats import Format
-from covey.agents.tools import ToolSet
+from covey.agents.toolbox import Toolbox
 from covey.protocols import NoRoom, Policy
 from covey.types import Episode, Messages, StopReason, Task, ToolUse
 
@@ -29,17 +29,16 @@ class Talk:
 
 @dataclass(frozen=True)
 class ToolAgent:
-    """One loop for all ways of writing a call. `native`: the chat template shows the tools by itself."""
+    """One loop for all ways of writing a call."""
 
-    tools: ToolSet
+    tools: Toolbox
     format: Format
-    native: bool
     max_turns: int
 
     def opening(self, task: Task) -> tuple[Messages, Sequence[Mapping[str, Any]] | None]:
         """The task with the tools explained, by the template or in the system message."""
         schemas = self.tools.schemas()
-        if self.native or not schemas:
+        if self.format.native_tools or not schemas:
             return task.messages, schemas or None
         return with_system(task.messages, self.format.instructions(schemas)), None
 

@@ -107,13 +107,12 @@ class Renderer:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=not special))
 
     def cut(self, text: str, tokens: int) -> str:
-        """Text of at most so many tokens; where some is left out, a mark says so."""
-        text, whole = text[: 16 * tokens], len(text)  # no token is longer on average: a huge text costs nothing
+        """The beginning of a text that has at most so many tokens."""
         ids = self._encode(text)
-        if len(ids) <= tokens and len(text) == whole:
+        if len(ids) <= tokens:
             return text
         kept = self.decode(ids[:tokens], special=True)
-        return f"{kept}\n[cut off: {whole - len(kept)} more characters]"
+        return kept.rstrip("\ufffd") if not text.startswith(kept) else kept  # a character cut in two
 
     def _text(self, messages: Messages, tools: Tools, *, reply_next: bool) -> str:
         try:

@@ -1,0 +1,282 @@
+"""Four modules that share a memory: planner → executor → verifier, again and again, and a generator at the end.
+
+AgentFlow, Li et al. 2025, https://arxiv.org/abs/2510.05592
+
+    planner     sees the query, the tools and the memory; writes the next sub-goal and the tool for it
+    executor    turns that into a call of the tool, which is run; the result goes into the memory
+    verifier    sees the query and the memory; says whether more is needed
+    generator   writes the answer from the query and the memory
+
+All are the same policy. Each turn is a conversation of its own, so it becomes a row of tokens of its own. The reward of
+the episode goes to every turn that is learned from: those of the modules in `agent.train_modules`.
+
+Deviations: no analysis of the query before the first plan; planner and executor write short lines and JSON rather than
+justifications and Python; a reply that is cut off, whoever's it is, ends the episode.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from covey.agents.calls import Call
+from covey.agents.formats.base import function_of, in_words, speech_start
+from covey.agents.formats.hermes import HermesFormat
+from covey.agents.formats.llama import LlamaFormat
+from covey.errors import unknown
+from covey.protocols import NoRoom, Policy
+from covey.types import Episode, Messages, StopReason, Task, ToolUse
+
+MODULES = ("planner", "executor", "verifier", "generator")
+LINE = re.compile(r"^[ \t]*+\**+(?P<label>sub-?goal|tool(?: name)?)\**+[ \t]*+:\**+", re.IGNORECASE | re.MULTILINE)
+VERDICT = re.compile(r"\bconclusion\W{1,8}(stop|continue)\b", re.IGNORECASE)
+
+PLANNER = """You plan how to answer a query with tools, one step at a time.
+
+Query:
+{query}
+
+Tools:
+{tools}
+
+Steps so far:
+{memory}
+
+Decide what to do next: one sub-goal that brings the answer closer, and the one tool for it. Do not repeat a step. The
+tool is used by somebody who sees only your sub-goal, so put all names, numbers and facts into it that are needed.
+You may think first. End with these two lines:
+Sub-goal: what is to be found out or computed
+Tool: the name of one tool"""
+
+EXECUTOR = """You turn a sub-goal into a call of a tool.
+
+Query:
+{query}
+
+Sub-goal:
+{goal}
+
+Tool:
+{tool}
+
+Write the call, and nothing after it:
+<tool_call>
+{{"name": "{name}", "arguments": {{"parameter": "value"}}}}
+</tool_call>"""
+
+VERIFIER = """You decide whether enough is known to answer a query.
+
+Query:
+{query}
+
+Tools:
+{tools}
+
+Steps so far:
+{memory}
+
+Is everything that the query asks for known from these steps, and without contradiction? Say briefly why. End with
+Conclusion: STOP
+if it is, or with
+Conclusion: CONTINUE
+if a further step is needed."""
+
+GENERATOR = """You answer a query from what was found out.
+
+Query:
+{query}
+
+Steps taken:
+{memory}
+
+Write the answer to the query, in the form that it asks for."""
+
+
+class ToolResult(Protocol):
+    """What became of one call."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def use(self) -> ToolUse: ...
+    @property
+    def ended(self) -> bool: ...
+    @property
+    def answer(self) -> str | None: ...
+
+
+class Bench(Protocol):
+    """The tools of one episode."""
+
+    async def call(self, calls: Sequence[Call]) -> Sequence[ToolResult]: ...
+
+
+class Tools(Protocol):
+    def schemas(self) -> Sequence[Mapping[str, Any]]: ...
+
+    def open(self, cut: Callable[[str, int], str]) -> AbstractAsyncContextManager[Bench]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What was wanted, what was called for it, and what came back."""
+
+    goal: str
+    calls: str
+    result: str
+
+
+@dataclass
+class Memory:
+    """All that the modules of one episode know of each other's work, and what the episode is made of."""
+
+    steps: list[Step] = field(default_factory=list)
+    said: list[dict[str, Any]] = field(default_factory=list)
+    uses: list[ToolUse] = field(default_factory=list)
+    answer: str | None = None
+
+    def __str__(self) -> str:
+        """The steps, as modules read them."""
+        shown = (
+            f"Step {number}\nSub-goal: {step.goal}\nCall: {step.calls}\nResult: {step.result}"
+            for number, step in enumerate(self.steps, 1)
+        )
+        return "\n\n".join(shown) or "(none)"
+
+
+@dataclass(frozen=True)
+class FlowAgent:
+    """`modules`: whose turns are learned from, by name; `all` for every one. `max_turns`: plans of one episode."""
+
+    tools: Tools
+    modules: Sequence[str] = ("planner",)
+    max_turns: int = 8
+
+    def __post_init__(self) -> None:
+        for module in self.modules:
+            if module not in (*MODULES, "all"):
+                raise unknown("module of agent.train_modules", module, (*MODULES, "all"))
+
+    def opening(self, task: Task) -> tuple[Messages, None]:
+        return self._planner(_query(task), Memory()), None
+
+    async def run(self, policy: Policy, task: Task) -> Episode:
+        memory = Memory()
+        try:
+            stop = await self._play(policy, _query(task), memory)
+        except NoRoom:
+            stop = StopReason.LENGTH
+        return Episode(
+            task,
+            tuple(policy.turns),
+            (*task.messages, *memory.said),
+            stop=stop,
+            answer=memory.answer,
+            tools=tuple(memory.uses),
+        )
+
+    async def _play(self, policy: Policy, query: str, memory: Memory) -> StopReason:
+        async with self.tools.open(policy.cut) as bench:
+            enough = False
+            for _ in range(self.max_turns):
+                plan, _ = await self._ask("planner", policy, memory, self._planner(query, memory))
+                goal, calls = await self._calls(policy, query, memory, plan)
+                results = await bench.call(calls)
+                self._remember(memory, goal, calls, results)
+                if memory.answer is not None:
+                    return StopReason.ANSWER
+                verdict, _ = await self._ask("verifier", policy, memory, self._verifier(query, memory))
+                if enough := _enough(verdict):
+                    break
+        _, last = await self._ask("generator", policy, memory, _prompt(GENERATOR, query=query, memory=memory))
+        return last if enough else StopReason.TURNS
+
+    async def _ask(self, module: str, policy: Policy, memory: Memory, messages: Messages) -> tuple[str, StopReason]:
+        """What a module says, without its thinking. A reply that is cut off is of no use to the others."""
+        trained = module in self.modules or "all" in self.modules
+        reply = await policy.ask(messages, trained=trained)
+        memory.said.append({"role": "assistant", "name": module, "content": reply.text})
+        if reply.stop is StopReason.LENGTH:
+            raise NoRoom(f"the {module}'s reply was cut off")
+        start = speech_start(reply.text)
+        return ("" if start is None else reply.text[start:].strip()), reply.stop
+
+    async def _calls(self, policy: Policy, query: str, memory: Memory, plan: str) -> tuple[str, tuple[Call, ...]]:
+        """The sub-goal and the calls for it. A plan that names no tool of ours is a call that goes wrong."""
+        goal, name = _plan(plan)
+        if not goal or not name:
+            problem = "The plan must end with the lines\nSub-goal: what is to be done\nTool: the name of one tool"
+            return goal or "(none)", (Call(name, problem=problem),)
+        schema = next((s for s in self.tools.schemas() if function_of(s)["name"] == name), None)
+        if schema is None:
+            return goal, (Call(name),)
+        prompt = _prompt(EXECUTOR, query=query, goal=goal, tool=in_words([schema]), name=name)
+        reply, _ = await self._ask("executor", policy, memory, prompt)
+        return goal, _executed(reply, name)
+
+    def _remember(self, memory: Memory, goal: str, calls: Sequence[Call], results: Sequence[ToolResult]) -> None:
+        memory.steps.append(Step(goal, "; ".join(map(_written, calls)), "\n".join(result.text for result in results)))
+        memory.uses += [result.use for result in results]
+        ended = [result for result in results if result.ended]
+        if ended:
+            memory.answer = ended[0].answer or ""
+
+    def _planner(self, query: str, memory: Memory) -> Messages:
+        return _prompt(PLANNER, query=query, tools=in_words(self.tools.schemas()), memory=memory)
+
+    def _verifier(self, query: str, memory: Memory) -> Messages:
+        return _prompt(VERIFIER, query=query, tools=in_words(self.tools.schemas()), memory=memory)
+
+
+def _prompt(text: str, **parts: object) -> Messages:
+    return ({"role": "user", "content": text.format(**parts)},)
+
+
+def _query(task: Task) -> str:
+    """The task as one text. Who said what is marked where there is more than a system message and a question."""
+    system = [str(m["content"]) for m in task.messages if m["role"] == "system"]
+    rest = [m for m in task.messages if m["role"] != "system"]
+    if len(rest) == 1:
+        return "\n\n".join([*system, str(rest[0]["content"])])
+    return "\n\n".join([*system, *(f"{m['role']}: {m['content']}" for m in rest)])
+
+
+def _plan(text: str) -> tuple[str, str]:
+    """Sub-goal and tool: the last of each, for a planner may think aloud before."""
+    found = {"goal": "", "tool": ""}
+    lines = list(LINE.finditer(text))
+    ends = [*(line.start() for line in lines[1:]), len(text)]
+    for line, end in zip(lines, ends, strict=False):
+        said = text[line.end() : end].strip()
+        found["tool" if line["label"].lower().startswith("tool") else "goal"] = said
+    return found["goal"], found["tool"].split("\n")[0].strip().strip("`'\"[]*").strip()
+
+
+def _executed(reply: str, name: str) -> tuple[Call, ...]:
+    """The executor's calls of the planned tool: between tags, or JSON alone."""
+    tagged = "<tool_call>" in reply or not reply.startswith("{")
+    parsed = (HermesFormat() if tagged else LlamaFormat()).parse(reply)
+    if not parsed.calls:
+        return (Call(name, problem="The executor wrote no tool call."),)
+    return tuple(call if call.problem or call.name == name else _other(call, name) for call in parsed.calls)
+
+
+def _other(call: Call, planned: str) -> Call:
+    return Call(call.name, id=call.id, problem=f"The executor called {call.name}, but the plan says {planned}.")
+
+
+def _written(call: Call) -> str:
+    if call.problem is not None:
+        return f"{call.name or 'none'} (malformed)"
+    return f"{call.name}({json.dumps(dict(call.arguments), ensure_ascii=False)})"
+
+
+def _enough(verdict: str) -> bool:
+    """The last conclusion counts. Without one, a last line that says STOP and nothing else."""
+    conclusions = VERDICT.findall(verdict)
+    last = conclusions[-1] if conclusions else verdict.rpartition("\n")[2].strip(" .*`")
+    return bool(last.lower() == "stop")

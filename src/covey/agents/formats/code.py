@@ -1,0 +1,94 @@
+"""Code as action: a fenced block of Python is run, and its output comes back.
+
+    The sum is easy to compute:
+    ```python
+    print(sum(range(10)))
+    ```
+
+The first ```python block (also ```py, ```python3) of a reply is run; state is kept within the episode. A model is to
+wait for the output, so further blocks are not run, and it is told so. A reply without such a block is the final answer:
+other fences, or none, make no difference. The stop string is the fence in which output is shown: a block's own end
+(three backticks) may as well open another. Malformed: a block that is empty or not closed.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from covey.agents.calls import Call
+from covey.agents.formats.base import (
+    Parsed,
+    Results,
+    Schemas,
+    assistant,
+    call_id,
+    malformed,
+    speech_start,
+    still_thinking,
+)
+
+TOOLS = ("python_executor", "code_interpreter")  # two names of one tool
+OPENING = re.compile(r"^([ \t]*+)(`{3,}+)(?:python3?|py)[ \t\r]*+$", re.IGNORECASE | re.MULTILINE)
+HOW = "Write the code between a line ```python and a line ```"
+INSTRUCTIONS = """You can run Python. Write the code in one block, and stop after it:
+```python
+print(1 + 1)
+```
+The code is run and what it prints is shown to you. Variables are kept from block to block. Run one block at a time, as
+often as you need. When you know the answer, write it without any ```python block."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodeFormat:
+    tool: str = TOOLS[0]
+
+    name: ClassVar[str] = "code"
+    stop: ClassVar[tuple[str, ...]] = ("\n```output",)
+    native_tools: ClassVar[bool] = False
+
+    def instructions(self, schemas: Schemas) -> str | None:
+        return INSTRUCTIONS
+
+    def parse(self, text: str) -> Parsed:
+        message = assistant(text)
+        start = speech_start(text)
+        if start is None:
+            return still_thinking(text) if OPENING.search(text) else Parsed(message)
+        first = OPENING.search(text, start)
+        if first is None:
+            return Parsed(message)
+        closing = re.compile(rf"^[ \t]*+{first[2]}`*+[ \t\r]*+$", re.MULTILINE).search(text, first.end())
+        if closing is None:
+            return Parsed(
+                message, (malformed(text, first.start(), f"The block of code is not closed. {HOW}", self.tool),)
+            )
+        code = text[first.end() + 1 : closing.start() - 1]
+        code = textwrap.dedent(code) if first[1] else code
+        if not code.strip():
+            return Parsed(message, (malformed(text, first.start(), f"The block of code is empty. {HOW}", self.tool),))
+        call = Call(self.tool, {"code": code}, call_id(code, first.start()))
+        more = sum(1 for _ in OPENING.finditer(text, closing.end()))
+        return Parsed(message, (call, *self._not_run(text, more)))
+
+    def _not_run(self, text: str, more: int) -> tuple[Call, ...]:
+        if not more:
+            return ()
+        blocks = "1 more block of your reply was" if more == 1 else f"{more} more blocks of your reply were"
+        return (malformed(text, -1, f"{blocks} not run: only the first one is. Wait for its output.", self.tool),)
+
+    def observe(self, results: Results) -> list[dict[str, Any]]:
+        if not results:
+            return []
+        return [{"role": "user", "content": "\n".join(_shown(call, text) for call, text in results)}]
+
+
+def _shown(call: Call, text: str) -> str:
+    """Output in a fence that is longer than any in it."""
+    if call.problem is not None:
+        return text
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}output\n{text}\n{fence}"
