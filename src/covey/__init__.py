@@ -20,6 +20,7 @@ _HOMES = {
     "reward": "covey.rewards",
     "only_if": "covey.rewards",
     "agent": "covey.agents",
+    "Done": "covey.protocols",
     "advantages": "covey.algorithms.functional",
     "policy_loss": "covey.algorithms.functional",
     "compute_gvpo_advantage": "covey.algorithms.functional",
@@ -28,7 +29,17 @@ _HOMES = {
 }
 _NOT_YET = {"tool": "tools for agents"}
 
-__all__ = ["Config", "GVPOLoss", "GVPOTrainer", "Task", "__version__", "advantages", "agent", "compute_gvpo_advantage"]
+__all__ = [
+    "Config",
+    "Done",
+    "GVPOLoss",
+    "GVPOTrainer",
+    "Task",
+    "__version__",
+    "advantages",
+    "agent",
+    "compute_gvpo_advantage",
+]
 __all__ += ["only_if", "policy_loss", "reward", "train"]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from covey.rewards.countdown import countdown
 from covey.rewards.function import reward
 from covey.rewards.numbers import math_reward_string_equal, number, sorted_numbers
+from covey.types import Episode
 
 
 @reward
@@ -28,6 +29,16 @@ def _encloses(text: str, opening: str, closing: str) -> bool:
     return bool(found and closed and inside.strip())
 
 
+@reward
+def given(episode: Episode) -> dict[str, float | None] | None:
+    """What an environment, or the program that played the episode, says it is worth; None if it says nothing."""
+    table = episode.given
+    key = next((key for key in ("reward", "given") if table and key in table), None)
+    if table is None or key is None:
+        return None
+    return {"reward": table[key], **{name: value for name, value in table.items() if name not in ("reward", "given")}}
+
+
 REWARDS: dict[str, Callable[..., Any]] = {
     "exact": exact,
     "number": number,
@@ -35,4 +46,5 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "sorted": sorted_numbers,
     "countdown": countdown,
     "format": answer_format,
+    "given": given,
 }
