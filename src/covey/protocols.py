@@ -218,7 +218,9 @@ class Agent(Protocol):
 class Done:
     """What an environment's step returns to end the episode: what it is worth, and what was said last."""
 
-    reward: float | Mapping[str, float | None] | None = None  # a table has a key "reward"; other keys are measured only
+    reward: float | Mapping[str, float | None] | None = (
+        None  # of a table the key "reward" is learned from, the others are measured
+    )
     messages: Messages = ()
 
 

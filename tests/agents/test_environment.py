@@ -71,7 +71,7 @@ def test_replies_go_to_step_until_it_is_done(kind: type[Guess], closed: int) -> 
     engine = Script("50", "20", "42", "never said")
     episode = asyncio.run(scored(EnvironmentAgent(kind, max_turns=8), TASK, engine))
     assert episode.failure is None and episode.stop is StopReason.EOS
-    assert episode.given == {"given": 1 / 3} and episode.rewards == {"given": 1 / 3}
+    assert episode.given == {"reward": 1 / 3} and episode.rewards == {"given": 1 / 3}
     said = [(message["role"], message["content"]) for message in episode.messages]
     assert said == [
         ("user", "guess"),
@@ -97,7 +97,7 @@ def test_each_episode_has_its_own() -> None:
         return await asyncio.gather(*(agent.run(policy_of(Script(text)), TASK) for text in ("42", "42")))
 
     episodes = asyncio.run(both())
-    assert [episode.given for episode in episodes] == [{"given": 1.0}, {"given": 1.0}]
+    assert [episode.given for episode in episodes] == [{"reward": 1.0}, {"reward": 1.0}]
     assert len(Guess.made) == 2 and [environment.closed for environment in Guess.made] == [1, 1]
 
 
@@ -213,7 +213,7 @@ def test_what_a_name_stands_for(tmp_path: Path) -> None:
     for name in ("World", "make"):
         agent = found(name)
         assert isinstance(agent, EnvironmentAgent) and (agent.max_turns, agent.seconds) == (3, 2.5)
-        assert asyncio.run(agent.run(policy_of(Script("x")), TASK)).given == {"given": 0.0}
+        assert asyncio.run(agent.run(policy_of(Script("x")), TASK)).given == {"reward": 0.0}
     assert isinstance(found("coroutine"), FunctionAgent) and isinstance(found("decorated"), FunctionAgent)
     assert type(found("Own")).__name__ == type(found("own")).__name__ == "Own"
     assert isinstance(resolve_agent("chat"), ChatAgent)
@@ -239,11 +239,10 @@ def test_an_agent_needs_an_opening() -> None:
     ("table", "expected"),
     [
         (None, None),
-        ({}, None),
-        ({"other": 1.0}, None),
-        ({"given": 0.5}, {"reward": 0.5}),
-        ({"reward": 0.0, "given": 9.0, "steps": 3.0}, {"reward": 0.0, "steps": 3.0}),
+        ({"reward": 0.5}, {"reward": 0.5}),
+        ({"reward": 0.0, "steps": 3.0}, {"reward": 0.0, "steps": 3.0}),
         ({"reward": None, "steps": 3.0}, {"reward": None, "steps": 3.0}),
+        ({"right": 1.0, "style": 0.5}, {"reward": 1.5, "right": 1.0, "style": 0.5}),
     ],
 )
 def test_the_given_reward(table: Any, expected: Any) -> None:

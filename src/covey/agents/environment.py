@@ -205,4 +205,4 @@ def _beyond(opening: Messages, own: Messages) -> Messages:
 def _table(done: Done) -> RewardTable | None:
     if done.reward is None or isinstance(done.reward, Mapping):
         return done.reward
-    return {"given": float(done.reward)}
+    return {"reward": float(done.reward)}

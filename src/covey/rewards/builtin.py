@@ -31,12 +31,13 @@ def _encloses(text: str, opening: str, closing: str) -> bool:
 
 @reward
 def given(episode: Episode) -> dict[str, float | None] | None:
-    """What an environment, or the program that played the episode, says it is worth; None if it says nothing."""
+    """What the program or the environment that played the episode says it is worth: its `reward`, or else the sum of
+    what it named; each name is measured as given/NAME. Not scored where it said nothing."""
     table = episode.given
-    key = next((key for key in ("reward", "given") if table and key in table), None)
-    if table is None or key is None:
+    if table is None:
         return None
-    return {"reward": table[key], **{name: value for name, value in table.items() if name not in ("reward", "given")}}
+    values = [value for value in table.values() if value is not None]
+    return {"reward": sum(values) if values else None, **table}
 
 
 REWARDS: dict[str, Callable[..., Any]] = {
