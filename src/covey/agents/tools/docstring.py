@@ -16,7 +16,9 @@ from itertools import zip_longest
 
 ARGS = re.compile(r"(?:^|(?<=\s))(?:Args|Arguments|Parameters)[ \t]*:[ \t]*", re.MULTILINE)
 FIELD = re.compile(r"^[ \t]*:(\w+)[ \t]*([^:\n]*):", re.MULTILINE)
-SECTION = re.compile(r"(?:^|(?<=\s))(?:Returns?|Raises|Yields?|Examples?|Notes?|Warns)[ \t]*:(?!\S)", re.MULTILINE)
+SECTION = re.compile(
+    r"(?:^|(?<=\s))(?:Returns?|Raises|Yields?)[ \t]*:(?!\S)|^[ \t]*(?:Examples?|Notes?)[ \t]*:[ \t]*$", re.MULTILINE
+)
 
 
 def read_docstring(text: str | None, parameters: Iterable[str]) -> tuple[str, dict[str, str]]:

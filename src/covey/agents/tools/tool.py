@@ -78,7 +78,9 @@ class Tool:
     def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of a call, each as its parameter wants it; or `ToolMistake`, which tells the model what to mend."""
         known = {parameter.name: parameter for parameter in self.parameters}
-        problems = [f"unknown argument {name!r}{_guess(name, known)}" for name in arguments if name not in known]
+        problems = [
+            f"unknown argument {name[:60]!r}{_guess(name[:60], known)}" for name in arguments if name not in known
+        ]
         found = {}
         for name, parameter in known.items():
             if name not in arguments:
