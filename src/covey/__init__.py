@@ -20,6 +20,7 @@ _HOMES = {
     "reward": "covey.rewards",
     "only_if": "covey.rewards",
     "agent": "covey.agents",
+    "Done": "covey.protocols",
     "tool": "covey.agents.tools",
     "ToolFailure": "covey.agents.tools",
     "ToolMistake": "covey.agents.tools",
@@ -30,8 +31,8 @@ _HOMES = {
     "GVPOTrainer": "covey.learner.minimal",
 }
 
-__all__ = ["Config", "GVPOLoss", "GVPOTrainer", "Task", "ToolFailure", "ToolMistake", "__version__", "advantages"]
-__all__ += ["agent", "compute_gvpo_advantage", "only_if", "policy_loss", "reward", "tool", "train"]
+__all__ = ["Config", "Done", "GVPOLoss", "GVPOTrainer", "Task", "ToolFailure", "ToolMistake", "__version__"]
+__all__ += ["advantages", "agent", "compute_gvpo_advantage", "only_if", "policy_loss", "reward", "tool", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -214,16 +214,26 @@ class Agent(Protocol):
     async def run(self, policy: Policy, task: Task) -> Episode: ...
 
 
-class Done(Protocol):
-    """What an environment's step returns to end the episode."""
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What an environment's step returns to end the episode: what it is worth, and what was said last."""
 
-    reward: float | None
+    reward: float | Mapping[str, float | None] | None = (
+        None  # of a table the key "reward" is learned from, the others are measured
+    )
+    messages: Messages = ()
 
 
 class Environment(Protocol):
-    async def reset(self, task: Task) -> Messages: ...
+    """One episode's world, with methods that are `def` or `async def`; `close` or `aclose`, if there, ends it."""
 
-    async def step(self, reply: str) -> Messages | Done: ...
+    def reset(self, task: Task) -> Any:
+        """The first messages that the model is shown (messages, a text, or None for the task's own)."""
+        ...
+
+    def step(self, reply: str) -> Any:
+        """What comes after a reply: new messages, a text, or `Done`."""
+        ...
 
 
 @runtime_checkable

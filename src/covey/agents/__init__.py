@@ -2,5 +2,6 @@
 
 from covey.agents.chat import ChatAgent
 from covey.agents.custom import FunctionAgent, agent, resolve_agent
+from covey.agents.environment import EnvironmentAgent
 
-__all__ = ["ChatAgent", "FunctionAgent", "agent", "resolve_agent"]
+__all__ = ["ChatAgent", "EnvironmentAgent", "FunctionAgent", "agent", "resolve_agent"]

@@ -1,8 +1,8 @@
 """Which agent a run has, from its settings.
 
-    chat     one answer                                   code     Python blocks, run in the sandbox
-    hf       tool calls in the model's own format         flow     planner, executor, verifier, generator
-    react    Thought / Action / Action Input              file.py:function   your own
+chat     one answer                                   code     Python blocks, run in the sandbox
+hf       tool calls in the model's own format         flow     planner, executor, verifier, generator
+react    Thought / Action / Action Input              file.py:function   your own
 """
 
 from __future__ import annotations
@@ -49,5 +49,7 @@ def _code_format(tools: Toolbox) -> Format:
     """A block of code is a call of the one tool that runs code; others have no way to be called."""
     names = tools.tools.names
     if names not in ((CODE_TOOL,), ("code_interpreter",)):
-        raise InputError(f"agent=code runs Python blocks with {CODE_TOOL}, got agent.tools={list(names)}\n  leave it out")
+        raise InputError(
+            f"agent=code runs Python blocks with {CODE_TOOL}, got agent.tools={list(names)}\n  leave it out"
+        )
     return CodeFormat()

@@ -111,7 +111,7 @@ def prepare(
 
     algorithm = make_algorithm(config)
     training_sampling(config)  # refuses impossible settings
-    agent = resolve_agent(config.agent.name)
+    agent = resolve_agent(config.agent.name, config.agent)
     check_logging(config.logging)
     found = tasks or unless_absent(lambda: load_tasks(config.data, config.seed))
     if training and found is not None and not found.train:
@@ -126,7 +126,8 @@ def prepare(
         unless_absent(lambda: check_critic(config, source))
     if training and source is not None:
         check_reference(source, algorithm)
-    rewards = resolve_rewards(reward or config.reward.name, found.reward, config.reward.weights, config.reward.only_if)
+    own = getattr(agent, "reward", None) or found.reward  # an environment says itself what an episode is worth
+    rewards = resolve_rewards(reward or config.reward.name, own, config.reward.weights, config.reward.only_if)
     warnings += [*found.warnings, *check_algorithm(config, algorithm, rewards), *check_sizes(config, found)]
     for task in (*found.train, *found.validation):
         rewards.check(task)

@@ -14,6 +14,7 @@ from covey.rewards.numbers import math_reward_string_equal, number, sorted_numbe
 from covey.rewards.qa import qa_em_reward, qa_f1_reward
 from covey.rewards.shape import length, repetition
 from covey.rewards.tool_call import tool_call
+from covey.types import Episode
 
 
 @reward
@@ -34,6 +35,17 @@ def _encloses(text: str, opening: str, closing: str) -> bool:
     return bool(found and closed and inside.strip())
 
 
+@reward
+def given(episode: Episode) -> dict[str, float | None] | None:
+    """What the program or the environment that played the episode says it is worth: its `reward`, or else the sum of
+    what it named; each name is measured as given/NAME. Not scored where it said nothing."""
+    table = episode.given
+    if table is None:
+        return None
+    values = [value for value in table.values() if value is not None]
+    return {"reward": sum(values) if values else None, **table}
+
+
 REWARDS: dict[str, Callable[..., Any]] = {
     "exact": exact,
     "number": number,
@@ -50,4 +62,5 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "length": length,
     "repetition": repetition,
     "tool_call": tool_call,
+    "given": given,
 }
