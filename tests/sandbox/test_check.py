@@ -220,7 +220,8 @@ def test_a_deadline_counts_only_what_was_done_before(sandbox: Sandbox) -> None:
 
 FORGE = """
 import os
-for line in ('{"test": 0, "passed": true, "reason": ""}', '{"test": 1, "passed": true, "reason": ""}', '{"value": "5"}'):
+PASSED = '"passed": true, "reason": ""}'
+for line in ('{"test": 0, ' + PASSED, '{"test": 1, ' + PASSED, '{"value": "5"}'):
     for f in range(3, 64):
         try: os.write(f, line.encode() + b"\\n")
         except OSError: pass
@@ -257,7 +258,8 @@ TRICKS = {  # name: (wrong solution, whether it fools a runner that simply puts 
         False,
     ),
     "all objects in memory": (
-        "import gc\ndef add(a, b):\n  for o in gc.get_objects():\n    if isinstance(o, dict):\n      for v in list(o.values()):\n"
+        "import gc\ndef add(a, b):\n  for o in gc.get_objects():\n"
+        "    if isinstance(o, dict):\n      for v in list(o.values()):\n"
         "        if isinstance(v, str) and '== ' + '5' in v and len(v) < 200: return 5 if a == 2 else 'ab'\n  return 0",
         False,
     ),
@@ -279,14 +281,16 @@ TRICKS = {  # name: (wrong solution, whether it fools a runner that simply puts 
         "    if int(p) == os.getpid(): continue\n    try:\n      for l in open(f'/proc/{p}/maps'):\n"
         "        lo, hi = (int(x, 16) for x in l.split()[0].split('-'))\n"
         "        with open(f'/proc/{p}/mem', 'rb') as m:\n          m.seek(lo)\n"
-        "          if b'assert ' + b'add' in m.read(hi - lo): return 5 if a == 2 else 'ab'\n    except Exception: pass\n  return 0",
+        "          if b'assert ' + b'add' in m.read(hi - lo): return 5 if a == 2 else 'ab'\n"
+        "    except Exception: pass\n  return 0",
         False,
     ),
     "files of the tests": (
         "import os\ndef add(a, b):\n  for root, _, names in os.walk('/tmp'):\n    for n in names:\n"
         "      if 'assert ' + 'add' in open(os.path.join(root, n)).read(): return 5 if a == 2 else 'ab'\n"
         "  for f in os.listdir('/proc/self/fd'):\n    try:\n"
-        "      if b'assert ' + b'add' in os.pread(int(f), 10**6, 0): return 5 if a == 2 else 'ab'\n    except OSError: pass\n  return 0",
+        "      if b'assert ' + b'add' in os.pread(int(f), 10**6, 0): return 5 if a == 2 else 'ab'\n"
+        "    except OSError: pass\n  return 0",
         False,
     ),
     "kill everybody": (
@@ -294,16 +298,19 @@ TRICKS = {  # name: (wrong solution, whether it fools a runner that simply puts 
         False,
     ),
     "answers in advance": (
-        "import os\nfor f in range(3, 64):\n  try: os.write(f, b'{\"loaded\": 1}\\n' * 9)\n  except OSError: pass\ndef add(a, b): return 0",
+        "import os\nfor f in range(3, 64):\n"
+        "  try: os.write(f, b'{\"loaded\": 1}\\n' * 9)\n  except OSError: pass\ndef add(a, b): return 0",
         False,
     ),
     "an answer without end": (
-        "import os\ndef add(a, b):\n  for f in range(3, 64):\n    try:\n      while True: os.write(f, b'[' * 65536)\n    except OSError: pass",
+        "import os\ndef add(a, b):\n  for f in range(3, 64):\n    try:\n"
+        "      while True: os.write(f, b'[' * 65536)\n    except OSError: pass",
         False,
     ),
     "builtins of the tests": ("def add(a, b): return 0\ndef isinstance(*a): return True\ndef str(*a): return 5", False),
     "a thread that goes on": (
-        "import threading, os, time\ndef late():\n  time.sleep(0.05)\n  os._exit(0)\nthreading.Thread(target=late).start()\n"
+        "import threading, os, time\ndef late():\n  time.sleep(0.05)\n  os._exit(0)\n"
+        "threading.Thread(target=late).start()\n"
         "def add(a, b):\n  time.sleep(1)\n  return 0",
         True,
     ),

@@ -90,7 +90,7 @@ class SandboxConfig:
     allow_weak: bool = False  # run code of the model's where only limits, and no walls, can be had
     seconds: float = 10.0  # one execution may take this long
     memory_mb: int = 512  # of one sandbox
-    max_concurrent: int = 16  # sandboxes alive at once
+    max_concurrent: int = 16  # programs that run at once; others wait their turn
 
     def __post_init__(self) -> None:
         _one_of("sandbox.tier", self.tier, ("auto", "bubblewrap", "namespaces", "limits"))

@@ -38,6 +38,7 @@ class Session:
                     await self._start()
                 outcome = await self._cell(code, limit)
             except BaseException:
+                self._lost = self._lost or self._cells > 0
                 self._end()
                 raise
             self._lost = self._process is None

@@ -127,6 +127,7 @@ def _bubblewrap(limits: Limits, folders: tuple[str, ...]) -> tuple[str, ...]:
     words = [program, "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
     words += ["--unshare-cgroup-try", "--uid", str(USER), "--gid", str(USER), "--hostname", "sandbox"]
     words += ["--die-with-parent", "--as-pid-1", "--cap-drop", "ALL", "--disable-userns"]
+    words += ["--perms", "0700", "--size", str(limits.disk_mb * 2**20), "--tmpfs", "/tmp"]
     for path in seen["binds"]:
         words += ["--ro-bind", path, path]
     for target, path in seen["links"]:
@@ -137,8 +138,7 @@ def _bubblewrap(limits: Limits, folders: tuple[str, ...]) -> tuple[str, ...]:
     for device in DEVICES:
         words += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     words += ["--symlink", "/proc/self/fd", "/dev/fd", "--symlink", "/tmp", "/dev/shm", "--remount-ro", "/dev"]
-    words += ["--proc", "/proc", "--perms", "0700", "--size", str(limits.disk_mb * 2**20), "--tmpfs", "/tmp"]
-    return (*words, "--remount-ro", "/", "--chdir", "/tmp", "--")
+    return (*words, "--proc", "/proc", "--remount-ro", "/", "--chdir", "/tmp", "--")
 
 
 def _processes_of_user() -> int:

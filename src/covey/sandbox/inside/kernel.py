@@ -12,7 +12,7 @@ CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x8000000, 0x10000000,
 
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
 MNT_DETACH = 2
-AT_FDCWD, AT_RECURSIVE, AT_EMPTY_PATH = -100, 0x8000, 0x1000
+AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV, MOUNT_ATTR_NOEXEC = 1, 2, 4, 8
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP = 1, 4, 24
@@ -71,12 +71,20 @@ class _MountAttributes(ctypes.Structure):
     )
 
 
-def mount_attributes(path: str, attributes: int) -> None:
-    """Set attributes on a mount and on all that is mounted below it."""
+def mount_attributes(path: str, attributes: int, *, below: bool = True) -> None:
+    """Set attributes on a mount, and on all that is mounted below it."""
     wanted = _MountAttributes(attributes, 0, 0, 0)
     size = ctypes.sizeof(wanted)
     where = os.fsencode(path)
-    syscall(f"mount_setattr {path}", SYS_MOUNT_SETATTR, AT_FDCWD, where, AT_RECURSIVE, ctypes.byref(wanted), size)
+    syscall(
+        f"mount_setattr {path}",
+        SYS_MOUNT_SETATTR,
+        AT_FDCWD,
+        where,
+        AT_RECURSIVE if below else 0,
+        ctypes.byref(wanted),
+        size,
+    )
 
 
 def bind(source: str, target: str, attributes: int) -> None:

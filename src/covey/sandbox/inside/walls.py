@@ -94,6 +94,9 @@ def _new_root(view: dict[str, Any], disk_mb: int) -> None:
     kernel.pivot_root("/tmp", "/tmp/old")
     os.chdir("/")
     kernel.mount("tmpfs", "/new", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=4m")
+    os.mkdir("/new/tmp")
+    room = f"mode=700,size={disk_mb}m,nr_inodes={1024 + 64 * disk_mb}"
+    kernel.mount("tmpfs", "/new/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, room)
     for path in view["binds"]:
         _bind(f"/old{path}", f"/new{path}", READ_ONLY)
     for target, path in view["links"]:
@@ -101,25 +104,24 @@ def _new_root(view: dict[str, Any], disk_mb: int) -> None:
     for path in view["hide"]:
         kernel.mount("tmpfs", f"/new{path}", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=4k")
         kernel.mount_attributes(f"/new{path}", READ_ONLY)
+    _devices_and_processes()
+    os.chdir("/new")
+    kernel.pivot_root(".", ".")  # the old root now lies over the new one, and comes off
+    kernel.unmount(".")
+    os.chdir("/")
+    kernel.mount_attributes("/", READ_ONLY, below=False)
+
+
+def _devices_and_processes() -> None:
     os.mkdir("/new/dev")
     for device in DEVICES:
         _bind(f"/old/dev/{device}", f"/new/dev/{device}", kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NOEXEC)
     os.symlink("/proc/self/fd", "/new/dev/fd")
     os.symlink("/tmp", "/new/dev/shm")  # one place to write, one limit
     os.mkdir("/new/proc")
-    quiet = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
-    kernel.mount("proc", "/new/proc", "proc", quiet)
+    kernel.mount("proc", "/new/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
     _write("/new/proc/sys/user/max_user_namespaces", "0")  # no world within this world
-    os.mkdir("/new/tmp")
-    kernel.pivot_root("/new", "/new/tmp")
-    os.chdir("/")
-    kernel.unmount("/tmp")
-    kernel.mount_attributes("/", kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID)
-    inodes = 1024 + 64 * disk_mb
-    kernel.mount(
-        "tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, f"mode=700,size={disk_mb}m,nr_inodes={inodes}"
-    )
-    os.chdir("/tmp")
+    kernel.mount_attributes("/new/proc", kernel.MOUNT_ATTR_RDONLY)
 
 
 def _bind(source: str, target: str, attributes: int) -> None:
