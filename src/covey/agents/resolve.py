@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from covey.agents.chat import ChatAgent
-from covey.agents.custom import load_agent
+from covey.agents.custom import resolve_agent
 from covey.agents.flow import FlowAgent
 from covey.agents.formats import CodeFormat, Format, ReactFormat, choose_format
 from covey.agents.toolbox import Toolbox
@@ -40,9 +39,10 @@ def make_agent(config: AgentConfig, tools: Toolbox, tokenizer: Any = None, model
         return ToolAgent(tools, _code_format(tools), config.max_turns)
     if schemas:
         raise InputError(
-            f"agent={name} uses no tools, but agent.tools={list(tools.tools.names)}\n  use agent=hf, react, code or flow"
+            f"agent={name} uses no tools, but agent.tools={list(tools.tools.names)}\n"
+            "  use agent=hf, react, code or flow"
         )
-    return ChatAgent() if name == "chat" else load_agent(config)
+    return resolve_agent(name, config)
 
 
 def _code_format(tools: Toolbox) -> Format:
@@ -52,4 +52,4 @@ def _code_format(tools: Toolbox) -> Format:
         raise InputError(
             f"agent=code runs Python blocks with {CODE_TOOL}, got agent.tools={list(names)}\n  leave it out"
         )
-    return CodeFormat()
+    return CodeFormat(names[0])

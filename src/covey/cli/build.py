@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from covey.agents import resolve_agent
+from covey.cli.agents import find_agent, make_sandbox, make_toolbox
 from covey.cli.checks import (
     check_algorithm,
     check_engine,
@@ -111,7 +111,8 @@ def prepare(
 
     algorithm = make_algorithm(config)
     training_sampling(config)  # refuses impossible settings
-    agent = resolve_agent(config.agent.name, config.agent)
+    sandbox = make_sandbox(config, reward)
+    toolbox = unless_absent(lambda: make_toolbox(config, sandbox))
     check_logging(config.logging)
     found = tasks or unless_absent(lambda: load_tasks(config.data, config.seed))
     if training and found is not None and not found.train:
@@ -126,13 +127,15 @@ def prepare(
         unless_absent(lambda: check_critic(config, source))
     if training and source is not None:
         check_reference(source, algorithm)
+    if source is not None:
+        use_template(source.tokenizer, config.agent.template)
+    agent = find_agent(config, toolbox, source)
     own = getattr(agent, "reward", None) or found.reward  # an environment says itself what an episode is worth
     rewards = resolve_rewards(reward or config.reward.name, own, config.reward.weights, config.reward.only_if)
     warnings += [*found.warnings, *check_algorithm(config, algorithm, rewards), *check_sizes(config, found)]
     for task in (*found.train, *found.validation):
         rewards.check(task)
     if source is not None:
-        use_template(source.tokenizer, config.agent.template)
         check_prompts(config, found, source, agent)
     return Prepared(
         config=config,
