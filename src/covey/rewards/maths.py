@@ -35,6 +35,8 @@ SEGMENT = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(
 LAST = re.compile(
     r"(?:(?<![\w.)\]}%])[-−]\s?)?[$€£]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+)?(?:\s?/\s?\d+(?:\.\d+)?)?%?"
 )
+SENTENCE = re.compile(r"(?<!\d)\.\s|\.\s(?=[A-Z])|\s(?:because|since)\s")
+LONGEST = 2000  # characters of an answer, and in which one without a mark is looked for
 CLOSE = Fraction(1, 10_000)  # numbers nearer than this may be roundings of each other
 
 
@@ -96,8 +98,8 @@ def final_expression(reply: str) -> str:
         return ""  # opened and never closed: cut off in the middle of its answer
     behind = stated(reply)
     if behind is not None:
-        return _expression_in(re.split(r"(?<!\d)\.\s|\.\s(?=[A-Z])|\s(?:because|since)\s", behind)[0], first=True)
-    return _expression_in(reply.strip(), first=False)
+        return _expression_in(SENTENCE.split(behind[:LONGEST], maxsplit=1)[0], first=True)
+    return _expression_in(reply.strip()[-LONGEST:], first=False)
 
 
 def _expression_in(text: str, first: bool) -> str:
@@ -132,6 +134,8 @@ def _with_neighbours(text: str, found: re.Match[str]) -> str:
 def equal(gold: str, reply: str) -> bool | None:
     """True: equal. False: two numbers, words, letters of a choice or known units that differ. None: not known to
     be equal, but more than this file knows may show that they are."""
+    if len(reply) > LONGEST + 4 * len(gold):
+        return False
     ours, theirs = tidy(reply), tidy(gold)
     if not ours:
         return False
@@ -202,13 +206,15 @@ def _split(text: str, mark: str) -> list[str]:
 
 
 def _matched(gold: Sequence[str], reply: Sequence[str]) -> bool:
+    if len(gold) != len(reply):
+        return False
     left = list(reply)
     for item in gold:
         place = next((i for i, other in enumerate(left) if _same(item, other) is True), None)
         if place is None:
             return False
         del left[place]
-    return not left
+    return True
 
 
 def _same_union(gold: str, reply: str) -> bool | None:
