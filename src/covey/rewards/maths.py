@@ -22,7 +22,7 @@ from covey.rewards import math_process
 from covey.rewards.algebra import NotAlgebra, Ratio, number, parse
 from covey.rewards.answers import BOX, boxed, hashed, stated, tagged
 from covey.rewards.function import reward
-from covey.rewards.latex import TEXT, quantity, tidy, words_only
+from covey.rewards.latex import TEXT, Quantity, quantity, tidy, words_only
 from covey.types import Task
 
 THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
@@ -166,14 +166,12 @@ def _same(gold: str, reply: str) -> bool | None:
 
 def _same_list(gold: str, reply: str) -> bool | None:
     """Lists without brackets, and sets. None: neither is one."""
-    if THOUSANDS.fullmatch(quantity(gold).body) and THOUSANDS.fullmatch(quantity(reply).body):
-        return None
     ours, theirs = _items(reply), _items(gold)
-    if len(ours) == 1 and len(theirs) == 1:
-        return None
     if len(ours) == 1 or len(theirs) == 1:
-        readable = THOUSANDS.fullmatch(quantity(gold).body) or THOUSANDS.fullmatch(quantity(reply).body)
-        return None if readable else False
+        thousands = any(THOUSANDS.fullmatch(quantity(text).body) for text in (gold, reply))
+        return None if thousands or len(ours) == len(theirs) else False
+    if all(THOUSANDS.fullmatch(quantity(text).body) for text in (gold, reply)):
+        return None
     labels = [{found[1] for item in items if (found := LABEL.match(item))} for items in (ours, theirs)]
     if labels[0] != labels[1] and max(map(len, labels)) > 1:
         return False
@@ -271,6 +269,13 @@ def _same_scalar(gold: str, reply: str) -> bool | None:
     if right is None or said is None:
         same = (ours.body, ours.percent, ours.scale) == (theirs.body, theirs.percent, theirs.scale)
         return (same and bool(ours.body)) or None
+    try:
+        return _same_value(right, theirs, said, ours)
+    except NotAlgebra:  # too large together
+        return None
+
+
+def _same_value(right: Ratio, theirs: Quantity, said: Ratio, ours: Quantity) -> bool | None:
     right, said = right * number(Fraction(theirs.scale)), said * number(Fraction(ours.scale))
     if right == said:
         return True
