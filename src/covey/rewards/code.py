@@ -66,9 +66,9 @@ def last_code(reply: str) -> str:
 
 def tests_in(task: Task) -> Any:
     """The hidden tests that the columns of a task hold, as the sandbox takes them."""
-    from covey.sandbox import tests_of  # type: ignore[attr-defined,unused-ignore]
+    from covey.sandbox import hidden_tests  # type: ignore[attr-defined,unused-ignore]
 
-    return tests_of(_columns(task))
+    return hidden_tests(_columns(task))
 
 
 def _columns(task: Task) -> Mapping[str, Any]:
