@@ -43,7 +43,7 @@ class Remembers:
 def plain_tests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests are their columns, unless the real sandbox judges."""
     if "real" not in request.node.name:
-        monkeypatch.setattr(covey.sandbox, "tests_of", dict, raising=False)
+        monkeypatch.setattr(covey.sandbox, "hidden_tests", dict, raising=False)
 
 
 def score(reply: str, sandbox: Any, task: Task | None = None, **options: Any) -> dict[str, float | None]:

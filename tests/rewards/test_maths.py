@@ -208,6 +208,7 @@ def test_an_empty_answer_is_never_a_silent_zero() -> None:
         ("B", "A", False),
         ("5 cm", "5 km", False),
         ("even", "odd", False),
+        (r"\frac{1}{a+b+c+d+e+f+g+h+j+k+m}", r"\frac{1}{n+o+p+q+r+s+t+u+v+w+x}", None),  # too large together
     ],
 )
 def test_what_is_left_open(gold: str, reply: str, verdict: bool | None) -> None:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import re
 
-TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 LABELLED = re.compile(r"(?:final[ \t]+)?answer[ \t]*(?:\*\*)?[ \t]*[:：][ \t]*(?:\*\*)?", re.IGNORECASE)
 STATED = re.compile(
     r"answer(?:[ \t]+(?:to|for|of)[ \t][^.\n]{1,80}?)?[ \t]*(?:\*\*)?"
     r"(?:[ \t]*[:：=][ \t]*|[ \t]+(?:is|are|was|would[ \t]+be|will[ \t]+be|equals)(?:[ \t]*[:：])?[ \t]+)(?:\*\*)?",
     re.IGNORECASE,
 )
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 BOX = re.compile(r"\\(?:boxed|fbox)[ \t]*(?:\{|[ \t](?=[^ \t{]))")
 
 
 def tagged(text: str) -> str | None:
     """The text inside the last <answer>…</answer>."""
-    found = TAGGED.findall(text)
-    return found[-1].strip() if found else None
+    lower = text.lower()
+    end = lower.rfind("</answer>")
+    start = lower.rfind("<answer>", 0, max(end, 0))
+    return text[start + len("<answer>") : end].strip() if 0 <= start < end else None
 
 
 def labelled(text: str) -> str | None:
@@ -40,23 +42,24 @@ def hashed(text: str) -> str | None:
 def boxed(text: str) -> str | None:
     """The content of the last \\boxed{…}, whatever braces it holds. One that is never closed is none: its reply was
     cut off. TeX also allows `\\boxed 5`."""
+    closing = _closing_braces(text)
     for start in reversed(list(BOX.finditer(text))):
         if not start[0].endswith("{"):
             return re.split(r"[\s$]", text[start.end() :], maxsplit=1)[0]
-        end = closing_brace(text, start.end())
-        if end is not None:
-            return text[start.end() : end].strip()
+        if start.end() - 1 in closing:
+            return text[start.end() : closing[start.end() - 1]].strip()
     return None
 
 
-def closing_brace(text: str, start: int) -> int | None:
-    """The place of the brace that closes the one before `start`. `\\{` and `\\}` are signs, not braces."""
-    depth = 1
-    for found in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(found[0], 0)
-        if depth == 0:
-            return found.start()
-    return None
+def _closing_braces(text: str) -> dict[int, int]:
+    """Where each brace that is closed is closed. `\\{` and `\\}` are signs, not braces."""
+    pairs, opened = {}, []
+    for found in BRACE.finditer(text):
+        if found[0] == "{":
+            opened.append(found.start())
+        elif found[0] == "}" and opened:
+            pairs[opened.pop()] = found.start()
+    return pairs
 
 
 def _line_after(mark: re.Pattern[str], text: str) -> str | None:

@@ -22,7 +22,7 @@ from covey.rewards import math_process
 from covey.rewards.algebra import NotAlgebra, Ratio, number, parse
 from covey.rewards.answers import BOX, boxed, hashed, stated, tagged
 from covey.rewards.function import reward
-from covey.rewards.latex import TEXT, quantity, tidy, words_only
+from covey.rewards.latex import TEXT, Quantity, quantity, tidy, words_only
 from covey.types import Task
 
 THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
@@ -35,6 +35,8 @@ SEGMENT = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(
 LAST = re.compile(
     r"(?:(?<![\w.)\]}%])[-−]\s?)?[$€£]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+)?(?:\s?/\s?\d+(?:\.\d+)?)?%?"
 )
+SENTENCE = re.compile(r"(?<!\d)\.\s|\.\s(?=[A-Z])|\s(?:because|since)\s")
+LONGEST = 2000  # characters of an answer, and in which one without a mark is looked for
 CLOSE = Fraction(1, 10_000)  # numbers nearer than this may be roundings of each other
 
 
@@ -96,8 +98,8 @@ def final_expression(reply: str) -> str:
         return ""  # opened and never closed: cut off in the middle of its answer
     behind = stated(reply)
     if behind is not None:
-        return _expression_in(re.split(r"(?<!\d)\.\s|\.\s(?=[A-Z])|\s(?:because|since)\s", behind)[0], first=True)
-    return _expression_in(reply.strip(), first=False)
+        return _expression_in(SENTENCE.split(behind[:LONGEST], maxsplit=1)[0], first=True)
+    return _expression_in(reply.strip()[-LONGEST:], first=False)
 
 
 def _expression_in(text: str, first: bool) -> str:
@@ -132,6 +134,8 @@ def _with_neighbours(text: str, found: re.Match[str]) -> str:
 def equal(gold: str, reply: str) -> bool | None:
     """True: equal. False: two numbers, words, letters of a choice or known units that differ. None: not known to
     be equal, but more than this file knows may show that they are."""
+    if len(reply) > LONGEST + 4 * len(gold):
+        return False
     ours, theirs = tidy(reply), tidy(gold)
     if not ours:
         return False
@@ -162,14 +166,12 @@ def _same(gold: str, reply: str) -> bool | None:
 
 def _same_list(gold: str, reply: str) -> bool | None:
     """Lists without brackets, and sets. None: neither is one."""
-    if THOUSANDS.fullmatch(quantity(gold).body) and THOUSANDS.fullmatch(quantity(reply).body):
-        return None
     ours, theirs = _items(reply), _items(gold)
-    if len(ours) == 1 and len(theirs) == 1:
-        return None
     if len(ours) == 1 or len(theirs) == 1:
-        readable = THOUSANDS.fullmatch(quantity(gold).body) or THOUSANDS.fullmatch(quantity(reply).body)
-        return None if readable else False
+        thousands = any(THOUSANDS.fullmatch(quantity(text).body) for text in (gold, reply))
+        return None if thousands or len(ours) == len(theirs) else False
+    if all(THOUSANDS.fullmatch(quantity(text).body) for text in (gold, reply)):
+        return None
     labels = [{found[1] for item in items if (found := LABEL.match(item))} for items in (ours, theirs)]
     if labels[0] != labels[1] and max(map(len, labels)) > 1:
         return False
@@ -202,13 +204,15 @@ def _split(text: str, mark: str) -> list[str]:
 
 
 def _matched(gold: Sequence[str], reply: Sequence[str]) -> bool:
+    if len(gold) != len(reply):
+        return False
     left = list(reply)
     for item in gold:
         place = next((i for i, other in enumerate(left) if _same(item, other) is True), None)
         if place is None:
             return False
         del left[place]
-    return not left
+    return True
 
 
 def _same_union(gold: str, reply: str) -> bool | None:
@@ -265,6 +269,13 @@ def _same_scalar(gold: str, reply: str) -> bool | None:
     if right is None or said is None:
         same = (ours.body, ours.percent, ours.scale) == (theirs.body, theirs.percent, theirs.scale)
         return (same and bool(ours.body)) or None
+    try:
+        return _same_value(right, theirs, said, ours)
+    except NotAlgebra:  # too large together
+        return None
+
+
+def _same_value(right: Ratio, theirs: Quantity, said: Ratio, ours: Quantity) -> bool | None:
     right, said = right * number(Fraction(theirs.scale)), said * number(Fraction(ours.scale))
     if right == said:
         return True
