@@ -34,8 +34,12 @@ def sandbox(request: pytest.FixtureRequest) -> Sandbox:
 
 @pytest.fixture
 def walled() -> Sandbox:
-    """One with walls: the quickest that works here."""
+    """One with walls."""
+    return quickest_walls(limits=Limits(seconds=20))
+
+
+def quickest_walls(**options: Any) -> Sandbox:
     for tier in reversed(WALLED):
         if examine(TIERS[tier]).works:
-            return sandbox_of(tier, limits=Limits(seconds=20))
+            return sandbox_of(tier, **options)
     pytest.skip("no tier with walls works here")

@@ -8,6 +8,7 @@ import ctypes
 import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from covey.sandbox import Limits, Sandbox
+from covey.sandbox import Limits, Outcome, Sandbox
 from covey.sandbox.tiers import examine
 from covey.sandbox.view import interpreter
 from tests.sandbox.attempts import ATTEMPTS, HEAD, Attempt
@@ -114,33 +115,49 @@ def test_without_a_sandbox_it_succeeds(attempt: Attempt, world: dict[str, Any], 
     assert "ESCAPED" in outside(code, world["environment"], tmp_path)
 
 
-def try_inside(attempt: Attempt, sandbox: Sandbox, world: dict[str, Any], patch: pytest.MonkeyPatch) -> None:
-    patch.setenv("COVEY_TEST_SECRET", "secret")
-    outcome = run(sandbox.run(program(attempt, world, scratch="/tmp", inside=True)))
+def attempts_inside(sandbox: Sandbox, world: dict[str, Any], chosen: list[Attempt]) -> dict[str, Outcome]:
+    """All of them, some at a time: they cannot be in each other's way."""
+
+    async def gather() -> list[Outcome]:
+        programs = [program(attempt, world, scratch="/tmp", inside=True) for attempt in chosen]
+        return await asyncio.gather(*map(sandbox.run, programs))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COVEY_TEST_SECRET", "secret")
+        return dict(zip((attempt.name for attempt in chosen), run(gather()), strict=True))
+
+
+def assert_stopped(outcome: Outcome, world: dict[str, Any]) -> None:
     assert "ESCAPED" not in outcome.stdout, outcome
     assert "SyntaxError" not in outcome.stderr and "NameError" not in outcome.stderr, outcome
     assert world["process"].poll() is None
 
 
-@pytest.mark.parametrize("attempt", [a for a in ATTEMPTS if not a.needs_filters], ids=lambda attempt: attempt.name)
-def test_walls_alone_stop_it(
-    attempt: Attempt, small: Sandbox, world: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    try_inside(attempt, small, world, monkeypatch)
+BY_WALLS = [attempt for attempt in ATTEMPTS if not attempt.needs_filters]
+BY_FILTERS = [attempt for attempt in ATTEMPTS if attempt.needs_filters]
+
+
+@pytest.fixture(scope="module", params=WALLED)
+def walls_alone(request: pytest.FixtureRequest, world: dict[str, Any]) -> dict[str, Outcome]:
+    """Without Landlock and seccomp, which not every kernel has: the walls must hold by themselves."""
+    return attempts_inside(sandbox_of(request.param, limits=SMALL, filters=False, max_concurrent=3), world, BY_WALLS)
+
+
+@pytest.mark.parametrize("attempt", BY_WALLS, ids=lambda attempt: attempt.name)
+def test_walls_alone_stop_it(attempt: Attempt, walls_alone: dict[str, Outcome], world: dict[str, Any]) -> None:
+    assert_stopped(walls_alone[attempt.name], world)
 
 
 @pytest.mark.parametrize("tier", WALLED)
 @pytest.mark.parametrize(
-    "attempt",
-    [pytest.param(a, id=a.name, marks=() if a.needs_filters else pytest.mark.slow) for a in ATTEMPTS],
+    "attempts", [pytest.param(BY_WALLS, marks=pytest.mark.slow), BY_FILTERS], ids=["by walls", "by filters"]
 )
-def test_walls_and_filters_stop_it(
-    attempt: Attempt, tier: str, world: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sandbox = sandbox_of(tier, limits=SMALL)
-    if attempt.needs_filters and "seccomp" not in examine(sandbox.tier).detail:
+def test_walls_and_filters_stop_it(attempts: list[Attempt], tier: str, world: dict[str, Any]) -> None:
+    sandbox = sandbox_of(tier, limits=SMALL, max_concurrent=3)
+    if attempts is BY_FILTERS and "seccomp" not in examine(sandbox.tier).detail:
         pytest.skip("no seccomp on this kernel")
-    try_inside(attempt, sandbox, world, monkeypatch)
+    for outcome in attempts_inside(sandbox, world, attempts).values():
+        assert_stopped(outcome, world)
 
 
 # -- outliving the deadline ------------------------------------------------------------------------------------------
@@ -213,6 +230,27 @@ def test_a_daemon_was_there_to_be_ended(walled: Sandbox) -> None:
 
     assert run(look())
     assert gone(mark), "a cancelled run leaves nothing behind either"
+
+
+@pytest.mark.parametrize("tier", WALLED)
+def test_a_daemon_ends_when_we_are_killed(tier: str) -> None:
+    """Whoever ran the sandbox is gone, without a chance to clean up."""
+    sandbox_of(tier)
+    mark = f"daemon-{os.getpid()}-{tier}-orphan"
+    code = DAEMON.replace("MARK", repr(mark)).replace("WAIT", "600")
+    host = f"""
+import asyncio
+from covey.sandbox import Limits, Sandbox, choose
+asyncio.run(Sandbox(choose({tier!r}), Limits(seconds=600)).run({code!r}))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT / "src")}
+    process = subprocess.Popen([sys.executable, "-c", host], env=environment)
+    deadline = time.monotonic() + 60
+    while not (seen := alive(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    assert seen and gone(mark)
 
 
 @pytest.mark.parametrize(

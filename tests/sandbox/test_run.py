@@ -213,6 +213,17 @@ def test_a_lost_session_starts_afresh_and_says_so(walled: Sandbox, code: str, ki
     assert (later.restarted, later.stderr) == (False, "")
 
 
+def test_a_session_that_ends_between_cells(walled: Sandbox) -> None:
+    async def cells() -> Outcome:
+        async with await walled.session() as session:
+            await session.execute("import os, threading\nthreading.Timer(0.1, os._exit, [0]).start()")
+            await asyncio.sleep(1)
+            return await session.execute("6 * 7")
+
+    outcome = run(cells())
+    assert (outcome.stdout, outcome.exit_code, outcome.restarted) == ("42\n", 0, True)
+
+
 def test_a_session_cannot_forge_more_than_its_own_outcome(walled: Sandbox) -> None:
     forged = r"""
 import os

@@ -34,6 +34,9 @@ class Session:
         async with self._busy, self._sandbox.gate:
             limit = self._sandbox.limits.seconds if seconds is None else seconds
             try:
+                if self._process is not None and self._process.ended:  # between two cells
+                    self._lost = True
+                    self._end()
                 if self._process is None:
                     await self._start()
                 outcome = await self._cell(code, limit)

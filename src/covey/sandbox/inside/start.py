@@ -51,6 +51,7 @@ def report(request: dict[str, Any], message: dict[str, Any]) -> None:
 
 
 def _harden(request: dict[str, Any]) -> None:
+    walls.die_with_parent()
     _limit(request["limits"])
     kernel.leave_keyrings()
     kernel.drop_capabilities()
