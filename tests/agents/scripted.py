@@ -33,6 +33,13 @@ class Script:
         return Completion(ids, (-0.5,) * len(ids), (0,) * len(ids), stop)
 
 
+def with_braces() -> Any:
+    """The tests' tokenizer with what JSON needs besides."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([*"{}[]"])
+    return tokenizer
+
+
 def policy_of(engine: Script, max_tokens: int = 10_000, **limits: Any) -> EpisodePolicy:
     sampling = Sampling(max_tokens=max_tokens)
     return EpisodePolicy(engine, Renderer(engine.tokenizer), sampling, ("test",), **limits)  # type: ignore[arg-type]

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from covey.agents.calls import Call
+from covey.agents.tools import resolve_tools
 from covey.agents.tools.errors import ToolFailure, ToolMistake
 from covey.agents.tools.mcp import McpTool, find_server, mcp_tools
 from covey.agents.tools.mcp_connection import Server
@@ -144,7 +146,7 @@ def test_a_server_that_hangs_is_left_and_started_again() -> None:
     assert first != second and not alive(first) and not alive(second)
 
 
-def test_a_server_that_goes_away(url: str) -> None:
+def test_a_server_that_goes_away() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -193,10 +195,38 @@ def test_a_connection_for_each_episode() -> None:
     assert one != two and first == second == "2"
 
 
-def test_a_choice_of_tools_with_names_of_their_own() -> None:
-    assert list(tools(only=("add", "odd.name/x"), prefix="test_")) == ["test_add", "test_odd_name_x"]
-    with pytest.raises(InputError, match="unknown tool of test  addd\n  did you mean   add"):
-        tools(only=("addd",))
+def test_a_choice_of_tools_with_names_of_their_own(url: str) -> None:
+    def named(*only: str) -> list[str]:
+        return [tool.name for tool in mcp_tools("mcp:x", {"x": {"url": url, "only": only, "prefix": "x_"}}, 1.0)]
+
+    assert named("add", "odd.name/x") == ["x_add", "x_odd_name_x"]
+    with pytest.raises(InputError, match="unknown tool of x  addd\n  did you mean   add"):
+        named("addd")
+
+
+def test_among_other_tools(url: str) -> None:
+    server = {"url": url, "only": ["add", "fail"], "max_output_tokens": 4}
+    found = resolve_tools(["calculator", "mcp:test"], {"test": server}, seconds=20.0)
+    assert found.names == ("calculator", "add", "fail") and not found.functions  # nothing that needs a worker
+    calls = [
+        Call("add", {"a": 20, "b": 22}),
+        Call("calculator", {"expression": "6*7"}),
+        Call("add", {"a": "x"}),
+        Call("fail", {"text": "no"}),
+    ]
+
+    async def play() -> list[Any]:
+        async with found.open() as bench:
+            return await bench.call(calls)
+
+    results = asyncio.run(play())
+    assert [result.text for result in results[:2]] == ["42", "42"]
+    assert [result.use.error for result in results] == [None, None, "bad_arguments", "raised"]
+    assert results[3].text.startswith("Error executing")  # and cut off after four tokens
+    with pytest.raises(InputError, match=r"unknown tool in agent.tool_options  tset\n  did you mean   test"):
+        resolve_tools(["mcp:test"], {"test": server, "tset": {}})
+    with pytest.raises(InputError, match="two tools are called add"):
+        resolve_tools(["mcp:test", "mcp:again"], {"test": server, "again": server})
 
 
 def test_a_server_that_is_not_there() -> None:

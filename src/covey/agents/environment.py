@@ -122,7 +122,7 @@ class EnvironmentAgent:
         return Episode(
             task,
             tuple(policy.turns),
-            (*task.messages, *_beyond(opening, task.messages), *said),
+            (*task.messages, *beyond(opening, task.messages), *said),
             stop=stop,
             given=None if done is None else _table(done),
         )
@@ -197,7 +197,7 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, Mapping) and isinstance(value.get("role"), str) and "content" in value
 
 
-def _beyond(opening: Messages, own: Messages) -> Messages:
+def beyond(opening: Messages, own: Messages) -> Messages:
     """What the environment showed first, without the task's own messages where it began with them."""
     return opening[len(own) :] if list(opening[: len(own)]) == list(own) else opening
 

@@ -63,7 +63,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class AgentConfig:
-    name: str = "chat"  # chat | hf | react | code | flow | gateway, or your own as module:function or file.py:function
+    name: str = "chat"  # chat | hf | react | code | flow | gateway | verifiers, or your own as file.py:function
     tools: list[str] = field(default_factory=list)  # tools by name, module:function or file.py:function
     tool_options: dict[str, Any] = field(default_factory=dict)  # a tool's own settings: {search: {corpus: docs.jsonl}}
     format: str = "auto"  # how calls are written: hermes | llama | mistral; auto: as the model's template does
@@ -73,6 +73,8 @@ class AgentConfig:
     tool_seconds: float = 10.0  # one tool call may take this long, unless the tool says otherwise
     train_modules: list[str] = field(default_factory=lambda: ["planner"])  # agent=flow: whose turns are learned from
     template: str | None = None  # qwen2.5, qwen2.5-vl, or a chat template file (Jinja); null: the model's own
+    environment: str | None = None  # agent=verifiers: an environment of that package, by id, module:function or file
+    environment_options: dict[str, Any] = field(default_factory=dict)  # agent=verifiers: its own `env` settings
     max_seconds: float = 500.0  # an episode's own work, its reward included, may take this long (sampling not counted)
 
     def __post_init__(self) -> None:

@@ -144,6 +144,7 @@ def _tool(server: Server, shared: Connection, offered: Any, seconds: float) -> T
         parameters=(),
         stateful=server.per_episode,
         timeout=limit + server.start_seconds,  # its own deadlines are inside, one for connecting and one for the call
+        max_output_tokens=server.max_output_tokens,
         inline=True,
         input_schema=schema,
     )

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any, TypeVar
 
 from covey.agents.tools.errors import ToolFailure, ToolMistake
+from covey.agents.tools.mcp_stdio import stdio_streams
 from covey.errors import Absent, InputError
 
 Result = TypeVar("Result")
@@ -40,6 +41,7 @@ class Server:
     only: tuple[str, ...] = ()  # the tools to offer; empty: all
     prefix: str = ""  # before the names of its tools
     seconds: float | None = None  # one call may take this long; None: agent.tool_seconds
+    max_output_tokens: int | None = None  # of one result; None: agent.max_tool_tokens
     start_seconds: float = 60.0  # connecting may take this long
 
     @property
@@ -51,9 +53,7 @@ class Server:
         """A connected client of the package. What a stdio server writes to stderr goes to `errors`."""
         mcp = require_mcp()
         if self.url is None:
-            command, *arguments = self.command
-            started = mcp.StdioServerParameters(command=command, args=arguments, env=dict(self.env), cwd=self.cwd)
-            async with mcp.Client(mcp.stdio_client(started, errlog=errors)) as client:
+            async with mcp.Client(stdio_streams(self.command, self.env, self.cwd, errors)) as client:
                 yield client
             return
         from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client

@@ -18,6 +18,7 @@ from covey.plugins import load_function
 
 OPTIONS = "agent.tool_options"
 TOKENS = "max_output_tokens"
+MCP = "mcp:"  # before the address or the name of a tool server
 
 ToolName = str | Tool | Callable[..., Any]
 
@@ -67,22 +68,36 @@ class ToolSet:
 
 
 def resolve_tools(
-    names: Sequence[ToolName], options: Mapping[str, Any] | None = None, *, sandbox: Sandbox | None = None
+    names: Sequence[ToolName],
+    options: Mapping[str, Any] | None = None,
+    *,
+    sandbox: Sandbox | None = None,
+    seconds: float = 10.0,
 ) -> ToolSet:
-    """`options` is agent.tool_options: settings by tool name. `sandbox` runs what python_executor is given."""
+    """`options` is agent.tool_options: settings by the name of a tool, or of a tool server. `sandbox` runs what
+    python_executor is given. `seconds` is agent.tool_seconds, for tools of servers (`mcp:...`), which are asked now."""
     options = options or {}
     found: list[Tool] = []
-    for name in names:
-        tool = _find(name, options, sandbox)
+    servers = [name for name in names if isinstance(name, str) and name.startswith(MCP)]
+    for tool in (tool for name in names for tool in _find_all(name, options, sandbox, seconds)):
         if clash := next((other for other in found if same_tool(other.name, tool.name)), None):
             other = "" if clash.name == tool.name else f" (the same as {clash.name})"
             fix = "name it once, or rename one with @covey.tool(name=...)"
             raise InputError(f"two tools are called {tool.name}{other}\n  fix: {fix}")
         found.append(tool)
+    known = [*(tool.name for tool in found), *(name.removeprefix(MCP) for name in servers)]
     for key in options:
-        if key not in [tool.name for tool in found]:
-            raise unknown(f"tool in {OPTIONS}", key, [tool.name for tool in found])
+        if key not in known:
+            raise unknown(f"tool in {OPTIONS}", key, known)
     return ToolSet(tuple(found))
+
+
+def _find_all(name: ToolName, options: Mapping[str, Any], sandbox: Sandbox | None, seconds: float) -> Sequence[Tool]:
+    if isinstance(name, str) and name.startswith(MCP):
+        from covey.agents.tools.mcp import mcp_tools  # a server has several
+
+        return mcp_tools(name, options, seconds)
+    return [_find(name, options, sandbox)]
 
 
 def _find(name: ToolName, options: Mapping[str, Any], sandbox: Sandbox | None) -> Tool:
