@@ -64,7 +64,6 @@ CALCULATOR = """
         "agent.init_args.tools=[calculator]",
         "agent.init_args.template=qwen2.5",
         "agent.max_turns=3",
-        "agentflow.port=9999",
         "trainer.n_gpus_per_node=8",
         "trainer.nnodes=2",
         "cluster=ray",

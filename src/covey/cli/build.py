@@ -28,9 +28,11 @@ from covey.cli.checks import (
     shares_gpu,
 )
 from covey.cli.folder import open_run, run_info, store, threads_for, write_run_files
+from covey.cli.gateway import check_gateway, make_gateway, services, tool_format
 from covey.config import Composed, fingerprint
 from covey.config.schema import Config, LoraConfig
 from covey.errors import Absent, InputError
+from covey.gateway import GatewayAgent
 from covey.protocols import Agent, RolloutEngine
 from covey.rewards import RewardSet, resolve_rewards
 from covey.tasks import TaskSet, batch_for_step, fresh_tasks, load_tasks, steps_per_epoch
@@ -110,7 +112,9 @@ def prepare(
 
     algorithm = make_algorithm(config)
     training_sampling(config)  # refuses impossible settings
-    agent = resolve_agent(config.agent.name)
+    agent = resolve_agent(config.agent.name) if config.agent.name != "gateway" else make_gateway(config)
+    if isinstance(agent, GatewayAgent) and training:
+        unless_absent(lambda: check_gateway(config))
     check_logging(config.logging)
     found = tasks or unless_absent(lambda: load_tasks(config.data, config.seed))
     if training and found is not None and not found.train:
@@ -131,6 +135,8 @@ def prepare(
         rewards.check(task)
     if source is not None:
         _use_template(source.tokenizer, config.agent.template)
+        if isinstance(agent, GatewayAgent):
+            agent.rules = dataclasses.replace(agent.rules, format=tool_format(config, source))
         check_prompts(config, found, source, agent)
     return Prepared(
         config=config,
@@ -230,6 +236,8 @@ def build(prepared: Prepared, *, note: Note) -> Run:
     collector = make_collector(prepared, engine)
     source = _make_source(prepared, collector)
     first_step = checkpoint.step if checkpoint is not None else 0
+    if isinstance(prepared.agent, GatewayAgent) and "console" in config.logging.to:
+        prepared.agent.announce = telemetry.note
     return Run(
         config=config,
         folder=folder,
@@ -244,6 +252,7 @@ def build(prepared: Prepared, *, note: Note) -> Run:
         total_steps=prepared.total_steps,
         first_step=first_step,
         best=checkpoint.state["best"] if checkpoint is not None else None,
+        services=services(prepared.agent),
     )
 
 

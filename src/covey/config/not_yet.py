@@ -83,7 +83,6 @@ NOT_YET = (
     NotYet("agent.tools", non_empty, "tools", _OWN_TOOLS),
     NotYet("agent.max_turns", over(1), "episodes of several turns", _OWN_AGENT),
     NotYet("agent.template", template_name, "chat templates by name", _TEMPLATE),
-    NotYet("agentflow.port", anything, "the agent server", "leave it out: agents run in the training process"),
     NotYet("env.reasoning", true, "the reasoning prompt", "write it out: data.system_prompt='…'"),
     # Where and when things run
     NotYet("mode.name", is_("async"), "sampling while learning", "use mode=sync"),

@@ -74,6 +74,7 @@ class AgentConfig:
     train_modules: list[str] = field(default_factory=lambda: ["planner"])  # agent=flow: whose turns are learned from
     template: str | None = None  # qwen2.5, qwen2.5-vl, or a chat template file (Jinja); null: the model's own
     max_seconds: float = 500.0  # an episode's own work, its reward included, may take this long (sampling not counted)
+    command: str | None = None  # agent=gateway: a program started for each episode; null: programs come for attempts
 
     def __post_init__(self) -> None:
         _at_least("agent.max_seconds", self.max_seconds, 0.001)
@@ -82,6 +83,16 @@ class AgentConfig:
         _at_least("agent.max_response_tokens", self.max_response_tokens, 1)
         _at_least("agent.max_tool_tokens", self.max_tool_tokens, 1)
         _one_of("agent.format", self.format, ("auto", "hermes", "llama", "mistral"))
+
+
+@dataclass(frozen=True)
+class GatewayConfig:
+    port: int = 9999  # of the endpoint of agent=gateway and covey serve, on this machine only; 0: any that is free
+    max_programs: int = 16  # programs of agent.command that run at once
+
+    def __post_init__(self) -> None:
+        _at_least("gateway.port", self.port, 0)
+        _at_least("gateway.max_programs", self.max_programs, 1)
 
 
 @dataclass(frozen=True)
@@ -270,6 +281,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: Any = None  # the chosen algorithm's own settings

@@ -8,6 +8,7 @@ from typing import Any
 from covey.rewards.countdown import countdown
 from covey.rewards.function import reward
 from covey.rewards.numbers import math_reward_string_equal, number, sorted_numbers
+from covey.types import Episode
 
 
 @reward
@@ -28,6 +29,17 @@ def _encloses(text: str, opening: str, closing: str) -> bool:
     return bool(found and closed and inside.strip())
 
 
+@reward
+def given(episode: Episode) -> dict[str, float | None] | None:
+    """What the program or the environment that played the episode says it is worth: its `reward`, or else the sum of
+    what it named; each name is measured as given/NAME. Not scored where it said nothing."""
+    table = episode.given
+    if table is None:
+        return None
+    values = [value for value in table.values() if value is not None]
+    return {"reward": sum(values) if values else None, **table}
+
+
 REWARDS: dict[str, Callable[..., Any]] = {
     "exact": exact,
     "number": number,
@@ -35,4 +47,5 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "sorted": sorted_numbers,
     "countdown": countdown,
     "format": answer_format,
+    "given": given,
 }
