@@ -11,6 +11,7 @@ Each has one obvious implementation and room for more:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -184,8 +185,21 @@ class Policy(Protocol):
         ...
 
     async def generate(
-        self, token_ids: Sequence[int], *, stop: Sequence[str] = (), max_tokens: int | None = None, trained: bool = True
-    ) -> Completion: ...
+        self,
+        token_ids: Sequence[int],
+        *,
+        stop: Sequence[str] = (),
+        max_tokens: int | None = None,
+        trained: bool = True,
+        temperature: float | None = None,
+        top_p: float | None = None,
+    ) -> Completion:
+        """`temperature` and `top_p` other than the run's are for turns that nobody learns from."""
+        ...
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """While it lasts, the episode's clock stands still."""
+        ...
 
     async def ask(
         self,
@@ -195,6 +209,8 @@ class Policy(Protocol):
         stop: Sequence[str] = (),
         max_tokens: int | None = None,
         trained: bool = True,
+        temperature: float | None = None,
+        top_p: float | None = None,
     ) -> Reply:
         """Raises `NoRoom` where nothing more may be sampled."""
         ...

@@ -59,7 +59,6 @@ CALCULATOR = """
         "ref_model.num_devices=2",
         "inference_model.num_devices=2",
         "agent.init_args.agent_type=gui",
-        "agentflow.port=9999",
         "trainer.n_gpus_per_node=8",
         "trainer.nnodes=2",
         "cluster=ray",

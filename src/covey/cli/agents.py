@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.agents import Toolbox, make_agent, tool_names
 from covey.agents.tools import ToolSet, resolve_tools
+from covey.cli.gateway import make_gateway
 from covey.config.schema import Config
 from covey.protocols import Agent
 from covey.sandbox import Sandbox
@@ -31,6 +32,8 @@ def make_toolbox(config: Config, sandbox: Sandbox | None) -> Toolbox:
 
 
 def find_agent(config: Config, toolbox: Toolbox | None, source: ModelSource | None) -> Agent:
+    if config.agent.name == "gateway":
+        return make_gateway(config, source)
     toolbox = toolbox or Toolbox(ToolSet(()))  # tools that are not on this machine
     if source is None:
         return make_agent(config.agent, toolbox)

@@ -28,9 +28,11 @@ from covey.cli.checks import (
     shares_gpu,
 )
 from covey.cli.folder import open_run, run_info, store, threads_for, write_run_files
+from covey.cli.gateway import check_gateway, services
 from covey.config import Composed, fingerprint
 from covey.config.schema import Config, LoraConfig
 from covey.errors import Absent, InputError
+from covey.gateway import GatewayAgent
 from covey.protocols import Agent, RolloutEngine
 from covey.rewards import RewardSet, resolve_rewards
 from covey.rollout.templates import use_template
@@ -130,6 +132,8 @@ def prepare(
     if source is not None:
         use_template(source.tokenizer, config.agent.template)
     agent = find_agent(config, toolbox, source)
+    if config.agent.name == "gateway" and training:
+        unless_absent(lambda: check_gateway(config))
     own = getattr(agent, "reward", None) or found.reward  # an environment says itself what an episode is worth
     rewards = resolve_rewards(reward or config.reward.name, own, config.reward.weights, config.reward.only_if)
     warnings += [*found.warnings, *check_algorithm(config, algorithm, rewards), *check_sizes(config, found)]
@@ -222,6 +226,8 @@ def build(prepared: Prepared, *, note: Note) -> Run:
     collector = make_collector(prepared, engine)
     source = _make_source(prepared, collector)
     first_step = checkpoint.step if checkpoint is not None else 0
+    if isinstance(prepared.agent, GatewayAgent) and "console" in config.logging.to:
+        prepared.agent.announce = telemetry.note
     return Run(
         config=config,
         folder=folder,
@@ -236,6 +242,7 @@ def build(prepared: Prepared, *, note: Note) -> Run:
         total_steps=prepared.total_steps,
         first_step=first_step,
         best=checkpoint.state["best"] if checkpoint is not None else None,
+        services=services(prepared.agent),
     )
 
 

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from covey.cli.build import (
     training_sampling,
 )
 from covey.cli.folder import run_of
+from covey.cli.gateway import services
 from covey.cli.words import Words, compose_words, parse
 from covey.config import Composed
 from covey.errors import InputError
@@ -70,7 +71,7 @@ def main_eval(argv: list[str]) -> int:
     if words.help:
         print(EVAL_USAGE)
         return 0
-    bench = _bench(words, EVAL_USAGE)
+    bench = open_bench(words, EVAL_USAGE)
     metrics = asyncio.run(_evaluate(bench))
     for name, value in metrics.items():
         print(f"{name:40} {value:.4f}")
@@ -80,7 +81,7 @@ def main_eval(argv: list[str]) -> int:
 
 
 async def _evaluate(bench: Bench) -> dict[str, float]:
-    async with _sampling(bench):
+    async with sampling(bench):
         found = await make_evaluator(bench.prepared, bench.collector, print).run()
     return dict(found.metrics)
 
@@ -92,31 +93,35 @@ def main_sample(argv: list[str]) -> int:
         print(SAMPLE_USAGE)
         return 0
     count, many = _count(words, "-n", 4), _count(words, "--tasks", 2)
-    bench = _bench(words, SAMPLE_USAGE)
     question = words.text("--question")
+    bench = open_bench(words, SAMPLE_USAGE, asks_tasks=question is None)
     tasks: Sequence[Task]
     if question is not None:
         tasks = [Task("question", ({"role": "user", "content": question},))]
         bench = dataclasses.replace(bench, collector=dataclasses.replace(bench.collector, reward=_NoReward()))
     else:
         tasks = bench.prepared.tasks.validation[:many]
-    sampling = training_sampling(bench.prepared.config)
+    drawn = training_sampling(bench.prepared.config)
     console = Console(highlight=False)
-    for group in asyncio.run(_answers(bench, tasks, count, sampling)):
+    for group in asyncio.run(_answers(bench, tasks, count, drawn)):
         _print_group(group, console, bench.collector.renderer.tokenizer.decode)
     return 0
 
 
-async def _answers(bench: Bench, tasks: Sequence[Task], count: int, sampling: Sampling) -> list[Group]:
-    async with _sampling(bench):
-        return await bench.collector.groups(tasks, count, sampling, ("sample",))
+async def _answers(bench: Bench, tasks: Sequence[Task], count: int, drawn: Sampling) -> list[Group]:
+    async with sampling(bench):
+        return await bench.collector.groups(tasks, count, drawn, ("sample",))
 
 
 @asynccontextmanager
-async def _sampling(bench: Bench) -> AsyncIterator[None]:
+async def sampling(bench: Bench) -> AsyncIterator[None]:
+    """The engine with the model's weights, and whatever the agent needs besides."""
     try:
         await bench.engine.publish(bench.policy, version=0)
-        yield
+        async with AsyncExitStack() as open_services:
+            for service in services(bench.prepared.agent):
+                await open_services.enter_async_context(service)
+            yield
     finally:
         bench.engine.close()
 
@@ -168,17 +173,16 @@ def _count(words: Words, flag: str, default: int) -> int:
     return int(text)
 
 
-def _bench(words: Words, usage: str) -> Bench:
-    """Load the model and its tasks."""
+def open_bench(words: Words, usage: str, *, asks_tasks: bool = True) -> Bench:
+    """Load the model, and its tasks if they are asked."""
     if len(words.places) != 1:
         raise InputError(f"name one model or run\n\n{usage.rstrip()}")
     from covey.learner.models import load_policy
 
     composed = _compose_for(words.places[0], words)
-    question = words.text("--question") is not None
-    tasks = TaskSet(train=(), validation=(), reward=None, description="a question") if question else None
+    tasks = None if asks_tasks else TaskSet(train=(), validation=(), reward=None, description="a question")
     prepared = prepare(composed, tasks=tasks, training=False)
-    if not question and not prepared.tasks.validation:
+    if asks_tasks and not prepared.tasks.validation:
         raise InputError("there is nothing to ask: give data=NAME or data.val_files=FILE")
     assert prepared.model is not None
     policy = load_policy(prepared.model, prepared.config.model)

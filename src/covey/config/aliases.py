@@ -184,6 +184,7 @@ ALIASES: Mapping[str, str] = {
         _VERL_OVERLONG,
     ),
     **_family(("agent.", "agent.init_args."), _AGENTFLY),
+    "agentflow.port": "gateway.port",
     **_TORCHRL,
     # Variables that are settings too; see `read.ENVIRONMENT_KEY`.
     "env.AGENT_MAX_TIMEOUT": "agent.max_seconds",

@@ -47,7 +47,10 @@ GROUPS: Mapping[str, Mapping[str, type]] = {
 OWN_CODE = ("agent",)  # groups that also take module:function or file.py:function
 
 # What may differ between a run and its continuation.
-NOT_IN_FINGERPRINT = ("resume", "logging.to", "logging.output_dir", "logging.verbosity")
+NOT_IN_FINGERPRINT = (
+    *("resume", "gateway.port", "gateway.max_programs"),
+    *("logging.to", "logging.output_dir", "logging.verbosity"),
+)
 
 
 @dataclass(frozen=True)

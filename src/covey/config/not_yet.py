@@ -70,7 +70,6 @@ _ONE = "leave it at 1"
 NOT_YET = (
     # Agents
     NotYet("agent.name", is_("gui"), "agents that look at a screen", _OWN_AGENT),
-    NotYet("agentflow.port", anything, "the agent server", "leave it out: agents run in the training process"),
     NotYet("env.reasoning", true, "the reasoning prompt", "write it out: data.system_prompt='…'"),
     # Where and when things run
     NotYet("mode.name", is_("async"), "sampling while learning", "use mode=sync"),

@@ -76,6 +76,7 @@ class AgentConfig:
     environment: str | None = None  # agent=verifiers: an environment of that package, by id, module:function or file
     environment_options: dict[str, Any] = field(default_factory=dict)  # agent=verifiers: its own `env` settings
     max_seconds: float = 500.0  # an episode's own work, its reward included, may take this long (sampling not counted)
+    command: str | None = None  # agent=gateway: a program started for each episode; null: programs come for attempts
 
     def __post_init__(self) -> None:
         _at_least("agent.max_seconds", self.max_seconds, 0.001)
@@ -84,6 +85,16 @@ class AgentConfig:
         _at_least("agent.max_response_tokens", self.max_response_tokens, 1)
         _at_least("agent.max_tool_tokens", self.max_tool_tokens, 1)
         _one_of("agent.format", self.format, ("auto", "hermes", "llama", "mistral"))
+
+
+@dataclass(frozen=True)
+class GatewayConfig:
+    port: int = 9999  # of the endpoint of agent=gateway and covey serve, on this machine only; 0: any that is free
+    max_programs: int = 16  # programs of agent.command that run at once
+
+    def __post_init__(self) -> None:
+        _at_least("gateway.port", self.port, 0)
+        _at_least("gateway.max_programs", self.max_programs, 1)
 
 
 @dataclass(frozen=True)
@@ -272,6 +283,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: Any = None  # the chosen algorithm's own settings

@@ -226,6 +226,8 @@ _LIKELY_FIX = {
     "timeout": "raise agent.max_seconds, or lower rollout.max_tokens",
     "reward": "run the reward on one episode by hand; it raised on every answer",
     "unscored": "return a number from the reward; None means that an attempt cannot be scored",
+    "abandoned": "start the program that plays the attempts: it comes for them with POST /episodes (docs/gateway.md)",
+    "program": "run agent.command by hand against covey serve; its last words are above",
     "agent": "the agent raised on every attempt; try it on one task with covey sample",
 }
 

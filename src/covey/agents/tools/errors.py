@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from covey.errors import EpisodeError
 from covey.types import Failure
 
 Kind = Literal["malformed", "unknown_tool", "bad_arguments", "raised", "deadline"]
@@ -25,7 +26,7 @@ class ToolMistake(Exception):
         return self.text
 
 
-class ToolFailure(Exception):
+class ToolFailure(EpisodeError):
     """The infrastructure's fault. `cause` is short and countable: tool_timeout, tool_crash, tool_result, sandbox,
     search, or a word of a user's own tool."""
 
