@@ -68,6 +68,7 @@ class TokenOutputs:
     entropy: Tensor
     values: Tensor | None = None
     full_kl: Tensor | None = None
+    first_choice: Tensor | None = None  # whether no other token is likelier
 
 
 @dataclass(frozen=True, slots=True)

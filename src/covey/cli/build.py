@@ -27,7 +27,7 @@ from covey.cli.checks import (
     sampling_is_cut,
     shares_gpu,
 )
-from covey.cli.folder import open_run, run_info, store, threads_for, write_run_files
+from covey.cli.folder import Startable, open_run, store, threads_for, write_run_files
 from covey.cli.gateway import check_gateway, services
 from covey.config import Composed, fingerprint
 from covey.config.schema import Config, LoraConfig
@@ -37,7 +37,7 @@ from covey.protocols import Agent, RolloutEngine
 from covey.rewards import RewardSet, resolve_rewards
 from covey.rollout.templates import use_template
 from covey.tasks import TaskSet, batch_for_step, fresh_tasks, load_tasks, steps_per_epoch
-from covey.telemetry import check_logging
+from covey.telemetry import RunInfo, check_logging
 from covey.types import Sampling, Task
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import: only where a model is at hand
@@ -77,6 +77,7 @@ class Prepared:
     warnings: tuple[str, ...]
     folder: Path | None = None  # where to write; None: output_dir/DATE/TIME
     engine_reason: str = ""  # why rollout=auto chose its engine
+    command: str = "train"
 
     @property
     def trained_reward(self) -> str:
@@ -87,6 +88,21 @@ class Prepared:
     def task_name(self) -> str:
         """Short, for titles: the counts behind the colon are left out."""
         return self.tasks.description.split(":")[0]
+
+    def info(self, path: Path, first_step: int) -> RunInfo:
+        config = self.config
+        return RunInfo(
+            folder=path,
+            title=f"{config.logging.project}/{config.logging.experiment}",
+            algorithm=config.algorithm.name,
+            model=config.model.name,
+            task=self.task_name,
+            total_steps=self.total_steps,
+            first_step=first_step,
+            reward_names=self.rewards.names,
+            trained_reward=self.trained_reward,
+            config=self.tree,
+        )
 
 
 def prepare(
@@ -151,7 +167,7 @@ def prepare(
         agent=agent,
         algorithm=algorithm,
         model=source,
-        total_steps=_total_steps(config, len(found.train)),
+        total_steps=total_steps(config, len(found.train)),
         warnings=tuple(warnings),
         folder=folder,
         engine_reason=reason,
@@ -201,7 +217,7 @@ def check_critic(config: Config, policy: ModelSource | None) -> None:
         )
 
 
-def _total_steps(config: Config, tasks: int) -> int:
+def total_steps(config: Config, tasks: int) -> int:
     if config.loop.total_steps is not None:
         return config.loop.total_steps
     return (config.loop.total_epochs or 1) * steps_per_epoch(max(tasks, 1), config.data.train_batch_size)
@@ -219,9 +235,9 @@ def build(prepared: Prepared, *, note: Note) -> Run:
     threads = threads_for(config, folder if checkpoint is not None else None)
     torch.set_num_threads(threads)
     checkpoints = store(config, folder.path)
-    learner = _make_learner(prepared, checkpoint)
+    learner = make_learner(prepared, checkpoint)
     write_run_files(prepared, folder, learner, threads, resumed=checkpoint is not None)
-    telemetry = _open_telemetry(prepared, folder.path, checkpoint)
+    telemetry = open_telemetry(prepared, folder.path, checkpoint)
     engine = make_engine(prepared, learner.model, log=folder.path / "vllm.log")
     collector = make_collector(prepared, engine)
     source = _make_source(prepared, collector)
@@ -359,7 +375,7 @@ def _make_refill(prepared: Prepared) -> Refill | None:
     return Refill(counted, prepared.algorithm.sees_rewards_apart, wanted.max_refills, fresh)
 
 
-def _make_learner(prepared: Prepared, checkpoint: Checkpoint | None) -> Learner:
+def make_learner(prepared: Startable, checkpoint: Checkpoint | None) -> Learner:
     from covey.learner.learner import Learner
     from covey.loop.checkpoint import restore_learner
 
@@ -380,13 +396,13 @@ def _make_learner(prepared: Prepared, checkpoint: Checkpoint | None) -> Learner:
     return learner
 
 
-def _open_telemetry(prepared: Prepared, path: Path, checkpoint: Checkpoint | None) -> Telemetry:
+def open_telemetry(prepared: Startable, path: Path, checkpoint: Checkpoint | None) -> Telemetry:
     from covey.telemetry import Telemetry
 
     state = checkpoint.state if checkpoint is not None else {}
     first_step = state.get("step", 0)
     telemetry = Telemetry.open(
-        run_info(prepared, path, first_step),
+        prepared.info(path, first_step),
         prepared.config.logging,
         metrics_offset=state.get("metrics_offset"),
         episodes_offset=state.get("episodes_offset"),
@@ -400,7 +416,7 @@ def _open_telemetry(prepared: Prepared, path: Path, checkpoint: Checkpoint | Non
     return telemetry
 
 
-def _load_models(prepared: Prepared, checkpoint: Checkpoint | None) -> tuple[Any, Any]:
+def _load_models(prepared: Startable, checkpoint: Checkpoint | None) -> tuple[Any, Any]:
     """The policy, from the checkpoint if there is one, and its reference, always from the start model."""
     from covey.learner.models import Reference, load_policy
 
@@ -421,7 +437,7 @@ def _load_models(prepared: Prepared, checkpoint: Checkpoint | None) -> tuple[Any
     return policy, Reference(load(source), offload=offload) if needed else None
 
 
-def _load_critic(prepared: Prepared) -> Any:
+def _load_critic(prepared: Startable) -> Any:
     """A whole model without adapters: critic.model, or what the policy starts from."""
     from covey.learner.models import load_policy, open_source
 
@@ -432,7 +448,7 @@ def _load_critic(prepared: Prepared) -> Any:
     return load_policy(dataclasses.replace(source, adapter=None), plain)
 
 
-def _total_updates(prepared: Prepared) -> int:
+def _total_updates(prepared: Startable) -> int:
     config = prepared.config
     per_epoch = -(-config.data.train_batch_size // (config.learner.mini_batch_size or config.data.train_batch_size))
     alone = config.critic.warmup_steps if prepared.algorithm.needs.values else 0  # steps without the policy

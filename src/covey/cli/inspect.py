@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from rich.console import Console
 
 from covey.cli.build import (
@@ -197,8 +198,22 @@ def _compose_for(name: str, words: Words) -> Composed:
     if not (run / "run.json").is_file():
         return compose_words(words, settings=[f"model.name={name}", *words.settings])
     model = path / "model" if path != run else _best_model(run)
-    settings = [f"model.name={model}", *words.settings]
+    settings = [f"model.name={model}", *_tasks_of(run, words), *words.settings]
     return compose_words(words, settings=settings, config_path=run / "config.yaml")
+
+
+def _tasks_of(run: Path, words: Words) -> list[str]:
+    """A run of covey sft knows demonstrations: from files they are no tasks, and others must be named."""
+    data = yaml.safe_load((run / "config.yaml").read_text())["data"]
+    if json.loads((run / "run.json").read_text()).get("kind") != "sft" or data["train_files"] is None:
+        return []
+    named = [word for word in words.settings if word.startswith(("data=", "data.name=", "data.val_files="))]
+    if not named and words.text("--question") is None:
+        raise InputError(
+            f"{run} was trained on demonstrations: name the tasks to ask\n"
+            "  data=calculator, or data.val_files=tasks.jsonl with question and answer"
+        )
+    return ["data.train_files=null", "data.val_files=null"]
 
 
 def _best_model(run: Path) -> Path:
