@@ -6,27 +6,26 @@ Without a namespace (the tier `limits`) it adopts what its descendants leave beh
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-from collections.abc import Callable
-from typing import NoReturn
+import select
 
 from covey.sandbox.inside import kernel
 
+TYPE_CHECKING = False  # see start.py
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import NoReturn
+
 INTERVAL = 0.05  # seconds between two looks at the memory
 PAGE = os.sysconf("SC_PAGE_SIZE")
-WAKE = {signal.SIGCHLD, signal.SIGTERM}
 
 
 def keep(program: Callable[[], None], *, memory_mb: int, control: int, alone: bool) -> None:
     """Returns in the child, which is the program; never in the keeper. `alone`: in a process namespace."""
     if not alone:
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-    signal.pthread_sigmask(signal.SIG_BLOCK, WAKE)
     child = os.fork()
     if child == 0:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, WAKE)
         os.setsid()
         program()
         return
@@ -38,13 +37,18 @@ def keep(program: Callable[[], None], *, memory_mb: int, control: int, alone: bo
 
 
 def _watch(child: int, memory: int, control: int, alone: bool) -> NoReturn:
+    ended = select.poll()
+    ended.register(os.pidfd_open(child), select.POLLIN)
+    if not alone:  # a namespace is simply killed from outside
+        import signal
+
+        signal.signal(signal.SIGTERM, lambda *_: _end(137, alone))
     while True:
-        woken = signal.sigtimedwait(WAKE, INTERVAL)
-        code = _reap(child)
-        if code is not None or (woken is not None and woken.si_signo == signal.SIGTERM):
-            _end(code if code is not None else 137, alone)
+        ended.poll(INTERVAL * 1000)
+        if (code := _reap(child)) is not None:
+            _end(code, alone)
         if sum(map(_resident, _inside(alone))) > memory:
-            os.write(control, (json.dumps({"killed": "memory"}) + "\n").encode())
+            os.write(control, b'{"killed": "memory"}\n')
             _end(137, alone)
 
 
@@ -67,7 +71,7 @@ def _end(code: int, alone: bool) -> NoReturn:
     while not alone and (living := _inside(alone)):
         for pid in living:
             try:
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, kernel.SIGKILL)
             except ProcessLookupError:
                 continue
         _reap(0)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import builtins
-import json
-import linecache
 import os
 import sys
-import types
-from typing import Any
+
+TYPE_CHECKING = False  # see start.py
+if TYPE_CHECKING:
+    from typing import Any
 
 OURS = "<sandbox>"  # how the files of this package are called in here
 
@@ -32,6 +31,8 @@ def run(request: dict[str, Any]) -> None:
 
 
 def session(request: dict[str, Any]) -> None:
+    import json
+
     space = _main(request)
     with open(request["commands"], encoding="utf-8") as commands:
         for number, line in enumerate(commands, 1):
@@ -45,6 +46,9 @@ def session(request: dict[str, Any]) -> None:
 
 
 def _cell(source: str, name: str, space: dict[str, Any]) -> int:
+    import ast
+    import linecache
+
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)  # for tracebacks
     try:
         tree = ast.parse(source, name)
@@ -70,7 +74,7 @@ def _main(request: dict[str, Any]) -> dict[str, Any]:
         with open(name, "w", encoding="utf-8", errors="surrogatepass") as file:
             file.write(text)
     prepare(request)
-    module = types.ModuleType("__main__")
+    module = type(sys)("__main__")
     sys.modules["__main__"] = module
     return module.__dict__
 

@@ -10,13 +10,15 @@ Then, in every tier: a keeper, and under it the program with limits, no privileg
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import resource
-from typing import Any
 
 from covey.sandbox.inside import filters, keeper, kernel, walls
+
+# A program waits for the imports of these modules: those that every sandbox needs import as little as they can.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 OPEN_FILES = 256
 
@@ -41,13 +43,15 @@ def start(stage: str, request: dict[str, Any]) -> None:
             alone=stage != "limits",
         )
     except Exception as error:  # the host hears of it; nothing of the model's has run
-        report(request, {"error": f"{type(error).__name__}: {error}"})
+        import json
+
+        report(request, json.dumps({"error": f"{type(error).__name__}: {error}"}))
         os._exit(1)
     _play(request)
 
 
-def report(request: dict[str, Any], message: dict[str, Any]) -> None:
-    os.write(request["control"], (json.dumps(message) + "\n").encode())
+def report(request: dict[str, Any], message: str) -> None:
+    os.write(request["control"], message.encode() + b"\n")
 
 
 def _harden(request: dict[str, Any]) -> None:
@@ -55,11 +59,11 @@ def _harden(request: dict[str, Any]) -> None:
     _limit(request["limits"])
     kernel.leave_keyrings()
     kernel.drop_capabilities()
-    found = {"landlock": False, "seccomp": False}
+    landlock = seccomp = False
     if request["filters"]:
-        found["landlock"] = filters.landlock(request["readable"], request["writable"])
-        found["seccomp"] = filters.seccomp()
-    report(request, {"ready": found})
+        landlock = filters.landlock(request["readable"], request["writable"])
+        seccomp = filters.seccomp()
+    report(request, f'{{"ready": {{"landlock": {int(landlock)}, "seccomp": {int(seccomp)}}}}}')
 
 
 def _limit(limits: dict[str, Any]) -> None:
@@ -76,7 +80,7 @@ def _limit(limits: dict[str, Any]) -> None:
     limit(resource.RLIMIT_MSGQUEUE, 0)
     limit(resource.RLIMIT_NPROC, limits["processes"] + limits["others"])
     if limits["cpu_seconds"] is not None:
-        limit(resource.RLIMIT_CPU, math.ceil(limits["cpu_seconds"]) + 1)
+        limit(resource.RLIMIT_CPU, int(limits["cpu_seconds"]) + 2)
 
 
 def _play(request: dict[str, Any]) -> None:

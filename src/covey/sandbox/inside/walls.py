@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
-from typing import Any
 
 from covey.sandbox.inside import kernel
+
+TYPE_CHECKING = False  # see start.py
+if TYPE_CHECKING:
+    from typing import Any
 
 NOBODY = 65534
 USER = 1000  # how the ordinary user is called inside
@@ -55,7 +57,7 @@ def closed_folder(path: str) -> str | None:
 
 
 def die_with_parent() -> None:
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, kernel.SIGKILL)
 
 
 def build(view: dict[str, Any], disk_mb: int) -> None:
