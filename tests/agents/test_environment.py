@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,8 @@ from covey.agents.custom import as_agent
 from covey.config.schema import AgentConfig
 from covey.errors import InputError
 from covey.rewards.builtin import given
-from covey.types import Episode, StopReason, Task
+from covey.types import Episode, Failure, StopReason, Task
+from covey.workers import WorkerPool
 from tests.agents.scripted import Script, one_row, policy_of, scored
 
 TASK = Task("t", ({"role": "user", "content": "guess"},), answer="42")
@@ -187,6 +191,45 @@ def test_what_an_environment_does_wrong_is_a_failure(where: str, how: str, cause
     assert kind.closed == 1  # type: ignore[attr-defined]
 
 
+class Stuck(Guess):
+    """Hangs, crashes or raises as the reply says, where asyncio could not help it."""
+
+    def step(self, reply: str) -> Any:
+        if reply == "hang":
+            time.sleep(600)
+        if reply == "crash":
+            os._exit(7)
+        if reply == "raise":
+            raise ValueError("no such move")
+        return covey.Done({"reward": 1.0, "pid": os.getpid()})
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    Stuck.made = []
+    pool = WorkerPool(EnvironmentAgent(Stuck, max_turns=1).functions, max_workers=6)
+    yield pool
+    pool.close()
+
+
+def test_in_workers_environments_may_hang_and_crash(pool: WorkerPool) -> None:
+    agent = EnvironmentAgent(Stuck, max_turns=3, seconds=2.0).in_workers(pool)
+    texts = ["hang", "crash", "raise", "fine", "fine"]
+
+    async def together() -> list[Episode]:
+        return await asyncio.gather(*(scored(agent, TASK, Script(text)) for text in texts))
+
+    hung, crashed, raised, one, other = asyncio.run(together())
+    assert hung.failure == Failure("environment_timeout", "Stuck.step took longer than agent.tool_seconds=2")
+    assert crashed.failure is not None and crashed.failure.cause == "environment"
+    assert "exit code 7" in crashed.failure.message
+    assert raised.failure == Failure("environment", "Stuck.step: ValueError: no such move")
+    assert one.failure is None and one.rewards["given"] == other.rewards["given"] == 1.0
+    pids = {one.rewards["given/pid"], other.rewards["given/pid"]}
+    assert len(pids) == 2 and os.getpid() not in pids
+    assert one.messages[1]["content"] == "from 1 to 100"  # reset was asked there, too
+
+
 def test_what_a_name_stands_for(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
@@ -223,7 +266,7 @@ def test_what_a_name_stands_for(tmp_path: Path) -> None:
         found("Nothing")
     with pytest.raises(InputError, match="plain must be a coroutine"):
         found("plain")
-    with pytest.raises(InputError, match="wrong made a int, which has no reset and no step"):
+    with pytest.raises(InputError, match="wrong makes something that has no reset and no step"):
         asyncio.run(scored(found("wrong"), TASK, Script("x")))
 
 

@@ -21,7 +21,7 @@ from covey.agents.verifiers import VerifiersAgent
 from covey.config.schema import AgentConfig
 from covey.errors import InputError
 from covey.types import Episode, StopReason
-from tests.agents.scripted import Script, one_row, scored, with_braces
+from tests.agents.scripted import Script, one_row, policy_of, scored, with_braces
 
 SOURCE = """
 import verifiers.v1 as vf
@@ -204,10 +204,7 @@ def test_several_turns_with_another_role(home: Path) -> None:
 
 def test_tools(home: Path) -> None:
     call = '<tool_call>\n{"name": "numbers_add", "arguments": {"a": 1, "b": 1}}\n</tool_call>'
-    agent = made(home, "sums_tools", TOOLS)
-    with pytest.raises(InputError, match="has tools, and it is not known how the model calls them"):
-        play(agent, Script())
-    agent = replace(agent, format=make_format("hermes", native_tools=False))
+    agent = replace(made(home, "sums_tools", TOOLS), format=make_format("hermes", native_tools=False))
     engine = Script(f"Let me see. {call}", "2", tokenizer=with_braces())
     episode = play(agent, engine)
     assert episode.failure is None and episode.rewards["given"] == 2.5
@@ -216,6 +213,13 @@ def test_tools(home: Path) -> None:
     shown = "<tool_response>\n2\n</tool_response>"
     assert engine.prompts[1].endswith(f"<|im_start|>user\n{shown}<|im_end|>\n<|im_start|>assistant\n")
     assert episode.messages[-2]["content"] == shown
+
+
+def test_tools_need_a_format() -> None:
+    from covey.agents.verifiers_bridge import PolicyClient
+
+    with pytest.raises(InputError, match="has tools, and it is not known how the model calls them"):
+        PolicyClient(policy_of(Script()), None)._format([{}])
 
 
 def test_limits_end_an_episode_and_it_is_scored(home: Path) -> None:

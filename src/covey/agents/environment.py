@@ -21,16 +21,20 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
-from covey.errors import EpisodeError, InputError
+from covey.errors import EpisodeError, InputError, RunFailed
 from covey.protocols import Done, NoRoom, Policy
 from covey.types import Episode, Messages, RewardTable, StopReason, Task
+from covey.workers import WorkerError, WorkerPool, WorkerSession, WorkerTimeout
 
 Message = Mapping[str, Any]
+
+WORKERS = "environment"  # what workers call the factory
 
 
 class EnvironmentFailed(EpisodeError):
@@ -65,7 +69,7 @@ class Inline:
 
     async def start(self, factory: Callable[[], Any], seconds: float) -> None:
         self.environment = await _result(factory(), seconds)
-        check_environment(factory, self.environment)
+        check_environment(factory, dir(self.environment))
 
     async def call(self, method: str, argument: Any, seconds: float) -> Any:
         return await _result(getattr(self.environment, method)(argument), seconds)
@@ -80,12 +84,42 @@ class Inline:
                 return
 
 
-def check_environment(factory: Callable[[], Any], made: Any) -> None:
+class InWorker:
+    """In a worker of its own, which is killed if a call takes too long."""
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self.pool = pool
+        self.session: WorkerSession | None = None
+        self.methods: frozenset[str] = frozenset()
+
+    async def start(self, factory: Callable[[], Any], seconds: float) -> None:
+        self.session = await self.pool.session()
+        try:
+            await self.session.make(WORKERS, seconds=seconds)
+            self.methods = frozenset(await self.session.method("__dir__", seconds=seconds))
+            check_environment(factory, self.methods)
+        except BaseException:
+            await self.session.close()
+            raise
+
+    async def call(self, method: str, argument: Any, seconds: float) -> Any:
+        assert self.session is not None
+        return await self.session.method(method, argument, seconds=seconds)
+
+    def has(self, method: str) -> bool:
+        return method in self.methods
+
+    async def close(self, seconds: float) -> None:
+        assert self.session is not None
+        await self.session.close()
+
+
+def check_environment(factory: Callable[[], Any], methods: Collection[str]) -> None:
     """Whether a factory makes environments; known only once it has made one."""
-    missing = [method for method in ("reset", "step") if not callable(getattr(made, method, None))]
+    missing = [method for method in ("reset", "step") if method not in methods]
     if missing:
         name = getattr(factory, "__name__", factory)
-        raise InputError(f"agent {name} made a {type(made).__name__}, which has no {' and no '.join(missing)}")
+        raise InputError(f"agent {name} makes something that has no {' and no '.join(missing)}: no environment")
 
 
 async def _result(value: Any, seconds: float) -> Any:
@@ -105,6 +139,15 @@ class EnvironmentAgent:
     seat: Callable[[], Seat] = Inline
 
     reward: ClassVar[str] = "given"  # what scores its episodes when the user names no reward
+
+    @property
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """What a pool of workers must have for `in_workers`."""
+        return {WORKERS: self.factory}
+
+    def in_workers(self, pool: WorkerPool) -> EnvironmentAgent:
+        """The same with every environment in a worker of its own."""
+        return replace(self, seat=partial(InWorker, pool))
 
     def opening(self, task: Task) -> tuple[Messages, None]:
         """The task's own messages: an environment says what it adds when it is reset."""
@@ -170,11 +213,13 @@ class World:
     async def guard(self, what: str, call: Awaitable[Any]) -> Any:
         try:
             return await call
-        except TimeoutError:
+        except (TimeoutError, WorkerTimeout):
             text = f"{self.name}.{what} took longer than agent.tool_seconds={self.seconds:g}"
             raise EnvironmentFailed("environment_timeout", text) from None
-        except (EnvironmentFailed, InputError):
+        except (EnvironmentFailed, InputError, RunFailed):
             raise
+        except WorkerError as error:  # its own exception, or its end
+            raise EnvironmentFailed("environment", f"{self.name}.{what}: {error}") from error
         except Exception as error:
             text = f"{self.name}.{what}: {type(error).__name__}: {error}"
             raise EnvironmentFailed("environment", text) from error
