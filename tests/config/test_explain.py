@@ -12,12 +12,14 @@ from covey.errors import InputError
 # Every native key. A change here is a change of what people type: make it on purpose.
 NATIVE = """
 agent.max_seconds agent.name agent.template
+agent.command
 cluster.name
 critic.clip critic.grad_clip critic.lr critic.model critic.shared critic.shared_coef critic.warmup_steps
 data.name data.options data.shuffle data.system_prompt data.train_batch_size data.train_files data.train_size
 data.val_files data.val_size
 eval.after eval.batch_size eval.before eval.every eval.max_tokens eval.modes eval.n eval.temperature eval.top_k
 eval.top_p
+gateway.max_programs gateway.port
 learner.beta1 learner.beta2 learner.entropy_coef learner.epochs learner.eps learner.grad_clip learner.lr
 learner.compile learner.max_skipped learner.micro_batch_size learner.micro_batch_tokens learner.min_lr_ratio
 learner.mini_batch_size learner.offload_optimizer learner.offload_reference learner.offload_weights
@@ -138,7 +140,7 @@ def test_explain_a_section_and_everything(algorithms):
     [
         ("critic.model.path", "aliases  critic.model.path"),
         ("agent.use_agent", "accepted; no effect"),
-        ("agentflow.port", "not available yet: the agent server"),
+        ("agentflow.port", "aliases  agentflow.port"),
         ("train.optim_batch_size", "goes into learner.mini_batch_size: turns / rollout.group_size"),
         ("reward.weights.exact", "reward.weights\n  by reward name"),
     ],
