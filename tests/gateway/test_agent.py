@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from covey.errors import InputError
+from covey.errors import Absent, InputError, RunFailed
 from covey.gateway import GatewayAgent, Rules
+from covey.gateway.program import require_program
 from covey.rewards import resolve_rewards
 from covey.rollout.collector import Collector, NothingCompleted, TrainingSource
 from covey.rollout.rendering import Renderer
@@ -305,10 +306,35 @@ def test_nothing_that_works_is_told_with_the_likely_fix(tmp_path: Path) -> None:
         step(Ground(command=f"{sys.executable} -S -c 'raise SystemExit(3)'"))
 
 
-@pytest.mark.parametrize("line", ["", "no-such-program-here x", "python 'unclosed"])
-def test_a_command_that_cannot_be_run_is_told_at_once(line: str) -> None:
-    with pytest.raises(InputError, match=r"agent\.command"):
-        Ground(command=line)
+def test_a_command_that_cannot_be_run_is_told_at_once() -> None:
+    for line in ("", "python 'unclosed"):
+        with pytest.raises(InputError, match=r"agent\.command"):
+            Ground(command=line)
+    with pytest.raises(Absent, match="no program nowhere-to-be-found here"):
+        require_program("nowhere-to-be-found x")
+
+
+def test_a_dead_engine_ends_the_run_whatever_the_program_says(tmp_path: Path) -> None:
+    def dead(prompt: str, sampling: Sampling) -> str:
+        raise RunFailed("the engine is gone")
+
+    ground = Ground(command=command(tmp_path, "ask(task['messages'])"))
+    ground.engine.reply = dead
+    with pytest.raises(RunFailed, match="the engine is gone"):
+        step(ground)
+
+
+def test_who_waits_for_an_attempt_when_the_run_ends_is_told_there_is_none() -> None:
+    async def scene() -> int:
+        ground = Ground()
+        await ground.agent.__aenter__()
+        async with ground.client() as client:
+            waiting = asyncio.ensure_future(client.post("/episodes", json={"wait": 60}))
+            await asyncio.sleep(0.3)
+            await ground.agent.__aexit__()
+            return int((await waiting).status_code)
+
+    assert asyncio.run(scene()) == 204
 
 
 def test_the_runs_own_programs_are_the_only_ones(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -278,7 +279,7 @@ def test_a_client_that_hangs_up_leaves_no_turn() -> None:
 
         if not hold.is_set():
             hold.set()
-            await asyncio.sleep(30)
+            await asyncio.sleep(1.0)
         return await plain(token_ids, sampling)
 
     engine.generate = slow  # type: ignore[method-assign]
@@ -293,6 +294,7 @@ def test_a_client_that_hangs_up_leaves_no_turn() -> None:
                 trust_env=False,
             )
         assert ask(house.client(opened["key"])).choices[0].message.content == "done"
+        time.sleep(1.5)  # the first would be done by now
         house.post(f"/episodes/{opened['id']}/finish")
         assert len(house.episode(opened["id"]).turns) == 1
 

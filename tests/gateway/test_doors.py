@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 import socket
 from collections.abc import Iterator
@@ -12,7 +13,6 @@ import pytest
 
 from covey.errors import Absent, InputError
 from covey.gateway import Book, Rules
-from covey.gateway.app import MAX_BODY
 from covey.gateway.book import Over, shown_task
 from covey.gateway.refusal import Refused
 from covey.gateway.server import bind
@@ -100,12 +100,29 @@ def test_other_hosts_and_pages_are_turned_away(house: House) -> None:
 
 
 def test_bodies_are_bounded_and_must_be_json(house: House) -> None:
+    from covey.gateway.app import MAX_BODY
+
     key = house.open()["key"]
     big = house.post("/v1/chat/completions", key=key, content=b'"' + b"x" * MAX_BODY + b'"')
     assert big.status_code == 413
     for content in (b"{", b"[1]", b"[" * 100_000):
         answer = house.post("/v1/chat/completions", key=key, content=content)
         assert answer.status_code == 400 and "error" in answer.json()
+
+
+def test_other_places_and_verbs_are_refused_in_the_same_form(house: House) -> None:
+    import httpx
+
+    for answer in (house.post("/v1/embeddings", json={}), httpx.get(house.url + "/v1/chat/completions")):
+        assert answer.status_code == 404 and answer.json()["error"]["type"] == "not_found_error"
+
+
+def test_columns_of_any_type_are_shown(house: House) -> None:
+    import httpx
+
+    live = house.book.open_new(Task("t", (USER,), columns={"when": datetime.date(2026, 1, 2)}))
+    shown = httpx.get(f"{house.url}/episodes/current", headers={"authorization": f"Bearer {live.key}"})
+    assert shown.json()["task"]["columns"] == {"when": "2026-01-02"} and shown.json()["turns"] == 0
 
 
 def test_it_listens_on_this_machine_only(house: House) -> None:

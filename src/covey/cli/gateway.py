@@ -10,6 +10,7 @@ from covey.agents.formats import choose_format
 from covey.config.schema import Config
 from covey.gateway import GatewayAgent, Rules
 from covey.gateway.messages import Format
+from covey.gateway.program import require_program
 from covey.gateway.server import bind, require_packages
 from covey.protocols import Agent
 from covey.types import Sampling
@@ -36,8 +37,10 @@ def make_gateway(config: Config, source: ModelSource | None) -> GatewayAgent:
 
 
 def check_gateway(config: Config) -> None:
-    """Its packages are here, and its port is free."""
+    """Its packages and its program are here, and its port is free."""
     require_packages()
+    if config.agent.command is not None:
+        require_program(config.agent.command)
     bind(config.gateway.port).close()
 
 

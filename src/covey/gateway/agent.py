@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from covey.errors import EpisodeError, InputError
+from covey.errors import EpisodeError
 from covey.gateway.book import Book
 from covey.gateway.live import Live, Rules
-from covey.gateway.program import environment, play
+from covey.gateway.program import environment, play, split_command
 from covey.gateway.server import Server
 from covey.protocols import Policy
 from covey.types import Episode, Messages, Task
@@ -45,7 +44,7 @@ class GatewayAgent:
         self.rules = rules
         self.port = port
         self.patience = patience
-        self.command = read_command(command) if command is not None else None
+        self.command = split_command(command) if command is not None else None
         self.programs = programs
         self.announce: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
         self._book: Book | None = None
@@ -104,15 +103,7 @@ class GatewayAgent:
             code, output = await play(command, environment(live, self._server.url, os.environ))
         finally:
             self._places.release()
-        if code and not live.used_up:  # one that gave up because the model may say no more has not failed
+        if live.error is not None or live.used_up:  # not the program's fault: it could not be answered
+            return
+        if code:
             raise ProgramFailed(f"{shlex.join(command)} ended with exit code {code}: {output[-500:] or 'no output'}")
-
-
-def read_command(command: str) -> tuple[str, ...]:
-    try:
-        words = tuple(shlex.split(command))
-    except ValueError as error:
-        raise InputError(f"agent.command={command!r}: {error}") from error
-    if not words or shutil.which(words[0]) is None:
-        raise InputError(f"agent.command={command!r}: there is no such program\n  example: 'python my_agent.py'")
-    return words

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -50,11 +50,10 @@ def make_app(book: Book, port: int) -> Any:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     url = f"http://127.0.0.1:{port}"
 
-    async def refused(request: Request, error: Exception) -> Response:
-        assert isinstance(error, Refused)
-        return JSONResponse(error.body(), error.status)
-
-    app.add_exception_handler(Refused, refused)
+    app.add_exception_handler(Refused, _refused)
+    app.add_exception_handler(404, _nowhere)
+    app.add_exception_handler(405, _nowhere)
+    app.add_exception_handler(Exception, _broken)
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
@@ -70,7 +69,7 @@ def make_app(book: Book, port: int) -> Any:
         done = Completed(f"chatcmpl-{secrets.token_hex(12)}", book.rules.model, choices, asked.logprobs)
         headers = {"x-covey-episode": live.id}
         if asked.stream:
-            events = done.events(with_usage=asked.with_usage)
+            events = _one_by_one(done.events(with_usage=asked.with_usage))
             return StreamingResponse(events, media_type="text/event-stream", headers=headers)
         return JSONResponse(done.whole(), headers=headers)
 
@@ -80,11 +79,11 @@ def make_app(book: Book, port: int) -> Any:
             raise Refused(403, "only the admin's token opens episodes")
         body = await _body(request)
         live = await _opened(book, body, request)
-        return Response(status_code=204) if live is None else JSONResponse(describe(live, url), 201)
+        return Response(status_code=204) if live is None else described(live, url, 201)
 
     @app.get("/episodes/{ident}")
     async def look(ident: str, request: Request) -> Response:
-        return JSONResponse(describe(book.episode(_caller(book, request), ident), url))
+        return described(book.episode(_caller(book, request), ident), url)
 
     @app.post("/episodes/{ident}/reward")
     async def reward(ident: str, request: Request) -> Response:
@@ -103,8 +102,8 @@ def make_app(book: Book, port: int) -> Any:
     return Guard(app, frozenset(f"{name}:{port}" for name in ("127.0.0.1", "localhost")))
 
 
-def describe(live: Live, url: str) -> dict[str, Any]:
-    return {
+def described(live: Live, url: str, status: int = 200) -> Response:
+    found = {
         "id": live.id,
         "key": live.key,
         "base_url": f"{url}/v1",
@@ -112,6 +111,8 @@ def describe(live: Live, url: str) -> dict[str, Any]:
         "task": shown_task(live.task),
         "turns": len(live.policy.turns),
     }
+    # Data sets bring columns of any type (dates, decimals): what JSON does not know is written as text.
+    return Response(json.dumps(found, default=str), status, media_type="application/json")
 
 
 async def _opened(book: Book, body: dict[str, Any], request: Request) -> Live | None:
@@ -124,6 +125,26 @@ async def _opened(book: Book, body: dict[str, Any], request: Request) -> Live | 
         raise Refused(400, f"wait: must be a number of seconds up to {MAX_WAIT:g}", param="wait")
     taking = asyncio.create_task(book.take(wait))
     return await _unless_gone(request, taking)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    return JSONResponse(error.body(), error.status)
+
+
+async def _nowhere(request: Request, error: Exception) -> Response:
+    refusal = Refused(404, f"there is no {request.method} {request.url.path} here")
+    return JSONResponse(refusal.body(), refusal.status)
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    refusal = Refused(500, f"{type(error).__name__}: {error}")
+    return JSONResponse(refusal.body(), refusal.status)
+
+
+async def _one_by_one(events: Iterator[str]) -> AsyncIterator[str]:
+    for event in events:
+        yield event
 
 
 def _caller(book: Book, request: Request) -> Caller:

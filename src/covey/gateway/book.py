@@ -66,6 +66,7 @@ class Book:
         self._keys: dict[bytes, str] = {}  # digest of a key → id
         self._offered: deque[tuple[Live, asyncio.Event]] = deque()
         self._arrived = asyncio.Condition()
+        self._closing = False
 
     # -- opening and ending ------------------------------------------------------------------------------------------
 
@@ -94,9 +95,12 @@ class Book:
         live.close()
         self.on_closed(live)
 
-    def end_all(self) -> None:
+    async def close(self) -> None:
+        """End all episodes; who waits for an attempt waits no longer."""
+        self._closing = True
         for live in list(self._live.values()):
             self.end(live)
+        await self._notify()
 
     # -- callers -----------------------------------------------------------------------------------------------------
 
@@ -163,10 +167,12 @@ class Book:
         """The attempt that has waited longest; None if there was none for so long."""
         try:
             async with asyncio.timeout(wait), self._arrived:
-                await self._arrived.wait_for(lambda: bool(self._offered))
-                live, taken = self._offered.popleft()
+                await self._arrived.wait_for(lambda: self._offered or self._closing)
         except TimeoutError:
             return None
+        if not self._offered:
+            return None
+        live, taken = self._offered.popleft()
         self.last_taken = time.monotonic()
         taken.set()
         return live

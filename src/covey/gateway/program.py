@@ -8,15 +8,35 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
+import shutil
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from covey.errors import Absent, InputError
 from covey.gateway.book import TOKEN, shown_task
 from covey.gateway.live import Live
 
 TAIL = 2000  # bytes of its output that are kept
 LONGEST_TASK = 100_000  # bytes; the system takes no longer value in an environment
+
+
+def split_command(command: str) -> tuple[str, ...]:
+    """agent.command as words."""
+    try:
+        words = tuple(shlex.split(command))
+    except ValueError as error:
+        raise InputError(f"agent.command={command!r}: {error}") from error
+    if not words:
+        raise InputError("agent.command is empty\n  example: agent.command='python my_agent.py'")
+    return words
+
+
+def require_program(command: str) -> None:
+    name = split_command(command)[0]
+    if shutil.which(name) is None:
+        raise Absent(f"agent.command={command!r}: there is no program {name} here")
 
 
 def environment(live: Live, url: str, inherited: Mapping[str, str]) -> dict[str, str]:

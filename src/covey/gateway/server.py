@@ -64,6 +64,7 @@ class Server:
         config = uvicorn.Config(
             make_app(self.book, self.port),
             log_config=None,
+            log_level="error",
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=2,
@@ -78,7 +79,7 @@ class Server:
 
     async def stop(self) -> None:
         """End all episodes, let replies under way be refused, close the socket."""
-        self.book.end_all()
+        await self.book.close()
         if self._serving is None:
             return
         self._server.should_exit = True
