@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
-from covey.agents.formats import choose_format
 from covey.config.schema import Config
 from covey.gateway import GatewayAgent, Rules
 from covey.gateway.messages import Format
@@ -43,6 +42,9 @@ def check_gateway(config: Config) -> None:
 
 
 def tool_format(config: Config, source: ModelSource) -> Format:
+    """How this model writes tool calls."""
+    from covey.agents.formats import choose_format
+
     return choose_format(config.agent.format, source.tokenizer, source.config.model_type)
 
 
