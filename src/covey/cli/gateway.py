@@ -6,7 +6,6 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from covey.agents.formats import choose_format
 from covey.config.schema import Config
 from covey.gateway import GatewayAgent, Rules
 from covey.gateway.messages import Format
@@ -45,6 +44,9 @@ def check_gateway(config: Config) -> None:
 
 
 def tool_format(config: Config, source: ModelSource) -> Format:
+    """How this model writes tool calls."""
+    from covey.agents.formats import choose_format
+
     return choose_format(config.agent.format, source.tokenizer, source.config.model_type)
 
 
