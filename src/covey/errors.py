@@ -18,6 +18,12 @@ class RunFailed(RuntimeError):
     """A run that had started could not go on; its text says why and what to try."""
 
 
+class EpisodeFailed(Exception):
+    """The infrastructure's failure in one episode, which costs that episode and no more."""
+
+    cause = "failed"  # short and countable, as in `Failure`
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word that was probably meant, if one is close enough."""
     found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

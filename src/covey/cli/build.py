@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,6 +37,7 @@ from covey.rewards import RewardSet, resolve_rewards
 from covey.tasks import TaskSet, batch_for_step, fresh_tasks, load_tasks, steps_per_epoch
 from covey.telemetry import check_logging
 from covey.types import Sampling, Task
+from covey.workers import WorkerPool
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import: only where a model is at hand
     from covey.algorithms import Algorithm
@@ -125,7 +127,9 @@ def prepare(
         unless_absent(lambda: check_critic(config, source))
     if training and source is not None:
         check_reference(source, algorithm)
-    rewards = resolve_rewards(reward or config.reward.name, found.reward, config.reward.weights, config.reward.only_if)
+    wanted = config.reward
+    rewards = resolve_rewards(reward or wanted.name, found.reward, wanted.weights, wanted.only_if, wanted.options)
+    unless_absent(rewards.verify)
     warnings += [*found.warnings, *check_algorithm(config, algorithm, rewards), *check_sizes(config, found)]
     for task in (*found.train, *found.validation):
         rewards.check(task)
@@ -212,7 +216,13 @@ def _use_template(tokenizer: Any, template: str | None) -> None:
 
 
 def build(prepared: Prepared, *, note: Note) -> Run:
-    """Load the model and join the parts; on resume, from the checkpoint."""
+    """Load the model and join the parts; on resume, from the checkpoint. What lasts is closed with the run."""
+    with ExitStack() as resources:
+        workers = open_workers(prepared, resources)
+        return _build(prepared, workers, resources, note)
+
+
+def _build(prepared: Prepared, workers: WorkerPool | None, resources: ExitStack, note: Note) -> Run:
     import torch
 
     from covey.loop.run import Run
@@ -223,11 +233,12 @@ def build(prepared: Prepared, *, note: Note) -> Run:
     threads = threads_for(config, folder if checkpoint is not None else None)
     torch.set_num_threads(threads)
     checkpoints = store(config, folder.path)
+    rewards = open_rewards(prepared, workers, resources)
     learner = _make_learner(prepared, checkpoint)
     write_run_files(prepared, folder, learner, threads, resumed=checkpoint is not None)
     telemetry = _open_telemetry(prepared, folder.path, checkpoint)
     engine = make_engine(prepared, learner.model, log=folder.path / "vllm.log")
-    collector = make_collector(prepared, engine)
+    collector = make_collector(prepared, engine, rewards)
     source = _make_source(prepared, collector)
     first_step = checkpoint.step if checkpoint is not None else 0
     return Run(
@@ -244,7 +255,29 @@ def build(prepared: Prepared, *, note: Note) -> Run:
         total_steps=prepared.total_steps,
         first_step=first_step,
         best=checkpoint.state["best"] if checkpoint is not None else None,
+        resources=resources.pop_all(),
     )
+
+
+def open_workers(prepared: Prepared, resources: ExitStack) -> WorkerPool | None:
+    """Processes for functions of the user's. To be opened before weights are loaded and before the run's folder is
+    locked: its template is a fork of this process as it is then."""
+    functions = prepared.rewards.for_workers()
+    if not functions:
+        return None
+    pool = WorkerPool(functions)
+    resources.callback(pool.close)
+    return pool
+
+
+def open_rewards(prepared: Prepared, workers: WorkerPool | None, resources: ExitStack) -> RewardSet:
+    from covey.learner.models import pick_device
+
+    seconds = prepared.config.reward.seconds
+    rewards = prepared.rewards.within(workers, seconds)
+    resources.callback(rewards.close)
+    rewards.open(seconds=seconds, device=str(pick_device(prepared.config.model.device)))
+    return rewards
 
 
 def make_engine(prepared: Prepared, policy: Any, *, log: Path | None = None) -> RolloutEngine:
@@ -289,12 +322,12 @@ def _make_vllm(prepared: Prepared, policy: Any, log: Path) -> RolloutEngine:
     return VllmEngine(settings, log=log, same_gpu=colocated and len(gpus) == 1)
 
 
-def make_collector(prepared: Prepared, engine: RolloutEngine) -> Collector:
+def make_collector(prepared: Prepared, engine: RolloutEngine, rewards: RewardSet) -> Collector:
     from covey.rollout.collector import Collector
 
     source, config = prepared.model, prepared.config
     assert source is not None
-    return Collector(engine, source.tokenizer, prepared.agent, prepared.rewards, config.seed, config.agent.max_seconds)
+    return Collector(engine, source.tokenizer, prepared.agent, rewards, config.seed, config.agent.max_seconds)
 
 
 def make_evaluator(prepared: Prepared, collector: Collector, warn: Note) -> Evaluator:

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,8 @@ from covey.cli.build import (
     make_collector,
     make_engine,
     make_evaluator,
+    open_rewards,
+    open_workers,
     prepare,
     training_sampling,
 )
@@ -60,6 +62,7 @@ class Bench:
     collector: Collector
     engine: RolloutEngine
     policy: Any
+    resources: ExitStack  # what ends with it
 
 
 def main_eval(argv: list[str]) -> int:
@@ -115,6 +118,7 @@ async def _sampling(bench: Bench) -> AsyncIterator[None]:
         yield
     finally:
         bench.engine.close()
+        bench.resources.close()
 
 
 def _print_group(group: Group) -> None:
@@ -166,9 +170,11 @@ def _bench(words: Words, usage: str) -> Bench:
     if not question and not prepared.tasks.validation:
         raise InputError("there is nothing to ask: give data=NAME or data.val_files=FILE")
     assert prepared.model is not None
-    policy = load_policy(prepared.model, prepared.config.model)
-    engine = make_engine(prepared, policy)
-    return Bench(prepared, make_collector(prepared, engine), engine, policy)
+    with ExitStack() as resources:
+        rewards = open_rewards(prepared, open_workers(prepared, resources), resources)
+        policy = load_policy(prepared.model, prepared.config.model)
+        engine = make_engine(prepared, policy)
+        return Bench(prepared, make_collector(prepared, engine, rewards), engine, policy, resources.pop_all())
 
 
 def _compose_for(name: str, words: Words) -> Composed:

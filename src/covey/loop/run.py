@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ class Run:
     best: dict[str, float] | None = None  # the best evaluation among the checkpoints
     evaluations: list[tuple[int, Metrics]] = field(default_factory=list)
     warned: set[str] = field(default_factory=set)
+    resources: ExitStack = field(default_factory=ExitStack)  # what else ends with the run: workers, rewards' models
 
     @property
     def path(self) -> Path:
@@ -58,6 +60,7 @@ class Run:
             raise
         finally:
             self.engine.close()
+            self.resources.close()
             self.telemetry.close(status)
             self.folder.set_status(status)
             self.folder.release()

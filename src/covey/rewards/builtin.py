@@ -6,16 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 from covey.rewards.countdown import countdown
-from covey.rewards.function import reward
+from covey.rewards.function import inline, reward
 from covey.rewards.numbers import math_reward_string_equal, number, sorted_numbers
 
 
+@inline
 @reward
 def exact(answer: Any, final_answer: str) -> float:
     """1 if the final answer is the answer, but for white space around it."""
     return float(final_answer.strip() == str(answer).strip())
 
 
+@inline
 @reward(name="format")
 def answer_format(completion: str) -> float:
     """1 if the answer stands in <answer>…</answer> or \\boxed{…}."""

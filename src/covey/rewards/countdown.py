@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from covey.rewards.function import reward
+from covey.rewards.function import inline, reward
 
 MAX_LENGTH = 200  # characters of an expression; bounds the depth of its tree and the size of its numbers
 OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -23,6 +23,7 @@ PRINTED = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-"})
 RUN = re.compile(r"-?[(0-9][0-9+\-*/(). \t]*")
 
 
+@inline
 @reward
 def countdown(numbers: Sequence[int], target: int, final_answer: str) -> float:
     """1 if the last expression of the reply makes the target and uses each number at most once."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
-from covey.rewards.function import reward
+from covey.rewards.function import inline, reward
 
 # A minus is a sign unless it stands right behind something it could be subtracted from: 10-5 holds 10 and 5.
 # Commas belong to the number where they part thousands: 1,234 is one number, 1,2 are two.
@@ -19,6 +19,7 @@ NUMBER = re.compile(
 )
 
 
+@inline
 @reward
 def number(answer: Any, final_answer: str) -> dict[str, float]:
     """1 if the reply is the number and nothing else; a full stop behind it is allowed.
@@ -33,12 +34,14 @@ def number(answer: Any, final_answer: str) -> dict[str, float]:
     }
 
 
+@inline
 @reward
 def math_reward_string_equal(answer: Any, final_answer: str) -> float:
     """1 if the last number of the final answer is the answer's, which may be written as GSM8K does (`#### 72`)."""
     return float(last_number(final_answer) == gold_number(answer))
 
 
+@inline
 @reward(name="sorted")
 def sorted_numbers(numbers: Sequence[int], final_answer: str) -> dict[str, float]:
     """1 if the reply is the sorted numbers, written `1 2 3`.
