@@ -200,7 +200,8 @@ def test_an_exception_names_reward_and_task() -> None:
     with pytest.raises(RewardError) as caught:
         score("exact", broken)
     error = caught.value
-    assert (error.name, error.task_id, error.cause) == ("broken", "t1", "ZeroDivisionError: division by zero")
+    assert (error.name, error.task_id, error.cause) == ("broken", "t1", "reward")
+    assert error.why == "ZeroDivisionError: division by zero"
     assert isinstance(error.__cause__, ZeroDivisionError)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 

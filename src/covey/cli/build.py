@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from covey.cli.agents import find_agent, make_sandbox, make_toolbox
+from covey.cli.agents import find_agent, find_rewards, make_toolbox, open_workers, sandbox_of, with_workers
 from covey.cli.checks import (
     check_algorithm,
     check_engine,
@@ -34,11 +35,12 @@ from covey.config.schema import Config, LoraConfig
 from covey.errors import Absent, InputError
 from covey.gateway import GatewayAgent
 from covey.protocols import Agent, RolloutEngine
-from covey.rewards import RewardSet, resolve_rewards
+from covey.rewards import RewardSet
 from covey.rollout.templates import use_template
 from covey.tasks import TaskSet, batch_for_step, fresh_tasks, load_tasks, steps_per_epoch
 from covey.telemetry import RunInfo, check_logging
 from covey.types import Sampling, Task
+from covey.workers import WorkerPool
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import: only where a model is at hand
     from covey.algorithms import Algorithm
@@ -129,7 +131,7 @@ def prepare(
 
     algorithm = make_algorithm(config)
     training_sampling(config)  # refuses impossible settings
-    sandbox = make_sandbox(config, reward)
+    sandbox = sandbox_of(config)
     toolbox = unless_absent(lambda: make_toolbox(config, sandbox))
     check_logging(config.logging)
     found = tasks or unless_absent(lambda: load_tasks(config.data, config.seed))
@@ -151,7 +153,8 @@ def prepare(
     if config.agent.name == "gateway" and training:
         unless_absent(lambda: check_gateway(config))
     own = getattr(agent, "reward", None) or found.reward  # an environment says itself what an episode is worth
-    rewards = resolve_rewards(reward or config.reward.name, own, config.reward.weights, config.reward.only_if)
+    rewards = find_rewards(config, reward, own, sandbox)
+    unless_absent(rewards.verify)
     warnings += [*found.warnings, *check_algorithm(config, algorithm, rewards), *check_sizes(config, found)]
     for task in (*found.train, *found.validation):
         rewards.check(task)
@@ -224,7 +227,14 @@ def total_steps(config: Config, tasks: int) -> int:
 
 
 def build(prepared: Prepared, *, note: Note) -> Run:
-    """Load the model and join the parts; on resume, from the checkpoint."""
+    """Load the model and join the parts; on resume, from the checkpoint. What lasts is closed with the run."""
+    with ExitStack() as resources:
+        workers = open_workers(prepared.agent, prepared.rewards, resources)
+        prepared = dataclasses.replace(prepared, agent=with_workers(prepared.agent, workers))
+        return _build(prepared, workers, resources, note)
+
+
+def _build(prepared: Prepared, workers: WorkerPool | None, resources: ExitStack, note: Note) -> Run:
     import torch
 
     from covey.loop.run import Run
@@ -235,11 +245,12 @@ def build(prepared: Prepared, *, note: Note) -> Run:
     threads = threads_for(config, folder if checkpoint is not None else None)
     torch.set_num_threads(threads)
     checkpoints = store(config, folder.path)
+    rewards = open_rewards(prepared, workers, resources)
     learner = make_learner(prepared, checkpoint)
     write_run_files(prepared, folder, learner, threads, resumed=checkpoint is not None)
     telemetry = open_telemetry(prepared, folder.path, checkpoint)
     engine = make_engine(prepared, learner.model, log=folder.path / "vllm.log")
-    collector = make_collector(prepared, engine)
+    collector = make_collector(prepared, engine, rewards)
     source = _make_source(prepared, collector)
     first_step = checkpoint.step if checkpoint is not None else 0
     if isinstance(prepared.agent, GatewayAgent) and "console" in config.logging.to:
@@ -259,7 +270,18 @@ def build(prepared: Prepared, *, note: Note) -> Run:
         first_step=first_step,
         best=checkpoint.state["best"] if checkpoint is not None else None,
         services=services(prepared.agent),
+        resources=resources.pop_all(),
     )
+
+
+def open_rewards(prepared: Prepared, workers: WorkerPool | None, resources: ExitStack) -> RewardSet:
+    from covey.learner.models import pick_device
+
+    seconds = prepared.config.reward.seconds
+    rewards = prepared.rewards.within(workers, seconds)
+    resources.callback(rewards.close)
+    rewards.open(seconds=seconds, device=str(pick_device(prepared.config.model.device)))
+    return rewards
 
 
 def make_engine(prepared: Prepared, policy: Any, *, log: Path | None = None) -> RolloutEngine:
@@ -304,7 +326,7 @@ def _make_vllm(prepared: Prepared, policy: Any, log: Path) -> RolloutEngine:
     return VllmEngine(settings, log=log, same_gpu=colocated and len(gpus) == 1)
 
 
-def make_collector(prepared: Prepared, engine: RolloutEngine) -> Collector:
+def make_collector(prepared: Prepared, engine: RolloutEngine, rewards: RewardSet) -> Collector:
     from covey.rollout.collector import Collector
     from covey.rollout.rendering import Renderer
 
@@ -314,7 +336,7 @@ def make_collector(prepared: Prepared, engine: RolloutEngine) -> Collector:
         engine,
         Renderer(source.tokenizer),
         prepared.agent,
-        prepared.rewards,
+        rewards,
         config.seed,
         config.agent.max_seconds,
         max_response_tokens=config.agent.max_response_tokens,

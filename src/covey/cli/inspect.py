@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from rich.console import Console
 
+from covey.cli.agents import open_workers, with_workers
 from covey.cli.build import (
     Prepared,
     make_collector,
     make_engine,
     make_evaluator,
+    open_rewards,
     prepare,
     training_sampling,
 )
@@ -65,6 +67,7 @@ class Bench:
     collector: Collector
     engine: RolloutEngine
     policy: Any
+    resources: ExitStack  # what ends with it
 
 
 def main_eval(argv: list[str]) -> int:
@@ -125,6 +128,7 @@ async def sampling(bench: Bench) -> AsyncIterator[None]:
             yield
     finally:
         bench.engine.close()
+        bench.resources.close()
 
 
 def _print_group(group: Group, console: Console, decode: Callable[[list[int]], str]) -> None:
@@ -186,9 +190,13 @@ def open_bench(words: Words, usage: str, *, asks_tasks: bool = True) -> Bench:
     if asks_tasks and not prepared.tasks.validation:
         raise InputError("there is nothing to ask: give data=NAME or data.val_files=FILE")
     assert prepared.model is not None
-    policy = load_policy(prepared.model, prepared.config.model)
-    engine = make_engine(prepared, policy)
-    return Bench(prepared, make_collector(prepared, engine), engine, policy)
+    with ExitStack() as resources:
+        workers = open_workers(prepared.agent, prepared.rewards, resources)
+        prepared = dataclasses.replace(prepared, agent=with_workers(prepared.agent, workers))
+        rewards = open_rewards(prepared, workers, resources)
+        policy = load_policy(prepared.model, prepared.config.model)
+        engine = make_engine(prepared, policy)
+        return Bench(prepared, make_collector(prepared, engine, rewards), engine, policy, resources.pop_all())
 
 
 def _compose_for(name: str, words: Words) -> Composed:

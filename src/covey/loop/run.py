@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ class Run:
     evaluations: list[tuple[int, Metrics]] = field(default_factory=list)
     warned: set[str] = field(default_factory=set)
     services: Sequence[AbstractAsyncContextManager[Any]] = ()  # open as long as the run is: a server, for example
+    resources: ExitStack = field(default_factory=ExitStack)  # what else ends with the run: workers, rewards' models
 
     @property
     def path(self) -> Path:
@@ -60,6 +61,7 @@ class Run:
             raise
         finally:
             self.engine.close()
+            self.resources.close()
             self.telemetry.close(status)
             self.folder.set_status(status)
             self.folder.release()

@@ -7,7 +7,7 @@ from typing import Any
 
 from covey.rewards.code import code_reward
 from covey.rewards.countdown import countdown
-from covey.rewards.function import reward
+from covey.rewards.function import inline, reward
 from covey.rewards.ifeval import ifeval
 from covey.rewards.maths import math_equal, math_verify
 from covey.rewards.numbers import math_reward_string_equal, number, sorted_numbers
@@ -64,3 +64,5 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "tool_call": tool_call,
     "given": given,
 }
+for function in REWARDS.values():  # quick, or bounded by themselves: none needs a process that can be killed
+    inline(function)
