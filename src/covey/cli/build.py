@@ -156,8 +156,7 @@ def prepare(
     rewards = find_rewards(config, reward, own, sandbox)
     unless_absent(rewards.verify)
     warnings += [*found.warnings, *check_algorithm(config, algorithm, rewards), *check_sizes(config, found)]
-    for task in (*found.train, *found.validation):
-        rewards.check(task)
+    unless_absent(lambda: rewards.check_all((*found.train, *found.validation)))
     if source is not None:
         check_prompts(config, found, source, agent)
     return Prepared(

@@ -189,12 +189,13 @@ def open_bench(words: Words, usage: str, *, asks_tasks: bool = True) -> Bench:
     prepared = prepare(composed, tasks=tasks, training=False)
     if asks_tasks and not prepared.tasks.validation:
         raise InputError("there is nothing to ask: give data=NAME or data.val_files=FILE")
-    assert prepared.model is not None
+    source = prepared.model
+    assert source is not None
     with ExitStack() as resources:
         workers = open_workers(prepared.agent, prepared.rewards, resources)
         prepared = dataclasses.replace(prepared, agent=with_workers(prepared.agent, workers))
         rewards = open_rewards(prepared, workers, resources)
-        policy = load_policy(prepared.model, prepared.config.model)
+        policy = load_policy(source, prepared.config.model)
         engine = make_engine(prepared, policy)
         return Bench(prepared, make_collector(prepared, engine, rewards), engine, policy, resources.pop_all())
 

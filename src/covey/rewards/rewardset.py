@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -115,6 +115,10 @@ class RewardSet:
         """Raise `InputError` if a reward asks for what this task does not have. Call it before training."""
         for function in self.functions:
             function.check(task)
+
+    def check_all(self, tasks: Iterable[Task]) -> None:
+        for task in tasks:
+            self.check(task)
 
     def verify(self) -> None:
         """Raise `InputError` if what a reward stands on, a model or a key, is not there. Call it before training."""
