@@ -20,23 +20,24 @@ _HOMES = {
     "reward": "covey.rewards",
     "only_if": "covey.rewards",
     "agent": "covey.agents",
+    "Done": "covey.protocols",
+    "tool": "covey.agents.tools",
+    "ToolFailure": "covey.agents.tools",
+    "ToolMistake": "covey.agents.tools",
     "advantages": "covey.algorithms.functional",
     "policy_loss": "covey.algorithms.functional",
     "compute_gvpo_advantage": "covey.algorithms.functional",
     "GVPOLoss": "covey.algorithms.functional",
     "GVPOTrainer": "covey.learner.minimal",
 }
-_NOT_YET = {"tool": "tools for agents"}
 
-__all__ = ["Config", "GVPOLoss", "GVPOTrainer", "Task", "__version__", "advantages", "agent", "compute_gvpo_advantage"]
-__all__ += ["only_if", "policy_loss", "reward", "train"]
+__all__ = ["Config", "Done", "GVPOLoss", "GVPOTrainer", "Task", "ToolFailure", "ToolMistake", "__version__"]
+__all__ += ["advantages", "agent", "compute_gvpo_advantage", "only_if", "policy_loss", "reward", "tool", "train"]
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in _NOT_YET:
-        raise AttributeError(f"covey.{name} is not available yet: {_NOT_YET[name]}")
     raise AttributeError(f"module 'covey' has no attribute {name!r}")
 
 

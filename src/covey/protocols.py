@@ -11,6 +11,7 @@ Each has one obvious implementation and room for more:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -67,6 +68,7 @@ class TokenOutputs:
     entropy: Tensor
     values: Tensor | None = None
     full_kl: Tensor | None = None
+    first_choice: Tensor | None = None  # whether no other token is likelier
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,12 +182,25 @@ class Policy(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
     def cut(self, text: str, tokens: int) -> str:
-        """Text of at most so many tokens, with a mark where some is left out."""
+        """The beginning of a text that has at most so many tokens."""
         ...
 
     async def generate(
-        self, token_ids: Sequence[int], *, stop: Sequence[str] = (), max_tokens: int | None = None, trained: bool = True
-    ) -> Completion: ...
+        self,
+        token_ids: Sequence[int],
+        *,
+        stop: Sequence[str] = (),
+        max_tokens: int | None = None,
+        trained: bool = True,
+        temperature: float | None = None,
+        top_p: float | None = None,
+    ) -> Completion:
+        """`temperature` and `top_p` other than the run's are for turns that nobody learns from."""
+        ...
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """While it lasts, the episode's clock stands still."""
+        ...
 
     async def ask(
         self,
@@ -195,6 +210,8 @@ class Policy(Protocol):
         stop: Sequence[str] = (),
         max_tokens: int | None = None,
         trained: bool = True,
+        temperature: float | None = None,
+        top_p: float | None = None,
     ) -> Reply:
         """Raises `NoRoom` where nothing more may be sampled."""
         ...
@@ -214,16 +231,26 @@ class Agent(Protocol):
     async def run(self, policy: Policy, task: Task) -> Episode: ...
 
 
-class Done(Protocol):
-    """What an environment's step returns to end the episode."""
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What an environment's step returns to end the episode: what it is worth, and what was said last."""
 
-    reward: float | None
+    reward: float | Mapping[str, float | None] | None = (
+        None  # of a table the key "reward" is learned from, the others are measured
+    )
+    messages: Messages = ()
 
 
 class Environment(Protocol):
-    async def reset(self, task: Task) -> Messages: ...
+    """One episode's world, with methods that are `def` or `async def`; `close` or `aclose`, if there, ends it."""
 
-    async def step(self, reply: str) -> Messages | Done: ...
+    def reset(self, task: Task) -> Any:
+        """The first messages that the model is shown (messages, a text, or None for the task's own)."""
+        ...
+
+    def step(self, reply: str) -> Any:
+        """What comes after a reply: new messages, a text, or `Done`."""
+        ...
 
 
 @runtime_checkable

@@ -89,6 +89,16 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
+class Demonstration:
+    """A conversation to imitate: what its assistant says is what the model should say."""
+
+    id: str
+    messages: tuple[Mapping[str, Any], ...]  # tool calls in OpenAI's form, their arguments as objects
+    tools: tuple[Mapping[str, Any], ...] | None = None  # schemas; None: it does not say
+    place: str = ""  # where it stands, for messages: "demos.jsonl, line 3"
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """What the engine was given and what it sampled. Text is never re-tokenised for training."""
 

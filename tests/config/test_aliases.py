@@ -102,6 +102,10 @@ def test_section_words_mean_their_names(algorithms):
         ("agent.reward_name=exact", "reward.name", "exact"),
         ("agent.init_args.reward_name=exact", "reward.name", "exact"),
         ("agent.template=./my.jinja", "agent.template", "./my.jinja"),
+        ("agent.init_args.template=qwen2.5", "agent.template", "qwen2.5"),
+        ("agent.init_args.tools=[calculator]", "agent.tools", ["calculator"]),
+        ("agent.max_turns=3", "agent.max_turns", 3),
+        ("agent.init_args.agent_type=react", "agent.name", "react"),
         ("agent.agent_type=my.py:fn", "agent.name", "my.py:fn"),
         ("env.dataset=sort", "data.name", "sort"),
         ("env.AGENT_MAX_TIMEOUT=20", "agent.max_seconds", 20.0),
@@ -339,7 +343,7 @@ def test_what_has_no_effect_is_said(run, words, warnings):
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
         "agent.use_agent=True",
         "agent.tools=[]",
-        "agent.max_turns=1",
+        "agent.max_turns=8",
         "algorithm.gamma=1.0",
         "algorithm.lam=1.0",
         "algorithm.use_kl_in_reward=False",
@@ -455,3 +459,10 @@ def test_a_kl_goes_into_the_reward_or_into_the_loss(run):
         run(*both)
     with pytest.raises(InputError, match="breaks GVPO's zero sum"):
         run("algorithm=gvpo", "algorithm.use_kl_in_reward=True")
+
+
+def test_a_limit_for_each_turn_makes_the_response_length_the_episodes(run):
+    both = run("agent.max_tokens_per_turn=64", "actor_rollout_ref.rollout.response_length=256").config
+    assert (both.rollout.max_tokens, both.agent.max_response_tokens) == (64, 256)
+    alone = run("actor_rollout_ref.rollout.response_length=256").config
+    assert (alone.rollout.max_tokens, alone.agent.max_response_tokens) == (256, None)

@@ -11,13 +11,16 @@ from covey.errors import InputError
 
 # Every native key. A change here is a change of what people type: make it on purpose.
 NATIVE = """
-agent.max_seconds agent.name agent.template
+agent.command agent.environment agent.environment_options agent.format agent.max_response_tokens agent.max_seconds
+agent.max_tool_tokens agent.max_turns agent.name
+agent.template agent.tool_options agent.tool_seconds agent.tools agent.train_modules
 cluster.name
 critic.clip critic.grad_clip critic.lr critic.model critic.shared critic.shared_coef critic.warmup_steps
 data.name data.options data.shuffle data.system_prompt data.train_batch_size data.train_files data.train_size
 data.val_files data.val_size
 eval.after eval.batch_size eval.before eval.every eval.max_tokens eval.modes eval.n eval.temperature eval.top_k
 eval.top_p
+gateway.max_programs gateway.port
 learner.beta1 learner.beta2 learner.entropy_coef learner.epochs learner.eps learner.grad_clip learner.lr
 learner.compile learner.max_skipped learner.micro_batch_size learner.micro_batch_tokens learner.min_lr_ratio
 learner.mini_batch_size learner.offload_optimizer learner.offload_reference learner.offload_weights
@@ -28,9 +31,10 @@ mode.name
 model.context_length model.device model.dtype model.gradient_checkpointing model.lora.alpha model.lora.rank
 model.lora.target_modules model.name model.trust_remote_code
 resume
-reward.name reward.only_if reward.weights
+reward.name reward.only_if reward.options reward.seconds reward.weights
 rollout.devices rollout.eager rollout.group_size rollout.max_sequences rollout.max_tokens rollout.memory rollout.min_p
 rollout.name rollout.sleep rollout.stop rollout.temperature rollout.tensor_parallel rollout.top_k rollout.top_p
+sandbox.allow_weak sandbox.max_concurrent sandbox.memory_mb sandbox.seconds sandbox.tier
 seed
 """
 
@@ -138,7 +142,7 @@ def test_explain_a_section_and_everything(algorithms):
     [
         ("critic.model.path", "aliases  critic.model.path"),
         ("agent.use_agent", "accepted; no effect"),
-        ("agentflow.port", "not available yet: the agent server"),
+        ("agentflow.port", "aliases  agentflow.port"),
         ("train.optim_batch_size", "goes into learner.mini_batch_size: turns / rollout.group_size"),
         ("reward.weights.exact", "reward.weights\n  by reward name"),
     ],

@@ -58,13 +58,7 @@ CALCULATOR = """
         "train_model.num_devices=2",
         "ref_model.num_devices=2",
         "inference_model.num_devices=2",
-        "agent.agent_type=hf",
         "agent.init_args.agent_type=gui",
-        "agent=react",
-        "agent.init_args.tools=[calculator]",
-        "agent.init_args.template=qwen2.5",
-        "agent.max_turns=3",
-        "agentflow.port=9999",
         "trainer.n_gpus_per_node=8",
         "trainer.nnodes=2",
         "cluster=ray",
@@ -83,22 +77,11 @@ def test_quoted_numbers_of_a_file_count_as_numbers(run):
         run(file="env: {N_GPUS: 8}\ntrainer.n_gpus_per_node: '${N_GPUS}'")
 
 
-def test_the_calculator_command_names_all_that_is_missing_at_once(run):
-    with pytest.raises(InputError) as error:
-        run(*CALCULATOR.split())
-    missing = re.findall(r"not available yet: .*  \((.*)\)", str(error.value))
-    assert missing == [
-        "agent.agent_type=hf",
-        "agent.tools=['calculator']",
-        "agent.template=qwen2.5",
-        "agent.max_turns=3",
-    ]
-
-
-def test_the_calculator_command_without_them_runs(run):
-    missing = ("agent.agent_type", "agent.tools", "agent.template", "agent.max_turns")
-    composed = run(*(word for word in CALCULATOR.split() if word.partition("=")[0] not in missing))
+def test_the_calculator_command_runs(run):
+    composed = run(*CALCULATOR.split())
     config = composed.config
+    assert (config.agent.name, config.agent.tools, config.agent.max_turns) == ("hf", ["calculator"], 3)
+    assert config.agent.template == "qwen2.5"
     assert config.algorithm.kl_coef == 0.001 and config.algorithm.kl_estimator == "mse"
     assert config.data.train_files == "./data/rlhf/math/gsm8k_train.json"
     assert config.reward.name == "math_reward_string_equal"

@@ -14,7 +14,7 @@ import pytest
 
 from covey.errors import InputError
 from covey.protocols import Reward
-from covey.rewards import RewardError, RewardSet, resolve_rewards, reward
+from covey.rewards import REWARDS, RewardError, RewardSet, resolve_rewards, reward
 from covey.types import Episode, Failure, Task
 
 EXAMPLE = ({"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"})
@@ -126,11 +126,7 @@ def test_auto_is_the_tasks_own_reward(default: str | None, expected: str) -> Non
 
 
 def test_unknown_reward() -> None:
-    assert mistake("exat") == (
-        "unknown reward  exat\n"
-        "  did you mean   exact?\n"
-        "  known: countdown, exact, format, math_reward_string_equal, number, sorted"
-    )
+    assert mistake("exat") == (f"unknown reward  exat\n  did you mean   exact?\n  known: {', '.join(sorted(REWARDS))}")
 
 
 def test_no_reward() -> None:
@@ -204,7 +200,8 @@ def test_an_exception_names_reward_and_task() -> None:
     with pytest.raises(RewardError) as caught:
         score("exact", broken)
     error = caught.value
-    assert (error.name, error.task_id, error.cause) == ("broken", "t1", "ZeroDivisionError: division by zero")
+    assert (error.name, error.task_id, error.cause) == ("broken", "t1", "reward")
+    assert error.why == "ZeroDivisionError: division by zero"
     assert isinstance(error.__cause__, ZeroDivisionError)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
@@ -379,3 +376,20 @@ def test_missing_module(in_folder: Path) -> None:
         "reward no_such_module:f: importing no_such_module failed "
         "(ModuleNotFoundError: No module named 'no_such_module')"
     )
+
+
+def test_a_rewards_own_check_sees_each_task_before_training() -> None:
+    def has_level(task: Task) -> None:
+        if task.columns["level"] > 2:
+            raise InputError(f"task {task.id} is too hard")
+
+    @reward(check=has_level)
+    def easy(level: int) -> float:
+        return 1.0
+
+    found = resolve_rewards(easy, None, {})
+    found.check(Task("t2", TASK.messages, "4", {"level": 2}))
+    with pytest.raises(InputError, match="task t1 is too hard"):
+        found.check(TASK)
+    with pytest.raises(InputError, match="asks for `level`"):  # the missing column comes first
+        found.check(Task("t3", TASK.messages, "4"))

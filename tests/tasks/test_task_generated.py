@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
+from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
 
@@ -11,10 +13,10 @@ import pytest
 
 from covey.config.schema import DataConfig
 from covey.errors import InputError
-from covey.tasks import GENERATED, TaskSet, load_tasks
-from covey.types import Task
+from covey.tasks import GENERATED, TaskSet, load_demonstrations, load_tasks
+from covey.types import Demonstration, Task
 
-NAMES = ["sort", "arithmetic", "largest", "countdown"]
+NAMES = ["sort", "arithmetic", "largest", "countdown", "calculator"]
 
 
 def load(name: str, seed: int = 0, train: int | None = 300, val: int | None = 100, **options: Any) -> TaskSet:
@@ -37,13 +39,21 @@ def asked(task: Task) -> str:
 
 def identity(name: str, task: Task) -> object:
     """What makes a problem the one it is, found from the task and not from the key the code under test uses."""
+    if name == "calculator":
+        return calculation(task.columns["expression"])
     given = frozenset(Counter(numbers(task)).items())
     if name == "countdown":
         return given, task.columns["target"]
     return (given, task.columns["operation"]) if name == "arithmetic" else given
 
 
-# The four tasks
+def calculation(expression: str) -> object:
+    """The numbers and signs of an expression, those of its innermost pair in any order."""
+    found = re.findall(r"\d+|[-+*]", expression)
+    return (frozenset(Counter(found[0:3:2]).items()), found[1], *found[3:])
+
+
+# The five tasks
 
 
 def test_sort() -> None:
@@ -194,6 +204,73 @@ def test_default_sizes() -> None:
     )
 
 
+# Demonstrations
+
+
+def test_calculator() -> None:
+    tasks = load("calculator", train=600)
+    phrasings = {re.sub(r"\d+", "N", asked(task)) for task in tasks.train}
+    assert len(phrasings) == 15 + 9  # three operations in five ways, three pairs of operations in three
+    for task in tasks.train:
+        expression = task.columns["expression"]
+        assert str(eval(expression)) == task.answer and int(task.answer) >= 0
+        assert sorted(re.findall(r"\d+", expression)) == sorted(re.findall(r"\d+", asked(task)))
+    assert tasks.reward == "number"
+
+
+def test_word_problems_mean_their_expressions() -> None:
+    """Read by hand, for those phrasings whose order of numbers could be mistaken."""
+    meant = {
+        "Subtract {1} from {0}.": "{0} - {1}",
+        "How much more is {0} than {1}?": "{0} - {1}",
+        "A school buys {1} boxes of {0} pencils and gives {2} pencils away. How many pencils are left?": "{0} * {1} - {2}",
+        "What is {2} more than {0} times {1}?": "{0} * {1} + {2}",
+        "A hall has {1} rows of {0} seats and {2} seats at the side. How many seats are there?": "{0} * {1} + {2}",
+    }
+    tasks = {asked(task): task.columns["expression"] for task in load("calculator", train=600).train}
+    seen = set()
+    for question, expression in tasks.items():
+        given = re.findall(r"\d+", expression)
+        for phrasing, formula in meant.items():
+            if question == phrasing.format(*given, ""):
+                assert expression == formula.format(*given, "")
+                seen.add(phrasing)
+    assert seen == set(meant)
+
+
+def test_calculator_demonstrations_are_never_asked() -> None:
+    shown = load_demonstrations(DataConfig(name="calculator", train_size=500, val_size=100, options={"digits": 1}), 0)
+    tasks = load("calculator", train=500, val=200, digits=1)
+
+    def expressions(demonstrations: Sequence[Demonstration]) -> set[object]:
+        calls = [d.messages[2]["tool_calls"][0]["function"] for d in demonstrations]
+        return {calculation(call["arguments"]["expression"]) for call in calls}
+
+    train, validation = expressions(shown.train), expressions(shown.validation)
+    asked_for = {calculation(task.columns["expression"]) for task in (*tasks.train, *tasks.validation)}
+    assert len(train) == len(shown.train) > 100 and len(validation) == len(shown.validation) > 20
+    assert not train & validation and not (train | validation) & asked_for
+
+
+def test_a_demonstration_calls_the_calculator_and_repeats_its_result() -> None:
+    shown = load_demonstrations(DataConfig(name="calculator", train_size=50, val_size=5), 0)
+    assert shown.tools == ("calculator",) and (len(shown.train), len(shown.validation)) == (50, 5)
+    for demonstration in shown.train:
+        system, question, call, result, answer = demonstration.messages
+        (function,) = (one["function"] for one in call["tool_calls"])
+        assert question["content"] == f"What is {function['arguments']['expression']}?"
+        assert result["content"] == answer["content"] == str(eval(function["arguments"]["expression"]))
+        assert (call["content"], result["name"], function["name"]) == ("", "calculator", "calculator")
+    assert shown.train[0].messages[0] == load("calculator").train[0].messages[0]
+    again = load_demonstrations(DataConfig(name="calculator", train_size=50, val_size=5), 1)
+    assert again.validation == shown.validation and again.train != shown.train
+
+
+def test_tasks_without_demonstrations_say_so() -> None:
+    with pytest.raises(InputError, match="data=sort has tasks but no demonstrations"):
+        load_demonstrations(DataConfig(name="sort"), 0)
+
+
 # Mistakes
 
 
@@ -203,7 +280,7 @@ def test_every_task_of_the_list_is_tested() -> None:
 
 def test_unknown_task() -> None:
     assert mistake("sorting") == (
-        "unknown task  sorting\n  did you mean   sort?\n  known: arithmetic, countdown, largest, sort"
+        "unknown task  sorting\n  did you mean   sort?\n  known: arithmetic, calculator, countdown, largest, sort"
     )
 
 

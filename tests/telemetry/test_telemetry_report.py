@@ -94,7 +94,7 @@ def test_the_first_of_equally_good_steps_is_the_best_and_null_rewards_are_passed
     )
     summary = summarise(folder)
     assert summary.best_step == (3, 0.9)
-    assert (summary.steps, summary.ends, summary.first_reward, summary.last_reward) == (4, 1, 0.5, 0.9)
+    assert (summary.steps, summary.ends, summary.first, summary.last) == (4, 1, 0.5, 0.9)
 
 
 def test_a_run_that_recorded_nothing_still_gets_its_page(make_run: MakeRun) -> None:

@@ -2,5 +2,19 @@
 
 from covey.agents.chat import ChatAgent
 from covey.agents.custom import FunctionAgent, agent, resolve_agent
+from covey.agents.environment import EnvironmentAgent
+from covey.agents.resolve import make_agent, tool_names
+from covey.agents.toolbox import Toolbox
+from covey.agents.turns import ToolAgent
 
-__all__ = ["ChatAgent", "FunctionAgent", "agent", "resolve_agent"]
+__all__ = [
+    "ChatAgent",
+    "EnvironmentAgent",
+    "FunctionAgent",
+    "ToolAgent",
+    "Toolbox",
+    "agent",
+    "make_agent",
+    "resolve_agent",
+    "tool_names",
+]

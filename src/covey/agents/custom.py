@@ -1,4 +1,4 @@
-"""Agents of your own: any coroutine that talks to a policy.
+"""Agents of your own: any coroutine that talks to a policy, or an environment.
 
     @covey.agent
     async def twice(policy, task):
@@ -7,6 +7,7 @@
         return await policy.chat([*task.messages, {"role": "assistant", "content": draft}, ...])
 
 What it returns (a string, or messages) is the final answer; every turn it took is trained on, token for token.
+A class with `reset` and `step` is an environment (`covey.agents.environment`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections.abc import Callable
 from typing import Any
 
 from covey.agents.chat import ChatAgent
+from covey.agents.environment import EnvironmentAgent
+from covey.config.schema import AgentConfig
 from covey.errors import InputError
 from covey.plugins import load_function
 from covey.protocols import Agent, NoRoom, Policy
@@ -53,11 +56,52 @@ def agent(function: Callable[..., Any]) -> FunctionAgent:
     return FunctionAgent(function)
 
 
-def resolve_agent(name: str) -> Agent:
-    """chat, or `module:function`, or `file.py:function`."""
+def resolve_agent(name: str, config: AgentConfig | None = None) -> Agent:
+    """chat, or `module:function`, or `file.py:function`: a coroutine, an agent, or an environment's class."""
+    config = config or AgentConfig()
     if name in AGENTS:
         return AGENTS[name]()
+    if name == "verifiers":
+        from covey.agents.verifiers import load_verifiers
+
+        return load_verifiers(config)
     if ":" not in name:
-        raise InputError(f"unknown agent  {name}\n  known: {', '.join(AGENTS)}, or your own as file.py:function")
-    found = load_function("agent", name)
-    return found if isinstance(found, FunctionAgent) else FunctionAgent(found)
+        known = ", ".join([*AGENTS, "verifiers"])
+        raise InputError(f"unknown agent  {name}\n  known: {known}, or your own as file.py:function")
+    return as_agent(name, load_function("agent", name), config)
+
+
+def as_agent(name: str, found: Any, config: AgentConfig) -> Agent:
+    """What a user's name stands for, as an agent."""
+    if inspect.isclass(found):
+        if _is_environment(found):
+            return EnvironmentAgent(found, config.max_turns, config.tool_seconds)
+        if not callable(getattr(found, "run", None)):
+            raise InputError(f"agent {name}: a class is an environment (reset and step) or an agent (opening and run)")
+        found = found()
+    if callable(getattr(found, "run", None)):
+        if not callable(getattr(found, "opening", None)):
+            raise InputError(f"agent {name} has run but no opening\n  fix: def opening(self, task): messages, tools")
+        agent: Agent = found
+        return agent
+    if _is_environment(found):
+        raise InputError(
+            f"agent {name} is one environment, and every episode needs its own\n  fix: name the class, or a function"
+            " that makes one"
+        )
+    if _is_factory(found):
+        return EnvironmentAgent(found, config.max_turns, config.tool_seconds)
+    return FunctionAgent(found)
+
+
+def _is_environment(found: Any) -> bool:
+    return all(callable(getattr(found, method, None)) for method in ("reset", "step"))
+
+
+def _is_factory(found: Any) -> bool:
+    """A function that can be called without arguments makes environments; a coroutine agent takes two."""
+    if not callable(found) or inspect.iscoroutinefunction(found):
+        return False
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(found).parameters.values()
+    return all(parameter.default is not parameter.empty or parameter.kind in kinds for parameter in parameters)

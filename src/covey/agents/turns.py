@@ -6,12 +6,13 @@ ours ends the episode as a failure. A reply that was cut off ends it too: nothin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from covey.agents.formats import Format
-from covey.agents.tools import ToolSet
+from covey.agents.toolbox import Toolbox
+from covey.agents.tools import Runner
 from covey.protocols import NoRoom, Policy
 from covey.types import Episode, Messages, StopReason, Task, ToolUse
 
@@ -29,19 +30,26 @@ class Talk:
 
 @dataclass(frozen=True)
 class ToolAgent:
-    """One loop for all ways of writing a call. `native`: the chat template shows the tools by itself."""
+    """One loop for all ways of writing a call."""
 
-    tools: ToolSet
+    tools: Toolbox
     format: Format
-    native: bool
     max_turns: int
 
     def opening(self, task: Task) -> tuple[Messages, Sequence[Mapping[str, Any]] | None]:
         """The task with the tools explained, by the template or in the system message."""
         schemas = self.tools.schemas()
-        if self.native or not schemas:
+        if self.format.native_tools or not schemas:
             return task.messages, schemas or None
         return with_system(task.messages, self.format.instructions(schemas)), None
+
+    @property
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """What a pool of workers must have for `in_workers`."""
+        return self.tools.functions
+
+    def in_workers(self, pool: Runner) -> ToolAgent:
+        return replace(self, tools=self.tools.in_workers(pool))
 
     async def run(self, policy: Policy, task: Task) -> Episode:
         talk = Talk()

@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from covey.agents import resolve_agent
+from covey.cli.agents import find_agent, find_rewards, make_toolbox, open_workers, sandbox_of, with_workers
 from covey.cli.checks import (
     check_algorithm,
     check_engine,
@@ -27,15 +28,19 @@ from covey.cli.checks import (
     sampling_is_cut,
     shares_gpu,
 )
-from covey.cli.folder import open_run, run_info, store, threads_for, write_run_files
+from covey.cli.folder import Startable, open_run, store, threads_for, write_run_files
+from covey.cli.gateway import check_gateway, services
 from covey.config import Composed, fingerprint
 from covey.config.schema import Config, LoraConfig
 from covey.errors import Absent, InputError
+from covey.gateway import GatewayAgent
 from covey.protocols import Agent, RolloutEngine
-from covey.rewards import RewardSet, resolve_rewards
+from covey.rewards import RewardSet
+from covey.rollout.templates import use_template
 from covey.tasks import TaskSet, batch_for_step, fresh_tasks, load_tasks, steps_per_epoch
-from covey.telemetry import check_logging
+from covey.telemetry import RunInfo, check_logging
 from covey.types import Sampling, Task
+from covey.workers import WorkerPool
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import: only where a model is at hand
     from covey.algorithms import Algorithm
@@ -74,6 +79,7 @@ class Prepared:
     warnings: tuple[str, ...]
     folder: Path | None = None  # where to write; None: output_dir/DATE/TIME
     engine_reason: str = ""  # why rollout=auto chose its engine
+    command: str = "train"
 
     @property
     def trained_reward(self) -> str:
@@ -84,6 +90,21 @@ class Prepared:
     def task_name(self) -> str:
         """Short, for titles: the counts behind the colon are left out."""
         return self.tasks.description.split(":")[0]
+
+    def info(self, path: Path, first_step: int) -> RunInfo:
+        config = self.config
+        return RunInfo(
+            folder=path,
+            title=f"{config.logging.project}/{config.logging.experiment}",
+            algorithm=config.algorithm.name,
+            model=config.model.name,
+            task=self.task_name,
+            total_steps=self.total_steps,
+            first_step=first_step,
+            reward_names=self.rewards.names,
+            trained_reward=self.trained_reward,
+            config=self.tree,
+        )
 
 
 def prepare(
@@ -110,7 +131,8 @@ def prepare(
 
     algorithm = make_algorithm(config)
     training_sampling(config)  # refuses impossible settings
-    agent = resolve_agent(config.agent.name)
+    sandbox = sandbox_of(config)
+    toolbox = unless_absent(lambda: make_toolbox(config, sandbox))
     check_logging(config.logging)
     found = tasks or unless_absent(lambda: load_tasks(config.data, config.seed))
     if training and found is not None and not found.train:
@@ -125,12 +147,17 @@ def prepare(
         unless_absent(lambda: check_critic(config, source))
     if training and source is not None:
         check_reference(source, algorithm)
-    rewards = resolve_rewards(reward or config.reward.name, found.reward, config.reward.weights, config.reward.only_if)
-    warnings += [*found.warnings, *check_algorithm(config, algorithm, rewards), *check_sizes(config, found)]
-    for task in (*found.train, *found.validation):
-        rewards.check(task)
     if source is not None:
-        _use_template(source.tokenizer, config.agent.template)
+        use_template(source.tokenizer, config.agent.template)
+    agent = find_agent(config, toolbox, source)
+    if config.agent.name == "gateway" and training:
+        unless_absent(lambda: check_gateway(config))
+    own = getattr(agent, "reward", None) or found.reward  # an environment says itself what an episode is worth
+    rewards = find_rewards(config, reward, own, sandbox)
+    unless_absent(rewards.verify)
+    warnings += [*found.warnings, *check_algorithm(config, algorithm, rewards), *check_sizes(config, found)]
+    unless_absent(lambda: rewards.check_all((*found.train, *found.validation)))
+    if source is not None:
         check_prompts(config, found, source, agent)
     return Prepared(
         config=config,
@@ -142,7 +169,7 @@ def prepare(
         agent=agent,
         algorithm=algorithm,
         model=source,
-        total_steps=_total_steps(config, len(found.train)),
+        total_steps=total_steps(config, len(found.train)),
         warnings=tuple(warnings),
         folder=folder,
         engine_reason=reason,
@@ -192,27 +219,21 @@ def check_critic(config: Config, policy: ModelSource | None) -> None:
         )
 
 
-def _total_steps(config: Config, tasks: int) -> int:
+def total_steps(config: Config, tasks: int) -> int:
     if config.loop.total_steps is not None:
         return config.loop.total_steps
     return (config.loop.total_epochs or 1) * steps_per_epoch(max(tasks, 1), config.data.train_batch_size)
 
 
-def _use_template(tokenizer: Any, template: str | None) -> None:
-    """A chat template file replaces the model's own; without either there is no way to ask a question."""
-    if template is not None:
-        if not Path(template).is_file():
-            raise InputError(f"agent.template={template}: no such file\n  leave it out to use the model's own template")
-        tokenizer.chat_template = Path(template).read_text()
-    if tokenizer.chat_template is None:
-        raise InputError(
-            "this model has no chat template\n  give one as a Jinja file: agent.template=chat.jinja\n"
-            "  or use an instruction-tuned model"
-        )
-
-
 def build(prepared: Prepared, *, note: Note) -> Run:
-    """Load the model and join the parts; on resume, from the checkpoint."""
+    """Load the model and join the parts; on resume, from the checkpoint. What lasts is closed with the run."""
+    with ExitStack() as resources:
+        workers = open_workers(prepared.agent, prepared.rewards, resources)
+        prepared = dataclasses.replace(prepared, agent=with_workers(prepared.agent, workers))
+        return _build(prepared, workers, resources, note)
+
+
+def _build(prepared: Prepared, workers: WorkerPool | None, resources: ExitStack, note: Note) -> Run:
     import torch
 
     from covey.loop.run import Run
@@ -223,13 +244,16 @@ def build(prepared: Prepared, *, note: Note) -> Run:
     threads = threads_for(config, folder if checkpoint is not None else None)
     torch.set_num_threads(threads)
     checkpoints = store(config, folder.path)
-    learner = _make_learner(prepared, checkpoint)
+    rewards = open_rewards(prepared, workers, resources)
+    learner = make_learner(prepared, checkpoint)
     write_run_files(prepared, folder, learner, threads, resumed=checkpoint is not None)
-    telemetry = _open_telemetry(prepared, folder.path, checkpoint)
+    telemetry = open_telemetry(prepared, folder.path, checkpoint)
     engine = make_engine(prepared, learner.model, log=folder.path / "vllm.log")
-    collector = make_collector(prepared, engine)
+    collector = make_collector(prepared, engine, rewards)
     source = _make_source(prepared, collector)
     first_step = checkpoint.step if checkpoint is not None else 0
+    if isinstance(prepared.agent, GatewayAgent) and "console" in config.logging.to:
+        prepared.agent.announce = telemetry.note
     return Run(
         config=config,
         folder=folder,
@@ -244,7 +268,19 @@ def build(prepared: Prepared, *, note: Note) -> Run:
         total_steps=prepared.total_steps,
         first_step=first_step,
         best=checkpoint.state["best"] if checkpoint is not None else None,
+        services=services(prepared.agent),
+        resources=resources.pop_all(),
     )
+
+
+def open_rewards(prepared: Prepared, workers: WorkerPool | None, resources: ExitStack) -> RewardSet:
+    from covey.learner.models import pick_device
+
+    seconds = prepared.config.reward.seconds
+    rewards = prepared.rewards.within(workers, seconds)
+    resources.callback(rewards.close)
+    rewards.open(seconds=seconds, device=str(pick_device(prepared.config.model.device)))
+    return rewards
 
 
 def make_engine(prepared: Prepared, policy: Any, *, log: Path | None = None) -> RolloutEngine:
@@ -289,7 +325,7 @@ def _make_vllm(prepared: Prepared, policy: Any, log: Path) -> RolloutEngine:
     return VllmEngine(settings, log=log, same_gpu=colocated and len(gpus) == 1)
 
 
-def make_collector(prepared: Prepared, engine: RolloutEngine) -> Collector:
+def make_collector(prepared: Prepared, engine: RolloutEngine, rewards: RewardSet) -> Collector:
     from covey.rollout.collector import Collector
     from covey.rollout.rendering import Renderer
 
@@ -299,7 +335,7 @@ def make_collector(prepared: Prepared, engine: RolloutEngine) -> Collector:
         engine,
         Renderer(source.tokenizer),
         prepared.agent,
-        prepared.rewards,
+        rewards,
         config.seed,
         config.agent.max_seconds,
         max_response_tokens=config.agent.max_response_tokens,
@@ -360,7 +396,7 @@ def _make_refill(prepared: Prepared) -> Refill | None:
     return Refill(counted, prepared.algorithm.sees_rewards_apart, wanted.max_refills, fresh)
 
 
-def _make_learner(prepared: Prepared, checkpoint: Checkpoint | None) -> Learner:
+def make_learner(prepared: Startable, checkpoint: Checkpoint | None) -> Learner:
     from covey.learner.learner import Learner
     from covey.loop.checkpoint import restore_learner
 
@@ -381,13 +417,13 @@ def _make_learner(prepared: Prepared, checkpoint: Checkpoint | None) -> Learner:
     return learner
 
 
-def _open_telemetry(prepared: Prepared, path: Path, checkpoint: Checkpoint | None) -> Telemetry:
+def open_telemetry(prepared: Startable, path: Path, checkpoint: Checkpoint | None) -> Telemetry:
     from covey.telemetry import Telemetry
 
     state = checkpoint.state if checkpoint is not None else {}
     first_step = state.get("step", 0)
     telemetry = Telemetry.open(
-        run_info(prepared, path, first_step),
+        prepared.info(path, first_step),
         prepared.config.logging,
         metrics_offset=state.get("metrics_offset"),
         episodes_offset=state.get("episodes_offset"),
@@ -401,7 +437,7 @@ def _open_telemetry(prepared: Prepared, path: Path, checkpoint: Checkpoint | Non
     return telemetry
 
 
-def _load_models(prepared: Prepared, checkpoint: Checkpoint | None) -> tuple[Any, Any]:
+def _load_models(prepared: Startable, checkpoint: Checkpoint | None) -> tuple[Any, Any]:
     """The policy, from the checkpoint if there is one, and its reference, always from the start model."""
     from covey.learner.models import Reference, load_policy
 
@@ -422,7 +458,7 @@ def _load_models(prepared: Prepared, checkpoint: Checkpoint | None) -> tuple[Any
     return policy, Reference(load(source), offload=offload) if needed else None
 
 
-def _load_critic(prepared: Prepared) -> Any:
+def _load_critic(prepared: Startable) -> Any:
     """A whole model without adapters: critic.model, or what the policy starts from."""
     from covey.learner.models import load_policy, open_source
 
@@ -433,7 +469,7 @@ def _load_critic(prepared: Prepared) -> Any:
     return load_policy(dataclasses.replace(source, adapter=None), plain)
 
 
-def _total_updates(prepared: Prepared) -> int:
+def _total_updates(prepared: Startable) -> int:
     config = prepared.config
     per_epoch = -(-config.data.train_batch_size // (config.learner.mini_batch_size or config.data.train_batch_size))
     alone = config.critic.warmup_steps if prepared.algorithm.needs.values else 0  # steps without the policy

@@ -217,12 +217,13 @@ def digest_tasks(tasks: TaskSet) -> str:
 
 
 def digest_rewards(rewards: RewardSet) -> str:
-    """Changes with the rewards' names, weights, conditions and source."""
-    digest = hashlib.sha256(repr((sorted(rewards.weights.items()), rewards.conditions)).encode())
+    """Changes with the rewards' names, weights, conditions, options and source."""
+    options = [(name, sorted(given.items())) for name, given in sorted(rewards.options.items())]
+    digest = hashlib.sha256(repr((sorted(rewards.weights.items()), rewards.conditions, options)).encode())
     for function in rewards.functions:
         try:
-            source = inspect.getsource(function.call)
-        except (OSError, TypeError):  # made at a prompt, or a callable object: its name must do
+            source = inspect.getsource(function.call if inspect.isroutine(function.call) else type(function.call))
+        except (OSError, TypeError):  # made at a prompt, or not in Python: its name must do
             source = function.name
         digest.update(source.encode())
     return digest.hexdigest()

@@ -60,6 +60,7 @@ def examine() -> Iterator[Finding]:
         version = _version(package)
         yield Finding("ok", package, f"{version}: {what}") if version else Finding("--", package, f"no {what}", fix)
     yield _vllm()
+    yield from _sandbox()
     for name, what in (("HF_TOKEN", "private models of the hub"), ("WANDB_API_KEY", "uploading to W&B")):
         found = bool(os.environ.get(name))
         yield Finding("ok" if found else "--", name, f"{'set' if found else 'not set'}: {what}")
@@ -116,6 +117,15 @@ def _vllm() -> Finding:
     except Absent as error:
         return Finding("--", "vllm", f"{vllm_version() or 'no'}: sampling with rollout=vllm", _fix(error))
     return Finding("ok", "vllm", f"{vllm_version()}: sampling with rollout=vllm")
+
+
+def _sandbox() -> Iterator[Finding]:
+    from covey.sandbox import describe
+
+    for found in describe():
+        good = found.works and not found.tier.weak
+        weak = "; needs sandbox.allow_weak=true" if found.works and found.tier.weak else ""
+        yield Finding("ok" if good else "--", f"sandbox: {found.tier.name}", found.detail + weak, found.fix)
 
 
 def _fix(error: Absent) -> str:

@@ -7,7 +7,7 @@ import platform
 import shlex
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import yaml
 
@@ -15,13 +15,55 @@ from covey.config.schema import Config
 from covey.errors import InputError
 
 if TYPE_CHECKING:
-    from covey.cli.build import Note, Prepared
+    from covey.cli.build import Note
     from covey.learner.learner import Learner
+    from covey.learner.models import ModelSource
     from covey.loop.checkpoint import Checkpoint, CheckpointStore
     from covey.loop.folder import RunFolder
+    from covey.protocols import Algorithm
+    from covey.telemetry import RunInfo
 
 
-def open_run(prepared: Prepared, note: Note) -> tuple[RunFolder, Checkpoint | None]:
+class Startable(Protocol):
+    """A run that could start, of whatever command."""
+
+    @property
+    def config(self) -> Config: ...
+
+    @property
+    def tree(self) -> dict[str, Any]: ...
+
+    @property
+    def overrides(self) -> tuple[str, ...]: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def algorithm(self) -> Algorithm: ...
+
+    @property
+    def model(self) -> ModelSource | None: ...
+
+    @property
+    def total_steps(self) -> int: ...
+
+    @property
+    def warnings(self) -> tuple[str, ...]: ...
+
+    @property
+    def folder(self) -> Path | None: ...
+
+    @property
+    def engine_reason(self) -> str: ...
+
+    @property
+    def command(self) -> str: ...
+
+    def info(self, path: Path, first_step: int) -> RunInfo: ...
+
+
+def open_run(prepared: Startable, note: Note) -> tuple[RunFolder, Checkpoint | None]:
     """The folder to write to, and the checkpoint to go on from where it is an earlier run's."""
     from covey.loop.folder import exact_folder, find_unfinished, new_folder, open_folder
 
@@ -72,25 +114,7 @@ def threads_for(config: Config, resumed: RunFolder | None) -> int:
     return int(resumed.info()["threads"]) if resumed is not None else len(os.sched_getaffinity(0))
 
 
-def run_info(prepared: Prepared, path: Path, first_step: int) -> Any:
-    from covey.telemetry import RunInfo
-
-    config = prepared.config
-    return RunInfo(
-        folder=path,
-        title=f"{config.logging.project}/{config.logging.experiment}",
-        algorithm=config.algorithm.name,
-        model=config.model.name,
-        task=prepared.task_name,
-        total_steps=prepared.total_steps,
-        first_step=first_step,
-        reward_names=prepared.rewards.names,
-        trained_reward=prepared.trained_reward,
-        config=prepared.tree,
-    )
-
-
-def write_run_files(prepared: Prepared, folder: RunFolder, learner: Learner, threads: int, *, resumed: bool) -> None:
+def write_run_files(prepared: Startable, folder: RunFolder, learner: Learner, threads: int, *, resumed: bool) -> None:
     """run.json, config.yaml and .hydra/: what was run, so that it can be run again. A resumed run keeps its own."""
     precision = {"device": learner.device.type, "dtype": str(next(learner.model.parameters()).dtype)}
     if resumed:
@@ -107,17 +131,17 @@ def write_run_files(prepared: Prepared, folder: RunFolder, learner: Learner, thr
     for path in (folder.path / "config.yaml", hydra / "config.yaml"):
         path.write_text(yaml.safe_dump(prepared.tree, sort_keys=False, allow_unicode=True))
     (hydra / "overrides.yaml").write_text(yaml.safe_dump(list(prepared.overrides)))
-    info = run_info(prepared, folder.path, 0)
-    shown = ("title", "algorithm", "model", "task", "total_steps", "reward_names", "trained_reward")
+    facts = prepared.info(folder.path, 0)
+    shown = ("kind", "title", "algorithm", "model", "task", "total_steps", "reward_names", "trained_reward")
     folder.write_info(
         {
             "project": prepared.config.logging.project,
             "experiment": prepared.config.logging.experiment,
             "fingerprint": prepared.fingerprint,
             "status": "running",
-            **{name: getattr(info, name) for name in shown},
+            **{name: getattr(facts, name) for name in shown},
             "started": datetime.now().isoformat(timespec="seconds"),
-            "command": shlex.join(["covey", "train", "--config", str(folder.path / "config.yaml")]),
+            "command": shlex.join(["covey", prepared.command, "--config", str(folder.path / "config.yaml")]),
             "versions": versions(),
             "threads": threads,
             **precision,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,17 +87,24 @@ def run_to_end(prepared: Prepared) -> Run:
     from covey.telemetry import print_summary
 
     run = build(prepared, note=lambda text: print(text, file=sys.stderr))
-    try:
+    with telling_how_to_go_on(run.path):
         _complete(run.train())
+    if "console" in prepared.config.logging.to:
+        print_summary(run.path)
+    return run
+
+
+@contextmanager
+def telling_how_to_go_on(path: Path) -> Iterator[None]:
+    """Whoever interrupts a run is told whether it can be continued."""
+    try:
+        yield
     except KeyboardInterrupt:
-        if list((run.path / "checkpoints").glob("step-*")):
+        if list((path / "checkpoints").glob("step-*")):
             print("\nthe same command goes on from the last checkpoint", file=sys.stderr)
         else:
             print("\nthere is no checkpoint to go on from (loop.save_every writes some)", file=sys.stderr)
         raise
-    if "console" in prepared.config.logging.to:
-        print_summary(run.path)
-    return run
 
 
 def _complete(training: Coroutine[Any, Any, Run]) -> None:

@@ -58,7 +58,7 @@ _VERL_ACTOR = {
 
 _VERL_ROLLOUT = {
     "n": "rollout.group_size",
-    "response_length": "rollout.max_tokens",
+    "response_length": "rollout.response_length",
     "max_num_seqs": "rollout.max_sequences",
     "max_model_len": "model.context_length",
     "tensor_model_parallel_size": "rollout.tensor_parallel",
@@ -104,7 +104,7 @@ _VERL = {
     "critic.optim.lr": "critic.lr",
     "critic.cliprange_value": "critic.clip",
     "trainer.critic_warmup": "critic.warmup_steps",
-    "data.max_response_length": "rollout.max_tokens",
+    "data.max_response_length": "rollout.response_length",
     "data.val_batch_size": "eval.batch_size",
     "data.seed": "seed",
     "data.trust_remote_code": "model.trust_remote_code",
@@ -132,7 +132,7 @@ _AGENTFLY = {
     "template": "agent.template",
     "reward_name": "reward.name",
     "num_chains": "rollout.group_size",
-    "max_tokens_per_turn": "rollout.max_tokens",
+    "max_tokens_per_turn": "agent.max_tokens_per_turn",
     **{key: f"agent.{key}" for key in ("tools", "max_turns", "use_agent", "backend")},
 }
 
@@ -184,6 +184,7 @@ ALIASES: Mapping[str, str] = {
         _VERL_OVERLONG,
     ),
     **_family(("agent.", "agent.init_args."), _AGENTFLY),
+    "agentflow.port": "gateway.port",
     **_TORCHRL,
     # Variables that are settings too; see `read.ENVIRONMENT_KEY`.
     "env.AGENT_MAX_TIMEOUT": "agent.max_seconds",

@@ -39,7 +39,7 @@ RECIPES = "covey.recipes"
 
 # What can be chosen in each group; the first is the default. `algorithm` is the group whose choices are passed in.
 GROUPS: Mapping[str, Mapping[str, type]] = {
-    "agent": {"chat": AgentConfig},
+    "agent": dict.fromkeys(("chat", "hf", "react", "code", "flow", "gateway", "verifiers"), AgentConfig),
     "rollout": {"embedded": RolloutConfig, "vllm": RolloutConfig, "auto": RolloutConfig},
     "cluster": {"local": ClusterConfig},
     "mode": {"sync": ModeConfig},
@@ -47,7 +47,10 @@ GROUPS: Mapping[str, Mapping[str, type]] = {
 OWN_CODE = ("agent",)  # groups that also take module:function or file.py:function
 
 # What may differ between a run and its continuation.
-NOT_IN_FINGERPRINT = ("resume", "logging.to", "logging.output_dir", "logging.verbosity")
+NOT_IN_FINGERPRINT = (
+    *("resume", "gateway.port", "gateway.max_programs"),
+    *("logging.to", "logging.output_dir", "logging.verbosity"),
+)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ _CTRL, _CTRL_COEF = "algorithm.kl_ctrl.type", "algorithm.kl_ctrl.kl_coef"
 _CTRL_TARGET, _CTRL_HORIZON = "algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon"
 _OVERLONG, _OVERLONG_LEN = "reward_model.overlong_buffer.enable", "reward_model.overlong_buffer.len"
 _LORA, _LORA_RANK = "train_model.lora.enabled", "train_model.lora.r"
+_RESPONSE, _PER_TURN = "rollout.response_length", "agent.max_tokens_per_turn"
 _RESUME, _RESUME_PATH = "trainer.resume_mode", "trainer.resume_from_path"
 _BATCH, _OPTIM = "train.dialog_turns_per_batch", "train.optim_batch_size"
 _PIECES, _TOTAL = "train.gradient_accumulation_steps", "train.total_dialog_turns"
@@ -45,6 +46,8 @@ PARTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     _OVERLONG: (("algorithm.overlong_buffer",), "false sets it to 0"),
     _OVERLONG_LEN: (("algorithm.overlong_buffer",), "counts only with overlong_buffer.enable=true"),
     _CLIP: (("algorithm.clip_low", "algorithm.clip_high"), "where clip_ratio_low or clip_ratio_high is not given"),
+    _RESPONSE: (("rollout.max_tokens", "agent.max_response_tokens"), "the latter beside agent.max_tokens_per_turn"),
+    _PER_TURN: (("rollout.max_tokens",), "the longest reply of one turn"),
     _LORA: (("model.lora.rank",), "false sets it to 0"),
     _LORA_RANK: (("model.lora.rank",), "unless train_model.lora.enabled=false"),
     _BATCH: (("data.train_batch_size",), "turns / rollout.group_size"),
@@ -76,7 +79,7 @@ Rule = Callable[[Parts, DictConfig], Iterator[Derived]]
 def rules() -> tuple[Rule, ...]:
     """In the order in which they may use each other's results."""
     in_groups = (_train_batch, _mini_batch, _micro_batch, _total_steps)
-    return (_resume, _kl_loss, _kl_type, _kl_reward, _kl_place, _overlong, _lora, _clip_ratio, *in_groups)
+    return (_resume, _kl_loss, _kl_type, _kl_reward, _kl_place, _overlong, _lengths, _lora, _clip_ratio, *in_groups)
 
 
 def remarks(parts: Parts) -> Iterator[str]:
@@ -169,6 +172,15 @@ def _kl_place(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
 def _overlong(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
     present = tree.algorithm.overlong_buffer if "overlong_buffer" in tree.algorithm else None
     yield from _switched(parts, _OVERLONG, _OVERLONG_LEN, "algorithm.overlong_buffer", present, 0.2)
+
+
+def _lengths(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
+    """Where turns have a limit of their own, the length of the response is that of the whole episode."""
+    response, turn = parts.get(_RESPONSE), parts.get(_PER_TURN)
+    if longest := turn or response:
+        yield Derived("rollout.max_tokens", longest.value, (longest,))
+    if turn is not None and response is not None:
+        yield Derived("agent.max_response_tokens", response.value, (response,))
 
 
 def _lora(parts: Parts, tree: DictConfig) -> Iterator[Derived]:

@@ -43,10 +43,6 @@ def anything(value: Any) -> bool:
     return value is not None
 
 
-def non_empty(value: Any) -> bool:
-    return bool(value)
-
-
 def over(bound: float) -> Test:
     return lambda value: number(value) > bound
 
@@ -59,10 +55,6 @@ def is_not(*names: str) -> Test:
     return lambda value: value is not None and str(value).lower() not in names
 
 
-def template_name(value: Any) -> bool:
-    return value is not None and "/" not in str(value) and not str(value).endswith((".jinja", ".jinja2", ".j2", ".txt"))
-
-
 @dataclass(frozen=True)
 class NotYet:
     key: str  # as `aliases.translate` gives it
@@ -72,18 +64,12 @@ class NotYet:
 
 
 _OWN_AGENT = "use agent=chat, or your own coroutine: agent=my_agent.py:function"
-_OWN_TOOLS = "leave it out, or call tools in your own coroutine: agent=my_agent.py:function"
-_TEMPLATE = "leave it out to use the model's own, or give a Jinja file"
 _IN_STEP = "leave it out: weights are published every step"
 _ONE = "leave it at 1"
 
 NOT_YET = (
     # Agents
-    NotYet("agent.name", is_("hf", "react", "code", "gui", "flow"), "agents that use tools", _OWN_AGENT),
-    NotYet("agent.tools", non_empty, "tools", _OWN_TOOLS),
-    NotYet("agent.max_turns", over(1), "episodes of several turns", _OWN_AGENT),
-    NotYet("agent.template", template_name, "chat templates by name", _TEMPLATE),
-    NotYet("agentflow.port", anything, "the agent server", "leave it out: agents run in the training process"),
+    NotYet("agent.name", is_("gui"), "agents that look at a screen", _OWN_AGENT),
     NotYet("env.reasoning", true, "the reasoning prompt", "write it out: data.system_prompt='…'"),
     # Where and when things run
     NotYet("mode.name", is_("async"), "sampling while learning", "use mode=sync"),

@@ -63,7 +63,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class AgentConfig:
-    name: str = "chat"  # chat | hf | react | code | flow | gateway, or your own as module:function or file.py:function
+    name: str = "chat"  # chat | hf | react | code | flow | gateway | verifiers, or your own as file.py:function
     tools: list[str] = field(default_factory=list)  # tools by name, module:function or file.py:function
     tool_options: dict[str, Any] = field(default_factory=dict)  # a tool's own settings: {search: {corpus: docs.jsonl}}
     format: str = "auto"  # how calls are written: hermes | llama | mistral; auto: as the model's template does
@@ -73,7 +73,10 @@ class AgentConfig:
     tool_seconds: float = 10.0  # one tool call may take this long, unless the tool says otherwise
     train_modules: list[str] = field(default_factory=lambda: ["planner"])  # agent=flow: whose turns are learned from
     template: str | None = None  # qwen2.5, qwen2.5-vl, or a chat template file (Jinja); null: the model's own
+    environment: str | None = None  # agent=verifiers: an environment of that package, by id, module:function or file
+    environment_options: dict[str, Any] = field(default_factory=dict)  # agent=verifiers: its own `env` settings
     max_seconds: float = 500.0  # an episode's own work, its reward included, may take this long (sampling not counted)
+    command: str | None = None  # agent=gateway: a program started for each episode; null: programs come for attempts
 
     def __post_init__(self) -> None:
         _at_least("agent.max_seconds", self.max_seconds, 0.001)
@@ -85,12 +88,22 @@ class AgentConfig:
 
 
 @dataclass(frozen=True)
+class GatewayConfig:
+    port: int = 9999  # of the endpoint of agent=gateway and covey serve, on this machine only; 0: any that is free
+    max_programs: int = 16  # programs of agent.command that run at once
+
+    def __post_init__(self) -> None:
+        _at_least("gateway.port", self.port, 0)
+        _at_least("gateway.max_programs", self.max_programs, 1)
+
+
+@dataclass(frozen=True)
 class SandboxConfig:
     tier: str = "auto"  # bubblewrap | namespaces | limits; auto: the strongest that works here
     allow_weak: bool = False  # run code of the model's where only limits, and no walls, can be had
     seconds: float = 10.0  # one execution may take this long
     memory_mb: int = 512  # of one sandbox
-    max_concurrent: int = 16  # sandboxes alive at once
+    max_concurrent: int = 16  # programs that run at once; others wait their turn
 
     def __post_init__(self) -> None:
         _one_of("sandbox.tier", self.tier, ("auto", "bubblewrap", "namespaces", "limits"))
@@ -270,6 +283,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: Any = None  # the chosen algorithm's own settings

@@ -81,6 +81,14 @@ def token_logprobs(
     return columns[0], columns[1], columns[2] if reference is not None else None
 
 
+@torch.no_grad()
+def likeliest(model: Any, hidden_MD: Tensor) -> Tensor:
+    """The token that the model would have chosen in each place, [M]."""
+    lm = causal_lm(model)
+    size = max(1, logprobs.CHUNK_LOGITS // lm.get_output_embeddings().weight.shape[0])
+    return torch.cat([final_logits(lm, hidden).argmax(-1) for hidden in hidden_MD.split(size)])
+
+
 def causal_lm(model: Any) -> Any:
     """The transformers model, also where peft wraps it (its layers then carry the adapters)."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -26,7 +26,7 @@ from covey.errors import RunFailed
 from covey.learner import attention
 from covey.learner.compiled import CompiledLayers
 from covey.learner.critic import Critic
-from covey.learner.forward import RefLogits, causal_lm, final_logits, hidden_states, token_logprobs
+from covey.learner.forward import RefLogits, causal_lm, final_logits, hidden_states, likeliest, token_logprobs
 from covey.learner.memory import affordable_tokens
 from covey.learner.models import Reference
 from covey.learner.optimizer import MasterAdamW
@@ -46,6 +46,7 @@ class Ask:
     policy: bool = True  # log-probs and entropy
     values: bool = False  # the critic's
     full_kl: bool = False  # to the reference, over the vocabulary
+    first_choice: bool = False  # whether no other token is likelier
 
 
 class Learner:
@@ -187,7 +188,7 @@ class Learner:
             return None if column_M is None else empty_RT.to(column_M.dtype).index_put(at, column_M)
 
         logprob_M = entropy_M = empty_RT.new_zeros(len(packed.target_M))
-        kl_M = value_M = hidden_MD = None
+        kl_M = value_M = hidden_MD = first_M = None
         shares = ask.values and self.critic is not None and self.critic.shared
         if ask.policy or shares:
             hidden_MD = hidden_states(model, packed)
@@ -201,12 +202,15 @@ class Learner:
                 entropy_gradient=self.config.entropy_coef != 0,
                 reference=self._reference(packed) if ask.full_kl else None,
             )
+        if ask.first_choice:
+            assert hidden_MD is not None
+            first_M = likeliest(model, hidden_MD) == packed.target_M
         if ask.values:
             assert self.critic is not None, "the algorithm needs a critic and none was made"
             value_M = self.critic.values(packed, hidden_MD)
         logprobs, entropy = laid_out(logprob_M), laid_out(entropy_M)
         assert logprobs is not None and entropy is not None
-        return TokenOutputs(logprobs, entropy, laid_out(value_M), laid_out(kl_M))
+        return TokenOutputs(logprobs, entropy, laid_out(value_M), laid_out(kl_M), laid_out(first_M))
 
     def _reference(self, packed: Packed) -> tuple[Tensor, RefLogits]:
         """The reference's hidden states, and the way from them to its logits."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from covey.loop.step import StepResult
@@ -46,7 +47,28 @@ def step_metrics(result: StepResult) -> Metrics:
     if collected.flat:
         found["reward/unfiltered_mean"] = _unfiltered_mean(samples)
     found |= {f"episodes/failed/{cause}": float(count) for cause, count in collected.failures.items()}
+    if any(len(episode.turns) > 1 or episode.tools for episode in episodes):
+        found |= turn_metrics(episodes)
     return found | result.metrics
+
+
+def turn_metrics(episodes: Sequence[Episode]) -> Metrics:
+    """What agents did: their turns, their tools, the mistakes they made with them, and the time that took."""
+    turns = [len(episode.turns) for episode in episodes]
+    uses = [use for episode in episodes for use in episode.tools]
+    errors = Counter(use.error for use in uses if use.error is not None)
+    stops = Counter(str(episode.stop) for episode in episodes)
+    found: Metrics = {
+        "agent/turns_mean": statistics.fmean(turns),
+        "agent/turns_max": float(max(turns)),
+        "agent/tool_calls": len(uses) / len(episodes),
+        "agent/tool_errors": sum(errors.values()) / max(1, len(uses)),
+        "timing/tools": sum(use.seconds for use in uses),
+        "timing/slowest_episode": max(episode.seconds for episode in episodes),
+    }
+    found |= {f"agent/stop/{reason}": count / len(episodes) for reason, count in stops.items()}
+    found |= {f"agent/tool/{tool}": float(count) for tool, count in Counter(use.tool for use in uses).items()}
+    return found | {f"agent/error/{kind}": float(count) for kind, count in errors.items()}
 
 
 def _columns(result: StepResult, episodes: Sequence[Episode]) -> dict[str, list[float]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,8 @@ class Run:
     best: dict[str, float] | None = None  # the best evaluation among the checkpoints
     evaluations: list[tuple[int, Metrics]] = field(default_factory=list)
     warned: set[str] = field(default_factory=set)
+    services: Sequence[AbstractAsyncContextManager[Any]] = ()  # open as long as the run is: a server, for example
+    resources: ExitStack = field(default_factory=ExitStack)  # what else ends with the run: workers, rewards' models
 
     @property
     def path(self) -> Path:
@@ -47,22 +51,29 @@ class Run:
     async def train(self) -> Run:
         status = "failed"
         try:
-            await publish(self.road, self.first_step)
-            if self.config.eval.before and self.first_step == 0:
-                await self.evaluate(0)
-            for index in range(self.first_step, self.total_steps):
-                await self._step(index)
+            async with AsyncExitStack() as open_services:
+                for service in self.services:
+                    await open_services.enter_async_context(service)
+                await self._all_steps()
             status = "finished"
         except (KeyboardInterrupt, asyncio.CancelledError):  # asyncio turns the first Ctrl-C into a cancellation
             status = "interrupted"
             raise
         finally:
             self.engine.close()
+            self.resources.close()
             self.telemetry.close(status)
             self.folder.set_status(status)
             self.folder.release()
         write_report(self.path)
         return self
+
+    async def _all_steps(self) -> None:
+        await publish(self.road, self.first_step)
+        if self.config.eval.before and self.first_step == 0:
+            await self.evaluate(0)
+        for index in range(self.first_step, self.total_steps):
+            await self._step(index)
 
     async def _step(self, index: int) -> None:
         tokens_before = self.engine.generated_tokens

@@ -73,7 +73,7 @@ async def step(road: Road, index: int) -> StepResult:
             if batch.epoch == 0:
                 write_trace(trace, batch.row_R, seen)
     await publish(road, index + 1)
-    metrics = {**shaped, **advantages.metrics, **_merge(updates)}
+    metrics = {**shaped, **advantages.metrics, **merge(updates)}
     if road.engine.apart:
         metrics |= mismatch(samples, trace, plan.groups_per_batch)
     return StepResult(collected, samples, advantages, metrics, trace)
@@ -116,7 +116,7 @@ def write_trace(trace: TokenTrace, row_R: torch.Tensor, seen: TokenTrace) -> Non
         whole[row_R] = part
 
 
-def _merge(updates: Sequence[Metrics]) -> Metrics:
+def merge(updates: Sequence[Metrics]) -> Metrics:
     """Of the optimiser steps: extremes of extremes, means of the rest (a skipped update has no gradient norm), the last
     of what counts up."""
     found: Metrics = {}

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from covey.rewards.code import code_reward
 from covey.rewards.countdown import countdown
-from covey.rewards.function import reward
+from covey.rewards.function import inline, reward
+from covey.rewards.ifeval import ifeval
+from covey.rewards.maths import math_equal, math_verify
 from covey.rewards.numbers import math_reward_string_equal, number, sorted_numbers
+from covey.rewards.qa import qa_em_reward, qa_f1_reward
+from covey.rewards.shape import length, repetition
+from covey.rewards.tool_call import tool_call
+from covey.types import Episode
 
 
 @reward
@@ -28,6 +35,17 @@ def _encloses(text: str, opening: str, closing: str) -> bool:
     return bool(found and closed and inside.strip())
 
 
+@reward
+def given(episode: Episode) -> dict[str, float | None] | None:
+    """What the program or the environment that played the episode says it is worth: its `reward`, or else the sum of
+    what it named; each name is measured as given/NAME. Not scored where it said nothing."""
+    table = episode.given
+    if table is None:
+        return None
+    values = [value for value in table.values() if value is not None]
+    return {"reward": sum(values) if values else None, **table}
+
+
 REWARDS: dict[str, Callable[..., Any]] = {
     "exact": exact,
     "number": number,
@@ -35,4 +53,16 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "sorted": sorted_numbers,
     "countdown": countdown,
     "format": answer_format,
+    "math_equal": math_equal,
+    "math_verify": math_verify,
+    "qa_f1_reward": qa_f1_reward,
+    "qa_em_reward": qa_em_reward,
+    "code_reward": code_reward,
+    "ifeval": ifeval,
+    "length": length,
+    "repetition": repetition,
+    "tool_call": tool_call,
+    "given": given,
 }
+for function in REWARDS.values():  # quick, or bounded by themselves: none needs a process that can be killed
+    inline(function)

@@ -13,6 +13,9 @@ Parameters, by name:
 The group form sees all attempts at a task together: its first parameter is `episodes`, and it returns a list.
 A reward returns a number, None (not scored), or a dict: key "reward" (or the function's name) is the reward, the other
 keys are extras, which are measured as `NAME/KEY` and never trained on.
+
+Where a pool of workers is given, a reward runs there, for so many seconds at most; then a hang or a crash costs what it
+was to score. Covey's own that are quick and bounded run in this process.
 """
 
 from __future__ import annotations
@@ -20,30 +23,34 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, TypeVar, overload
 
-from covey.errors import InputError, nearest
+from covey.errors import EpisodeError, InputError, RunFailed, nearest, unknown
 from covey.types import Episode, Task
+from covey.workers import RemoteError, WorkerDied, WorkerPool, WorkerTimeout
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Columns = dict[str, float | None]
 
 OF_EPISODE = ("completion", "episode", "final_answer")
+FILLED_IN = (*OF_EPISODE, "answer", "question", "task")  # never options
 
 
-class RewardError(Exception):
-    """A reward function failed on an episode: its own exception, or a value that is no reward."""
+class RewardError(EpisodeError):
+    """A reward gave no value for an episode. The cause: `reward` (it raised, or its value is no reward),
+    `reward_timeout`, `reward_crash`, or what the reward itself calls it."""
 
-    def __init__(self, name: str, task_id: str, cause: str) -> None:
-        super().__init__(name, task_id, cause)  # all three: an exception is pickled by its arguments
+    def __init__(self, name: str, task_id: str, why: str, cause: str = "reward") -> None:
+        super().__init__(name, task_id, why, cause)  # all of them: an exception is pickled by its arguments
         self.name = name
         self.task_id = task_id
+        self.why = why
         self.cause = cause
 
     def __str__(self) -> str:
-        return f"reward {self.name} on task {self.task_id}: {self.cause}"
+        return f"reward {self.name} on task {self.task_id}: {self.why}"
 
 
 @overload
@@ -51,17 +58,29 @@ def reward(fn: Function) -> Function: ...
 
 
 @overload
-def reward(fn: None = None, *, name: str | None = None) -> Callable[[Function], Function]: ...
+def reward(
+    fn: None = None, *, name: str | None = None, check: Callable[[Task], None] | None = None
+) -> Callable[[Function], Function]: ...
 
 
-def reward(fn: Any = None, *, name: str | None = None) -> Any:
-    """Mark a function as a reward, and name it if its own name will not do. It stays a plain function."""
+def reward(fn: Any = None, *, name: str | None = None, check: Callable[[Task], None] | None = None) -> Any:
+    """Mark a function as a reward, and name it if its own name will not do. It stays a plain function.
+
+    `check` is called with each task before training: it raises InputError if the reward cannot score that task, Absent
+    if it needs a package that is not here."""
 
     def mark(function: Function) -> Function:
         function.reward_name = name or function.__name__  # type: ignore[attr-defined]
+        function.reward_check = check  # type: ignore[attr-defined]
         return function
 
     return mark if fn is None else mark(fn)
+
+
+def inline(function: Function) -> Function:
+    """Mark a reward of Covey's own that is quick and bounded: it needs no process that can be killed."""
+    function.reward_inline = True  # type: ignore[attr-defined]
+    return function
 
 
 def reward_name(function: Callable[..., Any]) -> str:
@@ -78,10 +97,13 @@ class RewardFunction:
     optional: tuple[str, ...]
     takes_all: bool  # it has **kwargs
     groupwise: bool
+    options: Mapping[str, Any] = field(default_factory=dict)  # arguments that the settings fill in
+    pool: WorkerPool | None = None  # None: it runs in this process
+    seconds: float = math.inf
 
     @classmethod
-    def of(cls, call: Callable[..., Any]) -> RewardFunction:
-        name = reward_name(call)
+    def of(cls, call: Callable[..., Any], options: Mapping[str, Any] | None = None) -> RewardFunction:
+        name, options = reward_name(call), dict(options or {})
         try:
             parameters = list(inspect.signature(call).parameters.values())
         except (TypeError, ValueError) as error:
@@ -91,20 +113,39 @@ class RewardFunction:
         groupwise = bool(parameters) and parameters[0].name == "episodes"
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         named = named[1:] if groupwise else named
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        if not takes_all:
+            check_options(name, options, [p.name for p in named if p.name not in FILLED_IN])
         return cls(
             name=name,
             call=call,
-            required=tuple(p.name for p in named if p.default is p.empty),
-            optional=tuple(p.name for p in named if p.default is not p.empty),
-            takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters),
+            required=tuple(p.name for p in named if p.default is p.empty and p.name not in options),
+            optional=tuple(p.name for p in named if p.default is not p.empty and p.name not in options),
+            takes_all=takes_all,
             groupwise=groupwise,
+            options=options,
         )
+
+    @property
+    def inline(self) -> bool:
+        return bool(getattr(self.call, "reward_inline", False))
+
+    @property
+    def in_worker(self) -> str:
+        """What it is called among the functions of the workers."""
+        return f"reward:{self.name}"
+
+    def spread(self, arguments: Mapping[str, Any]) -> Any:
+        """What a worker calls: arguments of any name fit through."""
+        return self.call(**arguments)
 
     def check(self, task: Task) -> None:
         """Raise if the function asks for something that this task does not have."""
         known = set(self._of_task(task)) | set(() if self.groupwise else OF_EPISODE)
         missing = [name for name in self.required if name not in known]
         if not missing:
+            if (own := getattr(self.call, "reward_check", None)) is not None:
+                own(task)
             return
         lines = [f"reward {self.name} asks for `{missing[0]}`, which task {task.id} does not have"]
         if self.groupwise and missing[0] in OF_EPISODE:
@@ -143,10 +184,26 @@ class RewardFunction:
             raise RewardError(self.name, task.id, f"it asks for `{missing[0]}`, which this task does not have")
         wanted = given if self.takes_all else {n: given[n] for n in (*self.required, *self.optional) if n in given}
         try:
-            value = self.call(**extra, **wanted)
-            return await value if inspect.isawaitable(value) else value
+            return await self._call({**extra, **wanted, **self.options})
+        except RunFailed:
+            raise
+        except EpisodeError as error:
+            raise RewardError(self.name, task.id, str(error), error.cause) from error
+        except WorkerTimeout as error:
+            why = f"it took longer than reward.seconds={self.seconds:g}"
+            raise RewardError(self.name, task.id, why, "reward_timeout") from error
+        except WorkerDied as error:
+            raise RewardError(self.name, task.id, str(error), "reward_crash") from error
+        except RemoteError as error:
+            raise RewardError(self.name, task.id, str(error)) from error
         except Exception as error:
             raise RewardError(self.name, task.id, f"{type(error).__name__}: {error}") from error
+
+    async def _call(self, arguments: Mapping[str, Any]) -> Any:
+        if self.pool is not None:
+            return await self.pool.call(self.in_worker, arguments, seconds=self.seconds)
+        value = self.call(**arguments)
+        return await value if inspect.isawaitable(value) else value
 
     def _columns(self, task: Task, value: Any) -> Columns:
         if not isinstance(value, Mapping):
@@ -169,6 +226,14 @@ class RewardFunction:
         if not math.isfinite(value):
             raise RewardError(self.name, task.id, f"{column} is {float(value)}, a reward must be finite")
         return float(value)
+
+
+def check_options(reward: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key in options:
+        if key not in known and not known:
+            raise InputError(f"reward.options.{reward}.{key}: the reward {reward} has no options")
+        if key not in known:
+            raise unknown(f"option of reward {reward}", key, known)
 
 
 def _question(task: Task) -> str:

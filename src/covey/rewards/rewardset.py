@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from covey.errors import InputError, unknown
 from covey.plugins import load_function
 from covey.rewards.builtin import REWARDS
 from covey.rewards.condition import Condition, apply, find_conditions
-from covey.rewards.function import Columns, RewardFunction
+from covey.rewards.function import Columns, RewardFunction, check_options, reward_name
 from covey.types import Episode, Task
+from covey.workers import WorkerPool
 
 Result = TypeVar("Result")
 RewardName = str | Callable[..., Any]
@@ -25,15 +27,17 @@ def resolve_rewards(
     task_default: str | None,
     weights: Mapping[str, float],
     only_if: Mapping[str, str] | None = None,
+    options: Mapping[str, Any] | None = None,
+    sandbox: Callable[[], Any] | None = None,
 ) -> RewardSet:
     """The rewards called `names`: built-in, `module:function`, `file.py:function`, a function itself, or `auto`, the
-    task's own."""
+    task's own. `options` are arguments of theirs, by name; a class is a reward once it is made with its options. A
+    reward with a parameter `sandbox` is given what `sandbox` makes."""
     wanted = [names] if isinstance(names, str) or callable(names) else list(names)
     if not wanted:
         raise InputError("reward.name is empty\n  fix: name a reward, or leave it at auto")
     found = [_find(name, task_default or DEFAULT) for name in wanted]
-    functions = tuple(map(RewardFunction.of, found))
-    columns = [function.name for function in functions]
+    columns = list(map(reward_name, found))
     for column in columns:
         if columns.count(column) > 1:
             raise InputError(
@@ -42,8 +46,34 @@ def resolve_rewards(
     for name in weights:
         if name not in columns:
             raise unknown("reward in reward.weights", name, columns)
+    given = _options(options or {}, columns)
+    functions = tuple(
+        _make(function, given.get(name, {}), sandbox) for function, name in zip(found, columns, strict=True)
+    )
     conditions = find_conditions(found, only_if or {}, columns)
-    return RewardSet(functions, {column: float(weights.get(column, 1.0)) for column in columns}, conditions)
+    return RewardSet(functions, {column: float(weights.get(column, 1.0)) for column in columns}, conditions, given)
+
+
+def _options(options: Mapping[str, Any], columns: Sequence[str]) -> dict[str, dict[str, Any]]:
+    for name, given in options.items():
+        if name not in columns:
+            raise unknown("reward in reward.options", name, columns)
+        if not isinstance(given, Mapping):
+            raise InputError(f"reward.options.{name}={given}: write reward.options.{name}.OPTION=VALUE")
+    return {name: dict(given) for name, given in options.items()}
+
+
+def _make(found: Callable[..., Any], options: Mapping[str, Any], sandbox: Callable[[], Any] | None) -> RewardFunction:
+    if not isinstance(found, type):
+        if sandbox is not None and "sandbox" in inspect.signature(found).parameters:
+            options = {**options, "sandbox": sandbox()}
+        return RewardFunction.of(found, options)
+    name, parameters = reward_name(found), inspect.signature(found).parameters
+    check_options(name, options, list(parameters))
+    for option, parameter in parameters.items():
+        if option not in options and parameter.default is parameter.empty:
+            raise InputError(f"reward {name} needs to know its {option}\n  fix: reward.options.{name}.{option}=VALUE")
+    return RewardFunction.of(found(**options))
 
 
 def _find(name: RewardName, task_default: str) -> Callable[..., Any]:
@@ -70,6 +100,7 @@ class RewardSet:
     functions: tuple[RewardFunction, ...]
     weights: dict[str, float]
     conditions: tuple[Condition, ...] = ()
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -84,6 +115,36 @@ class RewardSet:
         """Raise `InputError` if a reward asks for what this task does not have. Call it before training."""
         for function in self.functions:
             function.check(task)
+
+    def check_all(self, tasks: Iterable[Task]) -> None:
+        for task in tasks:
+            self.check(task)
+
+    def verify(self) -> None:
+        """Raise `InputError` if what a reward stands on, a model or a key, is not there. Call it before training."""
+        self._tell("verify")
+
+    def for_workers(self) -> dict[str, Callable[..., Any]]:
+        """The functions that a pool must have to score with these rewards."""
+        return {f.in_worker: f.spread for f in self.functions if not f.inline}
+
+    def within(self, pool: WorkerPool | None, seconds: float) -> RewardSet:
+        """The same rewards, called by the pool's workers, for so many seconds at most."""
+        inside = (f if f.inline else replace(f, pool=pool, seconds=seconds) for f in self.functions)
+        return replace(self, functions=tuple(inside))
+
+    def open(self, *, seconds: float, device: str) -> None:
+        """Load what takes long. `seconds` is how long a score may take, `device` where the learner works."""
+        self._tell("open", seconds=seconds, device=device)
+
+    def close(self) -> None:
+        self._tell("close")
+
+    def _tell(self, what: str, **arguments: Any) -> None:
+        """To Covey's own that are objects: those of the user's live in the workers."""
+        for function in self.functions:
+            if function.inline and (method := getattr(function.call, what, None)) is not None:
+                method(**arguments)
 
     async def __call__(self, task: Task, episode: Episode) -> Columns:
         """Score one episode. A group reward sees a group of one."""
@@ -113,11 +174,9 @@ async def _score_all(function: RewardFunction, task: Task, episodes: Sequence[Ep
 
 
 async def _together(calls: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Await all at once; the first exception cancels the others and is raised as it is."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(call) for call in calls]
-        return [task.result() for task in running]
-    except ExceptionGroup as errors:
-        first = errors.exceptions[0]
-    raise first
+    """Await all at once. If some raise, the others are not cancelled, which would kill their workers for nothing."""
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    for value in found:
+        if isinstance(value, BaseException):
+            raise value
+    return found  # type: ignore[return-value]

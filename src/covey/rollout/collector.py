@@ -107,12 +107,17 @@ class Collector:
         try:
             async with asyncio.timeout(self.max_seconds):
                 tables = await self.reward.group(task, episodes)
-        except InputError:
+        except (InputError, RunFailed):
             raise
+        except TimeoutError:
+            failure = Failure("timeout", f"scoring a group took longer than agent.max_seconds={self.max_seconds:g}")
+        except EpisodeError as error:
+            failure = Failure(error.cause, str(error))
         except Exception as error:
             failure = Failure("reward", f"{type(error).__name__}: {error}")
-            return [e if e.failure else replace(e, failure=failure) for e in episodes]
-        return [e if e.failure else replace(e, rewards=table) for e, table in zip(episodes, tables, strict=True)]
+        else:
+            return [e if e.failure else replace(e, rewards=table) for e, table in zip(episodes, tables, strict=True)]
+        return [e if e.failure else replace(e, failure=failure) for e in episodes]
 
 
 @dataclass(frozen=True)
@@ -185,11 +190,12 @@ class TrainingSource:
         raw = await self.collector.groups(
             tasks, self.attempts, self.sampling, stream, greedy_baseline=self.greedy_baseline
         )
+        names = self.collector.reward.names
         return [
             replace(
                 g,
-                episodes=tuple(map(_unscored_is_failed, g.episodes)),
-                baseline=None if g.baseline is None else _unscored_is_failed(g.baseline),
+                episodes=tuple(_unscored_is_failed(episode, names) for episode in g.episodes),
+                baseline=None if g.baseline is None else _unscored_is_failed(g.baseline, names),
             )
             for g in raw
         ]
@@ -211,9 +217,9 @@ def _everyone(group: Group) -> tuple[Episode, ...]:
     return group.episodes if group.baseline is None else (*group.episodes, group.baseline)
 
 
-def _unscored_is_failed(episode: Episode) -> Episode:
-    """An attempt that no reward scored is not worth 0: it is left out, and counted."""
-    if episode.failure is not None or any(score is not None for score in episode.rewards.values()):
+def _unscored_is_failed(episode: Episode, names: Collection[str]) -> Episode:
+    """An attempt that no reward scored is not worth 0: it is left out, and counted. Extras are no scores."""
+    if episode.failure is not None or any(episode.rewards.get(name) is not None for name in names):
         return episode
     return replace(episode, failure=Failure("unscored", "every reward returned None"))
 
@@ -225,7 +231,12 @@ class NothingCompleted(RunFailed):
 _LIKELY_FIX = {
     "timeout": "raise agent.max_seconds, or lower rollout.max_tokens",
     "reward": "run the reward on one episode by hand; it raised on every answer",
+    "reward_timeout": "raise reward.seconds, or make the reward quicker",
+    "reward_crash": "run the reward on one episode by hand; its process died on every answer",
+    "judge": "see that the judge's endpoint answers: reward.options.judge.url",
     "unscored": "return a number from the reward; None means that an attempt cannot be scored",
+    "abandoned": "start the program that plays the attempts: it comes for them with POST /episodes (docs/gateway.md)",
+    "program": "run agent.command by hand against covey serve; its last words are above",
     "agent": "the agent raised on every attempt; try it on one task with covey sample",
 }
 

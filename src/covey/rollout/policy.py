@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +44,9 @@ class EpisodePolicy:
         self.context_length = context_length
         self.turns: list[Turn] = []
         self._said: list[Said] = []
+        self._asked = 0  # turns begun: several may be sampled at once, each from its own stream
+        self._waiting = 0  # how many reasons there are for the clock to stand still
+        self._left = 0.0  # seconds of the episode when it was stopped
 
     def render(self, messages: Messages, tools: Tools = None) -> tuple[int, ...]:
         """Prompt ids of messages; what was asked or sampled before keeps its ids."""
@@ -65,16 +68,26 @@ class EpisodePolicy:
         return self.renderer.cut(text, tokens)
 
     async def generate(
-        self, token_ids: Sequence[int], *, stop: Sequence[str] = (), max_tokens: int | None = None, trained: bool = True
+        self,
+        token_ids: Sequence[int],
+        *,
+        stop: Sequence[str] = (),
+        max_tokens: int | None = None,
+        trained: bool = True,
+        temperature: float | None = None,
+        top_p: float | None = None,
     ) -> Completion:
         limit = min(self.room(len(token_ids)), max_tokens or self.sampling.max_tokens)
         sampling = replace(
             self.sampling,
-            seed=stream_seed(*self.stream, len(self.turns)),
+            seed=stream_seed(*self.stream, self._asked),
             stop=(*self.sampling.stop, *stop),
             max_tokens=limit,
+            temperature=self.sampling.temperature if temperature is None else temperature,
+            top_p=self.sampling.top_p if top_p is None else top_p,
         )
-        with self._clock_stopped():
+        self._asked += 1
+        with self.waiting():
             done = await self.engine.generate(token_ids, sampling)
         self.turns.append(
             Turn(tuple(token_ids), done.token_ids, done.logprobs, done.versions, done.stop, trained=trained)
@@ -95,17 +108,23 @@ class EpisodePolicy:
         return room
 
     @contextmanager
-    def _clock_stopped(self) -> Iterator[None]:
-        """Waiting for the model is not the episode's fault: its place in the queue depends on the others."""
-        loop = asyncio.get_running_loop()
-        when = self.deadline.when() if self.deadline is not None else None
-        if self.deadline is None or when is None:
+    def waiting(self) -> Iterator[None]:
+        """Waiting for the model, or for a place to run, is not the episode's fault: it depends on the others."""
+        if self.deadline is None:
             yield
             return
-        left = when - loop.time()
-        self.deadline.reschedule(None)
-        yield
-        self.deadline.reschedule(loop.time() + left)
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            self._left = (self.deadline.when() or loop.time()) - loop.time()
+            self.deadline.reschedule(None)
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+            if not self._waiting:
+                with suppress(RuntimeError):  # the episode was ended meanwhile
+                    self.deadline.reschedule(loop.time() + self._left)
 
     async def ask(
         self,
@@ -115,10 +134,14 @@ class EpisodePolicy:
         stop: Sequence[str] = (),
         max_tokens: int | None = None,
         trained: bool = True,
+        temperature: float | None = None,
+        top_p: float | None = None,
     ) -> Reply:
         """The reply to messages; a stop string that ended it is cut off its text."""
         prompt = self.render(messages, tools)
-        done = await self.generate(prompt, stop=stop, max_tokens=max_tokens, trained=trained)
+        done = await self.generate(
+            prompt, stop=stop, max_tokens=max_tokens, trained=trained, temperature=temperature, top_p=top_p
+        )
         text = self.decode(done.token_ids)
         if done.stop is StopReason.STOP:
             ends = [at for end in (*self.sampling.stop, *stop) if (at := text.find(end)) >= 0]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 from covey.errors import InputError
@@ -66,7 +67,6 @@ class Renderer:
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self.tokenizer = tokenizer
-        self._tail: str | None = None
 
     def prompt(self, messages: Messages, tools: Tools = None) -> tuple[int, ...]:
         """Messages → prompt ids, ready for the assistant's answer."""
@@ -88,13 +88,50 @@ class Renderer:
                 return said.ids + self._addition(self.tail + after[len(before) :], said)
         return None
 
+    def reply(
+        self, messages: Messages, message: Mapping[str, Any], tools: Tools, ends: Sequence[int]
+    ) -> tuple[int, ...]:
+        """What the model would have had to sample to say `message` after `messages`: the ids of the text that the
+        template writes for it, and the token that ends a turn, one of `ends`."""
+        asked = self._text(messages, tools, reply_next=True)
+        whole = self._text([*messages, message], tools, reply_next=False)
+        begun = self._text(messages, tools, reply_next=False) + self.head
+        # A prompt may open what is no part of a past reply (thinking): then the reply follows the plain beginning.
+        shown = next((whole[len(start) :] for start in (asked, begun) if whole.startswith(start)), None)
+        calls = bool(message.get("tool_calls"))
+        if shown is None and calls:
+            raise TemplateError("this model's chat template rewrites the conversation before a reply that calls tools")
+        if shown is None or not (calls or _holds(shown, message)):  # it leaves part of the reply out: thinking
+            return self._encode(_going_on(asked, str(message["content"]))) + (self._end("", ends)[1],)
+        text, end = self._end(shown, ends)
+        return self._encode(text) + (end,)
+
+    def _end(self, text: str, ends: Sequence[int]) -> tuple[str, int]:
+        """A reply as the template writes it → the reply itself, and the token that ends it."""
+        marks = {self.decode([token], special=True): token for token in ends}
+        if found := [(text.rfind(mark), mark) for mark in marks if mark in text]:
+            place, mark = max(found)
+            return text[:place], marks[mark]
+        usual = [token for mark, token in marks.items() if mark in self.tail]
+        return text.removesuffix(self.tail), usual[0] if usual else ends[0]
+
+    @property
+    def head(self) -> str:
+        """What the template writes before a reply."""
+        return self._frame[0]
+
     @property
     def tail(self) -> str:
         """What the template writes after a reply."""
-        if self._tail is None:
-            talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
-            self._tail = self._text(talk, None, reply_next=False).rpartition(MARK)[2]
-        return self._tail
+        return self._frame[1]
+
+    @cached_property
+    def _frame(self) -> tuple[str, str]:
+        asked = [{"role": "user", "content": "?"}]
+        before = self._text(asked, None, reply_next=False)
+        shown = self._text([*asked, {"role": "assistant", "content": MARK}], None, reply_next=False)
+        head, _, tail = shown.removeprefix(before).rpartition(MARK)
+        return head, tail
 
     def rewrites(self, role: str) -> bool:
         """Whether thinking is dropped from a reply once a message of this role follows it."""
@@ -107,13 +144,12 @@ class Renderer:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=not special))
 
     def cut(self, text: str, tokens: int) -> str:
-        """Text of at most so many tokens; where some is left out, a mark says so."""
-        text, whole = text[: 16 * tokens], len(text)  # no token is longer on average: a huge text costs nothing
+        """The beginning of a text that has at most so many tokens."""
         ids = self._encode(text)
-        if len(ids) <= tokens and len(text) == whole:
+        if len(ids) <= tokens:
             return text
         kept = self.decode(ids[:tokens], special=True)
-        return f"{kept}\n[cut off: {whole - len(kept)} more characters]"
+        return kept.rstrip("\ufffd") if not text.startswith(kept) else kept  # a character cut in two
 
     def _text(self, messages: Messages, tools: Tools, *, reply_next: bool) -> str:
         try:
@@ -156,3 +192,9 @@ class TemplateError(InputError):
 def _holds(shown: str, message: Mapping[str, Any]) -> bool:
     """Whether a rendering has all that a message says, but for white space."""
     return "".join(str(message.get("content") or "").split()) in "".join(shown.split())
+
+
+def _going_on(asked: str, content: str) -> str:
+    """Content without its beginning where the prompt has said that already, as templates do that open the thinking."""
+    overlap = next(size for size in range(len(content), -1, -1) if asked.endswith(content[:size]))
+    return content[overlap:]

@@ -126,15 +126,19 @@ def _messages(table: Table, row: Row, column: str, value: Any) -> tuple[Mapping[
         raise table.mistake(
             row, f"question must be a string, got {kind(value)}", "a list of messages is called `messages`"
         )
-    if not isinstance(value, list) or not value:
-        got = "an empty list" if value == [] else kind(value)
-        raise table.mistake(row, f"{column} must be a list of messages, got {got}", MESSAGE_FIX)
-    messages = tuple(_message(table, row, f"{column}[{index}]", message) for index, message in enumerate(value))
+    messages = read_messages(table, row, column, value)
     if messages[-1]["role"] not in ("user", "tool"):
         last = messages[-1]["role"]
         fix = "leave out the reply: the model is to write it" if last == "assistant" else "add the user's message"
         raise table.mistake(row, f"{column} must end with the user's message, but ends with role {last}", fix)
     return messages
+
+
+def read_messages(table: Table, row: Row, column: str, value: Any) -> tuple[Mapping[str, Any], ...]:
+    if not isinstance(value, list) or not value:
+        got = "an empty list" if value == [] else kind(value)
+        raise table.mistake(row, f"{column} must be a list of messages, got {got}", MESSAGE_FIX)
+    return tuple(_message(table, row, f"{column}[{index}]", message) for index, message in enumerate(value))
 
 
 def _message(table: Table, row: Row, where: str, message: Any) -> Mapping[str, Any]:

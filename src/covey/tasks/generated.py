@@ -12,15 +12,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from hashlib import blake2b
 from random import Random
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from covey.errors import InputError, unknown
+from covey.tasks.calculator import Calculator
 from covey.tasks.countdown import Countdown
 from covey.tasks.numbers import Arithmetic, Largest, Sort
 from covey.tasks.problem import Problem
 from covey.tasks.seeds import stream
 from covey.tasks.taskset import TaskSet
-from covey.types import Task
+from covey.types import Demonstration, Task
 
 VALIDATION_SHARE = 0.2
 
@@ -42,11 +43,26 @@ class GeneratedTask(Protocol):
     def draw(self, rng: Random) -> Problem: ...
 
 
+@runtime_checkable
+class Demonstrated(Protocol):
+    """A family of problems that can also show how they are solved."""
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        """Names of the tools that its demonstrations call."""
+        ...
+
+    def demonstrate(self, rng: Random) -> tuple[str, tuple[dict[str, Any], ...]]:
+        """A problem's key, and a conversation that solves it. Problems that are shown are never drawn."""
+        ...
+
+
 GENERATED: dict[str, type[GeneratedTask]] = {
     "sort": Sort,
     "arithmetic": Arithmetic,
     "largest": Largest,
     "countdown": Countdown,
+    "calculator": Calculator,
 }
 
 
@@ -80,6 +96,35 @@ def generate(name: str, options: Mapping[str, Any], *, seed: int, train_size: in
         description,
         tuple(warnings),
     )
+
+
+def generate_demonstrations(
+    name: str, options: Mapping[str, Any], *, seed: int, train_size: int, validation_size: int
+) -> tuple[list[Demonstration], list[Demonstration], tuple[str, ...]]:
+    """For training and for validation, and the names of the tools that they call. None is in both."""
+    task = make(name, options)
+    if not isinstance(task, Demonstrated):
+        known = [name for name, family in GENERATED.items() if hasattr(family, "demonstrate")]
+        raise InputError(
+            f"data={name} has tasks but no demonstrations to imitate\n"
+            f"  give a file: data.train_files=demos.jsonl, or use data={' or data='.join(known)}"
+        )
+    train = _shown(task, stream("demonstrations", name, seed), train_size, lambda key: not in_validation(key))
+    validation = _shown(task, stream("shown validation", name), validation_size, in_validation)
+    return train, validation, task.tools
+
+
+def _shown(task: Demonstrated, rng: Random, size: int, wanted: Callable[[str], bool]) -> list[Demonstration]:
+    found: dict[str, Demonstration] = {}
+    misses = 0
+    while len(found) < size and misses < 100 * (len(found) + 100):
+        key, messages = task.demonstrate(rng)
+        if key in found or not wanted(key):
+            misses += 1
+        else:
+            found[key] = Demonstration(key, messages, place=key)
+            misses = 0
+    return list(found.values())
 
 
 def make(name: str, options: Mapping[str, Any]) -> GeneratedTask:

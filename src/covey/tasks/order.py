@@ -4,10 +4,13 @@ of any step without replaying the steps before it."""
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import TypeVar
 
 from covey.errors import InputError
 from covey.tasks.seeds import stream
 from covey.types import Task
+
+Item = TypeVar("Item")
 
 
 def steps_per_epoch(tasks: int, batch_size: int) -> int:
@@ -18,9 +21,9 @@ def steps_per_epoch(tasks: int, batch_size: int) -> int:
 
 
 def batch_for_step(
-    tasks: Sequence[Task], step: int, batch_size: int, *, seed: int, shuffle: bool
-) -> tuple[int, list[Task]]:
-    """The epoch that step (from 0) belongs to, and its tasks. No batch mixes two epochs."""
+    tasks: Sequence[Item], step: int, batch_size: int, *, seed: int, shuffle: bool
+) -> tuple[int, list[Item]]:
+    """The epoch that step (from 0) belongs to, and its tasks (or demonstrations). No batch mixes two epochs."""
     epoch, index = divmod(step, steps_per_epoch(len(tasks), batch_size))
     order = list(range(len(tasks)))
     if shuffle:

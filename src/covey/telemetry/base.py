@@ -25,6 +25,7 @@ class RunInfo:
     reward_names: tuple[str, ...] = ()
     trained_reward: str = ""  # the reward that eval/accuracy stands for
     config: dict[str, Any] = field(default_factory=dict)
+    kind: str = "rl"  # or sft: what is worth watching
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import InputError
+from covey.telemetry.figures import Curve, curve_of
 from covey.telemetry.history import Points, read_history, read_run
 
 # 1600 × 900 pixels; the type is sized to be read when a page shows it 800 wide.
 WIDTH, HEIGHT, DPI = 8.0, 4.5, 200
 BLUE, GREEN, ORANGE, GREY = "#2f6db5", "#1b8a5a", "#d9822b", "#6b7280"
 RUN_COLOURS = ("#2f6db5", "#d9822b", "#1b8a5a", "#a4478c", "#b33c3c", "#5b5b5b")
-MODE_STYLES = {"greedy": (GREEN, "o"), "sampled": (ORANGE, "s")}
+MODE_STYLES = {"greedy": (GREEN, "o"), "sampled": (ORANGE, "s"), "validation": (GREEN, "o")}
 # The trained reward, and its lenient reading where there is one.
 EVALUATION_STYLES: dict[str, dict[str, Any]] = {
     "": {"linestyle": "-", "linewidth": 1.6, "markersize": 5},
@@ -28,18 +29,20 @@ def draw_curve(folder: Path, out: Path) -> Path:
     """The curve of one run."""
     run, history = read_run(folder), read_history(folder)
     figure, axes = _canvas()
-    rewards = history.training("reward/mean")
-    _plot_rewards(axes, rewards, BLUE, "training reward")
-    for mode, (colour, marker) in MODE_STYLES.items():
+    curve = curve_of(run.get("kind", "rl"), run["trained_reward"])
+    steps = history.training(curve.key)
+    _plot_steps(axes, steps, BLUE, f"training {curve.name}")
+    for mode, key in curve.evaluations.items():
+        colour, marker = MODE_STYLES[mode]
         for suffix, style in EVALUATION_STYLES.items():
-            if points := history.evaluated(f"eval/{mode}/{run['trained_reward']}{suffix}"):
+            if points := history.evaluated(f"{key}{suffix}"):
                 name = f"evaluation, {mode}{suffix.replace('/', ', ')}"
                 axes.plot(*_xy(points), color=colour, marker=marker, label=name, **style)
     axes.set_title(run["title"], loc="left", fontsize=13, fontweight="bold", pad=24)
     _subtitle(axes, f"{run['algorithm']} trains {run['model']} on {run['task']}")
-    if not rewards and not history.evaluations:
+    if not steps and not history.evaluations:
         axes.text(0.5, 0.5, "nothing was recorded", ha="center", transform=axes.transAxes, fontsize=12, color=GREY)
-    _finish(axes)
+    _finish(curve, axes)
     return _write(figure, out)
 
 
@@ -52,7 +55,7 @@ def compare_curves(folders: Sequence[Path], labels: Sequence[str], out: Path) ->
     for index, (folder, run, label) in enumerate(zip(folders, runs, labels, strict=True)):
         history = read_history(folder)
         colour = RUN_COLOURS[index % len(RUN_COLOURS)]
-        _plot_rewards(left, history.training("reward/mean"), colour, label)
+        _plot_steps(left, history.training("reward/mean"), colour, label)
         for mode, line in (("greedy", "-"), ("sampled", ":")):
             if points := history.evaluated(f"eval/{mode}/{run['trained_reward']}"):
                 name = f"{label}, {mode}"
@@ -62,7 +65,7 @@ def compare_curves(folders: Sequence[Path], labels: Sequence[str], out: Path) ->
     subjects = {f"{run['model']} on {run['task']}" for run in runs}
     if len(subjects) == 1:
         figure.suptitle(subjects.pop(), x=0.01, ha="left", fontsize=10, color=GREY)
-    _finish(left, right)
+    _finish(curve_of("rl", ""), left, right)
     right.set_ylabel("")
     return _write(figure, out)
 
@@ -82,14 +85,14 @@ def smoothing(steps: int) -> int:
     return 1 if steps < 10 else min(51, 2 * (steps // 20) + 3)
 
 
-def _plot_rewards(axes: Any, rewards: Points, colour: str, label: str) -> None:
+def _plot_steps(axes: Any, steps: Points, colour: str, label: str) -> None:
     """Every step lightly, with their moving average on top; a short run as it is."""
-    window = smoothing(len(rewards))
+    window = smoothing(len(steps))
     if window == 1:
-        axes.plot(*_xy(rewards), color=colour, linewidth=2.0, marker=".", label=label)
+        axes.plot(*_xy(steps), color=colour, linewidth=2.0, marker=".", label=label)
         return
-    axes.plot(*_xy(rewards), color=colour, alpha=0.25, linewidth=1.0)
-    averaged = moving_average(rewards, window)
+    axes.plot(*_xy(steps), color=colour, alpha=0.25, linewidth=1.0)
+    averaged = moving_average(steps, window)
     axes.plot(*_xy(averaged), color=colour, linewidth=2.0, label=f"{label} (mean of {window} steps)")
 
 
@@ -110,20 +113,20 @@ def _xy(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]
     return [x for x, _ in points], [y for _, y in points]
 
 
-def _finish(*panels: Any) -> None:
+def _finish(curve: Curve, *panels: Any) -> None:
     low = min(axes.dataLim.y0 for axes in panels)
     high = max(axes.dataLim.y1 for axes in panels)
     for axes in panels:
-        if low >= 0 and high <= 1:  # a score: its zero is part of the picture
+        if low >= 0 and (high <= 1 or curve.falls):  # a score or a loss: its zero is part of the picture
             axes.set_ylim(0, max(1.06 * high, 0.1))
-        _dress(axes)
+        _dress(axes, curve.name)
 
 
-def _dress(axes: Any) -> None:
+def _dress(axes: Any, name: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel("updates", fontsize=10)
-    axes.set_ylabel("reward", fontsize=10)
+    axes.set_ylabel(name, fontsize=10)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     axes.tick_params(labelsize=9)
     axes.grid(color="#e5e7eb", linewidth=0.8)

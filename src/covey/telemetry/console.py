@@ -50,13 +50,13 @@ class PlainConsole(Sink):
         sample: EpisodeView | None,
         episodes: Sequence[Mapping[str, Any]],
     ) -> None:
-        state = self._state
+        state, curve = self._state, self._state.curve
         state.add_step(index, metrics, None)
         speed = metrics.get("perf/tokens_per_second")
         self._print(
             f"step  {self._position(state.done)}",
-            f"reward {show(metrics.get('reward/mean'), 'score')}",
-            f"eval {show(state.metrics.get('eval/accuracy'), 'score')}",
+            f"{curve.name} {show(metrics.get(curve.key), 'score')}",
+            f"eval {show(state.metrics.get(curve.best), 'score')}",
             f"entropy {show(metrics.get('policy/entropy'), 'number')}",
             f"grad {show(metrics.get('grad/norm'), 'number')}",
             f"{show(speed, 'count')} tok/s",

@@ -21,8 +21,37 @@ class Figure:
     meaning: str  # at most 38 characters: fits beside the value on 60 columns
 
 
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """What a run is drawn by: a metric of its steps, and the same of unseen data."""
+
+    name: str  # reward, loss
+    key: str
+    evaluations: Mapping[str, str]  # name of the kind of evaluation → metric
+    best: str  # the metric that tells the best evaluation
+    falls: bool  # whether less is better
+
+
+def curve_of(kind: str, trained_reward: str) -> Curve:
+    """`kind` is RunInfo's, and run.json's."""
+    if kind == "sft":
+        return Curve("loss", "sft/loss", {"validation": "eval/loss"}, "eval/loss", falls=True)
+    modes = {mode: f"eval/{mode}/{trained_reward}" for mode in ("greedy", "sampled")}
+    return Curve("reward", "reward/mean", modes, "eval/accuracy", falls=False)
+
+
 def key_figures(info: RunInfo) -> tuple[tuple[Figure, ...], ...]:
     """From top to bottom, the most telling first. A row holds alternatives: the first one the run reports is shown."""
+    if info.kind == "sft":
+        return (
+            (Figure("sft/loss", "loss", "score", "surprise per demonstrated token"),),
+            (Figure("eval/loss", "eval loss", "score", "the same on unseen demonstrations"),),
+            (Figure("eval/token_accuracy", "eval tokens", "share", "unseen tokens that would be said"),),
+            (Figure("policy/entropy", "entropy", "number", "doubt per token"),),
+            (Figure("grad/norm", "grad norm", "number", "force of the update; spikes are bad"),),
+            (Figure("optim/lr", "lr", "number", "learning rate of this step"),),
+            (Figure("sft/tokens", "tokens", "count", "learned from in this step"),),
+        )
     reward = info.trained_reward
     return (
         (Figure("reward/mean", "reward", "score", "mean score of this step's answers"),),
@@ -44,7 +73,7 @@ def key_figures(info: RunInfo) -> tuple[tuple[Figure, ...], ...]:
 def evaluation_form(key: str) -> Form:
     """How an eval/* metric reads: rewards are scores; what an evaluation counts beside them is not."""
     match key.rsplit("/", 1)[-1]:
-        case "length_mean" | "failed":
+        case "length_mean" | "failed" | "tokens" | "loss":
             return "number"
         case "truncated":
             return "share"

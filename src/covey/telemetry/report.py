@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from covey.telemetry.charts import compare_curves, draw_curve
-from covey.telemetry.figures import ABSENT, duration, evaluation_form
+from covey.telemetry.figures import ABSENT, Curve, curve_of, duration, evaluation_form
 from covey.telemetry.history import History, Points, read_history, read_run
 
 __all__ = ["Change", "Summary", "compare_curves", "print_summary", "summarise", "write_report"]
@@ -49,13 +49,14 @@ class Summary:
     """Every number the report tells."""
 
     run: dict[str, Any]
+    curve: Curve
     steps: int
     changes: tuple[Change, ...]
-    ends: int  # steps that the first and the last reward are the mean of
-    first_reward: float | None
-    last_reward: float | None
-    best_step: tuple[int, float] | None  # counted from 1, and its mean reward
-    best_evaluation: tuple[int, float] | None  # updates done, and eval/accuracy
+    ends: int  # steps that the first and the last reward (or loss) are the mean of
+    first: float | None
+    last: float | None
+    best_step: tuple[int, float] | None  # counted from 1, and its mean reward, or its loss
+    best_evaluation: tuple[int, float] | None  # updates done, and eval/accuracy, or eval/loss
     tokens: float
     stage_seconds: dict[str, float]  # longest first
 
@@ -65,19 +66,21 @@ class Summary:
 
 
 def summarise(folder: Path) -> Summary:
-    history = read_history(folder)
-    rewards = history.training("reward/mean")
-    ends = min(ENDS, max(1, len(rewards) // 2))
-    best = _highest(rewards)
+    run, history = read_run(folder), read_history(folder)
+    curve = curve_of(run.get("kind", "rl"), run["trained_reward"])
+    steps = history.training(curve.key)
+    ends = min(ENDS, max(1, len(steps) // 2))
+    best = _best(steps, curve)
     return Summary(
-        run=read_run(folder),
+        run=run,
+        curve=curve,
         steps=len(history.steps),
         changes=_changes(history),
         ends=ends,
-        first_reward=_mean(rewards[:ends]),
-        last_reward=_mean(rewards[-ends:]),
+        first=_mean(steps[:ends]),
+        last=_mean(steps[-ends:]),
         best_step=(best[0] + 1, best[1]) if best else None,
-        best_evaluation=_highest(history.evaluated("eval/accuracy")),
+        best_evaluation=_best(history.evaluated(curve.best), curve),
         tokens=history.total("perf/generated_tokens"),
         stage_seconds=_stage_seconds(history),
     )
@@ -100,7 +103,7 @@ def print_summary(folder: Path, console: Console | None = None) -> None:
     for heading in ("before", "after", "change"):
         table.add_column(heading, justify="right")
     for change in summary.changes:
-        table.add_row(*change.cells(), style="" if change.key == "eval/accuracy" else "dim")
+        table.add_row(*change.cells(), style="" if change.key == summary.curve.best else "dim")
     console.print()
     if summary.changes:
         console.print(table)
@@ -127,9 +130,9 @@ def _stage_seconds(history: History) -> dict[str, float]:
     return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
 
-def _highest(points: Points) -> tuple[int, float] | None:
-    """The first of the highest."""
-    return max(points, key=lambda point: point[1]) if points else None
+def _best(points: Points, curve: Curve) -> tuple[int, float] | None:
+    """The first of the highest, or where less is better, of the lowest."""
+    return (min if curve.falls else max)(points, key=lambda point: point[1]) if points else None
 
 
 def _mean(points: Points) -> float | None:
@@ -139,18 +142,19 @@ def _mean(points: Points) -> float | None:
 def _facts(summary: Summary) -> list[str]:
     """The sentences that stand both on the page and on the console."""
     lines = []
-    if summary.first_reward is not None and summary.last_reward is not None:
-        change = summary.last_reward - summary.first_reward
+    name, mean = summary.curve.name, "" if summary.curve.falls else "mean "
+    if summary.first is not None and summary.last is not None:
+        change = summary.last - summary.first
         which = f"{summary.ends} steps" if summary.ends > 1 else "step"
         lines.append(
-            f"Training reward: {summary.first_reward:.3f} in the first {which}, "
-            f"{summary.last_reward:.3f} in the last ({change:+.3f})."
+            f"Training {name}: {summary.first:.3f} in the first {which}, "
+            f"{summary.last:.3f} in the last ({change:+.3f})."
         )
     if summary.best_step:
-        lines.append(f"Best training step: step {summary.best_step[0]}, mean reward {summary.best_step[1]:.3f}.")
+        lines.append(f"Best training step: step {summary.best_step[0]}, {mean}{name} {summary.best_step[1]:.3f}.")
     if summary.best_evaluation:
-        updates, accuracy = summary.best_evaluation
-        lines.append(f"Best evaluation: after {updates} updates, eval/accuracy {accuracy:.3f}.")
+        updates, value = summary.best_evaluation
+        lines.append(f"Best evaluation: after {updates} updates, {summary.curve.best} {value:.3f}.")
     if summary.tokens and summary.seconds:
         lines.append(
             f"{summary.tokens:,.0f} tokens generated for training; {duration(summary.seconds)} of measured time."
@@ -177,6 +181,8 @@ def _markdown(summary: Summary, folder: Path) -> str:
 
 
 def _rewards_sentence(run: dict[str, Any]) -> str:
+    if run.get("kind") == "sft":
+        return "`eval/loss` is the mean of −log π over the demonstrated tokens that were held out."
     others = [name for name in run["reward_names"] if name != run["trained_reward"]]
     also = f" Also measured: {', '.join(f'`{name}`' for name in others)}." if others else ""
     return f"`eval/accuracy` is the reward `{run['trained_reward']}`.{also}"

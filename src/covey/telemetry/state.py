@@ -7,22 +7,22 @@ from collections.abc import Mapping
 from statistics import median
 
 from covey.telemetry.base import EpisodeView, RunInfo
-from covey.telemetry.figures import key_figures
+from covey.telemetry.figures import curve_of, key_figures
 from covey.telemetry.history import History, Points
 
 RECENT = 20  # steps that the pace is taken from
-MODES = ("greedy", "sampled")
 
 
 class RunState:
     def __init__(self, info: RunInfo, history: History | None = None) -> None:
         self.info = info
         self.figures = key_figures(info)
+        self.curve = curve_of(info.kind, info.trained_reward)
         self.done = info.first_step
         self.metrics: dict[str, float] = {}  # newest value of each, of steps and evaluations together
         self.series: dict[str, list[float]] = {row.key: [] for rows in self.figures for row in rows}
-        self.rewards: Points = []
-        self.evaluations: dict[str, Points] = {mode: [] for mode in MODES}
+        self.training: Points = []  # of the curve
+        self.evaluations: dict[str, Points] = {mode: [] for mode in self.curve.evaluations}
         self.timings: deque[dict[str, float]] = deque(maxlen=RECENT)
         self.sample: EpisodeView | None = None
         self.sample_from = ""
@@ -36,8 +36,8 @@ class RunState:
     def add_step(self, index: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None:
         self.done = index + 1
         self._add(metrics)
-        if "reward/mean" in metrics:
-            self.rewards.append((index, metrics["reward/mean"]))
+        if self.curve.key in metrics:
+            self.training.append((index, metrics[self.curve.key]))
         seconds = {key.removeprefix("timing/"): value for key, value in metrics.items() if key.startswith("timing/")}
         if seconds:
             self.timings.append(seconds)
@@ -46,8 +46,7 @@ class RunState:
 
     def add_evaluation(self, step: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None:
         self._add(metrics)
-        for mode in MODES:
-            key = f"eval/{mode}/{self.info.trained_reward}"
+        for mode, key in self.curve.evaluations.items():
             if key in metrics:
                 self.evaluations[mode].append((step, metrics[key]))
         if sample is not None:

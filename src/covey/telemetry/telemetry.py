@@ -80,6 +80,8 @@ class Telemetry:
             timing["timing/step"] = sum(seconds.values())
         if (tokens := metrics.get("perf/generated_tokens")) and seconds.get("rollout"):
             timing["perf/tokens_per_second"] = tokens / seconds["rollout"]
+        if (tokens := metrics.get("perf/read_tokens")) and seconds.get("update"):
+            timing["perf/tokens_per_second"] = tokens / seconds["update"]
         for sink in self._sinks:
             sink.step(index, {**timing, **metrics}, sample, episodes)
 

@@ -13,11 +13,11 @@ from rich.text import Text
 
 from covey.telemetry.base import EpisodeView
 from covey.telemetry.figures import chosen, duration, show
-from covey.telemetry.state import MODES, RunState
+from covey.telemetry.state import RunState
 from covey.telemetry.textplot import Marks, plot, sparkline
 
 TRAINING = "cyan"
-EVALUATION = {"greedy": ("●", "green"), "sampled": ("○", "yellow")}
+EVALUATION = {"greedy": ("●", "green"), "sampled": ("○", "yellow"), "validation": ("●", "green")}
 STAGE_STYLES = (("█", "cyan"), ("▓", "magenta"), ("▒", "yellow"), ("░", "green"))
 WARNINGS = 3  # kept on the screen
 WIDE = 84  # columns from which the figures have room for their recent course
@@ -112,17 +112,15 @@ class LiveView:
     def _curve(self, width: int, rows: int) -> list[Text]:
         if not rows:
             return []
-        title = Text(" reward  ", style="bold").append("⠤⠒ training", style=f"not bold {TRAINING}")
-        marks = []
-        for mode in reversed(MODES):  # greedy is drawn last, on top
+        title = Text(f" {self.state.curve.name}  ", style="bold").append("⠤⠒ training", style=f"not bold {TRAINING}")
+        marks: list[Marks] = []
+        for mode, points in self.state.evaluations.items():
             glyph, style = EVALUATION[mode]
-            if points := self.state.evaluations[mode]:
-                marks.append(Marks(glyph, style, points))
-        for mark in reversed(marks):
-            mode = next(mode for mode in MODES if EVALUATION[mode][0] == mark.glyph)
-            title.append(f"  {mark.glyph} eval {mode}", style=f"not bold {mark.style}")
+            if points:
+                marks.insert(0, Marks(glyph, style, points))  # the first is drawn last, on top
+                title.append(f"  {glyph} eval {mode}", style=f"not bold {style}")
         end = self.state.info.total_steps
-        drawn = plot(self.state.rewards, marks, x_end=end, width=width, height=rows - 1, style=TRAINING)
+        drawn = plot(self.state.training, marks, x_end=end, width=width, height=rows - 1, style=TRAINING)
         return [_rule(title, width), *drawn]
 
     def _figure_rows(self) -> list[tuple[str, str, str, str]]:

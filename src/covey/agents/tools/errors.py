@@ -1,0 +1,43 @@
+"""What goes wrong with a tool call, and whose fault it is.
+
+What the model did wrong is an observation: it reads the text and may do better. What the infrastructure did wrong ends
+the episode as a failure, which is neither learned from nor compared with.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from covey.errors import EpisodeError
+from covey.types import Failure
+
+Kind = Literal["malformed", "unknown_tool", "bad_arguments", "raised", "deadline"]
+
+
+class ToolMistake(Exception):
+    """The model's mistake. `text` is what it is shown."""
+
+    def __init__(self, kind: Kind, text: str) -> None:
+        super().__init__(kind, text)  # both: an exception is pickled by its arguments
+        self.kind = kind
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class ToolFailure(EpisodeError):
+    """The infrastructure's fault. `cause` is short and countable: tool_timeout, tool_crash, tool_result, sandbox,
+    search, or a word of a user's own tool."""
+
+    def __init__(self, cause: str, message: str) -> None:
+        super().__init__(cause, message)
+        self.cause = cause
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+    @property
+    def failure(self) -> Failure:
+        return Failure(self.cause, self.message)

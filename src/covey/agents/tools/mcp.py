@@ -1,0 +1,171 @@
+"""Tools of servers that speak the Model Context Protocol.
+
+    agent.tools='[calculator, mcp:https://host/mcp, "mcp:stdio:python server.py", mcp:files]'
+    agent.tool_options='{files: {command: "npx -y @modelcontextprotocol/server-filesystem /data", per_episode: true}}'
+
+A server is asked for its tools once, before the run starts; the model sees them with the server's own names,
+descriptions and schemas. What a server says is wrong with a call is shown to the model; a server that is down or too
+slow is a failure of the episode, cause `mcp`. All episodes share one connection, unless the server keeps state that
+belongs to an episode (`per_episode`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from covey.agents.tools.errors import ToolFailure, ToolMistake
+from covey.agents.tools.mcp_connection import Connection, Server
+from covey.agents.tools.tool import STATE, Tool
+from covey.errors import Absent, InputError, unknown
+
+PREFIX = "mcp:"
+STDIO = "stdio:"
+OPTIONS = tuple(option.name for option in fields(Server) if option.name != "name")
+
+
+@dataclass(frozen=True, eq=False)
+class McpTool(Tool):
+    """A tool of a server: its schema is the server's, as it is."""
+
+    input_schema: Mapping[str, Any] = field(default_factory=dict)
+
+    def schema(self) -> dict[str, Any]:
+        about = {"name": self.name, "description": self.description, "parameters": dict(self.input_schema)}
+        return {"type": "function", "function": about}
+
+    def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        from jsonschema import Draft202012Validator
+
+        problems = [
+            f"{'.'.join(map(str, error.absolute_path)) or 'arguments'}: {error.message}"
+            for error in Draft202012Validator(dict(self.input_schema)).iter_errors(dict(arguments))
+        ]
+        if problems:
+            raise ToolMistake("bad_arguments", f"error: {self.name}: {'; '.join(problems)}\n{self.usage()}")
+        return dict(arguments)
+
+    def usage(self) -> str:
+        required = set(self.input_schema.get("required", ()))
+        shown = [
+            f"{name}: {schema.get('type', 'any')}" + ("" if name in required else " (optional)")
+            for name, schema in self.input_schema.get("properties", {}).items()
+        ]
+        return f"expected: {self.name}({', '.join(shown)})"
+
+    def plain(self, checked: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(checked)
+
+
+def mcp_tools(name: str, options: Mapping[str, Any], seconds: float) -> list[Tool]:
+    """The tools of the server called `name` (`mcp:...`). `options` are agent.tool_options, `seconds` is
+    agent.tool_seconds. The server is asked now, in a loop of its own."""
+    server = find_server(name, options)
+    with ThreadPoolExecutor(1) as thread:
+        offered = thread.submit(asyncio.run, _listed(server)).result()
+    known = [tool.name for tool in offered]
+    for wanted in server.only:
+        if wanted not in known:
+            raise unknown(f"tool of {server.name}", wanted, known)
+    shared = Connection(server)
+    return [_tool(server, shared, tool, seconds) for tool in offered if not server.only or tool.name in server.only]
+
+
+async def _listed(server: Server) -> list[Any]:
+    connection = Connection(server)
+    try:
+        return await connection.tools()
+    except ToolFailure as failure:
+        raise Absent(f"{failure}\n  start it first, or mend its command or address") from failure
+    finally:
+        await connection.aclose()
+
+
+def find_server(name: str, options: Mapping[str, Any]) -> Server:
+    """`mcp:https://...`, `mcp:stdio:COMMAND`, or `mcp:NAME` with agent.tool_options.NAME."""
+    place = name.removeprefix(PREFIX)
+    if place.startswith(("http://", "https://")):
+        return Server(place, url=place)
+    if place.startswith(STDIO):
+        command = place.removeprefix(STDIO)
+        return Server(command, command=_command(name, command))
+    given = options.get(place)
+    if not isinstance(given, Mapping):
+        raise InputError(
+            f"tool {name}: where is that server?\n"
+            f"  fix: agent.tool_options='{{{place}: {{command: \"python server.py\"}}}}', or {{url: https://...}};\n"
+            "  or name it directly: mcp:https://host/path, mcp:stdio:COMMAND"
+        )
+    return _server(name, place, given)
+
+
+def _server(tool: str, name: str, given: Mapping[str, Any]) -> Server:
+    for option in given:
+        if option not in OPTIONS:
+            raise unknown(f"setting of {tool}", str(option), OPTIONS)
+    if ("command" in given) == ("url" in given):
+        raise InputError(f"tool {tool}: give command (a server to start) or url (one that runs), and not both")
+    made = dict(given)
+    if "command" in made:
+        made["command"] = _command(tool, made["command"])
+    made["only"] = tuple(made.get("only", ()))
+    return Server(name, **made)
+
+
+def _command(tool: str, command: Any) -> tuple[str, ...]:
+    words = tuple(shlex.split(command) if isinstance(command, str) else map(str, command))
+    if not words:
+        raise InputError(f"tool {tool}: its command is empty")
+    return words
+
+
+def _tool(server: Server, shared: Connection, offered: Any, seconds: float) -> Tool:
+    schema = dict(offered.input_schema)
+    limit = server.seconds or seconds
+    if server.per_episode and STATE in schema.get("properties", {}):
+        raise InputError(f"tool {offered.name} of {server.name} has a parameter {STATE}: per_episode is not possible")
+
+    async def call(**arguments: Any) -> str:
+        state = arguments.pop(STATE) if server.per_episode else {}
+        connection = state.setdefault(f"{PREFIX}{server.name}", Connection(server)) if server.per_episode else shared
+        return shown(await connection.call(offered.name, arguments, limit))
+
+    call.__name__ = name = server.prefix + re.sub(r"[^A-Za-z0-9_-]", "_", offered.name)
+    return McpTool(
+        name=name[:64],
+        description=offered.description or offered.title or "",
+        function=call,
+        parameters=(),
+        stateful=server.per_episode,
+        timeout=limit + server.start_seconds,  # its own deadlines are inside, one for connecting and one for the call
+        max_output_tokens=server.max_output_tokens,
+        inline=True,
+        input_schema=schema,
+    )
+
+
+def shown(result: Any) -> str:
+    """A result as text. One that the server calls an error is the model's to mend."""
+    parts = [_part(block) for block in result.content]
+    if not parts and result.structured_content is not None:
+        parts = [json.dumps(result.structured_content, ensure_ascii=False)]
+    text = "\n".join(parts)
+    if result.is_error:
+        raise ToolMistake("raised", text if text.lower().startswith("error") else f"error: {text}")
+    return text
+
+
+def _part(block: Any) -> str:
+    if block.type == "text":
+        return str(block.text)
+    if block.type == "resource" and hasattr(block.resource, "text"):
+        return str(block.resource.text)
+    kind = getattr(block, "mime_type", None) or getattr(getattr(block, "resource", None), "mime_type", None)
+    where = getattr(block, "uri", None) or getattr(getattr(block, "resource", None), "uri", None)
+    return f"[{block.type}{f' {kind}' if kind else ''}{f' at {where}' if where else ''}]"

@@ -1,0 +1,99 @@
+"""python_executor (= code_interpreter): runs code of the model's in a sandbox, one session for an episode.
+
+What the code does wrong, its deadline included, is the model's to read. What the sandbox does wrong is a failure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from covey.agents.tools.errors import Kind, ToolFailure, ToolMistake
+from covey.agents.tools.output import NOTHING
+from covey.agents.tools.tool import Tool, tool
+from covey.errors import InputError
+
+SESSION = "python_executor"  # its place in the episode's state
+TAIL = 600  # characters of what was printed before an error: the error itself must not be cut off
+KILLED: dict[str, tuple[Kind, str]] = {
+    "deadline": ("deadline", "the code ran for too long and was stopped"),
+    "cpu": ("deadline", "the code used too much CPU time and was stopped"),
+    "memory": ("raised", "the code used too much memory and was stopped"),
+    "output": ("raised", "the code printed too much and was stopped"),
+}
+
+
+class Outcome(Protocol):
+    @property
+    def stdout(self) -> str: ...
+
+    @property
+    def stderr(self) -> str: ...
+
+    @property
+    def exit_code(self) -> int | None: ...
+
+    @property
+    def killed(self) -> str | None: ...
+
+
+class Interpreter(Protocol):
+    async def execute(self, code: str, seconds: float | None = None) -> Outcome: ...
+
+    async def close(self) -> None: ...
+
+
+class Sandbox(Protocol):
+    """`covey.sandbox.Sandbox`: its outcomes are the model's doing, its exceptions are not."""
+
+    async def session(self) -> Interpreter: ...
+
+
+@dataclass(frozen=True)
+class PythonOptions:
+    timeout: float | None = None  # seconds of one execution; null: sandbox.seconds
+
+
+def make_python(options: PythonOptions, sandbox: Sandbox | None) -> Tool:
+    if sandbox is None:
+        raise InputError("tool python_executor needs a sandbox\n  fix: resolve_tools(..., sandbox=Sandbox.of(config))")
+    if options.timeout is not None and not options.timeout > 0:
+        raise InputError(f"python_executor: timeout must be more than 0 seconds, got {options.timeout}")
+
+    async def python_executor(code: str, state: dict[str, Any]) -> str:
+        """Run Python code and return what it prints. Variables and imports are kept for the next call.
+
+        Args:
+            code: The Python code to run.
+        """
+        try:
+            if SESSION not in state:
+                state[SESSION] = await sandbox.session()
+            outcome = await state[SESSION].execute(without_fence(code), options.timeout)
+        except Exception as error:
+            raise ToolFailure("sandbox", f"python_executor: {type(error).__name__}: {error}") from error
+        return told(outcome)
+
+    return replace(tool(python_executor), inline=True)
+
+
+def without_fence(code: str) -> str:
+    """Models like to write ```python around code, also where nothing else is expected."""
+    lines = code.strip().split("\n")
+    fenced = len(lines) > 1 and lines[0].strip() in ("```", "```python", "```py") and lines[-1].strip() == "```"
+    return "\n".join(lines[1:-1]) if fenced else code
+
+
+def told(outcome: Outcome) -> str:
+    """What the code printed; or `ToolMistake`, with the last that it printed before the error."""
+    if outcome.killed is None and outcome.exit_code == 0:
+        return _joined(outcome.stdout, outcome.stderr) or NOTHING
+    kind, why = KILLED.get(outcome.killed or "", ("raised", ""))
+    if outcome.killed is None and not outcome.stderr.strip():
+        why = f"the code ended with exit code {outcome.exit_code}"
+    printed = outcome.stdout if len(outcome.stdout) <= TAIL else f"[…]{outcome.stdout[-TAIL:]}"
+    raise ToolMistake(kind, _joined(printed, outcome.stderr[-2 * TAIL :], f"error: {why}" if why else ""))
+
+
+def _joined(*parts: str) -> str:
+    return "\n".join(part.strip("\n") for part in parts if part.strip())

@@ -1,0 +1,77 @@
+"""The parts of a run that play and score its episodes: tools, the sandbox, the agent, the rewards, and the processes in
+which users' functions run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from covey.agents import Toolbox, make_agent, tool_names
+from covey.agents.tools import ToolSet, resolve_tools
+from covey.cli.gateway import make_gateway
+from covey.config.schema import Config
+from covey.protocols import Agent
+from covey.rewards import RewardSet, resolve_rewards
+from covey.sandbox import Sandbox
+from covey.workers import WorkerPool
+
+if TYPE_CHECKING:
+    from covey.learner.models import ModelSource
+
+RUNS_CODE = {"python_executor", "code_interpreter"}
+Sandboxes = Callable[[], Sandbox]
+
+
+@runtime_checkable
+class UsesWorkers(Protocol):
+    """An agent with functions of the user's: tools, an environment."""
+
+    @property
+    def functions(self) -> Mapping[str, Callable[..., Any]]: ...
+
+    def in_workers(self, pool: Any) -> Agent: ...
+
+
+def sandbox_of(config: Config) -> Sandboxes:
+    """Where code of the model's runs, chosen when the first tool or reward asks for it."""
+    return cache(lambda: Sandbox.of(config.sandbox))
+
+
+def make_toolbox(config: Config, sandbox: Sandboxes) -> Toolbox:
+    agent, names = config.agent, tool_names(config.agent)
+    tools = resolve_tools(names, agent.tool_options, sandbox=sandbox() if RUNS_CODE & set(names) else None)
+    return Toolbox(tools, max_tokens=agent.max_tool_tokens, seconds=agent.tool_seconds)
+
+
+def find_agent(config: Config, toolbox: Toolbox | None, source: ModelSource | None) -> Agent:
+    if config.agent.name == "gateway":
+        return make_gateway(config, source)
+    toolbox = toolbox or Toolbox(ToolSet(()))  # tools that are not on this machine
+    if source is None:
+        return make_agent(config.agent, toolbox)
+    return make_agent(config.agent, toolbox, source.tokenizer, source.config.model_type)
+
+
+def find_rewards(config: Config, given: Any, task_reward: str | None, sandbox: Sandboxes) -> RewardSet:
+    """The rewards of the settings, or those given in Python."""
+    wanted = config.reward
+    return resolve_rewards(
+        given or wanted.name, task_reward, wanted.weights, wanted.only_if, wanted.options, sandbox=sandbox
+    )
+
+
+def open_workers(agent: Agent, rewards: RewardSet, resources: ExitStack) -> WorkerPool | None:
+    """Processes for functions of the user's. To be opened before weights are loaded and before the run's folder is
+    locked: its template is a fork of this process as it is then."""
+    functions = {**rewards.for_workers(), **(agent.functions if isinstance(agent, UsesWorkers) else {})}
+    if not functions:
+        return None
+    pool = WorkerPool(functions)
+    resources.callback(pool.close)
+    return pool
+
+
+def with_workers(agent: Agent, pool: WorkerPool | None) -> Agent:
+    return agent.in_workers(pool) if pool is not None and isinstance(agent, UsesWorkers) else agent

@@ -1,0 +1,136 @@
+"""covey serve: a model behind an OpenAI-compatible endpoint that records what is played."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import signal
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from covey.cli.build import training_sampling
+from covey.cli.gateway import tool_format
+from covey.cli.inspect import Bench, open_bench, sampling
+from covey.cli.words import parse
+from covey.gateway import Book, Live, Rules
+from covey.gateway.server import Server, bind, require_packages
+
+USAGE = """\
+covey serve MODEL_OR_RUN [--folder DIR] [key=value ...]
+
+  An OpenAI-compatible endpoint on this machine. Each key is an episode of its own; what was played is written to a
+  folder, token by token, when an episode is closed or the server ends (Ctrl-C).
+  MODEL_OR_RUN   a model (folder, Hugging Face id, smollm2-135m), a run (outputs/DATE/TIME) or a checkpoint of one
+  --folder DIR   where episodes.jsonl goes; without it outputs/serve/DATE_TIME
+
+  covey serve smollm2-135m gateway.port=9999 rollout.max_tokens=512
+"""
+HELLO = """\
+serving {model} at {url}/v1
+token    {token}
+episodes {path}
+
+  from openai import OpenAI
+  client = OpenAI(base_url="{url}/v1", api_key="{token}:my-episode")   # another name, another episode
+  reply = client.chat.completions.create(model="{model}", messages=[{{"role": "user", "content": "Hello!"}}])
+
+Ctrl-C ends it.
+"""
+
+
+def main(argv: list[str]) -> int:
+    words = parse(argv, values=("--folder", "--config-name", "--config"))
+    if words.help:
+        print(USAGE)
+        return 0
+    require_packages()
+    bench = open_bench(words, USAGE, asks_tasks=False)
+    config = bench.prepared.config
+    bind(config.gateway.port).close()
+    named = words.text("--folder")
+    now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    folder = Path(named) if named else Path(config.logging.output_dir) / "serve" / now
+    asyncio.run(serve(bench, folder, lambda text: print(text, flush=True)))
+    return 0
+
+
+async def serve(bench: Bench, folder: Path, say: Callable[[str], None]) -> None:
+    """Until the process is told to end."""
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)
+    record = Recorder(folder, bench.collector.renderer.decode)
+    book = make_book(bench, record)
+    async with sampling(bench):
+        server = Server(book, bench.prepared.config.gateway.port)
+        await server.start()
+        say(HELLO.format(model=book.rules.model, url=server.url, token=book.token, path=record.path))
+        try:
+            await ended.wait()
+        finally:
+            await server.stop()
+    say(f"{record.count} episodes in {record.path}")
+
+
+def make_book(bench: Bench, on_closed: Callable[[Live], None]) -> Book:
+    from covey.rollout.policy import EpisodePolicy
+
+    prepared, collector = bench.prepared, bench.collector
+    config, source = prepared.config, prepared.model
+    assert source is not None
+    numbers = itertools.count()
+
+    def new_policy() -> EpisodePolicy:
+        return EpisodePolicy(
+            bench.engine,
+            collector.renderer,
+            training_sampling(config),
+            (config.seed, "serve", next(numbers)),
+            max_response_tokens=collector.max_response_tokens,
+            context_length=collector.context_length,
+        )
+
+    return Book(Rules(config.model.name, tool_format(config, source)), new_policy=new_policy, on_closed=on_closed)
+
+
+class Recorder:
+    """episodes.jsonl as a run writes it (docs/metrics.md); what only a learner knows is null."""
+
+    def __init__(self, folder: Path, decode: Callable[..., str]) -> None:
+        self.path = folder / "episodes.jsonl"
+        self.count = 0
+        self.decode = decode
+
+    def __call__(self, live: Live) -> None:
+        episode = live.episode()
+        if not episode.turns:
+            return
+        from covey.loop.samples import episode_rows
+        from covey.rewards.builtin import given
+        from covey.telemetry import TokenRow, episode_record
+        from covey.telemetry.jsonl import finite
+
+        nothing = [math.nan]
+        rows = [TokenRow(row, *[nothing * len(row.response_ids)] * 3) for row in episode_rows(episode, 0)]
+        scored: dict[str, Any] = given(episode) or {}
+        line = episode_record(
+            step=0,
+            task_id=episode.task.id,
+            group=self.count,
+            attempt=0,
+            episode=episode,
+            rewards=episode.given or {},
+            total_reward=scored.get("reward"),
+            advantage=None,
+            tokens=rows,
+            decode=lambda ids: self.decode(ids, special=True),
+        )
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps(finite(line | {"id": live.id, "metadata": live.metadata}), default=str) + "\n")
+        self.count += 1

@@ -1,0 +1,220 @@
+"""Who may come in: one admin's token, a key for each episode; and the attempts that wait for a program.
+
+An episode is open until its reward is posted, it is finished, or the run ends it. What became of it is remembered for
+a while, so that a late or a second post is told so and changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import os
+import secrets
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from covey.errors import InputError
+from covey.gateway.live import Live, Rules
+from covey.gateway.messages import read_messages
+from covey.gateway.refusal import Refused
+from covey.protocols import Policy
+from covey.types import RewardTable, Task
+
+REMEMBERED = 10_000  # episodes that are over
+TOKEN = "COVEY_TOKEN"  # in the environment: the admin's token, where it is not to be a new one each time
+
+
+@dataclass(frozen=True)
+class Over:
+    """An episode of the past, and who ended it."""
+
+    id: str
+    digest: bytes  # of its key
+    by_client: bool  # its reward was posted, or it was finished; otherwise the run ended it
+
+
+@dataclass(frozen=True)
+class Admin:
+    """The caller with the token."""
+
+
+Caller = Admin | Live | Over
+NewPolicy = Callable[[], Policy]
+Closed = Callable[[Live], None]
+
+
+class Book:
+    """The episodes of one server. With `new_policy` anybody with the token opens episodes; otherwise a run offers its
+    attempts. `on_closed` is called for each that is over."""
+
+    def __init__(
+        self, rules: Rules, *, new_policy: NewPolicy | None = None, on_closed: Closed | None = None, offers: bool = True
+    ) -> None:
+        self.rules = rules
+        self.token = _token()
+        self.new_policy = new_policy
+        self.on_closed = on_closed or (lambda live: None)
+        self.offers = offers  # whether programs may come for attempts
+        self.last_taken = time.monotonic()
+        self._live: dict[str, Live] = {}
+        self._over: OrderedDict[str, Over] = OrderedDict()
+        self._keys: dict[bytes, str] = {}  # digest of a key → id
+        self._offered: deque[tuple[Live, asyncio.Event]] = deque()
+        self._arrived = asyncio.Condition()
+        self._closing = False
+
+    # -- opening and ending ------------------------------------------------------------------------------------------
+
+    def open(self, policy: Policy, task: Task, *, metadata: Any = None, key: str | None = None) -> Live:
+        ident = secrets.token_hex(8)
+        live = Live(ident, key or f"ck-{secrets.token_urlsafe(24)}", policy, task, self.rules, metadata)
+        self._live[ident] = live
+        self._keys[_digest(live.key)] = ident
+        return live
+
+    def open_new(self, task: Task | None = None, *, metadata: Any = None, key: str | None = None) -> Live:
+        """An episode that no run has asked for."""
+        assert self.new_policy is not None
+        task = task or Task(secrets.token_hex(8), ())
+        return self.open(self.new_policy(), task, metadata=metadata, key=key)
+
+    def end(self, live: Live, *, by_client: bool = False, given: RewardTable | None = None) -> None:
+        """Close an episode, once; a second time changes nothing."""
+        if self._live.pop(live.id, None) is None:
+            return
+        live.given = given
+        self._over[live.id] = Over(live.id, _digest(live.key), by_client)
+        if len(self._over) > REMEMBERED:
+            _, gone = self._over.popitem(last=False)
+            del self._keys[gone.digest]
+        live.close()
+        self.on_closed(live)
+
+    async def close(self) -> None:
+        """End all episodes; who waits for an attempt waits no longer."""
+        self._closing = True
+        for live in list(self._live.values()):
+            self.end(live)
+        await self._notify()
+
+    # -- callers -----------------------------------------------------------------------------------------------------
+
+    def caller(self, key: str) -> Caller:
+        """Whose key it is. With `new_policy`, one that begins with the token opens an episode."""
+        if hmac.compare_digest(_digest(key), _digest(self.token)):
+            return Admin()
+        ident = self._keys.get(_digest(key))  # by its digest: how long it takes says nothing about other keys
+        if ident is not None:
+            return self._live.get(ident) or self._over[ident]
+        token, _, name = key.partition(":")
+        if self.new_policy is not None and name and hmac.compare_digest(_digest(token), _digest(self.token)):
+            return self.open_new(metadata={"name": name}, key=key)
+        raise Refused(401, "this key opens nothing here: use the token that was printed, or an episode's key")
+
+    def playing(self, caller: Caller) -> Live:
+        """The episode that a caller plays."""
+        if isinstance(caller, Live):
+            return caller
+        if isinstance(caller, Over):
+            raise Refused(410, "this episode is over: nothing more can be asked in it", code="episode_over")
+        if self.new_policy is None:
+            raise Refused(403, "this is the admin's token: POST /episodes gives a key to play with")
+        key = f"{self.token}:default"
+        found = self.caller(key)
+        return self.playing(found)
+
+    def episode(self, caller: Caller, ident: str) -> Live:
+        """An open episode that the caller may close: its own, or any with the token."""
+        if not isinstance(caller, Admin) and ident in ("current", caller.id):
+            ident = caller.id
+        elif not isinstance(caller, Admin):
+            raise Refused(403, "this key is for another episode")
+        if ident in self._live:
+            return self._live[ident]
+        if ident not in self._over:
+            raise Refused(404, f"there is no episode {ident!r:.40}")
+        if self._over[ident].by_client:
+            raise Refused(409, "this episode was closed before: nothing has changed", code="episode_closed")
+        raise Refused(410, "this episode is over, its time had run out: nothing has changed", code="episode_over")
+
+    # -- attempts that wait for a program ----------------------------------------------------------------------------
+
+    async def offer(self, live: Live, patience: float) -> bool:
+        """Wait until somebody comes for the attempt; False if nobody has come for any for so long."""
+        taken = asyncio.Event()
+        place = (live, taken)
+        since = time.monotonic()
+        self._offered.append(place)
+        await self._notify()
+        try:
+            while not taken.is_set():
+                left = max(since, self.last_taken) + patience - time.monotonic()
+                if left <= 0:
+                    return False
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(taken.wait(), left)
+            return True
+        finally:
+            if place in self._offered:
+                self._offered.remove(place)
+
+    async def take(self, wait: float) -> Live | None:
+        """The attempt that has waited longest; None if there was none for so long."""
+        try:
+            async with asyncio.timeout(wait), self._arrived:
+                await self._arrived.wait_for(lambda: self._offered or self._closing)
+        except TimeoutError:
+            return None
+        if not self._offered:
+            return None
+        live, taken = self._offered.popleft()
+        self.last_taken = time.monotonic()
+        taken.set()
+        return live
+
+    async def _notify(self) -> None:
+        async with self._arrived:
+            self._arrived.notify_all()
+
+
+def shown_task(task: Task) -> dict[str, Any]:
+    """What a program may know of a task: never its answer, nor a column that holds it."""
+    columns = {name: value for name, value in task.columns.items() if not _tells(name, value, task.answer)}
+    return {"id": task.id, "messages": [dict(message) for message in task.messages], "columns": columns}
+
+
+def _tells(name: str, value: Any, answer: Any) -> bool:
+    if name in ("answer", "reward_model", "ground_truth", "solution") or (answer is not None and value == answer):
+        return True
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return any(_tells("", item, answer) for item in inside)
+
+
+def read_task(body: Mapping[str, Any]) -> Task | None:
+    """A task that a client brings: `{"task": {"id": ..., "messages": [...], ...}}`."""
+    raw = body.get("task")
+    if raw is None:
+        return None
+    if not isinstance(raw, Mapping):
+        raise Refused(400, 'task: must be an object, such as {"id": "t1", "messages": [...]}', param="task")
+    messages = read_messages(raw["messages"]) if raw.get("messages") else ()
+    columns = {name: value for name, value in raw.items() if name not in ("id", "messages", "answer")}
+    return Task(str(raw.get("id") or secrets.token_hex(8)), messages, raw.get("answer"), columns)
+
+
+def _token() -> str:
+    token = os.environ.get(TOKEN)
+    if token is None:
+        return secrets.token_urlsafe(24)
+    if len(token) < 16 or ":" in token:
+        raise InputError(f"{TOKEN} must have at least 16 characters and no colon\n  leave it out to get a new one")
+    return token
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

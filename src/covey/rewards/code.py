@@ -1,0 +1,98 @@
+"""The reward for code: hidden tests, run in the sandbox of the run.
+
+A solution that fails, hangs or does not parse earns 0 for the tests it fails. A sandbox that cannot be had is the
+infrastructure's failure: its exception goes on, and the episode is left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeGuard
+
+from covey.errors import InputError
+from covey.rewards.function import reward
+from covey.types import Task
+
+# A block ends at its closing fence, or where the reply was cut off.
+BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
+PYTHON = ("python", "py", "python3")
+
+
+class Verdict(Protocol):
+    @property
+    def passed(self) -> int: ...
+
+    @property
+    def total(self) -> int: ...
+
+
+class Sandbox(Protocol):
+    """What this reward needs of `covey.sandbox.Sandbox`. It raises SandboxError where it cannot judge."""
+
+    async def check(self, solution: str, tests: Any, *, seconds: float | None = None) -> Verdict: ...
+
+
+def _check(task: Task) -> None:
+    try:
+        tests_in(task)
+    except InputError as error:
+        raise InputError(f"task {task.id}: {error}") from error
+
+
+@reward(check=_check)
+async def code_reward(
+    final_answer: str, task: Task, sandbox: Sandbox, all: bool = False, seconds: float | None = None
+) -> dict[str, float]:
+    """The share of the task's hidden tests that the code in the reply passes; with `all`, 1 only if it passes each.
+
+    `seconds` is the deadline of the tests of one solution, sandbox.seconds where not given. Extras: passed, total.
+    """
+    verdict = await sandbox.check(last_code(final_answer), tests_in(task), seconds=seconds)
+    if verdict.total == 0:
+        raise ValueError("the task has no hidden tests")
+    share = verdict.passed / verdict.total
+    return {"reward": float(share == 1) if all else share, "passed": verdict.passed, "total": verdict.total}
+
+
+def last_code(reply: str) -> str:
+    """The last fenced block of Python, else the last fenced block, else all of the reply. Indentation stays: it may
+    continue a function."""
+    blocks = [(found[1].lower(), found[2]) for found in BLOCK.finditer(reply)]
+    chosen = [code for language, code in blocks if language in PYTHON] or [code for _, code in blocks]
+    return chosen[-1] if chosen else reply
+
+
+def tests_in(task: Task) -> Any:
+    """The hidden tests that the columns of a task hold, as the sandbox takes them."""
+    from covey.sandbox import hidden_tests
+
+    return hidden_tests(_columns(task))
+
+
+def _columns(task: Task) -> Mapping[str, Any]:
+    """Also `inputs` with `outputs`; and where HumanEval's `prompt` became the question, it is the head of the function
+    all the same."""
+    columns = dict(task.columns)
+    inputs, outputs = columns.get("inputs"), columns.get("outputs")
+    if _is_list(inputs) and _is_list(outputs):
+        if len(inputs) != len(outputs):
+            raise InputError(f"{len(inputs)} inputs and {len(outputs)} outputs")
+        columns["cases"] = [{"input": a, "output": b} for a, b in zip(inputs, outputs, strict=True)]
+    question = task.messages[-1].get("content") if task.messages else None
+    if "prompt" not in columns and isinstance(question, str) and _defines(question, columns.get("entry_point")):
+        columns["prompt"] = question
+    return columns
+
+
+def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _defines(source: str, name: Any) -> bool:
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return False
+    return any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body)

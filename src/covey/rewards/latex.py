@@ -1,0 +1,167 @@
+"""One spelling for answers that are written in many: LaTeX, Unicode and plain text, with units and currencies.
+
+\\dfrac 59 → \\frac59        10{,}080 → 10080        $x = 5$. → x=5        864 \\mbox{ inches}^2 → 864, unit inch^2
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+UNICODE = str.maketrans(
+    {
+        **{"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "∕": "/", "π": r"\pi ", "∞": r"\infty "},
+        **{"θ": r"\theta ", "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup ", "±": r"\pm ", "\u00a0": " "},
+        **{"½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}"},
+        **{"²": "^2", "³": "^3", "∈": r"\in ", "，": ",", "（": "(", "）": ")"},
+    }
+)
+WRAPPED = re.compile(r"^(?:\$\$(.+)\$\$|\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]|\*\*(.+)\*\*|`(.+)`)$", re.DOTALL)
+INNER = re.compile(r"(?<!\\)\$")
+# What only changes the look.
+LOOKS = re.compile(
+    r"\\(?:left|right|big|Big|bigg|Bigg|bigl|bigr|Bigl|Bigr|displaystyle|textstyle|limits|mathstrut|quad|qquad)"
+    r"(?![A-Za-z])|\\[!,;:>]|~|\\(?=\s)|\\hspace\{[^{}]*\}|\\phantom\{[^{}]*\}"
+)
+TEXT = re.compile(
+    r"\\(?:text|textbf|textit|textrm|texttt|mbox|hbox|mathrm|mathbf|mathit|mathsf|operatorname|emph)\*?\s*\{([^{}]*)\}"
+)
+NAMES = {"dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "times": "*", "cdot": "*", "ast": "*", "leq": "le"}
+NAMES |= {"geq": "ge", "div": "/", "lbrace": "\\{", "rbrace": "\\}", "lbrack": "[", "rbrack": "]", "degree": "^\\circ"}
+NAMES |= {"bmatrix": "pmatrix", "Bmatrix": "pmatrix", "infinity": "\\infty", "lvert": "|", "rvert": "|", "colon": ":"}
+RENAMED = re.compile(r"\\(" + "|".join(NAMES) + r")(?![A-Za-z])")
+DEGREES = re.compile(r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})")
+SHORT_UNITS = "cm mm km kg mg ml mL ft in yd mi lb oz hr dm"
+# Words behind a number. Three letters or more, or a unit that is known: 5xy is a product.
+TRAILING = re.compile(
+    r"(?<=[\d})%])\s*(?<!\\)((?:" + SHORT_UNITS.replace(" ", "|") + r"|[A-Za-z]{3,})\.?(?:\s+[A-Za-z]+){0,3})"
+    r"(?:\s*\^\s*\{?([23])\}?)?$"
+)
+NOT_UNITS = {"and", "or", "mod", "times", "plus", "minus", "over", "sqrt", "pi", "log", "sin", "cos", "tan", "choose"}
+SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+UNIT = re.compile(r"\\text\{([^{}]*)\}(?:\^\{?([23])\}?)?$")
+CURRENCY = re.compile(r"^([-+]?)\s*(?:\\?\$|[€£¥])\s*(?=[-\d.\\(])|\s*(?:\\\$|[€£¥])$")
+
+
+def _table(*rows: str) -> dict[str, str]:
+    return {word: row.split()[0] for row in rows for word in row.split()}
+
+
+UNITS = _table(
+    "mm millimeter millimeters millimetre millimetres",
+    "cm centimeter centimeters centimetre centimetres",
+    "m meter meters metre metres",
+    "km kilometer kilometers kilometre kilometres",
+    "inch in inches",
+    "foot ft feet",
+    "yard yd yards",
+    "mile mi miles",
+    "second s sec secs seconds",
+    "minute min mins minutes",
+    "hour h hr hrs hours",
+    "day days",
+    "week weeks",
+    "year years yr yrs",
+    "g gram grams",
+    "kg kilogram kilograms",
+    "pound lb lbs pounds",
+    "ounce oz ounces",
+    "ml mL milliliter milliliters",
+    "l L liter liters litre litres",
+    "dollar dollars USD usd",
+    "cent cents",
+    "degree degrees",
+    "radian radians rad",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """An answer without its unit. `percent`: it stood before a percent sign. `unit` is None where none was written or
+    it is not in the table: those do not count against an answer."""
+
+    body: str
+    unit: str | None = None
+    percent: bool = False
+    scale: int = 1
+
+
+def tidy(text: str) -> str:
+    """Without what only changes the look, and without spaces, except between digits (2 3 is not 23)."""
+    text = _unwrapped(text.translate(UNICODE))
+    text = re.sub(r"(?<=\d)(?:\{,\}|,\s*\\!|\\,|\\!|\\ )(?=\d{3}(?!\d))", "", text)  # 10{,}080  10,\!080  10\,080
+    text = RENAMED.sub(lambda found: _renamed(NAMES[found[1]]), LOOKS.sub(" ", text))
+    text = text.replace("\\begin{matrix}", "\\begin{pmatrix}").replace("\\end{matrix}", "\\end{pmatrix}")
+    text = re.sub(r"\\(begin|end)\{[bBvV]matrix\}", r"\\\1{pmatrix}", text)
+    text = re.sub(r"(?<![\w.\\}])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w.])", r"\1\\frac{\2}{\3}", text)  # 1 4/5
+    text = TEXT.sub(lambda found: rf"\text{{{found[1].strip()}}}", text.strip())
+    text = TRAILING.sub(_as_text, text.rstrip(" .,;:"))
+    return _close(text)
+
+
+def _renamed(name: str) -> str:
+    return "\\" + name if name.isalpha() else name
+
+
+def _unwrapped(text: str) -> str:
+    """Without dollars, stars or back-ticks around the whole; `$2$ and $3$` loses the dollars inside too."""
+    text = text.strip().removesuffix(".").strip()
+    while (found := WRAPPED.match(text)) is not None:
+        text = next(part for part in found.groups() if part is not None).strip().removesuffix(".").strip()
+    return INNER.sub(" ", text) if len(INNER.findall(text)) >= 2 else text
+
+
+def _as_text(found: re.Match[str]) -> str:
+    words = found[1].split()
+    if words[0].lower() in NOT_UNITS or any(word.lower() in ("and", "or") for word in words):
+        return found[0]
+    return rf"\text{{{found[1]}}}" + (f"^{found[2]}" if found[2] else "")
+
+
+def _close(text: str) -> str:
+    """Spaces go, but stay inside \\text{…}, between digits, and behind a command before a letter (\\cot x)."""
+    parts = re.split(r"(\\text\{[^{}]*\})", text)
+    for place in range(0, len(parts), 2):
+        joined = re.sub(r"(?:,\s*|\s)(and|or)\s", r"\\text{\1}", parts[place])
+        closed = re.sub(r"(?<=\d)\s+(?=[\d.])", "\0", joined)
+        closed = re.sub(r"(\\[A-Za-z]+)\s+(?=[A-Za-z])", "\\1\0", closed)
+        parts[place] = re.sub(r"\s+", "", closed).replace("\0", " ")
+    closed = re.sub(r"([_^])\{(\w)\}", r"\1\2", "".join(parts))
+    return re.sub(r"\\(sin|cos|tan|cot|sec|csc|log|ln)(?:\{(\w)\}|\((\w)\))", r"\\\1 \2\3", closed).removeprefix("=")
+
+
+def quantity(text: str) -> Quantity:
+    """A tidy text, parted into its body and its unit."""
+    unit, percent, scale = None, False, 1
+    if DEGREES.search(text):
+        text, unit = DEGREES.sub("", text), "degree"
+    if (found := UNIT.search(text)) is not None and found.start() > 0:
+        text = text[: found.start()]
+        words = found[1].replace(".", " ").split()
+        if words and words[0].lower() in SCALES:
+            scale = SCALES[words.pop(0).lower()]
+        if words and words[0].lower() in ("percent", "percentage"):
+            percent = True
+        else:
+            unit = _unit(words, found[2]) or unit
+    stripped = CURRENCY.sub(r"\1", text)
+    if stripped != text and "$" in text:
+        unit = unit or "dollar"
+    body = re.sub(r"\\?%$", "", stripped)
+    return Quantity(body, unit, percent or body != stripped, scale)
+
+
+def _unit(words: list[str], power: str | None) -> str | None:
+    """`square inches` is `inches^2`; of `miles per hour` only the whole is known, and not in the table."""
+    powers = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
+    if words and words[0].lower() in powers:
+        power = powers[words.pop(0).lower()]
+    known = UNITS.get(words[0]) or UNITS.get(words[0].lower()) if len(words) == 1 else None
+    return f"{known}^{power}" if known and power else known
+
+
+def words_only(text: str) -> str | None:
+    """The text of an answer that is no formula (`\\text{even}`, `Navin`), for comparison without case."""
+    plain = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text)
+    plain = " ".join(plain.replace("{", " ").replace("}", " ").split())
+    return plain.casefold() if re.fullmatch(r"[A-Za-z][A-Za-z' -]{2,}", plain) else None

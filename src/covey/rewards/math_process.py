@@ -1,0 +1,152 @@
+"""math-verify in processes of its own, because sympy may never return.
+
+    await verify(gold, reply, seconds)      True or False; None: it took longer and was killed
+
+Each thread of a small pool owns one process, which imports math-verify once and then answers one line of JSON with
+another. It runs this file as a program, so that it loads nothing of Covey and no torch. Time and memory are bounded
+from both sides: the owner kills its process group at the deadline, and the process sets itself an alarm a little
+later, for the case that its owner is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import re
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+PROCESSES = max(1, min(8, os.cpu_count() or 1))
+START_SECONDS = 120.0  # importing sympy on a busy machine
+GRACE_SECONDS = 5.0  # between the deadline and the process's own alarm
+MEMORY_BYTES = 4 * 2**30
+LONGEST = 4000  # characters of an expression; longer ones are not equal to any answer
+
+
+class ProcessError(RuntimeError):
+    """The process did not start: the infrastructure's failure, never an answer's."""
+
+
+async def verify(gold: str, reply: str, seconds: float) -> bool | None:
+    """Whether math-verify finds the two equal. Attempts at one task often agree, so answers are remembered."""
+    if len(reply) > LONGEST:
+        return False
+    return await asyncio.get_running_loop().run_in_executor(_pool(), _verify, gold, reply, seconds)
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(PROCESSES, thread_name_prefix="math-verify")
+
+
+@functools.lru_cache(maxsize=10_000)
+def _verify(gold: str, reply: str, seconds: float) -> bool | None:
+    return _own_process().ask({"gold": gold, "reply": reply, "seconds": seconds}, seconds)
+
+
+_OWN = threading.local()
+
+
+def _own_process() -> MathProcess:
+    if getattr(_OWN, "process", None) is None:
+        _OWN.process = MathProcess([sys.executable, "-P", os.path.abspath(__file__)])
+    process: MathProcess = _OWN.process
+    return process
+
+
+class MathProcess:
+    """One process and the pipe to it. Used by one thread."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.command = command
+        self.running: subprocess.Popen[bytes] | None = None
+
+    def ask(self, question: dict[str, Any], seconds: float) -> bool | None:
+        """Its answer, or None if it took longer or ended (out of memory)."""
+        if self.running is None or self.running.poll() is not None:
+            self._start()
+        assert self.running is not None and self.running.stdin is not None
+        try:
+            self.running.stdin.write(json.dumps(question).encode() + b"\n")
+            self.running.stdin.flush()
+            line = self._line(seconds)
+        except BrokenPipeError:
+            line = None
+        if line is None:
+            self.kill()
+            return None
+        return bool(json.loads(line)["equal"])
+
+    def kill(self) -> None:
+        if self.running is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.running.pid, signal.SIGKILL)
+            self.running.wait()
+            for pipe in (self.running.stdin, self.running.stdout):
+                if pipe is not None:
+                    pipe.close()
+            self.running = None
+
+    def _start(self) -> None:
+        self.kill()
+        self.running = subprocess.Popen(
+            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, bufsize=0
+        )
+        if self._line(START_SECONDS) is None:
+            self.kill()
+            raise ProcessError("the process for math-verify did not start; its own message is above")
+
+    def _line(self, seconds: float) -> bytes | None:
+        assert self.running is not None and self.running.stdout is not None
+        pipe, end, read = self.running.stdout.fileno(), time.monotonic() + seconds, b""
+        while not read.endswith(b"\n"):
+            ready, _, _ = select.select([pipe], [], [], max(0.0, end - time.monotonic()))
+            part = os.read(pipe, 65536) if ready else b""
+            if not part:
+                return None
+            read += part
+        return read
+
+
+def _serve() -> None:
+    """The process: a line in, a line out, until the owner closes the pipe."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    # Answers go where standard output was; whatever prints goes to standard error.
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    import logging
+
+    import math_verify
+
+    logging.disable(logging.CRITICAL)
+    answers.write(b"ready\n")
+    for line in sys.stdin.buffer:
+        question = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, question["seconds"] + GRACE_SECONDS)
+        answers.write(json.dumps({"equal": _equal(math_verify, question["gold"], question["reply"])}).encode() + b"\n")
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _equal(math_verify: Any, gold: str, reply: str) -> bool:
+    """Its own time limits are off: they do not interrupt everything, the owner's does."""
+    try:
+        # A bare % would start a comment.
+        boxes = ["\\boxed{" + re.sub(r"(?<!\\)%", r"\%", text) + "}" for text in (gold, reply)]
+        parsed = [math_verify.parse(box, parsing_timeout=None, raise_on_error=False) for box in boxes]
+        return bool(math_verify.verify(*parsed, timeout_seconds=None, raise_on_error=False))
+    except Exception:  # out of memory or of depth: nothing that would show them equal
+        return False
+
+
+if __name__ == "__main__":
+    _serve()

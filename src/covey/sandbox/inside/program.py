@@ -1,0 +1,104 @@
+"""One program, run as a script would be; or a session: cells that share their names, like a notebook's."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import sys
+
+TYPE_CHECKING = False  # see start.py
+if TYPE_CHECKING:
+    from typing import Any
+
+OURS = "<sandbox>"  # how the files of this package are called in here
+
+
+def run(request: dict[str, Any]) -> None:
+    os.close(request["control"])
+    space = _main(request)
+    path = os.path.join(os.getcwd(), "main.py")
+    with open(path, "w", encoding="utf-8", errors="surrogatepass") as file:
+        file.write(request["code"])
+    space["__file__"] = path
+    sys.argv[:] = [path]
+    try:
+        exec(compile(request["code"], path, "exec", dont_inherit=True), space)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        show(error)
+        sys.exit(1)
+
+
+def session(request: dict[str, Any]) -> None:
+    import json
+
+    space = _main(request)
+    with open(request["commands"], encoding="utf-8") as commands:
+        for number, line in enumerate(commands, 1):
+            code = _cell(json.loads(line)["code"], f"<cell {number}>", space)
+            for stream in (sys.stdout, sys.stderr):
+                try:
+                    stream.flush()
+                except Exception:  # the program closed or replaced it: what it loses is its own
+                    continue
+            os.write(request["control"], (json.dumps({"done": number, "code": code}) + "\n").encode())
+
+
+def _cell(source: str, name: str, space: dict[str, Any]) -> int:
+    import ast
+    import linecache
+
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)  # for tracebacks
+    try:
+        tree = ast.parse(source, name)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, name, "exec", dont_inherit=True), space)
+        if isinstance(last, ast.Expr):
+            value = eval(compile(ast.Expression(last.value), name, "eval", dont_inherit=True), space)
+            if value is not None:
+                print(repr(value))
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException as error:
+        show(error)
+        return 1
+    return 0
+
+
+def _main(request: dict[str, Any]) -> dict[str, Any]:
+    """The namespace of a fresh __main__, in a folder with the given files."""
+    for name, text in request["files"].items():
+        if folder := os.path.dirname(name):
+            os.makedirs(folder, exist_ok=True)
+        with open(name, "w", encoding="utf-8", errors="surrogatepass") as file:
+            file.write(text)
+    prepare(request)
+    module = type(sys)("__main__")
+    sys.modules["__main__"] = module
+    return module.__dict__
+
+
+def prepare(request: dict[str, Any]) -> None:
+    """What every role needs before code of others': lines leave at once, and names that site.py would have made."""
+    sys.path[:] = [os.getcwd(), *sys.path, *request["folders"]]
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
+
+
+def show(error: BaseException) -> None:
+    """The traceback, without our own frames."""
+    print(trace(error), end="", file=sys.stderr)
+
+
+def trace(error: BaseException) -> str:
+    import traceback
+
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(OURS):
+        frames = frames.tb_next
+    try:
+        return "".join(traceback.format_exception(type(error), error, frames))
+    except Exception:  # an exception of the program's that cannot even be printed
+        return f"{type(error).__name__}\n"

@@ -1,0 +1,237 @@
+"""The tiers of isolation, strongest first: which of them works here, and how a process is started in it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from covey.errors import InputError, unknown
+from covey.sandbox.bundle import BOOT, packed
+from covey.sandbox.inside.walls import DEVICES, USER
+from covey.sandbox.outcome import Limits
+from covey.sandbox.view import interpreter, view
+
+ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": "/tmp",
+    "TMPDIR": "/tmp",
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+FLAGS = ("-I", "-S", "-B", "-X", "utf8")
+WRITABLE = ["/tmp", *(f"/dev/{device}" for device in DEVICES)]
+PATIENCE = 30.0  # seconds for a sandbox to start
+
+
+@dataclass(frozen=True)
+class Tier:
+    name: str
+    promise: str
+    weak: bool = False
+
+
+BUBBLEWRAP = Tier(
+    "bubblewrap", "no host files but the interpreter's, no network, no other processes; walls built by bwrap"
+)
+NAMESPACES = Tier(
+    "namespaces", "no host files but the interpreter's, no network, no other processes; walls built by Covey"
+)
+LIMITS = Tier("limits", "time, memory and output only; files, network and processes as far as filters reach", weak=True)
+TIERS = {tier.name: tier for tier in (BUBBLEWRAP, NAMESPACES, LIMITS)}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One tier on this machine, for `covey doctor`."""
+
+    tier: Tier
+    works: bool
+    detail: str  # what it has here, or why it does not work
+    fix: str = ""
+
+
+# -- starting --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A command, and the descriptor of the request it reads. Close it with `close` once the process runs."""
+
+    command: tuple[str, ...]
+    request: int
+
+    def close(self) -> None:
+        os.close(self.request)
+
+
+def launch(
+    tier: Tier,
+    limits: Limits,
+    request: Mapping[str, Any],
+    *,
+    control: int,
+    folder: str = "/tmp",
+    folders: Sequence[str] = (),
+    filters: bool = True,
+) -> Launch:
+    """`control`: the descriptor that the sandbox reports on. `folder`: where it works (the host's, for `limits`)."""
+    seen = view(tuple(folders))
+    walled = tier is not LIMITS and tier.name != "limits"
+    full = {
+        "files": {},
+        "cpu_seconds": None,
+        **request,
+        "control": control,
+        "folder": folder,
+        "folders": list(folders),
+        "view": dict(seen),
+        "filters": filters,
+        "readable": ["/"] if walled else [*seen["binds"], *(path for _, path in seen["links"]), "/proc"],
+        "writable": WRITABLE if walled else [folder, *WRITABLE[1:]],
+        "bubblewrap": None,
+    }
+    # Process 1 and the processes that built the walls count as the user's, and so do others where there is no wall.
+    others = 4 if walled else _processes_of_user()
+    full["limits"] = {**asdict(limits), "cpu_seconds": full.pop("cpu_seconds"), "others": others}
+    python = (interpreter(), *FLAGS, "-c", BOOT)
+    if tier.name != "bubblewrap":
+        file = packed(full)
+        return Launch((*python, str(file), "walls" if walled else "limits"), file)
+    # The number of the request's descriptor is part of the command within the request: it is reserved first.
+    if os.geteuid() != 0:
+        file = packed(full)
+        return Launch((*_bubblewrap(limits, tuple(folders)), *python, str(file), "inside"), file)
+    reserved = os.open("/dev/null", os.O_RDONLY)
+    full["bubblewrap"] = [*_bubblewrap(limits, tuple(folders)), *python, str(reserved), "inside"]
+    file = packed(full)
+    os.dup2(file, reserved, inheritable=False)
+    os.close(file)
+    return Launch((*python, str(reserved), "down"), reserved)
+
+
+def _bubblewrap(limits: Limits, folders: tuple[str, ...]) -> tuple[str, ...]:
+    program = shutil.which("bwrap")
+    if program is None:
+        raise FileNotFoundError("no executable bwrap on the PATH")
+    seen = view(folders)
+    words = [program, "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
+    words += ["--unshare-cgroup-try", "--uid", str(USER), "--gid", str(USER), "--hostname", "sandbox"]
+    words += ["--die-with-parent", "--as-pid-1", "--cap-drop", "ALL", "--disable-userns"]
+    words += ["--perms", "0700", "--size", str(limits.disk_mb * 2**20), "--tmpfs", "/tmp"]
+    for path in seen["binds"]:
+        words += ["--ro-bind", path, path]
+    for target, path in seen["links"]:
+        words += ["--symlink", target, path]
+    for path in seen["hide"]:
+        words += ["--tmpfs", path, "--remount-ro", path]
+    words += ["--tmpfs", "/dev"]
+    for device in DEVICES:
+        words += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+    words += ["--symlink", "/proc/self/fd", "/dev/fd", "--symlink", "/tmp", "/dev/shm", "--remount-ro", "/dev"]
+    return (*words, "--proc", "/proc", "--remount-ro", "/", "--chdir", "/tmp", "--")
+
+
+def _processes_of_user() -> int:
+    from covey.sandbox.inside.walls import NOBODY
+
+    user = os.geteuid() or NOBODY
+    found = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.stat(f"/proc/{name}").st_uid == user:
+                found += len(os.listdir(f"/proc/{name}/task"))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+# -- choosing --------------------------------------------------------------------------------------------------------
+
+
+def choose(tier: str = "auto", allow_weak: bool = False) -> Tier:
+    """The strongest tier that works here, or the one that is asked for. Says what to do where there is none."""
+    if tier != "auto" and tier not in TIERS:
+        raise unknown("value of sandbox.tier", tier, ["auto", *TIERS])
+    candidates = list(TIERS.values()) if tier == "auto" else [TIERS[tier]]
+    reasons = []
+    for candidate in candidates:
+        if candidate.weak and not allow_weak:
+            reasons.append(f"  {candidate.name:11} refused: it builds no walls")
+        elif (found := examine(candidate)).works:
+            return candidate
+        else:
+            reasons.append(
+                f"  {candidate.name:11} {found.detail}" + (f"\n{'':14}fix: {found.fix}" if found.fix else "")
+            )
+    head = "no sandbox for code that a model writes" if tier == "auto" else f"sandbox.tier={tier} cannot be had here"
+    last = "" if allow_weak else "\n  or, on a machine where nothing can be lost: sandbox.allow_weak=true"
+    raise InputError("\n".join([head, *reasons]) + last)
+
+
+def describe() -> list[Finding]:
+    """Every tier, strongest first: whether it works here, and what it has."""
+    return [examine(tier) for tier in TIERS.values()]
+
+
+@functools.cache
+def examine(tier: Tier) -> Finding:
+    if not sys.platform.startswith("linux"):
+        return Finding(tier, False, f"needs Linux, this is {sys.platform}", "run agents that write code on Linux")
+    if tier is BUBBLEWRAP and shutil.which("bwrap") is None:
+        return Finding(tier, False, "bwrap is not installed", "apt-get install bubblewrap")
+    try:
+        found = _try(tier)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Finding(tier, False, str(error), _fix(tier))
+    has = [name for name, there in found.items() if there]
+    return Finding(tier, True, tier.promise + (f"; with {' and '.join(has)}" if has else "; no filters on this kernel"))
+
+
+def _fix(tier: Tier) -> str:
+    if tier is LIMITS:
+        return "install Python where every user can read it"
+    return "allow user namespaces (sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns=0)" + (
+        "; bubblewrap 0.8 or newer" if tier is BUBBLEWRAP else "; Linux 5.12 or newer"
+    )
+
+
+def _try(tier: Tier) -> dict[str, bool]:
+    """Run a small program in the tier. What filters it had; OSError with the reason if it did not run."""
+    reader, writer = os.pipe()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        where = folder if tier is LIMITS else "/tmp"
+        request = {"role": "program", "code": "print(6 * 7)"}
+        started = launch(tier, Limits(), request, control=writer, folder=where)
+        try:
+            done = subprocess.run(
+                started.command,
+                env=ENVIRONMENT,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                pass_fds=(started.request, writer),
+                start_new_session=True,
+                timeout=PATIENCE,
+            )
+            os.close(writer)
+            reports = (
+                b"".join(iter(lambda: os.read(reader, 4096), b"")) if select.select([reader], [], [], 0)[0] else b""
+            )
+        finally:
+            started.close()
+            os.close(reader)
+    messages = [json.loads(line) for line in reports.splitlines()]
+    errors = [message["error"] for message in messages if "error" in message]
+    if errors or done.stdout != b"42\n":
+        raise OSError("; ".join(errors) or done.stderr.decode(errors="replace").strip() or f"exit {done.returncode}")
+    return dict(messages[0]["ready"])

@@ -1,0 +1,160 @@
+"""Demonstrations: conversations whose assistant is to be imitated.
+
+messages                              the whole conversation: {role, content}, with tool_calls where tools are called
+question | prompt                     or what is asked, a string (or messages)
+answer | response | completion        and what should be answered, a string (or the messages of the reply)
+tools                                 schemas of the tools that may be called; without it, those of agent.tools
+data_id                               its name in messages; `FILE:ROW` (from 0) where there is none
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from covey.config.schema import DataConfig
+from covey.errors import InputError
+from covey.tasks.calls import read_calls, read_tools, unpacked
+from covey.tasks.files import find_files, read_messages
+from covey.tasks.generated import generate_demonstrations
+from covey.tasks.reading import Row, Table, kind, read_table
+from covey.types import Demonstration
+
+ASKED = ("question", "prompt")
+REPLIES = ("response", "completion", "answer")
+ROW_FIX = (
+    'a row looks like {"messages": [{"role": "user", ...}, {"role": "assistant", ...}]}, or has question and answer'
+)
+
+GENERATED_TRAIN = 400
+GENERATED_VALIDATION = 50
+
+
+@dataclass(frozen=True)
+class DemonstrationSet:
+    train: tuple[Demonstration, ...]
+    validation: tuple[Demonstration, ...]
+    description: str
+    tools: tuple[str, ...] = ()  # by name, where the demonstrations bring no schemas and the user names no tools
+    warnings: tuple[str, ...] = ()
+
+
+def load_demonstrations(data: DataConfig, seed: int) -> DemonstrationSet:
+    """From files where files are given, generated otherwise."""
+    if data.train_files is None and data.val_files is None:
+        found = _generated(data, seed)
+    else:
+        found = _from_files(data)
+    if data.system_prompt is None:
+        return found
+    train, validation = (_prompted(split, data.system_prompt) for split in (found.train, found.validation))
+    return replace(found, train=train, validation=validation)
+
+
+def _generated(data: DataConfig, seed: int) -> DemonstrationSet:
+    train, validation, tools = generate_demonstrations(
+        data.name,
+        data.options,
+        seed=seed,
+        train_size=data.train_size or GENERATED_TRAIN,
+        validation_size=data.val_size or GENERATED_VALIDATION,
+    )
+    description = f"{data.name}: {len(train)} training and {len(validation)} validation demonstrations, generated"
+    return DemonstrationSet(tuple(train), tuple(validation), description, tools)
+
+
+def _from_files(data: DataConfig) -> DemonstrationSet:
+    if data.train_files is None:
+        raise InputError("there is nothing to learn from: data.val_files is given without data.train_files")
+    warnings = []
+    if data.options:
+        warnings.append("data.options is not used: it belongs to generated tasks, and data files are given")
+    splits: dict[str, tuple[Demonstration, ...]] = {}
+    for split, files, size in (("train", data.train_files, data.train_size), ("val", data.val_files, data.val_size)):
+        found = read_demonstrations(f"data.{split}_files", files) if files is not None else []
+        if size is not None and size > len(found) and found:
+            warnings.append(f"data.{split}_size={size}, but there are only {len(found)} demonstrations")
+        splits[split] = tuple(found[:size])
+    known = {repr(d.messages) for d in splits["train"]}
+    if leaked := [d for d in splits["val"] if repr(d.messages) in known]:
+        warnings.append(f"{len(leaked)} of {len(splits['val'])} validation demonstrations are trained on too")
+    where = ", ".join(str(path) for path in find_files("data.train_files", data.train_files))
+    tested = f", {len(splits['val'])} for validation" if splits["val"] else ""
+    description = f"{where}: {len(splits['train'])} demonstrations{tested}"
+    return DemonstrationSet(splits["train"], splits["val"], description, (), tuple(warnings))
+
+
+def read_demonstrations(setting: str, files: Any) -> list[Demonstration]:
+    """The demonstrations of all files that the setting names, in order."""
+    paths = find_files(setting, files)
+    names = Counter(path.name for path in paths)
+    found: list[Demonstration] = []
+    for path in paths:
+        table = read_table(path)
+        label = path.name if names[path.name] == 1 else str(path)
+        found += [_demonstration(table, row, f"{label}:{index}") for index, row in enumerate(table.rows)]
+    return found
+
+
+def _demonstration(table: Table, row: Row, default_id: str) -> Demonstration:
+    values = {name: value for name, value in row.values.items() if value is not None}
+    messages = _whole(table, row, values["messages"]) if "messages" in values else _pair(table, row, values)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise table.mistake(row, "no message of the assistant: there is nothing to learn from", ROW_FIX)
+    return Demonstration(
+        id=str(values.get("data_id", default_id)),
+        messages=messages,
+        tools=read_tools(table, row, values["tools"]) if "tools" in values else None,
+        place=f"{table.path}, {table.unit} {row.number}",
+    )
+
+
+def _whole(table: Table, row: Row, value: Any, column: str = "messages") -> tuple[Mapping[str, Any], ...]:
+    messages = read_messages(table, row, column, unpacked(table, row, column, value))
+    found = []
+    for index, message in enumerate(messages):
+        if (calls := message.get("tool_calls")) is not None:
+            where = f"{column}[{index}].tool_calls"
+            if message["role"] != "assistant":
+                raise table.mistake(row, f"{where}: only the assistant calls tools, not role {message['role']}")
+            message = {**message, "tool_calls": read_calls(table, row, where, calls)}
+        if isinstance(message["content"], list):
+            message = {**message, "content": _text(table, row, f"{column}[{index}].content", message["content"])}
+        found.append(message)
+    return tuple(found)
+
+
+def _text(table: Table, row: Row, where: str, parts: Sequence[Any]) -> str:
+    """Content in parts, as one text."""
+    for part in parts:
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            named = part.get("type") if isinstance(part, Mapping) else kind(part)
+            raise table.mistake(row, f"{where} has a part that is not text: {named}")
+    return "".join(part["text"] for part in parts)
+
+
+def _pair(table: Table, row: Row, values: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """A question and its answer."""
+    asked = next((name for name in ASKED if name in values), None)
+    reply = next((name for name in REPLIES if name in values), None)
+    if asked is None or reply is None:
+        missing = "messages, question or prompt" if asked is None else "answer, response or completion"
+        raise table.mistake(row, f"no column {missing} (columns here: {', '.join(row.values) or 'none'})", ROW_FIX)
+    return (*_side(table, row, asked, values[asked], "user"), *_side(table, row, reply, values[reply], "assistant"))
+
+
+def _side(table: Table, row: Row, column: str, value: Any, role: str) -> tuple[Mapping[str, Any], ...]:
+    if isinstance(value, list):
+        return _whole(table, row, value, column)
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise table.mistake(row, f"{column} must be a string or a list of messages, got {kind(value)}", ROW_FIX)
+    if not str(value).strip():
+        raise table.mistake(row, f"{column} is empty")
+    return ({"role": role, "content": str(value)},)
+
+
+def _prompted(found: Sequence[Demonstration], system_prompt: str) -> tuple[Demonstration, ...]:
+    system = {"role": "system", "content": system_prompt}
+    return tuple(d if d.messages[0]["role"] == "system" else replace(d, messages=(system, *d.messages)) for d in found)

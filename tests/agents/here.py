@@ -1,0 +1,45 @@
+"""A pool of workers that is none: functions run here and now."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from covey.agents.tools.bench import close_all
+from covey.workers import WorkerDied, WorkerTimeout
+
+
+class HereSession:
+    def __init__(self, functions: Mapping[str, Callable[..., Any]]) -> None:
+        self.functions = functions
+        self.state: dict[str, Any] = {}
+        self.closed = False
+
+    async def call(self, name: str, /, *args: Any, seconds: float, **kwargs: Any) -> Any:
+        try:
+            async with asyncio.timeout(seconds):
+                value = self.functions[name](*args, state=self.state, **kwargs)
+                return await value if inspect.isawaitable(value) else value
+        except TimeoutError:
+            raise WorkerTimeout(name, seconds) from None
+        except SystemExit as error:
+            raise WorkerDied(name, f"exit code {error.code}") from None
+
+    async def close(self) -> None:
+        self.closed = True
+        await close_all(list(self.state.values()))
+
+
+class Here:
+    def __init__(self, functions: Mapping[str, Callable[..., Any]]) -> None:
+        self.functions = functions
+        self.sessions: list[HereSession] = []
+
+    async def call(self, name: str, /, *args: Any, seconds: float, **kwargs: Any) -> Any:
+        return await HereSession(self.functions).call(name, *args, seconds=seconds, **kwargs)
+
+    async def session(self) -> HereSession:
+        self.sessions.append(HereSession(self.functions))
+        return self.sessions[-1]

@@ -1,0 +1,320 @@
+"""Chat requests of OpenAI's own client: what comes back, and what is recorded of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from covey.loop.samples import episode_rows
+from covey.types import Sampling, StopReason
+from tests.conftest import tiny_llama
+from tests.gateway.house import SEARCH, USER, House, Scripted, serving, tokenizer
+
+CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "quails"}}\n</tool_call>'
+
+
+def sleepy(prompt: str, sampling: Sampling) -> str:
+    """Searches first; answers once it has seen a result."""
+    return "In the grass." if "<tool_response>" in prompt else f"Let me look.\n{CALL}"
+
+
+@pytest.fixture
+def house() -> Iterator[House]:
+    with serving(Scripted(sleepy)) as made:
+        yield made
+
+
+def ask(client: Any, messages: Any = (USER,), **more: Any) -> Any:
+    return client.chat.completions.create(model="tiny", messages=list(messages), **more)
+
+
+def test_a_conversation_with_a_tool_is_one_row_of_sampled_tokens(house: House) -> None:
+    opened = house.open(task={"id": "q1", "messages": [USER], "answer": "grass", "hint": "low"})
+    client = house.client(opened["key"])
+    first = ask(client, tools=[SEARCH]).choices[0]
+    assert first.finish_reason == "tool_calls" and first.message.content == "Let me look."
+    (call,) = first.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("search", '{"query": "quails"}')
+    result = {"role": "tool", "tool_call_id": call.id, "content": "Coturnix roosts on the ground."}
+    second = ask(client, [USER, first.message, result], tools=[SEARCH]).choices[0]
+    assert (second.finish_reason, second.message.content) == ("stop", "In the grass.")
+    assert house.post(f"/episodes/{opened['id']}/reward", json={"reward": 0.5}).status_code == 200
+
+    episode = house.episode(opened["id"])
+    one, two = episode.turns
+    before = one.prompt_ids + one.completion_ids
+    assert two.prompt_ids[: len(before)] == before
+    between = house.engine.tokenizer.decode(list(two.prompt_ids[len(before) :]))
+    assert between == (
+        "\n<|im_start|>user\n<tool_response>Coturnix roosts on the ground.</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    (row,) = episode_rows(episode, 0)
+    assert row.prompt_ids == one.prompt_ids
+    gap = len(two.prompt_ids) - len(before)
+    assert row.mask == (True,) * len(one.completion_ids) + (False,) * gap + (True,) * len(two.completion_ids)
+    assert row.logprobs == one.logprobs + (0.0,) * gap + two.logprobs
+    assert episode.given == {"reward": 0.5} and episode.final_answer == "In the grass."
+    assert [m["role"] for m in episode.messages] == ["user", "assistant", "tool", "assistant"]
+    assert episode.stop is StopReason.EOS
+
+
+def test_a_template_without_tools_gets_them_in_the_system_message_and_results_from_the_user() -> None:
+    engine = Scripted(lambda prompt, _: "In the grass." if "<tool_response>\ngrass" in prompt else CALL)
+    engine.tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    with serving(engine) as house:
+        opened = house.open()
+        client = house.client(opened["key"])
+        system = {"role": "developer", "content": "Be brief."}
+        first = ask(client, [system, USER], tools=[SEARCH]).choices[0].message
+        result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "grass"}
+        ask(client, [system, USER, first, result], tools=[SEARCH])
+        house.post(f"/episodes/{opened['id']}/finish")
+        one, two = house.episode(opened["id"]).turns
+    assert two.prompt_ids[: len(one.prompt_ids + one.completion_ids)] == one.prompt_ids + one.completion_ids
+    shown = engine.tokenizer.decode(list(two.prompt_ids))
+    assert shown.startswith("<|im_start|>system\nBe brief.\n\n# Tools") and '"name": "search"' in shown
+    assert shown.endswith(
+        "<|im_start|>user\n<tool_response>\ngrass\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_stream_is_the_whole_reply_in_pieces(house: House) -> None:
+    whole = ask(house.client(house.open()["key"]), tools=[SEARCH], logprobs=True)
+    chunks = list(
+        ask(
+            house.client(house.open()["key"]),
+            tools=[SEARCH],
+            logprobs=True,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    message = whole.choices[0].message
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == message.content
+    parts = [part for delta in deltas for part in delta.tool_calls or ()]
+    assert [part.id for part in parts if part.id] == [message.tool_calls[0].id]
+    assert [part.function.name for part in parts if part.function.name] == ["search"]
+    assert "".join(part.function.arguments or "" for part in parts) == message.tool_calls[0].function.arguments
+    ends = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
+    assert ends[-1] == "tool_calls" and set(ends[:-1]) == {None}
+    logprobs = [e.logprob for c in chunks if c.choices and c.choices[0].logprobs for e in c.choices[0].logprobs.content]
+    assert logprobs == [entry.logprob for entry in whole.choices[0].logprobs.content]
+    assert chunks[-1].usage == whole.usage
+
+
+def test_several_replies_are_branches_each_a_turn_of_its_own() -> None:
+    engine = Scripted(lambda prompt, sampling: "more" if "again" in prompt else f"say {sampling.seed % 1000}")
+    with serving(engine) as house:
+        opened = house.open()
+        client = house.client(opened["key"])
+        choices = ask(client, n=4).choices
+        texts = [choice.message.content for choice in choices]
+        assert len(set(texts)) == 4 and [choice.index for choice in choices] == [0, 1, 2, 3]
+        ask(client, [USER, choices[1].message, {"role": "user", "content": "again"}])
+        house.post("/episodes/current/finish", key=opened["key"])
+        episode = house.episode(opened["id"])
+    assert sorted(map(engine.tokenizer.decode, [list(t.completion_ids[:-1]) for t in episode.turns[:4]])) == sorted(
+        texts
+    )
+    continued = next(t for t in episode.turns if engine.tokenizer.decode(list(t.completion_ids[:-1])) == texts[1])
+    before = continued.prompt_ids + continued.completion_ids
+    assert episode.turns[4].prompt_ids[: len(before)] == before
+    rows = episode_rows(episode, 0)
+    assert sum(sum(row.mask) for row in rows) == episode.response_tokens  # every sampled token once
+
+
+def test_log_probs_are_the_turns_and_usage_counts_tokens(house: House) -> None:
+    opened = house.open()
+    reply = ask(house.client(opened["key"]), logprobs=True)
+    house.post(f"/episodes/{opened['id']}/finish")
+    (turn,) = house.episode(opened["id"]).turns
+    entries = reply.choices[0].logprobs.content
+    assert [entry.logprob for entry in entries] == list(turn.logprobs)
+    assert "".join(entry.token for entry in entries) == reply.choices[0].message.content
+    usage = reply.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(turn.prompt_ids), len(turn.completion_ids))
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+
+def test_where_a_reply_ends(house: House) -> None:
+    client = house.client(house.open()["key"])
+    stopped = ask(client, stop=["look"]).choices[0]
+    assert (stopped.message.content, stopped.finish_reason) == ("Let me ", "stop")
+    for limit in ({"max_tokens": 5}, {"max_completion_tokens": 5}):
+        cut = ask(client, tools=[SEARCH], **limit).choices[0]
+        assert (cut.message.content, cut.finish_reason) == ("Let m", "length")
+        assert cut.message.tool_calls is None
+
+
+def test_tool_choice_none_shows_the_tools_and_reads_no_calls(house: House) -> None:
+    opened = house.open()
+    reply = ask(house.client(opened["key"]), tools=[SEARCH], tool_choice="none").choices[0]
+    assert reply.message.tool_calls is None and CALL in reply.message.content
+    house.post(f"/episodes/{opened['id']}/finish")
+    assert '"name": "search"' in house.engine.tokenizer.decode(list(house.episode(opened["id"]).turns[0].prompt_ids))
+
+
+def test_sampling_settings_are_followed_where_nobody_trains(house: House) -> None:
+    ask(house.client(house.open()["key"]), temperature=0.25, top_p=0.5)
+    ask(house.client(house.open()["key"]))
+    assert [(s.temperature, s.top_p) for s in house.engine.asked] == [(0.25, 0.5), (1.0, 1.0)]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "top_logprobs": ({"logprobs": True, "top_logprobs": 2}, "only 0 is supported"),
+    "tool_choice": ({"tools": [SEARCH], "tool_choice": "required"}, "only auto and none"),
+    "named tool": (
+        {"tools": [SEARCH], "tool_choice": {"type": "function", "function": {"name": "search"}}},
+        "only auto and none",
+    ),
+    "response_format": ({"response_format": {"type": "json_object"}}, "only text"),
+    "presence_penalty": ({"presence_penalty": 0.5}, "not supported"),
+    "n": ({"n": 0}, "from 1 to 128"),
+    "temperature": ({"temperature": -1}, "from 0"),
+    "max_tokens": ({"max_tokens": 0}, "from 1"),
+    "no messages": ({"messages": []}, "at least one message"),
+    "role": ({"messages": [{"role": "robot", "content": "x"}]}, "must be one of"),
+    "image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "images",
+    ),
+    "foreign result": (
+        {"messages": [USER, {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": {}}]}]},
+        "function call with a name",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_followed_is_refused_in_openais_form(house: House, name: str) -> None:
+    from openai import BadRequestError
+
+    fields, text = REFUSED[name]
+    opened = house.open()
+    answer = house.post("/v1/chat/completions", key=opened["key"], json={"messages": [USER], "model": "x"} | fields)
+    assert answer.status_code == 400 and text in answer.json()["error"]["message"]
+    with pytest.raises(BadRequestError, match=text):
+        ask(house.client(opened["key"]), extra_body=fields)
+    assert house.engine.asked == []
+
+
+def test_unknown_fields_are_tolerated(house: House) -> None:
+    reply = ask(house.client(house.open()["key"]), user="me", seed=3, extra_body={"reasoning": {"effort": "low"}})
+    assert reply.choices[0].message.content.startswith("Let me look.")
+
+
+def test_no_room_is_told_as_clients_know_it() -> None:
+    from openai import BadRequestError
+
+    with serving(Scripted(sleepy), max_response_tokens=20) as house:
+        opened = house.open()
+        client = house.client(opened["key"])
+        assert ask(client).choices[0].finish_reason == "length"
+        with pytest.raises(BadRequestError, match=r"agent\.max_response_tokens is used up") as error:
+            ask(client)
+        assert error.value.code == "context_length_exceeded"
+        house.post(f"/episodes/{opened['id']}/finish")
+        assert house.episode(opened["id"]).stop is StopReason.LENGTH
+
+
+def test_an_engine_that_fails_is_told(house: House) -> None:
+    from openai import InternalServerError
+
+    def broken(prompt: str, sampling: Sampling) -> str:
+        raise OSError("out of feathers")
+
+    house.engine.reply = broken
+    with pytest.raises(InternalServerError, match="out of feathers"):
+        ask(house.client(house.open()["key"]))
+
+
+def test_sixty_four_clients_at_once() -> None:
+    """Each has its own conversation: no token of one is in another."""
+    engine = Scripted(lambda prompt, _: f"heard {prompt.rpartition('number ')[2].partition('<')[0]}")
+    ready = threading.Barrier(64)
+    with serving(engine) as house:
+        shared = house.client(house.book.token)
+
+        def play(number: int) -> str:
+            client = shared.with_options(api_key=f"{house.book.token}:player-{number}")
+            ready.wait()
+            talk: list[Any] = [{"role": "user", "content": f"number {number}"}]
+            for turn in range(3):
+                reply = ask(client, talk).choices[0].message
+                assert reply.content == f"heard {number}{'.' * turn}"
+                talk += [reply, {"role": "user", "content": f"number {number}{'.' * (turn + 1)}"}]
+            closed = house.post("/episodes/current/reward", key=client.api_key, json={"reward": number})
+            return str(closed.json()["id"])
+
+        with ThreadPoolExecutor(64) as pool:
+            idents = list(pool.map(play, range(64)))
+        for number, ident in enumerate(idents):
+            episode = house.episode(ident)
+            assert episode.given == {"reward": number}
+            (row,) = episode_rows(episode, 0)
+            assert sum(row.mask) == episode.response_tokens == sum(len(f"heard {number}") + t + 1 for t in range(3))
+    assert engine.most_at_once > 8
+
+
+def test_a_client_that_hangs_up_leaves_no_turn() -> None:
+    import httpx
+
+    hold = threading.Event()
+    engine = Scripted(lambda prompt, _: "done")
+    plain = engine.generate
+
+    async def slow(token_ids: Any, sampling: Sampling) -> Any:
+        import asyncio
+
+        if not hold.is_set():
+            hold.set()
+            await asyncio.sleep(1.0)
+        return await plain(token_ids, sampling)
+
+    engine.generate = slow  # type: ignore[method-assign]
+    with serving(engine) as house:
+        opened = house.open()
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(
+                f"{house.url}/v1/chat/completions",
+                headers={"authorization": f"Bearer {opened['key']}"},
+                json={"messages": [USER]},
+                timeout=0.5,
+                trust_env=False,
+            )
+        assert ask(house.client(opened["key"])).choices[0].message.content == "done"
+        time.sleep(1.5)  # the first would be done by now
+        house.post(f"/episodes/{opened['id']}/finish")
+        assert len(house.episode(opened["id"]).turns) == 1
+
+
+def test_a_tiny_model_goes_on_from_its_own_tokens() -> None:
+    """Sampled by the real engine: log-probs and ids of the second turn go on from the first."""
+    from covey.rollout.embedded import EmbeddedEngine
+
+    tokens = tokenizer()
+    model = tiny_llama(vocabulary=len(tokens), eos_token_id=tokens.eos_token_id)
+    engine = EmbeddedEngine(model, eos_ids=[tokens.eos_token_id], decode=tokens.decode, context_length=512)
+    engine.tokenizer = tokens  # type: ignore[attr-defined]
+    with serving(engine, Sampling(max_tokens=12)) as house:
+        opened = house.open()
+        client = house.client(opened["key"])
+        first = ask(client, logprobs=True).choices[0]
+        second = ask(client, [USER, first.message, {"role": "user", "content": "And then?"}], logprobs=True).choices[0]
+        house.post(f"/episodes/{opened['id']}/finish")
+        one, two = house.episode(opened["id"]).turns
+        engine.close()
+    assert two.prompt_ids[: len(one.prompt_ids + one.completion_ids)] == one.prompt_ids + one.completion_ids
+    assert [e.logprob for e in first.logprobs.content] == list(one.logprobs)
+    assert [e.logprob for e in second.logprobs.content] == list(two.logprobs)

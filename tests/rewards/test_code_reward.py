@@ -1,0 +1,136 @@
+"""The reward for code, with a sandbox that only remembers what it was asked."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import covey.sandbox
+from covey.errors import InputError
+from covey.rewards import RewardError
+from covey.rewards.code import code_reward, last_code
+from covey.types import Task
+from tests.rewards.replies import episode_of, scored, task_of
+
+REAL = pytest.mark.skipif(not hasattr(covey.sandbox, "Sandbox"), reason="covey.sandbox is not part of this tree")
+
+
+@dataclass
+class Verdict:
+    passed: int
+    total: int
+
+
+@dataclass
+class Remembers:
+    verdict: Verdict | Exception
+    asked: list[Any] = field(default_factory=list)
+
+    async def check(self, solution: str, tests: Any, *, seconds: float | None = None) -> Verdict:
+        self.asked.append((solution, tests, seconds))
+        if isinstance(self.verdict, Exception):
+            raise self.verdict
+        return self.verdict
+
+
+@pytest.fixture(autouse=True)
+def plain_tests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests are their columns, unless the real sandbox judges."""
+    if "real" not in request.node.name:
+        monkeypatch.setattr(covey.sandbox, "hidden_tests", dict, raising=False)
+
+
+def score(reply: str, sandbox: Any, task: Task | None = None, **options: Any) -> dict[str, float | None]:
+    task = task or task_of(test_list=["assert f() == 1"])
+    return scored("code_reward", task, episode_of(task, reply), sandbox=sandbox, **options)
+
+
+@pytest.mark.parametrize(
+    ("reply", "code"),
+    [
+        ("Here:\n```python\nx = 1\n```\nand done", "x = 1\n"),
+        ("```python\nx = 1\n```\nbetter:\n```python\nx = 2\n```", "x = 2\n"),
+        ("```py\nx = 1\n```\nIt prints\n```text\n1\n```", "x = 1\n"),  # Python before other blocks
+        ("```\nx = 1\n```", "x = 1\n"),
+        ("```python\nx = 1\nwhile", "x = 1\nwhile"),  # cut off
+        ("    return x", "    return x"),  # continues a function
+        ("```Python title='a'\n    return x\n```", "    return x\n"),
+        ('```python\ns = "```"\ny = 2\n```', 's = "```"\ny = 2\n'),  # a fence stands on a line of its own
+        ("- so:\n  ```python\n  x = 1\n  ```", "  x = 1\n"),
+        ("", ""),
+    ],
+)
+def test_the_last_block_of_python(reply: str, code: str) -> None:
+    assert last_code(reply) == code
+
+
+def test_the_share_of_tests_or_all_of_them() -> None:
+    sandbox = Remembers(Verdict(3, 4))
+    assert score("```python\nx\n```", sandbox) == {
+        "code_reward": 0.75,
+        "code_reward/passed": 3,
+        "code_reward/total": 4,
+    }
+    assert score("x", sandbox, all=True, seconds=2.5)["code_reward"] == 0
+    assert score("x", Remembers(Verdict(4, 4)), all=True)["code_reward"] == 1
+    assert score("x", Remembers(Verdict(0, 4)))["code_reward"] == 0
+    columns = {"test_list": ["assert f() == 1"]}
+    assert sandbox.asked == [("x\n", columns, None), ("x", columns, 2.5)]
+
+
+def test_a_sandbox_that_fails_is_not_a_wrong_answer() -> None:
+    class SandboxError(Exception):
+        pass
+
+    with pytest.raises(RewardError) as caught:
+        score("x", Remembers(SandboxError("no room")))
+    assert isinstance(caught.value.__cause__, SandboxError)
+    with pytest.raises(SandboxError):
+        asyncio.run(code_reward("x", task_of(), Remembers(SandboxError())))  # type: ignore[arg-type]
+    with pytest.raises(RewardError, match="no hidden tests"):
+        score("x", Remembers(Verdict(0, 0)))
+
+
+def test_what_the_sandbox_is_told_about_programs_and_functions() -> None:
+    sandbox = Remembers(Verdict(1, 1))
+    score("x", sandbox, task_of(inputs=["1\n", "2\n"], outputs=["a", "b"]))
+    assert sandbox.asked[-1][1]["cases"] == [{"input": "1\n", "output": "a"}, {"input": "2\n", "output": "b"}]
+    head = 'def f(x):\n    """Add one."""\n'
+    columns = {"entry_point": "f", "test": "def check(c): ..."}
+    score("x", sandbox, Task("t", ({"role": "user", "content": head},), None, columns))
+    assert sandbox.asked[-1][1]["prompt"] == head
+    score("x", sandbox, Task("t", ({"role": "user", "content": "Write f, please."},), None, columns))
+    assert "prompt" not in sandbox.asked[-1][1]
+    with pytest.raises(InputError, match="task t: 1 inputs and 2 outputs"):
+        score("x", sandbox, task_of(inputs=["1"], outputs=["a", "b"]))
+
+
+@REAL
+def test_real_sandbox_and_real_problems(shared: Path) -> None:
+    from covey.config.schema import SandboxConfig
+    from covey.sandbox import Sandbox  # type: ignore[attr-defined,unused-ignore]
+
+    sandbox = Sandbox.of(SandboxConfig(allow_weak=True))
+    mbpp = [json.loads(line) for line in (shared / "data" / "code" / "mbpp.jsonl").open()][10:13]
+    for row in mbpp:
+        task = task_of(test_list=row["test_list"], test_setup_code=row["test_setup_code"])
+        assert score(f"```python\n{row['code']}\n```", sandbox, task)["code_reward"] == 1
+        assert score("```python\nraise SystemExit(0)\n```", sandbox, task)["code_reward"] == 0
+    with gzip.open(shared / "data" / "code" / "HumanEval.jsonl.gz", "rt") as file:
+        row = json.loads(next(file))
+    question = ({"role": "user", "content": row["prompt"]},)
+    task = Task("h", question, None, {"entry_point": row["entry_point"], "test": row["test"]})
+    assert score(row["canonical_solution"], sandbox, task)["code_reward"] == 1
+    assert score(f"```python\n{row['prompt']}{row['canonical_solution']}```", sandbox, task)["code_reward"] == 1
+    assert score("    return None\n", sandbox, task)["code_reward"] == 0
+    doubles = task_of(inputs=["2\n", "5\n"], outputs=["4", "10\n"])
+    assert score("print(2 * int(input()))", sandbox, doubles)["code_reward"] == 1
+    assert score("print(4)", sandbox, doubles)["code_reward"] == 0.5
+    with pytest.raises(InputError, match="task t: no tests"):
+        score("x", sandbox, task_of(level=3))

@@ -1,0 +1,311 @@
+"""Instructions that a program can verify: each kind followed and not followed, by hand."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from covey.errors import Absent, InputError
+from covey.rewards import RewardError, resolve_rewards
+from covey.rewards.ifeval import forgiving
+from covey.rewards.ifeval_kinds import DETECTING, KINDS
+from covey.rewards.ifeval_text import capital_words, count_sentences, count_words
+from covey.types import Task
+from tests.rewards.replies import episode_of, scored, task_of
+
+LANGDETECT = importlib.util.find_spec("langdetect") is not None
+NEEDS_LANGDETECT = pytest.mark.skipif(not LANGDETECT, reason="langdetect is not installed (covey[ifeval])")
+ENGLISH = "this is a plain english sentence about the weather in the mountains"
+GERMAN = "dies ist ein einfacher deutscher Satz über das Wetter in den Bergen"
+AT_LEAST, LESS = "at least", "less than"
+
+# kind, settings, replies that follow it, replies that do not
+CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
+    (
+        "keywords:existence",
+        {"keywords": ["talk", "Night"]},
+        ["We TALK at night.", "nightly talks"],
+        ["We talk.", "nigh talk"],
+    ),
+    (
+        "keywords:frequency",
+        {"keyword": "cat ", "frequency": 2, "relation": AT_LEAST},
+        ["Cat and cat", "catcat"],
+        ["One cat", "c a t cat"],
+    ),
+    ("keywords:frequency", {"keyword": "cat", "frequency": 2, "relation": LESS}, ["a cat", "none"], ["cat cat"]),
+    (
+        "keywords:forbidden_words",
+        {"forbidden_words": ["run", "c++"]},
+        ["I was running", "brunch"],
+        ["Run!", "they run"],
+    ),
+    (
+        "keywords:letter_frequency",
+        {"letter": "E", "let_frequency": 3, "let_relation": AT_LEAST},
+        ["See me", "eEe"],
+        ["See", ""],
+    ),
+    (
+        "keywords:letter_frequency",
+        {"letter": "#", "let_frequency": 1, "let_relation": AT_LEAST},
+        ["# Title"],
+        ["Title"],
+    ),
+    (
+        "length_constraints:number_sentences",
+        {"num_sentences": 3, "relation": LESS},
+        ["One. Two."],
+        ["One. Two. Three."],
+    ),
+    (
+        "length_constraints:number_sentences",
+        {"num_sentences": 2, "relation": AT_LEAST},
+        ["One! Two"],
+        ["Mr. X came"],
+    ),
+    (
+        "length_constraints:number_words",
+        {"num_words": 3, "relation": AT_LEAST},
+        ["one two three", "a-b c"],
+        ["one two"],
+    ),
+    ("length_constraints:number_words", {"num_words": 3, "relation": LESS}, ["one two"], ["one two three"]),
+    (
+        "length_constraints:number_paragraphs",
+        {"num_paragraphs": 2},
+        ["a\n***\nb", "***\na\n***\nb\n***"],
+        ["a", "a\n***\n***\nb", "a\n***\nb\n***\nc", "a\n\nb"],
+    ),
+    (
+        "length_constraints:nth_paragraph_first_word",
+        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "Weather"},
+        ["a\n\nweather, it is", 'a\n\n"Weather" is', "a\n\nWEATHER"],
+        ["a\n\nthe weather", "a\n\nweather\n\nb", "weather", "a\n\nweathers", "\n\na\n\nweather"],
+    ),
+    (
+        "detectable_content:number_placeholders",
+        {"num_placeholders": 2},
+        ["[name] and [address]", "[[a] [b]"],
+        ["[name]", "[a\nb] [c]", "a] [b]"],
+    ),
+    (
+        "detectable_content:postscript",
+        {"postscript_marker": "P.S."},
+        ["Bye.\nP.S. more", "p. s. more", "so p.s. inline"],
+        ["PS more", "P.S"],
+    ),
+    ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, ["P.P.S more", "p. p. s"], ["P.S. more"]),
+    (
+        "detectable_format:number_bullet_lists",
+        {"num_bullets": 2},
+        ["* a\n* b", "- a\n  - b", "text\n* a\n- b"],
+        ["* a", "* a\n* b\n* c", "** a\n* b", "a\nb"],
+    ),
+    (
+        "detectable_format:constrained_response",
+        {},
+        ["My answer is yes.", "Well. My answer is maybe. So"],
+        ["My answer is Yes.", "yes", "My answer is yes"],
+    ),
+    (
+        "detectable_format:number_highlighted_sections",
+        {"num_highlights": 2},
+        ["*one* and *two*", "**one** and **two**", "*one* and **two**"],
+        ["*one*", "**one**", "* *one", "*one\ntwo* x", "plain"],
+    ),
+    (
+        "detectable_format:multiple_sections",
+        {"section_spliter": "Section", "num_sections": 2},
+        ["Section 1\na\nSection 2\nb", "Section1 Section2"],
+        ["Section 1\na", "SECTION 1 SECTION 2", "Section one Section two"],
+    ),
+    (
+        "detectable_format:json_format",
+        {},
+        ['{"a": 1}', '```json\n{"a": [1, 2]}\n```', "```\n3\n```"],
+        ["{a: 1}", 'Here: {"a": 1}', "[" * 20000],
+    ),
+    (
+        "detectable_format:title",
+        {},
+        ["<<A title>>\ntext", "so <<x>> there", "<<>> <<a>>"],
+        ["<<>>", "<< >>", "<a title>", "<<a\ntitle>>", ">>a<<"],
+    ),
+    (
+        "combination:two_responses",
+        {},
+        ["one\n******\ntwo", "******\none\n******\ntwo\n******"],
+        ["one", "one\n******\none", "a\n******\nb\n******\nc", "a\n******\n******\nb"],
+    ),
+    (
+        "combination:repeat_prompt",
+        {"prompt_to_repeat": "Write a poem. "},
+        ["write a poem.\n\nRoses", " Write a poem."],
+        ["Sure! Write a poem.", "Write a pom."],
+    ),
+    (
+        "startend:end_checker",
+        {"end_phrase": "Any other questions?"},
+        ["So. Any other questions?", '"any other questions?"\n'],
+        ["Any other questions? No", "Any questions?"],
+    ),
+    ("startend:quotation", {}, ['"All of it"', ' "a" and "b"\n'], ['"', "'a'", '"a" b', "a"]),
+    (
+        "change_case:capital_word_frequency",
+        {"capital_frequency": 2, "capital_relation": AT_LEAST},
+        ["I saw NASA", "WELL-KNOWN U.S. facts"],
+        ["Only NASA here", "Not Any"],
+    ),
+    (
+        "change_case:capital_word_frequency",
+        {"capital_frequency": 2, "capital_relation": LESS},
+        ["NASA here"],
+        ["NASA AND"],
+    ),
+    (
+        "change_case:english_capital",
+        {},
+        [ENGLISH.upper()],
+        [ENGLISH, ENGLISH.upper() + " x", GERMAN.upper()],
+    ),
+    (
+        "change_case:english_lowercase",
+        {},
+        [ENGLISH],
+        [ENGLISH.upper(), ENGLISH + " X", GERMAN.lower()],
+    ),
+    ("punctuation:no_comma", {}, ["a; b."], ["a, b"]),
+    ("language:response_language", {"language": "de"}, [GERMAN, "123"], [ENGLISH]),
+]
+
+
+def judged(reply: str, kinds: list[str], settings: list[Any], **options: Any) -> dict[str, Any]:
+    task = task_of(instruction_id_list=kinds, kwargs=settings)
+    found = scored("ifeval", task, episode_of(task, reply), **options)
+    return {name.removeprefix("ifeval").removeprefix("/") or "reward": value for name, value in found.items()}
+
+
+def test_all_kinds_have_examples() -> None:
+    assert len(KINDS) == 25
+    assert {case[0] for case in CASES} == set(KINDS)
+
+
+@pytest.mark.parametrize(("kind", "settings", "right", "wrong"), CASES, ids=[case[0] for case in CASES])
+def test_each_kind(kind: str, settings: dict[str, Any], right: list[str], wrong: list[str]) -> None:
+    if kind in DETECTING and not LANGDETECT:
+        pytest.skip("langdetect is not installed (covey[ifeval])")
+    for reply in right:
+        assert judged(reply, [kind], [settings])["reward"] == 1, reply
+    for reply in wrong:
+        assert judged(reply, [kind], [settings])["reward"] == 0, reply
+
+
+def test_the_four_scores() -> None:
+    kinds = ["punctuation:no_comma", "startend:quotation"]
+    one = judged("no comma here", kinds, [{}, {}])
+    assert one == {
+        "reward": 0.5,
+        "instruction_strict": 0.5,
+        "instruction_loose": 0.5,
+        "prompt_strict": 0,
+        "prompt_loose": 0,
+    }
+    # Without its first line the reply follows both; as it stands it follows neither.
+    two = judged('Sure, here you are:\n"no comma"', kinds, [{}, {}], score="prompt_loose")
+    assert two == {
+        "reward": 1,
+        "instruction_strict": 0,
+        "instruction_loose": 1,
+        "prompt_strict": 0,
+        "prompt_loose": 1,
+    }
+    assert judged("", kinds, [{}, {}])["instruction_loose"] == 0  # an empty reply follows nothing
+    with pytest.raises(RewardError, match="score is one of"):
+        judged("x", kinds, [{}, {}], score="strict")
+
+
+def test_what_loose_forgives() -> None:
+    assert forgiving("a\n*b*\nc") == ["a\n*b*\nc", "a\nb\nc", "*b*\nc", "b\nc", "a\n*b*", "a\nb", "*b*", "b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("One. Two! Three? Four", 4),
+        ("Dr. Smith met Mr. Jones. They left.", 2),
+        ("It costs 3.50 dollars. Really?!", 2),
+        ('He said "Stop." Then he left.', 2),
+        ("He lives in the U.S. The end.", 2),
+        ("Wait... what? Yes… No", 3),
+        ("1. First item.\n2. Second item.", 4),  # Punkt takes the number of an item for a sentence
+        ("1. first item\n2. second item", 1),
+        ("J. R. Tolkien wrote it", 1),
+        ("no end", 1),
+        ("Hi!!! there", 2),
+        ("visit example.com today", 1),
+        ("lower. case goes on", 2),
+        ("", 0),
+    ],
+)
+def test_sentences(text: str, count: int) -> None:
+    assert count_sentences(text) == count
+
+
+def test_words_and_capitals() -> None:
+    assert count_words("It's a well-known fact: 3.5_a") == 8  # It s a well known fact 3 5_a
+    assert capital_words("I DON'T know, it IS the U.S. (NASA's) A-B 3D iPhone CANNOT") == 10
+    assert capital_words("I DO N'T IS U.S. NASA A-B 3D CAN NOT") == 10  # the same, already parted
+
+
+def test_every_instruction_of_the_public_data_is_understood(shared: Path) -> None:
+    rows = [json.loads(line) for line in (shared / "data" / "ifeval" / "input_data.jsonl").open()]
+    every = sorted({name for row in rows for given in row["kwargs"] for name in given})
+    rewards, kinds = resolve_rewards("ifeval", None, {}), set()
+    for row in rows:
+        # As a table holds them: every row has the settings of all kinds, null where they are not its own.
+        kwargs = [{name: given.get(name) for name in every} for given in row["kwargs"]]
+        listed = [k for k in row["instruction_id_list"] if LANGDETECT or k not in DETECTING]
+        kept = [g for k, g in zip(row["instruction_id_list"], kwargs, strict=True) if k in listed]
+        kinds |= set(row["instruction_id_list"])
+        if listed:
+            task = Task(str(row["key"]), ({"role": "user", "content": row["prompt"]},), None, {})
+            task = Task(task.id, task.messages, None, {"instruction_id_list": listed, "kwargs": kept})
+            rewards.check(task)
+            assert 0 <= (scored("ifeval", task, episode_of(task, row["prompt"]))["ifeval"] or 0) <= 1
+    assert kinds == set(KINDS)
+    assert len(rows) == 541
+
+
+@pytest.mark.parametrize(
+    ("kinds", "settings", "message"),
+    [
+        (["punctuation:no_coma"], [{}], "task t: unknown instruction of IFEval  punctuation:no_coma\n  did you mean"),
+        (["startend:quotation"], [], "task t: 1 instructions in instruction_id_list, 0 in kwargs"),
+        (["startend:end_checker"], [{}], "kwargs of startend:end_checker must give end_phrase; they give nothing"),
+        (["startend:quotation"], [{"n": 1}], "kwargs of startend:quotation must give nothing; they give n"),
+        ([], [], "there is nothing to follow"),
+    ],
+)
+def test_data_that_cannot_be_judged_stops_before_training(kinds: list[str], settings: list[Any], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        judged("x", kinds, settings)
+    assert message in str(caught.value)
+
+
+def test_a_missing_package_is_told_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(Absent, match=r"pip install 'covey\[ifeval\]'"):
+        judged("x", ["language:response_language"], [{"language": "de"}])
+    assert judged("x", ["punctuation:no_comma"], [{}])["reward"] == 1
+
+
+@NEEDS_LANGDETECT
+def test_a_language_is_always_detected_the_same() -> None:
+    mixed = "hello monde this est a mixed satz mit words"
+    first = judged(mixed, ["language:response_language"], [{"language": "en"}])
+    assert all(judged(mixed, ["language:response_language"], [{"language": "en"}]) == first for _ in range(20))

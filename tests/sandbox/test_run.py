@@ -1,0 +1,285 @@
+"""Programs and sessions, in every tier."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import time
+from pathlib import Path
+
+import pytest
+
+from covey.config.schema import SandboxConfig
+from covey.sandbox import Limits, Outcome, Sandbox, SandboxError
+from covey.sandbox.tiers import TIERS
+from tests.sandbox.conftest import run, sandbox_of
+
+
+def test_a_program(sandbox: Sandbox) -> None:
+    code = """
+import sys
+from helper import double
+print(double(int(input())), open("data/words.txt").read())
+print("aside", file=sys.stderr)
+sys.exit(3)
+"""
+    files = {"helper.py": "def double(x): return 2 * x", "data/words.txt": "à propos"}
+    outcome = run(sandbox.run(code, stdin="21\n", files=files))
+    assert outcome == Outcome("42 à propos\n", "aside\n", 3)
+    assert not outcome.ok
+
+
+def test_a_traceback_shows_the_program_and_nothing_of_ours(sandbox: Sandbox) -> None:
+    outcome = run(sandbox.run("def f():\n    return 1 / 0\n\nf()\n"))
+    lines = outcome.stderr.splitlines()
+    assert (outcome.exit_code, lines[-1]) == (1, "ZeroDivisionError: division by zero")
+    assert [line.strip().split(", ")[1:] for line in lines if "File" in line] == [
+        ["line 4", "in <module>"],
+        ["line 2", "in f"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "last"),
+    [
+        ("x = (", 1, "SyntaxError: '(' was never closed"),
+        ("raise SystemExit", 0, ""),
+        ("exit(4)", 4, ""),
+        ("import os; os._exit(5)", 5, ""),
+        ("import os; os.abort()", 134, ""),
+        ("x = [0] * 10**9", 1, "MemoryError"),
+        ("def f(): f()\nf()", 1, "RecursionError: maximum recursion depth exceeded"),
+        ("print('\\ud800')", 0, ""),
+    ],
+)
+def test_how_programs_end(walled: Sandbox, code: str, exit_code: int, last: str) -> None:
+    outcome = run(walled.run(code))
+    assert (outcome.exit_code, "".join(outcome.stderr.splitlines()[-1:]), outcome.killed) == (exit_code, last, None)
+
+
+def test_cpu_time_of_many_threads_counts(walled: Sandbox) -> None:
+    """Two processes that burn: the parent has nothing to do, and the children are ended at their own limit."""
+    code = """
+import hashlib, threading
+data = b"x" * 10**8
+def burn():
+    while True: hashlib.sha256(data)
+for _ in range(3): threading.Thread(target=burn).start()
+"""
+    outcome = run(walled.run(code, seconds=3))
+    assert outcome.killed in ("cpu", "deadline") and outcome.timed_out and outcome.exit_code is None
+
+
+def test_the_memory_of_all_processes_counts(sandbox: Sandbox) -> None:
+    code = """
+import os, time
+for _ in range(4):
+    if os.fork() == 0:
+        x = bytearray(b"x") * (200 * 2**20)
+        break
+time.sleep(60)
+"""
+    outcome = run(sandbox.run(code, seconds=50))
+    assert (outcome.killed, outcome.exit_code, outcome.timed_out) == ("memory", None, False)
+
+
+def test_useful_things_work(walled: Sandbox) -> None:
+    code = """
+import asyncio, multiprocessing, subprocess, sys, tempfile, threading
+async def hello(): return "async"
+print(asyncio.run(hello()))
+with multiprocessing.get_context("fork").Pool(2) as pool: print(pool.map(abs, [-1, -2]))
+print(subprocess.run(["echo", "shell"], capture_output=True, text=True).stdout, end="")
+with tempfile.TemporaryFile() as file: print(file.write(b"x"))
+import decimal, sqlite3, zlib, json, random, datetime, zoneinfo
+print(sqlite3.connect(":memory:").execute("select 1").fetchone())
+"""
+    assert run(walled.run(code)) == Outcome("async\n[1, 2]\nshell\n1\n(1,)\n", "", 0)
+
+
+def test_packages_of_a_given_folder(tmp_path: Path) -> None:
+    (tmp_path / "extra.py").write_text("name = 'extra'")
+    tmp_path.chmod(0o755)
+    for tier in ("bubblewrap", "namespaces"):
+        sandbox = sandbox_of(tier, folders=(str(tmp_path),))
+        assert run(sandbox.run("import extra; print(extra.name)")).stdout == "extra\n"
+        assert not run(sandbox.run(f"open({str(tmp_path)!r} + '/new', 'w')")).ok
+
+
+@pytest.mark.parametrize("name", ["/etc/x", "../x", "a/../../x", "main.py", "."])
+def test_files_stay_in_their_folder(walled: Sandbox, name: str) -> None:
+    with pytest.raises(ValueError, match="relative name"):
+        run(walled.run("", files={name: ""}))
+
+
+def test_only_so_many_run_at_once(tmp_path: Path) -> None:
+    sandbox = sandbox_of("namespaces", max_concurrent=2)
+    code = "import time\ns = time.time(); time.sleep(0.3); print(s, time.time())"
+
+    async def several() -> list[Outcome]:
+        return await asyncio.gather(*(sandbox.run(code) for _ in range(5)))
+
+    spans = [tuple(map(float, outcome.stdout.split())) for outcome in run(several())]
+    together = [sum(start <= moment < end for start, end in spans) for moment, _ in spans]
+    assert len(spans) == 5 and max(together) <= 2
+
+
+def test_settings_travel_to_other_processes() -> None:
+    sandbox = sandbox_of("namespaces", limits=Limits(seconds=3), max_concurrent=2)
+    other = pickle.loads(pickle.dumps(sandbox))
+    assert other == sandbox
+    assert run(other.run("print(1)")).ok
+
+
+def test_settings_of_a_run(walled: Sandbox) -> None:
+    made = Sandbox.of(SandboxConfig(tier=walled.tier.name, seconds=2, memory_mb=100, max_concurrent=3))
+    assert (made.tier, made.limits, made.max_concurrent) == (walled.tier, Limits(seconds=2, memory_mb=100), 3)
+
+
+def test_what_we_do_wrong_is_an_error_of_the_sandbox(walled: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    from covey.sandbox import tiers
+
+    real = tiers.view
+    monkeypatch.setattr(tiers, "view", lambda folders=(): {**real(folders), "binds": ["/does/not/exist"]})
+    with pytest.raises(SandboxError, match="could not be started"):
+        run(walled.run("print(1)"))
+
+
+def test_nothing_stays_open(walled: Sandbox) -> None:
+    async def several() -> None:
+        for _ in range(3):
+            await walled.run("print(1)")
+            await walled.run("while True: pass", seconds=0.1)
+            async with await walled.session() as session:
+                await session.execute("1")
+
+    run(walled.run("print(1)"))
+    before = set(os.listdir("/proc/self/fd"))
+    run(several())
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+# -- sessions --------------------------------------------------------------------------------------------------------
+
+
+def test_a_session_keeps_its_names(sandbox: Sandbox) -> None:
+    async def cells() -> list[Outcome]:
+        async with await sandbox.session() as session:
+            return [
+                await session.execute("import math\nx = 20\ndef f(y):\n    return x + y"),
+                await session.execute("f(22)"),
+                await session.execute("print('shown'); x = None; x"),
+                await session.execute("f(1)"),
+                await session.execute("'text'"),
+                await session.execute("import sys; sys.exit(7)"),
+                await session.execute("math.pi"),
+                await session.execute("import os; os.system('echo from a child')"),
+            ]
+
+    first, value, nothing, wrong, text, left, still, child = run(cells())
+    assert first == Outcome("", "", 0)
+    assert value == Outcome("42\n", "", 0)
+    assert nothing == Outcome("shown\n", "", 0)
+    assert (wrong.exit_code, wrong.stderr.splitlines()[0]) == (1, "Traceback (most recent call last):")
+    assert 'File "<cell 4>", line 1' in wrong.stderr and 'File "<cell 1>", line 4, in f' in wrong.stderr
+    assert "    return x + y" in wrong.stderr and "sandbox" not in wrong.stderr
+    assert text.stdout == "'text'\n"
+    assert (left.exit_code, still.stdout) == (7, "3.141592653589793\n")
+    assert child.stdout == "from a child\n0\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "killed"),
+    [
+        ("while True: pass", "deadline"),
+        ("import time\ntime.sleep(60)", "deadline"),
+        ("while True: print('x' * 10**6)", "output"),
+        ("import os; os._exit(9)", None),
+        ("import os\nfor f in range(3, 99):\n  try: os.close(f)\n  except OSError: pass", None),
+    ],
+)
+def test_a_lost_session_starts_afresh_and_says_so(walled: Sandbox, code: str, killed: str | None) -> None:
+    async def cells() -> list[Outcome]:
+        async with await walled.session() as session:
+            await session.execute("x = 1")
+            lost = await session.execute(code, seconds=1 if killed == "deadline" else None)
+            return [lost, await session.execute("'x' in globals()"), await session.execute("1")]
+
+    lost, next_one, later = run(cells())
+    assert (lost.killed, lost.timed_out, lost.restarted) == (killed, killed == "deadline", False)
+    assert (next_one.stdout, next_one.restarted) == ("False\n", True)
+    assert next_one.stderr.startswith("[the session was started afresh")
+    assert (later.restarted, later.stderr) == (False, "")
+
+
+def test_a_session_that_ends_between_cells(walled: Sandbox) -> None:
+    async def cells() -> Outcome:
+        async with await walled.session() as session:
+            await session.execute("import os, threading\nthreading.Timer(0.1, os._exit, [0]).start()")
+            await asyncio.sleep(1)
+            return await session.execute("6 * 7")
+
+    outcome = run(cells())
+    assert (outcome.stdout, outcome.exit_code, outcome.restarted) == ("42\n", 0, True)
+
+
+def test_a_session_cannot_forge_more_than_its_own_outcome(walled: Sandbox) -> None:
+    forged = r"""
+import os
+for f in range(3, 64):
+    try: os.write(f, b'{"done": 2, "code": 0}\nnot json\n[]\n{"ready": 1}\n{"done": "x"}\n')
+    except OSError: pass
+"""
+
+    async def cells() -> list[Outcome]:
+        async with await walled.session() as session:
+            return [await session.execute(cell) for cell in (forged, "print('second')", "print('third')")]
+
+    assert all(outcome.killed is None for outcome in run(cells()))
+
+
+def test_a_long_cell_passes_through_the_pipe(walled: Sandbox) -> None:
+    async def cell() -> Outcome:
+        async with await walled.session() as session:
+            return await session.execute(f"len({'x' * 10**6!r})")
+
+    assert run(cell()).stdout == "1000000\n"
+
+
+def test_an_open_session_holds_no_place(walled: Sandbox) -> None:
+    """Or episodes that keep one open would wait for each other for ever when their answers are to be checked."""
+    sandbox = Sandbox(walled.tier, max_concurrent=1)
+
+    async def both() -> tuple[Outcome, Outcome]:
+        async with await sandbox.session() as session:
+            await session.execute("x = 5")
+            return await asyncio.wait_for(sandbox.run("print(1)"), 20), await session.execute("x")
+
+    assert [outcome.stdout for outcome in run(both())] == ["1\n", "5\n"]
+
+
+def test_a_cancelled_cell_takes_the_session_with_it(walled: Sandbox) -> None:
+    async def cancelled() -> Outcome:
+        session = await walled.session()
+        await session.execute("x = 1")
+        task = asyncio.create_task(session.execute("while True: pass", seconds=60))
+        await asyncio.sleep(0.3)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        outcome = await session.execute("'x' in globals()")
+        await session.close()
+        return outcome
+
+    started = time.monotonic()
+    outcome = run(cancelled())
+    assert (outcome.stdout, outcome.restarted) == ("False\n", True)
+    assert time.monotonic() - started < 50
+
+
+def test_tiers_are_ordered_from_strong_to_weak() -> None:
+    assert [(tier.name, tier.weak) for tier in TIERS.values()] == [
+        ("bubblewrap", False),
+        ("namespaces", False),
+        ("limits", True),
+    ]
