@@ -1,6 +1,6 @@
 """The nouns of Covey: what one stage of the road hands to the next.
 
-    Task → Turn → Episode → Group → Collected → Sample → Samples → Batch
+    Task (or Demonstration) → Turn → Episode → Group → Collected → Sample → Samples → Batch
 
 Everything here is frozen: a stage reads what it is given and returns something new.
 

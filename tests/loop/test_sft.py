@@ -6,9 +6,11 @@ import hashlib
 import json
 import math
 import random
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from covey.cli.main import main
 from covey.config.schema import LearnerConfig
 from covey.learner.learner import Learner
 from covey.loop.samples import minibatches
-from covey.loop.sft import as_samples, likelihood
+from covey.loop.sft import SftRun, as_samples, likelihood
 from covey.types import Episode, StopReason, Task, Turn
 from tests.conftest import tiny_llama
 
@@ -91,7 +93,7 @@ def test_loss_and_gradient_are_those_of_transformers_with_labels() -> None:
     model = tiny_llama(seed=3)
     expected, _, _ = plain_loss(model, found)
     expected.backward()
-    assert loss == pytest.approx(float(expected), rel=1e-5)
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-5)
     assert apart(gradients, {name: p.grad for name, p in model.named_parameters()}) < 1e-5
 
 
@@ -125,7 +127,7 @@ SETTINGS = [
     "loop.save_every=2",
     "eval.every=2",
     "learner.lr=1e-2",
-    "loop.threads=2",
+    "loop.threads=1",
 ]
 
 
@@ -196,6 +198,51 @@ def test_a_run_learns_and_leaves_what_training_and_evaluation_read(
     assert "was trained on demonstrations: name the tasks to ask" in capsys.readouterr().err
 
 
+class Killed(BaseException):
+    """Nothing of ours catches it."""
+
+
+def train_until(folder: Path, step: int | None, settings: Sequence[str]) -> None:
+    """In a folder of its own; dies where the step of that number would begin."""
+
+    def dying(self: SftRun, index: int) -> None:
+        if index == step:
+            raise Killed
+        step_of(self, index)
+
+    step_of = SftRun._step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(SftRun, "_step", dying)
+        assert main(["sft", *SETTINGS, *settings]) == 0
+
+
+def outcome(folder: Path) -> Any:
+    """Hashes of the last weights and of the optimiser's state, and every record without its timings."""
+    run = the_run(folder)
+    last = run / "checkpoints" / "step-000006"
+    files = [last / "optimizer.safetensors", *(last / "model").glob("*.safetensors")]
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in files}, records(run)
+
+
+@pytest.mark.parametrize("settings", [(), ("model.lora.rank=2", "learner.schedule=cosine")], ids=["whole", "lora"])
+def test_a_run_that_dies_ends_as_if_it_had_not(
+    tmp_path: Path, tiny_model_folder: Path, settings: tuple[str, ...]
+) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for folder in (whole, broken):
+        folder.mkdir()
+        write_demonstrations(folder)
+    settings = (f"model={tiny_model_folder}", *settings)
+    train_until(whole, None, settings)
+    with pytest.raises(Killed):
+        train_until(broken, 3, settings)
+    assert not (the_run(broken) / "checkpoints" / "step-000006").exists()
+    train_until(broken, None, settings)
+    assert len(outcome(whole)[1]) == 6 + 4
+    assert outcome(broken) == outcome(whole)
+
+
 DRIVER = """
 import os, signal, sys
 from covey.cli.main import main
@@ -210,34 +257,16 @@ sys.exit(main(["sft", *sys.argv[2:]]))
 """
 
 
-def run_until(folder: Path, kill_at: int, *settings: str) -> int:
-    command = [sys.executable, "-c", DRIVER, str(kill_at), *SETTINGS, *settings]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-    assert done.returncode in (0, -signal.SIGKILL), done.stdout + done.stderr
-    return done.returncode
-
-
-@pytest.mark.parametrize(
-    "settings", [(), ("model.lora.rank=2", "learner.schedule=cosine")], ids=["all weights", "lora"]
-)
-def test_a_run_that_was_killed_ends_as_if_it_had_not_been(
-    tmp_path: Path, tiny_model_folder: Path, settings: tuple[str, ...]
-) -> None:
-    settings = (f"model={tiny_model_folder}", *settings)
-    outcomes = []
-    for name, kill_at in (("whole", -1), ("broken", 3)):
-        folder = tmp_path / name
-        folder.mkdir()
-        write_demonstrations(folder)
-        if kill_at >= 0:
-            assert run_until(folder, kill_at, *settings) == -signal.SIGKILL
-        assert run_until(folder, -1, *settings) == 0
-        run = the_run(folder)
-        last = run / "checkpoints" / "step-000006"
-        files = [last / "optimizer.safetensors", *(last / "model").glob("*.safetensors")]
-        outcomes.append(({p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in files}, records(run)))
-    assert len(outcomes[0][1]) == 6 + 4
-    assert outcomes[0] == outcomes[1]
+@pytest.mark.slow
+def test_also_where_its_process_is_killed(tmp_path: Path, tiny_model_folder: Path) -> None:
+    for name, kills in (("whole", [-1]), ("broken", [3, -1])):
+        (tmp_path / name).mkdir()
+        write_demonstrations(tmp_path / name)
+        for kill_at in kills:
+            command = [sys.executable, "-c", DRIVER, str(kill_at), f"model={tiny_model_folder}", *SETTINGS]
+            done = subprocess.run(command, cwd=tmp_path / name, capture_output=True, text=True, timeout=600)
+            assert done.returncode == (0 if kill_at < 0 else -signal.SIGKILL), done.stdout + done.stderr
+    assert outcome(tmp_path / "broken") == outcome(tmp_path / "whole")
 
 
 def test_validate_only_starts_nothing(
@@ -295,3 +324,27 @@ def test_a_mistake_names_its_line(
 def test_without_demonstrations_it_says_where_to_find_some(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sft"]) == 2
     assert "give a file: data.train_files=demos.jsonl, or use data=calculator" in capsys.readouterr().err
+
+
+def test_every_figure_is_explained(folder: Path, tiny_model_folder: Path) -> None:
+    assert main(["sft", f"model={tiny_model_folder}", *SETTINGS, "loop.total_epochs=1"]) == 0
+    lines = (the_run(folder) / "metrics.jsonl").read_text().splitlines()
+    written = {name for line in lines for name in json.loads(line)["metrics"]}
+    docs = Path(__file__).parent.parent.parent / "docs"
+    page = (docs / "sft.md").read_text()
+    listed = {
+        name
+        for line in page.splitlines()
+        if line.startswith("| `")
+        for name in re.findall(r"`([^`]+)`", line.split("|")[1])
+    }
+    assert {name for name in listed if "/" in name} == written
+
+
+def test_generated_demonstrations_of_a_tool(tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model whose template knows no tools is shown calls as text; tools are explained in the system message."""
+    words = ["data=calculator", "data.train_size=20", "data.val_size=4", "model.context_length=4096"]
+    assert main(["sft", f"model={tiny_model_folder}", *words, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "calculator: 20 training and 4 validation demonstrations, generated" in out
+    assert out.count("«") == 2 and "«<tool_call>" in out and "Use the calculator." in out

@@ -149,7 +149,8 @@ GOOD = {"messages": [USER, ASSISTANT]}
         ),
         (
             {"messages": [USER, ASSISTANT | {"tool_calls": [{"name": "f", "arguments": "{1}"}]}]},
-            "messages[1].tool_calls[0].arguments is not JSON (Expecting property name enclosed in double quotes at character 1)",
+            "messages[1].tool_calls[0].arguments is not JSON "
+            "(Expecting property name enclosed in double quotes at character 1)",
         ),
         (
             {"messages": [USER, ASSISTANT | {"tool_calls": [{"name": "f", "arguments": [1]}]}]},

@@ -223,7 +223,9 @@ def test_word_problems_mean_their_expressions() -> None:
     meant = {
         "Subtract {1} from {0}.": "{0} - {1}",
         "How much more is {0} than {1}?": "{0} - {1}",
-        "A school buys {1} boxes of {0} pencils and gives {2} pencils away. How many pencils are left?": "{0} * {1} - {2}",
+        "A school buys {1} boxes of {0} pencils and gives {2} pencils away. How many pencils are left?": (
+            "{0} * {1} - {2}"
+        ),
         "What is {2} more than {0} times {1}?": "{0} * {1} + {2}",
         "A hall has {1} rows of {0} seats and {2} seats at the side. How many seats are there?": "{0} * {1} + {2}",
     }
@@ -256,7 +258,7 @@ def test_a_demonstration_calls_the_calculator_and_repeats_its_result() -> None:
     shown = load_demonstrations(DataConfig(name="calculator", train_size=50, val_size=5), 0)
     assert shown.tools == ("calculator",) and (len(shown.train), len(shown.validation)) == (50, 5)
     for demonstration in shown.train:
-        system, question, call, result, answer = demonstration.messages
+        _, question, call, result, answer = demonstration.messages
         (function,) = (one["function"] for one in call["tool_calls"])
         assert question["content"] == f"What is {function['arguments']['expression']}?"
         assert result["content"] == answer["content"] == str(eval(function["arguments"]["expression"]))

@@ -195,10 +195,12 @@ def _writer(config: Config, source: ModelSource, found: DemonstrationSet, schema
     """How tools and calls are shown: as the agent does. Without any of them there is nothing to decide."""
     if not schemas and not any(map(_uses_tools, (*found.train, *found.validation))):
         return lambda messages, tools: (messages, None)
-    from covey.agents.formats import choose_format
+    from covey.agents.formats import FORMATS, choose_format
     from covey.agents.written import written
 
-    format = choose_format(config.agent.format, source.tokenizer, source.config.model_type, schemas)
+    # agent=react and agent=code are formats of their own.
+    name = config.agent.name if config.agent.name in FORMATS else config.agent.format
+    format = choose_format(name, source.tokenizer, source.config.model_type, schemas)
     return lambda messages, tools: written(messages, tools, format)
 
 
@@ -229,7 +231,8 @@ def _check_sizes(config: Config, found: DemonstrationSet) -> list[str]:
         )
     if config.eval.every and found.train and not found.validation:
         raise InputError(
-            f"eval.every={config.eval.every}, but there is nothing to evaluate on\n  give data.val_files, or eval.every=0"
+            f"eval.every={config.eval.every}, but there is nothing to evaluate on\n"
+            "  give data.val_files, or eval.every=0"
         )
     if count and count < config.data.train_batch_size:
         return [

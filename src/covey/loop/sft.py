@@ -136,8 +136,8 @@ class SftRun:
 
 
 def as_samples(episodes: Sequence[Episode]) -> Samples:
-    """Demonstrations as a step's samples: each is a group of its own, and no reward is known. At temperature 1, whatever
-    the model will be sampled with."""
+    """Demonstrations as a step's samples: each is a group of its own, and no reward is known. The temperature is 1,
+    whatever the model will be sampled with."""
     collected = Collected(tuple(Group(episode.task, (episode,)) for episode in episodes))
     return to_samples(collected, {}, temperature=1.0)
 

@@ -1,8 +1,8 @@
 """Demonstrations as the turns that a model would have taken, token for token as in sampling.
 
-Each message of the assistant becomes a turn: the prompt that `EpisodePolicy` would have sent (what is there already, and
-what the template adds), and the reply as the model would have sampled it, its end of turn included. Where the template
-rewrites history the next prompt starts anew, and the demonstration forks into several rows, as an episode does.
+Each message of the assistant becomes a turn: the prompt that `EpisodePolicy` would have sent (what is there already,
+and what the template adds), and the reply as the model would have sampled it, its end of turn included. Where the
+template rewrites history the next prompt starts anew, and the demonstration forks into several rows.
 """
 
 from __future__ import annotations

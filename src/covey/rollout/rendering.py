@@ -102,9 +102,9 @@ class Renderer:
         if shown is None and calls:
             raise TemplateError("this model's chat template rewrites the conversation before a reply that calls tools")
         if shown is None or not (calls or _holds(shown, message)):  # it leaves part of the reply out: thinking
-            return self._encode(_going_on(asked, str(message["content"]))) + (self._end("", ends)[1],)
+            return (*self._encode(_going_on(asked, str(message["content"]))), self._end("", ends)[1])
         text, end = self._end(shown, ends)
-        return self._encode(text) + (end,)
+        return (*self._encode(text), end)
 
     def _end(self, text: str, ends: Sequence[int]) -> tuple[str, int]:
         """A reply as the template writes it → the reply itself, and the token that ends it."""

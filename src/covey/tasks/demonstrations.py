@@ -43,10 +43,8 @@ class DemonstrationSet:
 
 def load_demonstrations(data: DataConfig, seed: int) -> DemonstrationSet:
     """From files where files are given, generated otherwise."""
-    if data.train_files is None and data.val_files is None:
-        found = _generated(data, seed)
-    else:
-        found = _from_files(data)
+    given = data.train_files is not None or data.val_files is not None
+    found = _from_files(data) if given else _generated(data, seed)
     if data.system_prompt is None:
         return found
     train, validation = (_prompted(split, data.system_prompt) for split in (found.train, found.validation))
