@@ -39,7 +39,7 @@ RECIPES = "covey.recipes"
 
 # What can be chosen in each group; the first is the default. `algorithm` is the group whose choices are passed in.
 GROUPS: Mapping[str, Mapping[str, type]] = {
-    "agent": {"chat": AgentConfig},
+    "agent": {"chat": AgentConfig, "verifiers": AgentConfig},
     "rollout": {"embedded": RolloutConfig, "vllm": RolloutConfig, "auto": RolloutConfig},
     "cluster": {"local": ClusterConfig},
     "mode": {"sync": ModeConfig},
