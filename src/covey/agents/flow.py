@@ -20,7 +20,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from covey.agents.calls import Call
@@ -118,6 +118,11 @@ class Bench(Protocol):
 class Tools(Protocol):
     def schemas(self) -> Sequence[Mapping[str, Any]]: ...
 
+    @property
+    def functions(self) -> Mapping[str, Callable[..., Any]]: ...
+
+    def in_workers(self, pool: Any) -> Tools: ...
+
     def open(self, cut: Callable[[str, int], str]) -> AbstractAsyncContextManager[Bench]: ...
 
 
@@ -160,6 +165,14 @@ class FlowAgent:
         for module in self.modules:
             if module not in (*MODULES, "all"):
                 raise unknown("module of agent.train_modules", module, (*MODULES, "all"))
+
+    @property
+    def functions(self) -> Mapping[str, Callable[..., Any]]:
+        """What a pool of workers must have for `in_workers`."""
+        return self.tools.functions
+
+    def in_workers(self, pool: Any) -> FlowAgent:
+        return replace(self, tools=self.tools.in_workers(pool))
 
     def opening(self, task: Task) -> tuple[Messages, None]:
         return self._planner(_query(task), Memory()), None
