@@ -7,6 +7,7 @@ import sys
 import time
 
 from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
 
 server = MCPServer("test")
 count = 0
@@ -21,7 +22,7 @@ def add(a: int, b: int) -> str:
 @server.tool()
 def fail(text: str) -> str:
     """Never works."""
-    raise ValueError(text)
+    raise ToolError(text)
 
 
 @server.tool()

@@ -231,7 +231,7 @@ def test_in_workers_environments_may_hang_and_crash(pool: WorkerPool) -> None:
 
 
 def test_what_a_name_stands_for(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
+    file = tmp_path / "agents_of_mine.py"
     file.write_text(
         "import covey\n"
         "class World:\n"

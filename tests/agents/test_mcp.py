@@ -95,7 +95,7 @@ def test_calls_over_http(url: str) -> None:
     async def play(found: dict[str, Any]) -> None:
         answers = await asyncio.gather(*(found["add"].function(a=n, b=1) for n in range(5)))
         assert answers == ["1", "2", "3", "4", "5"]
-        with pytest.raises(ToolMistake, match="Error executing tool fail: no such thing"):
+        with pytest.raises(ToolMistake, match=r"(?i)error.*no such thing"):
             await found["fail"].function(text="no such thing")
 
     found = {tool.name: tool for tool in mcp_tools(f"mcp:{url}", {}, 20.0)}
@@ -222,7 +222,7 @@ def test_among_other_tools(url: str) -> None:
     results = asyncio.run(play())
     assert [result.text for result in results[:2]] == ["42", "42"]
     assert [result.use.error for result in results] == [None, None, "bad_arguments", "raised"]
-    assert results[3].text.startswith("Error executing")  # and cut off after four tokens
+    assert results[3].text.lower().startswith("error") and "[cut: 16 of " in results[3].text
     with pytest.raises(InputError, match=r"unknown tool in agent.tool_options  tset\n  did you mean   test"):
         resolve_tools(["mcp:test"], {"test": server, "tset": {}})
     with pytest.raises(InputError, match="two tools are called add"):

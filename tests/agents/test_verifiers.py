@@ -251,7 +251,7 @@ def test_a_broken_engine_ends_the_run(home: Path) -> None:
 
 
 def test_how_environments_are_named(home: Path) -> None:
-    file = home / "mine.py"
+    file = home / "sums_of_mine.py"
     (home / "sums_named.py").write_text(SOURCE)
     file.write_text(
         "import verifiers.v1 as vf\n"
