@@ -5,16 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from covey.agents import Toolbox, make_agent, tool_names
 from covey.agents.tools import ToolSet, resolve_tools
-from covey.cli.gateway import make_gateway
+from covey.agents.verifiers import VerifiersAgent, load_verifiers
+from covey.cli.gateway import make_gateway, tool_format
 from covey.config.schema import Config
+from covey.errors import InputError
 from covey.protocols import Agent
 from covey.rewards import RewardSet, resolve_rewards
 from covey.sandbox import Sandbox
+from covey.tasks import TaskSet, load_tasks
 from covey.workers import WorkerPool
 
 if TYPE_CHECKING:
@@ -41,13 +45,38 @@ def sandbox_of(config: Config) -> Sandboxes:
 
 def make_toolbox(config: Config, sandbox: Sandboxes) -> Toolbox:
     agent, names = config.agent, tool_names(config.agent)
-    tools = resolve_tools(names, agent.tool_options, sandbox=sandbox() if RUNS_CODE & set(names) else None)
+    walls = sandbox() if RUNS_CODE & set(names) else None
+    tools = resolve_tools(names, agent.tool_options, sandbox=walls, seconds=agent.tool_seconds)
     return Toolbox(tools, max_tokens=agent.max_tool_tokens, seconds=agent.tool_seconds)
 
 
-def find_agent(config: Config, toolbox: Toolbox | None, source: ModelSource | None) -> Agent:
+def find_tasks(config: Config, world: VerifiersAgent | None) -> TaskSet:
+    """Those of the files, generated ones, or those of an environment that brings its own."""
+    if world is None:
+        return load_tasks(config.data, config.seed)
+    held_out = config.data.val_size or 0
+    size = None if config.data.train_size is None else config.data.train_size + held_out
+    tasks = world.tasks(size)
+    if len(tasks) <= held_out:
+        raise InputError(f"the environment has {len(tasks)} tasks, and data.val_size={held_out} of them are held out")
+    name = config.agent.environment
+    train = tasks[: len(tasks) - held_out]
+    about = f"{name}: {len(train)} training tasks, {held_out} validation tasks"
+    return TaskSet(train, tasks[len(train) :], reward=None, description=about)
+
+
+def find_world(config: Config) -> VerifiersAgent | None:
+    """An environment of the verifiers package, where that is the agent."""
+    return load_verifiers(config.agent) if config.agent.name == "verifiers" else None
+
+
+def find_agent(
+    config: Config, toolbox: Toolbox | None, source: ModelSource | None, world: VerifiersAgent | None
+) -> Agent:
     if config.agent.name == "gateway":
         return make_gateway(config, source)
+    if world is not None:
+        return world if source is None else replace(world, format=tool_format(config, source))
     toolbox = toolbox or Toolbox(ToolSet(()))  # tools that are not on this machine
     if source is None:
         return make_agent(config.agent, toolbox)

@@ -14,7 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from covey.cli.agents import find_agent, find_rewards, make_toolbox, open_workers, sandbox_of, with_workers
+from covey.cli.agents import (
+    find_agent,
+    find_rewards,
+    find_tasks,
+    find_world,
+    make_toolbox,
+    open_workers,
+    sandbox_of,
+    with_workers,
+)
 from covey.cli.checks import (
     check_algorithm,
     check_engine,
@@ -37,7 +46,7 @@ from covey.gateway import GatewayAgent
 from covey.protocols import Agent, RolloutEngine
 from covey.rewards import RewardSet
 from covey.rollout.templates import use_template
-from covey.tasks import TaskSet, batch_for_step, fresh_tasks, load_tasks, steps_per_epoch
+from covey.tasks import TaskSet, batch_for_step, fresh_tasks, steps_per_epoch
 from covey.telemetry import RunInfo, check_logging
 from covey.types import Sampling, Task
 from covey.workers import WorkerPool
@@ -134,7 +143,8 @@ def prepare(
     sandbox = sandbox_of(config)
     toolbox = unless_absent(lambda: make_toolbox(config, sandbox))
     check_logging(config.logging)
-    found = tasks or unless_absent(lambda: load_tasks(config.data, config.seed))
+    world = unless_absent(lambda: find_world(config))
+    found = tasks or unless_absent(lambda: find_tasks(config, world))
     if training and found is not None and not found.train:
         raise InputError("there is nothing to train on: data.val_files is given without data.train_files")
     found = found or TaskSet(train=(), validation=(), reward=None, description="(files not here)")
@@ -149,7 +159,7 @@ def prepare(
         check_reference(source, algorithm)
     if source is not None:
         use_template(source.tokenizer, config.agent.template)
-    agent = find_agent(config, toolbox, source)
+    agent = find_agent(config, toolbox, source, world)
     if config.agent.name == "gateway" and training:
         unless_absent(lambda: check_gateway(config))
     own = getattr(agent, "reward", None) or found.reward  # an environment says itself what an episode is worth

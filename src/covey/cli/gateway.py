@@ -6,9 +6,9 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from covey.agents.formats import Format
 from covey.config.schema import Config
 from covey.gateway import GatewayAgent, Rules
-from covey.gateway.messages import Format
 from covey.gateway.program import require_program
 from covey.gateway.server import bind, require_packages
 from covey.protocols import Agent
