@@ -55,8 +55,8 @@ class PlainConsole(Sink):
         speed = metrics.get("perf/tokens_per_second")
         self._print(
             f"step  {self._position(state.done)}",
-            f"{curve.name} {show(metrics.get(curve.key), 'score')}",
-            f"eval {show(state.metrics.get(curve.best), 'score')}",
+            f"{curve.name} {show(metrics.get(curve.key), curve.form)}",
+            f"eval {show(state.metrics.get(curve.best), curve.form)}",
             f"entropy {show(metrics.get('policy/entropy'), 'number')}",
             f"grad {show(metrics.get('grad/norm'), 'number')}",
             f"{show(speed, 'count')} tok/s",

@@ -29,23 +29,24 @@ class Curve:
     key: str
     evaluations: Mapping[str, str]  # name of the kind of evaluation → metric
     best: str  # the metric that tells the best evaluation
+    form: Form
     falls: bool  # whether less is better
 
 
 def curve_of(kind: str, trained_reward: str) -> Curve:
     """`kind` is RunInfo's, and run.json's."""
     if kind == "sft":
-        return Curve("loss", "sft/loss", {"validation": "eval/loss"}, "eval/loss", falls=True)
+        return Curve("loss", "sft/loss", {"validation": "eval/loss"}, "eval/loss", "number", falls=True)
     modes = {mode: f"eval/{mode}/{trained_reward}" for mode in ("greedy", "sampled")}
-    return Curve("reward", "reward/mean", modes, "eval/accuracy", falls=False)
+    return Curve("reward", "reward/mean", modes, "eval/accuracy", "score", falls=False)
 
 
 def key_figures(info: RunInfo) -> tuple[tuple[Figure, ...], ...]:
     """From top to bottom, the most telling first. A row holds alternatives: the first one the run reports is shown."""
     if info.kind == "sft":
         return (
-            (Figure("sft/loss", "loss", "score", "surprise per demonstrated token"),),
-            (Figure("eval/loss", "eval loss", "score", "the same on unseen demonstrations"),),
+            (Figure("sft/loss", "loss", "number", "surprise per demonstrated token"),),
+            (Figure("eval/loss", "eval loss", "number", "the same on unseen demonstrations"),),
             (Figure("eval/token_accuracy", "eval tokens", "share", "unseen tokens that would be said"),),
             (Figure("policy/entropy", "entropy", "number", "doubt per token"),),
             (Figure("grad/norm", "grad norm", "number", "force of the update; spikes are bad"),),

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from covey.telemetry.charts import compare_curves, draw_curve
-from covey.telemetry.figures import ABSENT, Curve, curve_of, duration, evaluation_form
+from covey.telemetry.figures import ABSENT, Curve, curve_of, duration, evaluation_form, show
 from covey.telemetry.history import History, Points, read_history, read_run
 
 __all__ = ["Change", "Summary", "compare_curves", "print_summary", "summarise", "write_report"]
@@ -142,19 +142,21 @@ def _mean(points: Points) -> float | None:
 def _facts(summary: Summary) -> list[str]:
     """The sentences that stand both on the page and on the console."""
     lines = []
-    name, mean = summary.curve.name, "" if summary.curve.falls else "mean "
+    form, name, mean = summary.curve.form, summary.curve.name, "" if summary.curve.falls else "mean "
     if summary.first is not None and summary.last is not None:
         change = summary.last - summary.first
         which = f"{summary.ends} steps" if summary.ends > 1 else "step"
         lines.append(
-            f"Training {name}: {summary.first:.3f} in the first {which}, "
-            f"{summary.last:.3f} in the last ({change:+.3f})."
+            f"Training {name}: {show(summary.first, form)} in the first {which}, "
+            f"{show(summary.last, form)} in the last ({change:+.3f})."
         )
     if summary.best_step:
-        lines.append(f"Best training step: step {summary.best_step[0]}, {mean}{name} {summary.best_step[1]:.3f}.")
+        lines.append(
+            f"Best training step: step {summary.best_step[0]}, {mean}{name} {show(summary.best_step[1], form)}."
+        )
     if summary.best_evaluation:
         updates, value = summary.best_evaluation
-        lines.append(f"Best evaluation: after {updates} updates, {summary.curve.best} {value:.3f}.")
+        lines.append(f"Best evaluation: after {updates} updates, {summary.curve.best} {show(value, form)}.")
     if summary.tokens and summary.seconds:
         lines.append(
             f"{summary.tokens:,.0f} tokens generated for training; {duration(summary.seconds)} of measured time."
