@@ -66,6 +66,7 @@ class Calculator:
 
     digits: int = 3  # of the numbers; some have one more
     two_steps: float = 0.4  # share of questions with two operations
+    stories: bool = True  # the last phrasing of each kind is a little story
 
     reward = "number"
     system = "Use the calculator. Then reply with the number only."
@@ -80,7 +81,7 @@ class Calculator:
             two = rng.random() < self.two_steps
             form, phrasings = self._two(rng) if two else self._one(rng)
             numbers = self._numbers(rng, form)
-            problem = _problem(form, rng.choice(phrasings), numbers)
+            problem = _problem(form, rng.choice(phrasings if self.stories else phrasings[:-1]), numbers)
             if not is_demonstrated(problem.key):
                 return problem
 
