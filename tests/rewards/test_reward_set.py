@@ -129,7 +129,7 @@ def test_unknown_reward() -> None:
     assert mistake("exat") == (
         "unknown reward  exat\n"
         "  did you mean   exact?\n"
-        "  known: countdown, exact, format, math_reward_string_equal, number, sorted"
+        "  known: countdown, exact, format, judge, math_reward_string_equal, number, reward_model, sorted"
     )
 
 

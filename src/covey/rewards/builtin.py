@@ -7,7 +7,9 @@ from typing import Any
 
 from covey.rewards.countdown import countdown
 from covey.rewards.function import inline, reward
+from covey.rewards.judge import Judge
 from covey.rewards.numbers import math_reward_string_equal, number, sorted_numbers
+from covey.rewards.reward_model import RewardModel
 
 
 @inline
@@ -37,4 +39,6 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "sorted": sorted_numbers,
     "countdown": countdown,
     "format": answer_format,
+    "judge": Judge,
+    "reward_model": RewardModel,
 }
