@@ -19,8 +19,10 @@ def score(name: str, reply: str, answer: Any = None, **columns: Any) -> dict[str
 
 
 def test_every_reward_is_listed_under_its_own_name() -> None:
+    needed = {"judge": {"url": "http://x/v1", "model": "m"}, "reward_model": {"model": "m"}}
     for name in REWARDS:
-        assert resolve_rewards(name, None, {}).names == (name,)
+        options = {name: needed[name]} if name in needed else {}
+        assert resolve_rewards(name, None, {}, options=options).names == (name,)
 
 
 @pytest.mark.parametrize(

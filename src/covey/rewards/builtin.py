@@ -9,9 +9,11 @@ from covey.rewards.code import code_reward
 from covey.rewards.countdown import countdown
 from covey.rewards.function import inline, reward
 from covey.rewards.ifeval import ifeval
+from covey.rewards.judge import Judge
 from covey.rewards.maths import math_equal, math_verify
 from covey.rewards.numbers import math_reward_string_equal, number, sorted_numbers
 from covey.rewards.qa import qa_em_reward, qa_f1_reward
+from covey.rewards.reward_model import RewardModel
 from covey.rewards.shape import length, repetition
 from covey.rewards.tool_call import tool_call
 from covey.types import Episode
@@ -63,6 +65,8 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "repetition": repetition,
     "tool_call": tool_call,
     "given": given,
+    "judge": Judge,
+    "reward_model": RewardModel,
 }
 for function in REWARDS.values():  # quick, or bounded by themselves: none needs a process that can be killed
     inline(function)

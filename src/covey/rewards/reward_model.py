@@ -1,0 +1,216 @@
+"""A Hugging Face sequence classifier as a reward: its logit for one label.
+
+    reward=reward_model reward.options.reward_model.model=ORG/NAME
+
+It reads the whole conversation in its own chat template, or, where it has none, question and final answer as a pair.
+Episodes that are scored at the same time are scored together; how they are batched changes a score in its last bits
+(`batch_size=1`: not at all).
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from covey.errors import Absent, InputError, unknown
+from covey.rewards.function import inline
+from covey.rewards.waiting import result_of
+from covey.types import Episode
+
+if TYPE_CHECKING:
+    import torch
+
+GATHER = 0.005  # seconds that the first of a batch waits for others
+OPTION = "reward.options.reward_model"
+
+
+@inline
+@dataclass
+class RewardModel:
+    reward_name: ClassVar[str] = "reward_model"
+
+    model: str  # a folder, or a Hugging Face id
+    batch_size: int = 16  # conversations scored together at most
+    device: str = "cpu"  # cpu | cuda:1 ...; learner: where the learner works
+    activation: str = "none"  # sigmoid: between 0 and 1
+    label: int = 0  # which of the classifier's labels
+    max_length: int | None = None  # tokens that are read, the last ones; null: what the classifier can
+
+    _scorer: _Scorer | None = field(default=None, init=False)
+    _batcher: _Batcher | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.model = str(self.model)
+        if self.activation not in ("none", "sigmoid"):
+            raise unknown(f"value of {OPTION}.activation", self.activation, ("none", "sigmoid"))
+        if not self.batch_size >= 1:
+            raise InputError(f"{OPTION}.batch_size must be at least 1, got {self.batch_size}")
+
+    def verify(self) -> None:
+        """That it is there, and a classifier with such a label."""
+        from transformers import AutoConfig
+
+        with self._found():
+            config = AutoConfig.from_pretrained(self._path())
+        kinds = config.architectures or []
+        if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
+            kind = ", ".join(kinds) or "something without a name"
+            raise InputError(f"{OPTION}.model={self.model} is no sequence classifier but {kind}")
+        if not 0 <= self.label < config.num_labels:
+            raise InputError(f"{OPTION}.label={self.label}, but {self.model} has {config.num_labels} labels, from 0 on")
+
+    def open(self, *, seconds: float, device: str) -> None:
+        with self._found():
+            self._scorer = _Scorer(
+                self._path(), device if self.device == "learner" else self.device, self.label, self.max_length
+            )
+        self._batcher = _Batcher(self._scorer.scores, self.batch_size)
+
+    async def __call__(self, episode: Episode, question: str, final_answer: str) -> float:
+        if self._batcher is None:
+            raise RuntimeError("the reward model is not loaded: RewardSet.open does")
+        asked = Asked([dict(message) for message in episode.messages], question, final_answer)
+        logit = await result_of(self._batcher.submit(asked))
+        return logit if self.activation == "none" else _sigmoid(logit)
+
+    def close(self) -> None:
+        if self._batcher is not None:
+            self._batcher.close()
+        self._batcher = self._scorer = None
+
+    def _path(self) -> str:
+        return str(Path(self.model).expanduser())
+
+    @contextmanager
+    def _found(self) -> Iterator[None]:
+        try:
+            yield
+        except InputError:
+            raise
+        except (OSError, ValueError) as error:
+            why = str(error).splitlines()[0]
+            raise Absent(f"{OPTION}.model={self.model} cannot be loaded\n  {why}") from error
+
+
+def _sigmoid(logit: float) -> float:
+    return 1 / (1 + math.exp(-logit)) if logit >= 0 else 1 - 1 / (1 + math.exp(logit))
+
+
+@dataclass(frozen=True)
+class Asked:
+    messages: list[dict[str, Any]]
+    question: str
+    final_answer: str
+
+
+class _Scorer:
+    """The classifier, used by one thread."""
+
+    def __init__(self, path: str, device: str, label: int, max_length: int | None) -> None:
+        import torch
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        dtype = torch.float32 if torch.device(device).type == "cpu" else "auto"
+        self.model, info = AutoModelForSequenceClassification.from_pretrained(
+            path, dtype=dtype, output_loading_info=True
+        )
+        if missing := sorted(info["missing_keys"]):
+            raise InputError(f"{OPTION}.model={path}: its weights lack {missing[0]}: it was not trained to classify")
+        self.model = self.model.to(device).eval().requires_grad_(False)
+        self.label = label
+        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        self.max_length = min(n for n in (max_length, longest, self.tokenizer.model_max_length) if n is not None)
+
+    def scores(self, asked: Sequence[Asked]) -> list[float]:
+        import torch
+
+        rows = [self.encode(one) for one in asked]
+        batch = self.padded(rows)
+        with torch.inference_mode():
+            logits = self.model(**batch).logits
+        return [float(logit) for logit in logits[:, self.label].float().cpu()]
+
+    def encode(self, asked: Asked) -> dict[str, list[int]]:
+        if self.tokenizer.chat_template is not None:
+            text = self.tokenizer.apply_chat_template(asked.messages, tokenize=False)
+            found = self.tokenizer(text, add_special_tokens=False)
+            return {name: list(ids)[-self.max_length :] for name, ids in found.items()}
+        pair = self.tokenizer(asked.question, asked.final_answer, truncation=True, max_length=self.max_length)
+        return {name: list(ids) for name, ids in pair.items()}
+
+    def padded(self, rows: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        """Filled up on the right. Some classifiers look at the last token that is no padding: without a token for
+        padding, one that stands nowhere in the batch takes its place."""
+        import torch
+
+        pad = self.tokenizer.pad_token_id
+        if pad is None:
+            used = {token for row in rows for token in row["input_ids"]}
+            pad = next(token for token in range(len(self.tokenizer)) if token not in used)
+        self.model.config.get_text_config().pad_token_id = pad
+        longest = max(len(row["input_ids"]) for row in rows)
+        columns = {}
+        for name in rows[0]:
+            fill = pad if name == "input_ids" else 0
+            filled = [row[name] + [fill] * (longest - len(row[name])) for row in rows]
+            columns[name] = torch.tensor(filled, device=self.model.device)
+        return columns
+
+
+class _Batcher:
+    """A thread that takes what has come in within a few milliseconds, and works on it at once."""
+
+    def __init__(self, work: Callable[[Sequence[Any]], Sequence[float]], size: int) -> None:
+        self.work = work
+        self.size = size
+        self.waiting: queue.SimpleQueue[tuple[Any, Future[float]] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name="covey-reward-model", daemon=True)
+        self.thread.start()
+
+    def submit(self, item: Any) -> Future[float]:
+        future: Future[float] = Future()
+        self.waiting.put((item, future))
+        return future
+
+    def close(self) -> None:
+        self.waiting.put(None)
+        self.thread.join()
+
+    def _run(self) -> None:
+        while batch := self._next():
+            try:
+                found = self.work([item for item, _ in batch])
+                for (_, future), value in zip(batch, found, strict=True):
+                    future.set_result(value)
+            except Exception as error:
+                for _, future in batch:
+                    if not future.done():
+                        future.set_exception(error)
+
+    def _next(self) -> list[tuple[Any, Future[float]]]:
+        """Empty at the end."""
+        batch: list[tuple[Any, Future[float]]] = []
+        until = math.inf
+        while len(batch) < self.size:
+            try:
+                one = self.waiting.get(timeout=None if not batch else max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                break
+            if one is None:
+                if batch:
+                    self.waiting.put(None)  # for the next time
+                break
+            until = min(until, time.monotonic() + GATHER)
+            batch.append(one)
+        return batch
