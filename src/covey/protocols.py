@@ -185,6 +185,10 @@ class Policy(Protocol):
         """The beginning of a text that has at most so many tokens."""
         ...
 
+    def plain(self, text: str) -> str:
+        """Text from outside, a tool's for example, in which nothing is read as a token of control."""
+        ...
+
     async def generate(
         self,
         token_ids: Sequence[int],

@@ -53,6 +53,9 @@ class Scripted:
         self.turns.append(Turn((len(self.turns),), (1,), (0.0,), (0,), reply.stop, trained))
         return reply
 
+    def plain(self, text: str) -> str:
+        return text
+
     def cut(self, text: str, tokens: int) -> str:
         return text
 

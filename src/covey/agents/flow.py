@@ -199,7 +199,7 @@ class FlowAgent:
                 plan, _ = await self._ask("planner", policy, memory, self._planner(query, memory))
                 goal, calls = await self._calls(policy, query, memory, plan)
                 results = await bench.call(calls)
-                self._remember(memory, goal, calls, results)
+                self._remember(memory, goal, calls, results, policy)
                 if memory.answer is not None:
                     return StopReason.ANSWER
                 verdict, _ = await self._ask("verifier", policy, memory, self._verifier(query, memory))
@@ -231,8 +231,11 @@ class FlowAgent:
         reply, _ = await self._ask("executor", policy, memory, prompt)
         return goal, _executed(reply, name)
 
-    def _remember(self, memory: Memory, goal: str, calls: Sequence[Call], results: Sequence[ToolResult]) -> None:
-        memory.steps.append(Step(goal, "; ".join(map(_written, calls)), "\n".join(result.text for result in results)))
+    def _remember(
+        self, memory: Memory, goal: str, calls: Sequence[Call], results: Sequence[ToolResult], policy: Policy
+    ) -> None:
+        text = policy.plain("\n".join(result.text for result in results))
+        memory.steps.append(Step(goal, "; ".join(map(_written, calls)), text))
         memory.uses += [result.use for result in results]
         ended = [result for result in results if result.ended]
         if ended:

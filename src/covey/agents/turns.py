@@ -86,7 +86,7 @@ class ToolAgent:
                 if ended:
                     talk.answer = ended[0].answer
                     return StopReason.ANSWER
-                talk.said += self.format.observe([(result.call, result.text) for result in results])
+                talk.said += self.format.observe([(result.call, policy.plain(result.text)) for result in results])
         return StopReason.TURNS
 
 

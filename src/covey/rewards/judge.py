@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from covey.errors import Absent, EpisodeFailed, InputError, unknown
+from covey.errors import Absent, EpisodeError, InputError, unknown
 from covey.rewards.function import inline
 from covey.rewards.waiting import result_of
 
@@ -51,7 +51,7 @@ LONGEST_REPLY = 1 << 20  # bytes
 SLOWEST_RETRY = 8.0  # seconds
 
 
-class JudgeFailed(EpisodeFailed):
+class JudgeFailed(EpisodeError):
     """The endpoint gave no opinion."""
 
     cause = "judge"

@@ -67,6 +67,9 @@ class EpisodePolicy:
     def cut(self, text: str, tokens: int) -> str:
         return self.renderer.cut(text, tokens)
 
+    def plain(self, text: str) -> str:
+        return self.renderer.plain(text)
+
     async def generate(
         self,
         token_ids: Sequence[int],
@@ -142,7 +145,7 @@ class EpisodePolicy:
         done = await self.generate(
             prompt, stop=stop, max_tokens=max_tokens, trained=trained, temperature=temperature, top_p=top_p
         )
-        text = self.decode(done.token_ids)
+        text = self.renderer.reply_text(done.token_ids)
         if done.stop is StopReason.STOP:
             ends = [at for end in (*self.sampling.stop, *stop) if (at := text.find(end)) >= 0]
             text = text[: min(ends)] if ends else text

@@ -21,6 +21,7 @@ from covey.types import Messages, StopReason
 Tools = Sequence[Mapping[str, Any]] | None
 
 MARK = "covey-marks-this-place"
+CALL_MARKS = ("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<tool_call>", "</tool_call>")  # some are special tokens
 
 
 class ChatTokenizer(Protocol):
@@ -29,6 +30,17 @@ class ChatTokenizer(Protocol):
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
 
     def decode(self, token_ids: Any, **kwargs: Any) -> Any: ...
+
+    def get_vocab(self) -> dict[str, int]: ...
+
+    @property
+    def all_special_ids(self) -> list[int]: ...
+
+    @property
+    def all_special_tokens(self) -> list[str]: ...
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -142,6 +154,30 @@ class Renderer:
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=not special))
+
+    def reply_text(self, token_ids: Sequence[int]) -> str:
+        """What a model said: without special tokens, but for those that mark a tool call."""
+        if self._call_marks.isdisjoint(token_ids):
+            return self.decode(token_ids)
+        dropped = set(self.tokenizer.all_special_ids) - self._call_marks
+        return self.decode([token for token in token_ids if token not in dropped], special=True)
+
+    @cached_property
+    def _call_marks(self) -> frozenset[int]:
+        known = self.tokenizer.get_vocab()
+        return frozenset(known[mark] for mark in CALL_MARKS if mark in known)
+
+    def plain(self, text: str) -> str:
+        """Text from outside in which nothing is read as a token of control: `<|im_end|>` becomes `< |im_end|>`."""
+        for token in self._control:
+            if token in text:
+                text = text.replace(token, f"{token[0]} {token[1:]}")
+        return text
+
+    @cached_property
+    def _control(self) -> tuple[str, ...]:
+        added = self.tokenizer.added_tokens_decoder.values()
+        return tuple({str(token) for token in added if token.special} | {*self.tokenizer.all_special_tokens})
 
     def cut(self, text: str, tokens: int) -> str:
         """The beginning of a text that has at most so many tokens."""
