@@ -29,7 +29,7 @@ from tests.rollout.no_vllm import without_vllm
 DOCS = Path(__file__).parent.parent / "docs"
 README = DOCS / "algorithms" / "README.md"
 PAGES = {path.stem: path for path in sorted((DOCS / "algorithms").glob("*.md")) if path != README}
-WRITTEN = (*PAGES.values(), README, DOCS / "papers.md", DOCS / "metrics.md", DOCS / "rollout.md")
+WRITTEN = (*PAGES.values(), README, DOCS / "papers.md", DOCS / "metrics.md", DOCS / "rollout.md", DOCS / "rewards.md")
 SHARED = (Aggregation, Kl, Correction, Shaping, GroupFilter)
 
 

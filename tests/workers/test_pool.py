@@ -336,6 +336,29 @@ def test_a_function_that_closes_the_workers_socket(make: MakePool) -> None:
     assert call(pool, "add", 1) == 2
 
 
+def test_a_worker_that_dies_in_the_middle_of_its_answer(make: MakePool) -> None:
+    def large() -> bytes:
+        def kill() -> None:
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Thread(target=kill).start()
+        return b"x" * (1 << 24)
+
+    async def distracted(pool: WorkerPool) -> None:
+        await pool.call("add", 0, seconds=20)
+        asked = asyncio.create_task(pool.call("large", seconds=20))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        time.sleep(0.6)  # the answer stays in the socket, as far as it has room
+        with pytest.raises(WorkerDied, match="SIGKILL"):
+            await asked
+
+    pool = make(large, add, max_workers=1)
+    asyncio.run(distracted(pool))
+    assert call(pool, "add", 1) == 2
+
+
 def test_nothing_is_called_twice(make: MakePool, tmp_path: Path) -> None:
     log = tmp_path / "calls"
 

@@ -74,7 +74,7 @@ class Link:
         self._connection.close()
 
     def _expire(self, seconds: float) -> None:
-        self._read_all()  # where this process was busy, the answer may have come in time
+        self._read_all()  # where this process was busy, the answer may be here; not every event loop looks there first
         self.fail(WorkerTimeout(self._function, seconds))
 
     def _write(self) -> None:
