@@ -10,10 +10,13 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 ORACLES    := .venv-oracles
 ORACLE_PIP := $(ORACLES)/bin/python -m pip --disable-pip-version-check -q
 
+VERIFIERS     := .venv-verifiers
+VERIFIERS_PIP := $(VERIFIERS)/bin/python -m pip --disable-pip-version-check -q
+
 VLLM     := .venv-vllm
 VLLM_PIP := $(VLLM)/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo test test-kernels test-slow check format bench bench-gpu bench-gpu-packages experiments oracles vllm clean
+.PHONY: demo test test-kernels test-slow check format bench bench-gpu bench-gpu-packages experiments oracles verifiers vllm clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/covey train --config-name demo
@@ -47,6 +50,10 @@ oracles: $(ORACLES)/stamp
 vllm: $(VLLM)/stamp
 	$(VLLM)/bin/python -m pytest tests/integration/test_vllm.py
 
+# Environments of the verifiers package, which wants versions of its own: docs/environments.md
+verifiers: $(VERIFIERS)/stamp
+	$(VERIFIERS)/bin/python -m pytest tests/agents/test_verifiers.py
+
 # Every figure of a CPU: docs/benchmarks.md. TRL runs in the environment of the oracles.
 bench: $(VENV)/run.stamp $(ORACLES)/stamp
 	$(BIN)/python benchmarks/step.py
@@ -54,6 +61,7 @@ bench: $(VENV)/run.stamp $(ORACLES)/stamp
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/scaling.py
 	$(BIN)/python benchmarks/demo_seeds.py --picture docs/images/demo.png
+	$(BIN)/python benchmarks/agent_seeds.py --picture docs/images/calculator.png
 
 # On a GPU machine, with the Python that has its torch; and what it needs beside that, in one archive to take along.
 GPU_PYTHON ?= python3
@@ -91,6 +99,12 @@ $(ORACLES)/stamp: pyproject.toml constraints.txt tests/oracles/requirements.txt 
 	$(ORACLE_PIP) install --no-deps -r tests/oracles/requirements-no-deps.txt
 	touch $@
 
+$(VERIFIERS)/stamp: pyproject.toml constraints.txt
+	test -x $(VERIFIERS)/bin/python || $(PYTHON) -m venv $(VERIFIERS)
+	$(VERIFIERS_PIP) install -c constraints.txt torch
+	$(VERIFIERS_PIP) install -c constraints.txt -e '.[verifiers]' pytest
+	touch $@
+
 $(VLLM)/stamp: pyproject.toml tests/integration/requirements.txt tests/integration/requirements-no-deps.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM_PIP) install -c constraints.txt torch
@@ -99,4 +113,4 @@ $(VLLM)/stamp: pyproject.toml tests/integration/requirements.txt tests/integrati
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(ORACLES) $(VLLM) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(ORACLES) $(VERIFIERS) $(VLLM) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -112,7 +112,7 @@ def test_a_reward_of_the_same_name_is_refused(name: str, options: dict[str, Any]
         ({"overlong_buffer": -1.0}, "must not be negative"),
         ({"overlong_penalty": -1.0}, "must not be negative"),
         ({"truncated": "drop"}, "truncated must be keep, mask or penalise"),
-        ({"max_refills": 0}, "max_refills must be at least 1"),
+        ({"max_refills": -1}, "max_refills must not be negative"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:

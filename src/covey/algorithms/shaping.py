@@ -80,8 +80,8 @@ def _with_reward(samples: Samples, name: str, score: Callable[[Tensor, Tensor], 
 class GroupFilter:
     filter_groups: bool = False  # replace groups whose rewards are all equal by fresh ones
     filter_metric: str | None = None  # the reward that must differ within a group; null: any that is trained on
-    max_refills: int = 3  # times to sample again before going on with what there is
+    max_refills: int = 3  # times to sample again before going on with what there is; 0: flat groups are only left out
 
     def __post_init__(self) -> None:
-        if self.max_refills < 1:
-            raise ValueError(f"algorithm.max_refills must be at least 1, got {self.max_refills}")
+        if self.max_refills < 0:
+            raise ValueError(f"algorithm.max_refills must not be negative, got {self.max_refills}")
