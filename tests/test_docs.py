@@ -155,6 +155,21 @@ def brittle(final_answer):
         raise ValueError("odd")
     return len(final_answer) / 10
 """
+AGENT = """
+from covey.types import Episode, ToolUse
+
+class Plays:
+    def opening(self, task):
+        return task.messages, None
+
+    async def run(self, policy, task):
+        text = await policy.chat(task.messages)
+        reply = {"role": "assistant", "content": text}
+        last = await policy.chat([*task.messages, reply, {"role": "user", "content": "sure?"}])
+        uses = (ToolUse("calculator", 0.1), ToolUse("calculator", 0.1, "malformed"))
+        said = (reply, {"role": "assistant", "content": last})
+        return Episode(task, tuple(policy.turns), (*task.messages, *said), stop=policy.turns[-1].stop, tools=uses)
+"""
 RUNS = {
     "gvpo, evaluated, saved": "algorithm=gvpo eval.before=true eval.modes=[greedy,sampled] loop.save_every=1",
     "dapo, KL, correction, several updates": (
@@ -166,6 +181,7 @@ RUNS = {
     "gpg": "algorithm=gpg",
     "dgdo with sapo": "algorithm=dgdo algorithm.loss=sapo algorithm.truncated=penalise",
     "grpo, sampled by vllm": "algorithm=grpo rollout=vllm",
+    "an agent with tools": "algorithm=grpo agent=agent.py:Plays",
     "a reward that breaks": "algorithm=grpo reward=rewards.py:brittle eval.before=true eval.modes=[sampled] eval.n=8",
 }
 
@@ -177,6 +193,7 @@ def logged(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     for name, line in RUNS.items():
         folder = tmp_path_factory.mktemp("run")
         (folder / "rewards.py").write_text(REWARDS + BRITTLE)
+        (folder / "agent.py").write_text(AGENT)
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(folder)
             without_vllm(patch)

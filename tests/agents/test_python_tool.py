@@ -10,14 +10,13 @@ from covey.agents.calls import Call
 from covey.agents.tools import ToolResult, ToolSet, resolve_tools
 from covey.config.schema import SandboxConfig
 from covey.errors import InputError
-
-sandbox = pytest.importorskip("covey.sandbox.sandbox", reason="there is no sandbox yet")
+from covey.sandbox import Sandbox
 
 
 @pytest.fixture(scope="module")
 def tools() -> ToolSet:
     try:
-        return resolve_tools(["python_executor"], sandbox=sandbox.Sandbox.of(SandboxConfig(seconds=1)))
+        return resolve_tools(["python_executor"], sandbox=Sandbox.of(SandboxConfig(seconds=1)))
     except InputError as error:
         pytest.skip(f"no sandbox can be had here: {error}")
 
