@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
+from covey.errors import EpisodeError
 from covey.types import (
     Batch,
     Collected,
@@ -163,6 +164,7 @@ class Reply:
 
     text: str
     stop: StopReason
+    turn: Turn | None = None  # its tokens
 
 
 class NoRoom(Exception):
@@ -269,8 +271,8 @@ class Reward(Protocol):
 
     async def __call__(self, task: Task, episode: Episode) -> RewardTable: ...
 
-    async def group(self, task: Task, episodes: Sequence[Episode]) -> Sequence[RewardTable]:
-        """Rewards of all attempts at a task; some compare them."""
+    async def group(self, task: Task, episodes: Sequence[Episode]) -> Sequence[RewardTable | EpisodeError]:
+        """Rewards of all attempts at a task; some compare them. An attempt that could not be scored has an error."""
         ...
 
 

@@ -81,7 +81,7 @@ class FakeTools:
         return SCHEMAS
 
     @asynccontextmanager
-    async def open(self, cut: Callable[[str, int], str]) -> AsyncIterator[FakeTools]:
+    async def open(self, policy: Any) -> AsyncIterator[FakeTools]:
         self.open_now += 1
         try:
             yield self

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from covey.agents.chat import ChatAgent
-from covey.agents.environment import EnvironmentAgent
+from covey.agents.environment import EnvironmentAgent, beyond
 from covey.config.schema import AgentConfig
 from covey.errors import InputError
 from covey.plugins import load_function
@@ -43,12 +43,14 @@ class FunctionAgent:
         try:
             answer = await self.function(policy, task)
         except NoRoom:  # it wanted to say more than an episode may
-            return Episode(task, tuple(policy.turns), task.messages, stop=StopReason.LENGTH)
+            turns = tuple(policy.turns)
+            said = [{"role": "assistant", "content": policy.decode(turn.completion_ids)} for turn in turns[-1:]]
+            return Episode(task, turns, (*task.messages, *said), stop=StopReason.LENGTH)
         turns = tuple(policy.turns)
         if not turns:
             raise ValueError("the agent returned without asking the policy for anything")
-        messages = (*task.messages, {"role": "assistant", "content": answer}) if isinstance(answer, str) else answer
-        return Episode(task, turns, tuple(messages), stop=turns[-1].stop)
+        own = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else beyond(answer, task.messages)
+        return Episode(task, turns, (*task.messages, *own), stop=turns[-1].stop)
 
 
 def agent(function: Callable[..., Any]) -> FunctionAgent:

@@ -154,7 +154,7 @@ class EnvironmentAgent:
         return task.messages, None
 
     async def run(self, policy: Policy, task: Task) -> Episode:
-        async with self._world() as world:
+        async with self._world(policy) as world:
             opening = _messages("reset", await world.ask("reset", task)) or list(task.messages)
             said: list[Message] = []
             stop, done = await self._play(policy, world, opening, said)
@@ -189,10 +189,11 @@ class EnvironmentAgent:
         return StopReason.TURNS, None
 
     @asynccontextmanager
-    async def _world(self) -> AsyncIterator[World]:
-        """A fresh environment, closed at the end whatever happens."""
+    async def _world(self, policy: Policy) -> AsyncIterator[World]:
+        """A fresh environment, closed at the end whatever happens. Waiting for a place is not the episode's time."""
         world = World(self.seat(), getattr(self.factory, "__name__", "environment"), self.seconds)
-        await world.guard("__init__", world.seat.start(self.factory, self.seconds))
+        with policy.waiting():
+            await world.guard("__init__", world.seat.start(self.factory, self.seconds))
         try:
             yield world
         finally:
@@ -243,7 +244,7 @@ def _is_message(value: Any) -> bool:
 
 
 def beyond(opening: Messages, own: Messages) -> Messages:
-    """What the environment showed first, without the task's own messages where it began with them."""
+    """Messages without the task's own, where they begin with them."""
     return opening[len(own) :] if list(opening[: len(own)]) == list(own) else opening
 
 

@@ -123,7 +123,7 @@ class Tools(Protocol):
 
     def in_workers(self, pool: Any) -> Tools: ...
 
-    def open(self, cut: Callable[[str, int], str]) -> AbstractAsyncContextManager[Bench]: ...
+    def open(self, policy: Policy) -> AbstractAsyncContextManager[Bench]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class FlowAgent:
         )
 
     async def _play(self, policy: Policy, query: str, memory: Memory) -> StopReason:
-        async with self.tools.open(policy.cut) as bench:
+        async with self.tools.open(policy) as bench:
             enough = False
             for _ in range(self.max_turns):
                 plan, _ = await self._ask("planner", policy, memory, self._planner(query, memory))
@@ -235,7 +235,7 @@ class FlowAgent:
         self, memory: Memory, goal: str, calls: Sequence[Call], results: Sequence[ToolResult], policy: Policy
     ) -> None:
         text = policy.plain("\n".join(result.text for result in results))
-        memory.steps.append(Step(goal, "; ".join(map(_written, calls)), text))
+        memory.steps.append(Step(policy.plain(goal), policy.plain("; ".join(map(_written, calls))), text))
         memory.uses += [result.use for result in results]
         ended = [result for result in results if result.ended]
         if ended:

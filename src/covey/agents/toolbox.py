@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from covey.agents.tools import Bench, Runner, ToolSet
+from covey.protocols import Policy
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Toolbox:
         """The same, with users' tools in killable processes."""
         return replace(self, runner=pool)
 
-    def open(self, cut: Callable[[str, int], str]) -> Bench:
-        """The bench of one episode. `cut(text, tokens)` is the beginning of a text that has so many tokens."""
-        return self.tools.open(self.runner, cut=cut, max_tokens=self.max_tokens, seconds=self.seconds)
+    def open(self, policy: Policy) -> Bench:
+        """The bench of the episode that this policy plays."""
+        return self.tools.open(
+            self.runner, cut=policy.cut, max_tokens=self.max_tokens, seconds=self.seconds, waiting=policy.waiting
+        )

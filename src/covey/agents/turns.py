@@ -65,7 +65,7 @@ class ToolAgent:
 
     async def _converse(self, policy: Policy, task: Task, talk: Talk) -> StopReason:
         opening, shown = self.opening(task)
-        async with self.tools.open(policy.cut) as bench:
+        async with self.tools.open(policy) as bench:
             for _ in range(self.max_turns):
                 try:
                     reply = await policy.ask([*opening, *talk.said], tools=shown, stop=self.format.stop)
@@ -86,7 +86,7 @@ class ToolAgent:
                 if ended:
                     talk.answer = ended[0].answer
                     return StopReason.ANSWER
-                talk.said += self.format.observe([(result.call, policy.plain(result.text)) for result in results])
+                talk.said += self.format.observe([(result.call, result.text) for result in results])
         return StopReason.TURNS
 
 

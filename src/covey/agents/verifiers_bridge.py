@@ -30,7 +30,7 @@ from covey.agents.formats import Format
 from covey.agents.turns import with_system
 from covey.errors import InputError, RunFailed
 from covey.protocols import NoRoom, Policy
-from covey.types import StopReason
+from covey.types import StopReason, Turn
 
 __all__ = ["ChatHarness"]  # what the package looks for where a harness is called by this module's name
 
@@ -98,17 +98,17 @@ class PolicyClient(vf.Client):
             message, calls = parsed.message, parsed.calls
             self.policy.remember(message)
         self.said[trace.id] = [*messages, message]
-        return self._response(message, calls, reply.stop)
+        assert reply.turn is not None
+        return self._response(message, calls, reply.turn)
 
     def _format(self, tools: Sequence[Message]) -> Format | None:
         if tools and self.format is None:
             raise InputError("this environment has tools, and it is not known how the model calls them\n  agent.format")
         return self.format if tools else None
 
-    def _response(self, message: Mapping[str, Any], calls: Sequence[Call], stop: StopReason) -> vf.Response:
+    def _response(self, message: Mapping[str, Any], calls: Sequence[Call], turn: Turn) -> vf.Response:
         """Calls that could not be read are not told: nothing can be run for them."""
         good = [call for call in calls if call.problem is None]
-        turn = self.policy.turns[-1]
         content = str(message.get("content") or "")
         said = vf.AssistantMessage(
             content=content if content or not good else None,
@@ -124,7 +124,7 @@ class PolicyClient(vf.Client):
             created=int(time.time()),
             model=MODEL,
             message=said,
-            finish_reason="length" if stop is StopReason.LENGTH else "tool_calls" if good else "stop",
+            finish_reason="length" if turn.stop is StopReason.LENGTH else "tool_calls" if good else "stop",
             usage=vf.Usage(prompt_tokens=len(turn.prompt_ids), completion_tokens=len(turn.completion_ids)),
         )
         response.raw = serialize_completion(response, MODEL)

@@ -135,7 +135,7 @@ def _print_group(group: Group, console: Console, decode: Callable[[list[int]], s
     """An answer of one turn as text; an episode of several with every token and who wrote it."""
     from covey.cli.show import show_tokens
 
-    asked = [m["content"] for m in group.task.messages if m["role"] == "user"][-1]
+    asked = next((m["content"] for m in reversed(group.task.messages) if m["role"] == "user"), group.task.id)
     gold = "" if group.task.answer is None else f"   (answer: {group.task.answer})"
     print(f"\n{asked}{gold}")
     for episode in group.episodes:

@@ -93,6 +93,7 @@ class Book:
             _, gone = self._over.popitem(last=False)
             del self._keys[gone.digest]
         live.close()
+        self.last_taken = time.monotonic()  # whoever played it may come for the next
         self.on_closed(live)
 
     async def close(self) -> None:

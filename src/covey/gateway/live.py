@@ -53,6 +53,8 @@ class Live:
 
     def start(self, asked: Asked) -> asyncio.Task[list[Choice]]:
         """Sample the replies to a request. The task is cancelled when the episode ends."""
+        if self.closed.is_set():  # while the request was still coming in
+            raise Refused(410, "this episode is over: nothing more can be asked in it", code="episode_over")
         self._check(asked)
         self._begun += asked.n
         task = asyncio.get_running_loop().create_task(self._ask(asked))
@@ -102,8 +104,8 @@ class Live:
             temperature=None if self.rules.sampling is not None else asked.temperature,
             top_p=None if self.rules.sampling is not None else asked.top_p,
         )
-        # Nothing else has run since the policy appended this turn: other branches wait for the event loop.
-        turn = self.policy.turns[-1]
+        turn = reply.turn
+        assert turn is not None
         said = Said({"role": "assistant", "content": reply.text})
         if form is not None and reply.stop is not StopReason.LENGTH:
             parsed = form.parse(reply.text)

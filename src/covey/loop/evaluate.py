@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from covey.config.schema import EvalConfig
 from covey.errors import RunFailed
 from covey.protocols import Metrics
-from covey.rollout.collector import Collector
+from covey.rollout.collector import Collector, unscored_is_failed
 from covey.types import Episode, Sampling, StopReason, Task
 
 
@@ -59,7 +59,8 @@ class Evaluator:
         for start in range(0, len(self.tasks), size):
             tasks = self.tasks[start : start + size]
             groups = await self.collector.groups(tasks, attempts, self.sampling(mode), ("eval", mode))
-            episodes += [episode for group in groups for episode in group.episodes]
+            names = self.collector.reward.names
+            episodes += [unscored_is_failed(episode, names) for group in groups for episode in group.episodes]
         return episodes
 
     def sampling(self, mode: str) -> Sampling:

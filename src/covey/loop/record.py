@@ -67,7 +67,8 @@ def turn_metrics(episodes: Sequence[Episode]) -> Metrics:
         "timing/slowest_episode": max(episode.seconds for episode in episodes),
     }
     found |= {f"agent/stop/{reason}": count / len(episodes) for reason, count in stops.items()}
-    found |= {f"agent/tool/{tool}": float(count) for tool, count in Counter(use.tool for use in uses).items()}
+    known = [use.tool for use in uses if use.error not in ("malformed", "unknown_tool")]  # not names a model made up
+    found |= {f"agent/tool/{tool}": float(count) for tool, count in Counter(known).items()}
     return found | {f"agent/error/{kind}": float(count) for kind, count in errors.items()}
 
 

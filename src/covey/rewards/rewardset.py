@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from covey.errors import InputError, unknown
+from covey.errors import EpisodeError, InputError, unknown
 from covey.plugins import load_function
 from covey.rewards.builtin import REWARDS
 from covey.rewards.condition import Condition, apply, find_conditions
@@ -148,29 +148,43 @@ class RewardSet:
 
     async def __call__(self, task: Task, episode: Episode) -> Columns:
         """Score one episode. A group reward sees a group of one."""
-        return (await self.group(task, [episode]))[0]
+        (table,) = await self.group(task, [episode])
+        if isinstance(table, EpisodeError):
+            raise table
+        return table
 
-    async def group(self, task: Task, episodes: Sequence[Episode]) -> list[Columns]:
-        """Score the attempts at a task. One that failed is not scored: None throughout."""
+    async def group(self, task: Task, episodes: Sequence[Episode]) -> list[Columns | EpisodeError]:
+        """Score the attempts at a task. One that failed is not scored: None throughout. A reward that raises on one
+        attempt costs that one; one that compares them is given the others."""
         valid = [episode for episode in episodes if episode.failure is None]
-        tables = iter(await self._score(task, valid) if valid else [])
+        alone = await asyncio.gather(*(self._alone(task, episode) for episode in valid))
+        left = [(e, table) for e, table in zip(valid, alone, strict=True) if not isinstance(table, EpisodeError)]
+        compared = await self._compared(task, [e for e, _ in left]) if left else []
+        found = iter([self._table(table | more) for (_, table), more in zip(left, compared, strict=True)])
+        tables = iter([table if isinstance(table, EpisodeError) else next(found) for table in alone])
         unscored: Columns = dict.fromkeys(self.names)
         return [next(tables) if episode.failure is None else dict(unscored) for episode in episodes]
 
-    async def _score(self, task: Task, episodes: Sequence[Episode]) -> list[Columns]:
-        per_function = await _together([_score_all(function, task, episodes) for function in self.functions])
-        tables: list[Columns] = []
-        for columns in zip(*per_function, strict=True):
-            merged = {name: value for table in columns for name, value in table.items()}
-            extras = {name: value for name, value in merged.items() if name not in self.weights}
-            tables.append(apply(self.conditions, {name: merged[name] for name in self.names}) | extras)
-        return tables
+    async def _alone(self, task: Task, episode: Episode) -> Columns | EpisodeError:
+        """What the rewards say that look at one attempt."""
+        try:
+            tables = await _together([f.score(task, episode) for f in self.functions if not f.groupwise])
+        except EpisodeError as error:
+            return error
+        return _merged(tables)
+
+    async def _compared(self, task: Task, episodes: Sequence[Episode]) -> list[Columns]:
+        """What the rewards say that compare attempts, for each."""
+        lists = await _together([f.score_group(task, episodes) for f in self.functions if f.groupwise])
+        return [_merged(tables) for tables in zip(*lists, strict=True)] if lists else [{} for _ in episodes]
+
+    def _table(self, merged: Columns) -> Columns:
+        extras = {name: value for name, value in merged.items() if name not in self.weights}
+        return apply(self.conditions, {name: merged[name] for name in self.names}) | extras
 
 
-async def _score_all(function: RewardFunction, task: Task, episodes: Sequence[Episode]) -> list[Columns]:
-    if function.groupwise:
-        return await function.score_group(task, episodes)
-    return await _together([function.score(task, episode) for episode in episodes])
+def _merged(tables: Iterable[Columns]) -> Columns:
+    return {name: value for table in tables for name, value in table.items()}
 
 
 async def _together(calls: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:

@@ -15,7 +15,7 @@ from covey.errors import EpisodeError, InputError, RunFailed
 from covey.protocols import Agent, Reward, RolloutEngine
 from covey.rollout.policy import EpisodePolicy
 from covey.rollout.rendering import Renderer
-from covey.types import Collected, Episode, Failure, Group, Sampling, Task
+from covey.types import Collected, Episode, Failure, Group, RewardTable, Sampling, Task
 
 TaskBatch = Callable[[int], Sequence[Task]]
 FreshTasks = Callable[[int, int, int, Collection[str]], Sequence[Task]]  # step, round, how many, ids tried already
@@ -88,11 +88,15 @@ class Collector:
         try:
             async with deadline:
                 episode = await self.agent.run(policy, task)
+                if not episode.turns:
+                    raise NothingSaid("no reply could be sampled: the first prompt leaves no room for one")
                 cause = "reward"
                 rewards = await self.reward(task, episode) if score else episode.rewards
                 return replace(episode, rewards=rewards, seconds=time.monotonic() - started)
-        except TimeoutError:
-            cause, message = "timeout", f"the episode took longer than agent.max_seconds={self.max_seconds:g}"
+        except TimeoutError as error:
+            message = f"{type(error).__name__}: {error}"
+            if deadline.expired():  # otherwise it is one of the agent's own
+                cause, message = "timeout", f"the episode took longer than agent.max_seconds={self.max_seconds:g}"
         except (InputError, RunFailed):
             raise  # a user's mistake or a dead engine ends the run, it is not one episode's bad luck
         except EpisodeError as error:
@@ -103,7 +107,7 @@ class Collector:
         return Episode(task, tuple(policy.turns), task.messages, failure=Failure(cause, message), seconds=seconds)
 
     async def _score_together(self, task: Task, episodes: Sequence[Episode]) -> list[Episode]:
-        """Rewards that compare attempts need all of them; if one raises, the whole group is lost."""
+        """Rewards that compare attempts need all of them; if one of those raises, the whole group is lost."""
         try:
             async with asyncio.timeout(self.max_seconds):
                 tables = await self.reward.group(task, episodes)
@@ -116,7 +120,7 @@ class Collector:
         except Exception as error:
             failure = Failure("reward", f"{type(error).__name__}: {error}")
         else:
-            return [e if e.failure else replace(e, rewards=table) for e, table in zip(episodes, tables, strict=True)]
+            return [_with_rewards(e, table) for e, table in zip(episodes, tables, strict=True)]
         return [e if e.failure else replace(e, failure=failure) for e in episodes]
 
 
@@ -194,8 +198,8 @@ class TrainingSource:
         return [
             replace(
                 g,
-                episodes=tuple(_unscored_is_failed(episode, names) for episode in g.episodes),
-                baseline=None if g.baseline is None else _unscored_is_failed(g.baseline, names),
+                episodes=tuple(unscored_is_failed(episode, names) for episode in g.episodes),
+                baseline=None if g.baseline is None else unscored_is_failed(g.baseline, names),
             )
             for g in raw
         ]
@@ -213,15 +217,29 @@ class TrainingSource:
         self.step = version
 
 
+def _with_rewards(episode: Episode, table: RewardTable | EpisodeError) -> Episode:
+    if episode.failure is not None:
+        return episode
+    if isinstance(table, EpisodeError):
+        return replace(episode, failure=Failure(table.cause, str(table)))
+    return replace(episode, rewards=table)
+
+
 def _everyone(group: Group) -> tuple[Episode, ...]:
     return group.episodes if group.baseline is None else (*group.episodes, group.baseline)
 
 
-def _unscored_is_failed(episode: Episode, names: Collection[str]) -> Episode:
+def unscored_is_failed(episode: Episode, names: Collection[str]) -> Episode:
     """An attempt that no reward scored is not worth 0: it is left out, and counted. Extras are no scores."""
     if episode.failure is not None or any(episode.rewards.get(name) is not None for name in names):
         return episode
     return replace(episode, failure=Failure("unscored", "every reward returned None"))
+
+
+class NothingSaid(EpisodeError):
+    """An episode without a single reply."""
+
+    cause = "no_room"
 
 
 class NothingCompleted(RunFailed):
@@ -241,6 +259,7 @@ _LIKELY_FIX = {
     "mcp": "see that the tool server answers",
     "environment": "run the environment once by hand; it raised in every episode",
     "environment_timeout": "raise agent.tool_seconds: reset or step took longer in every episode",
+    "no_room": "shorten the prompts, or raise model.context_length or agent.max_response_tokens",
     "unscored": "return a number from the reward; None means that an attempt cannot be scored",
     "abandoned": "start the program that plays the attempts: it comes for them with POST /episodes (docs/gateway.md)",
     "program": "run agent.command by hand against covey serve; its last words are above",

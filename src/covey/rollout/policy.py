@@ -42,11 +42,17 @@ class EpisodePolicy:
         self.first_prompts = {} if first_prompts is None else first_prompts
         self.max_response_tokens = max_response_tokens
         self.context_length = context_length
-        self.turns: list[Turn] = []
+        self._turns: dict[int, Turn] = {}
+        self._granted: dict[int, int] = {}  # tokens that replies under way may have
         self._said: list[Said] = []
         self._asked = 0  # turns begun: several may be sampled at once, each from its own stream
         self._waiting = 0  # how many reasons there are for the clock to stand still
         self._left = 0.0  # seconds of the episode when it was stopped
+
+    @property
+    def turns(self) -> list[Turn]:
+        """In the order in which they were asked for."""
+        return [self._turns[number] for number in sorted(self._turns)]
 
     def render(self, messages: Messages, tools: Tools = None) -> tuple[int, ...]:
         """Prompt ids of messages; what was asked or sampled before keeps its ids."""
@@ -54,7 +60,7 @@ class EpisodePolicy:
             if said.opens(messages, tools):
                 ids = self.renderer.next_prompt(said, messages[len(said.messages) + 1 :])
                 return self.renderer.prompt(messages, tools) if ids is None else ids
-        if self.turns:
+        if self._turns:
             return self.renderer.prompt(messages, tools)
         key = repr((messages, tools))
         if key not in self.first_prompts:
@@ -70,7 +76,11 @@ class EpisodePolicy:
     def plain(self, text: str) -> str:
         return self.renderer.plain(text)
 
-    async def generate(
+    async def generate(self, token_ids: Sequence[int], **how: Any) -> Completion:
+        turn = await self._turn(token_ids, **how)
+        return Completion(turn.completion_ids, turn.logprobs, turn.versions, turn.stop)
+
+    async def _turn(
         self,
         token_ids: Sequence[int],
         *,
@@ -79,29 +89,32 @@ class EpisodePolicy:
         trained: bool = True,
         temperature: float | None = None,
         top_p: float | None = None,
-    ) -> Completion:
-        limit = min(self.room(len(token_ids)), max_tokens or self.sampling.max_tokens)
+    ) -> Turn:
+        number, limit = self._asked, min(self.room(len(token_ids)), max_tokens or self.sampling.max_tokens)
         sampling = replace(
             self.sampling,
-            seed=stream_seed(*self.stream, self._asked),
+            seed=stream_seed(*self.stream, number),
             stop=(*self.sampling.stop, *stop),
             max_tokens=limit,
             temperature=self.sampling.temperature if temperature is None else temperature,
             top_p=self.sampling.top_p if top_p is None else top_p,
         )
         self._asked += 1
-        with self.waiting():
-            done = await self.engine.generate(token_ids, sampling)
-        self.turns.append(
-            Turn(tuple(token_ids), done.token_ids, done.logprobs, done.versions, done.stop, trained=trained)
-        )
-        return done
+        self._granted[number] = limit
+        try:
+            with self.waiting():
+                done = await self.engine.generate(token_ids, sampling)
+        finally:
+            del self._granted[number]
+        turn = Turn(tuple(token_ids), done.token_ids, done.logprobs, done.versions, done.stop, trained=trained)
+        self._turns[number] = turn
+        return turn
 
     def room(self, prompt_tokens: int) -> int:
         """How many tokens the next reply may have. Raises `NoRoom` where there is none."""
         rooms = {"rollout.max_tokens": self.sampling.max_tokens}
         if self.max_response_tokens is not None:
-            used = sum(len(turn.completion_ids) for turn in self.turns)
+            used = sum(len(turn.completion_ids) for turn in self._turns.values()) + sum(self._granted.values())
             rooms["agent.max_response_tokens"] = self.max_response_tokens - used
         if self.context_length is not None:
             rooms["the model's context"] = self.context_length - prompt_tokens
@@ -142,16 +155,16 @@ class EpisodePolicy:
     ) -> Reply:
         """The reply to messages; a stop string that ended it is cut off its text."""
         prompt = self.render(messages, tools)
-        done = await self.generate(
+        turn = await self._turn(
             prompt, stop=stop, max_tokens=max_tokens, trained=trained, temperature=temperature, top_p=top_p
         )
-        text = self.renderer.reply_text(done.token_ids)
-        if done.stop is StopReason.STOP:
+        text = self.renderer.reply_text(turn.completion_ids)
+        if turn.stop is StopReason.STOP:
             ends = [at for end in (*self.sampling.stop, *stop) if (at := text.find(end)) >= 0]
             text = text[: min(ends)] if ends else text
         message = {"role": "assistant", "content": text}
-        self._said.append(Said(tuple(messages), tools, prompt, done.token_ids, done.stop, message))
-        return Reply(text, done.stop)
+        self._said.append(Said(tuple(messages), tools, prompt, turn.completion_ids, turn.stop, message))
+        return Reply(text, turn.stop, turn)
 
     def remember(self, message: Mapping[str, Any]) -> None:
         """How the last reply is written among the messages of later turns, where that is not its text alone."""

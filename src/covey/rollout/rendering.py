@@ -21,7 +21,8 @@ from covey.types import Messages, StopReason
 Tools = Sequence[Mapping[str, Any]] | None
 
 MARK = "covey-marks-this-place"
-CALL_MARKS = ("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<tool_call>", "</tool_call>")  # some are special tokens
+# Some tokenizers have these as special tokens, which decoding drops.
+CALL_MARKS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<tool_call>", "</tool_call>")
 
 
 class ChatTokenizer(Protocol):
@@ -159,7 +160,8 @@ class Renderer:
         """What a model said: without special tokens, but for those that mark a tool call."""
         if self._call_marks.isdisjoint(token_ids):
             return self.decode(token_ids)
-        dropped = set(self.tokenizer.all_special_ids) - self._call_marks
+        added = {token for token, text in self.tokenizer.added_tokens_decoder.items() if text.special}
+        dropped = (added | {*self.tokenizer.all_special_ids}) - self._call_marks
         return self.decode([token for token in token_ids if token not in dropped], special=True)
 
     @cached_property
@@ -191,7 +193,7 @@ class Renderer:
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    [dict(m) for m in messages],
+                    self._told(messages),
                     tools=list(tools) if tools else None,
                     add_generation_prompt=reply_next,
                     tokenize=False,
@@ -203,6 +205,15 @@ class Renderer:
                 f"this model's chat template cannot show messages with the roles {roles} ({error})\n"
                 "  give another one: agent.template=qwen2.5, or a Jinja file"
             ) from error
+
+    def _told(self, messages: Messages) -> list[dict[str, Any]]:
+        """What came from outside after the first reply (tools, environments, users) has no tokens of control."""
+        found = [dict(message) for message in messages]
+        replies = [place for place, message in enumerate(found) if message.get("role") == "assistant"]
+        for message in found[replies[0] :] if replies else ():
+            if message["role"] != "assistant" and isinstance(message.get("content"), str):
+                message["content"] = self.plain(message["content"])
+        return found
 
     def _try(self, messages: Messages, tools: Tools, *, reply_next: bool) -> str | None:
         """A template may refuse a tool's result that no call of its own form asked for."""

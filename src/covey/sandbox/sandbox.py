@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -51,6 +52,7 @@ class Sandbox:
     @classmethod
     def of(cls, config: Settings) -> Sandbox:
         """InputError, with the fix, where only weaker isolation can be had than is allowed."""
+        _allow_many_files()
         limits = Limits(seconds=config.seconds, memory_mb=config.memory_mb)
         return cls(choose(config.tier, config.allow_weak), limits, config.max_concurrent)
 
@@ -105,6 +107,13 @@ class Sandbox:
     async def check(self, solution: str, tests: Tests, *, seconds: float | None = None) -> Verdict:
         """Hidden tests of a solution: `Asserts`, `Function` or `Cases`."""
         return await tests.judge(self.within(seconds), solution)
+
+
+def _allow_many_files() -> None:
+    """Every session holds a handful of descriptors, and there may be hundreds of episodes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _outcome(process: Process) -> Outcome:

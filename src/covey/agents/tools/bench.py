@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
@@ -65,12 +66,14 @@ class Bench:
         cut: Cut = by_characters,
         max_tokens: int = 512,
         seconds: float = 10.0,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.tools = tools
         self.runner = runner
         self.cut = cut
         self.max_tokens = max_tokens
         self.seconds = seconds
+        self.waiting = waiting
         self.state: dict[str, Any] = {}  # of tools that run here; the others' is in their worker
         self.held: Session | None = None
         self.turns = {True: asyncio.Lock(), False: asyncio.Lock()}  # for states here, and in the worker
@@ -132,7 +135,7 @@ class Bench:
         where: Runner | Session = self.runner
         try:
             if tool.stateful:
-                where = self.held = self.held or await self.runner.session()
+                where = self.held = self.held or await self._worker()
             came = await where.call(tool.key, tool.plain(checked), characters, seconds=seconds)
         except WorkerTimeout as error:
             raise ToolFailure("tool_timeout", f"tool {tool.name} took longer than {seconds:g} seconds") from error
@@ -143,6 +146,12 @@ class Bench:
         if isinstance(came, Output):
             return came
         raise came
+
+    async def _worker(self) -> Session:
+        """A worker of the episode's own. Waiting until one is free is not the episode's time."""
+        assert self.runner is not None
+        with self.waiting():
+            return await self.runner.session()
 
     async def __aenter__(self) -> Bench:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,16 +56,18 @@ class ToolSet:
         cut: Cut = by_characters,
         max_tokens: int = 512,
         seconds: float = 10.0,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Bench:
         """A bench for one episode, to be used with `async with`.
 
         `runner` is a pool of workers that has `functions`, needed if there are any. `cut(text, limit)` is the longest
         beginning of a text that has `limit` tokens. `max_tokens` (agent.max_tool_tokens) and `seconds`
-        (agent.tool_seconds) are the limits of tools that have none of their own.
+        (agent.tool_seconds) are the limits of tools that have none of their own. Inside `waiting()` the episode's clock
+        stands still.
         """
         assert runner is not None or not self.functions, f"{list(self.functions)} need workers"
         tools = {tool.name: tool for tool in self.tools}
-        return Bench(tools, runner, cut=cut, max_tokens=max_tokens, seconds=seconds)
+        return Bench(tools, runner, cut=cut, max_tokens=max_tokens, seconds=seconds, waiting=waiting)
 
 
 def resolve_tools(
