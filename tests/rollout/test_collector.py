@@ -17,7 +17,7 @@ from covey.rewards import resolve_rewards
 from covey.rollout.collector import Collector, NothingCompleted, Refill, TrainingSource
 from covey.rollout.rendering import Renderer
 from covey.tasks import fresh_tasks
-from covey.types import Completion, Sampling, StopReason, Task
+from covey.types import Completion, Episode, Sampling, StopReason, Task
 from tests.conftest import byte_tokenizer
 
 TASKS = [Task(f"t{i}", ({"role": "user", "content": f"q{i}"},), answer="x") for i in range(3)]
@@ -315,3 +315,67 @@ def test_statistics_of_all_groups_reach_the_samples() -> None:
     assert len(column) == 2 * (len(found.groups) + len(found.flat)) == len(group)
     assert int(group.max()) == len(found.groups) + len(found.flat) - 1
     assert samples.episodes == 2 * len(found.groups)
+
+
+def test_an_episode_without_a_reply_is_a_failure() -> None:
+    class Silent:
+        def opening(self, task: Task) -> Any:
+            return task.messages, None
+
+        async def run(self, policy: Any, task: Task) -> Any:
+            return Episode(task, (), task.messages, stop=StopReason.LENGTH)
+
+    with pytest.raises(NothingCompleted, match=r"9 × no_room: no reply could be sampled"):
+        asyncio.run(source(collector(parity, Silent())).next())
+
+
+def test_a_time_out_of_the_agents_own_is_not_the_episodes() -> None:
+    async def hurried(policy: Any, task: Task) -> str:
+        await policy.chat(task.messages)
+        async with asyncio.timeout(0.001):
+            await asyncio.sleep(5)
+        return ""
+
+    with pytest.raises(NothingCompleted, match="9 × agent: TimeoutError"):
+        asyncio.run(source(collector(parity, FunctionAgent(hurried))).next())
+
+
+def test_messages_that_an_agent_returns_hold_its_answer() -> None:
+    async def brief(policy: Any, task: Task) -> Any:
+        return [{"role": "assistant", "content": await policy.chat(task.messages)}]
+
+    (group, *_) = asyncio.run(source(collector(parity, FunctionAgent(brief))).next()).groups
+    assert all(episode.final_answer.isdigit() for episode in group.episodes)
+
+
+def test_a_reward_that_fails_on_one_attempt_costs_that_one_also_beside_a_reward_of_groups() -> None:
+    def rank(episodes: Any) -> list[float]:
+        return [float(place) for place, _ in enumerate(episodes)]
+
+    def picky(episode: Any) -> float:
+        if int(episode.final_answer) % 2:
+            raise ValueError("odd")
+        return 1.0
+
+    made = collector([rank, picky])
+    collected = asyncio.run(source(made, attempts=8).next())
+    odd = sum(seed % 100 % 2 for seed in made.engine.seeds)
+    assert 0 < odd < 24 and collected.failures == {"reward": odd}
+    for group in collected.groups:
+        assert [e.rewards["rank"] for e in group.episodes] == [float(i) for i in range(len(group.episodes))]
+
+
+def test_an_evaluation_counts_what_no_reward_scored() -> None:
+    from covey.config.schema import EvalConfig
+    from covey.loop.evaluate import Evaluator
+
+    def even_only(final_answer: str) -> float | None:
+        return None if int(final_answer) % 2 else 1.0
+
+    made, told = collector(even_only), []
+    config = EvalConfig(modes=["sampled"], n=8)
+    evaluator = Evaluator(made, TASKS, config, max_tokens=8, stop=(), trained_reward="even_only", warn=told.append)
+    metrics = asyncio.run(evaluator.run()).metrics
+    odd = sum(seed % 100 % 2 for seed in made.engine.seeds)
+    assert metrics["eval/sampled/failed"] == odd > 0
+    assert f"{odd} of 24 sampled answers were not scored" in told[0]
