@@ -24,6 +24,18 @@ class EpisodeError(Exception):
     cause = "agent"
 
 
+class NamedFailure(EpisodeError):
+    """One whose cause is said when it is raised."""
+
+    def __init__(self, cause: str, message: str) -> None:
+        super().__init__(cause, message)  # both: an exception is pickled by its arguments
+        self.cause = cause
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word that was probably meant, if one is close enough."""
     found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

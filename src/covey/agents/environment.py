@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
-from covey.errors import EpisodeError, InputError, RunFailed
+from covey.errors import InputError, NamedFailure, RunFailed
 from covey.protocols import Done, NoRoom, Policy
 from covey.types import Episode, Messages, RewardTable, StopReason, Task
 from covey.workers import WorkerError, WorkerPool, WorkerSession, WorkerTimeout
@@ -37,16 +37,8 @@ Message = Mapping[str, Any]
 WORKERS = "environment"  # what workers call the factory
 
 
-class EnvironmentFailed(EpisodeError):
+class EnvironmentFailed(NamedFailure):
     """An environment raised, hung, or returned what it must not. The model is not to blame."""
-
-    def __init__(self, cause: str, message: str) -> None:
-        super().__init__(cause, message)
-        self.cause = cause
-        self.message = message
-
-    def __str__(self) -> str:
-        return self.message
 
 
 class Seat(Protocol):

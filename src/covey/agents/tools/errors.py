@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from covey.errors import EpisodeError
+from covey.errors import NamedFailure
 from covey.types import Failure
 
 Kind = Literal["malformed", "unknown_tool", "bad_arguments", "raised", "deadline"]
@@ -26,17 +26,9 @@ class ToolMistake(Exception):
         return self.text
 
 
-class ToolFailure(EpisodeError):
+class ToolFailure(NamedFailure):
     """The infrastructure's fault. `cause` is short and countable: tool_timeout, tool_crash, tool_result, sandbox,
     search, or a word of a user's own tool."""
-
-    def __init__(self, cause: str, message: str) -> None:
-        super().__init__(cause, message)
-        self.cause = cause
-        self.message = message
-
-    def __str__(self) -> str:
-        return self.message
 
     @property
     def failure(self) -> Failure:
