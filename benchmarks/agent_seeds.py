@@ -42,8 +42,8 @@ def last_model(folder: Path) -> Path:
     return max((folder / "checkpoints").glob("step-*")) / "model"
 
 
-def one_seed(seed: int, model: Path, out: Path) -> dict[str, Any]:
-    words = ["--config-name", "calculator", f"model.name={model}", f"seed={seed}", "loop.save_final=false"]
+def one_seed(seed: int, model: Path, out: Path, extra: list[str]) -> dict[str, Any]:
+    words = ["--config-name", "calculator", f"model.name={model}", f"seed={seed}", "loop.save_final=false", *extra]
     run, seconds = covey("train", words, out)
     evaluations, steps = records(run, "eval"), records(run, "step")
     return {
@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--out", type=Path, default=Path("outputs/benchmark-agent"))
     parser.add_argument("--model", type=Path, default=None, help="what imitation has made, to leave that out")
+    parser.add_argument("--extra", nargs="*", default=[], help="further settings of every run")
     parser.add_argument("--picture", type=Path, default=None)
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/agent_seeds.json"))
     options = parser.parse_args()
@@ -120,7 +121,7 @@ def main() -> None:
         print(f"imitation: {seconds:.0f} s, {model}", flush=True)
     rows = []
     for seed in options.seeds:
-        rows.append(one_seed(seed, model, options.out))
+        rows.append(one_seed(seed, model, options.out, options.extra))
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(rows, indent=1))
         print(table(rows), flush=True)
