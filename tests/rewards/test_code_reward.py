@@ -15,6 +15,7 @@ import covey.sandbox
 from covey.errors import InputError
 from covey.rewards import RewardError
 from covey.rewards.code import code_reward, last_code
+from covey.sandbox import SandboxError
 from covey.types import Task
 from tests.rewards.replies import episode_of, scored, task_of
 
@@ -85,12 +86,10 @@ def test_the_share_of_tests_or_all_of_them() -> None:
 
 
 def test_a_sandbox_that_fails_is_not_a_wrong_answer() -> None:
-    class SandboxError(Exception):
-        pass
-
-    with pytest.raises(RewardError) as caught:
+    with pytest.raises(RewardError, match="no room") as caught:
         score("x", Remembers(SandboxError("no room")))
     assert isinstance(caught.value.__cause__, SandboxError)
+    assert caught.value.cause == "sandbox"  # so it is counted
     with pytest.raises(SandboxError):
         asyncio.run(code_reward("x", task_of(), Remembers(SandboxError())))  # type: ignore[arg-type]
     with pytest.raises(RewardError, match="no hidden tests"):

@@ -256,6 +256,12 @@ def test_sentences(text: str, count: int) -> None:
     assert count_sentences(text) == count
 
 
+@pytest.mark.parametrize("row", ["." * 100_000, "!" * 100_000, "?." * 50_000, "…!" * 50_000, "!" * 1000 + '"' * 99_000])
+def test_a_long_row_of_marks_is_read_once(row: str) -> None:
+    """Tried from each of its marks on, this would not end."""
+    assert count_sentences(f"One {row}and so. Two{row} Three") == 3
+
+
 def test_words_and_capitals() -> None:
     assert count_words("It's a well-known fact: 3.5_a") == 8  # It s a well known fact 3 5_a
     assert capital_words("I DON'T know, it IS the U.S. (NASA's) A-B 3D iPhone CANNOT") == 10

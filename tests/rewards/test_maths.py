@@ -15,7 +15,7 @@ import pytest
 
 from covey.errors import Absent
 from covey.rewards import RewardError, math_process
-from covey.rewards.answers import boxed
+from covey.rewards.answers import boxed, labelled, stated
 from covey.rewards.math_process import MathProcess, ProcessError
 from covey.rewards.maths import equal, final_expression, gold_texts
 from tests.rewards.replies import score
@@ -221,6 +221,20 @@ def test_hostile_replies_are_answered_at_once() -> None:
         assert score("math_equal", f"\\boxed{{{reply}}}", "(5,6)")["math_equal"] == 0
 
 
+@pytest.mark.parametrize("blanks", [" " * 20_000, "\t" * 20_000, " \t" * 10_000])
+def test_a_long_run_of_blanks_is_read_once(blanks: str) -> None:
+    """Tried in every way to share it out, this would not end."""
+    assert stated(f"answer to {blanks}x") is None
+    assert stated(f"answer{blanks}**{blanks}x") is labelled(f"final{blanks}answer{blanks}x") is None
+    assert stated(f"the answer{blanks}to it{blanks}is{blanks}7") == "7"
+    assert labelled(f"Final{blanks}Answer{blanks}:{blanks}7") == "7"
+
+
+def test_a_label_is_looked_for_near_the_end() -> None:
+    assert stated("The answer is 7" + ", so" * 1900) == "7" + ", so" * 1900
+    assert stated("The answer is 7" + ", so" * 2100) is None
+
+
 WRAPPERS = (
     "{}",
     "\\boxed{{{}}}",
@@ -286,10 +300,37 @@ def test_a_process_that_hangs_or_dies_is_replaced() -> None:
         assert first is not None and first.returncode == -signal.SIGKILL
         assert process.ask({"do": "yes"}, 30) is True
         assert process.running is not first
-        assert process.ask({"do": "die"}, 30) is None
+        with pytest.raises(ProcessError, match="ended twice"):
+            process.ask({"do": "die"}, 30)
         assert process.ask({"do": "yes"}, 30) is True
     finally:
         process.kill()
+
+
+def test_one_that_was_killed_is_asked_again(tmp_path: Path) -> None:
+    """By the system, for example: that says nothing of the answer."""
+    first = tmp_path / "first"
+    once = SERVER.replace('question["do"] == "die"', f"not os.path.exists({str(first)!r})")
+    once = once.replace("sys.exit(3)", f"open({str(first)!r}, 'w'); os.kill(os.getpid(), 9)")
+    process = MathProcess([sys.executable, "-c", "import os" + once])
+    try:
+        assert process.ask({"do": "yes"}, 30) is True
+        assert first.exists()
+    finally:
+        process.kill()
+
+
+def test_what_took_too_long_is_asked_again_and_answers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [None, True, False]
+
+    class Process:
+        def ask(self, question: Any, seconds: float) -> bool | None:
+            return answers.pop(0)
+
+    monkeypatch.setattr(math_process, "_own_process", Process)
+    found = [asyncio.run(math_process.verify("only here", "asked thrice", 1.0)) for _ in range(3)]
+    assert found == [None, True, True]
+    assert answers == [False]
 
 
 def test_one_that_does_not_start_is_our_failure() -> None:

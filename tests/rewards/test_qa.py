@@ -104,6 +104,19 @@ def test_a_column_of_answers_and_its_absence() -> None:
         score("qa_em_reward", "b", gold="b")
 
 
+def test_answers_as_squad_has_them() -> None:
+    table = {"text": ["Paris", "in Paris"], "answer_start": [3, 0]}
+    assert score("qa_em_reward", "Paris", answers=table)["qa_em_reward"] == 1
+    assert score("qa_em_reward", "in Paris", table)["qa_em_reward"] == 1
+    assert score("qa_em_reward", "text Paris", answers=table)["qa_em_reward"] == 0
+    none = {"text": [], "answer_start": []}
+    assert score("qa_f1_reward", "", answers=none)["qa_f1_reward"] == 1
+    assert score("qa_f1_reward", "Paris", answers=none)["qa_f1_reward"] == 0
+    for odd in ({"value": "Paris", "aliases": ["Paris"]}, {"text": 5}):
+        with pytest.raises(InputError, match=r"task t: .* cannot read its gold answer, a table with the keys"):
+            score("qa_em_reward", "Paris", answers=odd)
+
+
 def test_gold_answers_of_real_questions_earn_all(shared: Path) -> None:
     rows = [json.loads(line) for line in (shared / "data" / "qa" / "questions.jsonl").open()]
     kinds: Counter[str] = Counter()

@@ -306,6 +306,24 @@ for pid in children: os.kill(pid, 9)
 """,
     ),
     Attempt(
+        "shared memory of many processes",
+        """
+import mmap
+children = []
+for _ in range(8):
+    pid = os.fork()
+    if pid == 0:
+        x = mmap.mmap(-1, 60 * 2**20)
+        for _ in range(60): x.write(b'x' * 2**20)
+        time.sleep(20); os._exit(0)
+    children.append(pid)
+time.sleep(1.5)
+alive = [os.waitpid(pid, os.WNOHANG)[0] == 0 for pid in children]
+if sum(alive) == 8: escaped()
+for pid in children: os.kill(pid, 9)
+""",
+    ),
+    Attempt(
         "memory in nameless files",
         """
 files = [os.memfd_create(str(n)) for n in range(40)]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 from typing import Any
 
 import pytest
 
 from covey.errors import InputError
-from covey.sandbox import Asserts, Cases, Function, Sandbox, Verdict, hidden_tests
+from covey.sandbox import Asserts, Cases, Function, Limits, Sandbox, Verdict, hidden_tests
 from covey.sandbox.check import given_names
 from covey.sandbox.inside.values import Unsupported, dumps, loads
 from covey.sandbox.view import interpreter
@@ -67,6 +68,43 @@ def test_programs_that_read_and_print(sandbox: Sandbox) -> None:
         "printed something else",
         "exit code 1: ValueError: invalid literal for int() with base 10: 'x'",
     ]
+
+
+def test_a_long_output_can_be_right() -> None:
+    sandbox = quickest_walls(limits=Limits(output_bytes=1000), max_concurrent=1)
+    lines = "12345678\n" * 400
+    cases = Cases((("", lines), ("", "1\n")))
+    right = run(sandbox.check("print('12345678  \\n' * 400)", cases))
+    assert [(result.passed, result.reason) for result in right.detail] == [(True, ""), (False, "killed: output")]
+    assert reasons(run(sandbox.check("print('12345678' * 1200)", cases))) == ["killed: output"] * 2
+
+
+def test_a_function_may_be_called_like_a_module(walled: Sandbox) -> None:
+    tests = Asserts(("assert bisect([1, 3], 2) == 1", "assert math.isclose(bisect([1], 2), 1.0)"))
+    assert run(walled.check("def bisect(xs, x): return sum(y < x for y in xs)", tests)).passed == 2
+
+
+def test_a_check_that_waits_its_turn_holds_nothing(walled: Sandbox) -> None:
+    sandbox = Sandbox(walled.tier, max_concurrent=1)
+
+    async def waiting() -> tuple[int, int, int]:
+        async with sandbox.gate:
+            before = len(os.listdir("/proc/self/fd"))
+            tasks = [asyncio.create_task(sandbox.check("x = 1", ADD)) for _ in range(8)]
+            await asyncio.sleep(0.01)
+            during = len(os.listdir("/proc/self/fd"))
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return before, during, len(os.listdir("/proc/self/fd"))
+
+    before, during, after = run(waiting())
+    assert before == during == after
+
+
+def test_more_tests_than_reports_may_wait(walled: Sandbox) -> None:
+    tests = Asserts(("assert len('a')",) * 3000, functions=())
+    assert run(walled.check("", tests)).passed == 3000
 
 
 def test_objects_stay_where_they_are_and_can_be_used() -> None:

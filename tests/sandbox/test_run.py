@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import pickle
+import signal
+import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -160,6 +164,30 @@ def test_nothing_stays_open(walled: Sandbox) -> None:
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
+@pytest.mark.parametrize("call", ["dup", "pidfd_open"])
+def test_nothing_stays_open_where_there_is_no_room_to_listen(
+    walled: Sandbox, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Remembered(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    run(walled.run("print(1)"))
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(subprocess, "Popen", Remembered)
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(SandboxError, match="Too many open files"):
+        run(walled.run("print(1)"))
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
+
+
 # -- sessions --------------------------------------------------------------------------------------------------------
 
 
@@ -237,6 +265,24 @@ for f in range(3, 64):
             return [await session.execute(cell) for cell in (forged, "print('second')", "print('third')")]
 
     assert all(outcome.killed is None for outcome in run(cells()))
+
+
+@pytest.mark.parametrize("line", ["\\n", '{"other": 1}\\n', '{"done": 0}\\n', "[" * 50_000 + "\\n"])
+def test_a_session_that_floods_us_with_reports_is_ended(walled: Sandbox, line: str) -> None:
+    code = f"""
+import os
+for f in range(3, 64):
+    try:
+        while True: os.write(f, b'{line}' * max(1, 4000 // {len(line)}))
+    except OSError: pass
+"""
+
+    async def cells() -> list[Outcome]:
+        async with await walled.session() as session:
+            return [await session.execute(cell, seconds=60) for cell in (code, "6 * 7")]
+
+    flooding, after = run(cells())
+    assert (flooding.killed, after.stdout) == ("output", "42\n")
 
 
 def test_a_long_cell_passes_through_the_pipe(walled: Sandbox) -> None:

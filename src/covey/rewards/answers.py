@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 
-LABELLED = re.compile(r"(?:final[ \t]+)?answer[ \t]*(?:\*\*)?[ \t]*[:：][ \t]*(?:\*\*)?", re.IGNORECASE)
+# Both see a text in which every run of blanks is one space: so none of their parts can share a run out in many ways.
+LABELLED = re.compile(r"(?:final )?answer ?(?:\*\*)? ?[:：] ?(?:\*\*)?", re.IGNORECASE)
 STATED = re.compile(
-    r"answer(?:[ \t]+(?:to|for|of)[ \t][^.\n]{1,80}?)?[ \t]*(?:\*\*)?"
-    r"(?:[ \t]*[:：=][ \t]*|[ \t]+(?:is|are|was|would[ \t]+be|will[ \t]+be|equals)(?:[ \t]*[:：])?[ \t]+)(?:\*\*)?",
+    r"answer(?: (?:to|for|of) [^.\n]{1,80}?)? ?(?:\*\*)?"
+    r"(?: ?[:：=] ?| (?:is|are|was|would be|will be|equals)(?: ?[:：])? )(?:\*\*)?",
     re.IGNORECASE,
 )
+BLANKS = re.compile(r"[ \t]+")
+END = 8000  # characters, blanks counted once, in which a label is looked for
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 BOX = re.compile(r"\\(?:boxed|fbox)[ \t]*(?:\{|[ \t](?=[^ \t{]))")
 
@@ -63,6 +66,7 @@ def _closing_braces(text: str) -> dict[int, int]:
 
 
 def _line_after(mark: re.Pattern[str], text: str) -> str | None:
+    text = BLANKS.sub(" ", text)[-END:]
     found = list(mark.finditer(text))
     rest = text[found[-1].end() :].strip() if found else ""
     return rest.splitlines()[0].strip("* \t") if rest else None

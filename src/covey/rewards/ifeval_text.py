@@ -12,7 +12,8 @@ from __future__ import annotations
 import re
 
 WORD = re.compile(r"\w+")
-END = re.compile(r"""(?:(?<![.])\.(?![.])|\.{2,}|[!?]+[.!?]*|…)["'”’)\]*_]*(?=\s|$)""")
+# A row of marks is taken whole and never given back, so that a long one before a letter is looked at once.
+END = re.compile(r"""(?:(?<![.!?])(?:\.*+[!?][.!?]*+|\.++)|…)["'”’)\]*_]*+(?=\s|$)""")
 FOLLOWING = re.compile(r"""[\s"'“‘(*_[]*([\w]+|\S)""")
 ABBREVIATIONS = frozenset(
     [
@@ -22,6 +23,7 @@ ABBREVIATIONS = frozenset(
         *("u.k", "a.m", "p.m", "d.c", "ph.d", "pp", "op", "adm", "messrs", "bros", "univ", "assn", "comdr"),
     ]
 )
+LONGEST_WORD = 100  # how far back the word before a full stop is looked for
 STARTERS = frozenset(
     [
         *("the", "this", "that", "these", "those", "it", "he", "she", "they", "we", "you", "i", "there", "here", "in"),
@@ -49,11 +51,11 @@ def count_sentences(text: str) -> int:
 
 def _ends(text: str, start: int, found: re.Match[str]) -> bool:
     following = FOLLOWING.match(text, found.end())
-    if found[0][0] in "!?" or following is None:
+    if "!" in found[0] or "?" in found[0] or following is None:
         return True
     if found[0].startswith(("..", "…")):
         return not following[1][0].islower()
-    before = text[start : found.start()].split()
+    before = text[max(start, found.start() - LONGEST_WORD) : found.start()].split()
     last = before[-1].lstrip("\"'“(*[").lower() if before else ""
     if last.isdigit():
         return not following[1][0].islower()

@@ -34,14 +34,21 @@ LONGEST = 4000  # characters of an expression; longer ones are not equal to any 
 
 
 class ProcessError(RuntimeError):
-    """The process did not start: the infrastructure's failure, never an answer's."""
+    """The process did not start, or ended twice over one question: never called a wrong answer."""
+
+
+class _Late(Exception):
+    """Raised where an answer would be remembered: the next time the machine may be less busy."""
 
 
 async def verify(gold: str, reply: str, seconds: float) -> bool | None:
     """Whether math-verify finds the two equal. Attempts at one task often agree, so answers are remembered."""
     if len(reply) > LONGEST:
         return False
-    return await asyncio.get_running_loop().run_in_executor(_pool(), _verify, gold, reply, seconds)
+    try:
+        return await asyncio.get_running_loop().run_in_executor(_pool(), _verify, gold, reply, seconds)
+    except _Late:
+        return None
 
 
 @functools.cache
@@ -50,8 +57,11 @@ def _pool() -> ThreadPoolExecutor:
 
 
 @functools.lru_cache(maxsize=10_000)
-def _verify(gold: str, reply: str, seconds: float) -> bool | None:
-    return _own_process().ask({"gold": gold, "reply": reply, "seconds": seconds}, seconds)
+def _verify(gold: str, reply: str, seconds: float) -> bool:
+    found = _own_process().ask({"gold": gold, "reply": reply, "seconds": seconds}, seconds)
+    if found is None:
+        raise _Late
+    return found
 
 
 _OWN = threading.local()
@@ -72,20 +82,24 @@ class MathProcess:
         self.running: subprocess.Popen[bytes] | None = None
 
     def ask(self, question: dict[str, Any], seconds: float) -> bool | None:
-        """Its answer, or None if it took longer or ended (out of memory)."""
-        if self.running is None or self.running.poll() is not None:
-            self._start()
-        assert self.running is not None and self.running.stdin is not None
-        try:
-            self.running.stdin.write(json.dumps(question).encode() + b"\n")
-            self.running.stdin.flush()
-            line = self._line(seconds)
-        except BrokenPipeError:
-            line = None
-        if line is None:
-            self.kill()
-            return None
-        return bool(json.loads(line)["equal"])
+        """Its answer, or None if it took longer. One that ends before that, killed by the system perhaps, is replaced
+        and asked again, once."""
+        for _ in range(2):
+            if self.running is None or self.running.poll() is not None:
+                self._start()
+            assert self.running is not None and self.running.stdin is not None
+            try:
+                self.running.stdin.write(json.dumps(question).encode() + b"\n")
+                self.running.stdin.flush()
+                line = self._line(seconds)
+            except (BrokenPipeError, EOFError):
+                self.kill()
+                continue
+            if line is None:
+                self.kill()
+                return None
+            return bool(json.loads(line)["equal"])
+        raise ProcessError("the process for math-verify ended twice before it had an answer")
 
     def kill(self) -> None:
         if self.running is not None:
@@ -102,18 +116,25 @@ class MathProcess:
         self.running = subprocess.Popen(
             self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, bufsize=0
         )
-        if self._line(START_SECONDS) is None:
+        try:
+            ready = self._line(START_SECONDS)
+        except EOFError:
+            ready = None
+        if ready is None:
             self.kill()
             raise ProcessError("the process for math-verify did not start; its own message is above")
 
     def _line(self, seconds: float) -> bytes | None:
+        """None: it took longer. EOFError: there will be none."""
         assert self.running is not None and self.running.stdout is not None
         pipe, end, read = self.running.stdout.fileno(), time.monotonic() + seconds, b""
         while not read.endswith(b"\n"):
             ready, _, _ = select.select([pipe], [], [], max(0.0, end - time.monotonic()))
-            part = os.read(pipe, 65536) if ready else b""
-            if not part:
+            if not ready:
                 return None
+            part = os.read(pipe, 65536)
+            if not part:
+                raise EOFError
             read += part
         return read
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,13 @@ def _check(task: Task) -> None:
         raise InputError(
             f"task {task.id} has no gold answer for qa_f1_reward or qa_em_reward\n"
             "  fix: a column `answer` (a string, or a list of acceptable ones) or `answers` (a list)"
+        )
+    given = task.columns.get("answers") if task.answer is None else task.answer
+    if isinstance(given, Mapping) and not _is_list(given.get("text")):
+        raise InputError(
+            f"task {task.id}: qa_f1_reward and qa_em_reward cannot read its gold answer, a table with the keys "
+            f"{', '.join(map(str, given))}\n"
+            "  fix: a string, a list of acceptable ones, or SQuAD's table with a list under `text`"
         )
 
 
@@ -92,7 +99,13 @@ def normal(text: str) -> str:
 
 def _gold(answer: Any, answers: Any) -> list[str]:
     given = answers if answer is None else answer
-    found = [str(one) for one in given] if isinstance(given, Sequence) and not isinstance(given, str) else [str(given)]
+    if isinstance(given, Mapping):  # as SQuAD has it; an empty list: the question has no answer
+        given = list(given["text"]) or [""]
+    found = [str(one) for one in given] if _is_list(given) else [str(given)]
     if given is None or not found:
         raise ValueError("there is no gold answer")
     return found
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)

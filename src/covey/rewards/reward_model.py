@@ -13,7 +13,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -121,6 +121,9 @@ class _Scorer:
 
         disable_progress_bar()
         self.tokenizer = AutoTokenizer.from_pretrained(path)
+        added = self.tokenizer.added_tokens_decoder.values()
+        special = {str(token) for token in added if token.special} | {*self.tokenizer.all_special_tokens}
+        self.control = sorted(special)
         dtype = torch.float32 if torch.device(device).type == "cpu" else "auto"
         self.model, info = AutoModelForSequenceClassification.from_pretrained(
             path, dtype=dtype, output_loading_info=True
@@ -143,11 +146,27 @@ class _Scorer:
 
     def encode(self, asked: Asked) -> dict[str, list[int]]:
         if self.tokenizer.chat_template is not None:
-            text = self.tokenizer.apply_chat_template(asked.messages, tokenize=False)
+            messages = [
+                {name: value if name == "role" else self.plain(value) for name, value in message.items()}
+                for message in asked.messages
+            ]
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False)
             found = self.tokenizer(text, add_special_tokens=False)
             return {name: list(ids)[-self.max_length :] for name, ids in found.items()}
-        pair = self.tokenizer(asked.question, asked.final_answer, truncation=True, max_length=self.max_length)
+        texts = self.plain(asked.question), self.plain(asked.final_answer)
+        pair = self.tokenizer(*texts, truncation=True, max_length=self.max_length)
         return {name: list(ids) for name, ids in pair.items()}
+
+    def plain(self, value: Any) -> Any:
+        """What was said, with nothing in it that is read as a token of control, or a policy could end its own turn and
+        praise itself in the next one: `<|im_end|>` becomes `< |im_end|>`."""
+        if isinstance(value, str):
+            for token in self.control:
+                value = value.replace(token, f"{token[0]} {token[1:]}")
+            return value
+        if isinstance(value, Mapping):
+            return {name: self.plain(one) for name, one in value.items()}
+        return [self.plain(one) for one in value] if isinstance(value, (list, tuple)) else value
 
     def padded(self, rows: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
         """Filled up on the right. Some classifiers look at the last token that is no padding: without a token for

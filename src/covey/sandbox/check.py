@@ -25,9 +25,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from covey.errors import InputError
-from covey.sandbox.outcome import TestResult, Verdict
+from covey.sandbox.outcome import SandboxError, TestResult, Verdict
 
 if TYPE_CHECKING:
+    from covey.sandbox.process import Process
     from covey.sandbox.sandbox import Sandbox
 
 BUILTINS = frozenset(dir(builtins))
@@ -45,7 +46,8 @@ class Asserts:
 
     async def judge(self, sandbox: Sandbox, solution: str) -> Verdict:
         functions = self.functions if self.functions is not None else given_names(self.tests, self.setup)
-        modules = [name for name in functions if name in sys.stdlib_module_names]
+        meant = used_as_modules(self.tests, self.setup)
+        modules = [name for name in functions if name in meant]
         setup = [f"import {name}" for name in modules] + [self.setup]
         named = [{"name": test.strip(), "source": test} for test in self.tests]
         theirs = [name for name in functions if name not in modules]
@@ -77,7 +79,9 @@ class Cases:
 
     async def _case(self, sandbox: Sandbox, solution: str, number: int, case: tuple[str, str]) -> TestResult:
         given, expected = case
-        outcome = await sandbox.run(solution, stdin=given)
+        # A right answer must fit, with as many blanks again, which do not count.
+        room = max(sandbox.limits.output_bytes, 2 * len(expected.encode("utf-8", errors="surrogatepass")) + 1024)
+        outcome = await sandbox.within(None, output_bytes=room).run(solution, stdin=given)
         name = f"case {number + 1}"
         if outcome.killed:
             return TestResult(name, False, f"killed: {outcome.killed}")
@@ -122,20 +126,24 @@ async def _judge(
     functions: list[str],
     entry_points: list[str],
 ) -> Verdict:
-    call_reader, call_writer = os.pipe()
-    answer_reader, answer_writer = os.pipe()
-    ends = {"calls": call_reader, "answers": answer_writer}
-    other = {"calls": call_writer, "answers": answer_reader}
     trusted = {"role": "tests", "tests": tests, "setup": setup, "functions": functions, "entry_points": entry_points}
     async with sandbox.gate:
-        processes = []
+        processes: list[Process] = []
+        files: list[int] = []
         try:
             try:
+                for _ in range(2):
+                    files += os.pipe()
+                call_reader, call_writer, answer_reader, answer_writer = files
+                ends = {"calls": call_reader, "answers": answer_writer}
+                other = {"calls": call_writer, "answers": answer_reader}
                 for request, mine in (({"role": "solution", "code": solution}, ends), (trusted, other)):
                     options = {"capture": False, "pass_fds": tuple(mine.values())}
                     processes.append(sandbox.process({**request, **mine}, **options))
+            except OSError as error:  # too many open files
+                raise SandboxError(f"no pipe between two sandboxes: {error}") from error
             finally:
-                for file in (call_reader, call_writer, answer_reader, answer_writer):
+                for file in files:
                     os.close(file)
             await asyncio.gather(*(process.ready() for process in processes))
             return await _listen(processes[1], [test["name"] for test in tests], sandbox.limits.seconds)
@@ -181,6 +189,15 @@ def given_names(tests: Sequence[str], setup: str) -> tuple[str, ...]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             return (node.func.id,)
     return ()
+
+
+def used_as_modules(tests: Sequence[str], setup: str) -> set[str]:
+    """Names of the standard library that tests read something from and never call: a solution's own function may be
+    called `copy` or `bisect`."""
+    nodes = [node for text in (*tests, setup) for node in ast.walk(_parsed(text))]
+    read = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
+    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    return (read - called) & sys.stdlib_module_names
 
 
 def _defined(nodes: Sequence[ast.AST]) -> set[str]:

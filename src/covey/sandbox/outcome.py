@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from covey.errors import EpisodeError
 
-class SandboxError(Exception):
+
+class SandboxError(EpisodeError):
     """The infrastructure failed: a sandbox could not be started or was lost. Never a mistake of the model's."""
+
+    cause = "sandbox"
 
 
 @dataclass(frozen=True)

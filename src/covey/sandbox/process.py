@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -19,6 +20,8 @@ from covey.sandbox.tiers import ENVIRONMENT, PATIENCE, Tier, launch
 
 CHUNK = 65536
 LONGEST_REPORT = 2**20  # bytes of reports that are not yet read
+REPORTS = frozenset({"ready", "error", "killed", "done", "test"})  # what reports are about
+MOST_REPORTS = 1000  # lines waiting to be read, and lines that are no reports; tests may send one each besides
 SWEEP = 5.0  # seconds that the keeper of the weak tier gets to end what it watches
 
 
@@ -61,6 +64,12 @@ class Tap:
         done, found, rest = bytes(self._parts).rpartition(b"\n")
         self._parts[:] = rest
         return done.split(b"\n") if found else []
+
+    def stop(self) -> None:
+        """Read nothing more, and forget what was read."""
+        self.full = True
+        self._parts.clear()
+        self._loop.remove_reader(self._file)
 
     def close(self) -> None:
         self._loop.remove_reader(self._file)
@@ -113,40 +122,55 @@ class Process:
                 started.close()
         except OSError as error:
             os.close(reports)
+            if self._scratch is not None:
+                shutil.rmtree(self._scratch, ignore_errors=True)
             raise SandboxError(f"a sandbox ({tier.name}) could not be started: {error}") from error
         finally:
             os.close(writer)
             if given is not None:
                 os.close(given)
-        self._listen(reports, limits)
+        self._most_reports = MOST_REPORTS + len(request.get("tests", ()))
+        try:
+            self._listen(reports, limits)
+        except OSError as error:  # too many open files
+            self.close()
+            raise SandboxError(f"a sandbox ({tier.name}) could not be listened to: {error}") from error
 
     def _listen(self, reports: int, limits: Limits) -> None:
         loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
-        self._messages: list[dict[str, Any]] = []
+        self._messages: deque[dict[str, Any]] = deque()
+        self._nonsense = 0  # lines that were no reports
         self.ended = False
+        self._streams: list[Tap] = []
+        self._pidfd = -1
         self._reports = Tap(reports, LONGEST_REPORT, lambda: self.kill("output"))
         loop.add_reader(reports, self._hear)  # in place of the tap's own
-        self._streams = [
-            Tap(os.dup(stream.fileno()), limits.output_bytes, lambda: self.kill("output"))
-            for stream in (self._popen.stdout, self._popen.stderr)
-            if stream is not None
-        ]
         for stream in (self._popen.stdout, self._popen.stderr):
             if stream is not None:
-                stream.close()
+                with stream:
+                    file = os.dup(stream.fileno())
+                self._streams.append(Tap(file, limits.output_bytes, lambda: self.kill("output")))
         self._pidfd = os.pidfd_open(self._popen.pid)
         loop.add_reader(self._pidfd, self._end)
 
     def _hear(self) -> None:
         self._reports.drain()
-        for line in self._reports.lines():
+        lines = self._reports.lines()
+        # The program of a session could write here too. It can only spoil its own outcome, and not keep us busy.
+        if len(self._messages) + self._nonsense + len(lines) > self._most_reports:
+            self._reports.stop()
+            self.kill("output")
+            return
+        for line in lines:
             try:
                 message = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 message = None
-            # The program of a session could write here too. It can only spoil its own outcome.
-            self._messages.append(message if isinstance(message, dict) else {})
+            if isinstance(message, dict) and REPORTS & message.keys():
+                self._messages.append(message)
+            else:
+                self._nonsense += 1
         self._news.set()
 
     def _end(self) -> None:
@@ -164,7 +188,7 @@ class Process:
                 break
             self._news.clear()
             await self._news.wait()
-        return self._messages.pop(0)
+        return self._messages.popleft()
 
     async def ready(self) -> None:
         """The walls stand and the code may run. Whatever goes wrong before that is not the code's doing."""
@@ -210,8 +234,12 @@ class Process:
                 with suppress(ProcessLookupError):
                     os.killpg(self._popen.pid, signal.SIGKILL)
                 self._popen.wait()
-        asyncio.get_running_loop().remove_reader(self._pidfd)
-        os.close(self._pidfd)
+        for stream in (self._popen.stdout, self._popen.stderr):
+            if stream is not None:
+                stream.close()
+        if self._pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
         for tap in (self._reports, *self._streams):
             tap.close()
         if self._scratch is not None:

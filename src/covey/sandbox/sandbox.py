@@ -68,11 +68,13 @@ class Sandbox:
     def process(self, request: Mapping[str, Any], **options: Any) -> Process:
         return Process(self.tier, self.limits, request, folders=self.folders, filters=self.filters, **options)
 
-    def within(self, seconds: float | None) -> Sandbox:
-        """The same one, sharing its gate, with another deadline."""
-        if seconds is None:
+    def within(self, seconds: float | None, output_bytes: int | None = None) -> Sandbox:
+        """The same one, sharing its gate, with another deadline or more room for what is printed."""
+        changes = {"seconds": seconds, "output_bytes": output_bytes}
+        given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
+        if not given:
             return self
-        other = replace(self, limits=replace(self.limits, seconds=seconds))
+        other = replace(self, limits=replace(self.limits, **given))
         object.__setattr__(other, "_gates", self._gates)
         return other
 

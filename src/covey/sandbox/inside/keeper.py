@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 INTERVAL = 0.05  # seconds between two looks at the memory
-PAGE = os.sysconf("SC_PAGE_SIZE")
+OWN = (b"RssAnon:", b"RssShmem:")  # what of its memory is no file's
 
 
 def keep(program: Callable[[], None], *, memory_mb: int, control: int, alone: bool) -> None:
@@ -79,13 +79,14 @@ def _end(code: int, alone: bool) -> NoReturn:
 
 
 def _resident(pid: int) -> int:
-    """Bytes of memory that are this process's own."""
+    """Bytes of memory that this process holds. What it shares with others counts for each: its proportion can be
+    hidden from us, this cannot."""
     try:
-        with open(f"/proc/{pid}/statm", "rb") as file:
-            _, resident, shared, *_ = map(int, file.read().split())
-    except (OSError, ValueError):  # it has ended
+        with open(f"/proc/{pid}/status", "rb") as file:
+            lines = file.read().split(b"\n")
+    except OSError:  # it has ended
         return 0
-    return (resident - shared) * PAGE
+    return sum(int(line.split()[1]) for line in lines if line.startswith(OWN)) * 1024
 
 
 def _inside(alone: bool) -> list[int]:
