@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from fractions import Fraction
 
@@ -157,6 +158,43 @@ def test_a_thousand_digits_are_the_limit() -> None:
 def test_a_long_sum_is_not_deep() -> None:
     assert calculate("1+" * 499 + "1") == "500"
     assert calculate("-" * 999 + "1") == "-1"
+
+
+def test_logarithms_of_what_is_beyond_all_floats() -> None:
+    assert calculate("log(1e-999)") == "-999" and calculate("log(1e999 / 3 * 3)") == "999"
+    assert float(calculate("ln(1e-999)")) == pytest.approx(-999 * math.log(10), rel=1e-14)
+    assert float(calculate("log(2, 1e-999)")) == pytest.approx(math.log10(2) / -999, rel=1e-14)
+    assert float(calculate("ln(10**999 / 3)")) == pytest.approx(999 * math.log(10) - math.log(3), rel=1e-14)
+    assert float(calculate("ln(1 + 1e-10)")) == pytest.approx(1e-10, rel=1e-5)
+
+
+def test_many_postfixes() -> None:
+    assert calculate("1" + "!" * 60) == "1"
+    assert Fraction(calculate("1" + "%" * 20)) == Fraction(1, 10**40)
+    with pytest.raises(Wrong, match="nested more than 60 deep"):
+        calculate("1" + "!" * 990)
+    with pytest.raises(Wrong, match="more than 1000 digits"):
+        calculate("1" + "%" * 990)
+
+
+def test_whatever_is_written_only_the_models_mistakes_are_raised() -> None:
+    """Any other exception would be a failure of the infrastructure."""
+    numbers = "0 1 2 3 7 10 0.5 1e-999 1e999 1e308 1e-320 5e-324 1e400 171 449 1,234 pi e"
+    signs = "+ - * / // % ** ^ ! ( ) , of sqrt( abs( round( min( max( floor( ceil( log( ln( exp( sin( cos( tan("
+    pieces = [
+        *numbers.split(),
+        *signs.split(),
+        *("factorial(", "(-1)", "(1/3)", "1e-999)", "2, ", "-", ")", ")"),
+    ]
+    random_ = random.Random(1)
+    worked = 0
+    for _ in range(20_000):
+        try:
+            calculate(" ".join(random_.choices(pieces, k=random_.randrange(1, 9))))
+            worked += 1
+        except Wrong:
+            pass
+    assert worked > 500
 
 
 def test_the_tool_turns_them_into_mistakes() -> None:

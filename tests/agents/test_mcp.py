@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from covey.agents.calls import Call
 from covey.agents.tools import resolve_tools
 from covey.agents.tools.errors import ToolFailure, ToolMistake
 from covey.agents.tools.mcp import McpTool, find_server, mcp_tools
-from covey.agents.tools.mcp_connection import Server
+from covey.agents.tools.mcp_connection import Server, without_secrets
 from covey.errors import Absent, InputError
 
 pytest.importorskip("mcp", reason="needs the extra covey[mcp]")
@@ -193,6 +194,32 @@ def test_a_connection_for_each_episode() -> None:
     assert found["tick"].stateful
     (one, first), (two, second) = run(play, found)
     assert one != two and first == second == "2"
+
+
+def test_the_state_of_an_episode_is_no_argument_of_the_models() -> None:
+    tool = McpTool("f", "", print, (), stateful=True, input_schema={"type": "object"})  # it allows any name
+    with pytest.raises(ToolMistake, match="error: f: state: there is no such argument") as mistake:
+        tool.check({"state": 1})
+    assert mistake.value.kind == "bad_arguments"
+    assert replace(tool, stateful=False).check({"state": 1}) == {"state": 1}
+
+
+def test_messages_tell_no_keys() -> None:
+    secret = "https://me:hush@host.test:81/a/b?key=hush#hush"
+    for server in (Server("x", url=secret), find_server(f"mcp:{secret}", {})):
+        assert server.url == secret and server.place == "https://host.test:81/a/b" and "hush" not in server.name
+    for server in (Server("x", command=("run", "--key", "hush")), find_server("mcp:stdio:run --key hush", {})):
+        assert server.place == "run" and "hush" not in server.name
+    assert (
+        without_secrets(f"404 for url '{secret}', see http://h")
+        == "404 for url 'https://host.test:81/a/b', see http://h"
+    )
+    with pytest.raises(Absent, match=r"tool server http://127\.0\.0\.1:1/mcp: ") as absent:
+        mcp_tools("mcp:http://me:hush@127.0.0.1:1/mcp?key=hush", {}, 1.0)
+    assert "hush" not in str(absent.value)
+    with pytest.raises(Absent, match=r"tool server nowhere-to-be-found: ") as absent:
+        mcp_tools("mcp:stdio:nowhere-to-be-found --key hush", {}, 1.0)
+    assert "hush" not in str(absent.value)
 
 
 def test_a_choice_of_tools_with_names_of_their_own(url: str) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 import textwrap
+import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import pytest
 
 from covey.errors import Absent, InputError, RunFailed
 from covey.gateway import GatewayAgent, Rules
-from covey.gateway.program import require_program
+from covey.gateway.program import play, require_program
 from covey.rewards import resolve_rewards
 from covey.rollout.collector import Collector, NothingCompleted, TrainingSource
 from covey.rollout.rendering import Renderer
@@ -291,6 +294,50 @@ def test_a_program_and_all_it_started_are_killed_at_the_deadline(tmp_path: Path)
     assert found.failures == {"timeout": 2} and len(episodes(found)) == 2
     pids = [int(pid) for file in tmp_path.glob("pid-*") for pid in file.read_text().split()]
     assert len(pids) == 4 and not [pid for pid in pids if alive(pid)]
+
+
+def test_what_left_the_programs_group_ends_too_and_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """Three sleepers with sessions of their own that hold the pipe: one whose parent lives, one whose parent is gone,
+    and one without the program's environment, which nobody finds."""
+    script = """
+        setsid sleep 300 & echo $! > child
+        (setsid sleep 300 & echo $! > orphan)
+        env -i setsid sleep 300 & echo $! > stranger
+        touch ready; sleep 300
+    """
+    names = ("child", "orphan", "stranger")
+
+    async def scene() -> bool:
+        playing = asyncio.create_task(play(["sh", "-c", f"cd {tmp_path}; {script}"], os.environ))
+        while not (tmp_path / "ready").exists():
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.2)  # until they have sessions of their own
+        playing.cancel()
+        return bool((await asyncio.wait([playing], timeout=10))[0])
+
+    def pids() -> list[int]:
+        return [int((tmp_path / name).read_text()) for name in names]
+
+    loop = asyncio.new_event_loop()
+    try:
+        returned = loop.run_until_complete(scene())
+        deadline = time.monotonic() + 10
+        while any(map(alive, pids()[:2])) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        living = [alive(pid) for pid in pids()]
+    finally:
+        for pid in pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        loop.run_until_complete(asyncio.sleep(0.1))
+        loop.close()
+    assert returned and living == [False, False, True]
+
+
+def test_the_end_of_what_a_program_wrote_is_kept() -> None:
+    code = "import sys; sys.stdout.write('x' * 300_000); sys.stderr.write('the end'); sys.exit(3)"
+    status, words = asyncio.run(play([sys.executable, "-S", "-c", code], os.environ))
+    assert status == 3 and words.endswith("xthe end") and len(words) == 2000
 
 
 def alive(pid: int) -> bool:

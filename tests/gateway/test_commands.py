@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from covey.cli.main import main
+from covey.gateway import GatewayAgent
 from covey.telemetry.episodes import read_episodes
 from tests.gateway.house import USER
 
@@ -133,6 +134,18 @@ def test_what_is_missing_is_told_before_the_model_loads(
     for words in (["train", f"model={tiny_model_folder}", "agent=gateway"], ["serve", str(tiny_model_folder)]):
         assert main(words) == 2
         assert "pip install 'covey[serve]'" in capsys.readouterr().err
+
+
+def test_a_run_hides_what_its_rewards_ask_for(tiny_model_folder: Path) -> None:
+    from covey.cli.build import algorithm_schemas, prepare
+    from covey.config import compose
+
+    def close(final_answer: str, expected: str = "") -> float:
+        return 1.0
+
+    words = [f"model={tiny_model_folder}", "agent=gateway", *SMALL]
+    agent = prepare(compose(words, algorithms=algorithm_schemas()), reward=close).agent
+    assert isinstance(agent, GatewayAgent) and agent.rules.hidden == {"expected"}
 
 
 def test_serve_records_what_was_played(tiny_model_folder: Path) -> None:

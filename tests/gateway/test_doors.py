@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
+from covey.cli.gateway import hide_columns
 from covey.errors import Absent, InputError
-from covey.gateway import Book, Rules
+from covey.gateway import Book, GatewayAgent, Rules
 from covey.gateway.book import Over, shown_task
+from covey.gateway.program import environment
 from covey.gateway.refusal import Refused
 from covey.gateway.server import bind
+from covey.rewards import resolve_rewards
 from covey.types import Task
 from tests.gateway.house import USER, House, Scripted, serving
 
@@ -151,6 +154,41 @@ def test_what_a_program_sees_of_a_task_never_has_the_answer() -> None:
     assert "42" not in json.dumps(shown)
 
 
+@pytest.mark.parametrize(
+    ("answer", "columns"),
+    [
+        ("72", {"target": 72}),
+        ("72", {"label": " 72\n"}),
+        (72, {"label": "72"}),
+        ("72", {"extra_info": {"answer": "It is 8 times 9.", "index": 3}}),
+        (None, {"test_list": ["assert f(1) == 2"], "test": "def check(f): ...", "tests": ["..."], "cases": [{}]}),
+        (None, {"outputs": ["3"], "canonical_solution": "return 1", "answers": ["a"], "tool_calls": [{"name": "f"}]}),
+    ],
+)
+def test_gold_goes_by_many_names(answer: Any, columns: dict[str, Any]) -> None:
+    assert shown_task(Task("t", (USER,), answer, {**columns, "level": 3}))["columns"] == {"level": 3}
+
+
+def test_what_the_rewards_ask_for_is_not_shown(house: House) -> None:
+    import httpx
+
+    def close(final_answer: str, expected: str, question: str, tolerance: float = 0.1) -> float:
+        return 1.0
+
+    hidden = resolve_rewards(close, None, {}).columns
+    assert hidden == {"expected", "tolerance"}
+    agent = GatewayAgent(Rules("tiny"), port=0, patience=1.0)
+    hide_columns(agent, resolve_rewards(close, None, {}))
+    assert agent.rules.hidden == hidden
+    task = Task("t", (USER,), columns={"expected": "about 7", "tolerance": 0.5, "level": 3})
+    live = Book(agent.rules).open(None, task)  # type: ignore[arg-type]
+    assert json.loads(environment(live, "", {})["COVEY_TASK"])["columns"] == {"level": 3}
+    served = house.book.open_new(task)
+    served.rules = agent.rules
+    shown = httpx.get(f"{house.url}/episodes/current", headers={"authorization": f"Bearer {served.key}"})
+    assert shown.json()["task"]["columns"] == {"level": 3}
+
+
 def test_old_episodes_are_forgotten_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("covey.gateway.book.REMEMBERED", 2)
     book = Book(Rules("tiny"))
@@ -183,5 +221,22 @@ def test_attempts_are_taken_in_the_order_they_were_offered() -> None:
         assert await asyncio.gather(*offers) == [True, True]
         assert await book.offer(lives[0], 0.05) is False  # nobody comes
         assert await book.take(0.01) is None  # and it waits no longer
+
+    asyncio.run(scene())
+
+
+def test_while_somebody_plays_no_attempt_is_given_up() -> None:
+    """Nobody comes for the second for five times its patience, as the first is still being played; then nobody at
+    all comes."""
+
+    async def scene() -> None:
+        book = Book(Rules("tiny"))
+        first, second = (book.open(None, Task(str(n), ())) for n in range(2))  # type: ignore[arg-type]
+        waiting = [asyncio.create_task(book.offer(live, 0.1)) for live in (first, second)]
+        assert await book.take(1.0) is first and await waiting[0]
+        await asyncio.sleep(0.5)
+        assert not waiting[1].done()
+        book.end(first)
+        assert await waiting[1] is False
 
     asyncio.run(scene())

@@ -50,6 +50,11 @@ class Endpoint:
                     with lock:
                         endpoint.busy -= 1
 
+            def do_GET(self) -> None:
+                endpoint.requests.append((self.path, dict(self.headers), {}))
+                self.send_response(200)
+                self.end_headers()
+
             def log_message(self, *_: Any) -> None: ...
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -69,6 +74,8 @@ class Endpoint:
             body = json.dumps({"choices": [{"message": {"content": "5"}}]})
         elif kind == "status":
             status, body = int(rest), "no such model"
+        elif kind == "moved":
+            status = 302
         elif kind == "drip":
             handler.send_response(200)
             handler.end_headers()
@@ -81,6 +88,8 @@ class Endpoint:
         handler.send_response(status)
         if status == 429:
             handler.send_header("Retry-After", "0")
+        if status == 302:
+            handler.send_header("Location", "/elsewhere")
         handler.end_headers()
         handler.wfile.write(body.encode())
 
@@ -162,6 +171,15 @@ def test_what_is_asked_and_what_it_is_worth(endpoint: Endpoint, monkeypatch: pyt
     assert request["model"] == "m" and request["temperature"] == 0.0
     prompt = request["messages"][0]["content"]
     assert "Question:\n2+2?" in prompt and ":\n4\n" in prompt and "from 0 (wrong) to 5" in prompt
+
+
+def test_the_key_does_not_follow_a_redirect(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    (found,) = score(judges(endpoint, api_key_env="JUDGE_KEY", retries=0), "moved")
+    assert "no answer" in failure(found)
+    (_, first, _), (path, second, _) = endpoint.requests
+    assert first["Authorization"] == "Bearer secret"
+    assert path == "/elsewhere" and "Authorization" not in second
 
 
 def test_a_prompt_of_your_own(endpoint: Endpoint, tmp_path: Path) -> None:

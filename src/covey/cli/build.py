@@ -38,7 +38,7 @@ from covey.cli.checks import (
     shares_gpu,
 )
 from covey.cli.folder import Startable, open_run, store, threads_for, write_run_files
-from covey.cli.gateway import check_gateway, services
+from covey.cli.gateway import check_gateway, hide_columns, services
 from covey.config import Composed, fingerprint
 from covey.config.schema import Config, LoraConfig
 from covey.errors import Absent, InputError
@@ -164,6 +164,7 @@ def prepare(
         unless_absent(lambda: check_gateway(config))
     own = getattr(agent, "reward", None) or found.reward  # an environment says itself what an episode is worth
     rewards = find_rewards(config, reward, own, sandbox)
+    hide_columns(agent, rewards)
     unless_absent(rewards.verify)
     warnings += [*found.warnings, *check_algorithm(config, algorithm, rewards), *check_sizes(config, found)]
     unless_absent(lambda: rewards.check_all((*found.train, *found.validation)))

@@ -12,6 +12,7 @@ from covey.gateway import GatewayAgent, Rules
 from covey.gateway.program import require_program
 from covey.gateway.server import bind, require_packages
 from covey.protocols import Agent
+from covey.rewards import RewardSet
 from covey.types import Sampling
 
 if TYPE_CHECKING:
@@ -33,6 +34,12 @@ def make_gateway(config: Config, source: ModelSource | None) -> GatewayAgent:
         command=config.agent.command,
         programs=config.gateway.max_programs,
     )
+
+
+def hide_columns(agent: Agent, rewards: RewardSet) -> None:
+    """Programs do not see what the rewards ask for."""
+    if isinstance(agent, GatewayAgent):
+        agent.rules = replace(agent.rules, hidden=rewards.columns)
 
 
 def check_gateway(config: Config) -> None:

@@ -108,7 +108,7 @@ def described(live: Live, url: str, status: int = 200) -> Response:
         "key": live.key,
         "base_url": f"{url}/v1",
         "url": f"{url}/episodes/{live.id}",
-        "task": shown_task(live.task),
+        "task": shown_task(live.task, live.rules.hidden),
         "turns": len(live.policy.turns),
     }
     # Data sets bring columns of any type (dates, decimals): what JSON does not know is written as text.

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import hmac
 import os
+import re
 import secrets
 import time
 from collections import OrderedDict, deque
@@ -25,6 +26,9 @@ from covey.gateway.refusal import Refused
 from covey.protocols import Policy
 from covey.types import RewardTable, Task
 
+GOLD = re.compile(  # columns that tell what is right, in the data sets that are around
+    "answers?|canonical_solution|cases|ground_truth|outputs|reward_model|solutions?|test_list|tests?|tool_calls"
+)
 REMEMBERED = 10_000  # episodes that are over
 TOKEN = "COVEY_TOKEN"  # in the environment: the admin's token, where it is not to be a new one each time
 
@@ -64,6 +68,7 @@ class Book:
         self._live: dict[str, Live] = {}
         self._over: OrderedDict[str, Over] = OrderedDict()
         self._keys: dict[bytes, str] = {}  # digest of a key → id
+        self._taken: set[str] = set()  # ids of attempts that somebody plays
         self._offered: deque[tuple[Live, asyncio.Event]] = deque()
         self._arrived = asyncio.Condition()
         self._closing = False
@@ -93,6 +98,7 @@ class Book:
             _, gone = self._over.popitem(last=False)
             del self._keys[gone.digest]
         live.close()
+        self._taken.discard(live.id)
         self.last_taken = time.monotonic()  # whoever played it may come for the next
         self.on_closed(live)
 
@@ -146,7 +152,8 @@ class Book:
     # -- attempts that wait for a program ----------------------------------------------------------------------------
 
     async def offer(self, live: Live, patience: float) -> bool:
-        """Wait until somebody comes for the attempt; False if nobody has come for any for so long."""
+        """Wait until somebody comes for the attempt; False if nobody has come for any for so long. While somebody plays
+        one, nobody else's is given up: a program may play them one after the other, each for as long as it takes."""
         taken = asyncio.Event()
         place = (live, taken)
         since = time.monotonic()
@@ -154,7 +161,8 @@ class Book:
         await self._notify()
         try:
             while not taken.is_set():
-                left = max(since, self.last_taken) + patience - time.monotonic()
+                now = time.monotonic()
+                left = (now if self._taken else max(since, self.last_taken)) + patience - now
                 if left <= 0:
                     return False
                 with suppress(TimeoutError):
@@ -174,6 +182,7 @@ class Book:
         if not self._offered:
             return None
         live, taken = self._offered.popleft()
+        self._taken.add(live.id)
         self.last_taken = time.monotonic()
         taken.set()
         return live
@@ -183,17 +192,19 @@ class Book:
             self._arrived.notify_all()
 
 
-def shown_task(task: Task) -> dict[str, Any]:
-    """What a program may know of a task: never its answer, nor a column that holds it."""
-    columns = {name: value for name, value in task.columns.items() if not _tells(name, value, task.answer)}
+def shown_task(task: Task, hidden: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """What a program may know of a task: never its answer, a column that holds it, or a `hidden` one."""
+    kept = {name: value for name, value in task.columns.items() if name not in hidden}
+    columns = {name: value for name, value in kept.items() if not _tells(name, value, task.answer)}
     return {"id": task.id, "messages": [dict(message) for message in task.messages], "columns": columns}
 
 
 def _tells(name: str, value: Any, answer: Any) -> bool:
-    if name in ("answer", "reward_model", "ground_truth", "solution") or (answer is not None and value == answer):
+    if GOLD.fullmatch(name) or (answer is not None and str(value).strip() == str(answer).strip()):
         return True
-    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    return any(_tells("", item, answer) for item in inside)
+    if isinstance(value, Mapping):
+        return any(_tells(str(inner), item, answer) for inner, item in value.items())
+    return isinstance(value, list) and any(_tells("", item, answer) for item in value)
 
 
 def read_task(body: Mapping[str, Any]) -> Task | None:

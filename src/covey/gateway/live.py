@@ -29,6 +29,7 @@ class Rules:
     format: Format | None = None
     sampling: Sampling | None = None
     max_turns: int | None = None
+    hidden: frozenset[str] = frozenset()  # columns of a task that no program sees
 
 
 class Live:

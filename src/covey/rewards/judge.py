@@ -181,10 +181,11 @@ class Judge:
         raise JudgeFailed(f"{self.url} gave no answer after {attempt + 1} attempts: {why}")
 
     def _once(self, request: Mapping[str, Any], deadline: float) -> str:
-        headers = {"Content-Type": "application/json"}
-        if self.api_key_env is not None:
-            headers["Authorization"] = f"Bearer {os.environ.get(self.api_key_env, '')}"
-        message = urllib.request.Request(self.url, json.dumps(request).encode(), headers)
+        message = urllib.request.Request(
+            self.url, json.dumps(request).encode(), headers={"Content-Type": "application/json"}
+        )
+        if self.api_key_env is not None:  # for this address only: a redirect may lead anywhere
+            message.add_unredirected_header("Authorization", f"Bearer {os.environ.get(self.api_key_env, '')}")
         body = b""
         with urllib.request.urlopen(message, timeout=max(0.01, deadline - time.monotonic())) as response:
             while part := response.read1(1 << 16):

@@ -12,7 +12,7 @@ from covey.errors import EpisodeError, InputError, unknown
 from covey.plugins import load_function
 from covey.rewards.builtin import REWARDS
 from covey.rewards.condition import Condition, apply, find_conditions
-from covey.rewards.function import Columns, RewardFunction, check_options, reward_name
+from covey.rewards.function import FILLED_IN, Columns, RewardFunction, check_options, reward_name
 from covey.types import Episode, Task
 from covey.workers import WorkerPool
 
@@ -105,6 +105,12 @@ class RewardSet:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(function.name for function in self.functions)
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Columns of a task that a reward asks for by name, as far as the task has them."""
+        asked = (name for function in self.functions for name in (*function.required, *function.optional))
+        return frozenset(asked) - frozenset(FILLED_IN)
 
     @property
     def groupwise(self) -> bool:

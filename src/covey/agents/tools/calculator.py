@@ -165,8 +165,12 @@ class Parser:
 
     def postfix(self) -> Node:
         tree = self.atom()
+        factorials = 0
         while True:
             if self.take("!"):
+                factorials += 1
+                if factorials > MAX_DEPTH:
+                    raise Wrong(f"nested more than {MAX_DEPTH} deep")
                 tree = Apply("factorial", (tree,))
             elif self.next.text == "%" and not self._operand(self.tokens[self.at + 1]):
                 self.at += 1
@@ -227,13 +231,22 @@ def _literal(text: str) -> Value:
 
 
 def value_of(tree: Node) -> Value:
+    later: list[tuple[str, Node]] = []  # a long sum leans to the left: it is not deep for being long
+    while isinstance(tree, Binary):
+        later.append((tree.operator, tree.right))
+        tree = tree.left
+    value = _part(tree)
+    for operator, right in reversed(later):
+        value = _kept(OPERATORS[operator](value, value_of(right)))
+    return value
+
+
+def _part(tree: Number | Prefix | Apply) -> Value:
     match tree:
         case Number(value):
             return value
         case Prefix(sign, inner):
             return sign * value_of(inner)
-        case Binary(operator, left, right):
-            return _kept(OPERATORS[operator](value_of(left), value_of(right)))
         case Apply(name, arguments):
             return _kept(FUNCTIONS[name][2](*map(value_of, arguments)))
 
@@ -288,17 +301,24 @@ def _sqrt(x: Value) -> Value:
 _LOGS: dict[Value, Callable[[Value], float]] = {2: math.log2, 10: math.log10}  # closer than the quotient
 
 
+def _logarithm(function: Callable[[Value], float], x: Value) -> float:
+    """A fraction may lie beyond all floats while its logarithm does not."""
+    if isinstance(x, Fraction) and not 1e-300 < x < 1e300:
+        return function(x.numerator) - function(x.denominator)
+    return function(x)
+
+
 def _log(x: Value, base: Value = 10) -> Value:
     if x <= 0 or base <= 0 or base == 1:
         raise Wrong("a logarithm needs a positive number, and a positive base other than 1")
-    found = _LOGS[base](x) if base in _LOGS else math.log(x) / math.log(base)
+    found = _logarithm(_LOGS[base], x) if base in _LOGS else _logarithm(math.log, x) / _logarithm(math.log, base)
     return round(found) if abs(found - round(found)) < 1e-13 * max(1, abs(found)) else found
 
 
 def _ln(x: Value) -> Value:
     if x <= 0:
         raise Wrong("a logarithm needs a positive number")
-    return 0 if x == 1 else math.log(x)
+    return 0 if x == 1 else _logarithm(math.log, x)
 
 
 def _angle(function: Callable[[float], float]) -> Callable[[Value], Value]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from covey.agents.tools.errors import ToolFailure, ToolMistake
-from covey.agents.tools.mcp_connection import Connection, Server
+from covey.agents.tools.mcp_connection import Connection, Server, without_secrets
 from covey.agents.tools.tool import STATE, Tool
 from covey.errors import Absent, InputError, unknown
 
@@ -47,6 +47,8 @@ class McpTool(Tool):
             f"{'.'.join(map(str, error.absolute_path)) or 'arguments'}: {error.message}"
             for error in Draft202012Validator(dict(self.input_schema)).iter_errors(dict(arguments))
         ]
+        if self.stateful and STATE in arguments:  # a schema may allow any name; this one is the episode's
+            problems.append(f"{STATE}: there is no such argument")
         if problems:
             raise ToolMistake("bad_arguments", f"error: {self.name}: {'; '.join(problems)}\n{self.usage()}")
         return dict(arguments)
@@ -91,10 +93,10 @@ def find_server(name: str, options: Mapping[str, Any]) -> Server:
     """`mcp:https://...`, `mcp:stdio:COMMAND`, or `mcp:NAME` with agent.tool_options.NAME."""
     place = name.removeprefix(PREFIX)
     if place.startswith(("http://", "https://")):
-        return Server(place, url=place)
+        return Server(without_secrets(place), url=place)
     if place.startswith(STDIO):
-        command = place.removeprefix(STDIO)
-        return Server(command, command=_command(name, command))
+        command = _command(PREFIX + STDIO, place.removeprefix(STDIO))
+        return Server(command[0], command=command)
     given = options.get(place)
     if not isinstance(given, Mapping):
         raise InputError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shlex
+import re
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -23,6 +23,7 @@ from covey.errors import Absent, InputError
 Result = TypeVar("Result")
 
 CAUSE = "mcp"  # of failures
+ADDRESS = re.compile(r"""(https?://)(?:[^\s/?#'"]*@)?([^\s?#'"]*)(?:[?#][^\s'"]*)?""")
 SHOWN = 500  # characters of what a server wrote to stderr, in a message about its end
 
 
@@ -46,7 +47,8 @@ class Server:
 
     @property
     def place(self) -> str:
-        return self.url or shlex.join(self.command)
+        """For messages: an address and a command line may hold keys."""
+        return self.command[0] if self.url is None else without_secrets(self.url)
 
     @asynccontextmanager
     async def open(self, errors: IO[str]) -> AsyncIterator[Any]:
@@ -202,7 +204,14 @@ class Connection:
             raise self._failure(line, f"connecting: {_told(error)}") from error
 
     def _failure(self, line: Line, text: str) -> ToolFailure:
-        return ToolFailure(CAUSE, f"tool server {self.server.name} ({self.server.place}): {text}{line.last_words()}")
+        name, place = self.server.name, self.server.place
+        who = name if name == place else f"{name} ({place})"
+        return ToolFailure(CAUSE, f"tool server {who}: {without_secrets(text)}{line.last_words()}")
+
+
+def without_secrets(text: str) -> str:
+    """With only scheme, host and path of the addresses in it: users, passwords and queries are left out."""
+    return ADDRESS.sub(r"\1\2", text)
 
 
 def _told(error: BaseException) -> str:
