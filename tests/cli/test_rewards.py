@@ -157,6 +157,6 @@ def test_a_run_that_cannot_be_built_leaves_nothing(tiny_model_folder: Path, monk
         assert children()
         raise MemoryError
 
-    monkeypatch.setattr(build, "_make_learner", broken)
+    monkeypatch.setattr(build, "make_learner", broken)
     with pytest.raises(MemoryError):
         main(["train", f"model={tiny_model_folder}", "reward=scores.py:scaled", *SMALL])

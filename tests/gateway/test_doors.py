@@ -219,7 +219,10 @@ def test_attempts_are_taken_in_the_order_they_were_offered() -> None:
         assert await waiting is lives[0]
         assert await book.take(1) is lives[1]
         assert await asyncio.gather(*offers) == [True, True]
-        assert await book.offer(lives[0], 0.05) is False  # nobody comes
+        for live in lives:
+            book.end(live)
+        last = book.open(None, Task("2", ()))  # type: ignore[arg-type]
+        assert await book.offer(last, 0.05) is False  # nobody comes
         assert await book.take(0.01) is None  # and it waits no longer
 
     asyncio.run(scene())

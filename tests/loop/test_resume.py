@@ -13,15 +13,17 @@ from typing import Any
 
 import pytest
 
-# A reward with some variety for a random model, that kills its own process at a given call.
+# A reward with some variety for a random model, that kills the run at a given call. It runs in a worker, a child of a
+# child of the run, and there are several: a file counts their calls.
 REWARD = """
-import os, signal
-calls = 0
+import os, pathlib, signal
 def variety(final_answer):
-    global calls
-    calls += 1
+    with open("calls", "ab", buffering=0) as counter:
+        counter.write(b".")
+        calls = counter.tell()
     if calls == int(os.environ.get("KILL_AT_CALL", "0")):
-        os.kill(os.getpid(), signal.SIGKILL)
+        run = int(pathlib.Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(run, signal.SIGKILL)
     return len(set(final_answer)) / 10
 def short(final_answer):
     return -len(final_answer)
