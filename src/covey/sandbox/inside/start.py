@@ -67,10 +67,10 @@ def _harden(request: dict[str, Any]) -> None:
 
 
 def _limit(limits: dict[str, Any]) -> None:
-    def limit(which: int, value: int) -> None:
+    def limit(which: int, value: int, more: int = 0) -> None:
         _, hard = resource.getrlimit(which)
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(which, (value, value))
+        soft, most = (n if hard == resource.RLIM_INFINITY else min(n, hard) for n in (value, value + more))
+        resource.setrlimit(which, (soft, most))
 
     limit(resource.RLIMIT_CORE, 0)
     limit(resource.RLIMIT_AS, limits["memory_mb"] * 2**20)
@@ -80,7 +80,8 @@ def _limit(limits: dict[str, Any]) -> None:
     limit(resource.RLIMIT_MSGQUEUE, 0)
     limit(resource.RLIMIT_NPROC, limits["processes"] + limits["others"])
     if limits["cpu_seconds"] is not None:
-        limit(resource.RLIMIT_CPU, int(limits["cpu_seconds"]) + 2)
+        # A second between the two: at the first the kernel sends a signal that tells why, at the last it just kills.
+        limit(resource.RLIMIT_CPU, int(limits["cpu_seconds"]) + 2, more=1)
 
 
 def _play(request: dict[str, Any]) -> None:
