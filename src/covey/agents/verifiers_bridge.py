@@ -63,7 +63,8 @@ class PolicyClient(vf.Client):
         headers: Mapping[str, str] | None = None,
     ) -> vf.Response:
         if not isinstance(dialect, ChatDialect):
-            raise NotImplementedError(f"only chat completions are answered, not {type(dialect).__name__}")
+            self.broken = InputError(f"this environment speaks {type(dialect).__name__}: only chat is answered")
+            raise vf.ProviderError(str(self.broken), status_code=400)
         request = dialect.parse_request(body)
         tools = [tool_to_wire(tool) for tool in request.tools or []]
         messages = self._inward([_plain(message_to_wire(message)) for message in request.messages])

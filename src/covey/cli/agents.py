@@ -104,3 +104,14 @@ def open_workers(agent: Agent, rewards: RewardSet, resources: ExitStack) -> Work
 
 def with_workers(agent: Agent, pool: WorkerPool | None) -> Agent:
     return agent.in_workers(pool) if pool is not None and isinstance(agent, UsesWorkers) else agent
+
+
+def open_rewards(config: Config, rewards: RewardSet, workers: WorkerPool | None, resources: ExitStack) -> RewardSet:
+    """The rewards with where they run; those that are models are loaded."""
+    from covey.learner.models import pick_device
+
+    seconds = config.reward.seconds
+    opened = rewards.within(workers, seconds)
+    resources.callback(opened.close)
+    opened.open(seconds=seconds, device=str(pick_device(config.model.device)))
+    return opened

@@ -20,6 +20,7 @@ from covey.cli.agents import (
     find_tasks,
     find_world,
     make_toolbox,
+    open_rewards,
     open_workers,
     sandbox_of,
     with_workers,
@@ -39,8 +40,9 @@ from covey.cli.checks import (
 )
 from covey.cli.folder import Startable, open_run, store, threads_for, write_run_files
 from covey.cli.gateway import check_gateway, hide_columns, services
+from covey.cli.learner import make_learner
 from covey.config import Composed, fingerprint
-from covey.config.schema import Config, LoraConfig
+from covey.config.schema import Config
 from covey.errors import Absent, InputError
 from covey.gateway import GatewayAgent
 from covey.protocols import Agent, RolloutEngine
@@ -53,7 +55,6 @@ from covey.workers import WorkerPool
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import: only where a model is at hand
     from covey.algorithms import Algorithm
-    from covey.learner.learner import Learner
     from covey.learner.models import ModelSource
     from covey.loop.checkpoint import Checkpoint
     from covey.loop.evaluate import Evaluator
@@ -255,7 +256,7 @@ def _build(prepared: Prepared, workers: WorkerPool | None, resources: ExitStack,
     threads = threads_for(config, folder if checkpoint is not None else None)
     torch.set_num_threads(threads)
     checkpoints = store(config, folder.path)
-    rewards = open_rewards(prepared, workers, resources)
+    rewards = open_rewards(config, prepared.rewards, workers, resources)
     learner = make_learner(prepared, checkpoint)
     write_run_files(prepared, folder, learner, threads, resumed=checkpoint is not None)
     telemetry = open_telemetry(prepared, folder.path, checkpoint)
@@ -282,16 +283,6 @@ def _build(prepared: Prepared, workers: WorkerPool | None, resources: ExitStack,
         services=services(prepared.agent),
         resources=resources.pop_all(),
     )
-
-
-def open_rewards(prepared: Prepared, workers: WorkerPool | None, resources: ExitStack) -> RewardSet:
-    from covey.learner.models import pick_device
-
-    seconds = prepared.config.reward.seconds
-    rewards = prepared.rewards.within(workers, seconds)
-    resources.callback(rewards.close)
-    rewards.open(seconds=seconds, device=str(pick_device(prepared.config.model.device)))
-    return rewards
 
 
 def make_engine(prepared: Prepared, policy: Any, *, log: Path | None = None) -> RolloutEngine:
@@ -407,27 +398,6 @@ def _make_refill(prepared: Prepared) -> Refill | None:
     return Refill(counted, prepared.algorithm.sees_rewards_apart, wanted.max_refills, fresh)
 
 
-def make_learner(prepared: Startable, checkpoint: Checkpoint | None) -> Learner:
-    from covey.learner.learner import Learner
-    from covey.loop.checkpoint import restore_learner
-
-    policy, reference = _load_models(prepared, checkpoint)
-    config = prepared.config
-    valued = prepared.algorithm.needs.values
-    learner = Learner(
-        policy,
-        config.learner,
-        total_updates=_total_updates(prepared),
-        reference=reference,
-        critic=config.critic if valued else None,
-        critic_backbone=_load_critic(prepared) if valued and not config.critic.shared else None,
-    )
-    if checkpoint is not None:
-        restore_learner(learner, checkpoint)
-        prepared.algorithm.load_state_dict(checkpoint.state["algorithm"])
-    return learner
-
-
 def open_telemetry(prepared: Startable, path: Path, checkpoint: Checkpoint | None) -> Telemetry:
     from covey.telemetry import Telemetry
 
@@ -446,45 +416,6 @@ def open_telemetry(prepared: Startable, path: Path, checkpoint: Checkpoint | Non
     if first_step:
         telemetry.note(f"resumed at step {first_step} of {prepared.total_steps} in {path}")
     return telemetry
-
-
-def _load_models(prepared: Startable, checkpoint: Checkpoint | None) -> tuple[Any, Any]:
-    """The policy, from the checkpoint if there is one, and its reference, always from the start model."""
-    from covey.learner.models import Reference, load_policy
-
-    config, source = prepared.config, prepared.model
-    assert source is not None
-    needed, offload = prepared.algorithm.needs.reference, config.learner.offload_reference
-
-    def load(source: ModelSource) -> Any:
-        return load_policy(source, config.model, seed=config.seed)
-
-    if checkpoint is None:
-        policy = load(source)
-        return policy, Reference.of(policy, offload=offload) if needed else None
-    if config.model.lora.rank > 0 or source.adapter is not None:
-        policy = load(dataclasses.replace(source, adapter=checkpoint.model))
-        return policy, Reference.of(policy, offload=offload) if needed else None
-    policy = load(dataclasses.replace(source, path=str(checkpoint.model)))
-    return policy, Reference(load(source), offload=offload) if needed else None
-
-
-def _load_critic(prepared: Startable) -> Any:
-    """A whole model without adapters: critic.model, or what the policy starts from."""
-    from covey.learner.models import load_policy, open_source
-
-    config, source = prepared.config, prepared.model
-    assert source is not None
-    plain = dataclasses.replace(config.model, name=config.critic.model or config.model.name, lora=LoraConfig())
-    source = open_source(plain) if config.critic.model is not None else source
-    return load_policy(dataclasses.replace(source, adapter=None), plain)
-
-
-def _total_updates(prepared: Startable) -> int:
-    config = prepared.config
-    per_epoch = -(-config.data.train_batch_size // (config.learner.mini_batch_size or config.data.train_batch_size))
-    alone = config.critic.warmup_steps if prepared.algorithm.needs.values else 0  # steps without the policy
-    return max(1, prepared.total_steps - alone) * per_epoch * config.learner.epochs
 
 
 def training_sampling(config: Config) -> Sampling:

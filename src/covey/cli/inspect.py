@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from rich.console import Console
 
-from covey.cli.agents import open_workers, with_workers
+from covey.cli.agents import open_rewards, open_workers, with_workers
 from covey.cli.build import (
     Prepared,
     make_collector,
     make_engine,
     make_evaluator,
-    open_rewards,
     prepare,
     training_sampling,
 )
@@ -194,7 +193,7 @@ def open_bench(words: Words, usage: str, *, asks_tasks: bool = True) -> Bench:
     with ExitStack() as resources:
         workers = open_workers(prepared.agent, prepared.rewards, resources)
         prepared = dataclasses.replace(prepared, agent=with_workers(prepared.agent, workers))
-        rewards = open_rewards(prepared, workers, resources)
+        rewards = open_rewards(prepared.config, prepared.rewards, workers, resources)
         policy = load_policy(source, prepared.config.model)
         engine = make_engine(prepared, policy)
         return Bench(prepared, make_collector(prepared, engine, rewards), engine, policy, resources.pop_all())

@@ -160,9 +160,13 @@ class Renderer:
         """What a model said: without special tokens, but for those that mark a tool call."""
         if self._call_marks.isdisjoint(token_ids):
             return self.decode(token_ids)
+        return self.decode([token for token in token_ids if token not in self._dropped], special=True)
+
+    @cached_property
+    def _dropped(self) -> frozenset[int]:
+        """Special tokens that are no part of what was said."""
         added = {token for token, text in self.tokenizer.added_tokens_decoder.items() if text.special}
-        dropped = (added | {*self.tokenizer.all_special_ids}) - self._call_marks
-        return self.decode([token for token in token_ids if token not in dropped], special=True)
+        return frozenset(added | {*self.tokenizer.all_special_ids}) - self._call_marks
 
     @cached_property
     def _call_marks(self) -> frozenset[int]:

@@ -67,7 +67,7 @@ def _settle_in(output: int) -> None:
     with suppress(OSError):  # a worker that eats all memory goes before the training process does
         Path("/proc/self/oom_score_adj").write_text("500")
     asyncio._set_running_loop(None)
-    with suppress(Exception):  # whatever goes by these names
+    with suppress(AttributeError):  # something else may go by these names
         _part_ways()
 
 

@@ -1,0 +1,74 @@
+"""The learner of a run and the models in it: policy, reference, critic; on resume, from the checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from covey.cli.folder import Startable
+from covey.config.schema import LoraConfig
+
+if TYPE_CHECKING:  # torch and transformers take seconds to import: only where a model is at hand
+    from covey.learner.learner import Learner
+    from covey.learner.models import ModelSource
+    from covey.loop.checkpoint import Checkpoint
+
+
+def make_learner(prepared: Startable, checkpoint: Checkpoint | None) -> Learner:
+    from covey.learner.learner import Learner
+    from covey.loop.checkpoint import restore_learner
+
+    policy, reference = _load_models(prepared, checkpoint)
+    config = prepared.config
+    valued = prepared.algorithm.needs.values
+    learner = Learner(
+        policy,
+        config.learner,
+        total_updates=_total_updates(prepared),
+        reference=reference,
+        critic=config.critic if valued else None,
+        critic_backbone=_load_critic(prepared) if valued and not config.critic.shared else None,
+    )
+    if checkpoint is not None:
+        restore_learner(learner, checkpoint)
+        prepared.algorithm.load_state_dict(checkpoint.state["algorithm"])
+    return learner
+
+
+def _load_models(prepared: Startable, checkpoint: Checkpoint | None) -> tuple[Any, Any]:
+    """The policy, from the checkpoint if there is one, and its reference, always from the start model."""
+    from covey.learner.models import Reference, load_policy
+
+    config, source = prepared.config, prepared.model
+    assert source is not None
+    needed, offload = prepared.algorithm.needs.reference, config.learner.offload_reference
+
+    def load(source: ModelSource) -> Any:
+        return load_policy(source, config.model, seed=config.seed)
+
+    if checkpoint is None:
+        policy = load(source)
+        return policy, Reference.of(policy, offload=offload) if needed else None
+    if config.model.lora.rank > 0 or source.adapter is not None:
+        policy = load(dataclasses.replace(source, adapter=checkpoint.model))
+        return policy, Reference.of(policy, offload=offload) if needed else None
+    policy = load(dataclasses.replace(source, path=str(checkpoint.model)))
+    return policy, Reference(load(source), offload=offload) if needed else None
+
+
+def _load_critic(prepared: Startable) -> Any:
+    """A whole model without adapters: critic.model, or what the policy starts from."""
+    from covey.learner.models import load_policy, open_source
+
+    config, source = prepared.config, prepared.model
+    assert source is not None
+    plain = dataclasses.replace(config.model, name=config.critic.model or config.model.name, lora=LoraConfig())
+    source = open_source(plain) if config.critic.model is not None else source
+    return load_policy(dataclasses.replace(source, adapter=None), plain)
+
+
+def _total_updates(prepared: Startable) -> int:
+    config = prepared.config
+    per_epoch = -(-config.data.train_batch_size // (config.learner.mini_batch_size or config.data.train_batch_size))
+    alone = config.critic.warmup_steps if prepared.algorithm.needs.values else 0  # steps without the policy
+    return max(1, prepared.total_steps - alone) * per_epoch * config.learner.epochs
