@@ -4,8 +4,9 @@
 
 Lengths are log-normal with a fixed seed and the same for both sides; each answer is told its own by max_tokens, and no
 token ends it earlier. Groups of eight share their prompt. Each side is a process of its own with random weights of the
-same shape, runs the whole work twice on new prompts, and is judged by the second run: compiling and capturing is over.
-Covey returns the log-prob of every token; vLLM is measured with and without.
+same shape. It warms up on other prompts with answers of a sixty-fourth of the length, one of them to a prompt as long
+as the longest row will be: compiling, capturing and making room is over then. Both return the log-prob of every
+token; --plain measures vLLM without them as well.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from kit.measure import about, machine, merged, now, peak_memory, prepare
 from kit.models import load_config, load_model, random_ids
 from kit.report import Plot, Result, command_line, number, options, publish, ratio
 
+WARM_UP = 64  # answers are so many times shorter
 SIDES = {"covey": "Covey, with log-probs", "vllm-logprobs": "vLLM, with log-probs", "vllm": "vLLM, without"}
 
 
@@ -42,7 +44,7 @@ def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
     prepare(settings)
     model = load_model(settings["model"], settings["device"], settings["dtype"])
     sampler = Sampler(model, len(settings["lengths"]))
-    seconds = run_twice(sampler, settings)
+    seconds = run_warm(sampler, settings)
     sampler.close()
     return {**about(settings["device"]), "covey": seconds | peak_memory(settings["device"])}
 
@@ -50,26 +52,32 @@ def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
 def vllm_side(settings: dict[str, Any]) -> dict[str, Any]:
     from kit.rivals import Vllm
 
-    longest = settings["prompt_tokens"] + max(settings["lengths"])
+    longest = settings["prompt_tokens"] * 2 + max(settings["lengths"])  # the warm-up's longest prompt and its answer
     engine = Vllm(settings["model"], max_tokens=longest, max_sequences=len(settings["lengths"]))
+    kinds = [("vllm-logprobs", True), ("vllm", False)][: 1 + settings["plain"]]
     found = {
-        name: run_twice(lambda prompts, lengths, wanted=wanted: engine(prompts, lengths, wanted), settings)
-        for name, wanted in (("vllm-logprobs", True), ("vllm", False))
+        name: run_warm(lambda prompts, lengths, wanted=wanted: engine(prompts, lengths, wanted), settings)
+        for name, wanted in kinds
     }
     return {**about(settings["device"]), **found}
 
 
-def run_twice(call: Callable[[list[list[int]], list[int]], int], settings: dict[str, Any]) -> dict[str, float]:
+def run_warm(call: Callable[[list[list[int]], list[int]], int], settings: dict[str, Any]) -> dict[str, float]:
+    """Seconds of the warm-up and of the work."""
+    lengths = settings["lengths"]
+    short = [math.ceil(length / WARM_UP) for length in lengths]
+    prompts = requests(settings, "warm-up")
+    prompts[0] = prompts[0] * (1 + max(lengths) // len(prompts[0]))  # as long as the longest row will be
     taken = []
-    for number_of_run in range(2):
+    for asked, answers in ((prompts, short), (requests(settings, "work"), lengths)):
         start = now()
-        sampled = call(requests(settings, number_of_run), settings["lengths"])
+        sampled = call(asked, answers)
         taken.append(now() - start)
-        assert sampled == sum(settings["lengths"])
-    return {"first_s": taken[0], "seconds": taken[1]}
+        assert sampled == sum(answers)
+    return {"warm_up_s": taken[0], "seconds": taken[1]}
 
 
-def requests(settings: dict[str, Any], run: int) -> list[list[int]]:
+def requests(settings: dict[str, Any], run: str) -> list[list[int]]:
     """The prompts of all answers; a group's are the same."""
     groups = len(settings["lengths"]) // settings["group"]
     vocabulary = load_config(settings["model"]).vocab_size
@@ -79,7 +87,7 @@ def requests(settings: dict[str, Any], run: int) -> list[list[int]]:
 
 # -- the report ------------------------------------------------------------------------------------------------------
 
-HEADER = ("side", "wall s", "tokens/s", "× vLLM with log-probs", "× floor", "first run s")
+HEADER = ("side", "wall s", "tokens/s", "× vLLM with log-probs", "× floor", "warm-up s")
 
 
 def rows_of(found: dict[str, Any], settings: dict[str, Any], rates: Rates) -> list[dict[str, Any]]:
@@ -98,7 +106,7 @@ def rows_of(found: dict[str, Any], settings: dict[str, Any], rates: Rates) -> li
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    keys = ("seconds", "tokens_per_s", "speed_up", "over_floor", "first_s")
+    keys = ("seconds", "tokens_per_s", "speed_up", "over_floor", "warm_up_s")
     return [SIDES.get(row["side"], row["side"]), *(number(row.get(key)) for key in keys)]
 
 
@@ -115,6 +123,7 @@ def parse(argv: Sequence[str] | None) -> Any:
     parser.add_argument("--model", default="qwen2.5-7b", help="a shape")
     parser.add_argument("--answers", type=int, default=128, help="in groups of 8")
     parser.add_argument("--sides", nargs="+", choices=("covey", "vllm"), help="default: all there are")
+    parser.add_argument("--plain", action="store_true", help="vLLM without log-probs too")
     parser.add_argument("--vllm-python", type=Path, default=Path(sys.executable), help="a Python with vLLM")
     found = parser.parse_args(argv)
     if found.sides is None:
@@ -126,7 +135,7 @@ def parse(argv: Sequence[str] | None) -> Any:
 def main(argv: Sequence[str] | None = None) -> int:
     chosen = parse(argv)
     children = Children(__file__, chosen.limit)
-    settings = loads(chosen) | {"device": chosen.device}
+    settings = loads(chosen) | {"device": chosen.device, "plain": chosen.plain}
     here = children.run("machine", settings | {"quick": chosen.tiny})
     found: dict[str, Any] = {}
     versions: dict[str, Any] = {"covey": here["versions"]}

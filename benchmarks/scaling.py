@@ -22,6 +22,7 @@ from kit.models import load_config, load_model, random_ids, word_tokenizer
 from kit.report import Plot, Result, command_line, number, options, publish, ratio
 
 SHARED = "prompt shared"  # the rows that the figure is made of
+KINDS = ("group", "prompt", "answer", SHARED)
 
 
 def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +82,7 @@ def loads(chosen: Any) -> dict[str, Any]:
         return common | {"name": "tiny", "model": "tiny", "dtype": "float32", "points": points}
     if chosen.device == "cuda":
         points = grid(Load(32, 8, 256, 256), groups=(2, 4, 8, 16), prompts=(1, 256, 1024), answers=(64, 256, 512))
-        points += sharing(8, 16, 1024, (256, 512, 1024))
+        points += sharing(8, 16, 1024, (256, 1024))
         return common | {"name": chosen.model, "model": chosen.model, "dtype": "bfloat16", "points": points}
     from covey.learner.models import locate
 
@@ -142,6 +143,7 @@ def parse(argv: Sequence[str] | None) -> Any:
     parser = options(__doc__)
     parser.add_argument("--model", default="qwen2.5-0.5b", help="a shape, on a GPU")
     parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="what varies")
     parser.add_argument("--steps", type=int, default=None, help="timed steps of each point; default 2, on a GPU 3")
     found = parser.parse_args(argv)
     found.steps = found.steps or (1 if found.tiny else 3 if found.device == "cuda" else 2)
@@ -155,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     here = children.run("machine", settings | {"quick": chosen.tiny})
     failures: list[str] = []
     rows: list[dict[str, Any]] = []
-    for varies in dict.fromkeys(point["varies"] for point in settings["points"]):
+    for varies in chosen.kinds:
         part = settings | {"points": [point for point in settings["points"] if point["varies"] == varies]}
         try:
             rows += rows_of(part, children.run("covey", part)["points"], Rates(**here["rates"]))

@@ -98,6 +98,21 @@ def test_killed_in_the_middle_of_step_four(tmp_path: Path, tiny_model_folder: Pa
     assert found == expected
 
 
+def test_a_run_in_parts_of_limited_time_ends_as_one_piece(tmp_path: Path, tiny_model_folder: Path) -> None:
+    """loop.max_minutes=0 ends after every step, between checkpoints too; what has its time goes to the end."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder in (whole, parts):
+        folder.mkdir()
+    train(whole, tiny_model_folder)
+    for steps in (1, 2):
+        assert train(parts, tiny_model_folder, "loop.max_minutes=0") == 0
+        (run,) = parts.glob("outputs/*/*")
+        assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
+        assert (run / "checkpoints" / f"step-{steps:06d}").is_dir()
+    assert train(parts, tiny_model_folder, "loop.max_minutes=100") == 0
+    assert outcome(parts) == outcome(whole)
+
+
 def test_a_finished_run_is_left_alone_and_a_new_one_starts(tmp_path: Path, tiny_model_folder: Path) -> None:
     for expected in (1, 2):
         train(tmp_path, tiny_model_folder, "loop.total_steps=1", "loop.save_every=0", "eval.before=false")

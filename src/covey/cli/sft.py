@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from covey.cli.build_sft import PreparedSft, build_sft, prepare_sft
-from covey.cli.train import telling_how_to_go_on
+from covey.cli.train import tell_of_the_limit, telling_how_to_go_on
 from covey.cli.words import compose_words, parse
 from covey.errors import InputError
 
@@ -69,6 +69,7 @@ def run_to_end(prepared: PreparedSft) -> SftRun:
     run = build_sft(prepared, note=lambda text: print(text, file=sys.stderr))
     with telling_how_to_go_on(run.path):
         run.train()
+    tell_of_the_limit(run.path)
     if "console" in prepared.config.logging.to:
         print_summary(run.path)
     return run

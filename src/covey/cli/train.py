@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import sys
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -89,6 +90,7 @@ def run_to_end(prepared: Prepared) -> Run:
     run = build(prepared, note=lambda text: print(text, file=sys.stderr))
     with telling_how_to_go_on(run.path):
         _complete(run.train())
+    tell_of_the_limit(run.path)
     if "console" in prepared.config.logging.to:
         print_summary(run.path)
     return run
@@ -105,6 +107,12 @@ def telling_how_to_go_on(path: Path) -> Iterator[None]:
         else:
             print("\nthere is no checkpoint to go on from (loop.save_every writes some)", file=sys.stderr)
         raise
+
+
+def tell_of_the_limit(path: Path) -> None:
+    """Of a run that loop.max_minutes has ended."""
+    if json.loads((path / "run.json").read_text())["status"] != "finished":
+        print("loop.max_minutes is over; the same command goes on from here", file=sys.stderr)
 
 
 def _complete(training: Coroutine[Any, Any, Run]) -> None:

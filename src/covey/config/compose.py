@@ -48,7 +48,7 @@ OWN_CODE = ("agent",)  # groups that also take module:function or file.py:functi
 
 # What may differ between a run and its continuation.
 NOT_IN_FINGERPRINT = (
-    *("resume", "gateway.port", "gateway.max_programs"),
+    *("resume", "gateway.port", "gateway.max_programs", "loop.max_minutes"),
     *("logging.to", "logging.output_dir", "logging.verbosity"),
 )
 

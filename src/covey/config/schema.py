@@ -218,6 +218,7 @@ class CriticConfig:
 class LoopConfig:
     total_steps: int | None = None  # steps to train; null: what total_epochs makes
     total_epochs: int | None = None  # passes over the training tasks; null with total_steps null: 1
+    max_minutes: float | None = None  # stop after this long, with a checkpoint; the same command goes on from there
     save_every: int = 0  # write a checkpoint every n steps; 0: only at the end
     keep_last: int = 2  # checkpoints kept besides the best
     keep_best: bool = True  # never delete the checkpoint with the best evaluation
@@ -227,6 +228,7 @@ class LoopConfig:
     def __post_init__(self) -> None:
         _at_least("loop.total_steps", self.total_steps, 1)
         _at_least("loop.total_epochs", self.total_epochs, 1)
+        _at_least("loop.max_minutes", self.max_minutes, 0)
         _at_least("loop.keep_last", self.keep_last, 1)
         _at_least("loop.save_every", self.save_every, 0)
         _at_least("loop.threads", self.threads, 1)

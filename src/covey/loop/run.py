@@ -15,6 +15,7 @@ from covey.learner.learner import Learner, NonFiniteError
 from covey.loop.checkpoint import Checkpoint, CheckpointStore
 from covey.loop.evaluate import Evaluator
 from covey.loop.folder import RunFolder
+from covey.loop.limit import TimeLimit
 from covey.loop.record import episode_view, step_episodes, step_metrics, step_view
 from covey.loop.step import Road, StepResult, publish, step
 from covey.protocols import Metrics, RolloutEngine
@@ -54,8 +55,7 @@ class Run:
             async with AsyncExitStack() as open_services:
                 for service in self.services:
                     await open_services.enter_async_context(service)
-                await self._all_steps()
-            status = "finished"
+                status = "finished" if await self._all_steps() else "interrupted"
         except (KeyboardInterrupt, asyncio.CancelledError):  # asyncio turns the first Ctrl-C into a cancellation
             status = "interrupted"
             raise
@@ -68,14 +68,19 @@ class Run:
         write_report(self.path)
         return self
 
-    async def _all_steps(self) -> None:
+    async def _all_steps(self) -> bool:
+        """Whether all were made, or `loop.max_minutes` ended them, with a checkpoint to go on from."""
+        limit = TimeLimit(self.config.loop.max_minutes)
         await publish(self.road, self.first_step)
         if self.config.eval.before and self.first_step == 0:
             await self.evaluate(0)
         for index in range(self.first_step, self.total_steps):
-            await self._step(index)
+            await self._step(index, limit)
+            if limit.reached and index + 1 < self.total_steps:
+                return False
+        return True
 
-    async def _step(self, index: int) -> None:
+    async def _step(self, index: int, limit: TimeLimit) -> None:
         tokens_before = self.engine.generated_tokens
         self._show_progress(self.source.attempts * self.config.data.train_batch_size, "answers")
         try:
@@ -86,11 +91,11 @@ class Run:
         generated = self.engine.generated_tokens - tokens_before
         self._record(index, result, generated)
         done, every = index + 1, self.config.eval.every
-        last = done == self.total_steps
+        last, over = done == self.total_steps, limit.passed()
         if (last and self.config.eval.after) or (every and done % every == 0):
             await self.evaluate(done)
         save = self.config.loop.save_every
-        if (last and self.config.loop.save_final) or (save and done % save == 0):
+        if (last and self.config.loop.save_final) or (save and done % save == 0) or (over and not last):
             with self.telemetry.stage("checkpoint"):
                 self.checkpoint(done)
 

@@ -17,6 +17,7 @@ from covey.config.schema import Config
 from covey.learner.learner import Ask, Learner, NonFiniteError
 from covey.loop.checkpoint import Checkpoint, CheckpointStore
 from covey.loop.folder import RunFolder
+from covey.loop.limit import TimeLimit
 from covey.loop.samples import episode_rows, minibatches, to_samples
 from covey.loop.step import merge
 from covey.protocols import Metrics
@@ -56,9 +57,7 @@ class SftRun:
         try:
             if self.config.eval.before and self.first_step == 0:
                 self.evaluate(0)
-            for index in range(self.first_step, self.total_steps):
-                self._step(index)
-            status = "finished"
+            status = "finished" if self._all_steps() else "interrupted"
         except KeyboardInterrupt:
             status = "interrupted"
             raise
@@ -69,7 +68,16 @@ class SftRun:
         write_report(self.path)
         return self
 
-    def _step(self, index: int) -> None:
+    def _all_steps(self) -> bool:
+        """Whether all were made, or `loop.max_minutes` ended them, with a checkpoint to go on from."""
+        limit = TimeLimit(self.config.loop.max_minutes)
+        for index in range(self.first_step, self.total_steps):
+            self._step(index, limit)
+            if limit.reached and index + 1 < self.total_steps:
+                return False
+        return True
+
+    def _step(self, index: int, limit: TimeLimit) -> None:
         epoch, episodes = self._batch(index)
         samples = as_samples(episodes)
         with self.telemetry.stage("update"):
@@ -86,10 +94,10 @@ class SftRun:
         }
         self.telemetry.step(index, metrics | figures, None, ())
         done, every, save = index + 1, self.config.eval.every, self.config.loop.save_every
-        last = done == self.total_steps
+        last, over = done == self.total_steps, limit.passed()
         if (last and self.config.eval.after) or (every and done % every == 0):
             self.evaluate(done)
-        if (last and self.config.loop.save_final) or (save and done % save == 0):
+        if (last and self.config.loop.save_final) or (save and done % save == 0) or (over and not last):
             with self.telemetry.stage("checkpoint"):
                 self.checkpoint(done)
 
