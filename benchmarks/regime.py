@@ -149,7 +149,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         versions[side] = done["versions"]
         found |= {name: done[name] for name in SIDES if name in done}
     if found:
-        publish(report(chosen, settings, here, versions, rows_of(found, settings, Rates(**here["rates"]))), chosen.out)
+        rows = rows_of(found, settings, Rates(**here["rates"]))
+        publish(report(chosen, settings, here, versions, rows), chosen.out)
     for failure in failures:
         print(f"failed: {failure}")
     return 1 if failures else 0
@@ -161,7 +162,7 @@ def report(chosen: Any, settings: dict[str, Any], here: Any, versions: Any, rows
         f"{settings['model']}, {settings['dtype']}: {len(lengths)} answers in groups of {settings['group']}, prompts "
         f"of {settings['prompt_tokens']} tokens; answers of {min(lengths)} to {max(lengths)} tokens, median "
         f"{statistics.median(lengths):.0f}, {sum(lengths)} in all.",
-        *([] if "vllm" in chosen.sides else ["vLLM was not measured."]),
+        *([] if any(row["side"].startswith("vllm") for row in rows) else ["vLLM was not measured."]),
     ]
     labels = [SIDES.get(row["side"], row["side"]) for row in rows]
     return Result(

@@ -172,6 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def report(chosen: Any, settings: dict[str, Any], here: dict[str, Any], rows: list[dict[str, Any]]) -> Result:
     shared = [row for row in rows if row["varies"] == SHARED and row["load"]["prompt_tokens"] > 1]
+    missing = [kind for kind in KINDS if kind not in {row["varies"] for row in rows}]
     return Result(
         name="scaling",
         device=here["device"],
@@ -180,7 +181,11 @@ def report(chosen: Any, settings: dict[str, Any], here: dict[str, Any], rows: li
         cells=[cells(row) for row in rows],
         rows=rows,
         plot=picture([row for row in rows if row["varies"] == SHARED] or rows),
-        notes=[f"{settings['name']}, {settings['dtype']}, fixed lengths.", *map(sharing_note, shared)],
+        notes=[
+            f"{settings['name']}, {settings['dtype']}, fixed lengths.",
+            *map(sharing_note, shared),
+            *([f"Not measured: {', '.join(missing)}."] if missing else []),
+        ],
         rates=here["rates"],
         settings={key: settings[key] for key in ("model", "dtype", "warmup", "steps")},
         command=command_line(),

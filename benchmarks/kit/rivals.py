@@ -7,6 +7,8 @@ are bfloat16 and so are its optimiser's: the fastest it has. Covey keeps float32
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -132,6 +134,8 @@ class Vllm:
     """vLLM with made-up weights of the shape, its CUDA graphs captured and its layers compiled."""
 
     def __init__(self, name: str, *, max_tokens: int, max_sequences: int, memory: float = 0.85) -> None:
+        if importlib.util.find_spec("flashinfer") is None:
+            os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # or it would not start
         from vllm import LLM
 
         self.folder = tempfile.TemporaryDirectory()  # lives as long as the engine does
