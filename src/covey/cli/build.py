@@ -193,7 +193,8 @@ def make_algorithm(config: Config) -> Algorithm:
 
     options = dataclasses.asdict(config.algorithm)
     if options.get("correction") == "auto":
-        differs = sampling_is_cut(config) or config.rollout.name == "vllm"
+        older = ahead(config) and config.mode.max_staleness > 0
+        differs = older or sampling_is_cut(config) or config.rollout.name == "vllm"
         options["correction"] = "token" if differs else "none"
     try:
         return make(options.pop("name"), **options)
@@ -264,12 +265,14 @@ def _build(prepared: Prepared, workers: WorkerPool | None, resources: ExitStack,
     collector = make_collector(prepared, engine, rewards)
     source = _make_source(prepared, collector)
     first_step = checkpoint.step if checkpoint is not None else 0
+    if checkpoint is not None:
+        source.restore(checkpoint.state["source"], first_step)
     if isinstance(prepared.agent, GatewayAgent) and "console" in config.logging.to:
         prepared.agent.announce = telemetry.note
     return Run(
         config=config,
         folder=folder,
-        road=Road(source, learner, prepared.algorithm, engine, _schedule(prepared), telemetry),
+        road=Road(source, learner, prepared.algorithm, engine, _schedule(prepared), telemetry, ahead(config)),
         learner=learner,
         engine=engine,
         source=source,
@@ -301,6 +304,7 @@ def make_engine(prepared: Prepared, policy: Any, *, log: Path | None = None) -> 
         context_length=prepared.config.model.context_length or source.context_length,
         memory=prepared.config.rollout.memory,
         eager=prepared.config.rollout.eager,
+        drains=prepared.config.mode.update == "drain",
     )
 
 
@@ -372,15 +376,23 @@ def _make_source(prepared: Prepared, collector: Collector) -> TrainingSource:
         )[1]
 
     needs = prepared.algorithm.needs
-    return TrainingSource(
-        collector,
-        batch,
-        attempts=config.rollout.group_size,
-        sampling=training_sampling(config),
-        min_group_size=needs.min_group_size,
-        greedy_baseline=needs.greedy_baseline,
-        refill=_make_refill(prepared),
-    )
+    parts: dict[str, Any] = {
+        "attempts": config.rollout.group_size,
+        "sampling": training_sampling(config),
+        "min_group_size": needs.min_group_size,
+        "greedy_baseline": needs.greedy_baseline,
+        "refill": _make_refill(prepared),
+    }
+    if not ahead(config):
+        return TrainingSource(collector, batch, **parts)
+    from covey.rollout.background import BackgroundSource
+
+    return BackgroundSource(collector, batch, lead=config.mode.max_staleness, steps=prepared.total_steps, **parts)
+
+
+def ahead(config: Config) -> bool:
+    """Whether sampling goes on while the learner learns."""
+    return config.mode.name == "async"
 
 
 def _make_refill(prepared: Prepared) -> Refill | None:

@@ -42,7 +42,7 @@ GROUPS: Mapping[str, Mapping[str, type]] = {
     "agent": dict.fromkeys(("chat", "hf", "react", "code", "flow", "gateway", "verifiers"), AgentConfig),
     "rollout": {"embedded": RolloutConfig, "vllm": RolloutConfig, "auto": RolloutConfig},
     "cluster": {"local": ClusterConfig},
-    "mode": {"sync": ModeConfig},
+    "mode": {"sync": ModeConfig, "async": ModeConfig},
 }
 OWN_CODE = ("agent",)  # groups that also take module:function or file.py:function
 

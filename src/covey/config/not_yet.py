@@ -72,7 +72,6 @@ NOT_YET = (
     NotYet("agent.name", is_("gui"), "agents that look at a screen", _OWN_AGENT),
     NotYet("env.reasoning", true, "the reasoning prompt", "write it out: data.system_prompt='…'"),
     # Where and when things run
-    NotYet("mode.name", is_("async"), "sampling while learning", "use mode=sync"),
     NotYet("train.sync", false, "sampling while learning", "set it to true"),
     NotYet("train.sync_iter", false, "sampling while learning", "set it to true"),
     NotYet("train.weight_update_frequency", anything, "sampling while learning", _IN_STEP),

@@ -262,7 +262,13 @@ class ClusterConfig:
 
 @dataclass(frozen=True)
 class ModeConfig:
-    name: str = "sync"  # sync: collect, then learn, by turns
+    name: str = "sync"  # sync: collect, then learn, by turns; async: episodes go on while the learner learns
+    max_staleness: int = 1  # async: updates that the policy of an answer may be behind; 0: by turns
+    update: str = "in_flight"  # async: new weights in the midst of answers; drain: answers are finished first
+
+    def __post_init__(self) -> None:
+        _at_least("mode.max_staleness", self.max_staleness, 0)
+        _one_of("mode.update", self.update, ("in_flight", "drain"))
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ class Run:
             status = "interrupted"
             raise
         finally:
+            self.source.close()
             self.engine.close()
             self.resources.close()
             self.telemetry.close(status)
@@ -135,6 +136,7 @@ class Run:
             "episodes_offset": episodes_offset,
             "best": self.best,
             "algorithm": self.road.algorithm.state_dict(),
+            "source": self.source.state(),
         }
         return self.checkpoints.save(done, self.learner, self.tokenizer, state)
 

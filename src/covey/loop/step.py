@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Protocol
 
@@ -51,12 +52,22 @@ class Road:
     engine: RolloutEngine
     schedule: Schedule
     stages: Stages
+    ahead: bool = False  # episodes go on while the learner learns: tools answer, programs play
 
 
 async def step(road: Road, index: int) -> StepResult:
     with road.stages.stage("rollout"):
         collected = await road.source.next()  # tasks → scored groups
         await road.engine.pause()
+    result = await asyncio.to_thread(learn, road, collected) if road.ahead else learn(road, collected)
+    await publish(road, index + 1)
+    if road.ahead:
+        result = replace(result, metrics=result.metrics | ages(result.samples, index))
+    return result
+
+
+def learn(road: Road, collected: Collected) -> StepResult:
+    """From scored groups to new weights."""
     road.learner.wake()
     plan = road.schedule
     samples = to_samples(collected, plan.weights, temperature=plan.temperature, max_tokens=plan.max_tokens)
@@ -72,7 +83,6 @@ async def step(road: Road, index: int) -> StepResult:
             updates.append(metrics)
             if batch.epoch == 0:
                 write_trace(trace, batch.row_R, seen)
-    await publish(road, index + 1)
     metrics = {**shaped, **advantages.metrics, **merge(updates)}
     if road.engine.apart:
         metrics |= mismatch(samples, trace, plan.groups_per_batch)
@@ -86,6 +96,12 @@ async def publish(road: Road, version: int) -> None:
         road.learner.rest()
         await road.engine.resume()
     road.source.policy_updated(version)
+
+
+def ages(samples: Samples, version: int) -> Metrics:
+    """How many updates old the policy was that drew a token."""
+    found = [version - v for row in samples.rows for v, sampled in zip(row.versions, row.mask, strict=True) if sampled]
+    return {"policy/age": sum(found) / max(1, len(found)), "policy/age_max": float(max(found, default=0))}
 
 
 def mismatch(samples: Samples, trace: TokenTrace, groups_per_batch: int | None) -> Metrics:

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from covey.errors import EpisodeError, InputError, RunFailed
 from covey.protocols import Agent, Reward, RolloutEngine
@@ -171,15 +172,18 @@ class TrainingSource:
         tasks = self.batch(self.step)
         raw = await self._collect(tasks, ("train", self.step))
         wanted, rounds = len(tasks), 0
-        good, flat = self._sort(raw)
-        while self.refill is not None and len(good) < wanted and rounds < self.refill.rounds:
-            tried = {group.task.id for group in raw}
-            fresh = self.refill.fresh(self.step, rounds, wanted - len(good), tried)
+        while self.refill is not None and rounds < self.refill.rounds:
+            missing = wanted - len(self._sort(raw)[0])
+            fresh = self.refill.fresh(self.step, rounds, missing, {g.task.id for g in raw}) if missing > 0 else ()
             if not fresh:
                 break
             rounds += 1
             raw += await self._collect(fresh, ("train", self.step, "refill", rounds))
-            good, flat = self._sort(raw)
+        return self._collected(raw, wanted, rounds)
+
+    def _collected(self, raw: Sequence[Group], wanted: int, refills: int) -> Collected:
+        """What there is to learn from among all that was sampled, and what became of the rest."""
+        good, flat = self._sort(raw)
         failed = [e.failure for g in raw for e in _everyone(g) if e.failure]
         failures = Counter(failure.cause for failure in failed)
         examples = {failure.cause: failure.message for failure in failed}
@@ -188,7 +192,7 @@ class TrainingSource:
         if not good:  # nothing differs anywhere: better a step without signal than none
             good, flat = flat[:wanted], flat[wanted:]
         dropped = len(raw) - len(good) - len(flat)
-        return Collected(tuple(good), tuple(flat), rounds, dict(failures), examples, dropped)
+        return Collected(tuple(good), tuple(flat), refills, dict(failures), examples, dropped)
 
     async def _collect(self, tasks: Sequence[Task], stream: tuple[object, ...]) -> list[Group]:
         raw = await self.collector.groups(
@@ -215,6 +219,17 @@ class TrainingSource:
 
     def policy_updated(self, version: int) -> None:
         self.step = version
+
+    def close(self) -> None:
+        """Nothing is under way between two steps."""
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: nothing is kept from one step to the next."""
+        return {}
+
+    def restore(self, state: dict[str, Any], step: int) -> None:
+        """What `state` said in an earlier process, which is at that step."""
+        self.step = step
 
 
 def _with_rewards(episode: Episode, table: RewardTable | EpisodeError) -> Episode:

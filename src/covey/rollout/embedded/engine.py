@@ -47,10 +47,12 @@ class EmbeddedEngine:
         eager: bool = False,
         compiled: bool = True,
         paged: bool | None = None,
+        drains: bool = False,
     ) -> None:
         """`context_length`: where an answer ends at the latest, prompt included. `memory`: the share of a GPU's free
         memory that the cache may take. `eager`: no captured graphs there; `compiled`: nor compiled layers in them.
-        `paged`: a GPU's way of keeping the cache; None: on a GPU."""
+        `paged`: a GPU's way of keeping the cache; None: on a GPU. `drains`: answers that are under way are finished
+        before a pause, instead of going on after it with other weights."""
         self.model = model
         self.eos_ids = frozenset(eos_ids)
         self.decode = decode
@@ -69,6 +71,9 @@ class EmbeddedEngine:
         self._batch = self._empty_batch()
         self._loop: asyncio.Task[None] | None = None
         self._closing = False
+        self.drains = drains
+        self._awake = asyncio.Event()
+        self._awake.set()
         # One thread of its own: the event loop goes on while torch computes, and torch keeps one pool of workers.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="covey-engine")
 
@@ -116,10 +121,14 @@ class EmbeddedEngine:
         await asyncio.get_running_loop().run_in_executor(self._thread, between_steps)
 
     async def pause(self) -> None:
-        """Its memory is the learner's: there is none to give back."""
+        """The learner has the weights for itself. Who is in the midst of an answer goes on after it."""
+        self._awake.clear()
+        if self.drains and (under_way := [f for r, f in self._futures.items() if r not in self._arrived]):
+            await asyncio.wait(under_way)
+        await asyncio.get_running_loop().run_in_executor(self._thread, lambda: None)  # the last step is over
 
     async def resume(self) -> None:
-        """It never left."""
+        self._awake.set()
 
     def close(self) -> None:
         """Stops at the next token; answers that are not finished never come."""
@@ -131,8 +140,11 @@ class EmbeddedEngine:
         loop = asyncio.get_running_loop()
         await self._others_turn()
         while (self._arrived or self._queue or self._batch.busy) and not self._closing:
-            self._queue = deque(request for request in (*self._queue, *self._arrived) if not request.abandoned)
-            self._arrived.clear()
+            if not self._awake.is_set() and not (self.drains and (self._queue or self._batch.busy)):
+                await self._awake.wait()
+            if self._awake.is_set():
+                self._queue = deque(request for request in (*self._queue, *self._arrived) if not request.abandoned)
+                self._arrived.clear()
             try:
                 done = await loop.run_in_executor(self._thread, self._step)
             except Exception as error:

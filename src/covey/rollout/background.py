@@ -1,0 +1,86 @@
+"""Sampling while the learner learns: groups begin as soon as the window lets them, a step takes those that are done.
+
+consumes        tasks in their order, weights as they are published
+produces        the groups of each step, with policies of bounded age (`window.py`)
+waits for       groups that are missing from a step
+is unblocked    by a group that is complete, and by new weights
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from covey.rollout.collector import TrainingSource
+from covey.rollout.stored import group_from_json, group_to_json
+from covey.rollout.window import Ticket, Window
+from covey.types import Collected, Group, Task
+
+
+class BackgroundSource(TrainingSource):
+    """Groups that teach nothing are set aside and not replaced: who begins is the window's matter alone."""
+
+    def __init__(self, *given: Any, lead: int, steps: int, **named: Any) -> None:
+        """`lead`: steps that a policy may be behind. `steps`: of the whole run."""
+        super().__init__(*given, **named)
+        self.window = Window(len(self.batch(0)), lead, end=steps)
+        self._groups: dict[int, Group] = {}
+        self._jobs: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._error: BaseException | None = None
+        self._again: list[Ticket] = []  # of an earlier process, whose groups were under way
+
+    async def next(self) -> Collected:
+        self._begin()
+        while (tickets := self.window.take()) is None:
+            self._changed.clear()
+            await self._changed.wait()
+            if self._error is not None:
+                raise self._error
+        raw = [self._groups.pop(ticket.number) for ticket in tickets]
+        return self._collected(raw, len(raw), refills=0)
+
+    def _begin(self) -> None:
+        tickets, self._again = [*self._again, *self.window.begin()], []
+        for ticket in tickets:
+            job = asyncio.get_running_loop().create_task(self._play(ticket))
+            self._jobs.add(job)
+            job.add_done_callback(self._jobs.discard)
+
+    async def _play(self, ticket: Ticket) -> None:
+        try:
+            step, task = self._task(ticket.number)
+            (group,) = await self._collect([task], ("train", step))
+            self._groups[ticket.number] = group
+            self.window.finish(ticket.number)
+        except BaseException as error:  # the run's own end, or what ends the run: whoever waits is told
+            self._error = error
+            raise
+        finally:
+            self._changed.set()
+
+    def _task(self, number: int) -> tuple[int, Task]:
+        step, place = divmod(number, self.window.size)
+        return step, self.batch(step)[place]
+
+    def policy_updated(self, version: int) -> None:
+        super().policy_updated(version)
+        self.window.advance(version)
+        if self.window.given:  # otherwise the run has not begun
+            self._begin()
+
+    def close(self) -> None:
+        for job in self._jobs:
+            job.cancel()
+
+    # -- what a checkpoint keeps -----------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        groups = {str(number): group_to_json(group) for number, group in self._groups.items()}
+        return {"window": self.window.state(), "groups": groups}
+
+    def restore(self, state: dict[str, Any], step: int) -> None:
+        self.window.advance(step)
+        self._again = self.window.restore(**state["window"])
+        numbers = map(int, state["groups"])
+        self._groups = {n: group_from_json(self._task(n)[1], state["groups"][str(n)]) for n in numbers}
