@@ -144,7 +144,7 @@ MISTAKES = {
     "prompt too long": (["rollout.max_tokens=600"], "longer than the context of 512"),
     "steps and epochs": (["loop.total_steps=3", "loop.total_epochs=1"], "contradict each other"),
     "two spellings": (["learner.lr=1e-5", "optimizer.lr=1e-4"], "optimizer.lr"),
-    "not yet": (["mode=async"], "not available yet"),
+    "not yet": (["cluster=ray"], "not available yet"),
     "wrong type": (["learner.lr=fast"], "learner.lr must be float"),
     "greedy groups": (["rollout.temperature=0"], "must be positive"),
     "resume from nowhere": (["resume=nowhere"], "not a run's folder"),

@@ -26,8 +26,9 @@ learner.compile learner.max_skipped learner.micro_batch_size learner.micro_batch
 learner.mini_batch_size learner.offload_optimizer learner.offload_reference learner.offload_weights
 learner.schedule learner.warmup_steps learner.weight_decay
 logging.episodes_per_step logging.experiment logging.output_dir logging.project logging.to logging.verbosity
-loop.keep_best loop.keep_last loop.save_every loop.save_final loop.threads loop.total_epochs loop.total_steps
-mode.name
+loop.keep_best loop.keep_last loop.max_minutes loop.save_every loop.save_final loop.threads loop.total_epochs
+loop.total_steps
+mode.max_staleness mode.name mode.update
 model.context_length model.device model.dtype model.gradient_checkpointing model.lora.alpha model.lora.rank
 model.lora.target_modules model.name model.trust_remote_code
 resume
@@ -130,8 +131,8 @@ def test_every_setting_of_every_algorithm_with_every_loss_is_explained(algorithm
 
 
 def test_explain_a_section_and_everything(algorithms):
-    lines = explain("mode", algorithms).splitlines()
-    assert lines == ["mode", "  mode.name=sync  sync: collect, then learn, by turns"]
+    lines = explain("cluster", algorithms).splitlines()
+    assert lines == ["cluster", "  cluster.name=local  local: one process"]
     everything = explain("", algorithms)
     for key in all_keys(algorithms):
         assert f"  {key}=" in everything or key == "algorithm.name"

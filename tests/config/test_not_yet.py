@@ -51,7 +51,6 @@ CALCULATOR = """
 @pytest.mark.parametrize(
     "word",
     [
-        "mode=async",
         "train.sync_iter=False",
         "actor_rollout_ref.rollout.name=sglang",
         "rollout=hf",

@@ -28,9 +28,7 @@ from covey.protocols import Metrics, Needs
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    correction: str = (
-        "auto"  # none | token | sequence; auto: token where sampling is cut (top_p ...), vllm samples or mode=async
-    )
+    correction: str = "auto"  # none | token | sequence; auto: token if sampling is cut (top_p ...), by vllm or async
     correction_cap: float = 2.0  # largest importance weight
     reject_below: float | None = None  # samples with a smaller ratio than this are left out
     reject_above: float | None = None  # samples with a larger ratio than this are left out
