@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from covey.errors import InputError, RunFailed
 
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"covey {__version__}")
         return 0
     try:
+        _read_env_file()
         return _command(words[0])(words[1:])
     except InputError as error:
         print(f"{error}\nnothing was started", file=sys.stderr)
@@ -46,6 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # the reader of our output has gone
         return 0
+
+
+def _read_env_file() -> None:
+    """Before anything is imported that reads its variables only once, as huggingface_hub does HF_HOME."""
+    from covey.config.dotenv import export, read_env_file
+
+    export(read_env_file(Path(".env")))
 
 
 def _command(name: str) -> Callable[[list[str]], int]:
