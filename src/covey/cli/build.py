@@ -150,7 +150,7 @@ def prepare(
     training_sampling(config)  # refuses impossible settings
     sandbox = sandbox_of(config)
     toolbox = unless_absent(lambda: make_toolbox(config, sandbox))
-    check_logging(config.logging)
+    unless_absent(lambda: check_logging(config.logging))
     world = unless_absent(lambda: find_world(config))
     found = tasks or unless_absent(lambda: find_tasks(config, world))
     if training and found is not None and not found.train:
