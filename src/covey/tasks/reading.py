@@ -46,9 +46,11 @@ class Table:
         return _mistake(self.path, self.unit, row.number, text, [f"  {row.number} | {_clip(shown)}"], fixes)
 
 
-def read_table(path: Path) -> Table:
-    """Read a file by its suffix. Every row is a dict of columns; a file without rows is a mistake."""
-    read = READERS.get("".join(path.suffixes[-2:]).lower()) or READERS.get(path.suffix.lower())
+def read_table(path: Path, suffix: str | None = None) -> Table:
+    """Read a file by its suffix, or as if it had another. Every row is a dict of columns; a file without rows is a
+    mistake."""
+    ending = suffix or "".join(path.suffixes[-2:]).lower()
+    read = READERS.get(ending) or READERS.get(path.suffix.lower())
     if read is None:
         raise InputError(f"{path}: unsupported file type\n  fix: use one of {', '.join(SUFFIXES)}")
     try:

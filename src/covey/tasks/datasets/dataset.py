@@ -87,7 +87,8 @@ class Dataset:
     messages: Callable[[Values, str], Sequence[Mapping[str, Any]]] = asked  # a prepared row and the prompt → messages
     packed: tuple[str, ...] = ()  # columns of free form, stored as JSON text
     choices: Mapping[str, Choice] = field(default_factory=dict)
-    passages: Callable[[Values], list[dict[str, str]]] | None = None  # what a raw row holds to search in
+    corpus: Callable[[Sequence[Values], Sequence[Values]], list[dict[str, str]]] | None = None
+    # raw rows that were used, and passages that were given → passages to search in
     evaluated_on: tuple[str, ...] = ()  # other sets that it is tested on, and must not overlap with
 
     @property

@@ -25,8 +25,8 @@ def data_folder(name: str) -> Path:
     return Path(os.environ.get("DATA_DIR") or "data").expanduser() / name
 
 
-def is_prepared(name: str) -> bool:
-    return (data_folder(name) / MANIFEST).is_file()
+def is_prepared(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file()
 
 
 def load_dataset(data: DataConfig) -> TaskSet:
@@ -42,8 +42,8 @@ def load_dataset(data: DataConfig) -> TaskSet:
     return TaskSet(train, validation, dataset.reward, about, tuple(warnings))
 
 
-def read_manifest(name: str) -> dict[str, Any]:
-    path = data_folder(name) / MANIFEST
+def read_manifest(name: str, folder: Path | None = None) -> dict[str, Any]:
+    path = (folder or data_folder(name)) / MANIFEST
     if not path.is_file():
         raise Absent(
             f"data={name} is not prepared: there is no {path}\n"
@@ -55,11 +55,13 @@ def read_manifest(name: str) -> dict[str, Any]:
     return found
 
 
-def read_rows(dataset: Dataset, manifest: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
+def read_rows(
+    dataset: Dataset, manifest: Mapping[str, Any], split: str, folder: Path | None = None
+) -> list[dict[str, Any]]:
     """The rows of one split as they were prepared. A file that has changed since is refused."""
     if split not in manifest["rows"]:
         return []
-    path = data_folder(dataset.name) / f"{split}.parquet"
+    path = (folder or data_folder(dataset.name)) / f"{split}.parquet"
     if not path.is_file() or sha256(path) != manifest["outputs"][path.name]["sha256"]:
         what = "has changed since it was prepared" if path.is_file() else "is missing"
         raise InputError(f"{path} {what}\n  fix: covey data prepare {dataset.name}")
@@ -127,7 +129,7 @@ def _elsewhere(dataset: Dataset, warnings: list[str]) -> list[Task]:
     """The sets that this one is tested on, those that are here."""
     found: list[Task] = []
     for name in dataset.evaluated_on:
-        if is_prepared(name):
+        if is_prepared(data_folder(name)):
             found += _tasks(DATASETS[name], read_manifest(name), TEST, {})
         else:
             warnings.append(f"{dataset.name} is tested on {name}, which is not prepared: covey data prepare {name}")

@@ -12,7 +12,7 @@ QWEN_MATH = "https://raw.githubusercontent.com/QwenLM/Qwen2.5-Math/main/evaluati
 GRADE_SCHOOL = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data"
 LEVELS = Choice("level", "levels of difficulty, 1 to 5")
 SUBJECTS = Choice("subject", "subjects, for example [Algebra, Geometry]")
-MATH500 = Source(TEST, Hub("HuggingFaceH4/MATH-500", "test.jsonl"), ("math500*", "test.jsonl", "test.parquet"))
+MATH500 = Source(TEST, Hub("HuggingFaceH4/MATH-500", "test.jsonl"), ("math500*", "test.jsonl", "test-*.parquet"))
 # DAPO's public rows wrap the problem; ours is the problem alone.
 DAPO_WORDS = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
@@ -118,7 +118,10 @@ GSM8K = Dataset(
     home="github.com/openai/grade-school-math",
     licence="MIT",
     reward="math_verify",
-    sources=tuple(Source(s, Url(f"{GRADE_SCHOOL}/{s}.jsonl"), (f"*{s}*",)) for s in (TRAIN, TEST)),
+    sources=tuple(
+        Source(s, Url(f"{GRADE_SCHOOL}/{s}.jsonl"), (f"{s}.jsonl", f"gsm8k*{s}*", f"{s}-*.parquet"))
+        for s in (TRAIN, TEST)
+    ),
     columns=("question", "answer"),
     row=_gsm8k,
     rows={TRAIN: 7473, TEST: 1319},
@@ -130,7 +133,10 @@ MATH = Dataset(
     home="huggingface.co/datasets/DigitalLearningGmbH/MATH-lighteval, HuggingFaceH4/MATH-500",
     licence="MIT",
     reward="math_verify",
-    sources=(Source(TRAIN, Hub("DigitalLearningGmbH/MATH-lighteval", "data/train-*.parquet"), ("*train*",)), MATH500),
+    sources=(
+        Source(TRAIN, Hub("DigitalLearningGmbH/MATH-lighteval", "data/train-*.parquet"), ("math*train*", "train*")),
+        MATH500,
+    ),
     columns=("problem", "answer|solution"),
     row=_problem,
     rows={TRAIN: 7500, TEST: 500},

@@ -7,12 +7,14 @@ Rows come as their authors publish them, each with its passages, or joined in on
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from covey.tasks.datasets.dataset import CORPUS, TEST, TRAIN, Choice, Dataset, Hub, LeftOut, Source, Values
 
 PROMPT = "{question}\n\nGive the answer in a few words inside <answer> and </answer>."
 SPLITS = {"train": TRAIN, "dev": TEST, "validation": TEST, "test": TEST}
+PASSAGE_IDS = ("gold_passage_ids", "context_passage_ids")
 JOINED = {"2wiki": "2wikimultihopqa"}  # what the file of joined questions calls a set
 FOUND = Choice(
     "gold_complete", "true: only questions whose every passage is in the corpus; [true, false]: all", (True,)
@@ -45,6 +47,21 @@ def _supporting(values: Values) -> list[str]:
         facts = _unpacked(values.get("supporting_facts") or [])
         titles = facts["title"] if isinstance(facts, dict) else [title for title, _ in facts]
     return list(dict.fromkeys(map(str, titles)))
+
+
+def _corpus_of(name: str) -> Any:
+    def corpus(rows: Sequence[Values], given: Sequence[Values]) -> list[dict[str, str]]:
+        """Passages given that are of this set or that its rows name, and those that rows bring themselves."""
+        named = {one for row in rows for key in PASSAGE_IDS for one in row.get(key) or ()}
+        chosen = [
+            {"id": str(one["id"]), "title": str(one["title"]), "text": str(one["text"])}
+            for one in given
+            if one["id"] in named or str(one.get("src", "")).startswith(JOINED.get(name, name))
+        ]
+        brought = dict.fromkeys((one["title"], one["text"]) for row in rows for one in passages_of(row))
+        return chosen + [{"id": f"{name}-{n}", "title": title, "text": text} for n, (title, text) in enumerate(brought)]
+
+    return corpus
 
 
 def passages_of(values: Values) -> list[dict[str, str]]:
@@ -85,7 +102,7 @@ def _set(name: str, about: str, licence: str, repo: str, patterns: tuple[str, st
         rows={TRAIN: rows[0], TEST: rows[1]},
         prompt=PROMPT,
         choices={"gold_complete": FOUND},
-        passages=passages_of,
+        corpus=_corpus_of(name),
     )
 
 

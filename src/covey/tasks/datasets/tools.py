@@ -105,8 +105,8 @@ RLLA = Dataset(
     licence="Apache-2.0",
     reward="rlla",
     sources=(
-        Source(TRAIN, Url(f"{TOOLRL}/train.parquet"), ("*train*", "rlla_sft*", "rlla_rl*")),
-        Source(TEST, Url(f"{TOOLRL}/test.parquet"), ("*test*",)),
+        Source(TRAIN, Url(f"{TOOLRL}/train.parquet"), ("rlla*train*", "train.parquet", "rlla_sft*")),
+        Source(TEST, Url(f"{TOOLRL}/test.parquet"), ("rlla*test*", "test.parquet")),
     ),
     columns=("prompt|instruction", "reward_model|output"),
     row=_rlla,
