@@ -20,7 +20,13 @@ from covey.cli.main import main
 from covey.learner import models
 from tests.conftest import shared_folder
 
-DOCUMENTS = {"gvpo guide": "000", "minimal script": "001", "agent guide": "002", "gdpo guide": "003", "grpo guide": "004"}
+DOCUMENTS = {
+    "gvpo guide": "000",
+    "minimal script": "001",
+    "agent guide": "002",
+    "gdpo guide": "003",
+    "grpo guide": "004",
+}
 VARIABLE = r"[A-Z][A-Z0-9_]*=(?:\"[^\"]*\"|\S+)"
 ENTRY = re.compile(
     rf"\s*(?P<variables>(?:{VARIABLE} +)*)"
@@ -63,7 +69,9 @@ def find_commands(document: str) -> Iterator[Command]:
             exported = exported if line.strip() else {}  # an empty line ends what goes together
         elif "[OPTIONS]" not in line:
             given = dict(word.split("=", 1) for word in shlex.split(found["variables"]))
-            yield Command(line.strip(), entry(found) + shlex.split(found["rest"] or "", comments=True), exported | given)
+            yield Command(
+                line.strip(), entry(found) + shlex.split(found["rest"] or "", comments=True), exported | given
+            )
 
 
 def entry(found: re.Match[str]) -> list[str]:
@@ -98,6 +106,8 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(words, "algorithm_schemas", _schemas)
     monkeypatch.setattr(models, "open_source", _open_source)
     monkeypatch.setattr(words, "export", lambda variables: None)
+    monkeypatch.setattr("covey.tasks.load.GENERATED_TRAIN", 64)
+    monkeypatch.setattr("covey.tasks.load.GENERATED_VALIDATION", 8)
     monkeypatch.chdir(tmp_path)
     for name in ("WANDB_API_KEY", "HF_TOKEN", "SERPER_API_KEY", "DATA_DIR", "CKPT_DIR", "VERBOSITY"):
         monkeypatch.delenv(name, raising=False)

@@ -81,4 +81,3 @@ def _from_environment() -> list[str]:
     """VERBOSITY=DEBUG in the environment is logging.verbosity; a setting on the command line comes later and wins."""
     verbosity = os.environ.get("VERBOSITY", "").lower()
     return [f"logging.verbosity={verbosity}"] if verbosity in ("debug", "info", "warning") else []
-

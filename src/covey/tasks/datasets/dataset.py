@@ -93,4 +93,5 @@ class Dataset:
 
     @property
     def option_names(self) -> list[str]:
-        return ["prompt", "split", *self.choices]
+        apart = [] if TRAIN in self.rows else ["held_out"]  # of a set that is one list: so many tasks to test on
+        return ["prompt", "split", *apart, *self.choices]

@@ -34,8 +34,11 @@ def load_dataset(data: DataConfig) -> TaskSet:
     manifest = read_manifest(data.name)
     warnings: list[str] = []
     held_out = _split(dataset, manifest, data.options)
-    train = _first(_tasks(dataset, manifest, TRAIN, data.options), "train", data.train_size, warnings)
+    learned = _tasks(dataset, manifest, TRAIN, data.options)
     tested = _tasks(dataset, manifest, held_out, data.options) if held_out else _elsewhere(dataset, warnings)
+    if "held_out" in data.options:
+        learned, tested = _set_apart(tested, data.options["held_out"])
+    train = _first(learned, "train", data.train_size, warnings)
     validation = _first(tested, "val", data.val_size, warnings)
     parts = [f"{len(tasks)} {split}" for split, tasks in (("training", train), ("validation", validation)) if tasks]
     about = f"{data.name} ({data_folder(data.name)}): {' and '.join(parts) or 'no'} tasks"
@@ -134,6 +137,15 @@ def _elsewhere(dataset: Dataset, warnings: list[str]) -> list[Task]:
         else:
             warnings.append(f"{dataset.name} is tested on {name}, which is not prepared: covey data prepare {name}")
     return found
+
+
+def _set_apart(tasks: list[Task], count: Any) -> tuple[list[Task], list[Task]]:
+    """Of a set that is one list: what to train on, and `count` tasks, evenly spread, to test on."""
+    if not isinstance(count, int) or not 1 <= count < len(tasks):
+        raise InputError(f"data.options.held_out must be a number from 1 to {len(tasks) - 1}, got {count}")
+    apart = {index * len(tasks) // count for index in range(count)}
+    learned = [task for index, task in enumerate(tasks) if index not in apart]
+    return learned, [task for index, task in enumerate(tasks) if index in apart]
 
 
 def _first(tasks: list[Task], split: str, size: int | None, warnings: list[str]) -> tuple[Task, ...]:
