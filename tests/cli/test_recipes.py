@@ -12,11 +12,13 @@ from covey.cli.main import main
 from covey.config import recipe_names
 from tests.config.conftest import run as run
 
-SMALL = (
-    "data.train_batch_size=2 data.val_size=2 rollout=embedded rollout.max_tokens=6 rollout.max_sequences=8 "
-    "loop.total_steps=2 loop.total_epochs=null loop.save_every=0 loop.save_final=false eval.every=0 eval.before=false "
-    "eval.after=false model.dtype=float32 model.device=cpu model.gradient_checkpointing=false agent.template=null"
-).split()
+SMALL = [
+    *("data.train_batch_size=2", "data.val_size=2"),
+    *("rollout=embedded", "rollout.max_tokens=6", "rollout.max_sequences=8"),
+    *("loop.total_steps=2", "loop.total_epochs=null", "loop.save_every=0", "loop.save_final=false"),
+    *("eval.every=0", "eval.before=false", "eval.after=false"),
+    *("model.dtype=float32", "model.device=cpu", "model.gradient_checkpointing=false", "agent.template=null"),
+]
 QUESTIONS = [{"question": f"{i} + 1 ?", "answer": str(i + 1)} for i in range(2)]
 PROGRAMS = [
     {"question": "a function f", "answer": "", "test_list": ["assert f(1) == 1"], "test_setup_code": ""},

@@ -84,7 +84,8 @@ def test_the_presets_of_gvpo(preset: str, sizes: tuple[int, int], run) -> None:
             "train.checkpoint_frequency=100 train.kl_coef_in_loss=false train.kl_to_ref_coeff=1.0 "
             "train.entropy_coeff=0.001 train_model.gradient_checkpointing=true train_model.lora.r=8 "
             "train_model.lora.alpha=16 train_model.torch_dtype=bfloat16 inference_model.top_p=0.95 "
-            "inference_model.max_tokens=2048 optimizer.lr=1e-5 optimizer.clip_grad_norm=10.0 train.exp_name=grpo-ifeval",
+            "inference_model.max_tokens=2048 optimizer.lr=1e-5 optimizer.clip_grad_norm=10.0 "
+            "train.exp_name=grpo-ifeval",
         ),
     ],
 )

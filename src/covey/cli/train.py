@@ -35,7 +35,7 @@ covey train [--config-name RECIPE | --config FILE] [flags] [key=value ...]
 Settings most people touch (all of them: covey config; one of them: covey config explain learner.lr)
 
   model=smollm2-135m           a folder, a Hugging Face id, or the built-in model
-  data=sort                    a generated task (arithmetic, calculator, countdown, largest, sort), or a prepared data set
+  data=sort                    a generated task (arithmetic, countdown, ...) or a prepared data set (gsm8k, ...)
   data.train_files=a.jsonl     or your own JSON / JSONL / Parquet / CSV with question and answer
   data.val_files=b.jsonl       what to evaluate on
   reward=exact                 a reward by name, or yours: reward=my_rewards.py:score

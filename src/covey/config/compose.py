@@ -90,9 +90,9 @@ def compose(
             if given_by_parts := settle_derived(settled, derived):
                 _assign(tree, derived.key, given_by_parts, settings)
                 applied[derived.key] = given_by_parts
-    if given := _place_of_runs(settled):
-        _assign(tree, "logging.output_dir", given, settings)
-        applied["logging.output_dir"] = given
+    if place := _place_of_runs(settled):
+        _assign(tree, "logging.output_dir", place, settings)
+        applied["logging.output_dir"] = place
     warnings = [*settled.warnings, *derive.remarks(settled.parts()), *_unused_variables(settled)]
     config, plain = _freeze(tree)
     return Composed(config, _as_overrides(applied), tuple(dict.fromkeys(warnings)), plain, settled.env)
