@@ -46,36 +46,45 @@ class Table:
         return _mistake(self.path, self.unit, row.number, text, [f"  {row.number} | {_clip(shown)}"], fixes)
 
 
-def read_table(path: Path, suffix: str | None = None) -> Table:
+def read_table(path: Path, suffix: str | None = None, broken: list[InputError] | None = None) -> Table:
     """Read a file by its suffix, or as if it had another. Every row is a dict of columns; a file without rows is a
-    mistake."""
+    mistake. With `broken`, lines of JSONL that cannot be read are put there, and the others are returned."""
     ending = suffix or "".join(path.suffixes[-2:]).lower()
     read = READERS.get(ending) or READERS.get(path.suffix.lower())
     if read is None:
         raise InputError(f"{path}: unsupported file type\n  fix: use one of {', '.join(SUFFIXES)}")
     try:
-        table = read(path)
+        table = _read_jsonl(path, broken) if read is _read_jsonl else read(path)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from error
-    if not table.rows:
+    if not table.rows and not broken:
         raise InputError(f"{path}: empty (no rows)\n  fix: write at least one row, or leave the file out")
     return table
 
 
-def _read_jsonl(path: Path) -> Table:
+def _read_jsonl(path: Path, broken: list[InputError] | None = None) -> Table:
     lines = _text(path).split("\n")  # not splitlines: JSON strings may hold other line separators
     table = Table(path, "line", [], lines)
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            values = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise _not_json(path, lines, number, error) from error
-        if not isinstance(values, dict):
-            raise _mistake_in_text(path, lines, number, f"expected an object, got {kind(values)}", OBJECT_FIX)
-        table.rows.append(Row(number, values))
+            table.rows.append(Row(number, _object(path, lines, number)))
+        except InputError as error:
+            if broken is None:
+                raise
+            broken.append(error)
     return table
+
+
+def _object(path: Path, lines: Sequence[str], number: int) -> dict[str, Any]:
+    try:
+        values = json.loads(lines[number - 1])
+    except json.JSONDecodeError as error:
+        raise _not_json(path, lines, number, error) from error
+    if not isinstance(values, dict):
+        raise _mistake_in_text(path, lines, number, f"expected an object, got {kind(values)}", OBJECT_FIX)
+    return values
 
 
 def _read_json(path: Path) -> Table:
