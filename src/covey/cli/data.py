@@ -164,7 +164,7 @@ def _print_task(task: Task) -> None:
     for message in task.messages:
         content = str(message["content"])
         clipped = content if len(content) <= CLIP else f"{content[:CLIP]}… ({len(content) - CLIP:,} more characters)"
-        print(textwrap.indent(f"[{message['role']}] {clipped}", "  | "))
+        print(textwrap.indent(f"[{message['role']}] {clipped}", "  | ", lambda line: True))
     if task.answer is not None:
         print(f"  answer: {task.answer}")
 

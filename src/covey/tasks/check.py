@@ -15,7 +15,7 @@ from covey.errors import InputError
 from covey.tasks.datasets.text import normal
 from covey.tasks.demonstrations import demonstration_of
 from covey.tasks.files import find_files, task_of
-from covey.tasks.reading import Row, Table, read_table
+from covey.tasks.reading import Row, RowMistake, Table, read_table
 from covey.types import Task
 
 
@@ -26,35 +26,60 @@ class Report:
     remarks: list[str] = field(default_factory=list)
 
 
+@dataclass
+class Seen:
+    """Of all files: where each question was asked first, and where each id was used."""
+
+    questions: dict[str, tuple[Path, int]] = field(default_factory=dict)
+    ids: dict[str, str] = field(default_factory=dict)
+
+
 def check_files(files: Sequence[str], *, demonstrations: bool = False) -> Report:
-    report = Report()
-    asked: dict[str, tuple[Path, int]] = {}
-    ids: dict[str, str] = {}
+    report, seen = Report(), Seen()
     for path in find_files("covey data check", list(files)):
+        broken: list[RowMistake] = []
         try:
-            table = read_table(path, broken=report.mistakes)
+            table = read_table(path, broken=broken)
         except InputError as error:
             report.mistakes.append(error)
             continue
         report.rows[path] = len(table.rows)
-        shown = demonstrations or _is_demonstration(table)
-        answered = any("answer" in row.values for row in table.rows)
-        repeats: dict[Path, list[str]] = {}
-        for index, row in enumerate(table.rows):
-            try:
-                if shown:
-                    demonstration_of(table, row, f"{path.name}:{index}")
-                    continue
-                task = task_of(table, row, f"{path}:{index}")
-                _check_task(table, row, task, answered, ids)
-            except InputError as error:
-                report.mistakes.append(error)
-                continue
-            first = asked.setdefault(normal(str(task.messages[-1]["content"])), (path, row.number))
-            if first != (path, row.number):
-                repeats.setdefault(first[0], []).append(f"{row.number} (as {first[1]})")
-        report.remarks += [_remark(table, other, places) for other, places in repeats.items()]
+        if demonstrations or _is_demonstration(table):
+            broken += _check_demonstrations(table)
+        else:
+            broken += _check_tasks(table, seen, report)
+        broken.sort(key=lambda mistake: mistake.number)
+        report.mistakes += broken
     return report
+
+
+def _check_demonstrations(table: Table) -> list[RowMistake]:
+    found = []
+    for index, row in enumerate(table.rows):
+        try:
+            demonstration_of(table, row, f"{table.path.name}:{index}")
+        except RowMistake as mistake:
+            found.append(mistake)
+    return found
+
+
+def _check_tasks(table: Table, seen: Seen, report: Report) -> list[RowMistake]:
+    found = []
+    answered = any("answer" in row.values for row in table.rows)
+    repeats: dict[Path, list[str]] = {}
+    for index, row in enumerate(table.rows):
+        try:
+            task = task_of(table, row, f"{table.path}:{index}")
+            _check_task(table, row, task, answered, seen.ids)
+        except RowMistake as mistake:
+            found.append(mistake)
+            continue
+        here = (table.path, row.number)
+        first = seen.questions.setdefault(normal(str(task.messages[-1]["content"])), here)
+        if first != here:
+            repeats.setdefault(first[0], []).append(f"{row.number} (as {first[1]})")
+    report.remarks += [_remark(table, other, places) for other, places in repeats.items()]
+    return found
 
 
 def _is_demonstration(table: Table) -> bool:
@@ -73,5 +98,6 @@ def _check_task(table: Table, row: Row, task: Task, answered: bool, ids: dict[st
 
 def _remark(table: Table, other: Path, places: list[str]) -> str:
     some = ", ".join(places[:5]) + (f" and {len(places) - 5} more" if len(places) > 5 else "")
-    where = "repeat a question" if other == table.path else f"ask a question of {other}"
-    return f"{table.path}: {len(places)} rows {where}: {table.unit} {some}"
+    where = "asked before" if other == table.path else f"asked in {other} too"
+    many = f"{len(places)} questions are" if len(places) > 1 else "1 question is"
+    return f"{table.path}: {many} {where}: {table.unit} {some}"
