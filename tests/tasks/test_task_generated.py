@@ -281,7 +281,7 @@ def test_every_task_of_the_list_is_tested() -> None:
 
 
 def test_unknown_task() -> None:
-    names = ", ".join(sorted([*GENERATED, *DATASETS]))
+    names = ", ".join(sorted([*GENERATED, *DATASETS, "reasoning_gym"]))
     assert mistake("sorting") == f"unknown task  sorting\n  did you mean   sort?\n  known: {names}"
 
 

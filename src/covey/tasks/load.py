@@ -10,6 +10,7 @@ from covey.errors import InputError, unknown
 from covey.tasks.datasets import DATASETS, load_dataset
 from covey.tasks.files import find_files, read_tasks
 from covey.tasks.generated import GENERATED, generate
+from covey.tasks.reasoning_gym import REASONING_GYM, load_reasoning_gym
 from covey.tasks.taskset import TaskSet
 from covey.types import Task
 
@@ -33,8 +34,10 @@ def load_tasks(data: DataConfig, seed: int) -> TaskSet:
 def _named(data: DataConfig, seed: int) -> TaskSet:
     if data.name in DATASETS:
         return load_dataset(data)
+    if data.name == REASONING_GYM:
+        return load_reasoning_gym(data, seed)
     if data.name not in GENERATED:
-        raise unknown("task", data.name, [*GENERATED, *DATASETS])
+        raise unknown("task", data.name, [*GENERATED, *DATASETS, REASONING_GYM])
     return _generated(data, seed)
 
 
@@ -97,8 +100,11 @@ def _prompted(tasks: Sequence[Task], system_prompt: str) -> tuple[Task, ...]:
 
 def default_reward(data: DataConfig) -> str | None:
     """What scores a data set, also where it is not here."""
-    named = data.train_files is None and data.val_files is None
-    return DATASETS[data.name].reward if named and data.name in DATASETS else None
+    if data.train_files is not None or data.val_files is not None:
+        return None
+    if data.name == REASONING_GYM:
+        return REASONING_GYM
+    return DATASETS[data.name].reward if data.name in DATASETS else None
 
 
 def nothing_to_train_on(data: DataConfig) -> InputError:

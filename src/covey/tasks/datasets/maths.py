@@ -56,7 +56,7 @@ def _answer(values: Values) -> str:
     found = values.get("answer")
     if found is None and isinstance(values.get("reward_model"), dict):
         found = values["reward_model"].get("ground_truth")
-    if found is None and values.get("solution") is not None:
+    if found in (None, "") and values.get("solution") is not None:
         solution = str(values["solution"])
         found = last_boxed(solution) if "\\boxed" in solution or "\\fbox" in solution else solution
         if found is None:
