@@ -136,7 +136,9 @@ def test_the_table_of_losses_is_the_catalogue() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [*PAGES.values(), *DOCS.glob("*.md"), *DOCS.parent.glob("*.md")], ids=lambda path: path.stem
+    "path",
+    [*PAGES.values(), *DOCS.glob("*.md"), *DOCS.glob("guides/*.md"), *DOCS.parent.glob("*.md")],
+    ids=lambda path: path.stem,
 )
 def test_links_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\((?!http)([^)]+)\)", path.read_text()):

@@ -71,6 +71,24 @@ def test_what_is_not_available_is_refused_with_what_to_do(run, word):
     assert second.startswith("  ") and second.strip()
 
 
+def test_a_check_tells_what_would_be_refused_and_goes_on(run):
+    """Not available, and not a term of the algorithm; the rest of the command still counts."""
+    words = ["mode=async", "train_model.num_devices=2", "rollout=sglang", "policy.kl_coef=0.1", "learner.lr=2e-5"]
+    composed = run(*words, tolerant=True)
+    config = composed.config
+    assert (config.mode.name, config.rollout.name, config.learner.lr) == ("sync", "embedded", 2e-5)
+    refused = [text for text in composed.warnings if text.startswith("a run would be refused: ")]
+    assert len(refused) == len(composed.warnings) == 2
+    assert "policy.kl_coef does not go with algorithm=gvpo" in refused[0]
+    assert [key in refused[1] for key in ("mode=async", "train_model.num_devices=2", "rollout=sglang")] == [True] * 3
+
+
+def test_a_check_still_refuses_mistakes(run):
+    for word in ("algorithm.gvpo_bta=0.2", "mode=asink", "learner.lr=fast"):
+        with pytest.raises(InputError):
+            run(word, tolerant=True)
+
+
 def test_quoted_numbers_of_a_file_count_as_numbers(run):
     with pytest.raises(InputError, match=r"several GPUs  \(.*my.yaml, line 2: trainer.n_gpus_per_node=8\)"):
         run(file="env: {N_GPUS: 8}\ntrainer.n_gpus_per_node: '${N_GPUS}'")

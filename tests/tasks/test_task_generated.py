@@ -13,7 +13,7 @@ import pytest
 
 from covey.config.schema import DataConfig
 from covey.errors import InputError
-from covey.tasks import GENERATED, TaskSet, load_demonstrations, load_tasks
+from covey.tasks import DATASETS, GENERATED, TaskSet, load_demonstrations, load_tasks
 from covey.types import Demonstration, Task
 
 NAMES = ["sort", "arithmetic", "largest", "countdown", "calculator"]
@@ -281,9 +281,8 @@ def test_every_task_of_the_list_is_tested() -> None:
 
 
 def test_unknown_task() -> None:
-    assert mistake("sorting") == (
-        "unknown task  sorting\n  did you mean   sort?\n  known: arithmetic, calculator, countdown, largest, sort"
-    )
+    names = ", ".join(sorted([*GENERATED, *DATASETS, "reasoning_gym"]))
+    assert mistake("sorting") == f"unknown task  sorting\n  did you mean   sort?\n  known: {names}"
 
 
 def test_unknown_option() -> None:

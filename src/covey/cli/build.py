@@ -48,7 +48,14 @@ from covey.gateway import GatewayAgent
 from covey.protocols import Agent, RolloutEngine
 from covey.rewards import RewardSet
 from covey.rollout.templates import use_template
-from covey.tasks import TaskSet, batch_for_step, fresh_tasks, steps_per_epoch
+from covey.tasks import (
+    TaskSet,
+    batch_for_step,
+    default_reward,
+    fresh_tasks,
+    nothing_to_train_on,
+    steps_per_epoch,
+)
 from covey.telemetry import RunInfo, check_logging
 from covey.types import Sampling, Task
 from covey.workers import WorkerPool
@@ -143,12 +150,12 @@ def prepare(
     training_sampling(config)  # refuses impossible settings
     sandbox = sandbox_of(config)
     toolbox = unless_absent(lambda: make_toolbox(config, sandbox))
-    check_logging(config.logging)
+    unless_absent(lambda: check_logging(config.logging))
     world = unless_absent(lambda: find_world(config))
     found = tasks or unless_absent(lambda: find_tasks(config, world))
     if training and found is not None and not found.train:
-        raise InputError("there is nothing to train on: data.val_files is given without data.train_files")
-    found = found or TaskSet(train=(), validation=(), reward=None, description="(files not here)")
+        raise nothing_to_train_on(config.data)
+    found = found or TaskSet((), (), reward=default_reward(config.data), description="(files not here)")
     source = unless_absent(lambda: open_model(config))
     engine, reason = pick_engine(config, source)
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, name=engine))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from covey.errors import InputError, RunFailed
 
@@ -15,6 +16,7 @@ covey — reinforcement learning of language models on groups of sampled answers
   covey eval    MODEL_OR_RUN [key=value ...]                              score a model on held-out tasks
   covey sample  MODEL_OR_RUN [--question TEXT] [-n 4] [key=value ...]     read what a model answers
   covey serve   MODEL_OR_RUN [key=value ...]                              an OpenAI-compatible endpoint that records
+  covey data    prepare NAME | show NAME_OR_FILE | check FILE             public data sets, and files of your own
   covey config  [explain KEY] [key=value ...]                             resolved settings; what a setting means
   covey algorithms                                                        the algorithms and their settings
   covey doctor                                                            what this machine can do, and the fixes
@@ -34,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"covey {__version__}")
         return 0
     try:
+        _read_env_file()
         return _command(words[0])(words[1:])
     except InputError as error:
         print(f"{error}\nnothing was started", file=sys.stderr)
@@ -48,8 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+def _read_env_file() -> None:
+    """Before anything is imported that reads its variables only once, as huggingface_hub does HF_HOME."""
+    from covey.config.dotenv import export, read_env_file
+
+    export(read_env_file(Path(".env")))
+
+
 def _command(name: str) -> Callable[[list[str]], int]:
-    from covey.cli import doctor, inspect, serve, settings, sft, train
+    from covey.cli import data, doctor, inspect, serve, settings, sft, train
     from covey.errors import unknown
 
     commands: dict[str, Callable[[list[str]], int]] = {
@@ -58,6 +68,7 @@ def _command(name: str) -> Callable[[list[str]], int]:
         "eval": inspect.main_eval,
         "sample": inspect.main_sample,
         "serve": serve.main,
+        "data": data.main,
         "config": settings.main_config,
         "algorithms": settings.main_algorithms,
         "doctor": doctor.main,

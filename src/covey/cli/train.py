@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import sys
+import textwrap
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 USAGE = """\
 covey train [--config-name RECIPE | --config FILE] [flags] [key=value ...]
 
-  --config-name RECIPE   a ready run inside the package: {recipes}
+  --config-name RECIPE   a ready run inside the package, below (what each is for: docs/recipes.md)
   --config FILE          your YAML file: nested or dotted keys, or env: + python_args: sections
   --validate-only        check settings, files and model, then stop
   --dry-run              print what would run, then stop
@@ -34,7 +35,7 @@ covey train [--config-name RECIPE | --config FILE] [flags] [key=value ...]
 Settings most people touch (all of them: covey config; one of them: covey config explain learner.lr)
 
   model=smollm2-135m           a folder, a Hugging Face id, or the built-in model
-  data=sort                    a generated task: arithmetic, calculator, countdown, largest, sort
+  data=sort                    a generated task (arithmetic, countdown, ...) or a prepared data set (gsm8k, ...)
   data.train_files=a.jsonl     or your own JSON / JSONL / Parquet / CSV with question and answer
   data.val_files=b.jsonl       what to evaluate on
   reward=exact                 a reward by name, or yours: reward=my_rewards.py:score
@@ -50,6 +51,9 @@ Settings most people touch (all of them: covey config; one of them: covey config
 
 verl's, AgentFly's and TorchRL's names for these work too (algorithm.adv_estimator, actor_rollout_ref.*, trainer.*,
 optimizer.lr ...).
+
+Recipes
+{recipes}
 
 Examples
   covey train --config-name demo
@@ -81,7 +85,8 @@ def main(argv: list[str]) -> int:
 def usage() -> str:
     from covey.algorithms import ALGORITHMS
 
-    return USAGE.format(recipes=", ".join(recipe_names()), count=len(ALGORITHMS))
+    recipes = textwrap.fill("  ".join(recipe_names()), 118, initial_indent="  ", subsequent_indent="  ")
+    return USAGE.format(recipes=recipes, count=len(ALGORITHMS))
 
 
 def run_to_end(prepared: Prepared) -> Run:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from covey.cli.build import algorithm_schemas
 from covey.config import Composed, compose
+from covey.config.dotenv import export
 from covey.errors import InputError, nearest
 
 
@@ -60,7 +61,7 @@ def parse(argv: Sequence[str], *, switches: Sequence[str] = (), values: Sequence
 
 def compose_words(words: Words, *, settings: Sequence[str] | None = None, config_path: Path | None = None) -> Composed:
     """The configuration that a command line describes; environment variables of its file are set. `settings` and
-    `config_path` stand in for the command line's own."""
+    `config_path` stand in for the command line's own. A check that starts nothing goes on without what is missing."""
     path = config_path or words.text("--config")
     name = words.text("--config-name")
     if path and name:
@@ -70,6 +71,7 @@ def compose_words(words: Words, *, settings: Sequence[str] | None = None, config
         algorithms=algorithm_schemas(),
         config_name=name,
         config_path=Path(path).expanduser() if path is not None else None,
+        tolerant=(words.on("--validate-only") or words.on("--dry-run")) and not words.on("--strict"),
     )
     export(composed.env)
     return composed
@@ -79,8 +81,3 @@ def _from_environment() -> list[str]:
     """VERBOSITY=DEBUG in the environment is logging.verbosity; a setting on the command line comes later and wins."""
     verbosity = os.environ.get("VERBOSITY", "").lower()
     return [f"logging.verbosity={verbosity}"] if verbosity in ("debug", "info", "warning") else []
-
-
-def export(variables: Mapping[str, str]) -> None:
-    for name, value in variables.items():
-        os.environ.setdefault(name, value)

@@ -12,6 +12,7 @@ import copy
 import hashlib
 import importlib.resources
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -70,11 +71,13 @@ def compose(
     algorithms: Algorithms,
     config_name: str | None = None,
     config_path: Path | None = None,
+    tolerant: bool = False,
 ) -> Composed:
+    """`tolerant`: what a run would refuse because it is not available becomes a warning, for checks that start none."""
     recipe = read_recipe(config_name or "default", algorithms)
     layers = [_read_file(config_path)] if config_path is not None else []
     layers.append(read_overrides(overrides, layer=len(layers)))
-    settled = settle(layers, algorithms, recipe["algorithm"])
+    settled = settle(layers, algorithms, recipe["algorithm"], tolerant=tolerant)
     _check_choices(settled)
 
     tree = _tree(recipe, settled)
@@ -87,6 +90,9 @@ def compose(
             if given_by_parts := settle_derived(settled, derived):
                 _assign(tree, derived.key, given_by_parts, settings)
                 applied[derived.key] = given_by_parts
+    if place := _place_of_runs(settled):
+        _assign(tree, "logging.output_dir", place, settings)
+        applied["logging.output_dir"] = place
     warnings = [*settled.warnings, *derive.remarks(settled.parts()), *_unused_variables(settled)]
     config, plain = _freeze(tree)
     return Composed(config, _as_overrides(applied), tuple(dict.fromkeys(warnings)), plain, settled.env)
@@ -264,6 +270,12 @@ def _check_choices(settled: Settled) -> None:
         if given is None or given.value in choices or (group in OWN_CODE and ":" in str(given.value)):
             continue
         raise unknown(group, str(given.value), [*choices, *(["module:function"] if group in OWN_CODE else [])])
+
+
+def _place_of_runs(settled: Settled) -> Given | None:
+    """The variable CKPT_DIR says where runs go, unless a setting does."""
+    folder = os.environ.get("CKPT_DIR") or settled.env.get("CKPT_DIR")
+    return Given("CKPT_DIR", folder) if folder and "logging.output_dir" not in settled.slots else None
 
 
 def _unused_variables(settled: Settled) -> Iterator[str]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from covey.config.read import Given
-from covey.errors import InputError
 
 Test = Callable[[Any], bool]
 
@@ -90,16 +89,14 @@ NOT_YET = (
 NOT_YET_KEYS = frozenset(row.key for row in NOT_YET)
 
 
-def refuse_not_yet(slots: Mapping[str, Given]) -> None:
-    """Names everything that is asked for and not there, at once."""
-    wanted = [
-        f"not available yet: {row.capability}  ({given.place}{given.key}={_short(given.value)})\n  {row.instead}"
+def find_not_yet(slots: Mapping[str, Given]) -> dict[str, str]:
+    """Everything that is asked for and not there: the slot, and what to say about it."""
+    return {
+        key: f"not available yet: {row.capability}  ({given.place}{given.key}={_short(given.value)})\n  {row.instead}"
         for key, given in slots.items()
         for row in _rows(key)
         if row.when(given.value)
-    ]
-    if wanted:
-        raise InputError("\n".join(wanted))
+    }
 
 
 def _rows(key: str) -> Iterable[NotYet]:

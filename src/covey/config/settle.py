@@ -3,6 +3,8 @@
 layer by layer   every spelling finds its slot; two spellings of one slot that disagree are refused
 across layers    the later layer wins
 at the end       what is not available is refused, what has no effect is said
+
+A settlement that is `tolerant` (a check that starts nothing) says what would be refused, and goes on without it.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 
 from covey.config.aliases import ACCEPTED, ALIASES, HARMLESS, VERL_LOSS, Target, accepted, spellings, translate
 from covey.config.derive import PARTS, Derived
-from covey.config.not_yet import NOT_YET_KEYS, off, refuse_not_yet
+from covey.config.not_yet import NOT_YET_KEYS, find_not_yet, off
 from covey.config.read import ENVIRONMENT_KEY, Given, literal
 from covey.config.settings import (
     Algorithms,
@@ -54,6 +56,13 @@ class Settled:
     slots: dict[str, Given] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    tolerant: bool = False
+
+    def refuse(self, text: str) -> None:
+        """What no run can do."""
+        if not self.tolerant:
+            raise InputError(text)
+        self.warnings.append(f"a run would be refused: {text}")
 
     @property
     def algorithm(self) -> str:
@@ -80,11 +89,13 @@ class Settled:
         return key in of_loss(written_for.algorithm, self.schemas(written_for))
 
 
-def settle(layers: Sequence[Sequence[Given]], algorithms: Algorithms, recipe: Mapping[str, Any]) -> Settled:
+def settle(
+    layers: Sequence[Sequence[Given]], algorithms: Algorithms, recipe: Mapping[str, Any], *, tolerant: bool = False
+) -> Settled:
     """`recipe` is the recipe's own algorithm section."""
     layers = [[word for given in layer for word in _spelled_out(given, algorithms)] for layer in layers]
     choices = _choices(layers, algorithms, choice_of(recipe))
-    settled = Settled(choices[-1], algorithms)
+    settled = Settled(choices[-1], algorithms, tolerant=tolerant)
     check_loss(settled.algorithm, settled.choice.by, settled.choice.loss, algorithms)
     for layer, written_for in zip(layers, choices[1:], strict=True):
         slots: dict[str, Given] = {}
@@ -101,7 +112,10 @@ def settle(layers: Sequence[Sequence[Given]], algorithms: Algorithms, recipe: Ma
             settled.slots.pop(key, None)  # a later layer's value also comes later
             settled.slots[key] = given
         settled.warnings += [_left_behind(*why, words) for why, words in left.items()]
-    refuse_not_yet(settled.slots)
+    if wanted := find_not_yet(settled.slots):
+        settled.refuse("\n".join(wanted.values()))
+        for key in wanted:
+            del settled.slots[key]
     settled.warnings += _remarks(settled)
     return settled
 
@@ -259,7 +273,8 @@ def lacking(key: str, value: Any, sources: Sequence[Given], settled: Settled) ->
     if off(value):
         return []
     reason = _reason(key, settled) or f"{algorithm} has no such term"
-    raise InputError(f"{sources[0].place}{names} does not go with algorithm={algorithm}\n  {reason}")
+    settled.refuse(f"{sources[0].place}{names} does not go with algorithm={algorithm}\n  {reason}")
+    return []
 
 
 def _reason(key: str, settled: Settled) -> str | None:

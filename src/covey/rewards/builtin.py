@@ -13,6 +13,7 @@ from covey.rewards.judge import Judge
 from covey.rewards.maths import math_equal, math_verify
 from covey.rewards.numbers import math_reward_string_equal, number, sorted_numbers
 from covey.rewards.qa import qa_em_reward, qa_f1_reward
+from covey.rewards.reasoning_gym import reasoning_gym
 from covey.rewards.reward_model import RewardModel
 from covey.rewards.shape import length, repetition
 from covey.rewards.tool_call import tool_call
@@ -68,5 +69,6 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "judge": Judge,
     "reward_model": RewardModel,
 }
-for function in REWARDS.values():  # quick, or bounded by themselves: none needs a process that can be killed
+for function in REWARDS.values():  # quick, or bounded by themselves: they need no process that can be killed
     inline(function)
+REWARDS["reasoning_gym"] = reasoning_gym  # the package's scorers are neither

@@ -1,19 +1,24 @@
 """Where questions come from: data files or generated problems, as `Task`."""
 
+from covey.tasks.datasets import DATASETS, Dataset
 from covey.tasks.demonstrations import DemonstrationSet, load_demonstrations
 from covey.tasks.generated import GENERATED, GeneratedTask
-from covey.tasks.load import load_tasks
+from covey.tasks.load import default_reward, load_tasks, nothing_to_train_on
 from covey.tasks.order import batch_for_step, fresh_tasks, steps_per_epoch
 from covey.tasks.taskset import TaskSet
 
 __all__ = [
+    "DATASETS",
     "GENERATED",
+    "Dataset",
     "DemonstrationSet",
     "GeneratedTask",
     "TaskSet",
     "batch_for_step",
+    "default_reward",
     "fresh_tasks",
     "load_demonstrations",
     "load_tasks",
+    "nothing_to_train_on",
     "steps_per_epoch",
 ]

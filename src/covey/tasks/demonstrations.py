@@ -92,11 +92,11 @@ def read_demonstrations(setting: str, files: Any) -> list[Demonstration]:
     for path in paths:
         table = read_table(path)
         label = path.name if names[path.name] == 1 else str(path)
-        found += [_demonstration(table, row, f"{label}:{index}") for index, row in enumerate(table.rows)]
+        found += [demonstration_of(table, row, f"{label}:{index}") for index, row in enumerate(table.rows)]
     return found
 
 
-def _demonstration(table: Table, row: Row, default_id: str) -> Demonstration:
+def demonstration_of(table: Table, row: Row, default_id: str) -> Demonstration:
     values = {name: value for name, value in row.values.items() if value is not None}
     messages = _whole(table, row, values["messages"]) if "messages" in values else _pair(table, row, values)
     if not any(message["role"] == "assistant" for message in messages):

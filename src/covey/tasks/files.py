@@ -35,7 +35,7 @@ def read_tasks(setting: str, files: Any) -> list[Task]:
         table = read_table(path)
         label = path.name if names[path.name] == 1 else str(path)
         for index, row in enumerate(table.rows):
-            task = _task(table, row, default_id=f"{label}:{index}")
+            task = task_of(table, row, default_id=f"{label}:{index}")
             if task.id in seen:
                 raise _same_id(task.id, *seen[task.id], table, row)
             seen[task.id] = (table, row)
@@ -89,7 +89,7 @@ def _same_id(data_id: str, first_table: Table, first: Row, table: Table, row: Ro
     return InputError(f"data_id {data_id!r} in {where}{fix}")
 
 
-def _task(table: Table, row: Row, default_id: str) -> Task:
+def task_of(table: Table, row: Row, default_id: str) -> Task:
     columns = dict(row.values)
     name = next((name for name in QUESTION_COLUMNS if name in columns), None)
     if name is None:

@@ -1,4 +1,4 @@
-"""The tasks of a run: from files where files are given, generated otherwise."""
+"""The tasks of a run: from files where files are given, else a prepared data set or a generated task by name."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from covey.config.schema import DataConfig
+from covey.errors import InputError, unknown
+from covey.tasks.datasets import DATASETS, load_dataset
 from covey.tasks.files import find_files, read_tasks
-from covey.tasks.generated import generate
+from covey.tasks.generated import GENERATED, generate
+from covey.tasks.reasoning_gym import REASONING_GYM, load_reasoning_gym
 from covey.tasks.taskset import TaskSet
 from covey.types import Task
 
@@ -17,7 +20,8 @@ GENERATED_VALIDATION = 200
 
 def load_tasks(data: DataConfig, seed: int) -> TaskSet:
     """Everything `data` names. `seed` decides which problems a generated task trains on, never what it is tested on."""
-    tasks = _generated(data, seed) if data.train_files is None and data.val_files is None else _from_files(data)
+    given = data.train_files is not None or data.val_files is not None
+    tasks = _from_files(data) if given else _named(data, seed)
     if data.system_prompt is None:
         return tasks
     train, validation = _prompted(tasks.train, data.system_prompt), _prompted(tasks.validation, data.system_prompt)
@@ -25,6 +29,16 @@ def load_tasks(data: DataConfig, seed: int) -> TaskSet:
     if train == tasks.train and validation == tasks.validation:
         warnings += ("data.system_prompt is not used: every task brings a system message of its own",)
     return replace(tasks, train=train, validation=validation, warnings=warnings)
+
+
+def _named(data: DataConfig, seed: int) -> TaskSet:
+    if data.name in DATASETS:
+        return load_dataset(data)
+    if data.name == REASONING_GYM:
+        return load_reasoning_gym(data, seed)
+    if data.name not in GENERATED:
+        raise unknown("task", data.name, [*GENERATED, *DATASETS, REASONING_GYM])
+    return _generated(data, seed)
 
 
 def _generated(data: DataConfig, seed: int) -> TaskSet:
@@ -82,3 +96,21 @@ def _prompted(tasks: Sequence[Task], system_prompt: str) -> tuple[Task, ...]:
         task if task.messages[0]["role"] == "system" else replace(task, messages=(system, *task.messages))
         for task in tasks
     )
+
+
+def default_reward(data: DataConfig) -> str | None:
+    """What scores a data set, also where it is not here."""
+    if data.train_files is not None or data.val_files is not None:
+        return None
+    if data.name == REASONING_GYM:
+        return REASONING_GYM
+    return DATASETS[data.name].reward if data.name in DATASETS else None
+
+
+def nothing_to_train_on(data: DataConfig) -> InputError:
+    if data.train_files is None and data.val_files is None:
+        return InputError(
+            f"data={data.name} is for evaluation: there is nothing in it to train on\n"
+            f"  fix: covey eval MODEL data={data.name}, or train on another set"
+        )
+    return InputError("there is nothing to train on: data.val_files is given without data.train_files")

@@ -24,6 +24,18 @@ from covey.errors import InputError
 WIDTH = 100  # characters of a line that an excerpt shows
 
 
+class RowMistake(InputError):
+    """A mistake at a known place of a file."""
+
+    def __init__(self, text: str, number: int) -> None:
+        super().__init__(text, number)  # both: an exception is pickled by its arguments
+        self.text = text
+        self.number = number
+
+    def __str__(self) -> str:
+        return self.text
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     number: int  # from 1, in the table's unit
@@ -39,41 +51,52 @@ class Table:
     rows: list[Row]
     lines: Sequence[str] = ()  # the file's text, where numbers count lines
 
-    def mistake(self, row: Row, text: str, *fixes: str) -> InputError:
+    def mistake(self, row: Row, text: str, *fixes: str) -> RowMistake:
         if self.lines:
             return _mistake_in_text(self.path, self.lines, row.number, text, *fixes)
         shown = json.dumps(row.values, ensure_ascii=False, default=str)
         return _mistake(self.path, self.unit, row.number, text, [f"  {row.number} | {_clip(shown)}"], fixes)
 
 
-def read_table(path: Path) -> Table:
-    """Read a file by its suffix. Every row is a dict of columns; a file without rows is a mistake."""
-    read = READERS.get("".join(path.suffixes[-2:]).lower()) or READERS.get(path.suffix.lower())
+def read_table(path: Path, suffix: str | None = None, broken: list[RowMistake] | None = None) -> Table:
+    """Read a file by its suffix, or as if it had another. Every row is a dict of columns; a file without rows is a
+    mistake. With `broken`, lines of JSONL that cannot be read are put there, and the others are returned."""
+    ending = suffix or "".join(path.suffixes[-2:]).lower()
+    read = READERS.get(ending) or READERS.get(path.suffix.lower())
     if read is None:
         raise InputError(f"{path}: unsupported file type\n  fix: use one of {', '.join(SUFFIXES)}")
     try:
-        table = read(path)
+        table = _read_jsonl(path, broken) if read is _read_jsonl else read(path)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from error
-    if not table.rows:
+    if not table.rows and not broken:
         raise InputError(f"{path}: empty (no rows)\n  fix: write at least one row, or leave the file out")
     return table
 
 
-def _read_jsonl(path: Path) -> Table:
+def _read_jsonl(path: Path, broken: list[RowMistake] | None = None) -> Table:
     lines = _text(path).split("\n")  # not splitlines: JSON strings may hold other line separators
     table = Table(path, "line", [], lines)
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            values = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise _not_json(path, lines, number, error) from error
-        if not isinstance(values, dict):
-            raise _mistake_in_text(path, lines, number, f"expected an object, got {kind(values)}", OBJECT_FIX)
-        table.rows.append(Row(number, values))
+            table.rows.append(Row(number, _object(path, lines, number)))
+        except RowMistake as error:
+            if broken is None:
+                raise
+            broken.append(error)
     return table
+
+
+def _object(path: Path, lines: Sequence[str], number: int) -> dict[str, Any]:
+    try:
+        values = json.loads(lines[number - 1])
+    except json.JSONDecodeError as error:
+        raise _not_json(path, lines, number, error) from error
+    if not isinstance(values, dict):
+        raise _mistake_in_text(path, lines, number, f"expected an object, got {kind(values)}", OBJECT_FIX)
+    return values
 
 
 def _read_json(path: Path) -> Table:
@@ -174,19 +197,20 @@ def _text(path: Path) -> str:
         raise _mistake_in_text(path, lines, number, text, "save the file as UTF-8") from error
 
 
-def _not_json(path: Path, lines: Sequence[str], number: int, error: json.JSONDecodeError, *fixes: str) -> InputError:
+def _not_json(path: Path, lines: Sequence[str], number: int, error: json.JSONDecodeError, *fixes: str) -> RowMistake:
     reason = error.msg.replace("Expecting value", "expected a value").replace("Expecting", "expected")
     reason = reason[0].lower() + reason[1:].removesuffix(" at")
     excerpt = _excerpt(lines, number, error.colno)
     return _mistake(path, "line", number, f"not JSON ({reason} at column {error.colno})", excerpt, fixes)
 
 
-def _mistake_in_text(path: Path, lines: Sequence[str], number: int, text: str, *fixes: str) -> InputError:
+def _mistake_in_text(path: Path, lines: Sequence[str], number: int, text: str, *fixes: str) -> RowMistake:
     return _mistake(path, "line", number, text, _excerpt(lines, number), fixes)
 
 
-def _mistake(path: Path, unit: str, number: int, text: str, excerpt: Sequence[str], fixes: Sequence[str]) -> InputError:
-    return InputError("\n".join([f"{path}, {unit} {number}: {text}", *excerpt, *(f"  fix: {fix}" for fix in fixes)]))
+def _mistake(path: Path, unit: str, number: int, text: str, excerpt: Sequence[str], fixes: Sequence[str]) -> RowMistake:
+    told = "\n".join([f"{path}, {unit} {number}: {text}", *excerpt, *(f"  fix: {fix}" for fix in fixes)])
+    return RowMistake(told, number)
 
 
 def _excerpt(lines: Sequence[str], number: int, column: int = 1) -> list[str]:

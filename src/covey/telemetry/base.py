@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from covey.errors import InputError
+from covey.errors import Absent
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def require(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise InputError(
+        raise Absent(
             f"logging.to={extra} needs the package {extra}, which is not installed ({error})\n"
             f"  install it:  pip install 'covey[{extra}]'"
         ) from error

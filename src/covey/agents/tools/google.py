@@ -22,7 +22,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from covey.agents.tools.errors import ToolFailure, ToolMistake
 from covey.agents.tools.tool import Tool, tool
-from covey.errors import InputError
+from covey.errors import Absent, InputError
 
 VARIABLE = "SERPER_API_KEY"
 URL = "https://google.serper.dev/search"
@@ -43,7 +43,7 @@ class GoogleOptions:
 def make_google_search(options: GoogleOptions) -> Tool:
     key = os.environ.get(VARIABLE, "").strip()
     if not key:
-        raise InputError(f"tool google_search needs a key of serper.dev\n  fix: export {VARIABLE}=...")
+        raise Absent(f"tool google_search needs a key of serper.dev\n  fix: export {VARIABLE}=...")
     if not 1 <= options.top_k <= MOST:
         raise InputError(f"agent.tool_options.google_search.top_k must lie in 1..{MOST}, got {options.top_k}")
     if urlsplit(options.url).scheme not in ("http", "https"):

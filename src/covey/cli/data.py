@@ -1,0 +1,208 @@
+"""covey data: prepare, show and check data sets and files"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from covey.cli.words import Words, compose_words, parse
+from covey.errors import InputError, unknown
+from covey.types import Task
+
+USAGE = """\
+covey data prepare NAME ... [--from FILE ...] [--out DIR]   a public data set → Parquet and manifest.json
+covey data show    [NAME_OR_FILE] [-n 2] [key=value ...]    statistics and samples; without a name: all data sets
+covey data check   FILE ... [--demonstrations]              what is wrong with files, by line
+
+  --from    raw files, patterns or folders of them; `train=FILE` says what a file is. Without it the files come from
+            the set's public home
+  --out     where the set is written; without it DATA_DIR/NAME (DATA_DIR is `data` where it is not set), which is
+            where `covey train data=NAME` looks for it
+
+Examples
+  covey data prepare gsm8k
+  covey data prepare math --from MATH/train.parquet math500.jsonl
+  covey data show bfcl 'data.options.categories=[parallel]' -n 1
+  covey data check train.jsonl test.jsonl
+"""
+COMMANDS = ("prepare", "show", "check")
+CLIP = 1200  # characters of a message that a sample shows
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help") or "--help" in argv or "-h" in argv:
+        print(USAGE)
+        return 0
+    if argv[0] not in COMMANDS:
+        raise unknown("command of covey data", argv[0], COMMANDS)
+    return {"prepare": _prepare, "show": _show, "check": _check}[argv[0]](argv[1:])
+
+
+# -- prepare ----------------------------------------------------------------------------------------------------------
+
+
+def _prepare(argv: list[str]) -> int:
+    from covey.tasks import DATASETS
+    from covey.tasks.datasets.load import data_folder
+    from covey.tasks.datasets.prepare import prepare
+
+    files, rest = _after("--from", argv)
+    words = parse(rest, values=("--out",))
+    names, out = [*words.places, *words.settings], words.text("--out")
+    if not names:
+        raise InputError(f"name a data set: {', '.join(DATASETS)}")
+    for name in names:
+        if name not in DATASETS:
+            raise unknown("data set", name, DATASETS)
+    if len(names) > 1 and out is not None:
+        raise InputError("--out is the folder of one set: name one, or set DATA_DIR")
+    for name in names:
+        prepared = prepare(DATASETS[name], files, Path(out).expanduser() if out else data_folder(name))
+        _tell(prepared.folder, prepared.manifest)
+    return 0
+
+
+def _after(flag: str, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words behind a flag up to the next flag, and all others."""
+    found: list[str] = []
+    rest: list[str] = []
+    inside = False
+    for word in argv:
+        if word == flag or word.startswith(f"{flag}="):
+            inside = True
+            found += [word.partition("=")[2]] if "=" in word else []
+        elif inside and not word.startswith("-"):
+            found.append(word)
+        else:
+            inside = False
+            rest.append(word)
+    if flag in argv and not found:
+        raise InputError(f"{flag} wants files after it")
+    return found, rest
+
+
+def _tell(folder: Path, manifest: dict[str, object]) -> None:
+    rows: dict[str, int] = manifest["rows"]  # type: ignore[assignment]
+    print(f"{manifest['name']}: {', '.join(f'{count:,} {split}' for split, count in rows.items())} rows in {folder}")
+    for key, what in (("dropped", "left out of"), ("repeated_in_evaluation", "remarked in")):
+        tally: dict[str, dict[str, dict[str, object]]] = manifest[key]  # type: ignore[assignment]
+        for split, reasons in tally.items():
+            for reason, found in reasons.items():
+                first: list[str] = found["first"]  # type: ignore[assignment]
+                print(f"  {what} {split}: {found['rows']:,} ({reason}), for example {first[0]}")
+    checked: list[str] = manifest["overlap_checked_with"]  # type: ignore[assignment]
+    if "train" in rows and checked:
+        print(f"  no training question is asked in {', '.join(checked)}")
+    absent: list[str] = manifest["overlap_not_checked_with"]  # type: ignore[assignment]
+    if absent:
+        print(f"  not compared with {', '.join(absent)}, on which it is tested: prepare that first, then this again")
+
+
+# -- show -------------------------------------------------------------------------------------------------------------
+
+
+def _show(argv: list[str]) -> int:
+    words = parse(argv, values=("-n", "--config", "--config-name"))
+    if len(words.places) > 1:
+        raise InputError("show one data set or file at a time")
+    count = _count(words)
+    if not words.places:
+        return _list_all()
+    name = words.places[0]
+    if Path(name).suffix and (Path(name).exists() or "/" in name):
+        from covey.tasks.files import read_tasks
+
+        tasks = read_tasks("covey data show", name)
+        _print_split(Path(name).name, tasks, count)
+        return 0
+    return _show_named(name, words, count)
+
+
+def _show_named(name: str, words: Words, count: int) -> int:
+    from covey.tasks import DATASETS, load_tasks
+
+    composed = compose_words(words, settings=[f"data.name={name}", *words.settings])
+    tasks = load_tasks(composed.config.data, composed.config.seed)
+    print(tasks.description)
+    if name in DATASETS:
+        print(f"{DATASETS[name].about}; {DATASETS[name].licence}; {DATASETS[name].home}")
+    print(f"reward {tasks.reward}")
+    for text in tasks.warnings:
+        print(f"warning: {text}")
+    for split, found in (("training", tasks.train), ("validation", tasks.validation)):
+        if found:
+            print()
+            _print_split(split, found, count)
+    return 0
+
+
+def _count(words: Words) -> int:
+    text = words.text("-n") or "2"
+    if not text.isdigit():
+        raise InputError(f"-n wants a number, got {text!r}")
+    return int(text)
+
+
+def _print_split(name: str, tasks: Sequence[Task], count: int) -> None:
+    from covey.tasks.statistics import QUANTILES, statistics
+
+    found = statistics(tasks)
+    heads = "".join(f"{head:>8}" for head in ("min", *(f"{q:.0%}" for q in QUANTILES[1:-1]), "max"))
+    print(f"{name}: {found.rows:,} tasks")
+    print(f"  columns     {', '.join(f'{column} ({kind})' for column, kind in found.columns.items()) or 'none'}")
+    print(f"  characters  {heads}")
+    for label, lengths in (("question", found.question), ("answer", found.answer)):
+        if lengths:
+            print(f"    {label:10}{''.join(f'{length:>8,}' for length in lengths)}")
+    for place in sorted({round(i * (len(tasks) - 1) / max(1, count - 1)) for i in range(count)}):
+        _print_task(tasks[place])
+
+
+def _print_task(task: Task) -> None:
+    print(f"\n  {task.id}")
+    for message in task.messages:
+        content = str(message["content"])
+        clipped = content if len(content) <= CLIP else f"{content[:CLIP]}… ({len(content) - CLIP:,} more characters)"
+        print(textwrap.indent(f"[{message['role']}] {clipped}", "  | ", lambda line: True))
+    if task.answer is not None:
+        print(f"  answer: {task.answer}")
+
+
+def _list_all() -> int:
+    from covey.tasks import DATASETS, GENERATED
+    from covey.tasks.datasets.load import data_folder, is_prepared, read_manifest
+
+    for name, dataset in DATASETS.items():
+        there = is_prepared(data_folder(name))
+        rows = read_manifest(name)["rows"] if there else dataset.rows
+        counts = ", ".join(f"{count:,} {split}" for split, count in rows.items())
+        print(f"{name:16}{dataset.about}")
+        print(
+            f"{'':16}{counts} ({'prepared' if there else 'not prepared'}); reward {dataset.reward}; {dataset.licence}"
+        )
+    print(f"\nmade up on the spot: {', '.join(GENERATED)}")
+    return 0
+
+
+# -- check ------------------------------------------------------------------------------------------------------------
+
+
+def _check(argv: list[str]) -> int:
+    from covey.tasks.check import check_files
+
+    words = parse(argv, switches=("--demonstrations",))
+    files = [*words.places, *words.settings]
+    if not files:
+        raise InputError("name the files to check")
+    report = check_files(files, demonstrations=words.on("--demonstrations"))
+    for mistake in report.mistakes:
+        print(mistake)
+    for remark in report.remarks:
+        print(f"remark: {remark}")
+    rows = ", ".join(f"{path} {count:,} rows" for path, count in report.rows.items())
+    found = len(report.mistakes)
+    print(
+        f"{rows or 'nothing could be read'}: {f'{found} mistakes' if found > 1 else '1 mistake' if found else 'good'}"
+    )
+    return 1 if found else 0

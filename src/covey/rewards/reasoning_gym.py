@@ -1,0 +1,49 @@
+"""The reward for tasks of the package reasoning-gym: each family's own scorer.
+
+Some scorers let sympy parse what the model wrote, which may take long: this reward runs in a worker.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from covey.errors import Absent, InputError
+from covey.rewards.answers import tagged
+from covey.rewards.function import reward
+from covey.types import Task
+
+
+def _check(task: Task) -> None:
+    if "entry" not in task.columns or "dataset" not in task.columns:
+        raise InputError(f"task {task.id} is not of reasoning-gym\n  fix: the reward reasoning_gym goes with its data")
+    try:
+        import reasoning_gym  # noqa: F401
+    except ImportError as error:
+        raise Absent(
+            "reward reasoning_gym needs the package reasoning-gym\n  fix: pip install 'covey[reasoning-gym]'"
+        ) from error
+
+
+@reward(check=_check)
+def reasoning_gym(
+    final_answer: str, entry: Mapping[str, Any], dataset: str, dataset_options: Mapping[str, Any] | None = None
+) -> float:
+    """What the package's scorer says of the text in <answer>, or of the whole reply where there is none: 0 to 1."""
+    inside = tagged(final_answer)
+    said = (final_answer if inside is None else inside).strip()
+    scorer = _family(dataset, json.dumps(dataset_options or {}, sort_keys=True))
+    return float(scorer.score_answer(said, dict(entry)))
+
+
+@lru_cache(maxsize=64)
+def _family(name: str, options: str) -> Any:
+    import reasoning_gym
+    from reasoning_gym.composite import DatasetSpec
+
+    given = json.loads(options)
+    if name == "composite":
+        given["datasets"] = [DatasetSpec(**({"weight": 1.0, "config": {}} | part)) for part in given["datasets"]]
+    return reasoning_gym.create_dataset(name, size=1, seed=0, **given)

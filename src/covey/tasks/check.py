@@ -1,0 +1,103 @@
+"""covey data check: everything that is wrong with data files, by line, not only the first mistake.
+
+A mistake would stop a run, or cost every attempt at a task; a remark is worth knowing: questions that repeat, or that
+stand in two files, of which one may be to train on and one to be tested on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from covey.errors import InputError
+from covey.tasks.datasets.text import normal
+from covey.tasks.demonstrations import demonstration_of
+from covey.tasks.files import find_files, task_of
+from covey.tasks.reading import Row, RowMistake, Table, read_table
+from covey.types import Task
+
+
+@dataclass
+class Report:
+    rows: dict[Path, int] = field(default_factory=dict)
+    mistakes: list[InputError] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Seen:
+    """Of all files: where each question was asked first, and where each id was used."""
+
+    questions: dict[str, tuple[Path, int]] = field(default_factory=dict)
+    ids: dict[str, str] = field(default_factory=dict)
+
+
+def check_files(files: Sequence[str], *, demonstrations: bool = False) -> Report:
+    report, seen = Report(), Seen()
+    for path in find_files("covey data check", list(files)):
+        broken: list[RowMistake] = []
+        try:
+            table = read_table(path, broken=broken)
+        except InputError as error:
+            report.mistakes.append(error)
+            continue
+        report.rows[path] = len(table.rows)
+        if demonstrations or _is_demonstration(table):
+            broken += _check_demonstrations(table)
+        else:
+            broken += _check_tasks(table, seen, report)
+        broken.sort(key=lambda mistake: mistake.number)
+        report.mistakes += broken
+    return report
+
+
+def _check_demonstrations(table: Table) -> list[RowMistake]:
+    found = []
+    for index, row in enumerate(table.rows):
+        try:
+            demonstration_of(table, row, f"{table.path.name}:{index}")
+        except RowMistake as mistake:
+            found.append(mistake)
+    return found
+
+
+def _check_tasks(table: Table, seen: Seen, report: Report) -> list[RowMistake]:
+    found = []
+    answered = any("answer" in row.values for row in table.rows)
+    repeats: dict[Path, list[str]] = {}
+    for index, row in enumerate(table.rows):
+        try:
+            task = task_of(table, row, f"{table.path}:{index}")
+            _check_task(table, row, task, answered, seen.ids)
+        except RowMistake as mistake:
+            found.append(mistake)
+            continue
+        here = (table.path, row.number)
+        first = seen.questions.setdefault(normal(str(task.messages[-1]["content"])), here)
+        if first != here:
+            repeats.setdefault(first[0], []).append(f"{row.number} (as {first[1]})")
+    report.remarks += [_remark(table, other, places) for other, places in repeats.items()]
+    return found
+
+
+def _is_demonstration(table: Table) -> bool:
+    """A conversation that ends with the assistant's message is there to be imitated."""
+    messages: Any = table.rows[0].values.get("messages") if table.rows else None
+    return isinstance(messages, list) and bool(messages) and dict(messages[-1]).get("role") == "assistant"
+
+
+def _check_task(table: Table, row: Row, task: Task, answered: bool, ids: dict[str, str]) -> None:
+    if answered and (task.answer is None or (isinstance(task.answer, str) and not task.answer.strip())):
+        raise table.mistake(row, "answer is empty", "give the answer, or take the row out")
+    here = f"{table.path}, {table.unit} {row.number}"
+    if (other := ids.setdefault(task.id, here)) != here:
+        raise table.mistake(row, f"data_id {task.id!r} is also in {other}", "give every task a data_id of its own")
+
+
+def _remark(table: Table, other: Path, places: list[str]) -> str:
+    some = ", ".join(places[:5]) + (f" and {len(places) - 5} more" if len(places) > 5 else "")
+    where = "asked before" if other == table.path else f"asked in {other} too"
+    many = f"{len(places)} questions are" if len(places) > 1 else "1 question is"
+    return f"{table.path}: {many} {where}: {table.unit} {some}"

@@ -1,0 +1,61 @@
+"""Raw files from their public homes: the hub, or a repository's address."""
+
+from __future__ import annotations
+
+import shutil
+import urllib.error
+import urllib.request
+from fnmatch import fnmatch
+from pathlib import Path
+from urllib.parse import urlparse
+
+from covey.errors import Absent, InputError
+from covey.tasks.datasets.dataset import Hub, Source, Url
+
+SECONDS = 60  # without a byte, and a server is given up
+
+
+def fetch(name: str, source: Source, folder: Path) -> list[Path]:
+    assert source.home is not None
+    if isinstance(source.home, Url):
+        return [_download(name, source, source.home, folder)]
+    return _from_hub(name, source, source.home)
+
+
+def _download(name: str, source: Source, home: Url, folder: Path) -> Path:
+    # The last two parts of the address, so that two files of one name do not meet.
+    path = folder.joinpath(*Path(urlparse(home.address).path).parts[-2:])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with urllib.request.urlopen(home.address, timeout=SECONDS) as answer, path.open("wb") as file:
+            shutil.copyfileobj(answer, file)
+    except urllib.error.HTTPError as error:
+        raise _not_reached(name, source, f"the server says {error.code} {error.reason}") from error
+    except OSError as error:  # no network, no such host, a broken connection
+        raise _not_reached(name, source, str(getattr(error, "reason", error))) from error
+    return path
+
+
+def _from_hub(name: str, source: Source, home: Hub) -> list[Path]:
+    from huggingface_hub import HfApi, hf_hub_download
+
+    try:
+        there = HfApi().list_repo_files(home.repo, repo_type="dataset")
+        wanted = sorted(file for file in there if fnmatch(file, home.pattern))
+        found = [Path(hf_hub_download(home.repo, file, repo_type="dataset")) for file in wanted]
+    except Exception as error:  # the hub's own errors, or those of the library that it speaks HTTP with
+        raise _not_reached(name, source, str(error).splitlines()[0] or type(error).__name__) from error
+    if not found:
+        raise InputError(f"{home}: no file of that name there\n{_by_hand(name, source)}")
+    return found
+
+
+def _not_reached(name: str, source: Source, why: str) -> Absent:
+    return Absent(f"{source.home} cannot be reached: {why}\n{_by_hand(name, source)}")
+
+
+def _by_hand(name: str, source: Source) -> str:
+    return (
+        f"  fix: get the file on a machine that reaches it, then\n"
+        f"       covey data prepare {name} --from {source.split}=FILE     (and the other files of the set, if any)"
+    )

@@ -1,0 +1,77 @@
+"""A prepared set on disk, whole or absent: written beside, synced, renamed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from covey.errors import InputError
+from covey.tasks.datasets.dataset import Dataset
+from covey.tasks.datasets.load import MANIFEST, sha256
+
+
+def write_set(
+    dataset: Dataset,
+    rows: Mapping[str, Sequence[Mapping[str, Any]]],
+    passages: Sequence[Mapping[str, str]],
+    manifest: Mapping[str, Any],
+    folder: Path,
+) -> dict[str, Any]:
+    _check_place(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        for split, found in rows.items():
+            _write_parquet(beside / f"{split}.parquet", dataset, found)
+        if passages:
+            lines = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in passages)
+            (beside / "corpus.jsonl").write_text(lines)
+        counts = {f"{split}.parquet": len(found) for split, found in rows.items()} | {"corpus.jsonl": len(passages)}
+        outputs = {path.name: {"rows": counts[path.name], "sha256": sha256(path)} for path in sorted(beside.iterdir())}
+        complete = {**manifest, "outputs": outputs}
+        (beside / MANIFEST).write_text(json.dumps(complete, indent=2, ensure_ascii=False) + "\n")
+        for path in beside.iterdir():
+            _sync(path)
+        _swap(beside, folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return complete
+
+
+def _check_place(folder: Path) -> None:
+    """Only what an earlier preparation wrote is replaced."""
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST).is_file():
+        raise InputError(f"{folder} holds other files, which would be lost\n  fix: give another folder with --out")
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file\n  fix: give a folder with --out")
+
+
+def _write_parquet(path: Path, dataset: Dataset, rows: Sequence[Mapping[str, Any]]) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    packed = [{**row, **{name: json.dumps(row[name], ensure_ascii=False) for name in dataset.packed}} for row in rows]
+    columns = dict.fromkeys(name for row in packed for name in row)
+    table = pyarrow.table({name: [row.get(name) for row in packed] for name in columns})
+    pyarrow.parquet.write_table(table, path, compression="zstd")
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _swap(new: Path, folder: Path) -> None:
+    os.chmod(new, 0o755)  # a temporary folder is private
+    if not folder.exists():
+        new.rename(folder)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
+    folder.rename(old / folder.name)
+    new.rename(folder)
+    shutil.rmtree(old)
