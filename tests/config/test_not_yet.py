@@ -51,7 +51,6 @@ CALCULATOR = """
 @pytest.mark.parametrize(
     "word",
     [
-        "train.sync_iter=False",
         "actor_rollout_ref.rollout.name=sglang",
         "rollout=hf",
         "train_model.num_devices=2",

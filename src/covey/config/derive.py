@@ -28,6 +28,7 @@ _RESPONSE, _PER_TURN = "rollout.response_length", "agent.max_tokens_per_turn"
 _RESUME, _RESUME_PATH = "trainer.resume_mode", "trainer.resume_from_path"
 _BATCH, _OPTIM = "train.dialog_turns_per_batch", "train.optim_batch_size"
 _PIECES, _TOTAL = "train.gradient_accumulation_steps", "train.total_dialog_turns"
+_SYNC, _SYNC_ITER = "train.sync", "train.sync_iter"
 
 # Part → the native settings it goes into, and how.
 PARTS: Mapping[str, tuple[tuple[str, ...], str]] = {
@@ -54,6 +55,8 @@ PARTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     _OPTIM: (("learner.mini_batch_size",), "turns / rollout.group_size"),
     _PIECES: (("learner.micro_batch_size",), "episodes of an optimiser step / pieces"),
     _TOTAL: (("loop.total_steps",), "turns / episodes of a step"),
+    _SYNC: (("mode.name",), "false: async"),
+    _SYNC_ITER: (("mode.name", "mode.max_staleness"), "false: async, one update behind at most"),
 }
 
 
@@ -79,7 +82,7 @@ Rule = Callable[[Parts, DictConfig], Iterator[Derived]]
 def rules() -> tuple[Rule, ...]:
     """In the order in which they may use each other's results."""
     in_groups = (_train_batch, _mini_batch, _micro_batch, _total_steps)
-    return (_resume, _kl_loss, _kl_type, _kl_reward, _kl_place, _overlong, _lengths, _lora, _clip_ratio, *in_groups)
+    return (_mode, _resume, _kl_loss, _kl_type, _kl_reward, _kl_place, _overlong, _lengths, _lora, _clip_ratio, *in_groups)
 
 
 def remarks(parts: Parts) -> Iterator[str]:
@@ -100,6 +103,14 @@ def remarks(parts: Parts) -> Iterator[str]:
 
 def _on(parts: Parts, switch: str) -> bool:
     return switch in parts and true(parts[switch].value)
+
+
+def _mode(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
+    for name in (_SYNC, _SYNC_ITER):
+        if (given := parts.get(name)) is not None and not true(given.value):
+            yield Derived("mode.name", "async", (given,))
+            if name == _SYNC_ITER:
+                yield Derived("mode.max_staleness", 1, (given,), weak=True)
 
 
 def _resume(parts: Parts, tree: DictConfig) -> Iterator[Derived]:

@@ -38,10 +38,6 @@ def false(value: Any) -> bool:
     return value is not None and not true(value)
 
 
-def anything(value: Any) -> bool:
-    return value is not None
-
-
 def over(bound: float) -> Test:
     return lambda value: number(value) > bound
 
@@ -63,7 +59,6 @@ class NotYet:
 
 
 _OWN_AGENT = "use agent=chat, or your own coroutine: agent=my_agent.py:function"
-_IN_STEP = "leave it out: weights are published every step"
 _ONE = "leave it at 1"
 
 NOT_YET = (
@@ -71,9 +66,6 @@ NOT_YET = (
     NotYet("agent.name", is_("gui"), "agents that look at a screen", _OWN_AGENT),
     NotYet("env.reasoning", true, "the reasoning prompt", "write it out: data.system_prompt='…'"),
     # Where and when things run
-    NotYet("train.sync", false, "sampling while learning", "set it to true"),
-    NotYet("train.sync_iter", false, "sampling while learning", "set it to true"),
-    NotYet("train.weight_update_frequency", anything, "sampling while learning", _IN_STEP),
     NotYet("rollout.name", is_("sglang", "hf"), "other engines", "use rollout=embedded or rollout=vllm"),
     NotYet("cluster.name", is_("ray", "slurm"), "clusters", "use cluster=local"),
     NotYet("trainer.nnodes", over(1), "several machines", _ONE),
