@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 Z = 1.959963984540054  # of the normal distribution: 95 % lie within ± Z
-RESAMPLES = 10_000
 EXACT_FLIPS = 14  # so many differences or fewer: all 2^T sign patterns are enumerated
+FLIPS = 10_000  # random sign patterns otherwise
 SEED = 20_240_229
 
 
@@ -83,21 +83,32 @@ def share(values: Sequence[float], answers: int) -> Estimate:
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """The mean of one value per task, on any scale. Interval: percentiles of the means of resampled tasks (bootstrap)."""
-    column = np.asarray(values, dtype=np.float64)
-    assert len(column) > 0
-    low, high = np.quantile(_resampled_means(column), [0.025, 0.975])
-    return Estimate(math.fsum(values) / len(column), float(low), float(high))
+    """The mean of one value per task, on any scale. Interval: Student's, with the standard error over tasks. One task
+    says nothing of others: its interval has no ends."""
+    T = len(values)
+    assert T > 0
+    centre = math.fsum(values) / T
+    if T == 1:
+        return Estimate(centre, -math.inf, math.inf)
+    error = math.sqrt(math.fsum((x - centre) ** 2 for x in values) / (T - 1) / T)
+    half = student(T - 1) * error
+    return Estimate(centre, centre - half, centre + half)
 
 
-def _resampled_means(column: np.ndarray) -> np.ndarray:
-    rng = np.random.default_rng(SEED)
-    size = max(1, 4_000_000 // len(column))  # resamples at once, so that memory stays small
-    parts = [
-        column[rng.integers(0, len(column), size=(min(size, RESAMPLES - start), len(column)))].mean(axis=1)
-        for start in range(0, RESAMPLES, size)
-    ]
-    return np.concatenate(parts)
+def student(freedom: int) -> float:
+    """How many standard errors hold 95 % of Student's distribution: exact for 1 and 2 degrees of freedom, else Fisher's
+    expansion in 1/freedom (within 1 % from 3 on, 0.1 % from 6 on)."""
+    if freedom == 1:
+        return math.tan(0.475 * math.pi)
+    if freedom == 2:
+        return 0.95 * math.sqrt(2 / (4 * 0.975 * 0.025))
+    terms = (
+        Z,
+        (Z**3 + Z) / 4,
+        (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96,
+        (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384,
+    )
+    return sum(term / freedom**power for power, term in enumerate(terms))
 
 
 def mcnemar(first_only: int, second_only: int) -> float:
@@ -110,7 +121,7 @@ def mcnemar(first_only: int, second_only: int) -> float:
 
 def sign_flip(differences: Sequence[float]) -> float:
     """Two-sided p-value of a mean difference over tasks: were the two models equally good, each task's difference could
-    as well have the other sign. All patterns of signs, or where they are many, RESAMPLES random ones."""
+    as well have the other sign. All patterns of signs, or where they are many, FLIPS random ones."""
     column = np.asarray([d for d in differences if d != 0.0], dtype=np.float64)
     if len(column) == 0:
         return 1.0
@@ -121,6 +132,6 @@ def sign_flip(differences: Sequence[float]) -> float:
     rng = np.random.default_rng(SEED)
     hits = 0
     for _ in range(10):  # a tenth at a time: memory
-        signs = rng.integers(0, 2, size=(RESAMPLES // 10, len(column)), dtype=np.int8)
+        signs = rng.integers(0, 2, size=(FLIPS // 10, len(column)), dtype=np.int8)
         hits += int(np.sum(np.abs((1.0 - 2.0 * signs) @ column) >= seen))
-    return (1 + hits) / (1 + RESAMPLES)
+    return (1 + hits) / (1 + FLIPS)
