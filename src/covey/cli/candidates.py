@@ -158,8 +158,8 @@ def _candidate(name: str, task: str | None, words: Words, request: Request) -> C
 
 
 def _compose_tasks(name: str, task: str, words: Words) -> Composed:
-    """The settings for a named set of tasks. A run says how its model is asked (agent, lengths); its own tasks, and what
-    scored them, stay behind."""
+    """The settings for a named set of tasks. A run says how its model is asked (agent, lengths); its own tasks and
+    rewards stay behind."""
     chosen = f"data.val_files=[{task}]" if task.endswith(FILES) else f"data.name={task}"
     cleared = [f"{key}=null" for key in ("data.train_files", "data.val_files") if not chosen.startswith(key)]
     asked = dataclasses.replace(words, settings=[*words.settings, chosen, *cleared])

@@ -158,6 +158,8 @@ async def _ask_tasks(
 def _report(candidates: Sequence[Candidate], folder: EvalFolder, command: str) -> Report:
     """Everything is computed from the file of answers, so that a restart makes no difference."""
     subjects = [measure.subject for measure in _measures(candidates)]
+    places = list(dict.fromkeys((subject.task, subject.mode) for subject in subjects))
+    subjects.sort(key=lambda subject: places.index((subject.task, subject.mode)))  # models stand below each other
     answers = folder.answers(subjects)
     found = [figures(subject, answers[subject.key]) for subject in subjects]
     return Report(found, compare_all(subjects, answers), command)

@@ -98,9 +98,7 @@ def sentence(found: Comparison, names: Mapping[str, str]) -> str:
     unit = " points" if points == 100 else ""
     way = "above" if value > 0 else "below" if value < 0 else "level with"
     size = f"{abs(value):.3g}{unit} " if value else ""
-    bounds = (
-        f"95 % of the difference {low:+.3g} to {high:+.3g}" if found.tasks > 1 else "one task says nothing of others"
-    )
+    bounds = f"95 % interval {low:+.3g} to {high:+.3g}" if found.tasks > 1 else "one task says nothing of others"
     meaning = (
         "were they equally good, a difference this large would be rare"
         if found.p < SURE

@@ -114,14 +114,15 @@ class Report:
             change = f"{scaled.value:+.3g} [{scaled.low:+.3g}, {scaled.high:+.3g}]"
             pair = f"{self._names[found.first]} → {self._names[found.second]}"
             sides = f"{found.second_only} / {found.first_only}"
-            rows.append([found.task, found.metric, pair, f"{one} → {two}", change, sides, p_text(found.p)])
+            figure = f"{found.metric}, {found.mode}"
+            rows.append([found.task, figure, pair, f"{one} → {two}", change, sides, p_text(found.p)])
         return head, rows
 
 
 _NOTES = (
     "In per cent, with 95 % confidence intervals over tasks. pass@1: share of right answers, over all n; pass@k: "
-    "chance that one of k answers is right; maj@n: share of tasks whose most frequent answer is right; tokens: mean length of "
-    "an answer; 90 %: nine of ten are no longer; cut off: stopped by the length limit."
+    "chance that one of k answers is right; maj@n: share of tasks whose most frequent answer is right; tokens: mean "
+    "length of an answer; 90 %: nine of ten are no longer; cut off: stopped by the length limit."
 )
 
 
