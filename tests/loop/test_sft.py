@@ -155,7 +155,7 @@ def write_demonstrations(folder: Path) -> None:
 
 
 def the_run(folder: Path) -> Path:
-    (found,) = folder.glob("outputs/*/*")
+    (found,) = (path.parent for path in folder.glob("outputs/*/*/run.json"))
     return found
 
 
