@@ -133,9 +133,29 @@ def find_candidates(words: Words, request: Request) -> list[Candidate]:
             raise InputError(f"{name} is named twice\n  fix: name each model once")
     asked = request.sampled(words)
     found = [_candidate(name, task, asked, request) for name in words.places for task in (request.tasks or (None,))]
-    for text in dict.fromkeys(text for candidate in found for text in candidate.prepared.tasks.warnings):
+    warnings = [text for candidate in found for text in candidate.prepared.tasks.warnings]
+    for text in dict.fromkeys([*warnings, *_asked_differently(found)]):
         print(f"warning: {text}", file=sys.stderr)
     return found
+
+
+def _asked_differently(candidates: Sequence[Candidate]) -> list[str]:
+    """Runs bring their own settings: what differs between models that are compared is no merit of theirs."""
+    warnings = []
+    for candidate in candidates:
+        first = next(other for other in candidates if other.task == candidate.task)
+        for ours, theirs in zip(candidate.measures, first.measures, strict=False):
+            settings = [dataclasses.asdict(measure.sampling) | {"n": measure.subject.n} for measure in (ours, theirs)]
+            differing = [key for key in settings[0] if settings[0][key] != settings[1][key]]
+            if candidate.prepared.config.agent != first.prepared.config.agent:
+                differing.append("agent")
+            if differing:
+                pair = f"{candidate.model} and {first.model} are asked {candidate.task} differently"
+                warnings.append(
+                    f"{pair} ({', '.join(differing)}): for a fair comparison give the setting on the command line, "
+                    "such as eval.max_tokens=512"
+                )
+    return warnings
 
 
 def _candidate(name: str, task: str | None, words: Words, request: Request) -> Candidate:

@@ -97,7 +97,7 @@ def _read_settings(path: Path) -> dict[str, Any] | None:
     if not path.is_dir():
         raise InputError(f"--out {path} is a file\n  fix: name a folder")
     if not (path / SETTINGS_FILE).is_file():
-        if any(path.iterdir()):
+        if any(not file.name.startswith(".") for file in path.iterdir()):  # a lock alone: it was killed at its start
             raise InputError(f"--out {path} holds other things, and no evaluation\n  fix: name a new folder")
         return None
     found: dict[str, Any] = json.loads((path / SETTINGS_FILE).read_text())
