@@ -126,6 +126,7 @@ async def _ask(
     engine = make_engine(first, policy)
     try:
         await engine.publish(policy, version=0)
+        line.pace.begin()
         for candidate in candidates:
             await _ask_tasks(candidate, engine, done, folder, line)
     finally:

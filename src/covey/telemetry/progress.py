@@ -29,6 +29,11 @@ class Pace:
     def seconds(self) -> float:
         return self._now() - self._start
 
+    def begin(self) -> None:
+        """The work begins now: what came before, a model that was loaded, is no measure of it."""
+        if self.done == self._before:
+            self._start = self._now()
+
     def eta(self) -> float | None:
         fresh = self.done - self._before
         return self.seconds / fresh * (self.total - self.done) if fresh else None
