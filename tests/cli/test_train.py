@@ -25,7 +25,7 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def the_run() -> Path:
-    (found,) = Path("outputs").glob("*/*")
+    (found,) = (path.parent for path in Path("outputs").glob("*/*/run.json"))
     return found
 
 

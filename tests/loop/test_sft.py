@@ -155,7 +155,7 @@ def write_demonstrations(folder: Path) -> None:
 
 
 def the_run(folder: Path) -> Path:
-    (found,) = folder.glob("outputs/*/*")
+    (found,) = (path.parent for path in folder.glob("outputs/*/*/run.json"))
     return found
 
 
@@ -205,10 +205,10 @@ class Killed(BaseException):
 def train_until(folder: Path, step: int | None, settings: Sequence[str]) -> None:
     """In a folder of its own; dies where the step of that number would begin."""
 
-    def dying(self: SftRun, index: int) -> None:
+    def dying(self: SftRun, index: int, limit: TimeLimit) -> None:
         if index == step:
             raise Killed
-        step_of(self, index)
+        step_of(self, index, limit)
 
     step_of = SftRun._step
     with pytest.MonkeyPatch.context() as patch:
@@ -246,12 +246,13 @@ def test_a_run_that_dies_ends_as_if_it_had_not(
 DRIVER = """
 import os, signal, sys
 from covey.cli.main import main
+from covey.loop.limit import TimeLimit
 from covey.loop.sft import SftRun
 step = SftRun._step
-def killed(self, index):
+def killed(self, index, limit):
     if index == int(sys.argv[1]):
         os.kill(os.getpid(), signal.SIGKILL)
-    step(self, index)
+    step(self, index, limit)
 SftRun._step = killed
 sys.exit(main(["sft", *sys.argv[2:]]))
 """

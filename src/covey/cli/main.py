@@ -13,7 +13,7 @@ covey — reinforcement learning of language models on groups of sampled answers
 
   covey train   [--config-name RECIPE | --config FILE] [key=value ...]    train
   covey sft     [--config FILE] [key=value ...]                           imitate demonstrations, before training
-  covey eval    MODEL_OR_RUN [key=value ...]                              score a model on held-out tasks
+  covey eval    MODEL_OR_RUN... [--tasks A,B] [--n 16] [key=value ...]     score models on held-out tasks, compare
   covey sample  MODEL_OR_RUN [--question TEXT] [-n 4] [key=value ...]     read what a model answers
   covey serve   MODEL_OR_RUN [key=value ...]                              an OpenAI-compatible endpoint that records
   covey data    prepare NAME | show NAME_OR_FILE | check FILE             public data sets, and files of your own
@@ -59,14 +59,14 @@ def _read_env_file() -> None:
 
 
 def _command(name: str) -> Callable[[list[str]], int]:
-    from covey.cli import data, doctor, inspect, serve, settings, sft, train
+    from covey.cli import data, doctor, evaluate, sample, serve, settings, sft, train
     from covey.errors import unknown
 
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": train.main,
         "sft": sft.main,
-        "eval": inspect.main_eval,
-        "sample": inspect.main_sample,
+        "eval": evaluate.main,
+        "sample": sample.main,
         "serve": serve.main,
         "data": data.main,
         "config": settings.main_config,

@@ -82,7 +82,8 @@ Rule = Callable[[Parts, DictConfig], Iterator[Derived]]
 def rules() -> tuple[Rule, ...]:
     """In the order in which they may use each other's results."""
     in_groups = (_train_batch, _mini_batch, _micro_batch, _total_steps)
-    return (_mode, _resume, _kl_loss, _kl_type, _kl_reward, _kl_place, _overlong, _lengths, _lora, _clip_ratio, *in_groups)
+    about_kl = (_kl_loss, _kl_type, _kl_reward, _kl_place)
+    return (_mode, _resume, *about_kl, _overlong, _lengths, _lora, _clip_ratio, *in_groups)
 
 
 def remarks(parts: Parts) -> Iterator[str]:

@@ -12,6 +12,13 @@ from covey.rollout.collector import Collector, unscored_is_failed
 from covey.types import Episode, Sampling, StopReason, Task
 
 
+def eval_sampling(config: EvalConfig, mode: str, max_tokens: int, stop: tuple[str, ...]) -> Sampling:
+    """How answers are drawn: the likeliest token each time, or at random as the settings say."""
+    if mode == "greedy":
+        return Sampling(temperature=0.0, max_tokens=max_tokens, stop=stop)
+    return Sampling(config.temperature, config.top_p, config.top_k, max_tokens=max_tokens, stop=stop)
+
+
 @dataclass(frozen=True)
 class Evaluation:
     metrics: Metrics
@@ -55,24 +62,14 @@ class Evaluator:
     async def answers(self, mode: str) -> list[Episode]:
         attempts = self.config.n if mode == "sampled" else 1
         size = self.config.batch_size or len(self.tasks)
+        sampling = eval_sampling(self.config, mode, self.max_tokens, self.stop)
         episodes: list[Episode] = []
         for start in range(0, len(self.tasks), size):
             tasks = self.tasks[start : start + size]
-            groups = await self.collector.groups(tasks, attempts, self.sampling(mode), ("eval", mode))
+            groups = await self.collector.groups(tasks, attempts, sampling, ("eval", mode))
             names = self.collector.reward.names
             episodes += [unscored_is_failed(episode, names) for group in groups for episode in group.episodes]
         return episodes
-
-    def sampling(self, mode: str) -> Sampling:
-        if mode == "greedy":
-            return Sampling(temperature=0.0, max_tokens=self.max_tokens, stop=self.stop)
-        return Sampling(
-            temperature=self.config.temperature,
-            top_p=self.config.top_p,
-            top_k=self.config.top_k,
-            max_tokens=self.max_tokens,
-            stop=self.stop,
-        )
 
     def _summary(self, mode: str, done: Sequence[Episode], total: int) -> Metrics:
         found: Metrics = {}

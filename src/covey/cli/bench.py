@@ -1,0 +1,113 @@
+"""A model, or a run's weights, loaded and ready to be asked: what covey eval, covey sample and covey serve share."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from covey.cli.agents import open_rewards, open_workers, with_workers
+from covey.cli.build import Prepared, make_collector, make_engine, prepare
+from covey.cli.folder import run_of
+from covey.cli.gateway import services
+from covey.cli.words import Words, compose_words
+from covey.config import Composed
+from covey.errors import InputError
+from covey.tasks import TaskSet
+
+if TYPE_CHECKING:
+    from covey.protocols import RolloutEngine
+    from covey.rollout.collector import Collector
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A model and what to ask it."""
+
+    prepared: Prepared
+    collector: Collector
+    engine: RolloutEngine
+    policy: Any
+    resources: ExitStack  # what ends with it
+
+
+@asynccontextmanager
+async def sampling(bench: Bench) -> AsyncIterator[None]:
+    """The engine with the model's weights, and whatever the agent needs besides."""
+    try:
+        await bench.engine.publish(bench.policy, version=0)
+        async with AsyncExitStack() as open_services:
+            for service in services(bench.prepared.agent):
+                await open_services.enter_async_context(service)
+            yield
+    finally:
+        bench.engine.close()
+        bench.resources.close()
+
+
+def open_bench(words: Words, usage: str, *, asks_tasks: bool = True) -> Bench:
+    """Load the model, and its tasks if they are asked."""
+    if len(words.places) != 1:
+        raise InputError(f"name one model or run\n\n{usage.rstrip()}")
+    from covey.learner.models import load_policy
+
+    composed = compose_for(words.places[0], words)
+    tasks = None if asks_tasks else TaskSet(train=(), validation=(), reward=None, description="a question")
+    prepared = prepare(composed, tasks=tasks, training=False)
+    if asks_tasks and not prepared.tasks.validation:
+        raise InputError("there is nothing to ask: give data=NAME or data.val_files=FILE")
+    source = prepared.model
+    assert source is not None
+    with ExitStack() as resources:
+        workers = open_workers(prepared.agent, prepared.rewards, resources)
+        prepared = dataclasses.replace(prepared, agent=with_workers(prepared.agent, workers))
+        rewards = open_rewards(prepared.config, prepared.rewards, workers, resources)
+        policy = load_policy(source, prepared.config.model)
+        engine = make_engine(prepared, policy)
+        return Bench(prepared, make_collector(prepared, engine, rewards), engine, policy, resources.pop_all())
+
+
+def is_run(name: str) -> bool:
+    """Whether a name is a run's folder, or one of its checkpoints."""
+    return (run_of(Path(name).expanduser()) / "run.json").is_file()
+
+
+def compose_for(name: str, words: Words) -> Composed:
+    """A run's own settings with its weights, or the defaults with the named model; then the user's settings."""
+    path = Path(name).expanduser()
+    run = run_of(path)
+    if not is_run(name):
+        return compose_words(words, settings=[f"model.name={name}", *words.settings])
+    model = path / "model" if path != run else _best_model(run)
+    settings = [f"model.name={model}", *_tasks_of(run, words), *words.settings]
+    return compose_words(words, settings=settings, config_path=run / "config.yaml")
+
+
+def _tasks_of(run: Path, words: Words) -> list[str]:
+    """A run of covey sft knows demonstrations: from files they are no tasks, and others must be named."""
+    data = yaml.safe_load((run / "config.yaml").read_text())["data"]
+    if json.loads((run / "run.json").read_text()).get("kind") != "sft" or data["train_files"] is None:
+        return []
+    named = [word for word in words.settings if word.startswith(("data=", "data.name=", "data.val_files="))]
+    if not named and words.text("--question") is None:
+        raise InputError(
+            f"{run} was trained on demonstrations: name the tasks to ask\n"
+            "  data=calculator, or data.val_files=tasks.jsonl with question and answer"
+        )
+    return ["data.train_files=null", "data.val_files=null"]
+
+
+def _best_model(run: Path) -> Path:
+    """The checkpoint with the best evaluation, or else the last."""
+    folders = sorted((run / "checkpoints").glob("step-*"))
+    if not folders:
+        raise InputError(f"{run} has no checkpoint yet\n  runs write one at the end, or every loop.save_every steps")
+    best = json.loads((folders[-1] / "state.json").read_text()).get("best")
+    named = run / "checkpoints" / f"step-{best['step']:06d}" if best else folders[-1]
+    return (named if named.is_dir() else folders[-1]) / "model"

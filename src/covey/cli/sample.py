@@ -1,0 +1,102 @@
+"""covey sample: what a model, or a run's weights, answers to tasks or to a question of yours."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from covey.cli.bench import Bench, open_bench, sampling
+from covey.cli.build import training_sampling
+from covey.cli.words import Words, parse
+from covey.errors import InputError
+from covey.types import Group, Sampling, Task, ToolUse
+
+USAGE = """\
+covey sample MODEL_OR_RUN [--question TEXT] [-n 4] [--tasks 2] [key=value ...]
+
+  Prints answers, with their rewards where a task is known; episodes of several turns token by token, with what the
+  model sampled (and learns from) in colour.
+  --question TEXT   ask this instead of the validation tasks
+  -n 4              answers to each
+  --tasks 2         how many validation tasks
+
+  covey sample smollm2-135m --question "What is the capital of France?" rollout.max_tokens=40
+"""
+
+
+def main(argv: list[str]) -> int:
+    values = ("--question", "-n", "--tasks", "--config-name", "--config")
+    words = parse(argv, values=values)
+    if words.help:
+        print(USAGE)
+        return 0
+    count, many = _count(words, "-n", 4), _count(words, "--tasks", 2)
+    question = words.text("--question")
+    bench = open_bench(words, USAGE, asks_tasks=question is None)
+    tasks: Sequence[Task]
+    if question is not None:
+        tasks = [Task("question", ({"role": "user", "content": question},))]
+        bench = dataclasses.replace(bench, collector=dataclasses.replace(bench.collector, reward=_NoReward()))
+    else:
+        tasks = bench.prepared.tasks.validation[:many]
+    drawn = training_sampling(bench.prepared.config)
+    console = Console(highlight=False)
+    for group in asyncio.run(_answers(bench, tasks, count, drawn)):
+        _print_group(group, console, bench.collector.renderer.tokenizer.decode)
+    return 0
+
+
+async def _answers(bench: Bench, tasks: Sequence[Task], count: int, drawn: Sampling) -> list[Group]:
+    async with sampling(bench):
+        return await bench.collector.groups(tasks, count, drawn, ("sample",))
+
+
+def _print_group(group: Group, console: Console, decode: Callable[[list[int]], str]) -> None:
+    """An answer of one turn as text; an episode of several with every token and who wrote it."""
+    from covey.cli.show import show_tokens
+
+    asked = next((m["content"] for m in reversed(group.task.messages) if m["role"] == "user"), group.task.id)
+    gold = "" if group.task.answer is None else f"   (answer: {group.task.answer})"
+    print(f"\n{asked}{gold}")
+    for episode in group.episodes:
+        if episode.failure is not None:
+            print(f"  failed: {episode.failure.cause}: {episode.failure.message}")
+            continue
+        logprob = sum(p for turn in episode.turns for p in turn.logprobs)
+        scores = "  ".join(f"{k}={v:g}" for k, v in episode.rewards.items() if v is not None)
+        if len(episode.turns) > 1 or episode.tools:
+            show_tokens(episode, decode, console)
+        print(f"  {episode.final_answer!r}")
+        print(f"      {episode.response_tokens} tokens, log-prob {logprob:.2f}, ended by {episode.stop}   {scores}")
+        if episode.tools:
+            print(f"      {len(episode.turns)} turns, tools: {', '.join(map(_use, episode.tools))}")
+
+
+def _use(use: ToolUse) -> str:
+    return f"{use.tool} {use.seconds:.2f} s" + (f" ({use.error})" if use.error else "")
+
+
+class _NoReward:
+    """A question of the user's own has no score."""
+
+    names: tuple[str, ...] = ()
+    groupwise = False
+
+    async def __call__(self, task: Task, episode: Any) -> dict[str, float | None]:
+        return {}
+
+    async def group(self, task: Task, episodes: Sequence[Any]) -> list[dict[str, float | None]]:
+        return [{} for _ in episodes]
+
+
+def _count(words: Words, flag: str, default: int) -> int:
+    text = words.text(flag)
+    if text is None:
+        return default
+    if not text.isdigit() or int(text) < 1:
+        raise InputError(f"{flag} wants a number from 1, got {text!r}")
+    return int(text)

@@ -1,0 +1,133 @@
+"""An evaluation's folder: its settings, its answers, and how it goes on after it was killed.
+
+outputs/eval/DATE_TIME/
+    eval.json       what is measured: a folder holds one evaluation, and others are refused
+    answers.jsonl   one line per answer, written when all answers to its task are there
+    results.json    results.md
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from covey.errors import InputError
+from covey.evaluation.figures import Answer, Subject
+from covey.telemetry.jsonl import finite, read_jsonl
+
+SETTINGS_FILE, ANSWERS_FILE = "eval.json", "answers.jsonl"
+SHOWN = 6  # differences that a refusal names
+
+Key = tuple[str, str, str]  # model, task, mode
+
+
+class EvalFolder:
+    """Whoever holds it is the only one who writes to it."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], command: str) -> None:
+        """Make it, or go on in it if it holds the same evaluation."""
+        settings = json.loads(json.dumps(finite(settings), default=str))  # as it is read back
+        found = _read_settings(path)
+        if found is not None and found["settings"] != settings:
+            raise _other(path, found, settings)
+        path.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._lock = _locked(path)
+        if found is None:
+            write_whole(path / SETTINGS_FILE, json.dumps({"command": command, "settings": settings}, indent=1))
+
+    def done(self, subjects: Sequence[Subject]) -> dict[Key, set[int]]:
+        """Places of the tasks that are answered in full. What is not whole (a line that was being written, a task with
+        answers missing) is cut away."""
+        kept: dict[Key, set[int]] = {subject.key: set() for subject in subjects}
+        path = self.path / ANSWERS_FILE
+        if not path.exists():
+            return kept
+        wanted = {subject.key: subject.n for subject in subjects}
+        groups: dict[tuple[Key, int], list[Answer]] = {}
+        for answer in self._read():
+            groups.setdefault(((answer.model, answer.task, answer.mode), answer.index), []).append(answer)
+        whole = {place: group for place, group in groups.items() if len(group) == wanted[place[0]]}
+        for key, index in whole:
+            kept[key].add(index)
+        write_whole(path, "".join(_line(answer) for group in whole.values() for answer in group))
+        return kept
+
+    def append(self, answers: Iterable[Answer]) -> None:
+        """All answers to a task, in one write."""
+        with (self.path / ANSWERS_FILE).open("a") as file:
+            file.write("".join(map(_line, answers)))
+
+    def answers(self, subjects: Sequence[Subject]) -> dict[Key, list[Answer]]:
+        """Everything that was answered, in the order of tasks and attempts, whatever the order it came in."""
+        found: dict[Key, list[Answer]] = {subject.key: [] for subject in subjects}
+        for answer in self._read():
+            found[answer.model, answer.task, answer.mode].append(answer)
+        return {key: sorted(group, key=lambda a: (a.index, a.attempt)) for key, group in found.items()}
+
+    def _read(self) -> list[Answer]:
+        return [Answer(**record) for record in read_jsonl(self.path / ANSWERS_FILE)]
+
+    def close(self) -> None:
+        self._lock.close()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Whole or as it was."""
+    work = path.with_name(f".{path.name}")
+    with work.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(work, path)
+
+
+def _line(answer: Answer) -> str:
+    return json.dumps(finite(dataclasses.asdict(answer)), default=str) + "\n"
+
+
+def _read_settings(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    if not path.is_dir():
+        raise InputError(f"--out {path} is a file\n  fix: name a folder")
+    if not (path / SETTINGS_FILE).is_file():
+        if any(not file.name.startswith(".") for file in path.iterdir()):  # a lock alone: it was killed at its start
+            raise InputError(f"--out {path} holds other things, and no evaluation\n  fix: name a new folder")
+        return None
+    found: dict[str, Any] = json.loads((path / SETTINGS_FILE).read_text())
+    return found
+
+
+def _locked(path: Path) -> IO[str]:
+    file = (path / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise InputError(f"--out {path}: that evaluation is still running\n  fix: wait, or name another") from None
+    return file
+
+
+def _other(path: Path, found: Mapping[str, Any], settings: Mapping[str, Any]) -> InputError:
+    there, here = _flat(found["settings"]), _flat(settings)
+    keys = [key for key in dict.fromkeys([*there, *here]) if there.get(key) != here.get(key)]
+    lines = [f"--out {path} holds an evaluation with other settings"]
+    lines += [f"  {key}   there {there.get(key, 'nothing')}, here {here.get(key, 'nothing')}" for key in keys[:SHOWN]]
+    lines += [f"  and {len(keys) - SHOWN} more"] if len(keys) > SHOWN else []
+    lines.append(f"  fix: name another --out, or go on with that one:  {found['command']}")
+    return InputError("\n".join(lines))
+
+
+def _flat(tree: Any, name: str = "") -> dict[str, Any]:
+    if not isinstance(tree, Mapping) or not tree:
+        return {name: tree}
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= _flat(value, f"{name} · {key}" if name else str(key))
+    return found
