@@ -21,6 +21,7 @@ from covey.algorithms.likelihood import Likelihood
 from covey.cli.main import main
 from covey.config.schema import LearnerConfig
 from covey.learner.learner import Learner
+from covey.loop.limit import TimeLimit
 from covey.loop.samples import minibatches
 from covey.loop.sft import SftRun, as_samples, likelihood
 from covey.types import Episode, StopReason, Task, Turn
@@ -246,6 +247,7 @@ def test_a_run_that_dies_ends_as_if_it_had_not(
 DRIVER = """
 import os, signal, sys
 from covey.cli.main import main
+from covey.loop.limit import TimeLimit
 from covey.loop.limit import TimeLimit
 from covey.loop.sft import SftRun
 step = SftRun._step
