@@ -80,6 +80,16 @@ def test_every_set_of_the_list_is_tested() -> None:
     assert set(FILES) == set(ROWS) == set(DATASETS)
 
 
+def test_the_page_lists_what_there_is() -> None:
+    page = (Path(__file__).parents[2] / "docs/data.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| `")]
+    listed = {row[0].strip("`"): row for row in rows if len(row) == 6}
+    assert set(listed) == set(DATASETS)
+    for name, dataset in DATASETS.items():
+        counts = ", ".join(f"{count:,} {split}" for split, count in dataset.rows.items())
+        assert listed[name][2:] == [counts, dataset.home, dataset.licence, f"`{dataset.reward}`"]
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_rows_and_loading(name: str, folder: Path, shared: Path) -> None:
     manifest = made(name, folder, shared)

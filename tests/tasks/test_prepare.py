@@ -60,6 +60,7 @@ def test_when_two_questions_are_the_same(one: str, other: str, same: bool) -> No
         (r"$\boxed 7$", "7"),
         (r"\fbox{a}", "a"),
         (r"\boxed{cut", None),
+        ("no box", None),
     ],
 )
 def test_the_last_box(solution: str, answer: str | None) -> None:
@@ -183,6 +184,19 @@ def test_what_others_call_the_problem(tmp_path: Path) -> None:
     prepare(DATASETS["dapo_math"], [write(tmp_path / "dapo.jsonl", raw)], tmp_path / "out")
     (found,) = read_table(tmp_path / "out/train.parquet").rows
     assert (found.values["question"], found.values["answer"]) == ("What is 1+1?", "2")
+    short = {"prompt": "What is 1+1?", "solution": "2"}  # as others have shortened them
+    prepare(DATASETS["dapo_math"], [write(tmp_path / "dapo.jsonl", short)], tmp_path / "out")
+    assert read_table(tmp_path / "out/train.parquet").rows[0].values["answer"] == "2"
+
+
+def test_answers_inside_solutions(tmp_path: Path) -> None:
+    """MATH as its authors publish it; a solution without a box has no answer that could be compared."""
+    rows = [{"problem": f"{n}?", "solution": text} for n, text in enumerate((r"So $\boxed{\frac12}$.", "So it is."))]
+    manifest = prepare(DATASETS["math"], [write(tmp_path / "train.jsonl", *rows)], tmp_path / "out").manifest
+    assert read_table(tmp_path / "out/train.parquet").rows[0].values["answer"] == r"\frac12"
+    assert manifest["dropped"]["train"] == {
+        r"no \boxed answer in the solution": {"rows": 1, "first": ["train.jsonl, line 2"]}
+    }
 
 
 # Written whole, or not at all
