@@ -144,3 +144,8 @@ def test_a_set_for_evaluation_is_not_trained_on(capsys: pytest.CaptureFixture[st
     assert main(["data", "prepare", "aime24", "--from", "aime24.jsonl"]) == 0
     assert main(["train", "data=aime24", f"model={tiny_model_folder}", "--validate-only"]) == 2
     assert "data=aime24 is for evaluation: there is nothing in it to train on" in capsys.readouterr().err
+
+
+def test_a_set_holds_no_demonstrations(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sft", "data=gsm8k", "--validate-only"]) == 2
+    assert "data=gsm8k has tasks but no demonstrations to imitate" in capsys.readouterr().err
