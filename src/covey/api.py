@@ -30,9 +30,9 @@ def train(
 ) -> Run:
     """Train and return the run: its folder (`run.path`), its evaluations, its learner with the trained model.
 
-    `tasks` is the name of a generated task, a file, or a list of Tasks or dicts with `question` and `answer`. `reward`
-    is a function, a name, or a list of them. Settings go by section, `learner={"lr": 2e-5}`, or by key,
-    `**{"learner.lr": 2e-5}`.
+    `tasks` is the name of a data set or generated task, a file, or a list of Tasks or dicts with `question` and
+    `answer`. `reward` is a function, a name, or a list of them. Settings go by section, `learner={"lr": 2e-5}`, or by
+    key, `**{"learner.lr": 2e-5}`.
     """
     settings = [f"model.name={_quoted(model)}", f"algorithm={algorithm}", *_settings(config)]
     given: TaskSet | None = None

@@ -85,6 +85,9 @@ def _after(flag: str, argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def _tell(folder: Path, manifest: dict[str, object]) -> None:
     rows: dict[str, int] = manifest["rows"]  # type: ignore[assignment]
     print(f"{manifest['name']}: {', '.join(f'{count:,} {split}' for split, count in rows.items())} rows in {folder}")
+    outputs: dict[str, dict[str, int]] = manifest["outputs"]  # type: ignore[assignment]
+    if "corpus.jsonl" in outputs:
+        print(f"  {outputs['corpus.jsonl']['rows']:,} passages to search in: {folder / 'corpus.jsonl'}")
     for key, what in (("dropped", "left out of"), ("repeated_in_evaluation", "remarked in")):
         tally: dict[str, dict[str, dict[str, object]]] = manifest[key]  # type: ignore[assignment]
         for split, reasons in tally.items():

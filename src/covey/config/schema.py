@@ -45,8 +45,8 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    name: str = "sort"  # a generated task (covey.tasks.GENERATED); not used when train_files is given
-    options: dict[str, Any] = field(default_factory=dict)  # settings of the generated task
+    name: str = "sort"  # a data set or a generated task (covey data show); not used when files are given
+    options: dict[str, Any] = field(default_factory=dict)  # of the data set or generated task: docs/data.md
     train_files: Any = None  # files or globs (JSON, JSONL, Parquet, CSV), one or a list
     val_files: Any = None  # the same, for evaluation; never trained on
     train_size: int | None = None  # use this many training tasks; generated tasks: 2000

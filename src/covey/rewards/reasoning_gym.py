@@ -30,12 +30,16 @@ def _check(task: Task) -> None:
 @reward(check=_check)
 def reasoning_gym(
     final_answer: str, entry: Mapping[str, Any], dataset: str, dataset_options: Mapping[str, Any] | None = None
-) -> float:
-    """What the package's scorer says of the text in <answer>, or of the whole reply where there is none: 0 to 1."""
+) -> dict[str, float]:
+    """What the package's scorer says of the text in <answer>, or of the whole reply where there is none: 0 to 1.
+    Scorers raise at some answers that they cannot parse, which earn 0; the extra `unread` is 1 there."""
     inside = tagged(final_answer)
     said = (final_answer if inside is None else inside).strip()
     scorer = _family(dataset, json.dumps(dataset_options or {}, sort_keys=True))
-    return float(scorer.score_answer(said, dict(entry)))
+    try:
+        return {"reward": float(scorer.score_answer(said, dict(entry))), "unread": 0.0}
+    except Exception:  # int("no idea"), and whatever else: with a task of its own, only the answer can be at fault
+        return {"reward": 0.0, "unread": 1.0}
 
 
 @lru_cache(maxsize=64)

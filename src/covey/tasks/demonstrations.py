@@ -17,6 +17,7 @@ from typing import Any
 from covey.config.schema import DataConfig
 from covey.errors import InputError
 from covey.tasks.calls import read_calls, read_tools, unpacked
+from covey.tasks.datasets import DATASETS
 from covey.tasks.files import find_files, read_messages
 from covey.tasks.generated import generate_demonstrations
 from covey.tasks.reading import Row, Table, kind, read_table
@@ -52,6 +53,10 @@ def load_demonstrations(data: DataConfig, seed: int) -> DemonstrationSet:
 
 
 def _generated(data: DataConfig, seed: int) -> DemonstrationSet:
+    if data.name in DATASETS:
+        raise InputError(
+            f"data={data.name} has tasks but no demonstrations to imitate\n  give a file: data.train_files=demos.jsonl"
+        )
     train, validation, tools = generate_demonstrations(
         data.name,
         data.options,

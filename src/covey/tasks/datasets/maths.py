@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from covey.tasks.datasets.dataset import TEST, TRAIN, Choice, Dataset, Hub, LeftOut, Source, Url, Values
@@ -46,6 +47,12 @@ def _problem(values: Values, split: str) -> tuple[str, dict[str, Any]]:
     return split, row
 
 
+def _dapo(values: Values, split: str) -> tuple[str, dict[str, Any]]:
+    """Of these, `solution` is the answer itself."""
+    answered = "answer" in values or "reward_model" in values
+    return _problem(values if answered else {**values, "answer": values["solution"]}, split)
+
+
 def _unwrapped(question: str) -> str:
     for words in DAPO_WORDS:
         question = question.replace(words, "")
@@ -57,10 +64,9 @@ def _answer(values: Values) -> str:
     if found is None and isinstance(values.get("reward_model"), dict):
         found = values["reward_model"].get("ground_truth")
     if found in (None, "") and values.get("solution") is not None:
-        solution = str(values["solution"])
-        found = last_boxed(solution) if "\\boxed" in solution or "\\fbox" in solution else solution
+        found = last_boxed(str(values["solution"]))
         if found is None:
-            raise LeftOut("no answer in the solution")
+            raise LeftOut("no \\boxed answer in the solution")
     if isinstance(found, float) and found.is_integer():
         found = int(found)  # 27.0 is how a table writes 27
     return "" if found is None else str(found).strip()
@@ -69,6 +75,8 @@ def _answer(values: Values) -> str:
 def last_boxed(text: str) -> str | None:
     """What stands in the last \\boxed{…}, its braces balanced; or behind `\\boxed `."""
     start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    if start < 0:
+        return None
     rest = text[start:].partition("boxed" if text.startswith("\\boxed", start) else "fbox")[2]
     if not rest.startswith("{"):
         return rest.split("$")[0].strip() or None
@@ -168,11 +176,14 @@ DEEPSCALER = _collection(
     40315,
     ("aime24", "amc23"),
 )
-DAPO_MATH = _collection(
-    "dapo_math",
-    "problems whose answers are whole numbers, to train on",
-    Source(TRAIN, Hub("open-r1/DAPO-Math-17k-Processed", "all/*.parquet"), ("dapo*",)),
-    "Apache-2.0",
-    17398,
-    ("aime24",),
+DAPO_MATH = replace(
+    _collection(
+        "dapo_math",
+        "problems whose answers are whole numbers, to train on",
+        Source(TRAIN, Hub("open-r1/DAPO-Math-17k-Processed", "all/*.parquet"), ("dapo*",)),
+        "Apache-2.0",
+        17398,
+        ("aime24",),
+    ),
+    row=_dapo,
 )

@@ -37,6 +37,7 @@ def prepare(dataset: Dataset, files: Sequence[str], folder: Path) -> Prepared:
     """Write the set into `folder`, from the files given or else from its home."""
     with tempfile.TemporaryDirectory(prefix="covey-data-") as downloads:
         raw = given_files(dataset, files) if files else home_files(dataset, Path(downloads))
+        raw.sort(key=lambda one: dataset.sources.index(one.source))  # however they were named
         dropped, remarked = Tally(), Tally()
         contents, sources = _read(dataset, raw, dropped)
     rows = without_repeats(without_empty(contents.rows, dropped), dropped, remarked)
