@@ -118,6 +118,6 @@ def _fit(gold: Mapping[str, Any], made: Mapping[str, Any]) -> float:
 
 def _overlap(gold: Iterable[str], made: Iterable[str]) -> float:
     """Size of the intersection over that of the union, with multiplicity; 1 for two empty ones."""
-    ours, theirs = Counter(made), Counter(gold)
+    ours, theirs = Counter(list(made)), Counter(list(gold))  # a mapping would be taken for counts
     union = (ours | theirs).total()
     return (ours & theirs).total() / union if union else 1.0
