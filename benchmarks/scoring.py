@@ -29,9 +29,10 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="a page with marks for the tables")
     given = parser.parse_args()
     if given.speed:
-        from kit.scoring_speed import report
+        from kit.scoring_speed import adversarial, pairs, safety, speed
 
-        show("speed", report(given.data, given.answers, given.repeats), given.write)
+        show("speed", speed(pairs(given.data, given.answers), given.repeats), given.write)
+        show("hostile", safety(adversarial()), given.write)
         return
     for name in given.only.split(","):
         rows = []
