@@ -17,6 +17,7 @@ from covey.rewards import RewardError, resolve_rewards
 from covey.types import Episode, Task
 from kit.perturb import gold_arguments, wrong_answers, wrong_calls, wrong_test
 
+ROOT = Path(__file__).parent.parent.parent
 AST = ("simple_python", "multiple", "parallel", "parallel_multiple")
 LIVE = ("live_simple", "live_multiple", "live_parallel", "live_parallel_multiple")
 
@@ -241,7 +242,7 @@ def rlla(data: Path, sample: int | None) -> Iterator[Row]:
 
 
 def ifeval(data: Path, sample: int | None) -> Iterator[Row]:
-    sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+    sys.path.insert(0, str(ROOT))
     from tests.rewards.ifeval_cases import CASES
 
     for kind in sorted({case[0] for case in CASES}):
@@ -256,6 +257,12 @@ def ifeval(data: Path, sample: int | None) -> Iterator[Row]:
         )
 
 
+def oracles(data: Path, sample: int | None) -> Iterator[Row]:
+    from kit.scorers import agreement
+
+    yield from agreement(data, sample)
+
+
 def _stride(rows: Sequence[Any], sample: int | None) -> int:
     return 1 if sample is None else max(1, len(rows) // sample)
 
@@ -267,4 +274,5 @@ CHECKS: dict[str, Callable[[Path, int | None], Iterator[Row]]] = {
     "bfcl": bfcl,
     "rlla": rlla,
     "ifeval": ifeval,
+    "oracles": oracles,
 }

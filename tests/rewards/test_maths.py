@@ -216,6 +216,10 @@ def test_an_empty_answer_is_never_a_silent_zero() -> None:
         ("5", "6", False),
         ("1/3", "0.33333", None),  # perhaps rounded
         ("1/3", "0.33", False),
+        (r"\sqrt{2}", "1.5", False),
+        (r"\sqrt{2}", "1.41421", None),
+        (r"12\pi", r"12\sqrt{3}", False),
+        (r"2\pi", "x", None),
         (r"\sin x", r"\cos x", None),
         ("x", "y", None),
         ("B", "A", False),

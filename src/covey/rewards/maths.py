@@ -288,9 +288,12 @@ def _same_value(right: Ratio, theirs: Quantity, said: Ratio, ours: Quantity) -> 
 
 def _clearly_apart(a: Ratio, b: Ratio) -> bool | None:
     one, other = a.rational(), b.rational()
-    if one is None or other is None:
+    if one is not None and other is not None:
+        return False if abs(one - other) > CLOSE * max(Fraction(1), abs(one)) else None
+    near, far = a.approximate(), b.approximate()
+    if near is None or far is None:
         return None
-    return False if abs(one - other) > CLOSE * max(Fraction(1), abs(one)) else None
+    return False if abs(near - far) > float(CLOSE) * max(1.0, abs(near)) else None
 
 
 def _value(body: str) -> Ratio | None:
