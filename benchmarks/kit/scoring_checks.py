@@ -118,9 +118,10 @@ def maths(data: Path, sample: int | None) -> Iterator[Row]:
             attempt(f"{name} {i}", str(row["answer"]), f"\\boxed{{{row['answer']}}}", 1) for i, row in enumerate(rows)
         ]
         yield judge(name, "`\\boxed{gold}`", "math_verify", tries)
-    train = lines(data / "math_train" / "math_train.jsonl")
-    for name, rows in {"math500": sets["math500"], "math_train": train[:: _stride(train, sample)]}.items():
-        tries = [attempt(f"{name} {i}", row["answer"], row["solution"], 1) for i, row in enumerate(rows)]
+    solved = {"math500": sets["math500"], "math_train": lines(data / "math_train" / "math_train.jsonl")}
+    for name, rows in solved.items():
+        some = list(enumerate(rows))[:: _stride(rows, sample)]
+        tries = [attempt(f"{name} {i}", row["answer"], row["solution"], 1) for i, row in some]
         yield judge(name, "full gold solutions", "math_verify", tries)
     answers = [str(row["answer"]) for rows in sets.values() for row in rows]
     wrong = wrong_answers(answers, 200)

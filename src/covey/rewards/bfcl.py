@@ -122,16 +122,17 @@ def accepts(value: Any, acceptable: Sequence[Any], described: Mapping[str, Any])
         value = float(value)
     real = [one for one in acceptable if not (isinstance(one, str) and one == "")]
     usual = type(real[0]) if real else kind  # what the ground truth holds, where it is not as described
-    if type(value) is not kind and type(value) is not usual:
+    own: type = type(value)
+    if own is not kind and own is not usual:
         return False
-    if type(value) is not kind or usual is not kind:
+    if own is not kind or usual is not kind:
         return any(_equal(value, one) for one in acceptable)
     if kind is str:
         return any(_plain(value) == _plain(one) for one in acceptable if isinstance(one, str))
     if kind is dict:
         return any(_same_dict(value, one) for one in real)
     if kind is list:
-        inner = TYPES.get((described.get("items") or {}).get("type"), str)
+        inner = TYPES.get((described.get("items") or {}).get("type", ""), str)
         same = _same_dicts if inner is dict else _same_list
         return any(same(value, one, inner) for one in real)
     return any(_equal(value, one) for one in acceptable)
