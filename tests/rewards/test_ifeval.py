@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,174 +15,12 @@ from covey.rewards import RewardError, resolve_rewards
 from covey.rewards.ifeval import forgiving
 from covey.rewards.ifeval_kinds import DETECTING, KINDS
 from covey.rewards.ifeval_text import capital_words, count_sentences, count_words
-from covey.types import Task
+from covey.types import StopReason, Task, Turn
+from tests.rewards.ifeval_cases import CASES
 from tests.rewards.replies import episode_of, scored, task_of
 
 LANGDETECT = importlib.util.find_spec("langdetect") is not None
 NEEDS_LANGDETECT = pytest.mark.skipif(not LANGDETECT, reason="langdetect is not installed (covey[ifeval])")
-ENGLISH = "this is a plain english sentence about the weather in the mountains"
-GERMAN = "dies ist ein einfacher deutscher Satz über das Wetter in den Bergen"
-AT_LEAST, LESS = "at least", "less than"
-
-# kind, settings, replies that follow it, replies that do not
-CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
-    (
-        "keywords:existence",
-        {"keywords": ["talk", "Night"]},
-        ["We TALK at night.", "nightly talks"],
-        ["We talk.", "nigh talk"],
-    ),
-    (
-        "keywords:frequency",
-        {"keyword": "cat ", "frequency": 2, "relation": AT_LEAST},
-        ["Cat and cat", "catcat"],
-        ["One cat", "c a t cat"],
-    ),
-    ("keywords:frequency", {"keyword": "cat", "frequency": 2, "relation": LESS}, ["a cat", "none"], ["cat cat"]),
-    (
-        "keywords:forbidden_words",
-        {"forbidden_words": ["run", "c++"]},
-        ["I was running", "brunch"],
-        ["Run!", "they run"],
-    ),
-    (
-        "keywords:letter_frequency",
-        {"letter": "E", "let_frequency": 3, "let_relation": AT_LEAST},
-        ["See me", "eEe"],
-        ["See", ""],
-    ),
-    (
-        "keywords:letter_frequency",
-        {"letter": "#", "let_frequency": 1, "let_relation": AT_LEAST},
-        ["# Title"],
-        ["Title"],
-    ),
-    (
-        "length_constraints:number_sentences",
-        {"num_sentences": 3, "relation": LESS},
-        ["One. Two."],
-        ["One. Two. Three."],
-    ),
-    (
-        "length_constraints:number_sentences",
-        {"num_sentences": 2, "relation": AT_LEAST},
-        ["One! Two"],
-        ["Mr. X came"],
-    ),
-    (
-        "length_constraints:number_words",
-        {"num_words": 3, "relation": AT_LEAST},
-        ["one two three", "a-b c"],
-        ["one two"],
-    ),
-    ("length_constraints:number_words", {"num_words": 3, "relation": LESS}, ["one two"], ["one two three"]),
-    (
-        "length_constraints:number_paragraphs",
-        {"num_paragraphs": 2},
-        ["a\n***\nb", "***\na\n***\nb\n***"],
-        ["a", "a\n***\n***\nb", "a\n***\nb\n***\nc", "a\n\nb"],
-    ),
-    (
-        "length_constraints:nth_paragraph_first_word",
-        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "Weather"},
-        ["a\n\nweather, it is", 'a\n\n"Weather" is', "a\n\nWEATHER"],
-        ["a\n\nthe weather", "a\n\nweather\n\nb", "weather", "a\n\nweathers", "\n\na\n\nweather"],
-    ),
-    (
-        "detectable_content:number_placeholders",
-        {"num_placeholders": 2},
-        ["[name] and [address]", "[[a] [b]"],
-        ["[name]", "[a\nb] [c]", "a] [b]"],
-    ),
-    (
-        "detectable_content:postscript",
-        {"postscript_marker": "P.S."},
-        ["Bye.\nP.S. more", "p. s. more", "so p.s. inline"],
-        ["PS more", "P.S"],
-    ),
-    ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, ["P.P.S more", "p. p. s"], ["P.S. more"]),
-    (
-        "detectable_format:number_bullet_lists",
-        {"num_bullets": 2},
-        ["* a\n* b", "- a\n  - b", "text\n* a\n- b"],
-        ["* a", "* a\n* b\n* c", "** a\n* b", "a\nb"],
-    ),
-    (
-        "detectable_format:constrained_response",
-        {},
-        ["My answer is yes.", "Well. My answer is maybe. So"],
-        ["My answer is Yes.", "yes", "My answer is yes"],
-    ),
-    (
-        "detectable_format:number_highlighted_sections",
-        {"num_highlights": 2},
-        ["*one* and *two*", "**one** and **two**", "*one* and **two**"],
-        ["*one*", "**one**", "* *one", "*one\ntwo* x", "plain"],
-    ),
-    (
-        "detectable_format:multiple_sections",
-        {"section_spliter": "Section", "num_sections": 2},
-        ["Section 1\na\nSection 2\nb", "Section1 Section2"],
-        ["Section 1\na", "SECTION 1 SECTION 2", "Section one Section two"],
-    ),
-    (
-        "detectable_format:json_format",
-        {},
-        ['{"a": 1}', '```json\n{"a": [1, 2]}\n```', "```\n3\n```"],
-        ["{a: 1}", 'Here: {"a": 1}', "[" * 20000],
-    ),
-    (
-        "detectable_format:title",
-        {},
-        ["<<A title>>\ntext", "so <<x>> there", "<<>> <<a>>"],
-        ["<<>>", "<< >>", "<a title>", "<<a\ntitle>>", ">>a<<"],
-    ),
-    (
-        "combination:two_responses",
-        {},
-        ["one\n******\ntwo", "******\none\n******\ntwo\n******"],
-        ["one", "one\n******\none", "a\n******\nb\n******\nc", "a\n******\n******\nb"],
-    ),
-    (
-        "combination:repeat_prompt",
-        {"prompt_to_repeat": "Write a poem. "},
-        ["write a poem.\n\nRoses", " Write a poem."],
-        ["Sure! Write a poem.", "Write a pom."],
-    ),
-    (
-        "startend:end_checker",
-        {"end_phrase": "Any other questions?"},
-        ["So. Any other questions?", '"any other questions?"\n'],
-        ["Any other questions? No", "Any questions?"],
-    ),
-    ("startend:quotation", {}, ['"All of it"', ' "a" and "b"\n'], ['"', "'a'", '"a" b', "a"]),
-    (
-        "change_case:capital_word_frequency",
-        {"capital_frequency": 2, "capital_relation": AT_LEAST},
-        ["I saw NASA", "WELL-KNOWN U.S. facts"],
-        ["Only NASA here", "Not Any"],
-    ),
-    (
-        "change_case:capital_word_frequency",
-        {"capital_frequency": 2, "capital_relation": LESS},
-        ["NASA here"],
-        ["NASA AND"],
-    ),
-    (
-        "change_case:english_capital",
-        {},
-        [ENGLISH.upper()],
-        [ENGLISH, ENGLISH.upper() + " x", GERMAN.upper()],
-    ),
-    (
-        "change_case:english_lowercase",
-        {},
-        [ENGLISH],
-        [ENGLISH.upper(), ENGLISH + " X", GERMAN.lower()],
-    ),
-    ("punctuation:no_comma", {}, ["a; b."], ["a, b"]),
-    ("language:response_language", {"language": "de"}, [GERMAN, "123"], [ENGLISH]),
-]
 
 
 def judged(reply: str, kinds: list[str], settings: list[Any], **options: Any) -> dict[str, Any]:
@@ -193,6 +32,9 @@ def judged(reply: str, kinds: list[str], settings: list[Any], **options: Any) ->
 def test_all_kinds_have_examples() -> None:
     assert len(KINDS) == 25
     assert {case[0] for case in CASES} == set(KINDS)
+    for kind in KINDS:
+        right, wrong = ([reply for case in CASES if case[0] == kind for reply in case[side]] for side in (2, 3))
+        assert len(right) >= 2 <= len(wrong), kind
 
 
 @pytest.mark.parametrize(("kind", "settings", "right", "wrong"), CASES, ids=[case[0] for case in CASES])
@@ -227,6 +69,42 @@ def test_the_four_scores() -> None:
     assert judged("", kinds, [{}, {}])["instruction_loose"] == 0  # an empty reply follows nothing
     with pytest.raises(RewardError, match="score is one of"):
         judged("x", kinds, [{}, {}], score="strict")
+
+
+def composite(reply: str, stop: str = "eos", **options: Any) -> dict[str, Any]:
+    task = task_of(instruction_id_list=["punctuation:no_comma", "startend:quotation"], kwargs=[{}, {}])
+    turn = Turn((1,), (2,), (0.0,), (0,), StopReason(stop))
+    episode = replace(episode_of(task, reply), turns=(turn,))
+    found = scored("ifeval_composite", task, episode, **options)
+    return {name.removeprefix("ifeval_composite").removeprefix("/") or "reward": v for name, v in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("reply", "stop", "value"),
+    [
+        ('<think>so</think><answer>"a"</answer>', "eos", 2.2),  # all of it
+        ('<think>so</think><answer>"a"</answer>', "length", 2.0),
+        ('<answer>"a"</answer>', "eos", 1.7),
+        ("<think>so</think><answer>a</answer>", "eos", 0.3 * 0.5 + 0.1 * 0.5 + 1.2),  # one of two instructions
+        ('<think>so</think><answer>Sure, here:\n"a"</answer>', "eos", 0.2 + 0.1 + 1.2),  # forgiven: loose only
+        ('<think>a</think><think>b</think><answer>"a"</answer>', "eos", 1.7),
+        ('<think>a</think><answer>"a"</answer><answer>b, c</answer>', "eos", 1.7),  # the first is judged
+        ('"a"', "eos", 0.2),  # what stands in no <answer> follows nothing
+        ("", "length", 0.0),
+    ],
+)
+def test_the_composite_reward(reply: str, stop: str, value: float) -> None:
+    assert composite(reply, stop)["reward"] == pytest.approx(value)
+
+
+def test_parts_and_weights_of_the_composite_reward() -> None:
+    assert composite("<answer>a</answer>") == {
+        **{"reward": pytest.approx(0.9), "instruction_strict": 0.5, "instruction_loose": 0.5},
+        **{"prompt_strict": 0, "prompt_loose": 0, "structure": 0.5, "complete": 1},
+    }
+    assert composite("<answer>a</answer>", weights=[0, 1, 0, 0])["reward"] == pytest.approx(0.5 + 0.5 + 0.2)
+    with pytest.raises(RewardError, match="weights are 4 numbers, for prompt_strict"):
+        composite("a", weights=[1.0])
 
 
 def test_what_loose_forgives() -> None:

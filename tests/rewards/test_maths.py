@@ -111,7 +111,16 @@ EQUAL = [
     ("1,234", "1, 234"),  # written so, a list
     (r"\begin{pmatrix} 1/5 \\ -18/5 \end{pmatrix}", r"\boxed{\begin{bmatrix} 0.2 \\ -3.6 \end{bmatrix}}"),
     (r"\begin{pmatrix}4\0\end{pmatrix}", r"\begin{pmatrix}4\\0\end{pmatrix}"),  # as one data set has it
+    (
+        r"\begin{pmatrix} 1 \\ \frac{1}{2} \end{pmatrix}",
+        r"\begin{pmatrix}1\\0.5\end{pmatrix}",
+    ),  # a space behind the row
+    (r"-2{or}-12", r"-12 \text{ or } -2"),  # as one data set has it
+    (r"\text{A, D, F}", "A,D,F"),
+    ("{A,D,F}", r"\text{A, D, F}"),
+    ("{twolines}", r"\text{two lines}"),
     # algebra
+    (r"\frac{1}{29,322,216}", r"\dfrac{1}{29,\!322,\!216}"),
     (r"\frac{\sqrt{3}}{3}", r"1/\sqrt{3}"),
     ("x^3+3x-6", "-6+3x+x^3"),
     ("12\\pi", "12π"),
@@ -162,6 +171,10 @@ DIFFERENT = [
     (r"(0,9)\cup(9,36)", "(0,36)"),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}2\\1\end{pmatrix}"),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1&2\end{pmatrix}"),
+    (r"\begin{pmatrix} 1 \\ \frac{1}{2} \end{pmatrix}", r"\begin{pmatrix}1\\0.25\end{pmatrix}"),
+    (r"\text{H, E}", r"\text{E, H}"),  # in words the order counts
+    ("{A,B}", "{A,B,C}"),
+    (r"\frac{1}{20,000}", r"\frac{1}{20}"),
     ("x=5", "y=5"),
     ("x=1,y=2", "y=1,x=2"),
     ("x", "X"),
@@ -203,6 +216,10 @@ def test_an_empty_answer_is_never_a_silent_zero() -> None:
         ("5", "6", False),
         ("1/3", "0.33333", None),  # perhaps rounded
         ("1/3", "0.33", False),
+        (r"\sqrt{2}", "1.5", False),
+        (r"\sqrt{2}", "1.41421", None),
+        (r"12\pi", r"12\sqrt{3}", False),
+        (r"2\pi", "x", None),
         (r"\sin x", r"\cos x", None),
         ("x", "y", None),
         ("B", "A", False),
@@ -365,12 +382,42 @@ def test_a_missing_package_is_told_before_training(monkeypatch: pytest.MonkeyPat
         score("math_verify", "5", "5")
 
 
+@pytest.mark.parametrize(
+    ("reply", "found"),
+    [
+        *[(r"9^{9^{9^{9}}}", True), (r"10^{100000}", True), ("10000!", True), ("5!!", True), ("9" * 400, True)],
+        *[("(" * 30 + "1" + ")" * 30, True), (r"\sqrt{" * 25 + "2" + "}" * 25, True), (r"\sum_{k=1}^{10^{9}} k", True)],
+        *[
+            ("x^2+y^2+z^2+w^2", False),
+            (r"2^{2^{10}}", False),
+            (r"10^{9999}", False),
+            ("120!", False),
+            ("9" * 300, False),
+        ],
+        *[(r"\frac{\sqrt{3+\sqrt{5}}}{(1+(2+x)^2)^3}", False), ("x^{10}+x^9-x^8+x^7-x^6+x^5", False)],
+    ],
+)
+def test_what_would_keep_the_package_busy_is_not_put_to_it(reply: str, found: bool) -> None:
+    assert math_process.wild(reply) is found
+
+
+def test_what_is_wild_is_not_equal_unless_the_answer_is_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math_process, "_verify", lambda gold, reply, seconds: True)
+    for gold, reply, verdict in [
+        ("5", "10^{123456}", False),
+        ("10^{123457}", "10^{123456}", True),
+        ("5", "x" * 1005, False),
+        ("5", "x" * 1004, True),
+    ]:
+        assert asyncio.run(math_process.verify(gold, reply, 1.0)) is verdict
+
+
 @NEEDS_MATH_VERIFY
 def test_what_only_math_verify_knows_and_what_it_never_finishes() -> None:
     assert score("math_verify", r"\boxed{\sin^2 x + \cos^2 x}", "1")["math_verify"] == 1
     assert score("math_verify", r"\boxed{5!}", "120")["math_verify"] == 1
     assert score("math_verify", r"\boxed{\sin x}", r"\cos x") == {"math_verify": 0, "math_verify/timeout": 0}
-    hung = score("math_verify", r"\boxed{9^{9^{9^{9}}}}", r"\frac{3}{7}", deadline=1.0)
+    hung = score("math_verify", r"\boxed{(x+y+z+w)^{1287}}", r"\frac{3}{7}", deadline=1.0)
     assert hung == {"math_verify": 0, "math_verify/timeout": 1}
     assert score("math_verify", r"\boxed{4!}", "24")["math_verify"] == 1  # a fresh process
 

@@ -10,6 +10,7 @@ What is beyond it (functions, roots of sums, letters in exponents, sizes over th
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -74,6 +75,13 @@ class Ratio:
             return self.top.get(ONE, Fraction(0)) / self.bottom[ONE]
         return None
 
+    def approximate(self) -> float | None:
+        """Nearly its value, if it is a number: rational, with roots of numbers, with π."""
+        try:
+            return _approximate(self.top) / _approximate(self.bottom)
+        except (NotAlgebra, OverflowError, ZeroDivisionError):
+            return None
+
     def power(self, exponent: Ratio) -> Ratio:
         size = exponent.rational()
         if size is None:
@@ -108,6 +116,18 @@ class Ratio:
 
 def number(value: Fraction) -> Ratio:
     return Ratio({ONE: value} if value else {}, {ONE: Fraction(1)})
+
+
+def _approximate(total: Sum) -> float:
+    value = 0.0
+    for monomial, size in total.items():
+        product = float(size)
+        for name, exponent in monomial:
+            if name != "\\pi" and not name.isdigit():
+                raise NotAlgebra("a letter")
+            product *= (math.pi if name == "\\pi" else float(name)) ** float(exponent)
+        value += product
+    return value
 
 
 def _atom(name: str) -> Ratio:

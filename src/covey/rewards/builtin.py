@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from covey.rewards.bfcl import bfcl
 from covey.rewards.code import code_reward
 from covey.rewards.countdown import countdown
 from covey.rewards.function import inline, reward
-from covey.rewards.ifeval import ifeval
+from covey.rewards.ifeval import ifeval, ifeval_composite
 from covey.rewards.judge import Judge
 from covey.rewards.maths import math_equal, math_verify
 from covey.rewards.numbers import math_reward_string_equal, number, sorted_numbers
 from covey.rewards.qa import qa_em_reward, qa_f1_reward
 from covey.rewards.reasoning_gym import reasoning_gym
 from covey.rewards.reward_model import RewardModel
+from covey.rewards.rlla import rlla
 from covey.rewards.shape import length, repetition
 from covey.rewards.tool_call import tool_call
 from covey.types import Episode
@@ -62,9 +64,12 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "qa_em_reward": qa_em_reward,
     "code_reward": code_reward,
     "ifeval": ifeval,
+    "ifeval_composite": ifeval_composite,
     "length": length,
     "repetition": repetition,
     "tool_call": tool_call,
+    "bfcl": bfcl,
+    "rlla": rlla,
     "given": given,
     "judge": Judge,
     "reward_model": RewardModel,

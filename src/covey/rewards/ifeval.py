@@ -2,21 +2,31 @@
 
 Zhou et al. 2023, https://arxiv.org/abs/2311.07911. Strict judges the reply as it is. Loose forgives: an instruction is
 followed if it is in the reply without its first line, without its last, without both, or without stars, too.
+
+`ifeval_composite` is TorchRL's reward for training on it, which pays for form besides, from 0 to 2.2:
+
+    0.4·prompt_strict + 0.3·instruction_strict + 0.2·prompt_loose + 0.1·instruction_loose
+      + 0.5·[one <think>…</think>] + 0.5·[one <answer>…</answer>] + 0.2·[the model ended the reply itself]
+
+Only what stands in the first <answer>…</answer> is judged; a reply without one follows nothing.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from covey.errors import Absent, InputError, unknown
 from covey.rewards.function import reward
 from covey.rewards.ifeval_kinds import DETECTING, KINDS
-from covey.types import Task
+from covey.types import Episode, StopReason, Task
 
 SCORES = ("instruction_strict", "instruction_loose", "prompt_strict", "prompt_loose")
+WEIGHTED = ("prompt_strict", "instruction_strict", "prompt_loose", "instruction_loose")
+THOUGHT, ANSWER = (re.compile(f"<{tag}>(.*?)</{tag}>", re.DOTALL) for tag in ("think", "answer"))
 Settings = Mapping[str, Any]
 
 
@@ -53,18 +63,44 @@ def ifeval(
     which are extras: instruction_strict, instruction_loose (shares), prompt_strict, prompt_loose (all or nothing)."""
     if score not in SCORES:
         raise ValueError(f"ifeval: score is one of {', '.join(SCORES)}, not {score!r}")
-    settings = _settings(task.id, instruction_id_list, kwargs)
-    pairs = list(zip(instruction_id_list, settings, strict=True))
-    strict = [_follows(final_answer, kind, given) for kind, given in pairs]
-    variants = forgiving(final_answer)
-    loose = [any(_follows(text, kind, given) for text in variants) for kind, given in pairs]
-    scores = {
+    scores = four_scores(final_answer, instruction_id_list, _settings(task.id, instruction_id_list, kwargs))
+    return {"reward": scores[score], **scores}
+
+
+@reward(check=_check)
+def ifeval_composite(
+    final_answer: str,
+    episode: Episode,
+    instruction_id_list: Sequence[str],
+    kwargs: Sequence[Settings],
+    task: Task,
+    weights: Sequence[float] = (0.4, 0.3, 0.2, 0.1),
+) -> dict[str, float]:
+    """TorchRL's training reward, from 0 to 2.2: the four scores of the text in <answer>, weighted (`weights`: prompt
+    strict, instruction strict, prompt loose, instruction loose), 0.5 each for one <think> and one <answer>, and 0.2
+    for a reply that the model itself ended. Extras: the four scores, structure, complete."""
+    if len(weights) != len(WEIGHTED):
+        raise ValueError(f"ifeval_composite: weights are {len(WEIGHTED)} numbers, for {', '.join(WEIGHTED)}")
+    thoughts, answers = THOUGHT.findall(final_answer), ANSWER.findall(final_answer)
+    judged = answers[0] if answers else ""
+    scores = four_scores(judged, instruction_id_list, _settings(task.id, instruction_id_list, kwargs))
+    followed = sum(weight * scores[name] for weight, name in zip(weights, WEIGHTED, strict=True))
+    structure = 0.5 * (len(thoughts) == 1) + 0.5 * (len(answers) == 1)
+    complete = float(bool(episode.turns) and episode.turns[-1].stop == StopReason.EOS)
+    return {"reward": followed + structure + 0.2 * complete, **scores, "structure": structure, "complete": complete}
+
+
+def four_scores(text: str, kinds: Sequence[str], settings: Sequence[Settings]) -> dict[str, float]:
+    pairs = list(zip(kinds, settings, strict=True))
+    strict = [_follows(text, kind, given) for kind, given in pairs]
+    variants = forgiving(text)
+    loose = [any(_follows(one, kind, given) for one in variants) for kind, given in pairs]
+    return {
         "instruction_strict": sum(strict) / len(strict),
         "instruction_loose": sum(loose) / len(loose),
         "prompt_strict": float(all(strict)),
         "prompt_loose": float(all(loose)),
     }
-    return {"reward": scores[score], **scores}
 
 
 def forgiving(reply: str) -> list[str]:

@@ -18,9 +18,9 @@ UNICODE = str.maketrans(
 )
 WRAPPED = re.compile(r"^(?:\$\$(.+)\$\$|\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]|\*\*(.+)\*\*|`(.+)`)$", re.DOTALL)
 INNER = re.compile(r"(?<!\\)\$")
-# What only changes the look.
+# What only changes the look. The end of a row (two strokes) is taken first, and stays.
 LOOKS = re.compile(
-    r"\\(?:left|right|big|Big|bigg|Bigg|bigl|bigr|Bigl|Bigr|displaystyle|textstyle|limits|mathstrut|quad|qquad)"
+    r"(\\\\)|\\(?:left|right|big|Big|bigg|Bigg|bigl|bigr|Bigl|Bigr|displaystyle|textstyle|limits|mathstrut|quad|qquad)"
     r"(?![A-Za-z])|\\[!,;:>]|~|\\(?=\s)|\\hspace\{[^{}]*\}|\\phantom\{[^{}]*\}"
 )
 TEXT = re.compile(
@@ -90,11 +90,12 @@ def tidy(text: str) -> str:
     """Without what only changes the look, and without spaces, except between digits (2 3 is not 23)."""
     text = _unwrapped(text.translate(UNICODE))
     text = re.sub(r"(?<=\d)(?:\{,\}|,\s*\\!|\\,|\\!|\\ )(?=\d{3}(?!\d))", "", text)  # 10{,}080  10,\!080  10\,080
-    text = RENAMED.sub(lambda found: _renamed(NAMES[found[1]]), LOOKS.sub(" ", text))
+    text = RENAMED.sub(lambda found: _renamed(NAMES[found[1]]), LOOKS.sub(lambda found: found[1] or " ", text))
     text = text.replace("\\begin{matrix}", "\\begin{pmatrix}").replace("\\end{matrix}", "\\end{pmatrix}")
     text = re.sub(r"\\(begin|end)\{[bBvV]matrix\}", r"\\\1{pmatrix}", text)
     text = re.sub(r"(?<![\w.\\}])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w.])", r"\1\\frac{\2}{\3}", text)  # 1 4/5
     text = TEXT.sub(lambda found: rf"\text{{{found[1].strip()}}}", text.strip())
+    text = re.sub(r"(?<![A-Za-z])\{(and|or)\}", r"\\text{\1}", text)  # some data lost the \text before it
     text = TRAILING.sub(_as_text, text.rstrip(" .,;:"))
     return _close(text)
 
@@ -158,6 +159,13 @@ def _unit(words: list[str], power: str | None) -> str | None:
         power = powers[words.pop(0).lower()]
     known = UNITS.get(words[0]) or UNITS.get(words[0].lower()) if len(words) == 1 else None
     return f"{known}^{power}" if known and power else known
+
+
+def listed(text: str) -> str | None:
+    """Names or letters in order, in one spelling: `\\text{A, D}`, `{A,D}` and `A,D`. None: it is a formula."""
+    found = re.fullmatch(r"(?:\\text)?\{([^{}]*)\}", text)
+    plain = re.sub(r"\s", "", found[1] if found else text)
+    return plain if re.fullmatch(r"[A-Za-z][A-Za-z0-9'-]*(?:,[A-Za-z][A-Za-z0-9'-]*)*", plain) else None
 
 
 def words_only(text: str) -> str | None:

@@ -30,7 +30,18 @@ PROCESSES = max(1, min(8, os.cpu_count() or 1))
 START_SECONDS = 120.0  # importing sympy on a busy machine
 GRACE_SECONDS = 5.0  # between the deadline and the process's own alarm
 MEMORY_BYTES = 4 * 2**30
-LONGEST = 4000  # characters of an expression; longer ones are not equal to any answer
+LONGEST = 1000  # characters of an expression, and four times the answer's; longer ones are not equal to it
+
+
+DEEPEST = 20  # brackets in brackets
+WILD = re.compile(
+    r"\^\{?\(?-?\d{5,}"  # an exponent of five digits
+    r"|\^\{?[^{}^+-]{1,9}\^\{?[^{}^+-]{1,9}\^"  # a power of a power of a power
+    r"|\d{4,}\)?!"  # the factorial of a thousand
+    r"|!\)?!"
+    r"|\d{400,}"
+    r"|\^\{?10\^"  # a sum to a power of ten
+)
 
 
 class ProcessError(RuntimeError):
@@ -43,12 +54,22 @@ class _Late(Exception):
 
 async def verify(gold: str, reply: str, seconds: float) -> bool | None:
     """Whether math-verify finds the two equal. Attempts at one task often agree, so answers are remembered."""
-    if len(reply) > LONGEST:
+    if len(reply) > LONGEST + 4 * len(gold) or (wild(reply) and not wild(gold)):
         return False
     try:
         return await asyncio.get_running_loop().run_in_executor(_pool(), _verify, gold, reply, seconds)
     except _Late:
         return None
+
+
+def wild(text: str) -> bool:
+    """It would keep a computer algebra system busy for long. An answer that is not so itself is not put to it: the
+    process would only be killed at the deadline, and its successor has to start."""
+    depth = deepest = 0
+    for found in re.finditer(r"[{(\[]|[])}]", text):
+        depth += 1 if found[0] in "{([" else -1
+        deepest = max(deepest, depth)
+    return deepest > DEEPEST or text.count("^") > 40 or WILD.search(text) is not None
 
 
 @functools.cache

@@ -22,10 +22,11 @@ from covey.rewards import math_process
 from covey.rewards.algebra import NotAlgebra, Ratio, number, parse
 from covey.rewards.answers import BOX, boxed, hashed, stated, tagged
 from covey.rewards.function import reward
-from covey.rewards.latex import TEXT, Quantity, quantity, tidy, words_only
+from covey.rewards.latex import TEXT, Quantity, listed, quantity, tidy, words_only
 from covey.types import Task
 
 THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+IN_FRACTION = re.compile(r"(?<=\{)\d{1,3}(?:,\d{3})+(?=\})")
 LABEL = re.compile(r"(?:([A-Za-z](?:_\{?\w+\}?)?(?:\([a-z]\))?|\\[a-z]+)(?:=|\\in(?![A-Za-z])))(?=[^=])")
 CHOICE = re.compile(r"\(([A-J])\)(?=\s|$)|([A-J])(?:[.):](?=\s|$)|$)")
 JOINTS = re.compile(r",?\\text\{(?:and|or)\}|;")
@@ -139,7 +140,7 @@ def equal(gold: str, reply: str) -> bool | None:
     ours, theirs = tidy(reply), tidy(gold)
     if not ours:
         return False
-    if ours == theirs:
+    if ours == theirs or ((names := listed(theirs)) is not None and names == listed(ours)):
         return True
     letter = CHOICE.fullmatch(_plain(gold))
     if letter is not None and (said := CHOICE.match(_plain(reply))) is not None:
@@ -287,15 +288,20 @@ def _same_value(right: Ratio, theirs: Quantity, said: Ratio, ours: Quantity) -> 
 
 def _clearly_apart(a: Ratio, b: Ratio) -> bool | None:
     one, other = a.rational(), b.rational()
-    if one is None or other is None:
+    if one is not None and other is not None:
+        return False if abs(one - other) > CLOSE * max(Fraction(1), abs(one)) else None
+    near, far = a.approximate(), b.approximate()
+    if near is None or far is None:
         return None
-    return False if abs(one - other) > CLOSE * max(Fraction(1), abs(one)) else None
+    return False if abs(near - far) > float(CLOSE) * max(1.0, abs(near)) else None
 
 
 def _value(body: str) -> Ratio | None:
     """Its exact value, if it is algebra. Three letters in a row are a word."""
     if THOUSANDS.fullmatch(body):
         body = body.replace(",", "")
+    elif "\\frac" in body:
+        body = IN_FRACTION.sub(lambda found: found[0].replace(",", ""), body)
     if WORD.search(body):
         return None
     try:

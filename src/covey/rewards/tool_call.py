@@ -43,14 +43,14 @@ def tool_call(
     counts = {"calls": float(len(used)), "errors": float(errors)}
     if gold is None:
         return {"reward": float(bool(used) and errors == 0), **counts}
-    made = [call for call in _made(episode) if call[0] not in skipped]
+    made = [call for call in made_calls(episode) if call[0] not in skipped]
     total = max(len(gold), len(made), len(used))
     matched = _matches(gold, made) / total if total else 1.0
     score = matched if partial else float(matched == 1 and errors == 0)
     return {"reward": score, **counts, "matched": matched}
 
 
-def _made(episode: Episode) -> list[Call]:
+def made_calls(episode: Episode) -> list[Call]:
     """The calls as the messages of the attempt hold them. One that cannot be read has no arguments to compare."""
     found: list[Call] = []
     for message in episode.messages[len(episode.task.messages) :]:

@@ -1,0 +1,168 @@
+"""The reward for calling the right functions, as the Berkeley leaderboard matches their syntax trees.
+
+Patil et al. 2025, https://proceedings.mlr.press/v267/patil25a.html; categories of Python functions: simple, multiple,
+parallel, parallel_multiple, their `live_` forms, irrelevance and relevance. Those of Java and JavaScript are refused.
+
+A call is right if its function is the expected one, every required parameter is there, none is unknown, and each value
+is among the acceptable ones: of the type that the function's description names (a whole number will do for a float, but
+not inside a list), or else of the type of the first acceptable value. Strings are compared without case, spaces and
+`,./-_*^`, and with one kind of quote. "" among the acceptable values: the parameter may be left out.
+
+Deviations: a <tool_call> that cannot be read is an attempt at a call, so it is wrong where none was wanted; true is
+never 1; an empty list does not pass for a parameter that is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from covey.errors import InputError
+from covey.rewards.calls import Call, NotCalls, calls_in
+from covey.rewards.function import reward
+from covey.rewards.tool_call import made_calls
+from covey.types import Episode, Task
+
+TYPES: dict[str, type] = {
+    **{"string": str, "any": str, "integer": int, "float": float, "number": float, "boolean": bool},
+    **{"array": list, "tuple": list, "dict": dict, "object": dict},
+}
+IGNORED = re.compile(r"[ ,./\-_*^]")
+
+
+def _check(task: Task) -> None:
+    category = str(task.columns["category"])
+    if "java" in category:
+        raise InputError(f"task {task.id}: category {category}: only calls of Python functions can be matched")
+    if "relevance" in category:
+        return
+    schemas = _schemas(decoded(task.columns["function"]))
+    wanted = decoded(task.columns["ground_truth"])
+    if not wanted:
+        raise InputError(f"task {task.id}: ground_truth is empty, and category {category} asks for calls")
+    for one in wanted:
+        for name in one:
+            if name not in schemas:
+                raise InputError(f"task {task.id}: ground_truth calls {name}, which `function` does not describe")
+
+
+@reward(check=_check)
+def bfcl(episode: Episode, final_answer: str, function: Any, category: str, ground_truth: Any = ()) -> dict[str, float]:
+    """1 if the calls are those of the ground truth: as many, in any order where there are several. In the categories
+    of irrelevance, 1 if there is no call; in those of relevance, 1 if there is one.
+
+    The calls are those of the episode's messages if it made any, else those that the final answer holds.
+    Extras: calls, and matched, the share of the expected calls that were made.
+    """
+    attempted, calls = _calls(episode, final_answer)
+    if "relevance" in category:
+        return {"reward": float(attempted != ("irrelevance" in category)), "calls": len(calls), "matched": 0.0}
+    wanted, schemas = decoded(ground_truth), _schemas(decoded(function))
+    matched = _matched(calls, wanted, schemas)
+    right = matched == len(wanted) == len(calls)
+    return {"reward": float(right), "calls": len(calls), "matched": matched / len(wanted)}
+
+
+def _calls(episode: Episode, reply: str) -> tuple[bool, list[Call]]:
+    """Whether a call was attempted, and the calls. One that cannot be read has no name, and fits nothing."""
+    if made := made_calls(episode):
+        return True, [(name, arguments if isinstance(arguments, Mapping) else {}) for name, arguments in made]
+    try:
+        calls = calls_in(reply)
+    except NotCalls:
+        return True, [("", {})]
+    return bool(calls), calls
+
+
+def decoded(column: Any) -> Any:
+    """Tables keep free-form columns as JSON text."""
+    return json.loads(column) if isinstance(column, str) else column
+
+
+def _schemas(function: Any) -> dict[str, Mapping[str, Any]]:
+    return {one["name"]: one["parameters"] for one in ([function] if isinstance(function, Mapping) else function)}
+
+
+def _matched(calls: Sequence[Call], wanted: Sequence[Mapping[str, Any]], schemas: Mapping[str, Any]) -> int:
+    left, count = list(calls), 0
+    for one in wanted:
+        ((name, acceptable),) = one.items()
+        place = next((i for i, call in enumerate(left) if matches(call, name, acceptable, schemas[name])), None)
+        if place is not None:
+            del left[place]
+            count += 1
+    return count
+
+
+def matches(call: Call, name: str, acceptable: Mapping[str, Sequence[Any]], schema: Mapping[str, Any]) -> bool:
+    """Whether a call is the one of the ground truth, whose `acceptable` values are listed by parameter."""
+    made, arguments = call
+    properties = schema.get("properties", {})
+    if made != name or any(parameter not in arguments for parameter in schema.get("required", ())):
+        return False
+    if any(parameter not in properties or parameter not in acceptable for parameter in arguments):
+        return False
+    if any(parameter not in arguments and not _optional(values) for parameter, values in acceptable.items()):
+        return False
+    return all(accepts(value, acceptable[key], properties[key]) for key, value in arguments.items())
+
+
+def _optional(values: Sequence[Any]) -> bool:
+    return any(isinstance(value, str) and value == "" for value in values)
+
+
+def accepts(value: Any, acceptable: Sequence[Any], described: Mapping[str, Any]) -> bool:
+    """Whether a value is among the acceptable ones, by the rules of its described type."""
+    kind = TYPES[described["type"]]
+    if described["type"] == "tuple" and isinstance(value, tuple):
+        value = list(value)
+    if kind is float and type(value) is int:
+        value = float(value)
+    real = [one for one in acceptable if not (isinstance(one, str) and one == "")]
+    usual = type(real[0]) if real else kind  # what the ground truth holds, where it is not as described
+    own: type = type(value)
+    if own is not kind and own is not usual:
+        return False
+    if own is not kind or usual is not kind:
+        return any(_equal(value, one) for one in acceptable)
+    if kind is str:
+        return any(_plain(value) == _plain(one) for one in acceptable if isinstance(one, str))
+    if kind is dict:
+        return any(_same_dict(value, one) for one in real)
+    if kind is list:
+        inner = TYPES.get((described.get("items") or {}).get("type", ""), str)
+        same = _same_dicts if inner is dict else _same_list
+        return any(same(value, one, inner) for one in real)
+    return any(_equal(value, one) for one in acceptable)
+
+
+def _plain(value: Any) -> Any:
+    """A string as it is compared; anything else as it is."""
+    return IGNORED.sub("", value).lower().replace("'", '"') if isinstance(value, str) else value
+
+
+def _equal(value: Any, one: Any) -> bool:
+    return bool(value == one) and isinstance(value, bool) == isinstance(one, bool)
+
+
+def _same_list(value: list[Any], one: list[Any], inner: type) -> bool:
+    """Item by item; each of the described type, or of that of the first acceptable item."""
+    usual = type(one[0]) if one else inner
+    if len(value) != len(one) or any(type(item) not in (inner, usual) for item in value):
+        return False
+    return all(_equal(_plain(a), _plain(b)) for a, b in zip(value, one, strict=True))
+
+
+def _same_dict(value: Mapping[str, Any], one: Mapping[str, Any]) -> bool:
+    """Every key has its own acceptable values."""
+    if any(key not in one for key in value) or any(key not in value and not _optional(one[key]) for key in one):
+        return False
+    return all(any(_equal(_plain(value[key]), _plain(fit)) for fit in one[key]) for key in value)
+
+
+def _same_dicts(value: list[Any], one: list[Any], inner: type) -> bool:
+    if len(value) != len(one) or any(type(item) is not inner for item in value):
+        return False
+    return all(_same_dict(a, b) for a, b in zip(value, one, strict=True))

@@ -1,0 +1,134 @@
+"""Function calling, by the leaderboard's rules, by hand. Its ground truth: tests/benchmarks/test_scoring.py."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from covey.errors import InputError
+from covey.rewards.bfcl import accepts
+from tests.rewards.replies import episode_of, scored, task_of
+
+PROPERTIES = {
+    "city": {"type": "string"},
+    "days": {"type": "integer"},
+    "scale": {"type": "float"},
+    "tags": {"type": "array", "items": {"type": "string"}},
+}
+FUNCTION = [{"name": "w.get", "parameters": {"type": "dict", "properties": PROPERTIES, "required": ["city"]}}]
+GOLD = [{"w.get": {"city": ["New York, NY", "NYC"], "days": [3, ""], "scale": [1.0, ""], "tags": [["a b", "c"], ""]}}]
+OTHER = [{"w.get": {"city": ["Rome"]}}]
+
+
+def judged(reply: str, gold: Any = GOLD, category: str = "simple_python", **message: Any) -> dict[str, float | None]:
+    task = task_of(function=FUNCTION, ground_truth=gold, category=category)
+    found = scored("bfcl", task, episode_of(task, reply, **message))
+    return {name.removeprefix("bfcl").removeprefix("/") or "reward": value for name, value in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("reply", "right"),
+    [
+        ("[w.get(city='NYC')]", True),
+        ("[w.get(city='new-york NY', days=3, scale=1, tags=['A_B', 'c'])]", True),  # signs, case; 1 for 1.0
+        ('<tool_call>{"name": "w.get", "arguments": {"city": "NYC", "days": 3}}</tool_call>', True),
+        ("[w.get(city='Boston')]", False),
+        ("[w.get(days=3)]", False),  # required
+        ("[w.get(city='NYC', wind=1)]", False),  # unknown
+        ("[w.get(city='NYC', days=4)]", False),
+        ("[w.get(city='NYC', days='3')]", False),
+        ("[w.get(city='NYC', days=3.0)]", False),
+        ("[w.get(city='NYC', days=True)]", False),
+        ("[w.get(city='NYC', tags=['c', 'a b'])]", False),
+        ("[w.get(city='NYC', tags='a b')]", False),
+        ("[w.got(city='NYC')]", False),
+        ("[w.get(city='NYC'), w.get(city='NYC')]", False),
+        ("New York", False),
+        ("<tool_call>{</tool_call>", False),
+    ],
+)
+def test_one_call(reply: str, right: bool) -> None:
+    assert judged(reply)["reward"] == float(right)
+
+
+def test_several_calls_in_any_order() -> None:
+    both = GOLD + OTHER
+    right = {"reward": 1, "calls": 2, "matched": 1}
+    assert judged("[w.get(city='Rome'), w.get(city='NYC')]", both, "parallel") == right
+    assert judged("[w.get(city='Rome')]", both, "parallel") == {"reward": 0, "calls": 1, "matched": 0.5}
+    assert judged("[w.get(city='Rome'), w.get(city='Rome')]", both, "parallel")["reward"] == 0
+    assert judged("[w.get(city='Rome'), w.get(city='NYC'), w.get(city='NYC')]", both, "parallel")["reward"] == 0
+
+
+@pytest.mark.parametrize(
+    ("reply", "attempted"),
+    [
+        ("I cannot do that.", False),
+        ("[w.get(city='Rome')]", True),
+        ("[any()]", True),
+        ("<tool_call>{</tool_call>", True),
+    ],
+)
+def test_relevance(reply: str, attempted: bool) -> None:
+    assert judged(reply, [], "live_irrelevance")["reward"] == float(not attempted)
+    assert judged(reply, [], "live_relevance")["reward"] == float(attempted)
+
+
+def test_calls_that_the_episode_made_come_first() -> None:
+    made = [{"function": {"name": "w.get", "arguments": '{"city": "NYC"}'}}]
+    assert judged("Here you are.", tool_calls=made)["reward"] == 1
+    assert judged("[w.get(city='NYC')]", tool_calls=[{"name": "w.get", "arguments": {"city": "Rome"}}])["reward"] == 0
+    assert judged("Here you are.", tool_calls=[{"name": "w.get", "arguments": "{"}])["reward"] == 0
+    assert judged("Here you are.", [], "irrelevance", tool_calls=made)["reward"] == 0
+
+
+def test_columns_may_be_json_text() -> None:
+    task = task_of(function=json.dumps(FUNCTION), ground_truth=json.dumps(GOLD), category="simple")
+    assert scored("bfcl", task, episode_of(task, "[w.get(city='NYC')]"))["bfcl"] == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "acceptable", "right", "wrong"),
+    [
+        ({"type": "float"}, [2.5, 3], [2.5, 3, 3.0], [2, "2.5", None]),
+        ({"type": "boolean"}, [True], [True], [False, 1, "True"]),
+        ({"type": "integer"}, [1], [1], [True, 1.0, 2]),
+        ({"type": "string"}, ["It's", ""], ['it"s', " IT'S ", ""], ["its", 1]),
+        ({"type": "any"}, [5], [5], [6, "5"]),  # of the type that the ground truth has
+        ({"type": "string"}, [None, "x"], [None], ["y"]),
+        ({"type": "tuple", "items": {"type": "float"}}, [[1.0, 2.0]], [[1.0, 2.0], (1.0, 2.0)], [[1, 2], [2.0, 1.0]]),
+        ({"type": "array", "items": {"type": "integer"}}, [[1, 2], []], [[1, 2], []], [[1], (1, 2), [1, True]]),
+        (
+            {"type": "dict"},
+            [{"a": ["X Y"], "b": [1, 2, ""]}],
+            [{"a": "xy"}, {"a": "x-y", "b": 2}],
+            [{"b": 2}, {"a": "xy", "b": 3}, {"a": "xy", "c": 1}, {"a": ["xy"]}, "a"],
+        ),
+        (
+            {"type": "array", "items": {"type": "dict"}},
+            [[{"a": [1]}, {"a": [2]}]],
+            [[{"a": 1}, {"a": 2}]],
+            [[{"a": 2}, {"a": 1}], [{"a": 1}], [1, 2], [{"a": 1}, {"a": 2}, {"a": 2}]],
+        ),
+    ],
+)
+def test_values(kind: dict[str, Any], acceptable: list[Any], right: list[Any], wrong: list[Any]) -> None:
+    assert [value for value in right if not accepts(value, acceptable, kind)] == []
+    assert [value for value in wrong if accepts(value, acceptable, kind)] == []
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"category": "simple_java"}, "only calls of Python functions"),
+        ({"category": "simple_javascript"}, "only calls of Python functions"),
+        ({"category": "simple", "ground_truth": []}, "ground_truth is empty"),
+        ({"category": "simple", "ground_truth": [{"g": {}}]}, "calls g, which `function` does not describe"),
+    ],
+)
+def test_data_that_cannot_be_judged(columns: dict[str, Any], message: str) -> None:
+    task = task_of(**{"function": FUNCTION, "ground_truth": GOLD, **columns})
+    with pytest.raises(InputError, match=f"task t: .*{message}"):
+        scored("bfcl", task, episode_of(task, ""))

@@ -1,0 +1,72 @@
+"""Calls as models write them, by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from covey.rewards.calls import LONGEST, NotCalls, calls_in
+
+ONE = ("f", {"a": 1})
+
+
+@pytest.mark.parametrize(
+    ("reply", "calls"),
+    [
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', [ONE]),
+        ('Sure:\n<tool_call>\n{"name": "f", "parameters": {"a": 1}}\n</tool_call>\nDone.', [ONE]),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}}\n{"name": "g"}</tool_call>', [ONE, ("g", {})]),
+        ('<tool_call>{"name": "g"}</tool_call> <tool_call>[{"name": "h"}]</tool_call>', [("g", {}), ("h", {})]),
+        ('<think>perhaps <tool_call>?</think>\n[{"name": "f", "arguments": {"a": 1}}]', [ONE]),
+        ('```json\n[{"name": "f", "arguments": {"a": 1}}]\n```', [ONE]),
+        ('{"name": "f", "arguments": {"a": 1}}', [ONE]),
+        ("[f(a=1), m.g()]", [ONE, ("m.g", {})]),
+        ("f(a=1)", [ONE]),
+        ("```python\n[f(a=1)]\n```", [ONE]),
+        ("[f(a=-1.5, b='x', c=[True, None], d=(1, 2), e={'k': [1]})]", [
+            ("f", {"a": -1.5, "b": "x", "c": [True, None], "d": (1, 2), "e": {"k": [1]}})
+        ]),
+        ("[f(a=x, b=1+1, c=g(2))]", [("f", {"a": "x", "b": "1 + 1", "c": "g(2)"})]),  # never computed
+        # no calls
+        ("No function fits.", []),
+        ("", []),
+        ("[]", []),
+        ("[1, 2]", []),
+        ("[f(1)]", []),
+        ("[f(**{'a': 1})]", []),
+        ("f", []),
+        ("(lambda: 1)(a=2)", []),
+        ("[f(a={[]: 1})]", []),
+        ("I would call f(a=1) here.", []),
+        ("(" * 10_000 + "f()" + ")" * 10_000, []),
+        ("[" * 10_000, []),
+        ("-" * 20_000 + "1", []),
+        ("f(a='" + "x" * LONGEST + "')", []),
+    ],
+)  # fmt: skip
+def test_calls_in_replies(reply: str, calls: list[Any]) -> None:
+    assert calls_in(reply) == calls
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        "",
+        "{",
+        '{"name": 1}',
+        '{"arguments": {}}',
+        '{"name": "f", "arguments": [1]}',
+        "f(a=1)",
+        "[" * 10_000,
+        "x" * LONGEST,
+    ],
+)
+def test_a_tool_call_that_cannot_be_read(inside: str) -> None:
+    if inside == "":
+        assert calls_in("<tool_call></tool_call>") == []
+        return
+    with pytest.raises(NotCalls):
+        calls_in(f"<tool_call>{inside}</tool_call>")
+    with pytest.raises(NotCalls):
+        calls_in(f'<tool_call>{{"name": "f"}}</tool_call><tool_call>{inside}')  # cut off
