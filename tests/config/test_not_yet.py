@@ -72,14 +72,14 @@ def test_what_is_not_available_is_refused_with_what_to_do(run, word):
 
 def test_a_check_tells_what_would_be_refused_and_goes_on(run):
     """Not available, and not a term of the algorithm; the rest of the command still counts."""
-    words = ["mode=async", "train_model.num_devices=2", "rollout=sglang", "policy.kl_coef=0.1", "learner.lr=2e-5"]
+    words = ["cluster=ray", "train_model.num_devices=2", "rollout=sglang", "policy.kl_coef=0.1", "learner.lr=2e-5"]
     composed = run(*words, tolerant=True)
     config = composed.config
-    assert (config.mode.name, config.rollout.name, config.learner.lr) == ("sync", "embedded", 2e-5)
+    assert (config.cluster.name, config.rollout.name, config.learner.lr) == ("local", "embedded", 2e-5)
     refused = [text for text in composed.warnings if text.startswith("a run would be refused: ")]
     assert len(refused) == len(composed.warnings) == 2
     assert "policy.kl_coef does not go with algorithm=gvpo" in refused[0]
-    assert [key in refused[1] for key in ("mode=async", "train_model.num_devices=2", "rollout=sglang")] == [True] * 3
+    assert [key in refused[1] for key in ("cluster=ray", "train_model.num_devices=2", "rollout=sglang")] == [True] * 3
 
 
 def test_a_check_still_refuses_mistakes(run):

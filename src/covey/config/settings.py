@@ -55,7 +55,12 @@ def sections() -> dict[str, bool]:
 
 def algorithm_settings(name: str, algorithms: Algorithms) -> dict[str, Setting]:
     """The settings of one algorithm, by native key (`algorithm.beta`)."""
-    return {s.key: replace(s, algorithms=(name,)) for s in _class_settings(algorithms[name])}
+    return dict(_named_settings(name, algorithms[name]))
+
+
+@cache  # asked for again and again where a key is unknown and its nearest is looked for
+def _named_settings(name: str, schema: type) -> dict[str, Setting]:
+    return {s.key: replace(s, algorithms=(name,)) for s in _class_settings(schema)}
 
 
 def canonical(name: str, algorithms: Algorithms) -> str:
