@@ -114,6 +114,7 @@ def test_agreement_counts_places() -> None:
         assert experiment.score(text, wanted) == pytest.approx(share)
 
 
+@pytest.mark.slow
 def test_gvpo_optimum_runs() -> None:
     import gvpo_optimum as experiment
 
@@ -125,6 +126,7 @@ def test_gvpo_optimum_runs() -> None:
     assert experiment.ends(outcomes).count("\n") == 3 and experiment.courses(outcomes).count("\n") == 5
 
 
+@pytest.mark.slow
 def test_two_rewards_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     import two_rewards as experiment
 

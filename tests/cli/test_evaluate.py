@@ -62,6 +62,7 @@ def calls() -> int:
     return Path("calls").stat().st_size
 
 
+@pytest.mark.slow
 def test_two_models_on_two_tasks_killed_and_gone_on_with(
     tiny_model_folder: Path, second_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

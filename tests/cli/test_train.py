@@ -110,11 +110,11 @@ def test_validate_only_and_dry_run_start_nothing(tiny_model_folder: Path, capsys
 def test_validate_only_warns_of_what_is_not_available_unless_strict(
     tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["train", f"model={tiny_model_folder}", "mode=async", "--validate-only"]
+    words = ["train", f"model={tiny_model_folder}", "cluster=ray", "--validate-only"]
     assert main(words) == 0
-    assert "warning: a run would be refused: not available yet: sampling while learning" in capsys.readouterr().out
+    assert "warning: a run would be refused: not available yet: clusters" in capsys.readouterr().out
     assert main([*words, "--strict"]) == 2
-    assert "not available yet: sampling while learning" in capsys.readouterr().err
+    assert "not available yet: clusters" in capsys.readouterr().err
 
 
 def test_eval_and_sample_read_a_run(tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

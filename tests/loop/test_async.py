@@ -69,6 +69,7 @@ def test_a_policy_is_never_older_than_allowed(here: Path, tiny_model_folder: Pat
     assert all(step["correction/weight_mean"] == pytest.approx(1.0, abs=0.2) for step in found)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_what_was_done(here: Path, tiny_model_folder: Path) -> None:
     """Episodes that were complete are not sampled again; those under way are, and each task is trained on once."""
     command = [sys.executable, "-m", "covey.cli.main", "train", f"model={tiny_model_folder}", *SMALL]

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from covey.cli.main import main
+
 # A reward with some variety for a random model, that kills the run at a given call. It runs in a worker, a child of a
 # child of the run, and there are several: a file counts their calls.
 REWARD = """
@@ -31,18 +33,24 @@ def short(final_answer):
 EVALUATION, STEP = 8, 3 * 4  # reward calls of the evaluation before training, and of each step
 
 
+SETTINGS = [
+    *("reward=reward.py:variety", "data.val_size=8", "data.train_batch_size=3", "rollout.group_size=4"),
+    *("rollout.max_tokens=8", "learner.lr=1e-3", "loop.total_steps=6", "loop.save_every=3", "eval.every=2"),
+    "loop.threads=2",
+]
+
+
+def train_here(folder: Path, model: Path, *settings: str) -> None:
+    """In this process, which is quicker where nobody is to be killed."""
+    (folder / "reward.py").write_text(REWARD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["train", f"model={model}", *SETTINGS, *settings]) == 0
+
+
 def train(folder: Path, model: Path, *settings: str, kill_at_call: int = 0) -> int:
     (folder / "reward.py").write_text(REWARD)
-    command = [sys.executable, "-m", "covey.cli.main", "train", f"model={model}", "reward=reward.py:variety"]
-    command += ["data.val_size=8", "data.train_batch_size=3", "rollout.group_size=4", "rollout.max_tokens=8"]
-    command += [
-        "learner.lr=1e-3",
-        "loop.total_steps=6",
-        "loop.save_every=3",
-        "eval.every=2",
-        "loop.threads=2",
-        *settings,
-    ]
+    command = [sys.executable, "-m", "covey.cli.main", "train", f"model={model}", *SETTINGS, *settings]
     environment = os.environ | {"KILL_AT_CALL": str(kill_at_call)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode in (0, -signal.SIGKILL), done.stdout + done.stderr
@@ -76,9 +84,15 @@ def outcome(folder: Path) -> dict[str, Any]:
     [
         (),
         ("algorithm=grpo", "model.dtype=bfloat16", "learner.mini_batch_size=2"),
-        ("model.lora.rank=4",),
-        ("algorithm=ppo", "critic.warmup_steps=2", "algorithm.kl_coef=0.1", "algorithm.kl_target=0.01"),
-        ("algorithm=dgdo", "algorithm.warmup_steps=1", "reward=[reward.py:variety,reward.py:short]"),
+        pytest.param(("model.lora.rank=4",), marks=pytest.mark.slow),
+        pytest.param(
+            ("algorithm=ppo", "critic.warmup_steps=2", "algorithm.kl_coef=0.1", "algorithm.kl_target=0.01"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("algorithm=dgdo", "algorithm.warmup_steps=1", "reward=[reward.py:variety,reward.py:short]"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["gvpo", "grpo-bfloat16", "lora", "ppo-adaptive-kl", "dgdo"],
 )
@@ -86,7 +100,7 @@ def test_killed_in_the_middle_of_step_four(tmp_path: Path, tiny_model_folder: Pa
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for folder in (whole, broken):
         folder.mkdir()
-    train(whole, tiny_model_folder, *settings)
+    train_here(whole, tiny_model_folder, *settings)
     # evaluations: before the first step and after the second; then half of step 4's episodes
     middle = EVALUATION * 2 + STEP * 3 + STEP // 2
     assert train(broken, tiny_model_folder, *settings, kill_at_call=middle) == -signal.SIGKILL
@@ -103,24 +117,24 @@ def test_a_run_in_parts_of_limited_time_ends_as_one_piece(tmp_path: Path, tiny_m
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder in (whole, parts):
         folder.mkdir()
-    train(whole, tiny_model_folder)
+    train_here(whole, tiny_model_folder)
     for steps in (1, 2):
-        assert train(parts, tiny_model_folder, "loop.max_minutes=0") == 0
+        train_here(parts, tiny_model_folder, "loop.max_minutes=0")
         (run,) = parts.glob("outputs/*/*")
         assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
         assert (run / "checkpoints" / f"step-{steps:06d}").is_dir()
-    assert train(parts, tiny_model_folder, "loop.max_minutes=100") == 0
+    train_here(parts, tiny_model_folder, "loop.max_minutes=100")
     assert outcome(parts) == outcome(whole)
 
 
 def test_a_finished_run_is_left_alone_and_a_new_one_starts(tmp_path: Path, tiny_model_folder: Path) -> None:
     for expected in (1, 2):
-        train(tmp_path, tiny_model_folder, "loop.total_steps=1", "loop.save_every=0", "eval.before=false")
+        train_here(tmp_path, tiny_model_folder, "loop.total_steps=1", "loop.save_every=0", "eval.before=false")
         assert len(list(tmp_path.glob("outputs/*/*/run.json"))) == expected
 
 
 def test_other_settings_do_not_continue_a_run(tmp_path: Path, tiny_model_folder: Path) -> None:
     early = EVALUATION + STEP + 2
     assert train(tmp_path, tiny_model_folder, kill_at_call=early) == -signal.SIGKILL
-    assert train(tmp_path, tiny_model_folder, "learner.lr=2e-3", "loop.total_steps=1") == 0
+    train_here(tmp_path, tiny_model_folder, "learner.lr=2e-3", "loop.total_steps=1")
     assert len(list(tmp_path.glob("outputs/*/*/run.json"))) == 2

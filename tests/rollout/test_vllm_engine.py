@@ -109,6 +109,7 @@ def test_new_weights_wait_for_the_answers_under_way(make: Make) -> None:
     assert engine._folder is not None and not [*engine._folder.iterdir()]
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_given_up_is_aborted(make: Make) -> None:
     engine = make("slow")
 
@@ -148,6 +149,7 @@ def test_a_paused_engine_sleeps_and_takes_new_weights_before_it_wakes(make: Make
     ]
 
 
+@pytest.mark.slow
 def test_an_engine_that_does_not_sleep_is_not_asked_to(make: Make) -> None:
     engine = make()
 
@@ -187,6 +189,7 @@ def test_weights_that_do_not_fit_end_the_run(make: Make) -> None:
         asyncio.run(make().publish(tiny_llama(vocabulary=80), version=0))
 
 
+@pytest.mark.slow
 def test_a_request_that_the_worker_refuses_fails_alone(make: Make) -> None:
     engine = make()
 
@@ -201,6 +204,7 @@ def test_a_request_that_the_worker_refuses_fails_alone(make: Make) -> None:
 
 
 @pytest.mark.parametrize("mode", ["", "stays"])
+@pytest.mark.slow
 def test_closing_ends_the_process_whether_it_wants_to_or_not(
     make: Make, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
