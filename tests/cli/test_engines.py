@@ -119,7 +119,12 @@ def test_samples_of_another_engine_are_corrected_for(
 
 
 @pytest.mark.parametrize(
-    "words", ["algorithm=gvpo", "algorithm=grpo", "algorithm=grpo model.lora.rank=4 algorithm.correction=none"]
+    "words",
+    [
+        pytest.param("algorithm=gvpo", marks=pytest.mark.slow),
+        "algorithm=grpo",
+        pytest.param("algorithm=grpo model.lora.rank=4 algorithm.correction=none", marks=pytest.mark.slow),
+    ],
 )
 def test_a_training_whose_engine_has_weights_of_its_own(
     tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, words: str

@@ -83,7 +83,7 @@ def outcome(folder: Path) -> dict[str, Any]:
     "settings",
     [
         (),
-        ("algorithm=grpo", "model.dtype=bfloat16", "learner.mini_batch_size=2"),
+        pytest.param(("algorithm=grpo", "model.dtype=bfloat16", "learner.mini_batch_size=2"), marks=pytest.mark.slow),
         pytest.param(("model.lora.rank=4",), marks=pytest.mark.slow),
         pytest.param(
             ("algorithm=ppo", "critic.warmup_steps=2", "algorithm.kl_coef=0.1", "algorithm.kl_target=0.01"),

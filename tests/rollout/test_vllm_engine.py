@@ -163,6 +163,7 @@ def test_an_engine_that_does_not_sleep_is_not_asked_to(make: Make) -> None:
     assert "sleep" not in log_of(engine).replace("'sleeps'", "")
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_start_says_why(make: Make) -> None:
     engine = make("refuses")
     with pytest.raises(RunFailed, match=r"vLLM could not start: ValueError: no room for the cache(.|\n)*the whole log"):
@@ -184,6 +185,7 @@ def test_a_worker_that_dies_fails_everybody_with_its_last_words(make: Make) -> N
         asyncio.run(engine.generate(PROMPT, Sampling()))
 
 
+@pytest.mark.slow
 def test_weights_that_do_not_fit_end_the_run(make: Make) -> None:
     with pytest.raises(RunFailed, match="size mismatch"):
         asyncio.run(make().publish(tiny_llama(vocabulary=80), version=0))
@@ -217,6 +219,7 @@ def test_closing_ends_the_process_whether_it_wants_to_or_not(
     assert not alive(pid) and not folder.exists()
 
 
+@pytest.mark.slow
 def test_the_worker_ends_with_the_process_that_started_it(make: Make, tmp_path: Path) -> None:
     """Killed without a chance to close anything: nobody is left."""
     script = tmp_path / "killed.py"

@@ -143,7 +143,9 @@ if libc.syscall(number, 10, -3, b'user', b'covey-test-key', 0) > 0: escaped()
         "make and fill the project",
         """
 os.makedirs({project}, exist_ok=True)
-p = {project} + '/covey-escape'; open(p, 'w').close(); os.unlink(p); escaped()
+p = {project} + '/covey-escape'; open(p, 'w').close(); os.unlink(p)
+if os.path.exists({project} + '/pyproject.toml'):  # a folder of that name in a /tmp of its own is no escape
+    escaped()
 """,
     ),
     Attempt("change a file of the user's", "open({secret_file}, 'a').close(); escaped()"),
