@@ -9,7 +9,6 @@ outputs/eval/DATE_TIME/
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import IO, Any
 
 from covey.errors import InputError
 from covey.evaluation.figures import Answer, Subject
+from covey.loop.folder import lock_folder
 from covey.telemetry.jsonl import finite, read_jsonl
 
 SETTINGS_FILE, ANSWERS_FILE = "eval.json", "answers.jsonl"
@@ -105,13 +105,10 @@ def _read_settings(path: Path) -> dict[str, Any] | None:
 
 
 def _locked(path: Path) -> IO[str]:
-    file = (path / ".lock").open("w")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock_folder(path)
     except BlockingIOError:
-        file.close()
         raise InputError(f"--out {path}: that evaluation is still running\n  fix: wait, or name another") from None
-    return file
 
 
 def _other(path: Path, found: Mapping[str, Any], settings: Mapping[str, Any]) -> InputError:

@@ -50,14 +50,14 @@ def new_folder(output_dir: Path, now: datetime | None = None) -> RunFolder:
             path.mkdir(parents=True)
         except FileExistsError:
             continue
-        return RunFolder(path, _lock(path))
+        return RunFolder(path, lock_folder(path))
     raise InputError(f"cannot make a run folder in {output_dir}")
 
 
 def exact_folder(path: Path) -> RunFolder:
     """A folder whose name is settled, for one of many runs."""
     path.mkdir(parents=True)
-    return RunFolder(path, _lock(path))
+    return RunFolder(path, lock_folder(path))
 
 
 def open_folder(path: Path) -> RunFolder:
@@ -68,7 +68,7 @@ def open_folder(path: Path) -> RunFolder:
             "  give the folder outputs/DATE/TIME of a run, or resume=auto, or resume=disable"
         )
     try:
-        return RunFolder(path, _lock(path))
+        return RunFolder(path, lock_folder(path))
     except BlockingIOError as error:
         raise InputError(f"resume={path}: that run is still running") from error
 
@@ -89,13 +89,14 @@ def find_unfinished(
         if not ours or info["status"] == "finished":
             continue
         try:
-            return RunFolder(info_file.parent, _lock(info_file.parent))
+            return RunFolder(info_file.parent, lock_folder(info_file.parent))
         except BlockingIOError:  # that run is alive
             continue
     return None
 
 
-def _lock(path: Path) -> IO[str]:
+def lock_folder(path: Path) -> IO[str]:
+    """Held by who writes to a folder; BlockingIOError where somebody else does."""
     file = (path / ".lock").open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
