@@ -9,6 +9,7 @@ is unblocked    by a group that is complete, and by new weights
 from __future__ import annotations
 
 import asyncio
+from functools import lru_cache
 from typing import Any
 
 from covey.rollout.collector import TrainingSource
@@ -23,6 +24,7 @@ class BackgroundSource(TrainingSource):
     def __init__(self, *given: Any, lead: int, steps: int, **named: Any) -> None:
         """`lead`: steps that a policy may be behind. `steps`: of the whole run."""
         super().__init__(*given, **named)
+        self.batch = lru_cache(maxsize=lead + 2)(self.batch)  # asked for every group of a step
         self.window = Window(len(self.batch(0)), lead, end=steps)
         self._groups: dict[int, Group] = {}
         self._jobs: set[asyncio.Task[None]] = set()
