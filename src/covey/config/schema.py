@@ -180,9 +180,11 @@ class LearnerConfig:
     offload_optimizer: bool = False  # optimiser state and float32 weights in CPU memory, the update made there
     offload_reference: bool = False  # the reference model waits in CPU memory while it is not asked
     offload_weights: bool = False  # with vllm on the same GPU: the policy waits in CPU memory during sampling
+    parallel: str = "auto"  # several learners: ddp, each has all weights; fsdp: weights and optimiser are shared out
     max_skipped: int = 5  # stop after this many updates in a row with a non-finite loss or gradient
 
     def __post_init__(self) -> None:
+        _one_of("learner.parallel", self.parallel, ("auto", "ddp", "fsdp"))
         _one_of("learner.schedule", self.schedule, ("constant", "cosine", "linear"))
         _at_least("learner.lr", self.lr, 0)
         _at_least("learner.epochs", self.epochs, 1)
@@ -257,7 +259,20 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    name: str = "local"  # local: one process
+    name: str = "local"  # local: one process; ray: learners and engines as actors, on one machine or many
+    address: str | None = None  # ray: of a running cluster; null: RAY_ADDRESS, or one started here for this run
+    nodes: int = 1  # ray: machines that must be there
+    learner_devices: int = 1  # ray: processes that learn together, one per GPU (or on CPUs)
+    rollout_devices: int | None = None  # ray: engines, one per GPU (or on CPUs); null: one on each learner's device
+    transport: str = "auto"  # ray: how weights travel: shared_memory | collective | file; auto: the best that works
+    max_restarts: int = 3  # ray: how often a run that lost a learner begins again from its last checkpoint
+
+    def __post_init__(self) -> None:
+        _at_least("cluster.nodes", self.nodes, 1)
+        _at_least("cluster.learner_devices", self.learner_devices, 1)
+        _at_least("cluster.rollout_devices", self.rollout_devices, 1)
+        _at_least("cluster.max_restarts", self.max_restarts, 0)
+        _one_of("cluster.transport", self.transport, ("auto", "shared_memory", "collective", "file"))
 
 
 @dataclass(frozen=True)
