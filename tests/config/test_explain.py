@@ -133,7 +133,7 @@ def test_every_setting_of_every_algorithm_with_every_loss_is_explained(algorithm
 
 def test_explain_a_section_and_everything(algorithms):
     lines = explain("gateway", algorithms).splitlines()
-    assert lines[0] == "gateway" and lines[1].startswith("  gateway.port=9999         of the endpoint of agent=gateway")
+    assert lines[0] == "gateway" and lines[1].startswith("  gateway.port=9999        of the endpoint of agent=gateway")
     everything = explain("", algorithms)
     for key in all_keys(algorithms):
         assert f"  {key}=" in everything or key == "algorithm.name"
