@@ -1,0 +1,108 @@
+"""What the ranks of a test do: the same as one process, so that results can be compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from covey.algorithms import make
+from covey.config.schema import LearnerConfig
+from covey.learner.learner import Learner
+from covey.learner.models import Reference
+from covey.learner.ranks import ALONE, Ranks
+from covey.learner.sharding import full_weights
+from covey.types import Batch
+from tests.conftest import tiny_llama
+from tests.learner.helpers import batch_of, rows_of
+
+
+@dataclass(frozen=True)
+class Case:
+    """A learner and what it learns from."""
+
+    algorithm: str = "grpo"
+    options: dict[str, Any] = field(default_factory=dict)
+    parallel: str = "ddp"
+    dtype: torch.dtype = torch.float64
+    lora: int = 0
+    reference: bool = False
+    model: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    checkpointing: bool = False
+    groups: int = 3
+
+    def policy(self, folder: Path | None = None) -> Any:
+        """A random start, or the weights of a checkpoint."""
+        import peft
+        from transformers import AutoModelForCausalLM
+
+        # Small weights: the norms of transformers compute in float32, so a gradient is only as exact as it is small.
+        model = tiny_llama(dtype=self.dtype, initializer_range=0.08, **self.model)
+        if self.lora and folder is not None:
+            model = peft.PeftModel.from_pretrained(model, folder / "model", is_trainable=True)
+        elif self.lora:
+            torch.manual_seed(5)
+            settings = peft.LoraConfig(r=self.lora, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+            model = peft.get_peft_model(model, settings).to(self.dtype)
+            for name, weight in model.named_parameters():
+                if "lora_B" in name:  # they start at zero, and would hide the first gradients of A
+                    torch.nn.init.normal_(weight, std=0.05)
+        elif folder is not None:
+            model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=self.dtype, attn_implementation="sdpa")
+        if self.checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            if self.lora:
+                model.enable_input_require_grads()
+        return model.train(self.checkpointing)
+
+    def learner(self, ranks: Ranks, folder: Path | None = None) -> Learner:
+        policy, reference = self.policy(folder), None
+        if self.reference:
+            other = tiny_llama(dtype=self.dtype, initializer_range=0.08, seed=1, **self.model)
+            reference = Reference(policy if self.lora else other)
+        config = LearnerConfig(lr=1e-2, parallel=self.parallel, entropy_coef=0.01, **self.settings)
+        return Learner(policy, config, total_updates=10, reference=reference, ranks=ranks)
+
+    def batch(self, number: int) -> Batch:
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        return batch_of(rows_of(self.groups, 4, seed=number, gaps=True), 4, dtype=dtype, seed=number)
+
+    def steps(self, learner: Learner, numbers: range) -> list[dict[str, float]]:
+        algorithm = make(self.algorithm, **self.options)
+        return [learner.update(self.batch(number), algorithm)[0] for number in numbers]
+
+
+def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: weight.cpu().clone() for name, weight in full_weights(learner.model)}
+
+
+def train(ranks: Ranks, case: Case) -> tuple[dict[str, torch.Tensor], list[dict[str, float]], torch.Tensor]:
+    """Three steps: the weights, what was told, and the log-probs of rows afterwards (and of the reference's)."""
+    learner = case.learner(ranks)
+    told = case.steps(learner, range(3))
+    said = learner.logprobs(case.batch(7).rows, 0.7)
+    if learner.reference is not None:
+        with learner.reference.active() as model:
+            said = torch.cat([said, learner.logprobs(case.batch(7).rows, 0.7, model)])
+    return weights_of(learner), told, said
+
+
+def train_and_save(ranks: Ranks, case: Case, folder: Path) -> dict[str, Any]:
+    learner = case.learner(ranks)
+    case.steps(learner, range(2))
+    learner.save(folder)
+    return learner.counters()
+
+
+def go_on(ranks: Ranks, case: Case, folder: Path, counters: dict[str, Any]) -> dict[str, torch.Tensor]:
+    learner = case.learner(ranks, folder)
+    learner.restore(folder, counters)
+    case.steps(learner, range(2, 4))
+    return weights_of(learner)
+
+
+def alone(case: Case) -> tuple[dict[str, torch.Tensor], list[dict[str, float]], torch.Tensor]:
+    return train(ALONE, case)
