@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from covey.algorithms import make
-from covey.config.schema import LearnerConfig
+from covey.config.schema import CriticConfig, LearnerConfig
 from covey.learner.learner import Learner
 from covey.learner.models import Reference
-from covey.learner.ranks import ALONE, Ranks
-from covey.learner.sharding import full_weights
+from covey.learner.ranks import Ranks
+from covey.learner.sharding import full_weights, own_part
 from covey.types import Batch
 from tests.conftest import tiny_llama
 from tests.learner.helpers import batch_of, rows_of
@@ -33,6 +35,7 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     checkpointing: bool = False
     groups: int = 3
+    critic: CriticConfig | None = None
 
     def policy(self, folder: Path | None = None) -> Any:
         """A random start, or the weights of a checkpoint."""
@@ -64,11 +67,20 @@ class Case:
             other = tiny_llama(dtype=self.dtype, initializer_range=0.08, seed=1, **self.model)
             reference = Reference(policy if self.lora else other)
         config = LearnerConfig(lr=1e-2, parallel=self.parallel, entropy_coef=0.01, **self.settings)
-        return Learner(policy, config, total_updates=10, reference=reference, ranks=ranks)
+        own = self.critic is not None and not self.critic.shared
+        backbone = tiny_llama(dtype=self.dtype, initializer_range=0.08, seed=2) if own else None
+        more: dict[str, Any] = {"critic": self.critic, "critic_backbone": backbone, "ranks": ranks}
+        learner = Learner(policy, config, total_updates=10, reference=reference, **more)
+        if learner.critic is not None:
+            learner.critic.steps = 1  # one training step begun: no warm-up
+        return learner
 
     def batch(self, number: int) -> Batch:
         dtype = torch.promote_types(self.dtype, torch.float32)
-        return batch_of(rows_of(self.groups, 4, seed=number, gaps=True), 4, dtype=dtype, seed=number)
+        batch = batch_of(rows_of(self.groups, 4, seed=number, gaps=True), 4, dtype=dtype, seed=number)
+        if self.critic is None:
+            return batch
+        return replace(batch, returns_RT=batch.advantages_RT, values_RT=torch.zeros_like(batch.advantages_RT))
 
     def steps(self, learner: Learner, numbers: range) -> list[dict[str, float]]:
         algorithm = make(self.algorithm, **self.options)
@@ -104,5 +116,37 @@ def go_on(ranks: Ranks, case: Case, folder: Path, counters: dict[str, Any]) -> d
     return weights_of(learner)
 
 
-def alone(case: Case) -> tuple[dict[str, torch.Tensor], list[dict[str, float]], torch.Tensor]:
-    return train(ALONE, case)
+def resave(ranks: Ranks, case: Case, folder: Path, counters: dict[str, Any], out: Path) -> None:
+    learner = case.learner(ranks, folder)
+    learner.restore(folder, counters)
+    learner.save(out)
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor for path in (folder / "model").glob("*.safetensors") for name, tensor in load_file(path).items()
+    }
+
+
+def broken_update(ranks: Ranks, case: Case) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], float]:
+    """The weights before and after an update in which one row has an infinite advantage."""
+    learner, batch = case.learner(ranks), case.batch(0)
+    before = weights_of(learner)
+    batch.advantages_RT[0] = math.inf
+    told, _ = learner.update(batch, make("grpo"))
+    return before, weights_of(learner), told["optim/skipped"]
+
+
+def overflow(ranks: Ranks, case: Case) -> tuple[float, bool]:
+    """The scale of the loss after an update in which the first rank alone saw an infinite gradient, and whether the
+    update was made."""
+    learner = case.learner(ranks)
+    learner.scaler.scale(torch.ones(()))
+    optimizer = learner.optimizer
+    for weight in optimizer.working.values() if optimizer.sharded else optimizer.masters.values():
+        weight.grad = torch.zeros_like(weight)
+        if ranks.first:
+            own_part(weight.grad).fill_(math.inf)
+    _, _, made = optimizer.step()
+    learner.scaler.update()
+    return learner.scaler.get_scale(), made

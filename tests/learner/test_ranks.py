@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from tests.learner.jobs import Case, alone, go_on, train, train_and_save
+from covey.config.schema import CriticConfig
+from covey.learner.ranks import ALONE
+from covey.learner.saving import load_state
+from tests.learner.jobs import (
+    Case,
+    broken_update,
+    go_on,
+    overflow,
+    resave,
+    train,
+    train_and_save,
+    weights_in,
+    weights_of,
+)
 from tests.local_ranks import LocalRanks
 
 
@@ -31,7 +43,7 @@ WITH_REFERENCE: dict[str, Any] = {
 
 
 def same_as_one_process(two: LocalRanks, case: Case, tolerance: float) -> None:
-    expected, told, said = alone(case)
+    expected, told, said = train(ALONE, case)
     answers = two.run(train, case)
     for weights, metrics, logprobs in answers:
         assert weights.keys() == expected.keys()
@@ -50,3 +62,98 @@ def same_as_one_process(two: LocalRanks, case: Case, tolerance: float) -> None:
 def test_two_ranks_learn_what_one_process_does(two: LocalRanks, parallel: str, kind: dict[str, Any]) -> None:
     for size in (None, 3):
         same_as_one_process(two, Case(parallel=parallel, settings={"micro_batch_size": size}, **kind), 1e-6)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"lora": 3, **WITH_REFERENCE},
+        {"lora": 3, "checkpointing": True},
+        {"model": {"tie_word_embeddings": True}, "checkpointing": True, "settings": {"micro_batch_tokens": 25}},
+        {"groups": 1, "settings": {"micro_batch_size": 1}, **COUPLED},
+    ],
+    ids=["lora", "lora-recomputed", "tied", "split"],
+)
+def test_kinds_of_models(two: LocalRanks, parallel: str, kind: dict[str, Any]) -> None:
+    same_as_one_process(two, Case(parallel=parallel, **kind), 1e-6)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_float32(two: LocalRanks, parallel: str) -> None:
+    same_as_one_process(two, Case(parallel=parallel, dtype=torch.float32, settings={"eps": 1e-4}, **COUPLED), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"dtype": torch.float64},
+        {"dtype": torch.bfloat16},
+        {"dtype": torch.float64, "lora": 3},
+        {"dtype": torch.bfloat16, "model": {"tie_word_embeddings": True}},
+    ],
+    ids=["float64", "bfloat16", "lora", "bfloat16-tied"],
+)
+def test_a_checkpoint_is_for_any_number_of_ranks(two: LocalRanks, tmp_path: Path, kind: dict[str, Any]) -> None:
+    """Written on two, read and written on one, read and written on two: bit for bit the same."""
+    case = Case(parallel="fsdp", **kind)
+    folders = [tmp_path / name for name in ("by-two", "by-one", "by-two-again")]
+    for folder in folders:
+        folder.mkdir()
+    counters = two.run(train_and_save, case, folders[0])[0]
+    resave(ALONE, case, folders[0], counters, folders[1])
+    two.run(resave, case, folders[1], counters, folders[2])
+    assert [len(list(folder.glob("optimizer*"))) for folder in folders] == [2, 1, 2]
+    contents = [load_state(folder, {}) | weights_in(folder) for folder in folders]
+    for name, tensor in contents[0].items():
+        assert all(torch.equal(tensor, other[name]) for other in contents), name
+    assert contents[0].keys() == contents[1].keys() == contents[2].keys()
+    assert counters["updates"] == 2
+
+
+@pytest.mark.parametrize("lora", [0, 3])
+def test_training_goes_on_elsewhere(two: LocalRanks, tmp_path: Path, lora: int) -> None:
+    """Two steps here and two there are four steps."""
+    sharded, single = Case(parallel="fsdp", lora=lora), Case(lora=lora)
+    learner = single.learner(ALONE)
+    single.steps(learner, range(4))
+    expected = weights_of(learner)
+    folders = [tmp_path / "by-two", tmp_path / "by-one"]
+    for folder in folders:
+        folder.mkdir()
+    from_two = go_on(ALONE, single, folders[0], two.run(train_and_save, sharded, folders[0])[0])
+    from_one = two.run(go_on, sharded, folders[1], train_and_save(ALONE, single, folders[1]))[0]
+    for name, weight in expected.items():
+        torch.testing.assert_close(from_two[name], weight, atol=1e-6, rtol=0)
+        torch.testing.assert_close(from_one[name], weight, atol=1e-6, rtol=0)
+
+
+def test_half_precision_has_the_same_masters_in_both_ways(two: LocalRanks, tmp_path: Path) -> None:
+    found = []
+    for parallel in ("ddp", "fsdp"):
+        (folder := tmp_path / parallel).mkdir()
+        two.run(train_and_save, Case(parallel=parallel, dtype=torch.bfloat16, settings={"eps": 1e-3}), folder)
+        found.append(load_state(folder, {}))
+    assert found[0].keys() == found[1].keys() and any(name.startswith("master/") for name in found[0])
+    for name, tensor in found[0].items():
+        assert tensor.dtype == torch.float32
+        torch.testing.assert_close(found[1][name], tensor, atol=1e-6, rtol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_broken_row_of_one_rank_stops_the_update_of_all(two: LocalRanks, parallel: str) -> None:
+    for before, after, skipped in two.run(broken_update, Case(parallel=parallel)):
+        assert skipped == 1
+        assert all(torch.equal(weight, after[name]) for name, weight in before.items())
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_an_overflow_of_one_rank_halves_the_scale_of_all(two: LocalRanks, parallel: str) -> None:
+    """Float16: the scale begins at 65536 and is halved when a gradient overflows."""
+    assert two.run(overflow, Case(parallel=parallel, dtype=torch.float16)) == [(32768.0, False)] * 2
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("critic", [CriticConfig(lr=1e-2), CriticConfig(lr=1e-2, shared=True)], ids=["own", "shared"])
+def test_a_critic(two: LocalRanks, parallel: str, critic: CriticConfig) -> None:
+    same_as_one_process(two, Case("ppo", parallel=parallel, critic=critic, settings={"grad_clip": 0.05}), 1e-6)

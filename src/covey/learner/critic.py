@@ -77,7 +77,7 @@ class Critic:
             share = 0.0 if self.warming_up else self.config.shared_coef
             still = policy_hidden_MD.detach()
             hidden_MD = still + share * (policy_hidden_MD - still)  # the head's gradient whole, the backbone's in part
-        found: Tensor = self.head(hidden_MD.to(self.head.weight.dtype))[:, 0]
+        found: Tensor = self.head(hidden_MD.to(self.head.weight.dtype))[:, 0].clone()  # what leaves shards is no view
         return found
 
     def loss(self, out: TokenOutputs, batch: Batch) -> LossTerm:
