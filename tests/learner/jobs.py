@@ -16,6 +16,7 @@ from covey.learner.learner import Learner
 from covey.learner.models import Reference
 from covey.learner.ranks import Ranks
 from covey.learner.sharding import full_weights, own_part
+from covey.rollout.vllm.weights import named_weights
 from covey.types import Batch
 from tests.conftest import tiny_llama
 from tests.learner.helpers import batch_of, rows_of
@@ -150,3 +151,10 @@ def overflow(ranks: Ranks, case: Case) -> tuple[float, bool]:
     _, _, made = optimizer.step()
     learner.scaler.update()
     return learner.scaler.get_scale(), made
+
+
+def published(ranks: Ranks, case: Case) -> dict[str, torch.Tensor]:
+    """What an engine with weights of its own is sent after an update."""
+    learner = case.learner(ranks)
+    case.steps(learner, range(1))
+    return {name: weight.clone() for name, weight in named_weights(learner.weights())}

@@ -17,6 +17,7 @@ from tests.learner.jobs import (
     broken_update,
     go_on,
     overflow,
+    published,
     resave,
     train,
     train_and_save,
@@ -31,6 +32,11 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRanks]:
     ranks = LocalRanks(2, tmp_path_factory.mktemp("ranks"))
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)  # as the ranks have; two would wait for each other while ranks work
 
 
 PLAIN: dict[str, Any] = {"algorithm": "grpo"}
@@ -157,3 +163,15 @@ def test_an_overflow_of_one_rank_halves_the_scale_of_all(two: LocalRanks, parall
 @pytest.mark.parametrize("critic", [CriticConfig(lr=1e-2), CriticConfig(lr=1e-2, shared=True)], ids=["own", "shared"])
 def test_a_critic(two: LocalRanks, parallel: str, critic: CriticConfig) -> None:
     same_as_one_process(two, Case("ppo", parallel=parallel, critic=critic, settings={"grad_clip": 0.05}), 1e-6)
+
+
+@pytest.mark.parametrize(
+    "kind", [{"dtype": torch.bfloat16}, {"dtype": torch.float32, "lora": 3}], ids=["bfloat16", "lora"]
+)
+def test_an_engine_is_sent_whole_weights(two: LocalRanks, kind: dict[str, Any]) -> None:
+    """As of one process: names, precision, adapters merged. The rounding of bfloat16 may differ by its last bit."""
+    expected = published(ALONE, Case(settings={"eps": 1e-3}, **kind))
+    for found in two.run(published, Case(parallel="fsdp", settings={"eps": 1e-3}, **kind)):
+        assert list(found) == list(expected)
+        for name, weight in expected.items():
+            torch.testing.assert_close(found[name], weight, atol=1e-3, rtol=1 / 128)

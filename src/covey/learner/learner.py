@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,14 @@ from covey.errors import RunFailed
 from covey.learner import attention
 from covey.learner.compiled import CompiledLayers
 from covey.learner.critic import Critic
-from covey.learner.forward import RefLogits, causal_lm, final_logits, hidden_states, likeliest, token_logprobs
+from covey.learner.forward import causal_lm
 from covey.learner.memory import affordable_tokens
 from covey.learner.models import Reference
 from covey.learner.optimizer import MasterAdamW
 from covey.learner.packing import Bunch, Packed, in_step, pack, share_out
 from covey.learner.ranks import ALONE, Ranks
 from covey.learner.saving import load_state, load_tensors, save_model, save_state, save_tensors
+from covey.learner.saying import Ask, say
 from covey.learner.sharding import at_rest, bytes_to_train, inside, shard, shards
 from covey.protocols import Algorithm, Couples, LossTerm, Metrics, Needs, TokenOutputs, TokenTrace
 from covey.types import Batch, Sample, Samples
@@ -41,16 +42,6 @@ from covey.types import Batch, Sample, Samples
 
 class NonFiniteError(RunFailed):
     """Too many updates in a row had a loss or gradient that is not a number."""
-
-
-@dataclass(frozen=True)
-class Ask:
-    """What to find out about sampled tokens."""
-
-    policy: bool = True  # log-probs and entropy
-    values: bool = False  # the critic's
-    full_kl: bool = False  # to the reference, over the vocabulary
-    first_choice: bool = False  # whether no other token is likelier
 
 
 class Learner:
@@ -219,51 +210,17 @@ class Learner:
         def laid_out(column_M: Tensor | None) -> Tensor | None:
             return None if column_M is None else empty_RT.to(column_M.dtype).index_put(at, column_M)
 
-        said = inside(
-            model, lambda: self._say(packed, temperature, ask, model, empty_RT.new_zeros(len(packed.target_M)))
-        )
-        logprobs, entropy, values, full_kl, first = map(laid_out, said)
+        nothing_M = empty_RT.new_zeros(len(packed.target_M))
+        learned = self.config.entropy_coef != 0
+
+        def work() -> tuple[Tensor | None, ...]:
+            return say(
+                model, packed, temperature, ask, nothing_M, self.critic, self.reference, entropy_gradient=learned
+            )
+
+        logprobs, entropy, values, full_kl, first = map(laid_out, inside(model, work))
         assert logprobs is not None and entropy is not None
         return TokenOutputs(logprobs, entropy, values, full_kl, first)
-
-    def _say(
-        self, packed: Packed, temperature: float, ask: Ask, model: Any, nothing_M: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        """Log-probs, entropies, values, KLs and first choices of the sampled tokens, [M] each, as far as asked for."""
-        logprob_M = entropy_M = nothing_M
-        kl_M = value_M = hidden_MD = first_M = None
-        shares = ask.values and self.critic is not None and self.critic.shared
-        if ask.policy or shares:
-            hidden_MD = hidden_states(model, packed)
-        if ask.policy:
-            assert hidden_MD is not None
-            logprob_M, entropy_M, kl_M = token_logprobs(
-                model,
-                hidden_MD,
-                packed.target_M,
-                temperature,
-                entropy_gradient=self.config.entropy_coef != 0,
-                reference=self._reference(packed) if ask.full_kl else None,
-            )
-        if ask.first_choice:
-            assert hidden_MD is not None
-            first_M = likeliest(model, hidden_MD) == packed.target_M
-        if ask.values:
-            assert self.critic is not None, "the algorithm needs a critic and none was made"
-            value_M = self.critic.values(packed, hidden_MD)
-        return logprob_M, entropy_M, value_M, kl_M, first_M
-
-    def _reference(self, packed: Packed) -> tuple[Tensor, RefLogits]:
-        """The reference's hidden states, and the way from them to its logits."""
-        assert self.reference is not None, "the full KL needs a reference policy and none was loaded"
-        reference = self.reference
-
-        def logits(hidden: Tensor) -> Tensor:
-            with reference.active() as model:
-                return final_logits(causal_lm(model), hidden)
-
-        with torch.no_grad(), reference.active() as model:
-            return inside(model, lambda: hidden_states(model, packed)), logits
 
     # -- one optimiser step --------------------------------------------------------------------------------------
 
