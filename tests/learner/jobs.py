@@ -17,7 +17,7 @@ from covey.learner.models import Reference
 from covey.learner.ranks import Ranks
 from covey.learner.sharding import full_weights, own_part
 from covey.rollout.vllm.weights import named_weights
-from covey.types import Batch
+from covey.types import Batch, Samples
 from tests.conftest import tiny_llama
 from tests.learner.helpers import batch_of, rows_of
 
@@ -158,3 +158,34 @@ def published(ranks: Ranks, case: Case) -> dict[str, torch.Tensor]:
     learner = case.learner(ranks)
     case.steps(learner, range(1))
     return {name: weight.clone() for name, weight in named_weights(learner.weights())}
+
+
+def from_settings(ranks: Ranks, settings: list[str], folder: Path | None) -> dict[str, Any]:
+    """The learner that a command line describes, after an update; saved in `folder`."""
+    from covey.cli.build import algorithm_schemas, prepare
+    from covey.cli.learner import make_learner
+    from covey.config import compose
+    from covey.loop.samples import minibatches
+
+    prepared = prepare(compose(settings, algorithms=algorithm_schemas()))
+    learner = make_learner(prepared, None, ranks)
+    rows = rows_of(2, 4, vocabulary=40)
+    width = max(len(row.response_ids) for row in rows)
+    mask = torch.tensor([[*row.mask, *[False] * (width - len(row.mask))] for row in rows])
+    samples = Samples(
+        rows=tuple(rows),
+        group_N=torch.arange(8) // 4,
+        rewards={"reward": torch.arange(8.0)},
+        weights={"reward": 1.0},
+        longest_N=mask.sum(1),
+        truncated_N=torch.zeros(8, dtype=torch.bool),
+        episode_R=torch.arange(8),
+        mask_RT=mask,
+        old_logprobs_RT=torch.where(mask, -3.7, 0.0),
+    )
+    samples = learner.annotate(samples, prepared.algorithm.needs)
+    for batch in minibatches(samples, prepared.algorithm.advantages(samples), groups_per_batch=None, epochs=1):
+        learner.update(batch, prepared.algorithm)
+    if folder is not None:
+        learner.save(folder)
+    return {"weights": weights_of(learner), "sharded": learner.sharded, "said": samples.ref_logprobs_RT}

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from covey.config.schema import CriticConfig
+from covey.config.schema import CriticConfig, LearnerConfig
+from covey.errors import InputError
 from covey.learner.ranks import ALONE
 from covey.learner.saving import load_state
+from covey.learner.sharding import check_shards
 from tests.learner.jobs import (
     Case,
     broken_update,
+    from_settings,
     go_on,
     overflow,
     published,
@@ -66,11 +69,12 @@ def same_as_one_process(two: LocalRanks, case: Case, tolerance: float) -> None:
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 @pytest.mark.parametrize("kind", [PLAIN, COUPLED, WITH_REFERENCE], ids=["grpo", "gvpo", "full-kl"])
 def test_two_ranks_learn_what_one_process_does(two: LocalRanks, parallel: str, kind: dict[str, Any]) -> None:
-    for size in (None, 3):
+    """Splits: one pass each; inside of groups; a rank with two passes and one with one, which keeps in step."""
+    for size in (None, 3, 4):
         same_as_one_process(two, Case(parallel=parallel, settings={"micro_batch_size": size}, **kind), 1e-6)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 @pytest.mark.parametrize(
     "kind",
     [
@@ -159,7 +163,7 @@ def test_an_overflow_of_one_rank_halves_the_scale_of_all(two: LocalRanks, parall
     assert two.run(overflow, Case(parallel=parallel, dtype=torch.float16)) == [(32768.0, False)] * 2
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 @pytest.mark.parametrize("critic", [CriticConfig(lr=1e-2), CriticConfig(lr=1e-2, shared=True)], ids=["own", "shared"])
 def test_a_critic(two: LocalRanks, parallel: str, critic: CriticConfig) -> None:
     same_as_one_process(two, Case("ppo", parallel=parallel, critic=critic, settings={"grad_clip": 0.05}), 1e-6)
@@ -175,3 +179,54 @@ def test_an_engine_is_sent_whole_weights(two: LocalRanks, kind: dict[str, Any]) 
         assert list(found) == list(expected)
         for name, weight in expected.items():
             torch.testing.assert_close(found[name], weight, atol=1e-3, rtol=1 / 128)
+
+
+@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+def test_settings_make_a_learner_of_every_rank(
+    two: LocalRanks, parallel: str, tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    """Policy and reference by the way a command line goes; the folder that is saved is loaded by transformers."""
+    from transformers import AutoModelForCausalLM
+
+    settings = [f"model={tiny_model_folder}", "model.device=cpu", "data=arithmetic", "learner.lr=0.01"]
+    settings = [*settings, "algorithm=grpo", "algorithm.kl_coef=0.1", "learner.eps=1e-4"]
+    expected = from_settings(ALONE, settings, None)
+    for found in two.run(from_settings, [*settings, f"learner.parallel={parallel}"], tmp_path):
+        assert found["sharded"] == (parallel == "fsdp")
+        torch.testing.assert_close(found["said"], expected["said"], atol=1e-5, rtol=0)
+        for name, weight in expected["weights"].items():
+            torch.testing.assert_close(found["weights"][name], weight, atol=1e-5, rtol=0)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    assert all(torch.allclose(saved[name], weight, atol=1e-5) for name, weight in expected["weights"].items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "adapter", "message"),
+    [
+        ({"offload_weights": True}, False, "offload_weights moves"),
+        ({"offload_optimizer": True}, True, "cannot be merged"),
+    ],
+)
+def test_what_cannot_be_shared_out(settings: dict[str, Any], adapter: bool, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        check_shards(LearnerConfig(parallel="fsdp", **settings), adapter=adapter)
+
+
+@pytest.mark.slow
+def test_more_ranks_than_fit(tmp_path: Path) -> None:
+    """Three ranks: 64 rows of a matrix are 22, 22 and 20; 1 group of 4 rows; adapters with 2 rows and 3 ranks."""
+    three = LocalRanks(3, tmp_path)
+    try:
+        for kind in (PLAIN, COUPLED, WITH_REFERENCE, {"lora": 2}, {"groups": 1, "settings": {"micro_batch_size": 1}}):
+            for parallel in ("ddp", "fsdp"):
+                same_as_one_process(three, Case(parallel=parallel, **kind), 1e-6)
+        for name in ("three", "one"):
+            (tmp_path / name).mkdir()
+        case = Case(parallel="fsdp", lora=2)
+        resave(
+            ALONE, case, tmp_path / "three", three.run(train_and_save, case, tmp_path / "three")[0], tmp_path / "one"
+        )
+        first, second = (load_state(tmp_path / name, {}) | weights_in(tmp_path / name) for name in ("three", "one"))
+        assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    finally:
+        three.close()

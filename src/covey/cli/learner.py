@@ -53,7 +53,7 @@ def on_rank(prepared: Startable, ranks: Ranks) -> tuple[ModelConfig, LearnerConf
     adapter = config.model.lora.rank > 0 or source.adapter is not None
     sharded = shards(config.learner, ranks, parameter_count(source) * (2 if adapter else BYTES_PER_WEIGHT))
     if sharded:
-        check_shards(config.learner)
+        check_shards(config.learner, adapter=adapter)
     dtype = str(pick_dtype(config.model.dtype, ranks.device)).removeprefix("torch.")
     place = "cpu" if sharded else str(ranks.device)
     plan = dataclasses.replace(config.learner, parallel="fsdp" if sharded else "ddp")

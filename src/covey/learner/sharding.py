@@ -43,11 +43,16 @@ def bytes_to_train(model: Any) -> int:
     return sum(p.numel() * (BYTES_PER_WEIGHT if p.requires_grad else p.element_size()) for p in model.parameters())
 
 
-def check_shards(config: LearnerConfig) -> None:
+def check_shards(config: LearnerConfig, *, adapter: bool) -> None:
     if config.offload_weights:
         raise InputError(
             "learner.offload_weights moves whole weights, and learner.parallel=fsdp shares them out\n"
             "  use learner.offload_optimizer: then shards wait in CPU memory"
+        )
+    if config.offload_optimizer and adapter:
+        raise InputError(
+            "learner.offload_optimizer with learner.parallel=fsdp keeps shards in CPU memory, where adapters cannot be "
+            "merged\n  leave it out: an adapter's optimiser is small"
         )
 
 
@@ -145,5 +150,13 @@ def full_weights(model: Any, *, trained_only: bool = False) -> Iterator[tuple[st
     """Every weight once, whole, in its working precision. All ranks must go through it together."""
     for name, weight in model.named_parameters():
         if weight.requires_grad or not trained_only:
-            whole = weight.full_tensor() if is_sharded(weight) else weight.detach()
-            yield name, whole.to(working_dtype(weight))
+            yield name, whole_weight(weight)
+
+
+def whole_weight(weight: Any) -> Tensor:
+    """All rows of a weight, gathered on the device that ranks talk through: shards may wait in CPU memory."""
+    if not is_sharded(weight):
+        whole: Tensor = weight.detach()
+        return whole
+    full: Tensor = weight.detach().to(weight.device_mesh.device_type, working_dtype(weight)).full_tensor()
+    return full

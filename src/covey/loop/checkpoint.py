@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from covey.learner.learner import Learner
+from covey.protocols import Learner
 
 
 @dataclass(frozen=True)

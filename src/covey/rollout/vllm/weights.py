@@ -44,12 +44,15 @@ def named_weights(model: Any) -> Named:
         yield f"{path}.{leaf}", _whole(weight)
 
 
-def _whole(weight: Tensor) -> Tensor:
-    """All rows of a weight, in the precision that it is used in; a rank's own rows may be more exact."""
+def _whole(weight: Any) -> Tensor:
+    """All rows of a weight, in the precision that it is used in: a rank's own rows may be more exact, and wait in CPU
+    memory."""
+    found: Tensor = weight.detach()
     if not hasattr(weight, "full_tensor"):
-        return weight.detach()
-    full: Tensor = weight.detach().full_tensor()  # type: ignore[attr-defined]
-    return full.to(getattr(weight, "working_dtype", weight.dtype))
+        return found
+    used = getattr(weight, "working_dtype", weight.dtype)
+    full: Tensor = found.to(weight.device_mesh.device_type, used).full_tensor()  # type: ignore[attr-defined]
+    return full
 
 
 def _merged(layer: Any, weight: Tensor, adapters: list[str]) -> Tensor:
