@@ -31,6 +31,8 @@ from covey.types import (
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
 Unit = Literal["tokens", "episodes", "groups"]
@@ -298,3 +300,11 @@ class Learner(Protocol):
         ...
 
     def wake(self) -> None: ...
+
+    def save(self, folder: Path) -> None:
+        """Model and optimiser, for a checkpoint (learner/saving.py)."""
+        ...
+
+    def counters(self) -> dict[str, Any]:
+        """What else a checkpoint must know, as JSON."""
+        ...
