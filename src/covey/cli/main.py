@@ -18,6 +18,8 @@ covey — reinforcement learning of language models on groups of sampled answers
   covey serve   MODEL_OR_RUN [key=value ...]                              an OpenAI-compatible endpoint that records
   covey data    prepare NAME | show NAME_OR_FILE | check FILE             public data sets, and files of your own
   covey config  [explain KEY] [key=value ...]                             resolved settings; what a setting means
+  covey simulate RECIPE_OR_RUN --gpus 512 [--gpu h200] [key=value ...]    step time and memory, before renting
+  covey slurm   RECIPE --nodes 2 --gpus-per-node 8 [key=value ...]        a job script for a Slurm cluster
   covey algorithms                                                        the algorithms and their settings
   covey doctor                                                            what this machine can do, and the fixes
 
@@ -59,7 +61,7 @@ def _read_env_file() -> None:
 
 
 def _command(name: str) -> Callable[[list[str]], int]:
-    from covey.cli import data, doctor, evaluate, sample, serve, settings, sft, train
+    from covey.cli import data, doctor, evaluate, sample, serve, settings, sft, simulate, train
     from covey.errors import unknown
 
     commands: dict[str, Callable[[list[str]], int]] = {
@@ -70,6 +72,7 @@ def _command(name: str) -> Callable[[list[str]], int]:
         "serve": serve.main,
         "data": data.main,
         "config": settings.main_config,
+        "simulate": simulate.main,
         "algorithms": settings.main_algorithms,
         "doctor": doctor.main,
     }
