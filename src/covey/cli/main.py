@@ -61,7 +61,7 @@ def _read_env_file() -> None:
 
 
 def _command(name: str) -> Callable[[list[str]], int]:
-    from covey.cli import data, doctor, evaluate, sample, serve, settings, sft, simulate, train
+    from covey.cli import data, doctor, evaluate, sample, serve, settings, sft, simulate, slurm, train
     from covey.errors import unknown
 
     commands: dict[str, Callable[[list[str]], int]] = {
@@ -73,6 +73,7 @@ def _command(name: str) -> Callable[[list[str]], int]:
         "data": data.main,
         "config": settings.main_config,
         "simulate": simulate.main,
+        "slurm": slurm.main,
         "algorithms": settings.main_algorithms,
         "doctor": doctor.main,
     }

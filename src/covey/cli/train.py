@@ -31,6 +31,7 @@ covey train [--config-name RECIPE | --config FILE] [flags] [key=value ...]
   --dry-run              print what would run, then stop
   --multirun             every combination of comma-separated values:  learner.lr=1e-5,2e-5
   --strict               with --validate-only: what is missing on this machine is an error, not a warning
+  --unfinished CODE      exit with this number, not 0, where loop.max_minutes or SIGTERM ended the run (for job scripts)
 
 Settings most people touch (all of them: covey config; one of them: covey config explain learner.lr)
 
@@ -61,7 +62,7 @@ Examples
   covey train data.train_files=train.jsonl data.val_files=test.jsonl reward=math_reward_string_equal
 """
 SWITCHES = ("--validate-only", "--dry-run", "--multirun", "--strict", "-m")
-VALUES = ("--config-name", "--config")
+VALUES = ("--config-name", "--config", "--unfinished")
 
 
 def main(argv: list[str]) -> int:
@@ -78,8 +79,16 @@ def main(argv: list[str]) -> int:
         return _validate(composed, strict=words.on("--strict"))
     if words.on("--dry-run"):
         return _dry_run(composed)
-    run_to_end(prepare(composed))
-    return 0
+    unfinished = _exit_code(words)
+    run = run_to_end(prepare(composed))
+    return 0 if is_finished(run.path) else unfinished
+
+
+def _exit_code(words: Words) -> int:
+    text = words.text("--unfinished") or "0"
+    if not text.isdecimal() or int(text) > 255:
+        raise InputError(f"--unfinished wants an exit code between 0 and 255, got {text}")
+    return int(text)
 
 
 def usage() -> str:
@@ -115,9 +124,13 @@ def telling_how_to_go_on(path: Path) -> Iterator[None]:
 
 
 def tell_of_the_limit(path: Path) -> None:
-    """Of a run that loop.max_minutes has ended."""
-    if json.loads((path / "run.json").read_text())["status"] != "finished":
-        print("loop.max_minutes is over; the same command goes on from here", file=sys.stderr)
+    """Of a run that loop.max_minutes or SIGTERM has ended."""
+    if not is_finished(path):
+        print("the time is over (loop.max_minutes, or SIGTERM); the same command goes on from here", file=sys.stderr)
+
+
+def is_finished(path: Path) -> bool:
+    return bool(json.loads((path / "run.json").read_text())["status"] == "finished")
 
 
 def _complete(training: Coroutine[Any, Any, Run]) -> None:

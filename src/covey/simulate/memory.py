@@ -5,8 +5,8 @@
     engine    weights and the key-value cache of the sequences that it decodes together
 
 In half precision a parameter takes 2 bytes, its gradient 6 (one of the pass, one summed in float32), masters and
-moments 12; in float32 4, 4 and 8. Activations take 3 · intermediate + 6.5 · hidden numbers per layer and token, which is what
-an H200 showed with Qwen2.5-0.5B, or with gradient checkpointing one `hidden` and a single layer's.
+moments 12; in float32 4, 4 and 8. Activations take 3 · intermediate + 6.5 · hidden numbers per layer and token, which
+is what an H200 showed with Qwen2.5-0.5B; with gradient checkpointing one `hidden`, and a single layer's.
 """
 
 from __future__ import annotations

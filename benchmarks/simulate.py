@@ -1,0 +1,216 @@
+"""Predicted against measured: small runs on a CPU, calibrated on one of them.
+
+    .venv/bin/python benchmarks/simulate.py [--steps 8]
+
+A small random model, an agent of two replies with a wait between them that stands for a slow tool. The figures of one
+device come from the first run; the others, with other groups, lengths, modes and staleness, are predicted from them
+and then run. Waits are drawn anew in each, by task and attempt. The machine should do nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tiny import table
+
+LOW, HIGH = 0.5, 4.0  # seconds of the tool
+AGENT = f"""
+import asyncio, collections, zlib
+attempts = collections.Counter()
+async def agent(policy, task):
+    attempts[task.id] += 1
+    share = zlib.crc32(f"{{task.id}} {{attempts[task.id]}}".encode()) % 1000 / 1000
+    reply = await policy.ask(task.messages)
+    await asyncio.sleep({LOW} + {HIGH - LOW} * share)
+    said = {{"role": "assistant", "content": reply.text}}
+    return (await policy.ask([*task.messages, said, {{"role": "user", "content": "Are you sure?"}}])).text
+"""
+SETTINGS = [
+    *("data=sort", "algorithm=grpo", "agent=tool.py:agent", "learner.lr=1e-6", "logging.episodes_per_step=16"),
+    *("eval.before=false", "eval.after=false", "loop.save_final=false", "resume=disable", "model=model"),
+]
+
+
+@dataclass(frozen=True)
+class Setting:
+    groups: int
+    attempts: int
+    tokens: int
+    staleness: int = 0
+
+    @property
+    def name(self) -> str:
+        mode = f"async, staleness {self.staleness}" if self.staleness else "sync"
+        return f"{self.groups} × {self.attempts}, {self.tokens} tokens a reply, {mode}"
+
+    def words(self) -> list[str]:
+        mode = ["mode=async", f"mode.max_staleness={self.staleness}"] if self.staleness else ["mode=sync"]
+        sizes = [f"data.train_batch_size={self.groups}", f"rollout.group_size={self.attempts}"]
+        return [*sizes, f"rollout.max_tokens={self.tokens}", *mode]
+
+
+FIRST = Setting(4, 4, 32)
+OTHERS = (
+    Setting(4, 8, 32),
+    Setting(4, 4, 64),
+    Setting(8, 4, 32),
+    Setting(4, 4, 32, staleness=1),
+    Setting(4, 4, 32, staleness=3),
+    Setting(4, 8, 64, staleness=2),
+)
+
+
+def make_model(folder: Path) -> None:
+    """A random Llama of 20 million parameters that never ends an answer by itself, with the built-in tokenizer."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    from covey.learner.models import locate
+
+    tokenizer = AutoTokenizer.from_pretrained(locate("smollm2-135m")[0])
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def run(folder: Path, setting: Setting, steps: int) -> Path:
+    """A real run; its folder."""
+    place = folder / "-".join(map(str, ("run", setting.groups, setting.attempts, setting.tokens, setting.staleness)))
+    line = [sys.executable, "-m", "covey.cli.main", "train", *SETTINGS, *setting.words()]
+    line += [f"loop.total_steps={steps}", f"logging.output_dir={place}"]
+    subprocess.run(line, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    (found,) = place.glob("*/*")
+    return found
+
+
+def measured(path: Path) -> dict[str, float]:
+    """Seconds of a step after the first, which also warms up, and how old policies were."""
+    records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    steps = [record["metrics"] for record in records if record["kind"] == "step"]
+    return {
+        "step": sum(step["timing/step"] for step in steps[1:]) / (len(steps) - 1),
+        "learning": sum(step["timing/update"] + step["timing/annotate"] for step in steps[1:]) / (len(steps) - 1),
+        "age": sum(step.get("policy/age", 0.0) for step in steps) / len(steps),
+        "age_max": max(step.get("policy/age_max", 0.0) for step in steps),
+    }
+
+
+class Predictor:
+    """What `covey simulate` would say, from the figures of one run."""
+
+    def __init__(self, first: Path, setting: Setting, model: Path) -> None:
+        from transformers import AutoConfig
+
+        from covey.simulate.assumed import assumed_speeds
+        from covey.simulate.events import Work
+        from covey.simulate.hardware import device
+        from covey.simulate.measured import run_episodes, run_speeds, run_steps, with_waits
+        from covey.simulate.shape import Shape
+
+        draw = random.Random(0)
+        seen = run_episodes(first, run_steps(first))
+        seen = replace(seen, seen=seen.seen * 4)  # so that waits are many
+        self.episodes = with_waits(seen, lambda: draw.uniform(LOW, HIGH))
+        shape = Shape.of(AutoConfig.from_pretrained(model), "its config.json")
+        base = assumed_speeds(shape, device("cpu"), seen.prompt + seen.length / 2)
+        work = Work(setting.groups, setting.attempts, self.episodes)
+        self.first = setting
+        self.speeds, self.figures = run_speeds(first, work, base, updates=1, epochs=1, lead=0, capacity=256)
+
+    def predict(self, setting: Setting, steps: int) -> dict[str, float]:
+        from covey.simulate.events import Place, Work, simulate
+
+        speeds = self.speeds
+        longer = setting.tokens / self.first.tokens  # every answer is of full length
+        turns = tuple(
+            tuple(replace(turn, tokens=round(turn.tokens * longer)) for turn in episode)
+            for episode in self.episodes.seen
+        )
+        work = Work(setting.groups, setting.attempts, replace(self.episodes, seen=turns))
+        assert speeds.publish is not None
+
+        def learn(tokens: float, longest: float) -> float:
+            return speeds.learn_fixed + speeds.learn_token * tokens
+
+        place = Place(1, True, setting.staleness, speeds.decode, speeds.prefill, 256, learn, speeds.publish)
+        runs = [simulate(work, place, steps, seed=seed, endless=False) for seed in range(8)]
+        return {
+            "step": mean((found[-1].ended - found[0].ended) / (steps - 1) for found in runs),
+            "learning": mean(mean(step.learning for step in found[1:]) for found in runs),
+            "age": mean(mean(step.age for step in found) for found in runs),
+            "age_max": max(step.age_max for found in runs for step in found),
+        }
+
+
+def mean(values: Any) -> float:
+    found = list(values)
+    return sum(found) / len(found)
+
+
+HEADER = (
+    "",
+    "setting",
+    "measured s/step",
+    "predicted",
+    "error",
+    "learning s",
+    "predicted",
+    "age",
+    "predicted",
+    "oldest",
+)
+
+
+def cells(kind: str, name: str, real: dict[str, float], said: dict[str, float]) -> list[str]:
+    return [
+        *(
+            kind,
+            name,
+            f"{real['step']:.2f}",
+            f"{said['step']:.2f}",
+            f"{100 * (said['step'] / real['step'] - 1):+.0f} %",
+        ),
+        *(f"{real['learning']:.2f}", f"{said['learning']:.2f}", f"{real['age']:.2f}", f"{said['age']:.2f}"),
+        f"{real['age_max']:.0f} / {said['age_max']:.0f}",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=8)
+    steps = parser.parse_args().steps
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "tool.py").write_text(AGENT)
+        make_model(folder / "model")
+        first = run(folder, FIRST, steps)
+        predictor = Predictor(first, FIRST, folder / "model")
+        rows = [cells("calibrated on", FIRST.name, measured(first), predictor.predict(FIRST, steps))]
+        for setting in OTHERS:
+            said = predictor.predict(setting, steps)  # before it is run
+            rows.append(cells("predicted", setting.name, measured(run(folder, setting, steps)), said))
+            print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
+    print(table(HEADER, rows))
+
+
+if __name__ == "__main__":
+    main()
