@@ -36,6 +36,7 @@ async def agent(policy, task):
 SETTINGS = [
     *("data=sort", "algorithm=grpo", "agent=tool.py:agent", "learner.lr=1e-6", "logging.episodes_per_step=16"),
     *("eval.before=false", "eval.after=false", "loop.save_final=false", "resume=disable", "model=model"),
+    "loop.threads=1",
 ]
 
 
@@ -50,6 +51,11 @@ class Setting:
     def name(self) -> str:
         mode = f"async, staleness {self.staleness}" if self.staleness else "sync"
         return f"{self.groups} × {self.attempts}, {self.tokens} tokens a reply, {mode}"
+
+    @property
+    def first(self) -> int:
+        """Steps that are not counted."""
+        return self.staleness + 1
 
     def words(self) -> list[str]:
         mode = ["mode=async", f"mode.max_staleness={self.staleness}"] if self.staleness else ["mode=sync"]
@@ -69,7 +75,7 @@ OTHERS = (
 
 
 def make_model(folder: Path) -> None:
-    """A random Llama of 20 million parameters that never ends an answer by itself, with the built-in tokenizer."""
+    """A random Llama of 7 million parameters with the built-in tokenizer; it hardly ever ends an answer by itself."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -78,11 +84,11 @@ def make_model(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(locate("smollm2-135m")[0])
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
@@ -102,14 +108,14 @@ def run(folder: Path, setting: Setting, steps: int) -> Path:
     return found
 
 
-def measured(path: Path) -> dict[str, float]:
-    """Seconds of a step after the first, which also warms up, and how old policies were."""
+def measured(path: Path, first: int) -> dict[str, float]:
+    """Means over the steps after the first ones, which warm up and fill the window."""
     records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    steps = [record["metrics"] for record in records if record["kind"] == "step"]
+    steps = [record["metrics"] for record in records if record["kind"] == "step"][first:]
     return {
-        "step": sum(step["timing/step"] for step in steps[1:]) / (len(steps) - 1),
-        "learning": sum(step["timing/update"] + step["timing/annotate"] for step in steps[1:]) / (len(steps) - 1),
-        "age": sum(step.get("policy/age", 0.0) for step in steps) / len(steps),
+        "step": mean(step["timing/step"] for step in steps),
+        "learning": mean(step["timing/update"] + step["timing/annotate"] for step in steps),
+        "age": mean(step.get("policy/age", 0.0) for step in steps),
         "age_max": max(step.get("policy/age_max", 0.0) for step in steps),
     }
 
@@ -152,12 +158,13 @@ class Predictor:
             return speeds.learn_fixed + speeds.learn_token * tokens
 
         place = Place(1, True, setting.staleness, speeds.decode, speeds.prefill, 256, learn, speeds.publish)
+        first = setting.first
         runs = [simulate(work, place, steps, seed=seed, endless=False) for seed in range(8)]
         return {
-            "step": mean((found[-1].ended - found[0].ended) / (steps - 1) for found in runs),
-            "learning": mean(mean(step.learning for step in found[1:]) for found in runs),
-            "age": mean(mean(step.age for step in found) for found in runs),
-            "age_max": max(step.age_max for found in runs for step in found),
+            "step": mean((found[-1].ended - found[first - 1].ended) / (steps - first) for found in runs),
+            "learning": mean(step.learning for found in runs for step in found[first:]),
+            "age": mean(step.age for found in runs for step in found[first:]),
+            "age_max": max(step.age_max for found in runs for step in found[first:]),
         }
 
 
@@ -204,10 +211,11 @@ def main() -> None:
         make_model(folder / "model")
         first = run(folder, FIRST, steps)
         predictor = Predictor(first, FIRST, folder / "model")
-        rows = [cells("calibrated on", FIRST.name, measured(first), predictor.predict(FIRST, steps))]
+        rows = [cells("calibrated on", FIRST.name, measured(first, FIRST.first), predictor.predict(FIRST, steps))]
         for setting in OTHERS:
             said = predictor.predict(setting, steps)  # before it is run
-            rows.append(cells("predicted", setting.name, measured(run(folder, setting, steps)), said))
+            real = measured(run(folder, setting, steps), setting.first)
+            rows.append(cells("predicted", setting.name, real, said))
             print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
     print(table(HEADER, rows))
 

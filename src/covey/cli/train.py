@@ -30,6 +30,8 @@ covey train [--config-name RECIPE | --config FILE] [flags] [key=value ...]
   --validate-only        check settings, files and model, then stop
   --dry-run              print what would run, then stop
   --multirun             every combination of comma-separated values:  learner.lr=1e-5,2e-5
+  --launcher submitit    with --multirun: each combination is a job, on Slurm or as a process here (docs/slurm.md)
+  --launcher-options A   of the launcher:  timeout_min=240,gpus_per_node=1,slurm_partition=gpu
   --strict               with --validate-only: what is missing on this machine is an error, not a warning
   --unfinished CODE      exit with this number, not 0, where loop.max_minutes or SIGTERM ended the run (for job scripts)
 
@@ -62,7 +64,7 @@ Examples
   covey train data.train_files=train.jsonl data.val_files=test.jsonl reward=math_reward_string_equal
 """
 SWITCHES = ("--validate-only", "--dry-run", "--multirun", "--strict", "-m")
-VALUES = ("--config-name", "--config", "--unfinished")
+VALUES = ("--config-name", "--config", "--unfinished", "--launcher", "--launcher-options")
 
 
 def main(argv: list[str]) -> int:
@@ -74,6 +76,8 @@ def main(argv: list[str]) -> int:
         raise InputError(f"what is {words.places[0]!r}?  settings are key=value; see covey train --help")
     if words.on("--multirun") or words.on("-m"):
         return _multirun(words)
+    if words.text("--launcher"):
+        raise InputError("--launcher is for sweeps: add --multirun\n  one run on several nodes: covey slurm")
     composed = compose_words(words)
     if words.on("--validate-only"):
         return _validate(composed, strict=words.on("--strict"))
@@ -199,9 +203,25 @@ def _multirun(words: Words) -> int:
         for composed in jobs:
             (_dry_run if words.on("--dry-run") else lambda c: _validate(c, strict=words.on("--strict")))(composed)
         return 0
+    if launcher := words.text("--launcher"):
+        return _launch(words, launcher, combinations, jobs, base)
     prepared = [prepare(job, folder=base / str(number)) for number, job in enumerate(jobs)]
     for number, (settings, job) in enumerate(zip(combinations, prepared, strict=True)):
         print(f"[{number + 1}/{len(jobs)}] {' '.join(settings)}")
         run_to_end(job)
         gc.collect()  # the models of the last job
+    return 0
+
+
+def _launch(words: Words, launcher: str, combinations: list[list[str]], jobs: list[Composed], base: Path) -> int:
+    """Checked here as far as this machine can tell, and run elsewhere."""
+    from covey.cli.launch import read_options, submit
+
+    options = read_options(words.text("--launcher-options"))
+    for job in jobs:
+        prepare(job, tolerate_absent=True)
+    source = {flag: value for flag, value in words.flags.items() if flag in ("--config", "--config-name")}
+    ids = submit(launcher, combinations, base, source, options)
+    for number, (settings, job_id) in enumerate(zip(combinations, ids, strict=True)):
+        print(f"[{number + 1}/{len(jobs)}] job {job_id}: {base / str(number)}  {' '.join(settings)}")
     return 0
