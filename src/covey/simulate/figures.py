@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -91,15 +91,6 @@ class Episodes:
     def waits(self) -> float:
         """Seconds of tools in an episode, in the mean."""
         return sum(turn.wait for episode in self.seen for turn in episode) / len(self.seen)
-
-
-@dataclass(frozen=True)
-class Known:
-    """All that a simulation is told of a device and its work."""
-
-    speeds: Speeds
-    episodes: Episodes
-    figures: tuple[Figure, ...] = field(default=())
 
 
 def fit_line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float] | None:

@@ -149,7 +149,7 @@ def benchmark_speeds(results: Sequence[Mapping[str, Any]], model: str, base: Spe
         source = f"{result['file']}, {result['device']}"
         points = _points(result, model)
         if points:
-            decode = Decode(points) if len(points) > 1 else base.decode.scaled(points[0][1] / _at(base, points[0][0]))
+            decode = Decode(points) if len(points) > 1 else _through(base.decode, *points[0])
             speeds = replace(speeds, decode=decode)
             figures.append(Figure("decoding", decode_text(decode), True, source))
         if result["name"] == "scaling" and (line := _learning(result, model)) is not None:
@@ -161,8 +161,9 @@ def benchmark_speeds(results: Sequence[Mapping[str, Any]], model: str, base: Spe
     return speeds, figures
 
 
-def _at(base: Speeds, sequences: float) -> float:
-    return base.decode.seconds(sequences)
+def _through(curve: Decode, sequences: float, seconds: float) -> Decode:
+    """The same form, through this point."""
+    return curve.scaled(seconds / curve.seconds(sequences))
 
 
 def _same(model: str, other: str) -> bool:
