@@ -7,9 +7,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-
-from covey.simulate.figures import Decode
 
 
 @dataclass
@@ -24,10 +23,10 @@ class Answer:
 
 
 class SimulatedEngine:
-    def __init__(self, decode: Decode, capacity: int) -> None:
-        """`capacity`: sequences decoded together; others wait."""
+    def __init__(self, pace: Callable[[int], float], capacity: int) -> None:
+        """`pace`: seconds of a decoding step by its sequences. `capacity`: sequences decoded together; others wait."""
         assert capacity > 0
-        self.decode = decode
+        self.pace = pace
         self.capacity = capacity
         self.version = 0
         self.paused = False  # somebody else has the device
@@ -61,14 +60,14 @@ class SimulatedEngine:
         self.busy += elapsed
         stalled = min(self._stall, elapsed)
         self._stall -= stalled
-        self._done += (elapsed - stalled) / self.decode.seconds(len(self._active))
+        self._done += (elapsed - stalled) / self.pace(len(self._active))
 
     def next_end(self) -> float:
         """When the next answer ends, if nothing changes before."""
         if self.paused or not self._active:
             return math.inf
         left = max(0.0, self._active[0][0] - self._done)
-        return self._clock + self._stall + left * self.decode.seconds(len(self._active))
+        return self._clock + self._stall + left * self.pace(len(self._active))
 
     def pop_ended(self, now: float) -> Answer:
         """The answer whose end `next_end` said."""

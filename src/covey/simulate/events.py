@@ -14,6 +14,7 @@ import heapq
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 from covey.rollout.window import Window
 from covey.simulate.engine import Answer, SimulatedEngine
@@ -83,7 +84,8 @@ class _Simulation:
         self.work = work
         self.place = place
         self.window = Window(work.groups, place.lead, end=end)
-        self.engines = [SimulatedEngine(place.decode, place.capacity) for _ in range(place.engines)]
+        pace = cache(place.decode.seconds)  # asked at every event
+        self.engines = [SimulatedEngine(pace, place.capacity) for _ in range(place.engines)]
         self.draw = random.Random(f"simulation {seed}")
         self.now = 0.0
         self.learning = False
