@@ -65,10 +65,10 @@ class Setting:
 
 FIRST = Setting(4, 4, 32)
 OTHERS = (
-    Setting(4, 8, 32),
-    Setting(4, 4, 64),
     Setting(4, 4, 32, staleness=1),
     Setting(4, 4, 32, staleness=3),
+    Setting(4, 8, 32),
+    Setting(4, 4, 64),
     Setting(4, 8, 64, staleness=2),
 )
 
@@ -144,9 +144,11 @@ class Predictor:
         self.speeds, self.figures = run_speeds(first, work, base, updates=1, epochs=1, lead=0, capacity=256)
 
     def predict(self, setting: Setting, steps: int) -> dict[str, float]:
+        from covey.simulate.assumed import FORWARD_PASS
         from covey.simulate.events import Place, Work, simulate
 
         speeds = self.speeds
+        passes = 1 + FORWARD_PASS * (setting.staleness > 0)  # what older policies drew is looked at once more
         longer = setting.tokens / self.first.tokens  # every answer is of full length
         turns = tuple(
             tuple(replace(turn, tokens=round(turn.tokens * longer)) for turn in episode)
@@ -156,7 +158,7 @@ class Predictor:
         assert speeds.publish is not None
 
         def learn(tokens: float, longest: float) -> float:
-            return speeds.learn_fixed + speeds.learn_token * tokens
+            return speeds.learn_fixed + passes * speeds.learn_token * tokens
 
         place = Place(1, True, setting.staleness, speeds.decode, speeds.prefill, 256, learn, speeds.publish)
         first = setting.first

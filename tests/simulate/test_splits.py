@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from covey.cli.main import main
+from covey.cli.simulate import passes
+from covey.cli.words import compose_words, parse
 from covey.simulate.events import Work
 from covey.simulate.figures import Decode, Episodes, Speeds, Turn
 from covey.simulate.hardware import GIB, NODE, Device, device
@@ -163,6 +165,14 @@ def test_a_recipe_is_simulated_and_every_figure_labelled(tmp_path: Path, capsys:
     chosen = next(split for split in found["splits"] if split["best"])
     assert chosen["step"] == min(split["step"] for split in found["splits"] if split["fits"])
     assert max(split["learner"]["weights"] for split in found["splits"]) < 80 * GIB
+
+
+def test_what_older_policies_drew_takes_another_forward_pass() -> None:
+    """GRPO by turns: one pass. Ahead: a third more. GVPO always asks its reference and corrects nothing."""
+    grpo = compose_words(parse(["algorithm=grpo"])).config
+    assert [passes(grpo, lead) for lead in (0, 1)] == pytest.approx([1.0, 4 / 3])
+    gvpo = compose_words(parse(["algorithm=gvpo"])).config
+    assert [passes(gvpo, lead) for lead in (0, 1)] == pytest.approx([4 / 3, 4 / 3])
 
 
 @pytest.mark.parametrize(

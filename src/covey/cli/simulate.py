@@ -14,7 +14,7 @@ from covey.cli.folder import run_of
 from covey.cli.words import Words, compose_words, parse
 from covey.config.schema import Config
 from covey.errors import Absent, InputError
-from covey.simulate.assumed import REFERENCE_PASS, assumed_episodes, assumed_figures, assumed_speeds
+from covey.simulate.assumed import FORWARD_PASS, assumed_episodes, assumed_figures, assumed_speeds
 from covey.simulate.events import Work
 from covey.simulate.figures import Episodes, Figure, Speeds
 from covey.simulate.hardware import DEVICES, Device, device
@@ -68,7 +68,8 @@ def main(argv: list[str]) -> int:
     kind = _device(words, run)
     job, figures = _job(config, words, kind, run)
     leads = (0, max(1, config.mode.max_staleness))
-    predictions = [predict(job, split, lead) for lead in leads for split in all_splits(devices, job.engine_devices)]
+    splits = all_splits(devices, job.engine_devices)
+    predictions = [predict(_in_mode(job, config, lead), split, lead) for lead in leads for split in splits]
     work = job.work
     title = (
         f"{name} on {devices} × {kind.name}: {config.model.name}, {work.groups} tasks × {work.attempts} attempts, "
@@ -135,12 +136,26 @@ def _updates(config: Config) -> int:
     return config.learner.epochs * math.ceil(config.data.train_batch_size / size)
 
 
+def passes(config: Config, lead: int) -> float:
+    """Forward-and-backward passes over a token in a step. What an older policy drew is looked at once more before, as
+    is what the reference thinks of it."""
+    mode = dataclasses.replace(config.mode, name="async" if lead else "sync", max_staleness=lead)
+    needs = make_algorithm(dataclasses.replace(config, mode=mode)).needs
+    return 1 + FORWARD_PASS * (needs.reference + needs.proximal)
+
+
+def _in_mode(job: Job, config: Config, lead: int) -> Job:
+    """The job's speeds are those of training by turns."""
+    token = job.speeds.learn_token * passes(config, lead) / passes(config, 0)
+    return dataclasses.replace(job, speeds=dataclasses.replace(job.speeds, learn_token=token))
+
+
 def _assumed(config: Config, shape: Shape, kind: Device, episodes: Episodes, training: Training) -> Speeds:
     return assumed_speeds(
         shape,
         kind,
         episodes.prompt + episodes.length / 2,
-        passes=1 + (REFERENCE_PASS if training.reference else 0.0),
+        passes=passes(config, 0),
         checkpointing=training.checkpointing,
         split=config.rollout.tensor_parallel,
     )
@@ -156,15 +171,18 @@ def _speeds(config: Config, words: Words, job: Job, run: Path | None) -> tuple[S
         episodes = run_episodes(run, run_steps(run))
         if words.text("--tool-seconds"):
             episodes = job.work.episodes
+        lead = as_run.mode.max_staleness if as_run.mode.name == "async" else 0
         speeds, measured = run_speeds(
             run,
             Work(as_run.data.train_batch_size, as_run.rollout.group_size, episodes),
             speeds,
             updates=_updates(as_run),
             epochs=as_run.learner.epochs,
-            lead=as_run.mode.max_staleness if as_run.mode.name == "async" else 0,
+            lead=lead,
             capacity=as_run.rollout.max_sequences,
         )
+        by_turns = speeds.learn_token * passes(config, 0) / passes(as_run, lead)
+        speeds = dataclasses.replace(speeds, learn_token=by_turns)
         found |= {figure.name: figure for figure in measured}
     if files := words.text("--figures"):
         results = read_benchmarks(Path(file).expanduser() for file in files.split(","))

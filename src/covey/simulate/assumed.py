@@ -19,7 +19,7 @@ from covey.simulate.shape import Shape
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 SPREAD = 0.7  # of the logarithm of an answer's length
-REFERENCE_PASS = 1 / 3  # a forward pass, as a share of forward and backward
+FORWARD_PASS = 1 / 3  # without a backward pass, as a share of both
 
 
 def assumed_decode(shape: Shape, device: Device, context: float, split: int = 1) -> Decode:
