@@ -19,6 +19,8 @@ covey — reinforcement learning of language models on groups of sampled answers
   covey export  CHECKPOINT_OR_RUN OUT [--dtype bfloat16] [--merge-lora]   an ordinary model folder for other programs
   covey data    prepare NAME | show NAME_OR_FILE | check FILE             public data sets, and files of your own
   covey config  [explain KEY] [key=value ...]                             resolved settings; what a setting means
+  covey simulate RECIPE_OR_RUN --gpus 512 [--gpu h200] [key=value ...]    step time and memory, before renting
+  covey slurm   RECIPE --nodes 2 --gpus-per-node 8 [key=value ...]        a job script for a Slurm cluster
   covey algorithms                                                        the algorithms and their settings
   covey doctor                                                            what this machine can do, and the fixes
 
@@ -60,7 +62,7 @@ def _read_env_file() -> None:
 
 
 def _command(name: str) -> Callable[[list[str]], int]:
-    from covey.cli import data, doctor, evaluate, export, sample, serve, settings, sft, train
+    from covey.cli import data, doctor, evaluate, export, sample, serve, settings, sft, simulate, slurm, train
     from covey.errors import unknown
 
     commands: dict[str, Callable[[list[str]], int]] = {
@@ -72,6 +74,8 @@ def _command(name: str) -> Callable[[list[str]], int]:
         "export": export.main,
         "data": data.main,
         "config": settings.main_config,
+        "simulate": simulate.main,
+        "slurm": slurm.main,
         "algorithms": settings.main_algorithms,
         "doctor": doctor.main,
     }

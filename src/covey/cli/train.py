@@ -30,7 +30,10 @@ covey train [--config-name RECIPE | --config FILE] [flags] [key=value ...]
   --validate-only        check settings, files and model, then stop
   --dry-run              print what would run, then stop
   --multirun             every combination of comma-separated values:  learner.lr=1e-5,2e-5
+  --launcher submitit    with --multirun: each combination is a job, on Slurm or as a process here (docs/slurm.md)
+  --launcher-options A   of the launcher:  timeout_min=240,gpus_per_node=1,slurm_partition=gpu
   --strict               with --validate-only: what is missing on this machine is an error, not a warning
+  --unfinished CODE      exit with this number, not 0, where loop.max_minutes or SIGTERM ended the run (for job scripts)
 
 Settings most people touch (all of them: covey config; one of them: covey config explain learner.lr)
 
@@ -61,7 +64,7 @@ Examples
   covey train data.train_files=train.jsonl data.val_files=test.jsonl reward=math_reward_string_equal
 """
 SWITCHES = ("--validate-only", "--dry-run", "--multirun", "--strict", "-m")
-VALUES = ("--config-name", "--config")
+VALUES = ("--config-name", "--config", "--unfinished", "--launcher", "--launcher-options")
 
 
 def main(argv: list[str]) -> int:
@@ -73,13 +76,23 @@ def main(argv: list[str]) -> int:
         raise InputError(f"what is {words.places[0]!r}?  settings are key=value; see covey train --help")
     if words.on("--multirun") or words.on("-m"):
         return _multirun(words)
+    if words.text("--launcher"):
+        raise InputError("--launcher is for sweeps: add --multirun\n  one run on several nodes: covey slurm")
     composed = compose_words(words)
     if words.on("--validate-only"):
         return _validate(composed, strict=words.on("--strict"))
     if words.on("--dry-run"):
         return _dry_run(composed)
-    run_to_end(prepare(composed))
-    return 0
+    unfinished = _exit_code(words)
+    run = run_to_end(prepare(composed))
+    return 0 if is_finished(run.path) else unfinished
+
+
+def _exit_code(words: Words) -> int:
+    text = words.text("--unfinished") or "0"
+    if not text.isdecimal() or int(text) > 255:
+        raise InputError(f"--unfinished wants an exit code between 0 and 255, got {text}")
+    return int(text)
 
 
 def usage() -> str:
@@ -115,9 +128,13 @@ def telling_how_to_go_on(path: Path) -> Iterator[None]:
 
 
 def tell_of_the_limit(path: Path) -> None:
-    """Of a run that loop.max_minutes has ended."""
-    if json.loads((path / "run.json").read_text())["status"] != "finished":
-        print("loop.max_minutes is over; the same command goes on from here", file=sys.stderr)
+    """Of a run that loop.max_minutes or SIGTERM has ended."""
+    if not is_finished(path):
+        print("the time is over (loop.max_minutes, or SIGTERM); the same command goes on from here", file=sys.stderr)
+
+
+def is_finished(path: Path) -> bool:
+    return bool(json.loads((path / "run.json").read_text())["status"] == "finished")
 
 
 def _complete(training: Coroutine[Any, Any, Run]) -> None:
@@ -186,9 +203,25 @@ def _multirun(words: Words) -> int:
         for composed in jobs:
             (_dry_run if words.on("--dry-run") else lambda c: _validate(c, strict=words.on("--strict")))(composed)
         return 0
+    if launcher := words.text("--launcher"):
+        return _launch(words, launcher, combinations, jobs, base)
     prepared = [prepare(job, folder=base / str(number)) for number, job in enumerate(jobs)]
     for number, (settings, job) in enumerate(zip(combinations, prepared, strict=True)):
         print(f"[{number + 1}/{len(jobs)}] {' '.join(settings)}")
         run_to_end(job)
         gc.collect()  # the models of the last job
+    return 0
+
+
+def _launch(words: Words, launcher: str, combinations: list[list[str]], jobs: list[Composed], base: Path) -> int:
+    """Checked here as far as this machine can tell, and run elsewhere."""
+    from covey.cli.launch import read_options, submit
+
+    options = read_options(words.text("--launcher-options"))
+    for job in jobs:
+        prepare(job, tolerate_absent=True)
+    source = {flag: value for flag, value in words.flags.items() if flag in ("--config", "--config-name")}
+    ids = submit(launcher, combinations, base, source, options)
+    for number, (settings, job_id) in enumerate(zip(combinations, ids, strict=True)):
+        print(f"[{number + 1}/{len(jobs)}] job {job_id}: {base / str(number)}  {' '.join(settings)}")
     return 0

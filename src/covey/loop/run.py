@@ -15,7 +15,7 @@ from covey.learner.learner import Learner, NonFiniteError
 from covey.loop.checkpoint import Checkpoint, CheckpointStore
 from covey.loop.evaluate import Evaluator
 from covey.loop.folder import RunFolder
-from covey.loop.limit import TimeLimit
+from covey.loop.limit import TimeLimit, time_limit
 from covey.loop.record import episode_view, step_episodes, step_metrics, step_view
 from covey.loop.step import Road, StepResult, publish, step
 from covey.protocols import Metrics, RolloutEngine
@@ -70,15 +70,15 @@ class Run:
         return self
 
     async def _all_steps(self) -> bool:
-        """Whether all were made, or `loop.max_minutes` ended them, with a checkpoint to go on from."""
-        limit = TimeLimit(self.config.loop.max_minutes)
-        await publish(self.road, self.first_step)
-        if self.config.eval.before and self.first_step == 0:
-            await self.evaluate(0)
-        for index in range(self.first_step, self.total_steps):
-            await self._step(index, limit)
-            if limit.reached and index + 1 < self.total_steps:
-                return False
+        """Whether all were made, or `loop.max_minutes` or SIGTERM ended them, with a checkpoint to go on from."""
+        with time_limit(self.config.loop.max_minutes) as limit:
+            await publish(self.road, self.first_step)
+            if self.config.eval.before and self.first_step == 0:
+                await self.evaluate(0)
+            for index in range(self.first_step, self.total_steps):
+                await self._step(index, limit)
+                if limit.reached and index + 1 < self.total_steps:
+                    return False
         return True
 
     async def _step(self, index: int, limit: TimeLimit) -> None:

@@ -17,7 +17,7 @@ from covey.config.schema import Config
 from covey.learner.learner import Ask, Learner, NonFiniteError
 from covey.loop.checkpoint import Checkpoint, CheckpointStore
 from covey.loop.folder import RunFolder
-from covey.loop.limit import TimeLimit
+from covey.loop.limit import TimeLimit, time_limit
 from covey.loop.samples import episode_rows, minibatches, to_samples
 from covey.loop.step import merge
 from covey.protocols import Metrics
@@ -69,12 +69,12 @@ class SftRun:
         return self
 
     def _all_steps(self) -> bool:
-        """Whether all were made, or `loop.max_minutes` ended them, with a checkpoint to go on from."""
-        limit = TimeLimit(self.config.loop.max_minutes)
-        for index in range(self.first_step, self.total_steps):
-            self._step(index, limit)
-            if limit.reached and index + 1 < self.total_steps:
-                return False
+        """Whether all were made, or `loop.max_minutes` or SIGTERM ended them, with a checkpoint to go on from."""
+        with time_limit(self.config.loop.max_minutes) as limit:
+            for index in range(self.first_step, self.total_steps):
+                self._step(index, limit)
+                if limit.reached and index + 1 < self.total_steps:
+                    return False
         return True
 
     def _step(self, index: int, limit: TimeLimit) -> None:
