@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from covey.errors import EpisodeError
@@ -292,6 +293,22 @@ class Learner(Protocol):
         ...
 
     def weights(self) -> Any: ...
+
+    def precision(self) -> dict[str, str]:
+        """`device` and `dtype`, by name."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Model and optimisers, for a checkpoint."""
+        ...
+
+    def counters(self) -> dict[str, Any]:
+        """The rest of it, as JSON."""
+        ...
+
+    def restore(self, folder: Path, counters: dict[str, Any]) -> None:
+        """What `save` and `counters` kept, but for the weights, which the model was loaded with."""
+        ...
 
     def rest(self) -> None:
         """The engine samples: memory that it can use may be given back."""

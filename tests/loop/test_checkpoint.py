@@ -11,7 +11,7 @@ import torch
 from covey.algorithms import make
 from covey.config.schema import LearnerConfig
 from covey.learner.learner import Learner
-from covey.loop.checkpoint import CheckpointStore, DamagedCheckpoint, open_checkpoint, restore_learner
+from covey.loop.checkpoint import CheckpointStore, DamagedCheckpoint, open_checkpoint
 from tests.conftest import byte_tokenizer, tiny_llama
 from tests.learner.helpers import batch_of, rows_of
 
@@ -37,7 +37,8 @@ def test_a_restored_learner_goes_on_bit_for_bit(tmp_path: Path, dtype: torch.dty
     saved = store(tmp_path / "checkpoints").save(2, learner, byte_tokenizer(), {"best": None})
     model = AutoModelForCausalLM.from_pretrained(saved.model, dtype=dtype, attn_implementation="sdpa").eval()
     again = Learner(model, LearnerConfig(lr=1e-3), total_updates=10)
-    restore_learner(again, open_checkpoint(saved.folder))
+    found = open_checkpoint(saved.folder)
+    again.restore(found.folder, found.state["learner"])
     batch = batch_of(rows_of(2, 4, seed=9), 4, dtype=torch.float32)
     first, second = learner.update(batch, make("grpo"))[0], again.update(batch, make("grpo"))[0]
     assert first == second

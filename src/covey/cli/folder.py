@@ -16,11 +16,10 @@ from covey.errors import InputError
 
 if TYPE_CHECKING:
     from covey.cli.build import Note
-    from covey.learner.learner import Learner
     from covey.learner.models import ModelSource
     from covey.loop.checkpoint import Checkpoint, CheckpointStore
     from covey.loop.folder import RunFolder
-    from covey.protocols import Algorithm
+    from covey.protocols import Algorithm, Learner
     from covey.telemetry import RunInfo
 
 
@@ -116,7 +115,7 @@ def threads_for(config: Config, resumed: RunFolder | None) -> int:
 
 def write_run_files(prepared: Startable, folder: RunFolder, learner: Learner, threads: int, *, resumed: bool) -> None:
     """run.json, config.yaml and .hydra/: what was run, so that it can be run again. A resumed run keeps its own."""
-    precision = {"device": learner.device.type, "dtype": str(next(learner.model.parameters()).dtype)}
+    precision = learner.precision()
     if resumed:
         info = folder.info()
         began = {name: info[name] for name in precision}

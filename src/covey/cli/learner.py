@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from covey.cli.folder import Startable
-from covey.config.schema import LoraConfig
+from covey.config.schema import Config, LoraConfig
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import: only where a model is at hand
     from covey.learner.learner import Learner
     from covey.learner.models import ModelSource
     from covey.loop.checkpoint import Checkpoint
+    from covey.protocols import Algorithm
 
 
-def make_learner(prepared: Startable, checkpoint: Checkpoint | None) -> Learner:
+class Parts(Protocol):
+    """What models, learner and engine are made from."""
+
+    @property
+    def config(self) -> Config: ...
+
+    @property
+    def algorithm(self) -> Algorithm: ...
+
+    @property
+    def model(self) -> ModelSource | None: ...
+
+    @property
+    def total_steps(self) -> int: ...
+
+
+def make_learner(prepared: Parts, checkpoint: Checkpoint | None) -> Learner:
     from covey.learner.learner import Learner
-    from covey.loop.checkpoint import restore_learner
 
     policy, reference = _load_models(prepared, checkpoint)
     config = prepared.config
@@ -30,12 +45,12 @@ def make_learner(prepared: Startable, checkpoint: Checkpoint | None) -> Learner:
         critic_backbone=_load_critic(prepared) if valued and not config.critic.shared else None,
     )
     if checkpoint is not None:
-        restore_learner(learner, checkpoint)
+        learner.restore(checkpoint.folder, checkpoint.state["learner"])
         prepared.algorithm.load_state_dict(checkpoint.state["algorithm"])
     return learner
 
 
-def _load_models(prepared: Startable, checkpoint: Checkpoint | None) -> tuple[Any, Any]:
+def _load_models(prepared: Parts, checkpoint: Checkpoint | None) -> tuple[Any, Any]:
     """The policy, from the checkpoint if there is one, and its reference, always from the start model."""
     from covey.learner.models import Reference, load_policy
 
@@ -56,7 +71,7 @@ def _load_models(prepared: Startable, checkpoint: Checkpoint | None) -> tuple[An
     return policy, Reference(load(source), offload=offload) if needed else None
 
 
-def _load_critic(prepared: Startable) -> Any:
+def _load_critic(prepared: Parts) -> Any:
     """A whole model without adapters: critic.model, or what the policy starts from."""
     from covey.learner.models import load_policy, open_source
 
@@ -67,7 +82,7 @@ def _load_critic(prepared: Startable) -> Any:
     return load_policy(dataclasses.replace(source, adapter=None), plain)
 
 
-def _total_updates(prepared: Startable) -> int:
+def _total_updates(prepared: Parts) -> int:
     config = prepared.config
     per_epoch = -(-config.data.train_batch_size // (config.learner.mini_batch_size or config.data.train_batch_size))
     alone = config.critic.warmup_steps if prepared.algorithm.needs.values else 0  # steps without the policy

@@ -14,9 +14,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from covey.algorithms.aggregation import divide
@@ -109,6 +111,36 @@ class Learner:
     def _move(self, device: torch.device) -> None:
         for weight in self.model.parameters():
             weight.data = weight.data.to(device)
+
+    # -- what a run's folder keeps -------------------------------------------------------------------------------
+
+    def precision(self) -> dict[str, str]:
+        return {"device": self.device.type, "dtype": str(next(self.model.parameters()).dtype)}
+
+    def save(self, folder: Path) -> None:
+        """All but `counters`: the model as an ordinary folder, and the optimisers' state."""
+        self.model.save_pretrained(folder / "model")
+        _save_tensors(self.optimizer.tensors(), folder / "optimizer.safetensors")
+        if self.critic is not None:
+            _save_tensors(self.critic.tensors(), folder / "critic.safetensors")
+
+    def counters(self) -> dict[str, Any]:
+        return {
+            "updates": self.optimizer.steps,
+            "scaler": self.scaler.state_dict(),
+            "skipped": self.skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "critic": None if self.critic is None else self.critic.counters(),
+        }
+
+    def restore(self, folder: Path, counters: dict[str, Any]) -> None:
+        """Everything but the weights, which the model was loaded with."""
+        self.optimizer.load(load_file(folder / "optimizer.safetensors"), counters["updates"])
+        self.scaler.load_state_dict(counters["scaler"])
+        if self.critic is not None:
+            self.critic.load(load_file(folder / "critic.safetensors"), counters["critic"])
+        self.skipped = counters["skipped"]
+        self.skipped_in_a_row = counters["skipped_in_a_row"]
 
     # -- what policies say of samples ---------------------------------------------------------------------------
 
@@ -371,6 +403,10 @@ def _splits(batch: Batch, micro_batches: list[list[Bunch]], couples: Couples) ->
             if homes.setdefault(int(of_row[index]), number) != number:
                 return True
     return False
+
+
+def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
 
 def _to(batch: Batch, device: torch.device) -> Batch:

@@ -22,10 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
-from covey.learner.learner import Learner
+from covey.protocols import Learner
 
 
 @dataclass(frozen=True)
@@ -54,12 +51,9 @@ class CheckpointStore:
         self.folder.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(dir=self.folder, prefix=".writing-"))
         try:
-            learner.model.save_pretrained(work / "model")
+            learner.save(work)
             tokenizer.save_pretrained(work / "model")
-            _save_tensors(learner.optimizer.tensors(), work / "optimizer.safetensors")
-            if learner.critic is not None:
-                _save_tensors(learner.critic.tensors(), work / "critic.safetensors")
-            full = state | {"step": step, "learner": learner_counters(learner)}
+            full = state | {"step": step, "learner": learner.counters()}
             (work / "state.json").write_text(json.dumps(full, indent=1))
             manifest = {str(p.relative_to(work)): _sha256(p) for p in sorted(work.rglob("*")) if p.is_file()}
             (work / "manifest.json").write_text(json.dumps(manifest, indent=1))
@@ -112,31 +106,6 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         if _sha256(folder / name) != expected:
             raise DamagedCheckpoint(f"checkpoint {folder} is damaged: {name} does not match its checksum")
     return Checkpoint(folder, json.loads((folder / "state.json").read_text()))
-
-
-def learner_counters(learner: Learner) -> dict[str, Any]:
-    return {
-        "updates": learner.optimizer.steps,
-        "scaler": learner.scaler.state_dict(),
-        "skipped": learner.skipped,
-        "skipped_in_a_row": learner.skipped_in_a_row,
-        "critic": None if learner.critic is None else learner.critic.counters(),
-    }
-
-
-def restore_learner(learner: Learner, checkpoint: Checkpoint) -> None:
-    """Everything but the weights, which the model was loaded with."""
-    counters = checkpoint.state["learner"]
-    learner.optimizer.load(load_file(checkpoint.folder / "optimizer.safetensors"), counters["updates"])
-    learner.scaler.load_state_dict(counters["scaler"])
-    if learner.critic is not None:
-        learner.critic.load(load_file(checkpoint.folder / "critic.safetensors"), counters["critic"])
-    learner.skipped = counters["skipped"]
-    learner.skipped_in_a_row = counters["skipped_in_a_row"]
-
-
-def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
 
 def _open_to_readers(folder: Path) -> None:

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.schema import Config
-from covey.learner.learner import Learner, NonFiniteError
+from covey.learner.learner import NonFiniteError
 from covey.loop.checkpoint import Checkpoint, CheckpointStore
 from covey.loop.evaluate import Evaluator
 from covey.loop.folder import RunFolder
 from covey.loop.limit import TimeLimit
 from covey.loop.record import episode_view, step_episodes, step_metrics, step_view
 from covey.loop.step import Road, StepResult, publish, step
-from covey.protocols import Metrics, RolloutEngine
+from covey.protocols import Learner, Metrics, RolloutEngine
 from covey.rollout.collector import TrainingSource
 from covey.telemetry import Telemetry, write_report
 
