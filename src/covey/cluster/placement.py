@@ -1,6 +1,6 @@
 """Who sits where: learners and engines on the devices of a cluster. Arithmetic only; Ray is told the result.
 
-    settings + what the cluster has  →  Plan(bundles, seats)     or an InputError that names both
+    settings + what the cluster has  →  Plan(bundles, seats)     or an error that names both
 
 A bundle is reserved as a whole on one machine. Engines without devices of their own share their learner's bundle, each
 with half of it.
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from covey.config.schema import ClusterConfig
-from covey.errors import InputError
+from covey.errors import Absent, InputError
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ def _found(nodes: Iterable[Node]) -> str:
     return "\n              ".join(rows) or "no machine"
 
 
-def _short(what: str, asked: str, found: str) -> InputError:
-    return InputError(
+def _short(what: str, asked: str, found: str) -> Absent:
+    return Absent(
         f"{what}\n  asked for   {asked}\n  there is    {found}\n"
         "  lower cluster.learner_devices or cluster.rollout_devices, or join a larger cluster: cluster.address"
     )
