@@ -146,6 +146,10 @@ class RolloutEngine(Protocol):
     generated_tokens: int
     on_finished: Callable[[], None]  # called for every answer, on any thread
 
+    def metrics(self) -> Metrics:
+        """What it counts besides, since it was started."""
+        ...
+
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Completion: ...
 
     async def publish(self, weights: Any, version: int) -> None: ...

@@ -103,22 +103,23 @@ def _environment(*, own: bool) -> Iterator[None]:
         }
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
-    _forget_token()
+    _read_again()
     try:
         yield
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
-        _forget_token()
+        _read_again()
 
 
-def _forget_token() -> None:
-    """Ray remembers the first token that it has seen. Older versions know none."""
+def _read_again() -> None:
+    """Ray remembers what it read when it was imported. Older versions know no tokens."""
     from ray import _raylet
 
     loader = getattr(_raylet, "AuthenticationTokenLoader", None)
     if loader is not None:
         loader.instance().reset_cache()
+        _raylet.Config.initialize("")
 
 
 def _inventory() -> tuple[Node, ...]:

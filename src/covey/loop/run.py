@@ -101,7 +101,7 @@ class Run:
                 self.checkpoint(done)
 
     def _record(self, index: int, result: StepResult, generated: int) -> None:
-        metrics = step_metrics(result)
+        metrics = step_metrics(result) | self.engine.metrics()
         metrics["perf/generated_tokens"] = float(generated)
         episodes = step_episodes(result, index, self.config.logging.episodes_per_step, self.decode)
         self.telemetry.step(index, metrics, step_view(result, index), episodes)
