@@ -57,9 +57,9 @@ def test_a_shortage_is_told_with_what_is_there_and_what_was_asked(config, tensor
 
 
 def test_shares_of_an_engine_that_do_not_add_up() -> None:
-    with pytest.raises(InputError, match="no multiple of rollout.tensor_parallel=2"):
+    with pytest.raises(InputError, match=r"no multiple of rollout.tensor_parallel=2"):
         place(ray(rollout_devices=3), [BIG], gpu=True, tensor_parallel=2)
-    with pytest.raises(InputError, match="cluster.rollout_devices=2 or a multiple"):
+    with pytest.raises(InputError, match=r"cluster.rollout_devices=2 or a multiple"):
         place(ray(learner_devices=2), [BIG], gpu=True, tensor_parallel=2)
 
 
@@ -81,7 +81,7 @@ def test_the_transport_and_why() -> None:
     assert choose_transport("auto", two) == ("collective", "2 machines: broadcast by NCCL")
     assert choose_transport("auto", shared)[0] == "file"
     assert choose_transport("file", one) == ("file", "as asked")
-    with pytest.raises(InputError, match="on 2 machines: 10.0.0.1, 10.0.0.2"):
+    with pytest.raises(InputError, match=r"on 2 machines: 10.0.0.1, 10.0.0.2"):
         choose_transport("shared_memory", two)
     with pytest.raises(InputError, match="one member on a GPU"):
         choose_transport("collective", shared)

@@ -6,6 +6,7 @@ nothing to anybody.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import os
@@ -114,12 +115,10 @@ def _environment(*, own: bool) -> Iterator[None]:
 
 def _read_again() -> None:
     """Ray remembers what it read when it was imported. Older versions know no tokens."""
-    from ray import _raylet
-
-    loader = getattr(_raylet, "AuthenticationTokenLoader", None)
-    if loader is not None:
-        loader.instance().reset_cache()
-        _raylet.Config.initialize("")
+    raylet: Any = importlib.import_module("ray._raylet")
+    if hasattr(raylet, "AuthenticationTokenLoader"):
+        raylet.AuthenticationTokenLoader.instance().reset_cache()
+        raylet.Config.initialize("")
 
 
 def _inventory() -> tuple[Node, ...]:
