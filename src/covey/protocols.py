@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from covey.errors import EpisodeError
@@ -32,6 +31,9 @@ from covey.types import (
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
     from torch import Tensor
 
 Unit = Literal["tokens", "episodes", "groups"]
@@ -290,6 +292,11 @@ class GroupSource(Protocol):
 
 
 class Learner(Protocol):
+    dtype: torch.dtype  # of the policy as it is used
+
+    @property
+    def device(self) -> torch.device: ...
+
     def annotate(self, samples: Samples, needs: Needs) -> Samples: ...
 
     def update(self, batch: Batch, algorithm: Algorithm) -> tuple[Metrics, TokenTrace]:
@@ -298,24 +305,16 @@ class Learner(Protocol):
 
     def weights(self) -> Any: ...
 
-    def precision(self) -> dict[str, str]:
-        """`device` and `dtype`, by name."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Model and optimisers, for a checkpoint."""
-        ...
-
-    def counters(self) -> dict[str, Any]:
-        """The rest of it, as JSON."""
-        ...
-
-    def restore(self, folder: Path, counters: dict[str, Any]) -> None:
-        """What `save` and `counters` kept, but for the weights, which the model was loaded with."""
-        ...
-
     def rest(self) -> None:
         """The engine samples: memory that it can use may be given back."""
         ...
 
     def wake(self) -> None: ...
+
+    def save(self, folder: Path) -> None:
+        """Model and optimiser, for a checkpoint (learner/saving.py)."""
+        ...
+
+    def counters(self) -> dict[str, Any]:
+        """What else a checkpoint must know, as JSON."""
+        ...

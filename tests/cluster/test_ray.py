@@ -75,6 +75,8 @@ def test_nobody_else_can_reach_a_cluster_of_our_own(cluster: Any) -> None:
         {"cluster.transport": "collective"},
         {"algorithm": "gvpo", "model.lora.rank": 2, "learner.mini_batch_size": 1},
         {"algorithm": "dgdo"},
+        {"cluster.learner_devices": 2, "learner.parallel": "ddp"},
+        {"cluster.learner_devices": 2, "learner.parallel": "fsdp", "cluster.transport": "collective"},
         {"mode.name": "async", "mode.max_staleness": 0, "mode.update": "drain"},
     ],
     ids=lambda settings: " ".join(f"{k}={v}" for k, v in settings.items()),

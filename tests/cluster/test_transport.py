@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as multiprocessing
 
 from covey.cluster import transport
 from covey.cluster.transport import (
     Meeting,
     WeightGroup,
     WeightsDamaged,
+    bucket_size,
     free_port,
     load_weights,
     read_notice,
@@ -94,24 +95,24 @@ def test_another_model_is_refused_as_a_whole() -> None:
     assert same(engine, before)
 
 
-def test_by_broadcast_between_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In buckets smaller than the model; then once more in a new group, as after a replacement."""
+def test_by_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In buckets smaller than the model; then once more in a new group, as after a replacement. Members are threads
+    here; in other processes: test_ray.py."""
     monkeypatch.setattr(transport, "BUCKET", 20_000)
     learner = tiny_llama(seed=1).to(torch.bfloat16)
-    assert sum(p.numel() * 2 for p in learner.parameters()) > 40_000
-    for attempt in (0, 1):
-        meeting = Meeting("127.0.0.1", free_port("127.0.0.1"), members=2, gpu=False)
-        other = multiprocessing.get_context("spawn").Process(target=receive, args=(meeting, tmp_path / f"{attempt}"))
-        other.start()
-        group = WeightGroup(meeting, 0, "127.0.0.1")
-        group.send(trained_weights(learner))
-        other.join(60)
-        assert other.exitcode == 0
-        found = torch.load(tmp_path / f"{attempt}")
-        engine = tiny_llama(seed=2).to(torch.bfloat16)
-        load_weights(engine, found)
-        assert same(learner, engine)
+    assert sum(p.numel() * 2 for p in learner.parameters()) > 2 * bucket_size(learner)
+    for seed in (2, 3):
+        meeting = Meeting("127.0.0.1", free_port("127.0.0.1"), members=3, gpu=False)
+        engines = [tiny_llama(seed=seed).to(torch.bfloat16) for _ in range(2)]
+        with ThreadPoolExecutor(2) as threads:
+            jobs = [threads.submit(receive, meeting, rank, engine) for rank, engine in enumerate(engines, start=1)]
+            WeightGroup(meeting, 0, "127.0.0.1").send(trained_weights(learner), bucket_size(learner))
+            for job in jobs:
+                job.result()
+        assert all(same(learner, engine) for engine in engines)
+        with torch.no_grad():
+            learner.lm_head.weight += 1
 
 
-def receive(meeting: Meeting, path: Path) -> None:
-    torch.save(WeightGroup(meeting, 1, "127.0.0.1").receive(), path)
+def receive(meeting: Meeting, rank: int, engine: Any) -> None:
+    load_weights(engine, WeightGroup(meeting, rank, "127.0.0.1").receive())

@@ -81,7 +81,7 @@ def test_a_write_that_was_cut_off_leaves_nothing_behind(tmp_path: Path, monkeypa
     def full_disk(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("covey.learner.learner.save_file", full_disk)
+    monkeypatch.setattr("covey.learner.saving.save_file", full_disk)
     with pytest.raises(OSError, match="No space"):
         checkpoints.save(2, trained_learner(), byte_tokenizer(), {"best": None})
     (tmp_path / ".writing-killed").mkdir()  # what SIGKILL in the middle would leave

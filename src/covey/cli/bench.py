@@ -84,7 +84,7 @@ def compose_for(name: str, words: Words) -> Composed:
     run = run_of(path)
     if not is_run(name):
         return compose_words(words, settings=[f"model.name={name}", *words.settings])
-    model = path / "model" if path != run else _best_model(run)
+    model = path / "model" if path != run else best_model(run)
     settings = [f"model.name={model}", *_tasks_of(run, words), *words.settings]
     return compose_words(words, settings=settings, config_path=run / "config.yaml")
 
@@ -103,7 +103,7 @@ def _tasks_of(run: Path, words: Words) -> list[str]:
     return ["data.train_files=null", "data.val_files=null"]
 
 
-def _best_model(run: Path) -> Path:
+def best_model(run: Path) -> Path:
     """The checkpoint with the best evaluation, or else the last."""
     folders = sorted((run / "checkpoints").glob("step-*"))
     if not folders:

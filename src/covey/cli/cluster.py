@@ -144,10 +144,11 @@ def _publisher(transport: str, carried: Carried, folder: Path) -> Any:
 
 def load_learner(carried: Carried, checkpoint: Checkpoint | None, rank: int, world: int, meet: str) -> Any:
     from covey.cli.learner import make_learner
+    from covey.learner.models import pick_device
+    from covey.learner.ranks import Ranks
 
-    if world > 1:
-        raise InputError(f"cluster.learner_devices={world}: one learner only\n  leave it at 1")
-    return make_learner(carried, checkpoint)
+    ranks = Ranks.join(rank, world, meet, pick_device(carried.config.model.device)) if world > 1 else None
+    return make_learner(carried, checkpoint, ranks)
 
 
 def load_engine(carried: Carried, folder: Path, colocated: bool, index: int) -> tuple[Any, Any]:

@@ -115,7 +115,7 @@ def threads_for(config: Config, resumed: RunFolder | None) -> int:
 
 def write_run_files(prepared: Startable, folder: RunFolder, learner: Learner, threads: int, *, resumed: bool) -> None:
     """run.json, config.yaml and .hydra/: what was run, so that it can be run again. A resumed run keeps its own."""
-    precision = learner.precision()
+    precision = {"device": learner.device.type, "dtype": str(learner.dtype)}
     if resumed:
         info = folder.info()
         began = {name: info[name] for name in precision}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Protocol
 
-from covey.config.schema import Config, LoraConfig
+from covey.config.schema import Config, LearnerConfig, LoraConfig, ModelConfig
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import: only where a model is at hand
     from covey.learner.learner import Learner
     from covey.learner.models import ModelSource
+    from covey.learner.ranks import Ranks
     from covey.loop.checkpoint import Checkpoint
     from covey.protocols import Algorithm
 
@@ -30,19 +31,24 @@ class Parts(Protocol):
     def total_steps(self) -> int: ...
 
 
-def make_learner(prepared: Parts, checkpoint: Checkpoint | None) -> Learner:
+def make_learner(prepared: Parts, checkpoint: Checkpoint | None, ranks: Ranks | None = None) -> Learner:
+    """On several ranks, one of the learners that learn together; every rank makes its own."""
     from covey.learner.learner import Learner
+    from covey.learner.ranks import ALONE
 
-    policy, reference = _load_models(prepared, checkpoint)
+    ranks = ranks or ALONE
     config = prepared.config
+    model, plan = on_rank(prepared, ranks)
+    policy, reference = _load_models(prepared, model, checkpoint)
     valued = prepared.algorithm.needs.values
     learner = Learner(
         policy,
-        config.learner,
+        plan,
         total_updates=_total_updates(prepared),
         reference=reference,
         critic=config.critic if valued else None,
-        critic_backbone=_load_critic(prepared) if valued and not config.critic.shared else None,
+        critic_backbone=_load_critic(prepared, ranks) if valued and not config.critic.shared else None,
+        ranks=ranks,
     )
     if checkpoint is not None:
         learner.restore(checkpoint.folder, checkpoint.state["learner"])
@@ -50,7 +56,27 @@ def make_learner(prepared: Parts, checkpoint: Checkpoint | None) -> Learner:
     return learner
 
 
-def _load_models(prepared: Parts, checkpoint: Checkpoint | None) -> tuple[Any, Any]:
+def on_rank(prepared: Parts, ranks: Ranks) -> tuple[ModelConfig, LearnerConfig]:
+    """Where a rank loads the model to, and how weights are shared out: what is sharded goes to the device unit by
+    unit."""
+    from covey.learner.models import parameter_count, pick_dtype
+    from covey.learner.sharding import BYTES_PER_WEIGHT, check_shards, shards
+
+    config, source = prepared.config, prepared.model
+    assert source is not None
+    if ranks.device is None:
+        return config.model, config.learner
+    adapter = config.model.lora.rank > 0 or source.adapter is not None
+    sharded = shards(config.learner, ranks, parameter_count(source) * (2 if adapter else BYTES_PER_WEIGHT))
+    if sharded:
+        check_shards(config.learner, adapter=adapter)
+    dtype = str(pick_dtype(config.model.dtype, ranks.device)).removeprefix("torch.")
+    place = "cpu" if sharded else str(ranks.device)
+    plan = dataclasses.replace(config.learner, parallel="fsdp" if sharded else "ddp")
+    return dataclasses.replace(config.model, device=place, dtype=dtype), plan
+
+
+def _load_models(prepared: Parts, model: ModelConfig, checkpoint: Checkpoint | None) -> tuple[Any, Any]:
     """The policy, from the checkpoint if there is one, and its reference, always from the start model."""
     from covey.learner.models import Reference, load_policy
 
@@ -59,7 +85,7 @@ def _load_models(prepared: Parts, checkpoint: Checkpoint | None) -> tuple[Any, A
     needed, offload = prepared.algorithm.needs.reference, config.learner.offload_reference
 
     def load(source: ModelSource) -> Any:
-        return load_policy(source, config.model, seed=config.seed)
+        return load_policy(source, model, seed=config.seed)
 
     if checkpoint is None:
         policy = load(source)
@@ -71,13 +97,14 @@ def _load_models(prepared: Parts, checkpoint: Checkpoint | None) -> tuple[Any, A
     return policy, Reference(load(source), offload=offload) if needed else None
 
 
-def _load_critic(prepared: Parts) -> Any:
+def _load_critic(prepared: Parts, ranks: Ranks) -> Any:
     """A whole model without adapters: critic.model, or what the policy starts from."""
     from covey.learner.models import load_policy, open_source
 
     config, source = prepared.config, prepared.model
     assert source is not None
     plain = dataclasses.replace(config.model, name=config.critic.model or config.model.name, lora=LoraConfig())
+    plain = plain if ranks.device is None else dataclasses.replace(plain, device=str(ranks.device))
     source = open_source(plain) if config.critic.model is not None else source
     return load_policy(dataclasses.replace(source, adapter=None), plain)
 

@@ -16,6 +16,7 @@ covey — reinforcement learning of language models on groups of sampled answers
   covey eval    MODEL_OR_RUN... [--tasks A,B] [--n 16] [key=value ...]     score models on held-out tasks, compare
   covey sample  MODEL_OR_RUN [--question TEXT] [-n 4] [key=value ...]     read what a model answers
   covey serve   MODEL_OR_RUN [key=value ...]                              an OpenAI-compatible endpoint that records
+  covey export  CHECKPOINT_OR_RUN OUT [--dtype bfloat16] [--merge-lora]   an ordinary model folder for other programs
   covey data    prepare NAME | show NAME_OR_FILE | check FILE             public data sets, and files of your own
   covey config  [explain KEY] [key=value ...]                             resolved settings; what a setting means
   covey algorithms                                                        the algorithms and their settings
@@ -59,7 +60,7 @@ def _read_env_file() -> None:
 
 
 def _command(name: str) -> Callable[[list[str]], int]:
-    from covey.cli import data, doctor, evaluate, sample, serve, settings, sft, train
+    from covey.cli import data, doctor, evaluate, export, sample, serve, settings, sft, train
     from covey.errors import unknown
 
     commands: dict[str, Callable[[list[str]], int]] = {
@@ -68,6 +69,7 @@ def _command(name: str) -> Callable[[list[str]], int]:
         "eval": evaluate.main,
         "sample": sample.main,
         "serve": serve.main,
+        "export": export.main,
         "data": data.main,
         "config": settings.main_config,
         "algorithms": settings.main_algorithms,

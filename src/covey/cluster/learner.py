@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from covey.cluster.actors import ActorLost, answer, answers, end
 from covey.cluster.learner_actor import BuildLearner
 from covey.cluster.transport import Meeting, Notice
@@ -27,9 +29,11 @@ class RemoteLearner:
         self._order = threading.Lock()  # the same on every rank, also where two threads call
         world = len(self.actors)
         at = self._wait([self.actors[0].address.remote()])[0] if world > 1 else ("", 0)
-        self.pids: list[int] = self._wait(
-            [actor.load.remote(build, rank, world, at, threads) for rank, actor in enumerate(self.actors)]
-        )
+        loading = [actor.load.remote(build, rank, world, at, threads) for rank, actor in enumerate(self.actors)]
+        loaded = self._wait(loading)
+        self.pids = [pid for pid, _, _ in loaded]
+        self.device: torch.device = loaded[0][1]
+        self.dtype: torch.dtype = loaded[0][2]
 
     # -- protocols.Learner -------------------------------------------------------------------------------------
 
@@ -55,10 +59,6 @@ class RemoteLearner:
 
     # -- what a run's folder keeps -----------------------------------------------------------------------------
 
-    def precision(self) -> dict[str, str]:
-        found: dict[str, str] = self._ask("call", "precision")
-        return found
-
     def save(self, folder: Path) -> None:
         """Written by the ranks: every machine with a learner sees the run's folder."""
         self._ask("call", "save", folder.absolute())
@@ -66,9 +66,6 @@ class RemoteLearner:
     def counters(self) -> dict[str, Any]:
         found: dict[str, Any] = self._ask("call", "counters")
         return found
-
-    def restore(self, folder: Path, counters: dict[str, Any]) -> None:
-        self._ask("call", "restore", folder.absolute(), counters)
 
     # -- publish.Sender ----------------------------------------------------------------------------------------
 

@@ -7,7 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from covey.cluster.transport import Meeting, Notice, WeightGroup, drain, free_port, trained_weights, write_notice
+from covey.cluster.transport import (
+    Meeting,
+    Notice,
+    WeightGroup,
+    bucket_size,
+    drain,
+    free_port,
+    trained_weights,
+    write_notice,
+)
 from covey.protocols import Algorithm, Metrics, Needs, TokenTrace
 from covey.types import Batch, Samples
 
@@ -29,8 +38,10 @@ class LearnerActor:
         host = node_address()
         return host, free_port(host)
 
-    def load(self, build: BuildLearner, rank: int, world: int, at: tuple[str, int], threads: int) -> int:
-        """The process id, once the models are there."""
+    def load(
+        self, build: BuildLearner, rank: int, world: int, at: tuple[str, int], threads: int
+    ) -> tuple[int, Any, Any]:
+        """The process id, device and precision, once the models are there."""
         import torch
 
         torch.set_num_threads(threads)
@@ -38,7 +49,7 @@ class LearnerActor:
         if at[0].startswith("127."):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self.learner = build(rank, world, f"tcp://{at[0]}:{at[1]}" if world > 1 else "")
-        return os.getpid()
+        return os.getpid(), self.learner.device, self.learner.dtype
 
     def call(self, method: str, *given: Any) -> Any:
         return getattr(self.learner, method)(*given)
@@ -70,7 +81,7 @@ class LearnerActor:
     def broadcast(self) -> None:
         if self.rank == 0:
             assert self._group is not None
-            self._group.send(self._weights())
+            self._group.send(self._weights(), bucket_size(self.learner.weights()))
         else:
             drain(self._weights())
 

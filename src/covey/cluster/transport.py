@@ -26,6 +26,7 @@ from torch import Tensor
 
 from covey.cluster.placement import Plan
 from covey.errors import InputError, RunFailed
+from covey.learner.sharding import full_weights
 from covey.rollout.vllm.weights import BUCKET, Named, buckets, file_digest, unpacked, write_weights
 
 PATIENCE = 60.0  # seconds that a reader waits for a file: a network's file system shows it late
@@ -74,7 +75,13 @@ def choose_transport(asked: str, plan: Plan | None) -> tuple[str, str]:
 
 def trained_weights(model: Any) -> Named:
     """Adapters where there are some, else every weight once."""
-    return ((name, weight.detach()) for name, weight in model.named_parameters() if weight.requires_grad)
+    return full_weights(model, trained_only=True)
+
+
+def bucket_size(model: Any) -> int:
+    """Bytes that a bucket must have for the largest weight, and need not be over for all of them."""
+    sizes = [-(-w.numel() * w.element_size() // 16) * 16 for w in model.parameters() if w.requires_grad]
+    return max(max(sizes), min(BUCKET, sum(sizes)))
 
 
 @torch.no_grad()
@@ -155,13 +162,11 @@ class WeightGroup:
             self._group = dist.ProcessGroupGloo(store, rank, meeting.members, gloo)
         self._store = store  # lives as long as the group
 
-    def send(self, named: Named) -> None:
-        """All weights to everybody."""
-        weights = list(named)
-        sizes = [-(-w.numel() * w.element_size() // 16) * 16 for _, w in weights]
-        buffer = torch.empty(max(max(sizes), min(BUCKET, sum(sizes))), dtype=torch.uint8, device=self.device)
+    def send(self, named: Named, bucket: int) -> None:
+        """All weights to everybody, so many bytes at once."""
+        buffer = torch.empty(bucket, dtype=torch.uint8, device=self.device)
         digest = hashlib.sha256()
-        for layout in buckets(iter(weights), buffer):
+        for layout in buckets(named, buffer):
             head = json.dumps(layout).encode()
             digest.update(head)
             self._text(head)

@@ -23,6 +23,7 @@ from covey.config.schema import CriticConfig, LearnerConfig
 from covey.learner.forward import causal_lm, hidden_states
 from covey.learner.optimizer import MasterAdamW
 from covey.learner.packing import Packed
+from covey.learner.ranks import ALONE, Ranks
 from covey.protocols import LossTerm, Metrics, TokenOutputs
 from covey.types import Batch
 
@@ -36,23 +37,26 @@ class Critic:
         *,
         total_updates: int,
         scaler: torch.amp.GradScaler,
+        ranks: Ranks = ALONE,
         backbone: Any = None,
     ) -> None:
-        """`backbone` is a causal model of its own; without one the policy's is shared."""
+        """`backbone` is a causal model of its own; without one the policy's is shared. Every rank has all of the
+        critic, also where the policy is sharded."""
         self.config = config
         self.backbone = None if backbone is None else causal_lm(backbone).base_model.requires_grad_(True)
         some = next(policy.parameters())
         width = causal_lm(policy if backbone is None else backbone).get_output_embeddings().weight.shape[1]
         dtype = torch.float64 if some.dtype == torch.float64 else torch.float32
-        self.head = nn.Linear(width, 1, device=some.device, dtype=dtype)
+        self.head = nn.Linear(width, 1, device=ranks.device or some.device, dtype=dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
+        common: dict[str, Any] = {"scaler": scaler, "ranks": ranks}
         own = replace(learner, lr=config.lr, grad_clip=config.grad_clip)
         # The head is float32 beside a half-precision backbone: an optimiser for each keeps masters where they belong.
-        self.optimizers = {"head": MasterAdamW(self.head.named_parameters(), own, total_updates, scaler=scaler)}
+        self.optimizers = {"head": MasterAdamW(self.head.named_parameters(), own, total_updates, **common)}
         if self.backbone is not None:
             named = self.backbone.named_parameters()
-            self.optimizers["backbone"] = MasterAdamW(named, own, total_updates, scaler=scaler)
+            self.optimizers["backbone"] = MasterAdamW(named, own, total_updates, **common)
         self.steps = 0  # training steps begun, for the warm-up
 
     @property
@@ -73,7 +77,7 @@ class Critic:
             share = 0.0 if self.warming_up else self.config.shared_coef
             still = policy_hidden_MD.detach()
             hidden_MD = still + share * (policy_hidden_MD - still)  # the head's gradient whole, the backbone's in part
-        found: Tensor = self.head(hidden_MD.to(self.head.weight.dtype))[:, 0]
+        found: Tensor = self.head(hidden_MD.to(self.head.weight.dtype))[:, 0].clone()  # what leaves shards is no view
         return found
 
     def loss(self, out: TokenOutputs, batch: Batch) -> LossTerm:

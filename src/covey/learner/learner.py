@@ -13,12 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from covey.algorithms.aggregation import divide
@@ -28,27 +27,21 @@ from covey.errors import RunFailed
 from covey.learner import attention
 from covey.learner.compiled import CompiledLayers
 from covey.learner.critic import Critic
-from covey.learner.forward import RefLogits, causal_lm, final_logits, hidden_states, likeliest, token_logprobs
+from covey.learner.forward import causal_lm
 from covey.learner.memory import affordable_tokens
 from covey.learner.models import Reference
 from covey.learner.optimizer import MasterAdamW
-from covey.learner.packing import Bunch, Packed, pack, plan
+from covey.learner.packing import Bunch, Packed, in_step, pack, share_out
+from covey.learner.ranks import ALONE, Ranks
+from covey.learner.saving import load_state, load_tensors, save_model, save_state, save_tensors
+from covey.learner.saying import Ask, say
+from covey.learner.sharding import at_rest, bytes_to_train, inside, shard, shards
 from covey.protocols import Algorithm, Couples, LossTerm, Metrics, Needs, TokenOutputs, TokenTrace
 from covey.types import Batch, Sample, Samples
 
 
 class NonFiniteError(RunFailed):
     """Too many updates in a row had a loss or gradient that is not a number."""
-
-
-@dataclass(frozen=True)
-class Ask:
-    """What to find out about sampled tokens."""
-
-    policy: bool = True  # log-probs and entropy
-    values: bool = False  # the critic's
-    full_kl: bool = False  # to the reference, over the vocabulary
-    first_choice: bool = False  # whether no other token is likelier
 
 
 class Learner:
@@ -61,29 +54,43 @@ class Learner:
         reference: Reference | None = None,
         critic: CriticConfig | None = None,
         critic_backbone: Any = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """With `critic` settings a critic learns beside the policy: on `critic_backbone`, or on the policy's own."""
+        """With `critic` settings a critic learns beside the policy: on `critic_backbone`, or on the policy's own. On
+        several `ranks`, models may be given in CPU memory where they are going to be sharded."""
         self.model = model
         self.config = config
         self.reference = reference
+        self.ranks = ranks
+        self.dtype = next(model.parameters()).dtype  # that weights are used and published in
         # Adapters may be float32 on float16 weights: what counts is what gradients flow through.
         half = any(p.dtype == torch.float16 for p in model.parameters())
-        self.scaler = torch.amp.GradScaler(next(model.parameters()).device.type, enabled=half)
-        self.optimizer = MasterAdamW(model.named_parameters(), config, total_updates, scaler=self.scaler)
+        self.sharded = shards(config, ranks, bytes_to_train(model))
+        if self.sharded:
+            self._shard()
+        self.scaler = torch.amp.GradScaler((ranks.device or next(model.parameters()).device).type, enabled=half)
+        common: dict[str, Any] = {"scaler": self.scaler, "ranks": ranks}
+        self.optimizer = MasterAdamW(model.named_parameters(), config, total_updates, **common)
         self.critic: Critic | None = None
         if critic is not None:
-            self.critic = Critic(
-                model, critic, config, total_updates=total_updates, scaler=self.scaler, backbone=critic_backbone
-            )
+            self.critic = Critic(model, critic, config, total_updates=total_updates, backbone=critic_backbone, **common)
         wanted = self.device.type == "cuda" if config.compile is None else config.compile
-        self.layers = CompiledLayers(model) if wanted else None
+        self.layers = CompiledLayers(model) if wanted and not self.sharded else None
         self._token_budget = config.micro_batch_tokens
         self.skipped = 0
         self.skipped_in_a_row = 0
         self._home: torch.device | None = None  # where the weights belong, while they are not there
 
+    def _shard(self) -> None:
+        shard(self.model, self.ranks, offload=self.config.offload_optimizer)
+        if self.reference is not None and not self.reference.adapter:
+            shard(self.reference.model, self.ranks, offload=self.config.offload_reference)
+
     @property
     def device(self) -> torch.device:
+        if self.sharded:  # shards may be elsewhere
+            assert self.ranks.device is not None
+            return self.ranks.device
         return next(iter(self.optimizer.working.values())).device
 
     @property
@@ -92,7 +99,8 @@ class Learner:
         return torch.promote_types(next(iter(self.optimizer.working.values())).dtype, torch.float32)
 
     def weights(self) -> Any:
-        """The module itself: an engine in this process samples from it without a copy."""
+        """The module itself: an engine in this process samples from it without a copy. Where it is sharded, all ranks
+        must read it together (`sharding.full_weights`)."""
         return self.model
 
     def rest(self) -> None:
@@ -111,36 +119,6 @@ class Learner:
     def _move(self, device: torch.device) -> None:
         for weight in self.model.parameters():
             weight.data = weight.data.to(device)
-
-    # -- what a run's folder keeps -------------------------------------------------------------------------------
-
-    def precision(self) -> dict[str, str]:
-        return {"device": self.device.type, "dtype": str(next(self.model.parameters()).dtype)}
-
-    def save(self, folder: Path) -> None:
-        """All but `counters`: the model as an ordinary folder, and the optimisers' state."""
-        self.model.save_pretrained(folder / "model")
-        _save_tensors(self.optimizer.tensors(), folder / "optimizer.safetensors")
-        if self.critic is not None:
-            _save_tensors(self.critic.tensors(), folder / "critic.safetensors")
-
-    def counters(self) -> dict[str, Any]:
-        return {
-            "updates": self.optimizer.steps,
-            "scaler": self.scaler.state_dict(),
-            "skipped": self.skipped,
-            "skipped_in_a_row": self.skipped_in_a_row,
-            "critic": None if self.critic is None else self.critic.counters(),
-        }
-
-    def restore(self, folder: Path, counters: dict[str, Any]) -> None:
-        """Everything but the weights, which the model was loaded with."""
-        self.optimizer.load(load_file(folder / "optimizer.safetensors"), counters["updates"])
-        self.scaler.load_state_dict(counters["scaler"])
-        if self.critic is not None:
-            self.critic.load(load_file(folder / "critic.safetensors"), counters["critic"])
-        self.skipped = counters["skipped"]
-        self.skipped_in_a_row = counters["skipped_in_a_row"]
 
     # -- what policies say of samples ---------------------------------------------------------------------------
 
@@ -173,23 +151,36 @@ class Learner:
         """What is said of the sampled tokens of rows, [R, T] on the CPU, without gradient."""
         width = max(len(row.response_ids) for row in rows)
         columns: dict[str, Tensor] = {}
-        for bunches in self._plan(rows):
+        model = model or self.model
+        for bunches, counts in self._passes(self._shares(rows), rows):
             packed = pack(rows, bunches).to(self.device)
             with self._reading(packed):
-                out = self._forward(packed, (len(_flat(bunches)), width), temperature, ask, model or self.model)
+                out = self._forward(packed, (len(_flat(bunches)), width), temperature, ask, model)
             for name in out.__slots__:
                 if (part := getattr(out, name)) is not None:
                     whole = columns.setdefault(name, torch.zeros(len(rows), width, dtype=part.dtype))
-                    whole[torch.tensor(_flat(bunches))] = part.cpu()
-        return TokenOutputs(**columns)
+                    if counts:
+                        whole[torch.tensor(_flat(bunches))] = part.cpu()
+        self._rest_shards()
+        return TokenOutputs(**{name: self.ranks.sum(column) for name, column in columns.items()})
 
-    def _plan(self, rows: Sequence[Sample]) -> list[list[Bunch]]:
-        return plan(rows, self._find_budget(), self.config.micro_batch_size)
+    def _shares(self, rows: Sequence[Sample]) -> list[list[list[Bunch]]]:
+        """The micro-batches of every rank: all find out the same."""
+        return share_out(rows, self._find_budget(), self.config.micro_batch_size, self.ranks.world)
+
+    def _passes(self, shares: list[list[list[Bunch]]], rows: Sequence[Sample]) -> list[tuple[list[Bunch], bool]]:
+        """This rank's micro-batches, and whether they count. Shards are gathered by all ranks together, or by none."""
+        return in_step(shares, self.ranks.rank, rows, alike=self.sharded)
+
+    def _rest_shards(self) -> None:
+        at_rest(self.model)
+        if self.reference is not None:
+            at_rest(self.reference.model)
 
     def _find_budget(self) -> int:
         """Found out once, with the policy as it trains: not while its adapter is switched off."""
         if self._token_budget is None:
-            self._token_budget = affordable_tokens(self.device, self._try_tokens)
+            self._token_budget = self.ranks.smallest(affordable_tokens(self.device, self._try_tokens))
         return self._token_budget
 
     @torch.enable_grad()
@@ -219,79 +210,76 @@ class Learner:
         def laid_out(column_M: Tensor | None) -> Tensor | None:
             return None if column_M is None else empty_RT.to(column_M.dtype).index_put(at, column_M)
 
-        logprob_M = entropy_M = empty_RT.new_zeros(len(packed.target_M))
-        kl_M = value_M = hidden_MD = first_M = None
-        shares = ask.values and self.critic is not None and self.critic.shared
-        if ask.policy or shares:
-            hidden_MD = hidden_states(model, packed)
-        if ask.policy:
-            assert hidden_MD is not None
-            logprob_M, entropy_M, kl_M = token_logprobs(
-                model,
-                hidden_MD,
-                packed.target_M,
-                temperature,
-                entropy_gradient=self.config.entropy_coef != 0,
-                reference=self._reference(packed) if ask.full_kl else None,
+        nothing_M = empty_RT.new_zeros(len(packed.target_M))
+        learned = self.config.entropy_coef != 0
+
+        def work() -> tuple[Tensor | None, ...]:
+            return say(
+                model, packed, temperature, ask, nothing_M, self.critic, self.reference, entropy_gradient=learned
             )
-        if ask.first_choice:
-            assert hidden_MD is not None
-            first_M = likeliest(model, hidden_MD) == packed.target_M
-        if ask.values:
-            assert self.critic is not None, "the algorithm needs a critic and none was made"
-            value_M = self.critic.values(packed, hidden_MD)
-        logprobs, entropy = laid_out(logprob_M), laid_out(entropy_M)
+
+        logprobs, entropy, values, full_kl, first = map(laid_out, inside(model, work))
         assert logprobs is not None and entropy is not None
-        return TokenOutputs(logprobs, entropy, laid_out(value_M), laid_out(kl_M), laid_out(first_M))
-
-    def _reference(self, packed: Packed) -> tuple[Tensor, RefLogits]:
-        """The reference's hidden states, and the way from them to its logits."""
-        assert self.reference is not None, "the full KL needs a reference policy and none was loaded"
-        reference = self.reference
-
-        def logits(hidden: Tensor) -> Tensor:
-            with reference.active() as model:
-                return final_logits(causal_lm(model), hidden)
-
-        with torch.no_grad(), reference.active() as model:
-            return hidden_states(model, packed), logits
+        return TokenOutputs(logprobs, entropy, values, full_kl, first)
 
     # -- one optimiser step --------------------------------------------------------------------------------------
 
     def update(self, batch: Batch, algorithm: Algorithm) -> tuple[Metrics, TokenTrace]:
-        micro_batches = self._plan(batch.rows)
-        if _splits(batch, micro_batches, algorithm.couples):
+        shares = self._shares(batch.rows)
+        passes = self._passes(shares, batch.rows)
+        if _splits(batch, [bunches for share in shares for bunches in share], algorithm.couples):
             batch = replace(batch, policy_sum_N=self._policy_sums(batch))
         here = _to(batch, self.device)
         self._zero_grad()
         with self._asked(algorithm.needs.full_kl):
-            said, losses = self._gradients(batch, here, micro_batches, algorithm)
+            said, losses = self._gradients(batch, here, passes, algorithm)
         # Numbers are read only now: to read one is to wait for the GPU.
-        loss = {name: float(torch.stack([each[name] for each in losses]).sum()) for name in losses[0]}
+        sums = {name: torch.stack([each[name] for each in losses]).sum() for name in losses[0]}
+        loss = {name: float(self.ranks.sum(sum_)) for name, sum_ in sums.items()}
         total = sum(loss.values())
         stepped = self._step(total)
-        metrics, trace = self._tell(_in_order(said, [i for b in micro_batches for i in _flat(b)]), here, algorithm)
+        metrics, trace = self._tell(self._in_order(said, passes, here), here, algorithm)
         return metrics | {f"{name}/loss": x for name, x in loss.items()} | {"loss/total": total} | stepped, trace
 
     def _gradients(
-        self, batch: Batch, here: Batch, micro_batches: list[list[Bunch]], algorithm: Algorithm
+        self, batch: Batch, here: Batch, passes: list[tuple[list[Bunch], bool]], algorithm: Algorithm
     ) -> tuple[list[TokenOutputs], list[dict[str, Tensor]]]:
-        """What was said of each micro-batch, and its share of each term of the loss. `here` is the batch on the
-        device."""
+        """What was said in each pass, and its share of each term of the loss: nothing of one that does not count.
+        `here` is the batch on the device."""
         ask = Ask(values=self.critic is not None, full_kl=algorithm.needs.full_kl)
         said: list[TokenOutputs] = []
         losses: list[dict[str, Tensor]] = []
-        for bunches in micro_batches:
+        for bunches, counts in passes:
             index = _flat(bunches)
             packed = pack(batch.rows, bunches).to(self.device)
             with self._reading(packed):
                 shape = (len(index), batch.mask_RT.shape[1])
                 out = self._forward(packed, shape, batch.temperature, ask, self.model)
                 terms = divide(self._loss(out, here.take(index), algorithm), batch)
+                terms = terms if counts else {name: 0 * term for name, term in terms.items()}
                 self.scaler.scale(torch.stack(list(terms.values())).sum()).backward()
             said.append(_detached(out))
             losses.append({name: term.detach() for name, term in terms.items()})
+        self._rest_shards()
         return said, losses
+
+    def _in_order(
+        self, said: Sequence[TokenOutputs], passes: list[tuple[list[Bunch], bool]], batch: Batch
+    ) -> TokenOutputs:
+        """What was said on all ranks, in the order of the batch's rows."""
+        order = [i for bunches, counts in passes if counts for i in _flat(bunches)]
+        at = torch.tensor(order, dtype=torch.long).to(self.device)
+
+        def whole(name: str) -> Tensor | None:
+            if getattr(said[0], name) is None:
+                return None
+            found: Tensor = getattr(said[0], name).new_zeros(batch.mask_RT.shape)
+            parts = [getattr(part, name) for part, (_, counts) in zip(said, passes, strict=True) if counts]
+            return self.ranks.sum(found.index_copy(0, at, torch.cat(parts)) if parts else found)
+
+        logprobs, entropy = whole("logprobs"), whole("entropy")
+        assert logprobs is not None and entropy is not None
+        return TokenOutputs(logprobs, entropy, whole("values"), whole("full_kl"))
 
     def _asked(self, often: bool) -> AbstractContextManager[None]:
         """The reference stays at hand where every micro-batch asks it."""
@@ -364,6 +352,35 @@ class Learner:
         clipped = float(norm > self.config.grad_clip) if self.config.grad_clip else 0.0
         return found | {"optim/lr": rate, "optim/skipped": self.skipped, "grad/norm": norm, "grad/clipped": clipped}
 
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        """Model, optimiser and critic into a folder that all ranks see; all must be called."""
+        save_model(self.model, folder / "model", self.ranks, sharded=self.sharded)
+        save_state(self.optimizer.tensors(), self.optimizer.rows(), folder, self.ranks)
+        if self.critic is not None and self.ranks.first:
+            save_tensors(self.critic.tensors(), folder / "critic.safetensors")
+        self.ranks.wait_for_all()
+
+    def counters(self) -> dict[str, Any]:
+        """What else there is to know, as JSON."""
+        return {
+            "updates": self.optimizer.steps,
+            "scaler": self.scaler.state_dict(),
+            "skipped": self.skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "critic": None if self.critic is None else self.critic.counters(),
+        }
+
+    def restore(self, folder: Path, counters: dict[str, Any]) -> None:
+        """Everything but the weights, which the model was loaded with."""
+        self.optimizer.load(load_state(folder, self.optimizer.rows()), counters["updates"])
+        self.scaler.load_state_dict(counters["scaler"])
+        if self.critic is not None:
+            self.critic.load(load_tensors(folder / "critic.safetensors"), counters["critic"])
+        self.skipped = counters["skipped"]
+        self.skipped_in_a_row = counters["skipped_in_a_row"]
+
 
 def extreme(name: str) -> Callable[[float, float], float] | None:
     """How a statistic of parts becomes one of the whole: the larger, the smaller, or (None) their mean."""
@@ -380,18 +397,6 @@ def _detached(out: TokenOutputs) -> TokenOutputs:
     return TokenOutputs(out.logprobs.detach(), out.entropy.detach(), values, full_kl)
 
 
-def _in_order(said: Sequence[TokenOutputs], order: Sequence[int]) -> TokenOutputs:
-    """What was said of parts of a mini-batch, as one; `order` holds the row of each line of the parts."""
-    at = torch.tensor(order).argsort().to(said[0].logprobs.device)
-
-    def whole(name: str) -> Tensor | None:
-        return None if getattr(said[0], name) is None else torch.cat([getattr(part, name) for part in said])[at]
-
-    logprobs, entropy = whole("logprobs"), whole("entropy")
-    assert logprobs is not None and entropy is not None
-    return TokenOutputs(logprobs, entropy, whole("values"), whole("full_kl"))
-
-
 def _splits(batch: Batch, micro_batches: list[list[Bunch]], couples: Couples) -> bool:
     """Whether a micro-batch holds only a part of what the loss must see as a whole."""
     if couples == "nothing":
@@ -403,10 +408,6 @@ def _splits(batch: Batch, micro_batches: list[list[Bunch]], couples: Couples) ->
             if homes.setdefault(int(of_row[index]), number) != number:
                 return True
     return False
-
-
-def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
 
 def _to(batch: Batch, device: torch.device) -> Batch:

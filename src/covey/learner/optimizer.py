@@ -4,6 +4,9 @@ Working weights in bfloat16 or float16 are copies of the masters: updates near 1
 would the small gradients of one micro-batch beside the sum of many, so gradients are added up in float32 as well. For
 float16 the loss is scaled so that small gradients do not vanish (torch's GradScaler). Offloaded, masters and moments
 live in CPU memory; gradients then add up in the precision of the weights, and go there once per update.
+
+On several ranks gradients are summed over all of them. Where weights are shared out, a rank's rows are its masters:
+torch has summed their gradients already, and AdamW works on these rows alone.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from covey.config.schema import LearnerConfig
+from covey.learner.ranks import ALONE, Ranks
+from covey.learner.sharding import HALVES, is_sharded, own_part, own_rows, working_dtype
 
 
 def learning_rate(step: int, total_steps: int, config: LearnerConfig) -> float:
@@ -38,17 +43,24 @@ class MasterAdamW:
         total_steps: int,
         *,
         scaler: torch.amp.GradScaler,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.config = config
+        self.ranks = ranks
         self.total_steps = total_steps
         self.steps = 0
         self.working = {name: p for name, p in parameters if p.requires_grad}
         assert self.working, "there are no weights to train"
         some = next(iter(self.working.values()))
-        home = torch.device("cpu") if config.offload_optimizer else some.device
+        self.sharded = is_sharded(some)
+        home = torch.device("cpu") if config.offload_optimizer and not self.sharded else some.device
         self.offloaded = home != some.device
         self.shares = some.dtype in (torch.float32, torch.float64) and not self.offloaded
-        self.masters = self.working if self.shares else {n: _master(p, home) for n, p in self.working.items()}
+        self.masters: dict[str, Tensor] = (
+            {n: own_part(p) for n, p in self.working.items()}
+            if self.shares
+            else {n: _master(p, home) for n, p in self.working.items()}
+        )
         self.adamw = torch.optim.AdamW(
             list(self.masters.values()),
             lr=config.lr,
@@ -73,11 +85,11 @@ class MasterAdamW:
                 "exp_avg": torch.zeros_like(master),
                 "exp_avg_sq": torch.zeros_like(master),
             }
-            if not self.offloaded:
+            if not self.offloaded and not self.sharded:
                 master.grad = torch.zeros_like(master)
 
     def zero_grad(self) -> None:
-        for p in self.working.values():
+        for p in (*self.working.values(), *(self.masters.values() if self.sharded else ())):
             p.grad = None
         for master in self.masters.values() if not self.shares else ():
             if master.grad is not None:
@@ -86,12 +98,9 @@ class MasterAdamW:
     def step(self) -> tuple[float, float, bool]:
         """Clip and update. Returns the learning rate, the gradient norm before clipping, and whether the update was
         made: a non-finite gradient leaves weights and optimiser as they were."""
-        if self.offloaded:
-            for name, p in self.working.items():
-                self.masters[name].grad = None if p.grad is None else p.grad.to(self.masters[name])
+        self._gather_gradients()
         self.scaler.unscale_(self.adamw)
-        limit = self.config.grad_clip or math.inf
-        norm = float(torch.nn.utils.clip_grad_norm_(list(self.masters.values()), limit))
+        norm = self._clip()
         rate = learning_rate(self.steps, self.total_steps, self.config)
         for group in self.adamw.param_groups:
             group["lr"] = rate
@@ -104,18 +113,61 @@ class MasterAdamW:
         self.zero_grad()
         return rate, norm, made
 
+    def _gather_gradients(self) -> None:
+        """The masters' gradients, of all ranks."""
+        if self.sharded:
+            for name, p in self.working.items():
+                self.masters[name].grad = None if p.grad is None else own_part(p.grad)
+            self._share_overflow()
+            return
+        here = self.working if self.offloaded else self.masters  # on the device
+        self.ranks.sum_in_place(p.grad for p in here.values() if p.grad is not None)
+        if self.offloaded:
+            for name, p in self.working.items():
+                self.masters[name].grad = None if p.grad is None else p.grad.to(self.masters[name])
+
+    def _share_overflow(self) -> None:
+        """A gradient that is infinite in one rank's rows is so for all: their scalers must go on alike."""
+        if not self.scaler.is_enabled():
+            return
+        grads = [master.grad for master in self.masters.values() if master.grad is not None]
+        if self.ranks.any(not all(bool(grad.isfinite().all()) for grad in grads)):
+            for grad in grads:
+                grad.fill_(math.inf)
+
+    def _clip(self) -> float:
+        """The norm of all gradients, on all ranks, which are then no longer than the limit."""
+        masters, limit = list(self.masters.values()), self.config.grad_clip or math.inf
+        if not self.sharded:
+            return float(torch.nn.utils.clip_grad_norm_(masters, limit))
+        own = torch.nn.utils.get_total_norm([m.grad for m in masters if m.grad is not None])
+        norm = self.ranks.sum(own.double() ** 2).sqrt()
+        torch.nn.utils.clip_grads_with_norm_(masters, limit, norm.to(own.dtype))
+        return float(norm)
+
     @torch.no_grad()
     def _masters_to_working(self) -> None:
         for name, p in self.working.items():
             p.copy_(self.masters[name], non_blocking=True)
 
+    # -- for the checkpoint --------------------------------------------------------------------------------------
+
+    @property
+    def _keeps_masters(self) -> bool:
+        """Whether the masters say more than the weights in the model's folder."""
+        return not self.shares or any(working_dtype(p) in HALVES for p in self.working.values())
+
+    def rows(self) -> dict[str, tuple[int, int]]:
+        """Where weights are shared out: which rows of each this rank has, first and last + 1."""
+        return {name: own_rows(p, self.ranks) for name, p in self.working.items()} if self.sharded else {}
+
     def tensors(self) -> dict[str, Tensor]:
-        """Moments, and masters where they differ from the weights: for the checkpoint."""
+        """Moments, and masters where they differ from the weights."""
         found: dict[str, Tensor] = {}
         for name, master in self.masters.items():
             for key, value in self.adamw.state.get(master, {}).items():
                 found[f"{key}/{name}"] = value
-            if not self.shares:
+            if self._keeps_masters:
                 found[f"master/{name}"] = master
         return found
 
@@ -125,7 +177,7 @@ class MasterAdamW:
             moments = {k: tensors[f"{k}/{name}"] for k in ("step", "exp_avg", "exp_avg_sq") if f"{k}/{name}" in tensors}
             if moments:
                 self.adamw.state[master] = {k: v.to(master.device).clone() for k, v in moments.items()}
-            if not self.shares:
+            if self._keeps_masters:
                 master.copy_(tensors[f"master/{name}"])
         self.steps = steps
 

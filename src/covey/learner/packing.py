@@ -25,6 +25,7 @@ from covey.learner.attention import Layout
 from covey.types import Sample
 
 Bunch = list[int]  # the numbers of rows with one prompt
+UNFAIR = 1.25  # times a rank's fair share of tokens: a longer bunch is cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,42 @@ class Packed:
 def plan(rows: Sequence[Sample], token_budget: int, max_rows: int | None = None) -> list[list[Bunch]]:
     """Micro-batches of bunches of row numbers. A micro-batch holds at most `token_budget` tokens and at most `max_rows`
     rows, except where a single row is larger. Large bunches first, so memory peaks at once; each goes where it fits."""
+    return share_out(rows, token_budget, max_rows, 1)[0]
+
+
+def share_out(rows: Sequence[Sample], token_budget: int, max_rows: int | None, world: int) -> list[list[list[Bunch]]]:
+    """The micro-batches of each of so many ranks, which get about as many tokens each. Rows with one prompt stay
+    together, except where a rank would have far more to do than the others."""
     limit = max_rows or len(rows)
-    bunches = sorted(_bunches(rows, token_budget, limit), key=lambda bunch: -_length(rows, bunch))
+    bunches = _bunches(rows, token_budget, limit)
+    if world > 1:
+        lengths = [_length(rows, bunch) for bunch in bunches]
+        fair = -(-sum(lengths) // world)
+        if max(lengths) > UNFAIR * fair:
+            most = fair + max(len(row.prompt_ids) for row in rows)  # a prompt that is cut in two is read twice
+            bunches = _bunches(rows, min(token_budget, most), limit)
+    hands: list[list[Bunch]] = [[] for _ in range(world)]
+    load = [0] * world
+    for bunch in sorted(bunches, key=lambda bunch: -_length(rows, bunch)):
+        lightest = load.index(min(load))
+        hands[lightest].append(bunch)
+        load[lightest] += _length(rows, bunch)
+    return [_fill(rows, hand, token_budget, limit) for hand in hands]
+
+
+def in_step(
+    shares: list[list[list[Bunch]]], rank: int, rows: Sequence[Sample], *, alike: bool
+) -> list[tuple[list[Bunch], bool]]:
+    """The passes of a rank, and whether they count: its micro-batches, and then a short row again and again, for
+    nothing, until all have made the same number of passes (`alike`), or at least one."""
+    passes = [(bunches, True) for bunches in shares[rank]]
+    least = max(map(len, shares)) if alike else 1
+    short = min(range(len(rows)), key=lambda index: rows[index].length)
+    return passes + [([[short]], False)] * (least - len(passes))
+
+
+def _fill(rows: Sequence[Sample], bunches: Sequence[Bunch], token_budget: int, limit: int) -> list[list[Bunch]]:
+    """Bunches in the order given, each in the first micro-batch with room."""
     micro_batches: list[list[Bunch]] = []
     room: list[tuple[int, int]] = []  # tokens and rows that a micro-batch has left
     for bunch in bunches:

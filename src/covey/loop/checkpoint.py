@@ -2,7 +2,7 @@
 
     checkpoints/step-000020/
         model/                   an ordinary model folder (or a peft adapter): safetensors, config, tokenizer
-        optimizer.safetensors    moments, and float32 masters where the weights are half precision
+        optimizer.safetensors    the learner's (learner/saving.py), of several ranks in several files
         critic.safetensors       where there is a critic: its weights and its optimiser's state
         state.json               step, counters, algorithm state, offsets of the run's files
         manifest.json            sha256 of every file

@@ -24,9 +24,10 @@ BUCKET = 512 * 2**20  # bytes sent at once over CUDA IPC, or a weight that is la
 
 @torch.no_grad()
 def named_weights(model: Any) -> Named:
-    """Every weight once, one after the other; a tied output matrix goes by the name of the embedding."""
+    """Every weight once, one after the other; a tied output matrix goes by the name of the embedding. Weights that are
+    shared out over the learner's ranks are gathered one at a time: all ranks must go through them together."""
     if not hasattr(model, "get_base_model"):
-        yield from ((name, weight.detach()) for name, weight in model.named_parameters())
+        yield from ((name, _whole(weight)) for name, weight in model.named_parameters())
         return
     _check_adapter(model)
     base = model.get_base_model()
@@ -40,7 +41,18 @@ def named_weights(model: Any) -> Named:
             path = path.removesuffix(".base_layer")
             if leaf == "weight":
                 weight = _merged(base.get_submodule(path), weight, model.active_adapters)
-        yield f"{path}.{leaf}", weight.detach()
+        yield f"{path}.{leaf}", _whole(weight)
+
+
+def _whole(weight: Any) -> Tensor:
+    """All rows of a weight, in the precision that it is used in: a rank's own rows may be more exact, and wait in CPU
+    memory."""
+    found: Tensor = weight.detach()
+    if not hasattr(weight, "full_tensor"):
+        return found
+    used = getattr(weight, "working_dtype", weight.dtype)
+    full: Tensor = found.to(weight.device_mesh.device_type, used).full_tensor()  # type: ignore[attr-defined]
+    return full
 
 
 def _merged(layer: Any, weight: Tensor, adapters: list[str]) -> Tensor:

@@ -1,0 +1,55 @@
+"""covey export: an ordinary model folder out of a run or a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from covey.cli.bench import best_model, is_run
+from covey.cli.folder import run_of
+from covey.cli.words import parse
+from covey.errors import InputError
+
+USAGE = """\
+covey export CHECKPOINT_OR_RUN OUT [--dtype bfloat16] [--merge-lora]
+
+  Writes a model folder that other programs load: safetensors (in several files where they are large), configuration,
+  tokenizer. Of a run, the checkpoint with the best evaluation, or else the last.
+  --dtype NAME    float32, bfloat16 or float16; without it, as they were trained
+  --merge-lora    add the adapter to the weights it was trained on; without it, an adapter stays one
+
+  covey export outputs/2026-01-31/14-05-09 my-model --dtype bfloat16
+"""
+
+
+def main(argv: list[str]) -> int:
+    words = parse(argv, switches=("--merge-lora",), values=("--dtype",))
+    if words.help:
+        print(USAGE)
+        return 0
+    if len(words.places) != 2 or words.settings:
+        raise InputError(f"name a checkpoint or a run, and the folder to write\n\n{USAGE.rstrip()}")
+    out = Path(words.places[1]).expanduser()
+    folder = find_model(words.places[0])
+    from covey.learner.export import check_export, export
+
+    options = {"dtype": words.text("--dtype"), "merge": words.on("--merge-lora")}
+    check_export(folder, out, **options)  # type: ignore[arg-type]
+    export(folder, out, **options)  # type: ignore[arg-type]
+    print(f"{folder} → {out}")
+    return 0
+
+
+def find_model(name: str) -> Path:
+    """The folder with the weights: a run's best checkpoint, the one that was named (its bytes checked), or a model."""
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        raise InputError(f"there is no folder {name}\n  name a run (outputs/DATE/TIME) or one of its checkpoints")
+    checkpoint = best_model(path).parent if is_run(name) and path == run_of(path) else path
+    if not (checkpoint / "manifest.json").is_file():
+        return path
+    from covey.loop.checkpoint import DamagedCheckpoint, open_checkpoint
+
+    try:
+        return open_checkpoint(checkpoint).model
+    except DamagedCheckpoint as error:
+        raise InputError(str(error)) from error

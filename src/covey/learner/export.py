@@ -1,0 +1,95 @@
+"""An ordinary model folder out of trained weights: for other programs, in any precision, adapters merged if asked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from covey.errors import InputError
+from covey.learner.models import locate, require_peft
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FILE_SIZE = "5GB"  # larger models lie in several files
+
+
+def export(folder: Path, out: Path, *, dtype: str | None = None, merge: bool = False) -> None:
+    """`folder` holds a model or an adapter, `out` will hold the same: whole, or it is not there. Without `dtype`
+    weights keep theirs."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(dir=out.parent, prefix=".exporting-"))
+    try:
+        is_adapter = (folder / "adapter_config.json").is_file()
+        if is_adapter and not merge:
+            _copy_adapter(folder, work, dtype)
+        else:
+            model = _merged(folder, dtype) if is_adapter else _loaded(str(folder), dtype)
+            model.save_pretrained(work, max_shard_size=FILE_SIZE)
+        _copy_tokenizer(folder, work)
+        work.chmod(0o755)
+        if out.is_dir():
+            out.rmdir()  # it is empty
+        work.rename(out)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _loaded(path: str, dtype: str | None) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto")
+
+
+def _merged(folder: Path, dtype: str | None) -> Any:
+    """The model below an adapter, with it: W + ΔW in float32, rounded once."""
+    base = _loaded(locate(str(folder))[0], None)
+    kept = DTYPES[dtype] if dtype else base.dtype
+    model = require_peft().PeftModel.from_pretrained(base.float(), folder)
+    return model.merge_and_unload().to(kept)
+
+
+def _copy_adapter(folder: Path, work: Path, dtype: str | None) -> None:
+    from safetensors.torch import load_file, save_file
+
+    shutil.copy(folder / "adapter_config.json", work)
+    weights = load_file(folder / "adapter_model.safetensors")
+    if dtype:
+        weights = {name: weight.to(DTYPES[dtype]) for name, weight in weights.items()}
+    save_file(weights, work / "adapter_model.safetensors", {"format": "pt"})
+
+
+def _copy_tokenizer(folder: Path, work: Path) -> None:
+    """The one beside the weights, or else that of the model below an adapter."""
+    from transformers import AutoTokenizer
+
+    here = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    AutoTokenizer.from_pretrained(str(folder) if here else locate(str(folder))[0]).save_pretrained(work)
+
+
+def check_export(folder: Path, out: Path, *, dtype: str | None, merge: bool) -> None:
+    """Before anything is loaded."""
+    if dtype is not None and dtype not in DTYPES:
+        raise InputError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out} is there already\n  name a folder that is not there, or an empty one")
+    if (folder / "adapter_config.json").is_file():
+        if merge:
+            require_peft()
+            _check_base(folder)
+    elif not (folder / "config.json").is_file():
+        raise InputError(f"{folder} holds no model: config.json is missing")
+    elif merge:
+        raise InputError(f"{folder} has no adapter to merge\n  leave --merge-lora out")
+
+
+def _check_base(folder: Path) -> None:
+    base = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
+    if not base:
+        raise InputError(f"{folder / 'adapter_config.json'} does not say which model the adapter is for")
+    locate(base)

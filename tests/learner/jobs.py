@@ -1,0 +1,191 @@
+"""What the ranks of a test do: the same as one process, so that results can be compared."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from covey.algorithms import make
+from covey.config.schema import CriticConfig, LearnerConfig
+from covey.learner.learner import Learner
+from covey.learner.models import Reference
+from covey.learner.ranks import Ranks
+from covey.learner.sharding import full_weights, own_part
+from covey.rollout.vllm.weights import named_weights
+from covey.types import Batch, Samples
+from tests.conftest import tiny_llama
+from tests.learner.helpers import batch_of, rows_of
+
+
+@dataclass(frozen=True)
+class Case:
+    """A learner and what it learns from."""
+
+    algorithm: str = "grpo"
+    options: dict[str, Any] = field(default_factory=dict)
+    parallel: str = "ddp"
+    dtype: torch.dtype = torch.float64
+    lora: int = 0
+    reference: bool = False
+    model: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    checkpointing: bool = False
+    groups: int = 3
+    critic: CriticConfig | None = None
+
+    def policy(self, folder: Path | None = None) -> Any:
+        """A random start, or the weights of a checkpoint."""
+        import peft
+        from transformers import AutoModelForCausalLM
+
+        # Small weights: the norms of transformers compute in float32, so a gradient is only as exact as it is small.
+        model = tiny_llama(dtype=self.dtype, initializer_range=0.08, **self.model)
+        if self.lora and folder is not None:
+            model = peft.PeftModel.from_pretrained(model, folder / "model", is_trainable=True)
+        elif self.lora:
+            torch.manual_seed(5)
+            settings = peft.LoraConfig(r=self.lora, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+            model = peft.get_peft_model(model, settings).to(self.dtype)
+            for name, weight in model.named_parameters():
+                if "lora_B" in name:  # they start at zero, and would hide the first gradients of A
+                    torch.nn.init.normal_(weight, std=0.05)
+        elif folder is not None:
+            model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=self.dtype, attn_implementation="sdpa")
+        if self.checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            if self.lora:
+                model.enable_input_require_grads()
+        return model.train(self.checkpointing)
+
+    def learner(self, ranks: Ranks, folder: Path | None = None) -> Learner:
+        policy, reference = self.policy(folder), None
+        if self.reference:
+            other = tiny_llama(dtype=self.dtype, initializer_range=0.08, seed=1, **self.model)
+            reference = Reference(policy if self.lora else other)
+        config = LearnerConfig(lr=1e-2, parallel=self.parallel, entropy_coef=0.01, **self.settings)
+        own = self.critic is not None and not self.critic.shared
+        backbone = tiny_llama(dtype=self.dtype, initializer_range=0.08, seed=2) if own else None
+        more: dict[str, Any] = {"critic": self.critic, "critic_backbone": backbone, "ranks": ranks}
+        learner = Learner(policy, config, total_updates=10, reference=reference, **more)
+        if learner.critic is not None:
+            learner.critic.steps = 1  # one training step begun: no warm-up
+        return learner
+
+    def batch(self, number: int) -> Batch:
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        batch = batch_of(rows_of(self.groups, 4, seed=number, gaps=True), 4, dtype=dtype, seed=number)
+        if self.critic is None:
+            return batch
+        return replace(batch, returns_RT=batch.advantages_RT, values_RT=torch.zeros_like(batch.advantages_RT))
+
+    def steps(self, learner: Learner, numbers: range) -> list[dict[str, float]]:
+        algorithm = make(self.algorithm, **self.options)
+        return [learner.update(self.batch(number), algorithm)[0] for number in numbers]
+
+
+def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: weight.cpu().clone() for name, weight in full_weights(learner.model)}
+
+
+def train(ranks: Ranks, case: Case) -> tuple[dict[str, torch.Tensor], list[dict[str, float]], torch.Tensor]:
+    """Three steps: the weights, what was told, and the log-probs of rows afterwards (and of the reference's)."""
+    learner = case.learner(ranks)
+    told = case.steps(learner, range(3))
+    said = learner.logprobs(case.batch(7).rows, 0.7)
+    if learner.reference is not None:
+        with learner.reference.active() as model:
+            said = torch.cat([said, learner.logprobs(case.batch(7).rows, 0.7, model)])
+    return weights_of(learner), told, said
+
+
+def train_and_save(ranks: Ranks, case: Case, folder: Path) -> dict[str, Any]:
+    learner = case.learner(ranks)
+    case.steps(learner, range(2))
+    learner.save(folder)
+    return learner.counters()
+
+
+def go_on(ranks: Ranks, case: Case, folder: Path, counters: dict[str, Any]) -> dict[str, torch.Tensor]:
+    learner = case.learner(ranks, folder)
+    learner.restore(folder, counters)
+    case.steps(learner, range(2, 4))
+    return weights_of(learner)
+
+
+def resave(ranks: Ranks, case: Case, folder: Path, counters: dict[str, Any], out: Path) -> None:
+    learner = case.learner(ranks, folder)
+    learner.restore(folder, counters)
+    learner.save(out)
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor for path in (folder / "model").glob("*.safetensors") for name, tensor in load_file(path).items()
+    }
+
+
+def broken_update(ranks: Ranks, case: Case) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], float]:
+    """The weights before and after an update in which one row has an infinite advantage."""
+    learner, batch = case.learner(ranks), case.batch(0)
+    before = weights_of(learner)
+    batch.advantages_RT[0] = math.inf
+    told, _ = learner.update(batch, make("grpo"))
+    return before, weights_of(learner), told["optim/skipped"]
+
+
+def overflow(ranks: Ranks, case: Case) -> tuple[float, bool]:
+    """The scale of the loss after an update in which the first rank alone saw an infinite gradient, and whether the
+    update was made."""
+    learner = case.learner(ranks)
+    learner.scaler.scale(torch.ones(()))
+    optimizer = learner.optimizer
+    for weight in optimizer.working.values() if optimizer.sharded else optimizer.masters.values():
+        weight.grad = torch.zeros_like(weight)
+        if ranks.first:
+            own_part(weight.grad).fill_(math.inf)
+    _, _, made = optimizer.step()
+    learner.scaler.update()
+    return learner.scaler.get_scale(), made
+
+
+def published(ranks: Ranks, case: Case) -> dict[str, torch.Tensor]:
+    """What an engine with weights of its own is sent after an update."""
+    learner = case.learner(ranks)
+    case.steps(learner, range(1))
+    return {name: weight.clone() for name, weight in named_weights(learner.weights())}
+
+
+def from_settings(ranks: Ranks, settings: list[str], folder: Path | None) -> dict[str, Any]:
+    """The learner that a command line describes, after an update; saved in `folder`."""
+    from covey.cli.build import algorithm_schemas, prepare
+    from covey.cli.learner import make_learner
+    from covey.config import compose
+    from covey.loop.samples import minibatches
+
+    prepared = prepare(compose(settings, algorithms=algorithm_schemas()))
+    learner = make_learner(prepared, None, ranks)
+    rows = rows_of(2, 4, vocabulary=40)
+    width = max(len(row.response_ids) for row in rows)
+    mask = torch.tensor([[*row.mask, *[False] * (width - len(row.mask))] for row in rows])
+    samples = Samples(
+        rows=tuple(rows),
+        group_N=torch.arange(8) // 4,
+        rewards={"reward": torch.arange(8.0)},
+        weights={"reward": 1.0},
+        longest_N=mask.sum(1),
+        truncated_N=torch.zeros(8, dtype=torch.bool),
+        episode_R=torch.arange(8),
+        mask_RT=mask,
+        old_logprobs_RT=torch.where(mask, -3.7, 0.0),
+    )
+    samples = learner.annotate(samples, prepared.algorithm.needs)
+    for batch in minibatches(samples, prepared.algorithm.advantages(samples), groups_per_batch=None, epochs=1):
+        learner.update(batch, prepared.algorithm)
+    if folder is not None:
+        learner.save(folder)
+    return {"weights": weights_of(learner), "sharded": learner.sharded, "said": samples.ref_logprobs_RT}

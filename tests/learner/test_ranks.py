@@ -1,0 +1,232 @@
+"""Several processes learn what one would: each with all weights (ddp), or with a share of them (fsdp)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from covey.config.schema import CriticConfig, LearnerConfig
+from covey.errors import InputError
+from covey.learner.ranks import ALONE
+from covey.learner.saving import load_state
+from covey.learner.sharding import check_shards
+from tests.learner.jobs import (
+    Case,
+    broken_update,
+    from_settings,
+    go_on,
+    overflow,
+    published,
+    resave,
+    train,
+    train_and_save,
+    weights_in,
+    weights_of,
+)
+from tests.local_ranks import LocalRanks
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRanks]:
+    ranks = LocalRanks(2, tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)  # as the ranks have; two would wait for each other while ranks work
+
+
+PLAIN: dict[str, Any] = {"algorithm": "grpo"}
+COUPLED: dict[str, Any] = {"algorithm": "gvpo"}
+WITH_REFERENCE: dict[str, Any] = {
+    "algorithm": "grpo",
+    "options": {"kl_coef": 0.5, "kl_estimator": "full"},
+    "reference": True,
+}
+
+
+def same_as_one_process(two: LocalRanks, case: Case, tolerance: float) -> None:
+    expected, told, said = train(ALONE, case)
+    answers = two.run(train, case)
+    for weights, metrics, logprobs in answers:
+        assert weights.keys() == expected.keys()
+        for name, weight in expected.items():
+            torch.testing.assert_close(weights[name], weight, atol=tolerance, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+        for step, numbers in enumerate(told):
+            assert metrics[step] == pytest.approx(numbers, rel=1e-4, abs=1e-6, nan_ok=True)
+        torch.testing.assert_close(logprobs, said, atol=10 * tolerance, rtol=0)
+    assert answers[0][1] == answers[1][1]  # the ranks told the same, bit for bit
+    start = case.policy().state_dict()
+    assert any(float((weight - start[name]).abs().max()) > 1e-3 for name, weight in expected.items())
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", [PLAIN, COUPLED, WITH_REFERENCE], ids=["grpo", "gvpo", "full-kl"])
+def test_two_ranks_learn_what_one_process_does(two: LocalRanks, parallel: str, kind: dict[str, Any]) -> None:
+    """Splits: one pass each; inside of groups; a rank with two passes and one with one, which keeps in step."""
+    for size in (None, 3, 4):
+        same_as_one_process(two, Case(parallel=parallel, settings={"micro_batch_size": size}, **kind), 1e-6)
+
+
+@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"lora": 3, **WITH_REFERENCE},
+        {"lora": 3, "checkpointing": True},
+        {"model": {"tie_word_embeddings": True}, "checkpointing": True, "settings": {"micro_batch_tokens": 25}},
+        {"groups": 1, "settings": {"micro_batch_size": 1}, **COUPLED},
+    ],
+    ids=["lora", "lora-recomputed", "tied", "split"],
+)
+def test_kinds_of_models(two: LocalRanks, parallel: str, kind: dict[str, Any]) -> None:
+    same_as_one_process(two, Case(parallel=parallel, **kind), 1e-6)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_float32(two: LocalRanks, parallel: str) -> None:
+    same_as_one_process(two, Case(parallel=parallel, dtype=torch.float32, settings={"eps": 1e-4}, **COUPLED), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"dtype": torch.float64},
+        {"dtype": torch.bfloat16},
+        {"dtype": torch.float64, "lora": 3},
+        {"dtype": torch.bfloat16, "model": {"tie_word_embeddings": True}},
+    ],
+    ids=["float64", "bfloat16", "lora", "bfloat16-tied"],
+)
+def test_a_checkpoint_is_for_any_number_of_ranks(two: LocalRanks, tmp_path: Path, kind: dict[str, Any]) -> None:
+    """Written on two, read and written on one, read and written on two: bit for bit the same."""
+    case = Case(parallel="fsdp", **kind)
+    folders = [tmp_path / name for name in ("by-two", "by-one", "by-two-again")]
+    for folder in folders:
+        folder.mkdir()
+    counters = two.run(train_and_save, case, folders[0])[0]
+    resave(ALONE, case, folders[0], counters, folders[1])
+    two.run(resave, case, folders[1], counters, folders[2])
+    assert [len(list(folder.glob("optimizer*"))) for folder in folders] == [2, 1, 2]
+    contents = [load_state(folder, {}) | weights_in(folder) for folder in folders]
+    for name, tensor in contents[0].items():
+        assert all(torch.equal(tensor, other[name]) for other in contents), name
+    assert contents[0].keys() == contents[1].keys() == contents[2].keys()
+    assert counters["updates"] == 2
+
+
+@pytest.mark.parametrize("lora", [0, 3])
+def test_training_goes_on_elsewhere(two: LocalRanks, tmp_path: Path, lora: int) -> None:
+    """Two steps here and two there are four steps."""
+    sharded, single = Case(parallel="fsdp", lora=lora), Case(lora=lora)
+    learner = single.learner(ALONE)
+    single.steps(learner, range(4))
+    expected = weights_of(learner)
+    folders = [tmp_path / "by-two", tmp_path / "by-one"]
+    for folder in folders:
+        folder.mkdir()
+    from_two = go_on(ALONE, single, folders[0], two.run(train_and_save, sharded, folders[0])[0])
+    from_one = two.run(go_on, sharded, folders[1], train_and_save(ALONE, single, folders[1]))[0]
+    for name, weight in expected.items():
+        torch.testing.assert_close(from_two[name], weight, atol=1e-6, rtol=0)
+        torch.testing.assert_close(from_one[name], weight, atol=1e-6, rtol=0)
+
+
+def test_half_precision_has_the_same_masters_in_both_ways(two: LocalRanks, tmp_path: Path) -> None:
+    found = []
+    for parallel in ("ddp", "fsdp"):
+        (folder := tmp_path / parallel).mkdir()
+        two.run(train_and_save, Case(parallel=parallel, dtype=torch.bfloat16, settings={"eps": 1e-3}), folder)
+        found.append(load_state(folder, {}))
+    assert found[0].keys() == found[1].keys() and any(name.startswith("master/") for name in found[0])
+    for name, tensor in found[0].items():
+        assert tensor.dtype == torch.float32
+        torch.testing.assert_close(found[1][name], tensor, atol=1e-6, rtol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_broken_row_of_one_rank_stops_the_update_of_all(two: LocalRanks, parallel: str) -> None:
+    for before, after, skipped in two.run(broken_update, Case(parallel=parallel)):
+        assert skipped == 1
+        assert all(torch.equal(weight, after[name]) for name, weight in before.items())
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_an_overflow_of_one_rank_halves_the_scale_of_all(two: LocalRanks, parallel: str) -> None:
+    """Float16: the scale begins at 65536 and is halved when a gradient overflows."""
+    assert two.run(overflow, Case(parallel=parallel, dtype=torch.float16)) == [(32768.0, False)] * 2
+
+
+@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.parametrize("critic", [CriticConfig(lr=1e-2), CriticConfig(lr=1e-2, shared=True)], ids=["own", "shared"])
+def test_a_critic(two: LocalRanks, parallel: str, critic: CriticConfig) -> None:
+    same_as_one_process(two, Case("ppo", parallel=parallel, critic=critic, settings={"grad_clip": 0.05}), 1e-6)
+
+
+@pytest.mark.parametrize(
+    "kind", [{"dtype": torch.bfloat16}, {"dtype": torch.float32, "lora": 3}], ids=["bfloat16", "lora"]
+)
+def test_an_engine_is_sent_whole_weights(two: LocalRanks, kind: dict[str, Any]) -> None:
+    """As of one process: names, precision, adapters merged. The rounding of bfloat16 may differ by its last bit."""
+    expected = published(ALONE, Case(settings={"eps": 1e-3}, **kind))
+    for found in two.run(published, Case(parallel="fsdp", settings={"eps": 1e-3}, **kind)):
+        assert list(found) == list(expected)
+        for name, weight in expected.items():
+            torch.testing.assert_close(found[name], weight, atol=1e-3, rtol=1 / 128)
+
+
+@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+def test_settings_make_a_learner_of_every_rank(
+    two: LocalRanks, parallel: str, tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    """Policy and reference by the way a command line goes; the folder that is saved is loaded by transformers."""
+    from transformers import AutoModelForCausalLM
+
+    settings = [f"model={tiny_model_folder}", "model.device=cpu", "data=arithmetic", "learner.lr=0.01"]
+    settings = [*settings, "algorithm=grpo", "algorithm.kl_coef=0.1", "learner.eps=1e-4"]
+    expected = from_settings(ALONE, settings, None)
+    for found in two.run(from_settings, [*settings, f"learner.parallel={parallel}"], tmp_path):
+        assert found["sharded"] == (parallel == "fsdp")
+        torch.testing.assert_close(found["said"], expected["said"], atol=1e-5, rtol=0)
+        for name, weight in expected["weights"].items():
+            torch.testing.assert_close(found["weights"][name], weight, atol=1e-5, rtol=0)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    assert all(torch.allclose(saved[name], weight, atol=1e-5) for name, weight in expected["weights"].items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "adapter", "message"),
+    [
+        ({"offload_weights": True}, False, "offload_weights moves"),
+        ({"offload_optimizer": True}, True, "cannot be merged"),
+    ],
+)
+def test_what_cannot_be_shared_out(settings: dict[str, Any], adapter: bool, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        check_shards(LearnerConfig(parallel="fsdp", **settings), adapter=adapter)
+
+
+@pytest.mark.slow
+def test_more_ranks_than_fit(tmp_path: Path) -> None:
+    """Three ranks: 64 rows of a matrix are 22, 22 and 20; 1 group of 4 rows; adapters with 2 rows and 3 ranks."""
+    three = LocalRanks(3, tmp_path)
+    try:
+        for kind in (PLAIN, COUPLED, WITH_REFERENCE, {"lora": 2}, {"groups": 1, "settings": {"micro_batch_size": 1}}):
+            for parallel in ("ddp", "fsdp"):
+                same_as_one_process(three, Case(parallel=parallel, **kind), 1e-6)
+        for name in ("three", "one"):
+            (tmp_path / name).mkdir()
+        case = Case(parallel="fsdp", lora=2)
+        resave(
+            ALONE, case, tmp_path / "three", three.run(train_and_save, case, tmp_path / "three")[0], tmp_path / "one"
+        )
+        first, second = (load_state(tmp_path / name, {}) | weights_in(tmp_path / name) for name in ("three", "one"))
+        assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    finally:
+        three.close()
