@@ -48,6 +48,21 @@ def test_by_file_on_disk_and_in_memory(tmp_path: Path, memory: bool) -> None:
         folder.rmdir()
 
 
+def test_memory_that_a_killed_run_has_left_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is alive holds its folder's lock; a vLLM's folder has none and is left alone."""
+    monkeypatch.setattr(transport, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("covey.rollout.vllm.weights.SHARED_MEMORY", tmp_path)
+    killed, lock = transport.memory_folder(1)
+    lock.close()
+    alive, held = transport.memory_folder(1)
+    assert not killed.exists()
+    (tmp_path / "covey-weights-vllm").mkdir()
+    mine, lock = transport.memory_folder(1)
+    assert {path.name for path in tmp_path.iterdir()} == {alive.name, mine.name, "covey-weights-vllm"}
+    held.close()
+    lock.close()
+
+
 def test_a_file_that_was_damaged_or_never_came_is_not_taken(tmp_path: Path) -> None:
     notice = write_notice(trained_weights(tiny_llama()), tmp_path, 3)
     path = Path(notice.path)

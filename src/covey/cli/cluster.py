@@ -128,14 +128,14 @@ def _absolute(checkpoint: Checkpoint | None) -> Checkpoint | None:
 
 def _publisher(transport: str, carried: Carried, folder: Path) -> Any:
     from covey.cluster.publish import CollectivePublisher, Publisher
+    from covey.cluster.transport import memory_folder
     from covey.learner.models import parameter_count
-    from covey.rollout.vllm.weights import weights_folder
 
     if transport == "collective":
         return CollectivePublisher(folder / "weights")
     if transport == "shared_memory":
         assert carried.model is not None
-        return Publisher(weights_folder(2 * 4 * parameter_count(carried.model)))  # two versions for a moment
+        return Publisher(*memory_folder(2 * 4 * parameter_count(carried.model)))  # two versions for a moment
     return Publisher(folder / "weights")
 
 

@@ -7,7 +7,7 @@ import asyncio
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from covey.cluster.actors import ActorLost, answer
 from covey.errors import RunFailed
@@ -30,9 +30,10 @@ class Sender(Protocol):
 class Publisher:
     """By file, in memory or in the run's folder."""
 
-    def __init__(self, folder: Path) -> None:
-        """`folder` is this run's own, and removed at its end."""
+    def __init__(self, folder: Path, lock: IO[str] | None = None) -> None:
+        """`folder` is this run's own, and removed at its end; `lock` says until then that it is in use."""
         self.folder = folder
+        self._lock = lock
         self.warn: Callable[[str], None] = print
         self.version: int | None = None  # what engines have
         self._sender: Sender | None = None
@@ -59,6 +60,8 @@ class Publisher:
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
 
 
 class CollectivePublisher(Publisher):

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,17 @@ from torch import Tensor
 from covey.cluster.placement import Plan
 from covey.errors import InputError, RunFailed
 from covey.learner.sharding import full_weights
-from covey.rollout.vllm.weights import BUCKET, Named, buckets, file_digest, unpacked, write_weights
+from covey.loop.folder import lock_folder
+from covey.rollout.vllm.weights import (
+    BUCKET,
+    SHARED_MEMORY,
+    Named,
+    buckets,
+    file_digest,
+    unpacked,
+    weights_folder,
+    write_weights,
+)
 
 PATIENCE = 60.0  # seconds that a reader waits for a file: a network's file system shows it late
 MEETING = timedelta(seconds=120)  # for members of a group to come together, and for a transfer
@@ -96,6 +107,20 @@ def load_weights(model: Any, weights: Mapping[str, Tensor]) -> None:
 
 
 # -- by file, also in memory ------------------------------------------------------------------------------------
+
+
+def memory_folder(size: int) -> tuple[Path, IO[str]]:
+    """A folder in memory for so many bytes, and the lock that says it is in use. What runs that were killed have left
+    there is removed first: nobody holds its lock any more."""
+    for path in SHARED_MEMORY.glob("covey-weights-*/.lock"):
+        try:
+            held = lock_folder(path.parent)
+        except OSError:  # in use, or somebody else's
+            continue
+        shutil.rmtree(path.parent, ignore_errors=True)
+        held.close()
+    folder = weights_folder(size)
+    return folder, lock_folder(folder)
 
 
 def write_notice(named: Named, folder: Path, version: int) -> Notice:
