@@ -180,7 +180,7 @@ RUNS = {
     ),
     "ppo, KL in the reward": "algorithm=ppo algorithm.kl_in=reward algorithm.kl_coef=0.1 critic.warmup_steps=1",
     "remax": "algorithm=remax",
-    "gpg, while sampling goes on": "algorithm=gpg mode=async",
+    "gpg, while sampling goes on": "algorithm=gpg mode=async mode.max_uses=2",
     "dgdo with sapo": "algorithm=dgdo algorithm.loss=sapo algorithm.truncated=penalise",
     "grpo, sampled by vllm": "algorithm=grpo rollout=vllm",
     "an agent with tools": "algorithm=grpo agent=agent.py:Plays",

@@ -169,6 +169,7 @@ class Collected:
     failures: Mapping[str, int] = field(default_factory=dict)  # episodes that failed, by cause
     examples: Mapping[str, str] = field(default_factory=dict)  # a message for each cause
     dropped: int = 0  # groups of which too little was left
+    reused: int = 0  # of the groups: those that an earlier step has learned from already
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ learner.schedule learner.warmup_steps learner.weight_decay
 logging.episodes_per_step logging.experiment logging.output_dir logging.project logging.to logging.verbosity
 loop.keep_best loop.keep_last loop.max_minutes loop.save_every loop.save_final loop.threads loop.total_epochs
 loop.total_steps
-mode.max_staleness mode.name mode.update
+mode.max_staleness mode.max_uses mode.name mode.publish_every mode.update
 model.context_length model.device model.dtype model.gradient_checkpointing model.lora.alpha model.lora.rank
 model.lora.target_modules model.name model.trust_remote_code
 resume

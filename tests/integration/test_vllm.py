@@ -24,7 +24,7 @@ if importlib.util.find_spec("vllm") is None:
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
-TOLERANCE = 1e-3
+TOLERANCE = 1e-2 if GPU else 1e-3  # on a GPU vLLM multiplies float32 with fewer bits
 EOS = 2
 PROMPTS = [[3 + i, 40 - i, 7, 11 + 2 * i] for i in range(12)]
 Found = TypeVar("Found")
@@ -103,10 +103,21 @@ def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     return ids[len(prompt) :]
 
 
+def assert_greedy(model: Any, prompt: Sequence[int], ids: Sequence[int], count: int) -> None:
+    """Every token is the likeliest, or as likely within the tolerance; the answer ends with EOS or at its length."""
+    assert len(ids) == count or (ids[-1] == EOS and EOS not in ids[:-1])
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(torch.tensor([[*prompt, *ids]], device=DEVICE)).logits[0].cpu(), -1)
+    at = logprobs[len(prompt) - 1 : -1]
+    lost = at.max(-1).values - at.gather(-1, torch.tensor(ids)[:, None])[:, 0]
+    assert float(lost.max()) < TOLERANCE
+
+
 def test_greedy_answers_are_those_of_a_plain_forward_pass(bench: Bench) -> None:
     model = bench.publish(tiny_qwen(1))
     done = bench.answers([(prompt, Sampling(0.0, max_tokens=16)) for prompt in PROMPTS])
-    assert [list(one.token_ids) for one in done] == [greedy(model, prompt, 16) for prompt in PROMPTS]
+    for prompt, one in zip(PROMPTS, done, strict=True):
+        assert_greedy(model, prompt, one.token_ids, 16)
     assert all(one.logprobs == (0.0,) * len(one.token_ids) for one in done)
     assert all(set(one.versions) == {bench.version} for one in done)
 
@@ -147,7 +158,8 @@ def test_published_weights_are_those_that_sample(bench: Bench) -> None:
     for seed in (5, 6):
         model = bench.publish(tiny_qwen(seed))
         answers.append([list(one.token_ids) for one in bench.answers(requests)])
-        assert answers[-1] == [greedy(model, prompt, 12) for prompt in PROMPTS]
+        for prompt, ids in zip(PROMPTS, answers[-1], strict=True):
+            assert_greedy(model, prompt, ids, 12)
     assert answers[0] != answers[1]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from covey.learner.attention import Layout, Piece
-from covey.learner.packing import pack, plan
+from covey.learner.packing import in_step, pack, plan, share_out
 from covey.types import Sample
 from tests.learner.helpers import rows_of
 
@@ -73,3 +73,21 @@ def test_tokens_that_were_not_sampled_are_no_targets() -> None:
     assert packed.target_M.tolist() == [5, 8]
     assert packed.source_M.tolist() == [0, 3]
     assert torch.equal(packed.column_M, torch.tensor([0, 3]))
+
+
+def test_ranks_get_about_as_many_tokens_each() -> None:
+    """Prompts of 4 tokens. Bunches of 13, 7 and 7 tokens are shared out whole, as 13 and 14; of one bunch of 24 tokens
+    each rank gets a part with its prompt, and the one with fewer passes is given a short row to keep in step."""
+
+    def row(prompt: int, answer: int) -> Sample:
+        return Sample((prompt,) * 4, (5,) * answer, (True,) * answer, (0.0,) * answer, (0,) * answer, 0)
+
+    three = [row(1, 4), row(1, 4), row(1, 4), row(2, 4), row(3, 4)]
+    assert share_out(three, 100, None, 2) == [[[[0, 1, 2]]], [[[3], [4]]]]
+    one = [row(1, 5) for _ in range(5)]
+    assert share_out(one, 100, None, 2) == [[[[0, 1, 2]]], [[[3, 4]]]]
+    shares = share_out(three, 100, 1, 2)
+    assert [len(share) for share in shares] == [3, 2]
+    assert in_step(shares, 1, three, alike=True)[-1] == ([[0]], False)
+    assert all(counts for _, counts in in_step(shares, 1, three, alike=False))
+    assert in_step([[[[0]]], []], 1, one[:1], alike=False) == [([[0]], False)]

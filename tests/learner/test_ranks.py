@@ -42,6 +42,8 @@ def one_thread() -> None:
     torch.set_num_threads(1)  # as the ranks have; two would wait for each other while ranks work
 
 
+SLOW = pytest.mark.slow
+FSDP_FIRST = [pytest.param("ddp", marks=SLOW), "fsdp"]
 PLAIN: dict[str, Any] = {"algorithm": "grpo"}
 COUPLED: dict[str, Any] = {"algorithm": "gvpo"}
 WITH_REFERENCE: dict[str, Any] = {
@@ -74,14 +76,14 @@ def test_two_ranks_learn_what_one_process_does(two: LocalRanks, parallel: str, k
         same_as_one_process(two, Case(parallel=parallel, settings={"micro_batch_size": size}, **kind), 1e-6)
 
 
-@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.parametrize("parallel", FSDP_FIRST)
 @pytest.mark.parametrize(
     "kind",
     [
         {"lora": 3, **WITH_REFERENCE},
-        {"lora": 3, "checkpointing": True},
+        pytest.param({"lora": 3, "checkpointing": True}, marks=SLOW),
         {"model": {"tie_word_embeddings": True}, "checkpointing": True, "settings": {"micro_batch_tokens": 25}},
-        {"groups": 1, "settings": {"micro_batch_size": 1}, **COUPLED},
+        {"groups": 1, **COUPLED},  # each rank has a part of the only group
     ],
     ids=["lora", "lora-recomputed", "tied", "split"],
 )
@@ -89,7 +91,7 @@ def test_kinds_of_models(two: LocalRanks, parallel: str, kind: dict[str, Any]) -
     same_as_one_process(two, Case(parallel=parallel, **kind), 1e-6)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", FSDP_FIRST)
 def test_float32(two: LocalRanks, parallel: str) -> None:
     same_as_one_process(two, Case(parallel=parallel, dtype=torch.float32, settings={"eps": 1e-4}, **COUPLED), 1e-5)
 
@@ -99,8 +101,8 @@ def test_float32(two: LocalRanks, parallel: str) -> None:
     [
         {"dtype": torch.float64},
         {"dtype": torch.bfloat16},
-        {"dtype": torch.float64, "lora": 3},
-        {"dtype": torch.bfloat16, "model": {"tie_word_embeddings": True}},
+        pytest.param({"dtype": torch.float64, "lora": 3}, marks=SLOW),
+        pytest.param({"dtype": torch.bfloat16, "model": {"tie_word_embeddings": True}}, marks=SLOW),
     ],
     ids=["float64", "bfloat16", "lora", "bfloat16-tied"],
 )
@@ -121,7 +123,7 @@ def test_a_checkpoint_is_for_any_number_of_ranks(two: LocalRanks, tmp_path: Path
     assert counters["updates"] == 2
 
 
-@pytest.mark.parametrize("lora", [0, 3])
+@pytest.mark.parametrize("lora", [pytest.param(0, marks=SLOW), 3])
 def test_training_goes_on_elsewhere(two: LocalRanks, tmp_path: Path, lora: int) -> None:
     """Two steps here and two there are four steps."""
     sharded, single = Case(parallel="fsdp", lora=lora), Case(lora=lora)
@@ -150,27 +152,33 @@ def test_half_precision_has_the_same_masters_in_both_ways(two: LocalRanks, tmp_p
         torch.testing.assert_close(found[1][name], tensor, atol=1e-6, rtol=1e-3, msg=name)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", FSDP_FIRST)
 def test_a_broken_row_of_one_rank_stops_the_update_of_all(two: LocalRanks, parallel: str) -> None:
     for before, after, skipped in two.run(broken_update, Case(parallel=parallel)):
         assert skipped == 1
         assert all(torch.equal(weight, after[name]) for name, weight in before.items())
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", FSDP_FIRST)
 def test_an_overflow_of_one_rank_halves_the_scale_of_all(two: LocalRanks, parallel: str) -> None:
     """Float16: the scale begins at 65536 and is halved when a gradient overflows."""
     assert two.run(overflow, Case(parallel=parallel, dtype=torch.float16)) == [(32768.0, False)] * 2
 
 
-@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
-@pytest.mark.parametrize("critic", [CriticConfig(lr=1e-2), CriticConfig(lr=1e-2, shared=True)], ids=["own", "shared"])
+@pytest.mark.parametrize("parallel", FSDP_FIRST)
+@pytest.mark.parametrize(
+    "critic",
+    [pytest.param(CriticConfig(lr=1e-2), marks=SLOW), CriticConfig(lr=1e-2, shared=True)],
+    ids=["own", "shared"],
+)
 def test_a_critic(two: LocalRanks, parallel: str, critic: CriticConfig) -> None:
     same_as_one_process(two, Case("ppo", parallel=parallel, critic=critic, settings={"grad_clip": 0.05}), 1e-6)
 
 
 @pytest.mark.parametrize(
-    "kind", [{"dtype": torch.bfloat16}, {"dtype": torch.float32, "lora": 3}], ids=["bfloat16", "lora"]
+    "kind",
+    [pytest.param({"dtype": torch.bfloat16}, marks=SLOW), {"dtype": torch.float32, "lora": 3}],
+    ids=["bfloat16", "lora"],
 )
 def test_an_engine_is_sent_whole_weights(two: LocalRanks, kind: dict[str, Any]) -> None:
     """As of one process: names, precision, adapters merged. The rounding of bfloat16 may differ by its last bit."""
@@ -181,7 +189,8 @@ def test_an_engine_is_sent_whole_weights(two: LocalRanks, kind: dict[str, Any]) 
             torch.testing.assert_close(found[name], weight, atol=1e-3, rtol=1 / 128)
 
 
-@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+@SLOW
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_settings_make_a_learner_of_every_rank(
     two: LocalRanks, parallel: str, tiny_model_folder: Path, tmp_path: Path
 ) -> None:
@@ -212,7 +221,7 @@ def test_what_cannot_be_shared_out(settings: dict[str, Any], adapter: bool, mess
         check_shards(LearnerConfig(parallel="fsdp", **settings), adapter=adapter)
 
 
-@pytest.mark.slow
+@SLOW
 def test_more_ranks_than_fit(tmp_path: Path) -> None:
     """Three ranks: 64 rows of a matrix are 22, 22 and 20; 1 group of 4 rows; adapters with 2 rows and 3 ranks."""
     three = LocalRanks(3, tmp_path)

@@ -88,3 +88,17 @@ def test_a_killed_run_goes_on_with_what_was_done(here: Path, tiny_model_folder: 
     assert json.loads((folder / "run.json").read_text())["status"] == "finished"
     assert len(steps(folder)) == 8
     assert max(step["policy/age_max"] for step in steps(folder)) <= 2
+
+
+def test_groups_are_learned_from_again(here: Path, tiny_model_folder: Path) -> None:
+    words = [f"model={tiny_model_folder}", "agent=slow.py:agent", "reward=slow.py:letters", "mode=async"]
+    found = steps(run(*words, "mode.max_staleness=5", "mode.max_uses=2", "data.train_batch_size=4"))
+    assert "groups/reused" not in found[0]
+    assert sum(step.get("groups/reused", 0) for step in found) == 10
+    assert all(step["groups/total"] == 2 + step.get("groups/reused", 0) for step in found)
+    assert max(step["policy/age_max"] for step in found) <= 5
+
+
+def test_a_bound_that_is_too_short_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "mode=async", "mode.max_staleness=1", "mode.max_uses=3"]) == 2
+    assert "max_staleness must be at least one less" in capsys.readouterr().err

@@ -13,13 +13,16 @@ from covey.rollout.window import Window
 Duration = Callable[[random.Random, int], float]
 
 
-def simulate(steps: int, size: int, lead: int, duration: Duration, seed: int = 0) -> list[tuple[int, int, int, float]]:
-    """(ticket, began, trained at, duration) of a whole run: learning takes 1, a group as long as `duration` says."""
+def simulate(
+    steps: int, size: int, lead: int, duration: Duration, seed: int = 0, every: int = 1
+) -> list[tuple[int, int, int, float]]:
+    """(ticket, began, trained at, duration) of a whole run: learning takes 1, a group as long as `duration` says;
+    engines get the weights of every so manieth step."""
     rng, window = random.Random(seed), Window(size, lead, end=steps)
     clock, running, found = 0.0, [], []
     lasts: dict[int, float] = {}
     for step in range(steps):
-        window.advance(step)
+        window.advance(step, step - step % every)
         for ticket in window.begin():
             lasts[ticket.number] = duration(rng, ticket.number)
             heapq.heappush(running, (clock + lasts[ticket.number], ticket.number))
@@ -51,6 +54,15 @@ def test_nobody_is_ever_older_than_the_lead_and_everybody_is_trained_on_once(nam
     found = simulate(1500, 4, lead, DURATIONS[name])
     assert sorted(number for number, *_ in found) == list(range(1500 * 4))
     assert max(at - began for _, began, at, _ in found) <= lead
+
+
+@pytest.mark.parametrize(("lead", "every"), [(1, 2), (3, 2), (3, 4), (6, 4)])
+@pytest.mark.parametrize("name", DURATIONS)
+def test_the_same_where_engines_get_weights_less_often(name: str, lead: int, every: int) -> None:
+    found = simulate(600, 4, lead, DURATIONS[name], every=every)
+    assert sorted(number for number, *_ in found) == list(range(600 * 4))
+    assert max(at - began for _, began, at, _ in found) <= lead
+    assert all(began % every == 0 for _, began, _, _ in found)
 
 
 def test_ten_thousand_steps() -> None:

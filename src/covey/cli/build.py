@@ -48,6 +48,7 @@ from covey.errors import Absent, InputError
 from covey.gateway import GatewayAgent
 from covey.protocols import Agent, Learner, RolloutEngine
 from covey.rewards import RewardSet
+from covey.rollout.reuse import fresh_groups
 from covey.rollout.templates import use_template
 from covey.tasks import (
     TaskSet,
@@ -245,7 +246,12 @@ def check_critic(config: Config, policy: ModelSource | None) -> None:
 def total_steps(config: Config, tasks: int) -> int:
     if config.loop.total_steps is not None:
         return config.loop.total_steps
-    return (config.loop.total_epochs or 1) * steps_per_epoch(max(tasks, 1), config.data.train_batch_size)
+    return (config.loop.total_epochs or 1) * steps_per_epoch(max(tasks, 1), new_tasks(config))
+
+
+def new_tasks(config: Config) -> int:
+    """Of a step; the rest of its groups, in mode=async with mode.max_uses, are of former steps."""
+    return fresh_groups(config.data.train_batch_size, config.mode.max_uses if ahead(config) else 1)
 
 
 def build(prepared: Prepared, *, note: Note) -> Run:
@@ -291,7 +297,16 @@ def _build(prepared: Prepared, workers: WorkerPool | None, resources: ExitStack,
     return Run(
         config=config,
         folder=folder,
-        road=Road(source, learner, prepared.algorithm, engine, _schedule(prepared), telemetry, ahead(config)),
+        road=Road(
+            source,
+            learner,
+            prepared.algorithm,
+            engine,
+            _schedule(prepared),
+            telemetry,
+            ahead(config),
+            publish_every(config),
+        ),
         learner=learner,
         engine=engine,
         source=source,
@@ -409,10 +424,8 @@ def _make_source(prepared: Prepared, collector: Collector) -> TrainingSource:
     config = prepared.config
 
     def batch(step: int) -> Sequence[Task]:
-        data = config.data
-        return batch_for_step(
-            prepared.tasks.train, step, data.train_batch_size, seed=config.seed, shuffle=data.shuffle
-        )[1]
+        shuffle = config.data.shuffle
+        return batch_for_step(prepared.tasks.train, step, new_tasks(config), seed=config.seed, shuffle=shuffle)[1]
 
     needs = prepared.algorithm.needs
     parts: dict[str, Any] = {
@@ -425,8 +438,17 @@ def _make_source(prepared: Prepared, collector: Collector) -> TrainingSource:
     if not ahead(config):
         return TrainingSource(collector, batch, **parts)
     from covey.rollout.background import BackgroundSource
+    from covey.rollout.reuse import Reuse
 
-    return BackgroundSource(collector, batch, lead=config.mode.max_staleness, steps=prepared.total_steps, **parts)
+    lead, uses = config.mode.max_staleness, config.mode.max_uses
+    reuse = Reuse(config.data.train_batch_size, uses, lead, config.seed) if uses > 1 else None
+    return BackgroundSource(collector, batch, lead=lead, steps=prepared.total_steps, reuse=reuse, **parts)
+
+
+def publish_every(config: Config) -> int:
+    """Weights of an engine that shares the learner's GPU leave it with every sleep: it needs them each time."""
+    asleep = config.rollout.name == "vllm" and config.rollout.sleep and shares_gpu(config, engine_gpus(config))
+    return config.mode.publish_every if ahead(config) and not asleep else 1
 
 
 def ahead(config: Config) -> bool:

@@ -283,7 +283,6 @@ ACCEPTED: Mapping[str, Accepted] = {
     "env.num_envs": Accepted("no effect on the result: rollout.max_sequences bounds what is sampled at once"),
     "train.buffer_size": Accepted("no effect: a step learns from its own samples and keeps none"),
     "train.empty_replay_buffer": Accepted("no effect: a step learns from its own samples and keeps none", off=(True,)),
-    "train.weight_update_frequency": Accepted("no effect: weights are published after every step", off=(1,)),
     "train.mixed_precision": Accepted("no effect: model.dtype chooses the precision"),
     "train.logging_frequency": Accepted("no effect: every step is logged"),
     "train_model.lora.dropout": Accepted("no effect: adapters learn without dropout", off=(0,)),

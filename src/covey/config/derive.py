@@ -28,7 +28,7 @@ _RESPONSE, _PER_TURN = "rollout.response_length", "agent.max_tokens_per_turn"
 _RESUME, _RESUME_PATH = "trainer.resume_mode", "trainer.resume_from_path"
 _BATCH, _OPTIM = "train.dialog_turns_per_batch", "train.optim_batch_size"
 _PIECES, _TOTAL = "train.gradient_accumulation_steps", "train.total_dialog_turns"
-_SYNC, _SYNC_ITER = "train.sync", "train.sync_iter"
+_SYNC, _SYNC_ITER, _PUSHES = "train.sync", "train.sync_iter", "train.weight_update_frequency"
 _NODES, _PER_NODE = "trainer.nnodes", "trainer.n_gpus_per_node"
 _LEARNERS, _ENGINES = "train_model.num_devices", "inference_model.num_devices"
 
@@ -63,6 +63,7 @@ PARTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     _ENGINES: (("cluster.rollout_devices", "cluster.name"), "where one of these is over 1: cluster=ray"),
     _SYNC: (("mode.name",), "false: async"),
     _SYNC_ITER: (("mode.name", "mode.max_staleness"), "false: async, one update behind at most"),
+    _PUSHES: (("mode.publish_every", "mode.max_staleness"), "the latter at least one less, unless it is given"),
 }
 
 
@@ -118,6 +119,9 @@ def _mode(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
             yield Derived("mode.name", "async", (given,))
             if name == _SYNC_ITER:
                 yield Derived("mode.max_staleness", 1, (given,), weak=True)
+    if (pushes := parts.get(_PUSHES)) is not None:
+        yield Derived("mode.publish_every", _count(pushes), (pushes,))
+        yield Derived("mode.max_staleness", max(1, _count(pushes) - 1), (pushes,), weak=True)
 
 
 def _devices(parts: Parts, tree: DictConfig) -> Iterator[Derived]:

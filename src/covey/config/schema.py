@@ -288,9 +288,18 @@ class ModeConfig:
     name: str = "sync"  # sync: collect, then learn, by turns; async: episodes go on while the learner learns
     max_staleness: int = 1  # async: updates that the policy of an answer may be behind; 0: by turns
     update: str = "in_flight"  # async: new weights in the midst of answers; drain: answers are finished first
+    publish_every: int = 1  # async: engines apart (vllm, ray) get new weights after so many updates
+    max_uses: int = 1  # async: steps that may learn from a group; over 1, a part of each step is drawn from former ones
 
     def __post_init__(self) -> None:
         _at_least("mode.max_staleness", self.max_staleness, 0)
+        _at_least("mode.publish_every", self.publish_every, 1)
+        _at_least("mode.max_uses", self.max_uses, 1)
+        if self.name == "async" and self.max_staleness < max(self.publish_every, self.max_uses) - 1:
+            raise InputError(
+                f"mode.max_staleness={self.max_staleness} is too short for mode.publish_every={self.publish_every} and "
+                f"mode.max_uses={self.max_uses}\n  both make samples older: max_staleness must be at least one less"
+            )
         _one_of("mode.update", self.update, ("in_flight", "drain"))
 
 

@@ -115,10 +115,14 @@ def inside(model: Any, work: Callable[[], Any]) -> Any:
 def at_rest(model: Any) -> None:
     """Only shards are left; after a forward pass without a backward pass the root would stay whole."""
     whole = model.__dict__.get("whole")
-    if whole is not None:
-        for module in whole.modules():
-            if hasattr(module, "reshard"):
-                module.reshard()
+    if whole is None:
+        return
+    if hasattr(whole, "reset_iter_state"):  # newer torch: forgets the order of layers too, which else a backward does
+        whole.reset_iter_state()
+        return
+    for module in whole.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
 
 
 def is_sharded(weight: Tensor) -> bool:

@@ -44,6 +44,8 @@ def step_metrics(result: StepResult) -> Metrics:
         found[f"reward/{name}/mean"] = statistics.fmean(scored)
         found[f"reward/{name}/std"] = statistics.pstdev(scored)
         found |= {f"reward/{name}/min": min(scored), f"reward/{name}/max": max(scored)}
+    if collected.reused:
+        found["groups/reused"] = float(collected.reused)
     if collected.flat:
         found["reward/unfiltered_mean"] = _unfiltered_mean(samples)
     found |= {f"episodes/failed/{cause}": float(count) for cause, count in collected.failures.items()}

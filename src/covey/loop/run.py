@@ -113,6 +113,8 @@ class Run:
         """After `done` updates."""
         if self.evaluator is None:
             return {}
+        if self.engine.version != done:
+            await self.engine.publish(self.learner.weights(), version=done)
         answers = sum(self.config.eval.n if mode == "sampled" else 1 for mode in self.config.eval.modes)
         self._show_progress(answers * len(self.evaluator.tasks), "answers")
         with self.telemetry.stage("evaluate"):

@@ -53,6 +53,7 @@ class Road:
     schedule: Schedule
     stages: Stages
     ahead: bool = False  # episodes go on while the learner learns: tools answer, programs play
+    publish_every: int = 1  # an engine apart goes on with its weights in between
 
 
 async def step(road: Road, index: int) -> StepResult:
@@ -60,7 +61,7 @@ async def step(road: Road, index: int) -> StepResult:
         collected = await road.source.next()  # tasks → scored groups
         await road.engine.pause()
     result = await asyncio.to_thread(learn, road, collected) if road.ahead else learn(road, collected)
-    await publish(road, index + 1)
+    await publish(road, index + 1, now=not road.engine.apart or (index + 1) % road.publish_every == 0)
     if road.ahead:
         result = replace(result, metrics=result.metrics | ages(result.samples, index))
     return result
@@ -89,10 +90,11 @@ def learn(road: Road, collected: Collected) -> StepResult:
     return StepResult(collected, samples, advantages, metrics, trace)
 
 
-async def publish(road: Road, version: int) -> None:
-    """The learner's weights to the engine, which may sample from now on."""
+async def publish(road: Road, version: int, *, now: bool = True) -> None:
+    """The learner's weights to the engine, unless it is not yet time for that; it may sample from here on."""
     with road.stages.stage("publish"):
-        await road.engine.publish(road.learner.weights(), version=version)
+        if now:
+            await road.engine.publish(road.learner.weights(), version=version)
         road.learner.rest()
         await road.engine.resume()
     road.source.policy_updated(version)

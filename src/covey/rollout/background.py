@@ -9,10 +9,12 @@ is unblocked    by a group that is complete, and by new weights
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from covey.rollout.collector import TrainingSource
+from covey.rollout.reuse import Kept, Reuse
 from covey.rollout.stored import group_from_json, group_to_json
 from covey.rollout.window import Ticket, Window
 from covey.types import Collected, Group, Task
@@ -21,9 +23,11 @@ from covey.types import Collected, Group, Task
 class BackgroundSource(TrainingSource):
     """Groups that teach nothing are set aside and not replaced: who begins is the window's matter alone."""
 
-    def __init__(self, *given: Any, lead: int, steps: int, **named: Any) -> None:
-        """`lead`: steps that a policy may be behind. `steps`: of the whole run."""
+    def __init__(self, *given: Any, lead: int, steps: int, reuse: Reuse | None = None, **named: Any) -> None:
+        """`lead`: steps that a policy may be behind. `steps`: of the whole run. With `reuse`, `batch` gives the new
+        tasks of a step only."""
         super().__init__(*given, **named)
+        self.reuse = reuse
         self.batch = lru_cache(maxsize=lead + 2)(self.batch)  # asked for every group of a step
         self.window = Window(len(self.batch(0)), lead, end=steps)
         self._groups: dict[int, Group] = {}
@@ -39,8 +43,15 @@ class BackgroundSource(TrainingSource):
             await self._changed.wait()
             if self._error is not None:
                 raise self._error
-        raw = [self._groups.pop(ticket.number) for ticket in tickets]
-        return self._collected(raw, len(raw), refills=0)
+        fresh = {ticket.number: self._groups.pop(ticket.number) for ticket in tickets}
+        found = self._collected(list(fresh.values()), len(fresh), refills=0)
+        return found if self.reuse is None else self._with_former(found, fresh, self.reuse)
+
+    def _with_former(self, found: Collected, fresh: dict[int, Group], reuse: Reuse) -> Collected:
+        former = reuse.draw(self.step)
+        number_of = {group.task.id: number for number, group in fresh.items()}
+        reuse.add((number_of[group.task.id], group) for group in found.groups)
+        return replace(found, groups=(*found.groups, *former), reused=len(former))
 
     def _begin(self) -> None:
         tickets, self._again = [*self._again, *self.window.begin()], []
@@ -67,7 +78,7 @@ class BackgroundSource(TrainingSource):
 
     def policy_updated(self, version: int) -> None:
         super().policy_updated(version)
-        self.window.advance(version)
+        self.window.advance(version, self.collector.engine.version)
         if self.window.given:  # otherwise the run has not begun
             self._begin()
 
@@ -79,10 +90,14 @@ class BackgroundSource(TrainingSource):
 
     def state(self) -> dict[str, Any]:
         groups = {str(number): group_to_json(group) for number, group in self._groups.items()}
-        return {"window": self.window.state(), "groups": groups}
+        kept = {} if self.reuse is None else self.reuse.kept
+        former = {str(number): [k.uses, group_to_json(k.group)] for number, k in kept.items()}
+        return {"window": self.window.state(), "groups": groups, "former": former}
 
     def restore(self, state: dict[str, Any], step: int) -> None:
         self.window.advance(step)
         self._again = self.window.restore(**state["window"])
-        numbers = map(int, state["groups"])
-        self._groups = {n: group_from_json(self._task(n)[1], state["groups"][str(n)]) for n in numbers}
+        self._groups = {int(n): group_from_json(self._task(int(n))[1], one) for n, one in state["groups"].items()}
+        if self.reuse is not None:
+            for n, (uses, one) in state["former"].items():
+                self.reuse.kept[int(n)] = Kept(group_from_json(self._task(int(n))[1], one), uses)

@@ -2,13 +2,14 @@
 
 Every group gets a ticket when it begins. With B groups in a step and a lead of L steps:
 
-    begin       while fewer than (step + L + 1) · B tickets were given out
-    deadline    a group that begins at step s is trained on at step s + L at the latest
+    begin       while fewer than (v + L + 1) · B tickets were given out, where v is the version that engines sample with
+    deadline    a group that begins with version v is trained on at step v + L at the latest
     a step      takes B groups that are complete, in the order in which they became so, unless somebody who is still
                 missing, or came later, would then miss a deadline: those are waited for
 
 So a slow group may be overtaken, but only as long as everybody keeps their deadline; every ticket is trained on once,
-and a policy is never older than L steps. L = 0 is training by turns.
+and a policy is never older than L steps. L = 0 is training by turns. Engines get new weights every so many steps, at
+most L + 1.
 
 Why it works: at step s, of those with a deadline up to t at most (t + 1) · B tickets were given out, and that many
 places there are up to t.
@@ -23,7 +24,7 @@ from dataclasses import dataclass, replace
 @dataclass(frozen=True)
 class Ticket:
     number: int  # in the order of beginning
-    began: int  # the step whose weights it began with
+    began: int  # the version of the weights it began with
     deadline: int  # the last step that may train on it
 
 
@@ -34,6 +35,7 @@ class Window:
         self.size = size
         self.lead = lead
         self.step = step
+        self.version = step  # of the engines' weights
         self.end = end
         self.given = step * size
         self.waiting: dict[int, Ticket] = {}  # neither trained on nor complete
@@ -41,9 +43,9 @@ class Window:
 
     def begin(self) -> list[Ticket]:
         """Tickets for as many as may begin now."""
-        last = self.step + self.lead + 1
+        last = self.version + self.lead + 1
         room = (last if self.end is None else min(last, self.end)) * self.size - self.given
-        tickets = [Ticket(self.given + n, self.step, self.step + self.lead) for n in range(room)]
+        tickets = [Ticket(self.given + n, self.version, self.version + self.lead) for n in range(room)]
         self.given += len(tickets)
         self.waiting |= {ticket.number: ticket for ticket in tickets}
         return tickets
@@ -83,9 +85,10 @@ class Window:
                 return None
         return chosen
 
-    def advance(self, step: int) -> None:
-        """The weights of this step are there."""
-        assert step >= self.step
+    def advance(self, step: int, version: int | None = None) -> None:
+        """It is this step's turn; engines have the weights of `version`, by default its own."""
+        self.version, before = step if version is None else version, self.version
+        assert step >= self.step and before <= self.version <= step <= self.version + self.lead
         self.step = step
 
     # -- what a checkpoint keeps -----------------------------------------------------------------------------------
@@ -99,6 +102,6 @@ class Window:
         self.given = given
         all_of_them = {ticket.number: ticket for ticket in (Ticket(*row) for row in tickets)}
         self.complete = {number: all_of_them.pop(number) for number in complete}
-        again = [replace(t, began=self.step, deadline=self.step + self.lead) for t in all_of_them.values()]
+        again = [replace(t, began=self.version, deadline=self.version + self.lead) for t in all_of_them.values()]
         self.waiting = {ticket.number: ticket for ticket in again}
         return again
