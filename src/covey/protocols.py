@@ -33,6 +33,7 @@ from covey.types import (
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import torch
     from torch import Tensor
 
 Unit = Literal["tokens", "episodes", "groups"]
@@ -146,6 +147,10 @@ class RolloutEngine(Protocol):
     version: int
     generated_tokens: int
     on_finished: Callable[[], None]  # called for every answer, on any thread
+
+    def metrics(self) -> Metrics:
+        """What it counts besides, since it was started."""
+        ...
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Completion: ...
 
@@ -287,6 +292,11 @@ class GroupSource(Protocol):
 
 
 class Learner(Protocol):
+    dtype: torch.dtype  # of the policy as it is used
+
+    @property
+    def device(self) -> torch.device: ...
+
     def annotate(self, samples: Samples, needs: Needs) -> Samples: ...
 
     def update(self, batch: Batch, algorithm: Algorithm) -> tuple[Metrics, TokenTrace]:

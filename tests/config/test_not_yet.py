@@ -53,13 +53,9 @@ CALCULATOR = """
     [
         "actor_rollout_ref.rollout.name=sglang",
         "rollout=hf",
-        "train_model.num_devices=2",
-        "ref_model.num_devices=2",
-        "inference_model.num_devices=2",
         "agent.init_args.agent_type=gui",
-        "trainer.n_gpus_per_node=8",
-        "trainer.nnodes=2",
-        "cluster=ray",
+        "cluster=slurm",
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
     ],
 )
 def test_what_is_not_available_is_refused_with_what_to_do(run, word):
@@ -72,14 +68,14 @@ def test_what_is_not_available_is_refused_with_what_to_do(run, word):
 
 def test_a_check_tells_what_would_be_refused_and_goes_on(run):
     """Not available, and not a term of the algorithm; the rest of the command still counts."""
-    words = ["cluster=ray", "train_model.num_devices=2", "rollout=sglang", "policy.kl_coef=0.1", "learner.lr=2e-5"]
+    words = ["cluster=slurm", "env.reasoning=true", "rollout=sglang", "policy.kl_coef=0.1", "learner.lr=2e-5"]
     composed = run(*words, tolerant=True)
     config = composed.config
     assert (config.cluster.name, config.rollout.name, config.learner.lr) == ("local", "embedded", 2e-5)
     refused = [text for text in composed.warnings if text.startswith("a run would be refused: ")]
     assert len(refused) == len(composed.warnings) == 2
     assert "policy.kl_coef does not go with algorithm=gvpo" in refused[0]
-    assert [key in refused[1] for key in ("cluster=ray", "train_model.num_devices=2", "rollout=sglang")] == [True] * 3
+    assert [key in refused[1] for key in ("cluster=slurm", "env.reasoning=true", "rollout=sglang")] == [True] * 3
 
 
 def test_a_check_still_refuses_mistakes(run):
@@ -89,8 +85,8 @@ def test_a_check_still_refuses_mistakes(run):
 
 
 def test_quoted_numbers_of_a_file_count_as_numbers(run):
-    with pytest.raises(InputError, match=r"several GPUs  \(.*my.yaml, line 2: trainer.n_gpus_per_node=8\)"):
-        run(file="env: {N_GPUS: 8}\ntrainer.n_gpus_per_node: '${N_GPUS}'")
+    with pytest.raises(InputError, match=r"\(.*my.yaml, line 2: actor.ulysses_sequence_parallel_size=8\)"):
+        run(file="env: {N_GPUS: 8}\nactor.ulysses_sequence_parallel_size: '${N_GPUS}'")
 
 
 def test_the_calculator_command_runs(run):

@@ -168,7 +168,7 @@ def test_a_missing_file(tmp_path):
             "line 2: algorithm.beta is a setting of gvpo and dgdo, and the algorithm is grpo",
         ),
         ("learner.lr: 1\noptimizer.lr: 2", "optimizer.lr=2  ("),
-        ("seed: 1\ncluster: ray", "line 2: cluster=ray)"),
+        ("seed: 1\ncluster: slurm", "line 2: cluster=slurm)"),
     ],
 )
 def test_a_wrong_setting_is_told_with_its_line(run, text, error):

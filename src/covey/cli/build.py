@@ -38,14 +38,15 @@ from covey.cli.checks import (
     sampling_is_cut,
     shares_gpu,
 )
+from covey.cli.cluster import check_cluster, start_remote
 from covey.cli.folder import Startable, open_run, store, threads_for, write_run_files
 from covey.cli.gateway import check_gateway, hide_columns, services
-from covey.cli.learner import make_learner
+from covey.cli.learner import Parts, make_learner
 from covey.config import Composed, fingerprint
 from covey.config.schema import Config
 from covey.errors import Absent, InputError
 from covey.gateway import GatewayAgent
-from covey.protocols import Agent, RolloutEngine
+from covey.protocols import Agent, Learner, RolloutEngine
 from covey.rewards import RewardSet
 from covey.rollout.reuse import fresh_groups
 from covey.rollout.templates import use_template
@@ -161,6 +162,8 @@ def prepare(
     engine, reason = pick_engine(config, source)
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, name=engine))
     warnings += unless_absent(lambda: check_engine(config)) or []
+    if training:
+        unless_absent(lambda: check_cluster(config))
     algorithm = make_algorithm(config)
     if training and algorithm.needs.values and config.critic.model is not None:
         unless_absent(lambda: check_critic(config, source))
@@ -259,6 +262,15 @@ def build(prepared: Prepared, *, note: Note) -> Run:
         return _build(prepared, workers, resources, note)
 
 
+def continuing(prepared: Prepared, folder: Path) -> Prepared:
+    """The same run once more: from the last checkpoint in its folder, or anew where there is none."""
+    prepared = dataclasses.replace(prepared, algorithm=make_algorithm(prepared.config))  # it remembers the run so far
+    if not list((folder / "checkpoints").glob("step-*")):
+        return prepared
+    config = dataclasses.replace(prepared.config, resume=str(folder))
+    return dataclasses.replace(prepared, folder=None, config=config)
+
+
 def _build(prepared: Prepared, workers: WorkerPool | None, resources: ExitStack, note: Note) -> Run:
     import torch
 
@@ -271,10 +283,10 @@ def _build(prepared: Prepared, workers: WorkerPool | None, resources: ExitStack,
     torch.set_num_threads(threads)
     checkpoints = store(config, folder.path)
     rewards = open_rewards(config, prepared.rewards, workers, resources)
-    learner = make_learner(prepared, checkpoint)
+    learner, open_engine = _learner_and_engine(prepared, checkpoint, folder.path, threads, resources)
     write_run_files(prepared, folder, learner, threads, resumed=checkpoint is not None)
     telemetry = open_telemetry(prepared, folder.path, checkpoint)
-    engine = make_engine(prepared, learner.model, log=folder.path / "vllm.log")
+    engine = open_engine(telemetry)
     collector = make_collector(prepared, engine, rewards)
     source = _make_source(prepared, collector)
     first_step = checkpoint.step if checkpoint is not None else 0
@@ -310,14 +322,33 @@ def _build(prepared: Prepared, workers: WorkerPool | None, resources: ExitStack,
     )
 
 
-def make_engine(prepared: Prepared, policy: Any, *, log: Path | None = None) -> RolloutEngine:
-    """The engine of a policy that is loaded. `log` is where vLLM's chatter goes."""
+def _learner_and_engine(
+    prepared: Prepared, checkpoint: Checkpoint | None, path: Path, threads: int, resources: ExitStack
+) -> tuple[Learner, Callable[[Telemetry], RolloutEngine]]:
+    """The learner; and the engine, as soon as somebody can be told of its troubles. In this process, or in others."""
+    if prepared.config.cluster.name != "ray":
+        learner = make_learner(prepared, checkpoint)
+        return learner, lambda telemetry: make_engine(prepared, learner.model, log=path / "vllm.log")
+    remote = start_remote(prepared, checkpoint, path, threads, resources)
+
+    def told(telemetry: Telemetry) -> RolloutEngine:
+        remote.engine.tell(telemetry.warn)
+        for text in remote.notes:
+            telemetry.note(text)
+        return remote.engine
+
+    return remote.learner, told
+
+
+def make_engine(prepared: Parts, policy: Any, *, log: Path | None = None, shared: bool | None = None) -> RolloutEngine:
+    """The engine of a policy that is loaded. `log` is where vLLM's chatter goes. `shared`: whether vLLM is on the
+    learner's GPU; None: what the settings say."""
     from covey.rollout.embedded import EmbeddedEngine
 
     source = prepared.model
     assert source is not None
     if prepared.config.rollout.name == "vllm":
-        return _make_vllm(prepared, policy, log or Path(tempfile.mkdtemp(prefix="covey-")) / "vllm.log")
+        return _make_vllm(prepared, policy, log or Path(tempfile.mkdtemp(prefix="covey-")) / "vllm.log", shared)
     return EmbeddedEngine(
         policy,
         eos_ids=source.eos_ids(),
@@ -330,13 +361,13 @@ def make_engine(prepared: Prepared, policy: Any, *, log: Path | None = None) -> 
     )
 
 
-def _make_vllm(prepared: Prepared, policy: Any, log: Path) -> RolloutEngine:
+def _make_vllm(prepared: Parts, policy: Any, log: Path, shared: bool | None) -> RolloutEngine:
     from covey.rollout.vllm import VllmEngine, VllmSettings
 
     source, config = prepared.model, prepared.config
     assert source is not None
     rollout, gpus = config.rollout, engine_gpus(config)
-    colocated = shares_gpu(config, gpus)
+    colocated = shares_gpu(config, gpus) if shared is None else shared
     settings = VllmSettings(
         model=source.path,
         eos_ids=source.eos_ids(),
@@ -350,7 +381,8 @@ def _make_vllm(prepared: Prepared, policy: Any, log: Path) -> RolloutEngine:
         sleeps=rollout.sleep and colocated,
         trust_remote_code=config.model.trust_remote_code,
     )
-    return VllmEngine(settings, log=log, same_gpu=colocated and len(gpus) == 1)
+    here = policy.get_input_embeddings().weight.device.type == "cuda"  # elsewhere the policy is another process's
+    return VllmEngine(settings, log=log, same_gpu=colocated and len(gpus) == 1 and here)
 
 
 def make_collector(prepared: Prepared, engine: RolloutEngine, rewards: RewardSet) -> Collector:

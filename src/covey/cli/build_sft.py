@@ -72,6 +72,8 @@ def prepare_sft(composed: Composed, *, folder: Path | None = None, tolerate_abse
 
     config, warnings = composed.config, [*composed.warnings, *_unused(composed)]
     check_logging(config.logging)
+    if config.cluster.name != "local":
+        raise InputError(f"covey sft runs in one process: cluster={config.cluster.name} has no place\n  leave it out")
     found = DemonstrationSet((), (), "(files not here)")
     source: ModelSource | None = None
     try:

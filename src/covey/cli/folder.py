@@ -16,11 +16,10 @@ from covey.errors import InputError
 
 if TYPE_CHECKING:
     from covey.cli.build import Note
-    from covey.learner.learner import Learner
     from covey.learner.models import ModelSource
     from covey.loop.checkpoint import Checkpoint, CheckpointStore
     from covey.loop.folder import RunFolder
-    from covey.protocols import Algorithm
+    from covey.protocols import Algorithm, Learner
     from covey.telemetry import RunInfo
 
 

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from covey.cli.folder import Startable
-from covey.config.schema import LearnerConfig, LoraConfig, ModelConfig
+from covey.config.schema import Config, LearnerConfig, LoraConfig, ModelConfig
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import: only where a model is at hand
     from covey.learner.learner import Learner
     from covey.learner.models import ModelSource
     from covey.learner.ranks import Ranks
     from covey.loop.checkpoint import Checkpoint
+    from covey.protocols import Algorithm
 
 
-def make_learner(prepared: Startable, checkpoint: Checkpoint | None, ranks: Ranks | None = None) -> Learner:
+class Parts(Protocol):
+    """What models, learner and engine are made from."""
+
+    @property
+    def config(self) -> Config: ...
+
+    @property
+    def algorithm(self) -> Algorithm: ...
+
+    @property
+    def model(self) -> ModelSource | None: ...
+
+    @property
+    def total_steps(self) -> int: ...
+
+
+def make_learner(prepared: Parts, checkpoint: Checkpoint | None, ranks: Ranks | None = None) -> Learner:
     """On several ranks, one of the learners that learn together; every rank makes its own."""
     from covey.learner.learner import Learner
     from covey.learner.ranks import ALONE
@@ -40,7 +56,7 @@ def make_learner(prepared: Startable, checkpoint: Checkpoint | None, ranks: Rank
     return learner
 
 
-def on_rank(prepared: Startable, ranks: Ranks) -> tuple[ModelConfig, LearnerConfig]:
+def on_rank(prepared: Parts, ranks: Ranks) -> tuple[ModelConfig, LearnerConfig]:
     """Where a rank loads the model to, and how weights are shared out: what is sharded goes to the device unit by
     unit."""
     from covey.learner.models import parameter_count, pick_dtype
@@ -60,7 +76,7 @@ def on_rank(prepared: Startable, ranks: Ranks) -> tuple[ModelConfig, LearnerConf
     return dataclasses.replace(config.model, device=place, dtype=dtype), plan
 
 
-def _load_models(prepared: Startable, model: ModelConfig, checkpoint: Checkpoint | None) -> tuple[Any, Any]:
+def _load_models(prepared: Parts, model: ModelConfig, checkpoint: Checkpoint | None) -> tuple[Any, Any]:
     """The policy, from the checkpoint if there is one, and its reference, always from the start model."""
     from covey.learner.models import Reference, load_policy
 
@@ -81,7 +97,7 @@ def _load_models(prepared: Startable, model: ModelConfig, checkpoint: Checkpoint
     return policy, Reference(load(source), offload=offload) if needed else None
 
 
-def _load_critic(prepared: Startable, ranks: Ranks) -> Any:
+def _load_critic(prepared: Parts, ranks: Ranks) -> Any:
     """A whole model without adapters: critic.model, or what the policy starts from."""
     from covey.learner.models import load_policy, open_source
 
@@ -93,7 +109,7 @@ def _load_critic(prepared: Startable, ranks: Ranks) -> Any:
     return load_policy(dataclasses.replace(source, adapter=None), plain)
 
 
-def _total_updates(prepared: Startable) -> int:
+def _total_updates(prepared: Parts) -> int:
     config = prepared.config
     per_epoch = -(-config.data.train_batch_size // (config.learner.mini_batch_size or config.data.train_batch_size))
     alone = config.critic.warmup_steps if prepared.algorithm.needs.values else 0  # steps without the policy

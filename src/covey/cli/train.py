@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from covey.cli.build import Prepared, build, prepare
+from covey.cli.build import Note, Prepared, build, continuing, prepare
 from covey.cli.words import Words, compose_words, parse
 from covey.config import Composed, expand_sweep, recipe_names
 from covey.errors import InputError
@@ -105,13 +105,30 @@ def usage() -> str:
 def run_to_end(prepared: Prepared) -> Run:
     from covey.telemetry import print_summary
 
-    run = build(prepared, note=lambda text: print(text, file=sys.stderr))
-    with telling_how_to_go_on(run.path):
-        _complete(run.train())
+    run = _trained(prepared, note=lambda text: print(text, file=sys.stderr))
     tell_of_the_limit(run.path)
     if "console" in prepared.config.logging.to:
         print_summary(run.path)
     return run
+
+
+def _trained(prepared: Prepared, note: Note) -> Run:
+    """A run that has ended. In a cluster, one that lost a learner begins again from its last checkpoint."""
+
+    def to_its_end(run: Run) -> None:
+        with telling_how_to_go_on(run.path):
+            _complete(run.train())
+
+    if prepared.config.cluster.name != "ray":
+        run = build(prepared, note=note)
+        to_its_end(run)
+        return run
+    from covey.cluster.learner import with_restarts
+
+    def make(folder: Path | None) -> Run:
+        return build(prepared if folder is None else continuing(prepared, folder), note=note)
+
+    return with_restarts(make, to_its_end, limit=prepared.config.cluster.max_restarts, note=note)
 
 
 @contextmanager

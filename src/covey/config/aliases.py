@@ -279,6 +279,7 @@ ACCEPTED: Mapping[str, Accepted] = {
     "agent.backend": Accepted("no effect: rollout= chooses the engine"),
     "algorithm.gamma": Accepted("no effect: {algorithm} does not discount", off=(1,)),
     "algorithm.lam": Accepted("no effect: {algorithm} has no λ", off=(1,)),
+    "ref_model.num_devices": Accepted("no effect: the reference lives on the learners' devices", off=(1,)),
     "env.num_envs": Accepted("no effect on the result: rollout.max_sequences bounds what is sampled at once"),
     "train.buffer_size": Accepted("no effect: a step learns from its own samples and keeps none"),
     "train.empty_replay_buffer": Accepted("no effect: a step learns from its own samples and keeps none", off=(True,)),
@@ -293,7 +294,7 @@ ACCEPTED_PREFIXES: Mapping[str, Accepted] = {
     "algorithm.rollout_correction.": Accepted(
         "no effect: algorithm.reject_below and reject_above choose the band", off=(None, False)
     ),
-    "ray.": Accepted("no effect with cluster=local"),
+    "ray.": Accepted("no effect: cluster.address and the settings beside it say what Ray is asked for"),
     "hydra.": Accepted("no effect: logging.output_dir says where runs go"),
 }
 

@@ -42,7 +42,7 @@ RECIPES = "covey.recipes"
 GROUPS: Mapping[str, Mapping[str, type]] = {
     "agent": dict.fromkeys(("chat", "hf", "react", "code", "flow", "gateway", "verifiers"), AgentConfig),
     "rollout": {"embedded": RolloutConfig, "vllm": RolloutConfig, "auto": RolloutConfig},
-    "cluster": {"local": ClusterConfig},
+    "cluster": {"local": ClusterConfig, "ray": ClusterConfig},
     "mode": {"sync": ModeConfig, "async": ModeConfig},
 }
 OWN_CODE = ("agent",)  # groups that also take module:function or file.py:function
@@ -51,6 +51,7 @@ OWN_CODE = ("agent",)  # groups that also take module:function or file.py:functi
 NOT_IN_FINGERPRINT = (
     *("resume", "gateway.port", "gateway.max_programs", "loop.max_minutes"),
     *("logging.to", "logging.output_dir", "logging.verbosity"),
+    *(f"cluster.{field.name}" for field in fields(ClusterConfig)),  # on other machines it is the same run
 )
 
 

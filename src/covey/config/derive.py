@@ -29,6 +29,8 @@ _RESUME, _RESUME_PATH = "trainer.resume_mode", "trainer.resume_from_path"
 _BATCH, _OPTIM = "train.dialog_turns_per_batch", "train.optim_batch_size"
 _PIECES, _TOTAL = "train.gradient_accumulation_steps", "train.total_dialog_turns"
 _SYNC, _SYNC_ITER, _PUSHES = "train.sync", "train.sync_iter", "train.weight_update_frequency"
+_NODES, _PER_NODE = "trainer.nnodes", "trainer.n_gpus_per_node"
+_LEARNERS, _ENGINES = "train_model.num_devices", "inference_model.num_devices"
 
 # Part → the native settings it goes into, and how.
 PARTS: Mapping[str, tuple[tuple[str, ...], str]] = {
@@ -55,6 +57,10 @@ PARTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     _OPTIM: (("learner.mini_batch_size",), "turns / rollout.group_size"),
     _PIECES: (("learner.micro_batch_size",), "episodes of an optimiser step / pieces"),
     _TOTAL: (("loop.total_steps",), "turns / episodes of a step"),
+    _NODES: (("cluster.nodes", "cluster.learner_devices", "cluster.name"), "over 1: cluster=ray"),
+    _PER_NODE: (("cluster.learner_devices", "cluster.name"), "times trainer.nnodes; over 1: cluster=ray"),
+    _LEARNERS: (("cluster.learner_devices", "cluster.name"), "over 1: cluster=ray"),
+    _ENGINES: (("cluster.rollout_devices", "cluster.name"), "where one of these is over 1: cluster=ray"),
     _SYNC: (("mode.name",), "false: async"),
     _SYNC_ITER: (("mode.name", "mode.max_staleness"), "false: async, one update behind at most"),
     _PUSHES: (("mode.publish_every", "mode.max_staleness"), "the latter at least one less, unless it is given"),
@@ -84,7 +90,7 @@ def rules() -> tuple[Rule, ...]:
     """In the order in which they may use each other's results."""
     in_groups = (_train_batch, _mini_batch, _micro_batch, _total_steps)
     about_kl = (_kl_loss, _kl_type, _kl_reward, _kl_place)
-    return (_mode, _resume, *about_kl, _overlong, _lengths, _lora, _clip_ratio, *in_groups)
+    return (_mode, _resume, _devices, *about_kl, _overlong, _lengths, _lora, _clip_ratio, *in_groups)
 
 
 def remarks(parts: Parts) -> Iterator[str]:
@@ -116,6 +122,24 @@ def _mode(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
     if (pushes := parts.get(_PUSHES)) is not None:
         yield Derived("mode.publish_every", _count(pushes), (pushes,))
         yield Derived("mode.max_staleness", max(1, _count(pushes) - 1), (pushes,), weak=True)
+
+
+def _devices(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
+    """One device is cluster=local, and engine and learner share it whatever is said of each."""
+    given = {name: parts[name] for name in (_NODES, _PER_NODE, _LEARNERS, _ENGINES) if name in parts}
+    count = {name: max(1, int(number(part.value))) for name, part in given.items()}
+    if max(count.values(), default=1) == 1:
+        return
+    yield Derived("cluster.name", "ray", tuple(given.values()), weak=True)
+    if _NODES in given:
+        yield Derived("cluster.nodes", count[_NODES], (given[_NODES],))
+    if _PER_NODE in given:
+        machines = tuple(given[name] for name in (_PER_NODE, _NODES) if name in given)
+        yield Derived("cluster.learner_devices", count[_PER_NODE] * count.get(_NODES, 1), machines)
+    if _LEARNERS in given:
+        yield Derived("cluster.learner_devices", count[_LEARNERS], (given[_LEARNERS],))
+    if _ENGINES in given:
+        yield Derived("cluster.rollout_devices", count[_ENGINES], (given[_ENGINES],))
 
 
 def _resume(parts: Parts, tree: DictConfig) -> Iterator[Derived]:

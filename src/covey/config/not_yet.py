@@ -67,12 +67,7 @@ NOT_YET = (
     NotYet("env.reasoning", true, "the reasoning prompt", "write it out: data.system_prompt='…'"),
     # Where and when things run
     NotYet("rollout.name", is_("sglang", "hf"), "other engines", "use rollout=embedded or rollout=vllm"),
-    NotYet("cluster.name", is_("ray", "slurm"), "clusters", "use cluster=local"),
-    NotYet("trainer.nnodes", over(1), "several machines", _ONE),
-    NotYet("trainer.n_gpus_per_node", over(1), "several GPUs", _ONE),
-    NotYet("train_model.num_devices", over(1), "several GPUs", _ONE),
-    NotYet("ref_model.num_devices", over(1), "several GPUs", _ONE),
-    NotYet("inference_model.num_devices", over(1), "several GPUs", _ONE),
+    NotYet("cluster.name", is_("slurm"), "starting Slurm jobs by itself", "write the job's script: covey slurm"),
     NotYet("actor.ulysses_sequence_parallel_size", over(1), "sequence parallelism", _ONE),
     NotYet("train_model.quantization.enabled", true, "quantised training", "set it to false"),
     NotYet("optimizer.name", is_not("adamw", "adam"), "other optimisers", "use AdamW"),

@@ -268,11 +268,19 @@ class ClusterConfig:
     max_restarts: int = 3  # ray: how often a run that lost a learner begins again from its last checkpoint
 
     def __post_init__(self) -> None:
+        _one_of("cluster.name", self.name, ("local", "ray"))
         _at_least("cluster.nodes", self.nodes, 1)
         _at_least("cluster.learner_devices", self.learner_devices, 1)
         _at_least("cluster.rollout_devices", self.rollout_devices, 1)
         _at_least("cluster.max_restarts", self.max_restarts, 0)
         _one_of("cluster.transport", self.transport, ("auto", "shared_memory", "collective", "file"))
+        if self.name == "local" and (self.nodes, self.learner_devices, self.rollout_devices or 1) != (1, 1, 1):
+            asked = f"nodes={self.nodes}, learner_devices={self.learner_devices}, "
+            raise InputError(
+                f"cluster=local is one process on one device, but cluster has {asked}"
+                f"rollout_devices={'null' if self.rollout_devices is None else self.rollout_devices}\n"
+                "  use cluster=ray, or leave these at their defaults"
+            )
 
 
 @dataclass(frozen=True)

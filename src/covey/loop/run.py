@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.schema import Config
-from covey.learner.learner import Learner, NonFiniteError
+from covey.learner.learner import NonFiniteError
 from covey.loop.checkpoint import Checkpoint, CheckpointStore
 from covey.loop.evaluate import Evaluator
 from covey.loop.folder import RunFolder
 from covey.loop.limit import TimeLimit, time_limit
 from covey.loop.record import episode_view, step_episodes, step_metrics, step_view
 from covey.loop.step import Road, StepResult, publish, step
-from covey.protocols import Metrics, RolloutEngine
+from covey.protocols import Learner, Metrics, RolloutEngine
 from covey.rollout.collector import TrainingSource
 from covey.telemetry import Telemetry, write_report
 
@@ -101,7 +101,7 @@ class Run:
                 self.checkpoint(done)
 
     def _record(self, index: int, result: StepResult, generated: int) -> None:
-        metrics = step_metrics(result)
+        metrics = step_metrics(result) | self.engine.metrics()
         metrics["perf/generated_tokens"] = float(generated)
         episodes = step_episodes(result, index, self.config.logging.episodes_per_step, self.decode)
         self.telemetry.step(index, metrics, step_view(result, index), episodes)

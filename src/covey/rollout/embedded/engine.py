@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from covey.protocols import Metrics
 from covey.rollout.embedded.paged import PagedBatch
 from covey.rollout.embedded.scheduler import Running
 from covey.rollout.embedded.slotted import SlottedBatch
@@ -108,6 +109,9 @@ class EmbeddedEngine:
                 "(model.context_length, or what the model supports)"
             )
         return replace(sampling, max_tokens=self.context_length - prompt)
+
+    def metrics(self) -> Metrics:
+        return {}
 
     async def publish(self, weights: Any, version: int) -> None:
         """The weights are the learner's own, so only their number changes, and what the old ones computed is void.

@@ -24,6 +24,7 @@ import torch
 
 import covey
 from covey.errors import RunFailed
+from covey.protocols import Metrics
 from covey.rollout.vllm.channel import Message
 from covey.rollout.vllm.process import WorkerProcess
 from covey.rollout.vllm.weights import BUCKET, buckets, cuda_handle, named_weights, weights_folder, write_weights
@@ -101,6 +102,9 @@ class VllmEngine:
         done = _result(found)
         ids, version = tuple(done["ids"]), self.version
         return Completion(ids, tuple(done["logprobs"]), (version,) * len(ids), StopReason(done["stop"]))
+
+    def metrics(self) -> Metrics:
+        return {}
 
     async def publish(self, weights: Any, version: int) -> None:
         """`weights` is the learner's module. Adapters are merged into copies on the way. A version that is there is not

@@ -1,0 +1,166 @@
+"""Wiring of cluster=ray: the same learner and engines as in one process, made inside of actors."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from covey.cli.learner import Parts
+from covey.config.schema import Config
+from covey.errors import InputError
+
+if TYPE_CHECKING:
+    from covey.cluster.engine import RayEngine
+    from covey.cluster.learner import RemoteLearner
+    from covey.cluster.placement import Node, Plan
+    from covey.learner.models import ModelSource
+    from covey.loop.checkpoint import Checkpoint
+    from covey.protocols import Algorithm
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What travels to an actor: no tasks, no rewards, no agents."""
+
+    config: Config
+    algorithm: Algorithm
+    model: ModelSource | None
+    total_steps: int
+
+
+@dataclass(frozen=True)
+class Remote:
+    learner: RemoteLearner
+    engine: RayEngine
+    notes: tuple[str, ...]  # for the console: what runs where, and how weights travel
+
+
+def check_cluster(config: Config) -> None:
+    """All that can be said before a cluster is at hand."""
+    from covey.cluster.start import address_of, require_ray, this_machine
+
+    if config.cluster.name != "ray":
+        return
+    require_ray()
+    if config.rollout.devices is not None:
+        raise InputError(
+            f"rollout.devices={config.rollout.devices} with cluster=ray, where Ray hands out GPUs\n"
+            "  say how many: cluster.rollout_devices"
+        )
+    if ":" in config.model.device:
+        raise InputError(f"model.device={config.model.device} with cluster=ray, where Ray hands out GPUs\n  use cuda")
+    if address_of(config.cluster) is None and not _in_a_cluster():
+        plan_of(config, [this_machine()])
+
+
+def _in_a_cluster() -> bool:
+    import sys
+
+    return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
+
+
+def plan_of(config: Config, nodes: list[Node]) -> Plan:
+    from covey.cluster.placement import place
+    from covey.cluster.transport import choose_transport
+
+    gpu = config.model.device.startswith("cuda") or (config.model.device == "auto" and any(n.gpus for n in nodes))
+    plan = place(config.cluster, nodes, gpu=gpu, tensor_parallel=config.rollout.tensor_parallel)
+    choose_transport(config.cluster.transport, plan)  # refuses what cannot be
+    return plan
+
+
+def start_remote(
+    prepared: Parts, checkpoint: Checkpoint | None, folder: Path, threads: int, resources: ExitStack
+) -> Remote:
+    """Actors with their models. Everything ends with `resources`."""
+    from covey.cluster.actors import AT_ONCE, reserved, spawn
+    from covey.cluster.engine import RayEngine
+    from covey.cluster.learner import RemoteLearner
+    from covey.cluster.learner_actor import LearnerActor
+    from covey.cluster.rollout_actor import RolloutActor
+    from covey.cluster.start import open_cluster
+    from covey.cluster.transport import choose_transport
+
+    config, folder = prepared.config, folder.absolute()
+    cluster = resources.enter_context(open_cluster(config.cluster))
+    plan = plan_of(config, list(cluster.nodes))
+    group = resources.enter_context(reserved(plan))
+    transport, why = choose_transport(config.cluster.transport, plan)
+    carried = _carried(prepared, gpu=plan.gpu)
+    load = partial(load_engine, carried, folder, plan.colocated)
+    each = max(1, threads // len(plan.engines))
+    engine = RayEngine(
+        len(plan.engines),
+        lambda index: spawn(RolloutActor, plan, plan.engines[index], group, at_once=AT_ONCE),
+        lambda index, actor: actor.load.remote(load, index, each),
+        _publisher(transport, carried, folder),
+        colocated=plan.colocated,
+    )
+    resources.callback(engine.close)
+    ranks = [spawn(LearnerActor, plan, seat, group) for seat in plan.learners]
+    learner = RemoteLearner(ranks, partial(load_learner, carried, _absolute(checkpoint)), gpu=plan.gpu, threads=threads)
+    resources.callback(learner.close)
+    if checkpoint is not None:  # here too: the algorithm's advantages are computed in this process
+        prepared.algorithm.load_state_dict(checkpoint.state["algorithm"])
+    notes = (f"cluster=ray ({cluster.describe()}): {plan.describe()}", f"weights travel by {transport}: {why}")
+    return Remote(learner, engine, notes)
+
+
+def _carried(prepared: Parts, *, gpu: bool) -> Carried:
+    """Paths as every process finds them, and the device that its place has."""
+    source, config = prepared.model, prepared.config
+    assert source is not None
+    if Path(source.path).is_dir():
+        source = dataclasses.replace(source, path=str(Path(source.path).absolute()))
+    if source.adapter is not None:
+        source = dataclasses.replace(source, adapter=source.adapter.absolute())
+    model = dataclasses.replace(config.model, device="cuda" if gpu else "cpu")
+    return Carried(dataclasses.replace(config, model=model), prepared.algorithm, source, prepared.total_steps)
+
+
+def _absolute(checkpoint: Checkpoint | None) -> Checkpoint | None:
+    return None if checkpoint is None else dataclasses.replace(checkpoint, folder=checkpoint.folder.absolute())
+
+
+def _publisher(transport: str, carried: Carried, folder: Path) -> Any:
+    from covey.cluster.publish import CollectivePublisher, Publisher
+    from covey.cluster.transport import memory_folder
+    from covey.learner.models import parameter_count
+
+    if transport == "collective":
+        return CollectivePublisher(folder / "weights")
+    if transport == "shared_memory":
+        assert carried.model is not None
+        return Publisher(*memory_folder(2 * 4 * parameter_count(carried.model)))  # two versions for a moment
+    return Publisher(folder / "weights")
+
+
+# -- in the actors ----------------------------------------------------------------------------------------------
+
+
+def load_learner(carried: Carried, checkpoint: Checkpoint | None, rank: int, world: int, meet: str) -> Any:
+    from covey.cli.learner import make_learner
+    from covey.learner.models import pick_device
+    from covey.learner.ranks import Ranks
+
+    ranks = Ranks.join(rank, world, meet, pick_device(carried.config.model.device)) if world > 1 else None
+    return make_learner(carried, checkpoint, ranks)
+
+
+def load_engine(carried: Carried, folder: Path, colocated: bool, index: int) -> tuple[Any, Any]:
+    """The engine's own copy of the model, and the engine. For vLLM the copy waits in CPU memory."""
+    from covey.cli.build import make_engine
+    from covey.learner.models import load_policy, pick_device, pick_dtype
+
+    config, source = carried.config, carried.model
+    assert source is not None
+    model = config.model
+    if config.rollout.name == "vllm":
+        dtype = str(pick_dtype(model.dtype, pick_device(model.device))).removeprefix("torch.")
+        model = dataclasses.replace(model, device="cpu", dtype=dtype, gradient_checkpointing=False)
+    policy = load_policy(source, model, seed=config.seed)
+    return policy, make_engine(carried, policy, log=folder / f"vllm-{index}.log", shared=colocated)

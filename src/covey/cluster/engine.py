@@ -1,0 +1,224 @@
+"""Several engines, each an actor in Ray, behind the protocol of one.
+
+consumes        requests; weights as the learner publishes them
+produces        answers, each of whole weights, every token with the version that drew it
+waits for       an engine that is there: one that died is replaced and given the weights of the moment
+is unblocked    by the replacement, or by the end of the run where replacements die too
+
+A request whose engine died is asked once more. Its random stream is its own: it gets the answer it would have had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from covey.cluster.actors import ActorLost, answer, end
+from covey.cluster.publish import Publisher
+from covey.cluster.routing import Router
+from covey.errors import EpisodeError, RunFailed
+from covey.protocols import Metrics
+from covey.types import Completion, Sampling
+
+DEATHS = 3  # of one engine without an answer in between, after which the run fails
+
+
+class EngineLost(EpisodeError):
+    """A request's engine died, and so did the one that was asked again."""
+
+    cause = "engine"
+
+
+class Place:
+    """Where an engine is, or will be again."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.actor: Any = None  # None: being started
+        self.pid = 0
+        self.load = 0  # requests under way
+        self.deaths = 0  # since its last answer
+
+
+class RayEngine:
+    apart = True  # its weights are copies
+
+    def __init__(
+        self,
+        count: int,
+        spawn: Callable[[int], Any],
+        load: Callable[[int, Any], Any],
+        publisher: Publisher,
+        *,
+        colocated: bool,
+        warn: Callable[[str], None] = print,
+    ) -> None:
+        """`spawn(index)` makes an actor, `load(index, actor)` is its reference to the process id once it has a model.
+        `colocated`: engines stand still while the learner learns; else they go on."""
+        self.version = 0
+        self.generated_tokens = 0
+        self.on_finished: Callable[[], None] = lambda: None  # called for every answer
+        self.reissued = 0  # requests asked again because their engine died
+        self.replaced = 0  # engines started in place of one that died
+        self.colocated = colocated
+        self.publisher = publisher
+        self.warn = publisher.warn = warn
+        self.places = [Place(index) for index in range(count)]
+        self._spawn, self._load = spawn, load
+        self._router = Router()
+        self._paused = False
+        self._failed: RunFailed | None = None
+        self._changed = asyncio.Event()  # an engine is there again, or the run has failed
+        self._weights_lock = asyncio.Lock()  # a replacement takes its weights before or after a publication
+        self._jobs: set[asyncio.Task[None]] = set()
+        self._starting = [(place, spawn(place.index)) for place in self.places]
+        self._loading = [load(place.index, actor) for place, actor in self._starting]
+
+    def tell(self, warn: Callable[[str], None]) -> None:
+        """Where to say that engines die, from now on."""
+        self.warn = self.publisher.warn = warn
+
+    def metrics(self) -> Metrics:
+        return {"cluster/reissued": float(self.reissued), "cluster/replaced": float(self.replaced)}
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Completion:
+        for again in (False, True):
+            place = await self._pick(token_ids)
+            actor = place.actor
+            place.load += 1
+            try:
+                found: Completion = await answer(actor.generate.remote(tuple(token_ids), sampling))
+            except ActorLost as error:
+                self._lost(place, actor, error)
+                self.reissued += not again
+                continue
+            finally:
+                place.load -= 1
+            place.deaths = 0
+            self.generated_tokens += len(found.token_ids)
+            self.on_finished()
+            return found
+        raise EngineLost("the engine died while it answered, and so did the one that was asked again")
+
+    async def _pick(self, prompt: Sequence[int]) -> Place:
+        while not (there := {p.index: p.load for p in self.places if p.actor is not None}):
+            self._changed.clear()
+            self._check()
+            await self._changed.wait()
+        self._check()
+        return self.places[self._router.pick(prompt, there)]
+
+    def _check(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+
+    # -- weights -----------------------------------------------------------------------------------------------
+
+    async def publish(self, weights: Any, version: int) -> None:
+        """`weights` are the learner's, which sends them itself. Engines that die meanwhile are replaced, and get them
+        from where the others got theirs."""
+        await self._all_started()
+        async with self._weights_lock:
+            if version == self.publisher.version:
+                await self._everybody(lambda place: place.actor.forget.remote())
+            else:
+                actors = {place.index: place.actor for place in self.places if place.actor is not None}
+                for index, error in (await self.publisher.publish(weights, version, actors)).items():
+                    self._lost(self.places[index], actors[index], error)
+            self.version = version
+            self._router.forget()
+        self._check()
+
+    async def pause(self) -> None:
+        """Where engines have devices of their own they go on sampling: new weights come between two tokens."""
+        if self.colocated:
+            self._paused = True
+            await self._everybody(lambda place: place.actor.pause.remote())
+
+    async def resume(self) -> None:
+        if self._paused:
+            self._paused = False
+            await self._everybody(lambda place: place.actor.resume.remote())
+
+    async def _everybody(self, call: Callable[[Place], Any]) -> None:
+        async def one(place: Place) -> None:
+            actor = place.actor
+            try:
+                await answer(call(place))
+            except ActorLost as error:
+                self._lost(place, actor, error)
+
+        await asyncio.gather(*(one(place) for place in self.places if place.actor is not None))
+
+    def close(self) -> None:
+        for job in self._jobs:
+            job.cancel()
+        actors = [actor for _, actor in self._starting] + [p.actor for p in self.places if p.actor is not None]
+        _close_all(actors)
+        for place in self.places:
+            place.actor = None
+        self.publisher.close()
+
+    # -- who comes and goes ------------------------------------------------------------------------------------
+
+    async def _all_started(self) -> None:
+        starting, self._starting = self._starting, []
+        for (place, actor), loading in zip(starting, self._loading, strict=True):
+            try:
+                place.pid = await answer(loading)
+                place.actor = actor
+            except ActorLost as error:
+                raise RunFailed(f"engine {place.index} could not be started: {error}") from error
+        self._loading = []
+
+    def _lost(self, place: Place, actor: Any, error: Exception) -> None:
+        """Several requests notice; the first of them has it replaced."""
+        if place.actor is not actor:
+            return
+        place.actor = None
+        end(actor)  # one that only cannot be reached must not answer later
+        job = asyncio.get_running_loop().create_task(self._replace(place, str(error)))
+        self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
+
+    async def _replace(self, place: Place, why: str) -> None:
+        try:
+            while place.actor is None:
+                place.deaths += 1
+                if place.deaths > DEATHS:
+                    raise RunFailed(f"engine {place.index} died {place.deaths} times without an answer: {why}")
+                self.warn(f"engine {place.index} died and is replaced: {why}")
+                self.replaced += 1
+                actor = self._spawn(place.index)
+                try:
+                    await self._equip(place, actor)
+                except ActorLost as error:
+                    why = str(error)
+        except Exception as error:
+            failed = error if isinstance(error, RunFailed) else RunFailed(f"engine {place.index}: {error}")
+            self._failed = failed
+        finally:
+            self._changed.set()
+
+    async def _equip(self, place: Place, actor: Any) -> None:
+        """A model, the weights of the moment, and a seat among the others."""
+        place.pid = await answer(self._load(place.index, actor))
+        async with self._weights_lock:
+            peers = [p.actor for p in self.places if p.actor is not None]
+            await self.publisher.bring(actor, peers)
+            if self._paused:
+                await answer(actor.pause.remote())
+            place.actor = actor
+
+
+def _close_all(actors: list[Any]) -> None:
+    import ray
+
+    if not ray.is_initialized():
+        return
+    ray.wait([actor.close.remote() for actor in actors], num_returns=len(actors), timeout=5) if actors else None
+    for actor in actors:
+        end(actor)

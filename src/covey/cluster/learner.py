@@ -1,0 +1,138 @@
+"""The learner, whose ranks are actors in Ray, behind the protocol of one. Every rank is called with the same arguments
+and gives the same answers; rank 0's count."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from covey.cluster.actors import ActorLost, answer, answers, end
+from covey.cluster.learner_actor import BuildLearner
+from covey.cluster.transport import Meeting, Notice
+from covey.errors import RunFailed
+from covey.protocols import Algorithm, Metrics, Needs, TokenTrace
+from covey.types import Batch, Samples
+
+
+class LearnerLost(RunFailed):
+    """A rank died, and with it what all of them have learned since the last checkpoint."""
+
+
+class RemoteLearner:
+    def __init__(self, actors: Sequence[Any], build: BuildLearner, *, gpu: bool, threads: int) -> None:
+        self.actors = list(actors)
+        self.gpu = gpu
+        self._order = threading.Lock()  # the same on every rank, also where two threads call
+        world = len(self.actors)
+        at = self._wait([self.actors[0].address.remote()])[0] if world > 1 else ("", 0)
+        loading = [actor.load.remote(build, rank, world, at, threads) for rank, actor in enumerate(self.actors)]
+        loaded = self._wait(loading)
+        self.pids = [pid for pid, _, _ in loaded]
+        self.device: torch.device = loaded[0][1]
+        self.dtype: torch.dtype = loaded[0][2]
+
+    # -- protocols.Learner -------------------------------------------------------------------------------------
+
+    def annotate(self, samples: Samples, needs: Needs) -> Samples:
+        found: Samples = self._ask("annotate", samples, needs)
+        return found
+
+    def update(self, batch: Batch, algorithm: Algorithm) -> tuple[Metrics, TokenTrace]:
+        metrics, trace, state = self._ask("update", batch, algorithm)
+        if state != algorithm.state_dict():
+            algorithm.load_state_dict(state)
+        return metrics, trace
+
+    def weights(self) -> RemoteLearner:
+        """Who sends them: they are not in this process."""
+        return self
+
+    def rest(self) -> None:
+        self._ask("call", "rest")
+
+    def wake(self) -> None:
+        self._ask("call", "wake")
+
+    # -- what a run's folder keeps -----------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        """Written by the ranks: every machine with a learner sees the run's folder."""
+        self._ask("call", "save", folder.absolute())
+
+    def counters(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._ask("call", "counters")
+        return found
+
+    # -- publish.Sender ----------------------------------------------------------------------------------------
+
+    async def write(self, folder: Path, version: int) -> Notice:
+        found: Notice = await self._answer("write", folder, version)
+        return found
+
+    async def meet(self, members: int) -> Meeting:
+        host, port = (await self._answer("address"))[:2]
+        return Meeting(host, port, members, self.gpu)
+
+    async def join(self, meeting: Meeting) -> None:
+        await self._answer("join", meeting)
+
+    async def broadcast(self) -> None:
+        await self._answer("broadcast")
+
+    # -- talking to the ranks ----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """All ranks at once: what is left of a broken group would wait for the others."""
+        for actor in self.actors:
+            end(actor)
+
+    def _send(self, method: str, *given: Any) -> list[Any]:
+        import ray
+
+        with self._order:
+            once = [ray.put(value) for value in given] if len(self.actors) > 1 else given
+            return [getattr(actor, method).remote(*once) for actor in self.actors]
+
+    def _ask(self, method: str, *given: Any) -> Any:
+        return self._wait(self._send(method, *given))[0]
+
+    async def _answer(self, method: str, *given: Any) -> Any:
+        references = self._send(method, *given)
+        try:
+            found = [await answer(reference) for reference in references]
+            return found[0]
+        except ActorLost as error:
+            raise self._lost(error) from error
+
+    def _wait(self, references: list[Any]) -> list[Any]:
+        try:
+            return answers(references)
+        except ActorLost as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: ActorLost) -> LearnerLost:
+        self.close()
+        return LearnerLost(f"a learner died: {error}\n  the same command goes on from the last checkpoint")
+
+
+def with_restarts(
+    make: Callable[[Path | None], Any], complete: Callable[[Any], None], *, limit: int, note: Callable[[str], None]
+) -> Any:
+    """A run that has come to its end. `make(folder)` builds it, from the last checkpoint in the folder of the one
+    before where there was one; `complete` trains. A run that lost a learner is made again, `limit` times at most."""
+    folder: Path | None = None
+    for restart in range(limit + 1):
+        run = make(folder)
+        try:
+            complete(run)
+            return run
+        except LearnerLost as error:
+            if restart == limit:
+                raise
+            folder = run.path
+            note(f"{str(error).splitlines()[0]}; restart {restart + 1} of {limit} (cluster.max_restarts)")
+    raise AssertionError("not reached")

@@ -1,0 +1,130 @@
+"""Who sits where: learners and engines on the devices of a cluster. Arithmetic only; Ray is told the result.
+
+    settings + what the cluster has  →  Plan(bundles, seats)     or an error that names both
+
+A bundle is reserved as a whole on one machine. Engines without devices of their own share their learner's bundle, each
+with half of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from covey.config.schema import ClusterConfig
+from covey.errors import Absent, InputError
+
+
+@dataclass(frozen=True)
+class Node:
+    name: str  # its address
+    cpus: int
+    gpus: int = 0
+
+    def devices(self, gpu: bool) -> int:
+        return min(self.gpus, self.cpus) if gpu else self.cpus  # whoever has a GPU needs a core to drive it
+
+
+@dataclass(frozen=True)
+class Bundle:
+    node: str
+    devices: int = 1
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One actor's place: its bundle, and how much of it is its own."""
+
+    role: str  # learner | engine
+    index: int
+    bundle: int
+    share: float  # of every device of the bundle
+
+
+@dataclass(frozen=True)
+class Plan:
+    gpu: bool
+    bundles: tuple[Bundle, ...]
+    learners: tuple[Seat, ...]
+    engines: tuple[Seat, ...]
+
+    @property
+    def colocated(self) -> bool:
+        """Whether engines work where learners do, by turns."""
+        return bool(self.engines) and self.engines[0].share < 1
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(bundle.node for bundle in self.bundles))
+
+    def node(self, seat: Seat) -> str:
+        return self.bundles[seat.bundle].node
+
+    def describe(self) -> str:
+        device = "GPU" if self.gpu else "CPU"
+        where = "on the learners' devices" if self.colocated else f"on {device}s of their own"
+        lines = f"{_count(len(self.learners), 'learner')}, {_count(len(self.engines), 'engine')} {where}"
+        return f"{lines}; {_count(len(self.nodes), 'machine')}: {', '.join(self.nodes)}"
+
+
+def place(config: ClusterConfig, nodes: Sequence[Node], *, gpu: bool, tensor_parallel: int = 1) -> Plan:
+    """Learners first, packed onto as few machines as possible, then engines on what is left."""
+    asked, found = _asked(config, gpu, tensor_parallel), _found(nodes)
+    if len(nodes) < config.nodes:
+        raise _short(f"cluster.nodes={config.nodes}, but the cluster has {_count(len(nodes), 'machine')}", asked, found)
+    free = {n.name: n.devices(gpu) for n in sorted(nodes, key=lambda n: (-n.devices(gpu), n.name))}
+    bundles: list[Bundle] = []
+
+    def take(devices: int) -> int:
+        for name, left in free.items():
+            if left >= devices:
+                free[name] -= devices
+                bundles.append(Bundle(name, devices))
+                return len(bundles) - 1
+        raise _short("the cluster is too small for this run", asked, found)
+
+    apart = config.rollout_devices is not None
+    share = 1.0 if apart else 0.5
+    learners = tuple(Seat("learner", i, take(1), share) for i in range(config.learner_devices))
+    if not apart:
+        if tensor_parallel > 1:
+            raise InputError(
+                f"rollout.tensor_parallel={tensor_parallel}, and engines have no devices of their own\n"
+                f"  give them some: cluster.rollout_devices={tensor_parallel} or a multiple"
+            )
+        engines = tuple(Seat("engine", seat.index, seat.bundle, share) for seat in learners)
+        return Plan(gpu, tuple(bundles), learners, engines)
+    count, rest = divmod(config.rollout_devices or 0, tensor_parallel)
+    if rest:
+        raise InputError(
+            f"cluster.rollout_devices={config.rollout_devices} is no multiple of rollout.tensor_parallel="
+            f"{tensor_parallel}\n  every engine takes {tensor_parallel} devices of one machine"
+        )
+    engines = tuple(Seat("engine", i, take(tensor_parallel), share) for i in range(count))
+    return Plan(gpu, tuple(bundles), learners, engines)
+
+
+def _asked(config: ClusterConfig, gpu: bool, tensor_parallel: int) -> str:
+    device = "GPU" if gpu else "CPU"
+    engines = "engines on the learners' devices"
+    if config.rollout_devices is not None:
+        engines = f"{_count(config.rollout_devices, device)} for engines"
+        engines += f", {tensor_parallel} of one machine for each" if tensor_parallel > 1 else ""
+    machines = f" on {_count(config.nodes, 'machine')}" if config.nodes > 1 else ""
+    return f"{_count(config.learner_devices, device)} for learners, {engines}{machines}"
+
+
+def _found(nodes: Iterable[Node]) -> str:
+    rows = [f"{n.name}: {_count(n.cpus, 'CPU')}, {_count(n.gpus, 'GPU')}" for n in nodes]
+    return "\n              ".join(rows) or "no machine"
+
+
+def _short(what: str, asked: str, found: str) -> Absent:
+    return Absent(
+        f"{what}\n  asked for   {asked}\n  there is    {found}\n"
+        "  lower cluster.learner_devices or cluster.rollout_devices, or join a larger cluster: cluster.address"
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,194 @@
+"""What becomes of requests whose engine dies, with actors that die when told to."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from covey.cluster import engine as engine_module
+from covey.cluster.engine import DEATHS, EngineLost, RayEngine
+from covey.cluster.publish import Publisher
+from covey.errors import RunFailed
+from covey.types import Completion, Sampling, StopReason
+
+ray = pytest.importorskip("ray")
+
+
+class Reference:
+    def __init__(self) -> None:
+        self.result: Future[Any] = Future()
+
+    def future(self) -> Future[Any]:
+        return self.result
+
+    def done(self, value: Any = None) -> Reference:
+        self.result.set_result(value)
+        return self
+
+    def die(self) -> Reference:
+        self.result.set_exception(ray.exceptions.ActorDiedError())
+        return self
+
+
+class Method:
+    def __init__(self, call: Any) -> None:
+        self.remote = call
+
+
+class Actor:
+    """Takes requests, and answers or dies when it is told to."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.asked: list[Reference] = []
+        self.calls: list[str] = []
+        self.doomed = False
+        self.generate = Method(self._generate)
+        self.take = Method(lambda notice: self._note(f"take {notice}"))
+        for name in ("pause", "resume", "forget", "close"):
+            setattr(self, name, Method(lambda name=name: self._note(name)))
+
+    def _generate(self, token_ids: Any, sampling: Sampling) -> Reference:
+        self.asked.append(Reference())
+        return self.asked[-1].die() if self.doomed else self.asked[-1]
+
+    def _note(self, what: str) -> Reference:
+        self.calls.append(what)
+        return Reference().die() if self.doomed else Reference().done()
+
+    def answer(self, at: int, token: int) -> None:
+        self.asked[at].done(Completion((token,), (0.0,), (0,), StopReason.EOS))
+
+    def die(self) -> None:
+        self.doomed = True
+        for reference in self.asked:
+            if not reference.result.done():
+                reference.die()
+
+
+class Learner:
+    async def write(self, folder: Any, version: int) -> str:
+        return f"version {version}"
+
+
+class House:
+    """An engine over actors that are counted, and what it says."""
+
+    def __init__(self, count: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, colocated: bool = False) -> None:
+        self.actors: list[Actor] = []
+        self.doomed_from = 10**6  # actors from this number on die when they load
+        self.ended: list[int] = []
+        self.said: list[str] = []
+        monkeypatch.setattr(engine_module, "end", lambda actor: self.ended.append(actor.number))
+        monkeypatch.setattr(engine_module, "_close_all", lambda actors: None)
+        self.engine = RayEngine(
+            count, self.spawn, self.load, Publisher(tmp_path / "weights"), colocated=colocated, warn=self.said.append
+        )
+
+    def spawn(self, index: int) -> Actor:
+        self.actors.append(Actor(len(self.actors)))
+        return self.actors[-1]
+
+    def load(self, index: int, actor: Actor) -> Reference:
+        return Reference().die() if actor.number >= self.doomed_from else Reference().done(1000 + actor.number)
+
+    async def ask(self, *prompts: tuple[int, ...]) -> list[asyncio.Task[Completion]]:
+        jobs = [asyncio.ensure_future(self.engine.generate(prompt, Sampling())) for prompt in prompts]
+        await settle()
+        return jobs
+
+
+async def settle() -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+def test_a_request_is_asked_once_more_and_its_answer_counts_once(tmp_path, monkeypatch) -> None:
+    async def scene() -> None:
+        house = House(2, tmp_path, monkeypatch)
+        finished: list[int] = []
+        house.engine.on_finished = lambda: finished.append(1)
+        await house.engine.publish(Learner(), 4)
+        first, second = await house.ask((1,), (2,))
+        zero, one = house.actors
+        zero.die()
+        one.answer(0, 20)
+        await settle()
+        fresh = house.actors[2]
+        assert house.ended == [0] and fresh.calls == ["take version 4"]
+        assert len(one.asked) + len(fresh.asked) == 2  # the one that was lost is asked again, once
+        (one if len(one.asked) == 2 else fresh).answer(-1, 10)
+        assert [(await job).token_ids for job in (first, second)] == [(10,), (20,)]
+        assert (house.engine.reissued, house.engine.replaced) == (1, 1)
+        assert len(finished) == 2 and house.engine.generated_tokens == 2
+        assert house.engine.metrics() == {"cluster/reissued": 1.0, "cluster/replaced": 1.0}
+        assert len(house.said) == 1 and "engine 0 died and is replaced" in house.said[0]
+
+    asyncio.run(scene())
+
+
+def test_a_request_whose_second_engine_dies_is_its_episodes_failure(tmp_path, monkeypatch) -> None:
+    async def scene() -> None:
+        house = House(1, tmp_path, monkeypatch)
+        await house.engine.publish(Learner(), 0)
+        (job,) = await house.ask((1,))
+        house.actors[0].die()
+        await settle()
+        house.actors[1].die()
+        with pytest.raises(EngineLost):
+            await job
+        assert house.engine.reissued == 1 and EngineLost.cause == "engine"
+        await settle()
+        (again,) = await house.ask((2,))  # the run goes on
+        house.actors[2].answer(0, 7)
+        assert (await again).token_ids == (7,)
+
+    asyncio.run(scene())
+
+
+def test_replacements_that_die_too_end_the_run(tmp_path, monkeypatch) -> None:
+    async def scene() -> None:
+        house = House(1, tmp_path, monkeypatch)
+        await house.engine.publish(Learner(), 0)
+        house.doomed_from = 1
+        (job,) = await house.ask((1,))
+        house.actors[0].die()
+        with pytest.raises(RunFailed, match=f"engine 0 died {DEATHS + 1} times without an answer"):
+            await job
+        assert len(house.actors) == 1 + DEATHS
+        with pytest.raises(RunFailed):
+            await house.engine.generate((2,), Sampling())
+
+    asyncio.run(scene())
+
+
+def test_engines_with_their_own_devices_go_on_while_the_learner_learns(tmp_path, monkeypatch) -> None:
+    async def scene(colocated: bool) -> list[str]:
+        house = House(1, tmp_path, monkeypatch, colocated)
+        await house.engine.publish(Learner(), 0)
+        await house.engine.pause()
+        await house.engine.publish(Learner(), 1)
+        await house.engine.resume()
+        await house.engine.publish(Learner(), 1)  # after an evaluation
+        return house.actors[0].calls
+
+    assert asyncio.run(scene(False)) == ["take version 0", "take version 1", "forget"]
+    assert asyncio.run(scene(True)) == ["take version 0", "pause", "take version 1", "resume", "forget"]
+
+
+def test_an_engine_that_dies_while_weights_come_gets_them_when_it_is_back(tmp_path, monkeypatch) -> None:
+    async def scene() -> None:
+        house = House(2, tmp_path, monkeypatch, colocated=True)
+        await house.engine.publish(Learner(), 0)
+        await house.engine.pause()
+        house.actors[1].die()
+        await house.engine.publish(Learner(), 1)
+        await settle()
+        assert house.actors[2].calls == ["take version 1", "pause"]  # the others stand still as well
+        await house.engine.resume()
+        assert house.actors[2].calls[-1] == "resume" and house.engine.version == 1
+
+    asyncio.run(scene())

@@ -1,0 +1,87 @@
+"""Who sits where: counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from covey.cluster.placement import Bundle, Node, Seat, place
+from covey.cluster.transport import choose_transport
+from covey.config.schema import ClusterConfig
+from covey.errors import Absent, InputError
+
+BIG = Node("10.0.0.1", cpus=32, gpus=4)
+SMALL = Node("10.0.0.2", cpus=32, gpus=2)
+
+
+def ray(**given) -> ClusterConfig:
+    return ClusterConfig(name="ray", **given)
+
+
+def test_an_engine_shares_its_learners_device_by_default() -> None:
+    plan = place(ray(learner_devices=2), [BIG], gpu=True)
+    assert plan.bundles == (Bundle("10.0.0.1"), Bundle("10.0.0.1"))
+    assert plan.learners == (Seat("learner", 0, 0, 0.5), Seat("learner", 1, 1, 0.5))
+    assert plan.engines == (Seat("engine", 0, 0, 0.5), Seat("engine", 1, 1, 0.5))
+    assert plan.colocated
+
+
+def test_engines_with_devices_of_their_own_overlap_with_nobody() -> None:
+    plan = place(ray(learner_devices=2, rollout_devices=3), [SMALL, BIG], gpu=True)
+    taken = [seat.bundle for seat in (*plan.learners, *plan.engines)]
+    assert sorted(taken) == [0, 1, 2, 3, 4] and not plan.colocated
+    assert {seat.share for seat in (*plan.learners, *plan.engines)} == {1.0}
+    assert [plan.node(seat) for seat in (*plan.learners, *plan.engines)] == ["10.0.0.1"] * 4 + ["10.0.0.2"]
+    assert plan.nodes == ("10.0.0.1", "10.0.0.2")
+
+
+def test_an_engine_over_two_gpus_has_both_on_one_machine() -> None:
+    """Three of the larger machine's four GPUs are learners': two for an engine are left on the smaller one only."""
+    plan = place(ray(learner_devices=3, rollout_devices=2), [BIG, SMALL], gpu=True, tensor_parallel=2)
+    assert [plan.bundles[seat.bundle] for seat in plan.engines] == [Bundle("10.0.0.2", devices=2)]
+
+
+@pytest.mark.parametrize(
+    ("config", "tensor_parallel", "words"),
+    [
+        (ray(learner_devices=7), 1, ["asked for   7 GPUs for learners", "10.0.0.1: 32 CPUs, 4 GPUs"]),
+        (ray(learner_devices=4, rollout_devices=3), 1, ["3 GPUs for engines", "10.0.0.2: 32 CPUs, 2 GPUs"]),
+        (ray(learner_devices=3, rollout_devices=4), 2, ["2 of one machine for each"]),  # 1 + 2 are left
+        (ray(nodes=3), 1, ["cluster.nodes=3, but the cluster has 2 machines"]),
+    ],
+)
+def test_a_shortage_is_told_with_what_is_there_and_what_was_asked(config, tensor_parallel, words) -> None:
+    with pytest.raises(Absent) as error:
+        place(config, [BIG, SMALL], gpu=True, tensor_parallel=tensor_parallel)
+    for text in (*words, "asked for", "there is"):
+        assert text in str(error.value)
+
+
+def test_shares_of_an_engine_that_do_not_add_up() -> None:
+    with pytest.raises(InputError, match=r"no multiple of rollout.tensor_parallel=2"):
+        place(ray(rollout_devices=3), [BIG], gpu=True, tensor_parallel=2)
+    with pytest.raises(InputError, match=r"cluster.rollout_devices=2 or a multiple"):
+        place(ray(learner_devices=2), [BIG], gpu=True, tensor_parallel=2)
+
+
+def test_on_cpus_a_role_takes_a_core() -> None:
+    three = Node("127.0.0.1", cpus=3)
+    assert len(place(ray(rollout_devices=2), [three], gpu=False).bundles) == 3
+    with pytest.raises(Absent, match="3 CPUs, 0 GPUs"):
+        place(ray(rollout_devices=3), [three], gpu=False)
+    with pytest.raises(Absent):
+        place(ray(), [three], gpu=True)
+
+
+def test_the_transport_and_why() -> None:
+    one = place(ray(rollout_devices=1), [BIG], gpu=True)
+    two = place(ray(learner_devices=4, rollout_devices=2), [BIG, SMALL], gpu=True)
+    shared = place(ray(learner_devices=6), [BIG, SMALL], gpu=True)
+    assert choose_transport("auto", None)[0] == "in_process"
+    assert choose_transport("auto", one) == ("shared_memory", "all on one machine")
+    assert choose_transport("auto", two) == ("collective", "2 machines: broadcast by NCCL")
+    assert choose_transport("auto", shared)[0] == "file"
+    assert choose_transport("file", one) == ("file", "as asked")
+    with pytest.raises(InputError, match=r"on 2 machines: 10.0.0.1, 10.0.0.2"):
+        choose_transport("shared_memory", two)
+    with pytest.raises(InputError, match="one member on a GPU"):
+        choose_transport("collective", shared)

@@ -1,0 +1,161 @@
+"""Whole runs with actors in a real cluster, against the same run in one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from covey.cluster.engine import RayEngine
+from tests.cluster.here import ATTEMPTS, STEPS, TASKS, difference, small_cluster, trained
+
+pytest.importorskip("ray")
+RAY = {"cluster.name": "ray", "cluster.rollout_devices": 2}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    with small_cluster() as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_killed_engine_changes_nothing(
+    cluster: Any, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second step one of two engines stands still and is killed when it has requests under way: they are asked
+    again, every task is trained exactly once, and the weights are those of the run in one process."""
+    asked: list[int] = []
+    engines: list[RayEngine] = []
+    generate = RayEngine.generate
+
+    async def watched(engine: RayEngine, *given: Any) -> Any:
+        engines[:] = [engine]
+        asked.append(1)
+        per_step = TASKS * ATTEMPTS
+        if len(asked) == per_step + 1:
+            os.kill(engine.places[0].pid, signal.SIGSTOP)
+        if len(asked) == 2 * per_step:
+            os.kill(engine.places[0].pid, signal.SIGKILL)
+        return await generate(engine, *given)
+
+    alone = trained(tiny_model_folder, monkeypatch)
+    monkeypatch.setattr(RayEngine, "generate", watched)
+    apart = trained(tiny_model_folder, monkeypatch, **RAY)
+    assert apart.trained == alone.trained and len(apart.trained) == STEPS
+    assert not apart.failures and apart.steps() == alone.steps() == [0, 1, 2]
+    assert difference(apart, alone) < 1e-5
+    (engine,) = engines
+    assert engine.replaced == 1 and engine.reissued == ATTEMPTS  # the attempts at one task share an engine
+    assert engine.generated_tokens > 0
+
+
+def test_nobody_else_can_reach_a_cluster_of_our_own(cluster: Any) -> None:
+    import ray
+
+    assert [node["NodeManagerAddress"] for node in ray.nodes()] == ["127.0.0.1"]
+    assert os.environ["RAY_AUTH_MODE"] == "token" and len(os.environ["RAY_AUTH_TOKEN"]) == 64
+    assert not ray.get_runtime_context().worker.node.address_info["webui_url"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cluster.rollout_devices": None},
+        {"cluster.transport": "file"},
+        {"cluster.transport": "collective"},
+        {"algorithm": "gvpo", "model.lora.rank": 2, "learner.mini_batch_size": 1},
+        {"algorithm": "dgdo"},
+        {"cluster.learner_devices": 2, "learner.parallel": "ddp"},
+        {"cluster.learner_devices": 2, "learner.parallel": "fsdp", "cluster.transport": "collective"},
+        {"mode.name": "async", "mode.max_staleness": 0, "mode.update": "drain"},
+    ],
+    ids=lambda settings: " ".join(f"{k}={v}" for k, v in settings.items()),
+)
+def test_the_weights_are_those_of_one_process(
+    cluster: Any, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    own = {name: value for name, value in settings.items() if not name.startswith("cluster.")}
+    alone = trained(tiny_model_folder, monkeypatch, **own)
+    apart = trained(tiny_model_folder, monkeypatch, **(RAY | settings))
+    assert apart.trained == alone.trained and not apart.failures
+    assert difference(apart, alone) < 1e-5
+    assert apart.run.road.algorithm.state_dict() == alone.run.road.algorithm.state_dict()
+
+
+@pytest.mark.slow
+def test_a_broadcast_in_which_an_engine_dies(
+    cluster: Any, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others get the weights by file, and the next broadcast is in a new group."""
+    from covey.cluster.publish import CollectivePublisher
+
+    together, pids = CollectivePublisher._together, []
+
+    async def interrupted(publisher: CollectivePublisher, sender: Any, version: int, actors: Any) -> None:
+        if version == 1:
+            os.kill(pids[0], signal.SIGKILL)
+        await together(publisher, sender, version, actors)
+
+    started = RayEngine._all_started
+
+    async def noted(engine: RayEngine) -> None:
+        await started(engine)
+        pids.append(engine.places[0].pid)
+
+    monkeypatch.setattr(CollectivePublisher, "_together", interrupted)
+    monkeypatch.setattr(RayEngine, "_all_started", noted)
+    alone = trained(tiny_model_folder, monkeypatch)
+    apart = trained(tiny_model_folder, monkeypatch, **RAY, **{"cluster.transport": "collective"})
+    assert apart.run.engine.replaced == 1
+    assert difference(apart, alone) < 1e-5
+
+
+@pytest.mark.slow
+def test_a_killed_learner_goes_on_from_the_last_checkpoint(
+    cluster: Any, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from covey.cluster.learner import RemoteLearner
+
+    update, calls = RemoteLearner.update, []
+
+    def killed(learner: RemoteLearner, *given: Any) -> Any:
+        calls.append(learner.pids[0])
+        if len(calls) == 2:
+            os.kill(learner.pids[0], signal.SIGKILL)
+        return update(learner, *given)
+
+    alone = trained(tiny_model_folder, monkeypatch)
+    monkeypatch.setattr(RemoteLearner, "update", killed)
+    apart = trained(tiny_model_folder, monkeypatch, **RAY)
+    assert len(calls) == STEPS + 1 and len(set(calls)) == 2  # the second update was made again, by another process
+    assert apart.steps() == [0, 1, 2] and apart.run.path.name != "" and apart.run.first_step == 1
+    assert apart.trained == [alone.trained[i] for i in (0, 1, 1, 2)]
+    assert difference(apart, alone) < 1e-5
+    assert "restart 1 of 3" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_while_the_learner_learns_engines_go_on(
+    cluster: Any, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"mode.name": "async", "mode.max_staleness": 1, "loop.total_steps": 6}
+    apart = trained(tiny_model_folder, monkeypatch, **RAY, **settings)
+    order = [task for step in apart.trained for task in step]
+    assert len(apart.trained) == 6 and len(order) == 6 * TASKS * ATTEMPTS and not apart.failures
+    # Three passes over four tasks: each is trained three times, with all of its attempts.
+    assert {order.count(task) for task in order} == {3 * ATTEMPTS}
+    import json
+
+    lines = map(json.loads, (apart.run.path / "metrics.jsonl").read_text().splitlines())
+    ages = [row["metrics"]["policy/age_max"] for row in lines if row["kind"] == "step"]
+    assert max(ages) == 1.0

@@ -1,0 +1,133 @@
+"""Weights that arrive are those that were sent, or nobody samples with them."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from covey.cluster import transport
+from covey.cluster.transport import (
+    Meeting,
+    WeightGroup,
+    WeightsDamaged,
+    bucket_size,
+    free_port,
+    load_weights,
+    read_notice,
+    remove_older,
+    trained_weights,
+    write_notice,
+)
+from covey.rollout.vllm.weights import weights_folder
+from tests.conftest import tiny_llama
+
+
+def same(model: Any, other: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_by_file_on_disk_and_in_memory(tmp_path: Path, memory: bool) -> None:
+    folder = weights_folder(10**6) if memory else tmp_path
+    learner, engine = tiny_llama(seed=1), tiny_llama(seed=2)
+    for version in (0, 1):
+        notice = write_notice(trained_weights(learner), folder, version)
+        load_weights(engine, read_notice(notice, patience=0))
+        remove_older(folder, version)
+        assert same(learner, engine)
+        assert [path.name for path in folder.iterdir()] == [f"version-{version}.safetensors"]
+        with torch.no_grad():
+            learner.lm_head.weight += 1
+    if memory:
+        Path(notice.path).unlink()
+        folder.rmdir()
+
+
+def test_memory_that_a_killed_run_has_left_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is alive holds its folder's lock; a vLLM's folder has none and is left alone."""
+    monkeypatch.setattr(transport, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("covey.rollout.vllm.weights.SHARED_MEMORY", tmp_path)
+    killed, lock = transport.memory_folder(1)
+    lock.close()
+    alive, held = transport.memory_folder(1)
+    assert not killed.exists()
+    (tmp_path / "covey-weights-vllm").mkdir()
+    mine, lock = transport.memory_folder(1)
+    assert {path.name for path in tmp_path.iterdir()} == {alive.name, mine.name, "covey-weights-vllm"}
+    held.close()
+    lock.close()
+
+
+def test_a_file_that_was_damaged_or_never_came_is_not_taken(tmp_path: Path) -> None:
+    notice = write_notice(trained_weights(tiny_llama()), tmp_path, 3)
+    path = Path(notice.path)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(WeightsDamaged, match=r"version 3: .* does not match its checksum"):
+        read_notice(notice, patience=0.1)
+    path.unlink()
+    with pytest.raises(WeightsDamaged, match="is not there"):
+        read_notice(notice, patience=0.1)
+
+
+def test_a_file_that_comes_late_is_waited_for(tmp_path: Path) -> None:
+    model = tiny_llama()
+    notice = write_notice(trained_weights(model), tmp_path, 0)
+    hidden = Path(notice.path).rename(tmp_path / "elsewhere")
+    late = threading.Timer(0.3, lambda: hidden.rename(notice.path))
+    late.start()
+    assert set(read_notice(notice, patience=20)) == dict(trained_weights(model)).keys()
+    late.join()
+
+
+def test_adapters_travel_without_their_base() -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted(seed: int) -> Any:
+        base = tiny_llama()
+        torch.manual_seed(seed)
+        return peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+
+    learner, engine = adapted(1), adapted(2)
+    sent = dict(trained_weights(learner))
+    assert len(sent) == 4 and all("lora_" in name for name in sent)  # two layers, A and B
+    assert not same(learner, engine)
+    load_weights(engine, sent)
+    assert same(learner, engine)
+
+
+def test_another_model_is_refused_as_a_whole() -> None:
+    engine, before = tiny_llama(seed=1), tiny_llama(seed=1)
+    weights = dict(trained_weights(tiny_llama(seed=2, num_hidden_layers=1)))
+    with pytest.raises(WeightsDamaged, match="another than the learner's"):
+        load_weights(engine, weights)
+    assert same(engine, before)
+
+
+def test_by_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In buckets smaller than the model; then once more in a new group, as after a replacement. Members are threads
+    here; in other processes: test_ray.py."""
+    monkeypatch.setattr(transport, "BUCKET", 20_000)
+    learner = tiny_llama(seed=1).to(torch.bfloat16)
+    assert sum(p.numel() * 2 for p in learner.parameters()) > 2 * bucket_size(learner)
+    for seed in (2, 3):
+        meeting = Meeting("127.0.0.1", free_port("127.0.0.1"), members=3, gpu=False)
+        engines = [tiny_llama(seed=seed).to(torch.bfloat16) for _ in range(2)]
+        with ThreadPoolExecutor(2) as threads:
+            jobs = [threads.submit(receive, meeting, rank, engine) for rank, engine in enumerate(engines, start=1)]
+            WeightGroup(meeting, 0, "127.0.0.1").send(trained_weights(learner), bucket_size(learner))
+            for job in jobs:
+                job.result()
+        assert all(same(learner, engine) for engine in engines)
+        with torch.no_grad():
+            learner.lm_head.weight += 1
+
+
+def receive(meeting: Meeting, rank: int, engine: Any) -> None:
+    load_weights(engine, WeightGroup(meeting, rank, "127.0.0.1").receive())
