@@ -242,25 +242,44 @@ def test_a_paused_engine_gives_its_memory_back_and_wakes_with_new_weights(bench:
     assert_as_alone(model, requests, bench.answers(requests), TOLERANCE)
 
 
-def test_a_whole_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps of a model whose matrices are not tied; the second samples with the weights that the first made."""
+WHOLE = (
+    "rollout=vllm model=model model.dtype=float32 algorithm=grpo reward=rewards.py:variety learner.lr=1e-3 "
+    "data.val_size=2 data.train_batch_size=3 rollout.group_size=4 rollout.max_tokens=12 rollout.memory=0.1 "
+    "rollout.eager=true"
+)
+
+
+def train(folder: Path, settings: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[dict[str, Any]]]:
+    """The run's folder and records, of a model whose matrices are not tied."""
     tokenizer = byte_tokenizer()
     model = tiny_llama(vocabulary=len(tokenizer), hidden_size=128, initializer_range=0.1, eos_token_id=EOS)
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    (tmp_path / "rewards.py").write_text("def variety(final_answer):\n    return len(set(final_answer)) / 10\n")
-    monkeypatch.chdir(tmp_path)
-    settings = (
-        "rollout=vllm model=model model.dtype=float32 algorithm=grpo reward=rewards.py:variety learner.lr=1e-3 "
-        "data.val_size=2 data.train_batch_size=3 rollout.group_size=4 rollout.max_tokens=12 rollout.memory=0.1 "
-        "rollout.eager=true learner.offload_weights=true loop.total_steps=2"
-    )
-    assert main(["train", *settings.split()]) == 0
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "rewards.py").write_text("def variety(final_answer):\n    return len(set(final_answer)) / 10\n")
+    monkeypatch.chdir(folder)
+    assert main(["train", *WHOLE.split(), *settings.split()]) == 0
     (run,) = Path("outputs").glob("*/*")
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return run, [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_whole_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps; the second samples with the weights that the first made."""
+    run, records = train(tmp_path, "learner.offload_weights=true loop.total_steps=2", monkeypatch)
     steps = [record["metrics"] for record in records if record["kind"] == "step"]
     assert [record["kind"] for record in records] == ["eval", "step", "step", "eval"]
     assert all(0 <= step["rollout/mismatch"] < TOLERANCE for step in steps)
     assert all(step["correction/weight_mean"] == pytest.approx(1, abs=TOLERANCE) for step in steps)
     assert any(step["grad/norm"] > 0 for step in steps)
     assert (run / "vllm.log").stat().st_size > 0
+
+
+def test_an_engine_of_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three steps with new weights in between: the engine's log-probs are the learner's of the same weights."""
+    pytest.importorskip("ray")
+    settings = "cluster=ray cluster.rollout_devices=1 loop.total_steps=3 eval.before=false eval.after=false"
+    run, records = train(tmp_path, settings, monkeypatch)
+    steps = [record["metrics"] for record in records if record["kind"] == "step"]
+    assert len(steps) == 3 and all(step["grad/norm"] > 0 for step in steps)
+    assert all(0 <= step["rollout/mismatch"] < 1e-2 for step in steps)
+    print("mismatch", [step["rollout/mismatch"] for step in steps])
+    assert (run / "vllm-0.log").stat().st_size > 0

@@ -447,7 +447,9 @@ def _make_source(prepared: Prepared, collector: Collector) -> TrainingSource:
 
 def publish_every(config: Config) -> int:
     """Weights of an engine that shares the learner's GPU leave it with every sleep: it needs them each time."""
-    asleep = config.rollout.name == "vllm" and config.rollout.sleep and shares_gpu(config, engine_gpus(config))
+    local = config.cluster.name == "local"
+    shared = shares_gpu(config, engine_gpus(config)) if local else config.cluster.rollout_devices is None
+    asleep = config.rollout.name == "vllm" and config.rollout.sleep and shared
     return config.mode.publish_every if ahead(config) and not asleep else 1
 
 

@@ -1,0 +1,74 @@
+"""Whether training learns as well while sampling goes on: the demo by turns in one process, and asynchronously in a
+local Ray cluster with one learner and two engines, the same seeds and the same number of steps.
+
+    .venv/bin/python benchmarks/async_learning.py [--seeds 0 1 2] [--steps 20] [--staleness 1]
+
+Each run is a process of its own, one after the other; several minutes each on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tiny import table
+
+LAST = 5  # steps whose reward is shown
+
+
+def run(words: list[str], out: Path) -> tuple[list[dict[str, Any]], float]:
+    """The records of a run, and how long the command took."""
+    before = set(out.glob("*/*"))
+    command = [sys.executable, "-m", "covey.cli.main", "train", "--config-name", "demo", f"logging.output_dir={out}"]
+    command += [
+        "resume=disable",
+        "loop.save_final=false",
+        "logging.to=[]",
+        "eval.modes=[greedy]",
+        "eval.every=0",
+        *words,
+    ]
+    start = time.perf_counter()
+    subprocess.run(command, check=True, stdout=sys.stderr)
+    (folder,) = set(out.glob("*/*")) - before
+    return [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ], time.perf_counter() - start
+
+
+def row(name: str, seed: int, records: list[dict[str, Any]], seconds: float) -> tuple[str, ...]:
+    evaluations = [record["metrics"]["eval/accuracy"] for record in records if record["kind"] == "eval"]
+    steps = [record["metrics"] for record in records if record["kind"] == "step"]
+    reward = statistics.fmean(step["reward/mean"] for step in steps[-LAST:])
+    age = max(step.get("policy/age_max", 0.0) for step in steps)
+    accuracy = f"{100 * evaluations[0]:.1f} → {100 * evaluations[-1]:.1f}"
+    return name, str(seed), accuracy, f"{reward:.3f}", f"{age:.0f}", f"{seconds:.0f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--staleness", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("outputs/benchmark-async"))
+    chosen = parser.parse_args()
+    ahead = ["mode=async", f"mode.max_staleness={chosen.staleness}", "cluster=ray", "cluster.rollout_devices=2"]
+    rows = []
+    for seed in chosen.seeds:
+        for name, words in (("by turns", []), ("async, 2 engines", ahead)):
+            settings = [f"seed={seed}", f"loop.total_steps={chosen.steps}", *words]
+            rows.append(row(name, seed, *run(settings, chosen.out)))
+            print(rows[-1], file=sys.stderr, flush=True)
+    print(
+        table(("mode", "seed", "held-out accuracy, %", f"reward of the last {LAST} steps", "oldest policy", "s"), rows)
+    )
+
+
+if __name__ == "__main__":
+    main()
