@@ -19,6 +19,10 @@ covey — reinforcement learning of language models on groups of sampled answers
   covey data    prepare NAME | show NAME_OR_FILE | check FILE             public data sets, and files of your own
   covey config  [explain KEY] [key=value ...]                             resolved settings; what a setting means
   covey algorithms                                                        the algorithms and their settings
+  covey dash    [RUNS...]                                                 a page over runs, live, on this machine
+  covey report  RUN... [--markdown]                                       that page as one file, or Markdown
+  covey runs    [FOLDER...]                                               runs: status, best score, duration
+  covey watch   RUN                                                       attach to a run that is going
   covey doctor                                                            what this machine can do, and the fixes
 
 Start with:  covey train --config-name demo        More:  covey COMMAND --help
@@ -59,7 +63,7 @@ def _read_env_file() -> None:
 
 
 def _command(name: str) -> Callable[[list[str]], int]:
-    from covey.cli import data, doctor, evaluate, sample, serve, settings, sft, train
+    from covey.cli import dash, data, doctor, evaluate, sample, serve, settings, sft, train, watch
     from covey.errors import unknown
 
     commands: dict[str, Callable[[list[str]], int]] = {
@@ -71,6 +75,10 @@ def _command(name: str) -> Callable[[list[str]], int]:
         "data": data.main,
         "config": settings.main_config,
         "algorithms": settings.main_algorithms,
+        "dash": dash.main_dash,
+        "report": dash.main_report,
+        "runs": watch.main_runs,
+        "watch": watch.main_watch,
         "doctor": doctor.main,
     }
     if name not in commands:

@@ -249,17 +249,17 @@ def off_policy(evidence: Evidence) -> Sign | None:
     ess, apart = evidence.at("policy/ess"), evidence.at("rollout/mismatch")
     if ess is not None and (share := _ends(ess)[1]) < STALE:
         what = f"The samples are worth only {share:.0%} of their number to the policy that learns from them"
-        points, metrics = ess, ("policy/ess", "policy/age")
+        points, metrics = ess, ["policy/ess", "policy/age"]
     elif apart is not None and (distance := _ends(apart)[1]) > DISAGREE:
         what = f"Sampler and learner disagree by {distance:.2f} nats per token about the same weights"
-        points, metrics = apart, ("rollout/mismatch",)
+        points, metrics = apart, ["rollout/mismatch"]
     else:
         return None
     return Sign(
         "off_policy",
         "Samples do not fit the policy",
         f"{what}: a few tokens steer each update.",
-        metrics,
+        tuple(name for name in metrics if name in evidence.steps),
         *_span(points),
         ("mode.max_staleness", "learner.epochs", "algorithm.correction"),
         "Let samples grow less old, make fewer updates of each batch, or correct for the difference.",
@@ -281,8 +281,8 @@ def paid_by_length(evidence: Evidence) -> Sign | None:
     return Sign(
         "paid_by_length",
         "Longer answers are paid more",
-        f"Answers grew from {start:.0f} to {end:.0f} tokens, and in the recorded episodes reward and length go together "
-        f"(correlation {together:.2f}): length may be what is learned.",
+        f"Answers grew from {start:.0f} to {end:.0f} tokens, and in the recorded episodes reward and length go "
+        f"together (correlation {together:.2f}): length may be what is learned.",
         ("response/length_mean", "reward/mean"),
         *_span(length),
         ("reward.weights", "algorithm.overlong_penalty", "algorithm.name"),

@@ -24,7 +24,7 @@ class Tail:
     def was_cut(self) -> bool:
         """A resumed run cuts its files back to a checkpoint and writes on: the bytes before our place are then gone or
         others. If so, begin again."""
-        if not self._before or self.size >= self.offset and self._read(self.offset - len(self._before)) == self._before:
+        if not self._before or (self.size >= self.offset and self._bytes_before() == self._before):
             return False
         self.offset, self._before = 0, b""
         self.cuts += 1
@@ -45,7 +45,7 @@ class Tail:
                 self._before = line[-KEPT:]
                 yield start, line
 
-    def _read(self, start: int) -> bytes:
+    def _bytes_before(self) -> bytes:
         with self.path.open("rb") as file:
-            file.seek(start)
+            file.seek(self.offset - len(self._before))
             return file.read(len(self._before))
