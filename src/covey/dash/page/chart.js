@@ -4,8 +4,8 @@
   const { h, number } = covey;
   const PAD = { left: 50, right: 10, top: 8, bottom: 22 }, HEIGHT = 190;
 
-  function ticks(low, high, count) {
-    const rough = (high - low) / count || 1, power = 10 ** Math.floor(Math.log10(rough));
+  function ticks(low, high, count, least = 0) {
+    const rough = Math.max(least, (high - low) / count) || 1, power = 10 ** Math.floor(Math.log10(rough));
     const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough) || power;
     const found = [];
     for (let at = Math.ceil(low / step - 1e-9) * step; at <= high + step * 1e-6; at += step) found.push(Number(at.toPrecision(12)));
@@ -39,10 +39,11 @@
       this.canvas = h("canvas", { tabindex: "0", role: "img", "aria-label": options.title });
       this.legend = h("div", { class: "legend" });
       const act = (text, label, work) => h("button", { class: "act", "aria-label": `${label}: ${options.title}`, title: label, text, onclick: work });
+      this.title = h("h2", { text: options.title });
       this.node = h("div", { class: "card" },
-        h("div", {}, h("h2", { text: options.title }), h("span", { class: "quiet", text: options.about || "" }), h("span", { class: "grow" }),
+        h("div", {}, this.title, h("span", { class: "quiet", text: options.about || "" }), h("span", { class: "grow" }),
           act("PNG", "Save as picture", () => this.png()), act("CSV", "Save the numbers", () => this.csv())),
-        this.canvas, this.legend);
+        this.canvas, this.legend, options.below || null);
       this.canvas.addEventListener("pointermove", (event) => this.hover(event));
       this.canvas.addEventListener("pointerleave", () => { this.at = null; covey.untip(); this.draw(); });
       this.canvas.addEventListener("keydown", (event) => this.key(event));
@@ -50,6 +51,8 @@
       this.canvas.addEventListener("click", () => { if (this.near !== undefined && options.onpick) options.onpick(this.near); });
       new ResizeObserver(() => this.draw()).observe(this.canvas);
     }
+
+    rename(title) { this.options.title = title; this.title.textContent = title; }
 
     // data: {series: [{label, x, y, raw?, lo?, hi?, band?, colour, dots?, id?}], log, xlabel, xformat}
     set(data) {
@@ -86,6 +89,7 @@
       if (!log && !stack && y0 >= 0 && y0 < 0.5 * y1) y0 = 0;
       if (y1 === y0) { const half = Math.abs(y1) * 0.05 || 0.5; y0 -= log ? 0.5 : half; y1 += log ? 0.5 : half; }
       if (x1 === x0) { x0 -= 0.5; x1 += 0.5; }
+      if (this.options.kind === "dots") { const wide = (x1 - x0) * 0.04; x0 -= wide; x1 += wide; y0 -= (y1 - y0) * 0.06; }
       const room = stack || y0 === 0 ? 0 : (y1 - y0) * 0.05;
       return { x0, x1, y0: y0 - room, y1: y1 + (y1 - y0) * 0.05, value };
     }
@@ -132,7 +136,7 @@
         g.fillText(number(log ? 10 ** tick : tick), PAD.left - 6, y);
       }
       g.textBaseline = "top";
-      const all = ticks(box.x0, box.x1, Math.max(2, Math.floor((width - 60) / 90)));
+      const all = ticks(box.x0, box.x1, Math.max(2, Math.floor((width - 60) / 64)), this.data.whole ? 1 : 0);
       for (const tick of all) {
         g.textAlign = X(tick) > width - 40 ? "right" : "center";
         g.fillText(form(tick), Math.min(X(tick), width - PAD.right), height - PAD.bottom + 6);
@@ -194,8 +198,11 @@
     dots(g) {
       const { X, Y } = this.box;
       for (const one of this.data.series) {
-        g.fillStyle = one.colour; g.globalAlpha = one.x.length > 500 ? 0.3 : 0.55;
-        one.x.forEach((x, i) => { g.beginPath(); g.arc(X(x), Y(one.y[i]), one.x.length > 500 ? 2 : 3.2, 0, 7); g.fill(); });
+        const many = one.x.length > 500;
+        g.fillStyle = one.colour; g.globalAlpha = many ? 0.3 : 0.5;
+        // Scores are often whole numbers: each dot is moved a little aside, always to the same place, so that a crowd is seen.
+        const aside = (i) => 7 * (((i * 0.618034) % 1) - 0.5), up = (i) => 7 * (((i * 0.754878) % 1) - 0.5);
+        one.x.forEach((x, i) => { g.beginPath(); g.arc(X(x) + aside(i), Y(one.y[i]) + up(i), many ? 2 : 2.8, 0, 7); g.fill(); });
         if (this.near !== undefined && this.at !== null) {
           g.globalAlpha = 1; g.strokeStyle = covey.colour("ink"); g.beginPath(); g.arc(X(one.x[this.at]), Y(one.y[this.at]), 5, 0, 7); g.stroke();
         }

@@ -20,7 +20,7 @@
         input.checked = state.picked.includes(run.id);
         return h("label", {}, input, ` ${run.name} `, covey.pill(run));
       };
-      this.charts = ["Reward", "Held-out accuracy", "Any metric"].map((title) => new covey.Chart({ title }));
+      this.charts = ["Reward", "Held-out accuracy", "Metric"].map((title) => new covey.Chart({ title }));
       this.choice = h("select", { "aria-label": "Metric to compare", onchange: () => { this.metric = this.choice.value; this.update(); } });
       this.tables = h("div");
       this.root.replaceChildren(
@@ -57,6 +57,7 @@
       const axis = { ...covey.axis(), mark: null };
       this.charts[0].set({ ...axis, series: line((one) => [one.steps, one.curve.key, true]) });
       this.charts[1].set({ ...axis, series: line((one) => [one.evals, one.curve.best, false]) });
+      this.charts[2].rename(this.metric || "Metric");
       this.charts[2].set({ ...axis, series: line((one) => (one.steps.series[this.metric] ? [one.steps, this.metric, true] : [one.evals, this.metric, false])) });
     },
 
@@ -68,7 +69,7 @@
         cell(run.name), cell(run.status), cell(`${run.done} of ${run.total}`), cell(run.last ? withInterval(run.last) : "–"),
         cell(run.best ? `${number(run.best.value)} after ${run.best.step}` : "–"), cell(covey.duration(run.seconds)))));
       const settings = found.settings.length
-        ? table(["setting", ...runs.map((run) => run.name)], found.settings.map((row) => h("tr", {}, row.map((value, i) => h("td", { class: i ? "mono" : "", text: i ? JSON.stringify(value) : value })))))
+        ? table(["setting", ...runs.map((run) => run.name)], found.settings.map((row) => h("tr", {}, row.map((value, i) => h("td", { class: i ? "mono" : "", text: i && value !== "–" ? JSON.stringify(value) : value })))))
         : h("p", { class: "quiet", text: runs.length > 1 ? "All settings are the same." : "Pick a second run to see what differs." });
       const unpaired = found.unpaired.map((one) => {
         const points = (v) => `${v >= 0 ? "+" : "−"}${Math.abs(100 * v).toFixed(1)}`;

@@ -30,13 +30,13 @@
 
     controls() {
       const again = covey.later(() => this.reload());
-      const input = (name, type, label) => h("input", { type, name, placeholder: label, "aria-label": label, oninput: again, step: type === "number" ? "any" : null });
+      const input = (name, type, hint, label) => h("input", { type, name, placeholder: hint, "aria-label": label || hint, oninput: again, step: type === "number" ? "any" : null });
+      const between = (what, low, high) => h("label", {}, what, input(low, "number", "from", `${what} from`), input(high, "number", "to", `${what} to`));
       const box = (name, label) => h("label", {}, h("input", { type: "checkbox", name, onchange: again }), label);
       this.stops = h("select", { name: "stop", "aria-label": "Stop reason", onchange: again }, h("option", { value: "", text: "any stop" }));
       return h("form", { class: "filters", role: "search", onsubmit: (event) => event.preventDefault() },
         input("task", "search", "task or question  /"), input("text", "search", "said in the episode"),
-        input("min_reward", "number", "reward ≥"), input("max_reward", "number", "reward ≤"), input("min_length", "number", "length ≥"), input("max_length", "number", "length ≤"),
-        input("first_step", "number", "step ≥"), input("last_step", "number", "step ≤"), this.stops, box("tool_errors", "tool errors"), box("failed", "failed"));
+        between("reward", "min_reward", "max_reward"), between("length", "min_length", "max_length"), between("step", "first_step", "last_step"), this.stops, box("tool_errors", "tool errors"), box("failed", "failed"));
     },
 
     query() {

@@ -23,9 +23,10 @@
     const y = covey.smooth(one.y, weight);
     return { label, colour, x: found.axes[state.axis], y, raw: weight ? one.y : null, lo: one.lo, hi: one.hi, band: one.band };
   };
-  covey.axis = () => ({ xlabel: AXES[state.axis][0], xformat: AXES[state.axis][1], log: state.log, mark: state.axis === "step" && state.mark ? state.mark.span : null });
+  covey.axis = () => ({ whole: state.axis !== "time", xlabel: AXES[state.axis][0], xformat: AXES[state.axis][1], log: state.log, mark: state.axis === "step" && state.mark ? state.mark.span : null });
 
-  covey.signCards = function (signs, evidence) {
+  covey.signCards = function (run, signs, evidence) {
+    if (run.done < 10) return h("div", { class: "quiet early", text: "Too early to judge: warnings are given from the tenth step on." });
     if (!signs.length) return h("div", { class: "fine", text: "✓ Nothing looks wrong." });
     return h("div", { class: "signs" }, signs.map((sign) => h("div", { class: "sign", "data-sign": sign.name },
       h("h2", { text: sign.title }), h("p", { text: sign.sentence }),
@@ -111,7 +112,7 @@
           h("span", { text: `step ${run.done.toLocaleString("en")} of ${run.total.toLocaleString("en")}` }),
           h("span", { class: "quiet", text: `${duration(run.seconds)} so far` + (run.eta !== null ? `, ${duration(run.eta)} left` : "") })),
         h("div", { class: "bar", role: "progressbar", "aria-valuenow": run.done, "aria-valuemax": run.total, "aria-label": "Steps done" }, bar),
-        covey.signCards(found.signs, (name, span) => covey.evidence(name, span)),
+        covey.signCards(run, found.signs, (name, span) => covey.evidence(name, span)),
         shown);
     },
 

@@ -72,7 +72,7 @@
 
   covey.Reader = class {
     constructor(root, onback) {
-      this.root = root; this.mode = "advantage"; this.view = "one"; this.onback = onback;
+      this.root = root; this.mode = "logprobs"; this.view = "one"; this.onback = onback;
     }
 
     async open(id) {

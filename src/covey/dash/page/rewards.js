@@ -18,7 +18,7 @@
       this.zero = names.filter((name) => /^gdpo\/.+\/frac_zero_std$/.test(name));
       const key = JSON.stringify([state.run, this.means, this.weights, this.zero]);
       if (key !== this.key) { this.key = key; this.build(); }
-      this.top.replaceChildren(covey.signCards(this.found.signs, (name, span) => covey.evidence(name, span)), this.fixed());
+      this.top.replaceChildren(covey.signCards(this.found.state, this.found.signs, (name, span) => covey.evidence(name, span)), this.fixed());
       this.steps = await covey.ask("series", { run: state.run, kind: "step", names: [...this.means, ...this.weights, ...this.zero].join(",") });
       this.redraw();
       await this.scatter();
@@ -30,11 +30,12 @@
       this.curves = [[chart("Rewards", "mean of each, and their weighted sum"), this.means]];
       if (this.weights.length) this.curves.push([chart("Weights", "in use, by DGDO"), this.weights]);
       if (this.zero.length) this.curves.push([chart("Groups where a reward does not differ", ""), this.zero]);
-      this.dots = new covey.Chart({ title: "Episodes", about: "recorded ones, one against the other", kind: "dots", onpick: (id) => covey.go({ tab: "episodes", id }) });
       this.selects = ["x", "y"].map((axis) => h("select", { "aria-label": axis === "x" ? "Across" : "Up", onchange: (event) => { this[axis] = event.target.value; this.scatter(); } }));
-      this.verdict = h("p", { class: "quiet" });
+      this.verdict = h("div", { class: "quiet" });
+      const below = h("div", {}, h("div", { class: "tools" }, h("label", {}, "up", this.selects[1]), h("label", {}, "across", this.selects[0])), this.verdict);
+      this.dots = new covey.Chart({ title: "Episodes", about: "recorded ones, one against the other", kind: "dots", below, onpick: (id) => covey.go({ tab: "episodes", id }) });
       this.root.replaceChildren(this.top, h("div", { class: "tools" }, covey.toolbar(() => this.redraw())),
-        h("div", { class: "charts" }, this.curves.map(([one]) => one.node), h("div", {}, this.dots.node, h("div", { class: "tools" }, h("label", {}, "up", this.selects[1]), h("label", {}, "across", this.selects[0])), this.verdict)));
+        h("div", { class: "charts" }, this.curves.map(([one]) => one.node), this.dots.node));
     },
 
     // Weights that do not move, from the settings.
