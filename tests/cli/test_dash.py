@@ -28,7 +28,7 @@ def test_runs_lists_status_best_score_and_duration(tmp_path: Path, capsys: pytes
 
 
 def test_watch_tells_what_is_new_until_the_run_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    series, accuracy = sick("kl_runaway", 20)
+    series, _ = sick("kl_runaway", 20)
     folder = write_run(tmp_path / "a", {k: v[:15] for k, v in series.items()}, {0: 0.2}, status="running", total=20)
     turns = 0
 

@@ -11,6 +11,7 @@ import gzip
 import hmac
 import json
 import secrets
+import sys
 import threading
 from collections.abc import Callable
 from http.cookies import SimpleCookie
@@ -55,13 +56,20 @@ def page_file(name: str, *, linked: bool = True) -> str:
     return text
 
 
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # a browser that leaves in the middle is no error
+            super().handle_error(request, client_address)
+
+
 class Dash:
     """The server and its follower, each on a thread of its own. Use it as a context."""
 
     def __init__(self, library: Library, port: int = 0, token: str | None = None) -> None:
         self.library, self.token = library, token or secrets.token_urlsafe(24)
-        self._server = ThreadingHTTPServer((HOST, port), handler(Api(library), self.token))
-        self._server.daemon_threads = True
+        self._server = Server((HOST, port), handler(Api(library), self.token))
         self._ended = threading.Event()
         self._threads = [
             threading.Thread(target=run, daemon=True) for run in (self._server.serve_forever, self._follow)

@@ -30,7 +30,7 @@
     },
 
     pick(id, on) {
-      state.picked = state.runs.map((run) => run.id).filter((other) => (other === id ? on : state.picked.includes(other)));
+      state.picked = state.runs.map((run) => run.id).reverse().filter((other) => (other === id ? on : state.picked.includes(other)));
       this.update();
     },
 
