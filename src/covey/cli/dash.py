@@ -39,6 +39,7 @@ def main_dash(argv: list[str]) -> int:
 
     places = [Path(place) for place in words.places] or [Path("outputs")]
     library = Library(places)
+    library.poll()  # the numbers are there before the link is
     port = _whole(words.text("--port") or "0", "--port")
     try:
         dash = Dash(library, port)

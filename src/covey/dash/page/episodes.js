@@ -3,7 +3,7 @@
 (function (covey) {
   const { h, number } = covey, state = covey.state;
   const LINE = 30, BLOCK = 200, KEPT = 12; // pixels of a line; lines fetched at a time; blocks kept in memory
-  const COLUMNS = [["step", "step"], ["task", null, "wide"], ["reply", null], ["reward", "reward"], ["length", "length"], ["stop", null], ["err", "tool_errors", "wide"]];
+  const COLUMNS = [["step", "step", "n"], ["task", null, "wide"], ["reply", null], ["reward", "reward", "n"], ["length", "length", "n"], ["stop", null], ["err", "tool_errors", "n wide"]];
 
   covey.views.episodes = {
     title: "Episodes",

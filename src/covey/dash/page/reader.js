@@ -68,6 +68,8 @@
     fact("step", episode.step), fact("group", episode.group), fact("attempt", episode.attempt), fact("reward", number(episode.total_reward)), fact("advantage", number(episode.advantage)),
     fact("tokens", length), fact("stop", episode.stop || "none"), Object.entries(episode.rewards).map(([name, value]) => fact(name, number(value))),
     (episode.tools || []).length ? fact("tool calls", episode.tools.map((use) => use.tool + (use.error ? ` (${use.error})` : "")).join(", ")) : null);
+  const brief = (episode, length) => h("div", { class: "facts" }, fact("step", episode.step), fact("attempt", episode.attempt), fact("reward", number(episode.total_reward)),
+    fact("advantage", number(episode.advantage)), fact("tokens", length), fact("stop", episode.stop || "none"));
   const sampledTokens = (episode) => episode.rows.reduce((sum, row) => sum + row.mask.reduce((a, b) => a + b, 0), 0);
 
   covey.Reader = class {
@@ -121,7 +123,7 @@
       const found = await covey.ask("related", { run: state.run, id: this.id, kind: this.view });
       const every = Math.max(1, Math.ceil(found.rows.length / MOST_COLUMNS)), rows = found.rows.filter((_, i) => i % every === 0);
       const whole = await Promise.all(rows.map((row) => covey.ask("episode", { run: state.run, id: row.id })));
-      const column = (episode) => h("div", {}, facts(episode, sampledTokens(episode)), episode.rows.map((row) => tokens(row, this.mode)), h("button", { text: "read", onclick: () => { this.view = "one"; covey.go({ id: episode.id }); } }));
+      const column = (episode) => h("div", {}, brief(episode, sampledTokens(episode)), episode.rows.map((row) => tokens(row, this.mode)), h("button", { text: "read", onclick: () => { this.view = "one"; covey.go({ id: episode.id }); } }));
       const parts = [h("p", { class: "quiet", text: this.view === "group" ? `${found.total} recorded attempts of this group` : `${found.total} recorded attempts at this task, by step` })];
       if (this.view === "task") {
         const chart = new covey.Chart({ title: "Reward at this task", kind: "dots", onpick: (id) => { this.view = "one"; covey.go({ id }); } });
