@@ -239,22 +239,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--episodes", type=int, default=100_000)
+    parser.add_argument("--run", type=Path, help="where the run is made, and kept; one that is there is taken")
     asked = parser.parse_args()
     from playwright.sync_api import sync_playwright
 
     with tempfile.TemporaryDirectory() as name, sync_playwright() as play:
         work = Path(name)
-        make_run(work / "run", asked.steps, asked.episodes)
-        sizes = {file: (work / "run" / file).stat().st_size / 1e6 for file in ("metrics.jsonl", "episodes.jsonl")}
-        print(f"{asked.steps} steps, {asked.episodes} episodes; MB: {sizes}")
+        run = asked.run or work / "run"
+        if not run.exists():
+            make_run(run, asked.steps, asked.episodes)
+        sizes = {file: round((run / file).stat().st_size / 1e6) for file in ("metrics.jsonl", "episodes.jsonl")}
+        print(f"a run of {' and '.join(f'{size} MB {file}' for file, size in sizes.items())}")
         browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        show("covey dash", measure_dash(browser, work / "run"))
+        show("covey dash", measure_dash(browser, run))
         try:
             import tensorboard  # noqa: F401
         except ImportError:
             print("tensorboard is not installed: not compared")
         else:
-            show("tensorboard", measure_tensorboard(browser, work / "run", work))
+            show("tensorboard", measure_tensorboard(browser, run, work))
         browser.close()
 
 

@@ -108,7 +108,14 @@ def thin(columns: Mapping[str, Floats], axes: Mapping[str, Floats], points: int 
 
 def listed(values: Floats | Sequence[float]) -> list[float | None]:
     """For JSON: seven digits are more than a chart can tell apart; what is not finite is null."""
-    return [float(f"{value:.7g}") if np.isfinite(value) else None for value in values]
+    values = np.asarray(values, dtype=np.float64)
+    there = np.isfinite(values) & (values != 0)
+    size = np.floor(
+        np.log10(np.abs(values, where=there, out=np.ones_like(values)), where=there, out=np.zeros_like(values))
+    )
+    scale = 10.0 ** np.clip(6 - size, -300, 300)
+    rounded = np.where(there, np.round(values * scale) / scale, values)
+    return [value if value - value == 0 else None for value in rounded.tolist()]
 
 
 def _bucketed(values: Floats, starts: NDArray[np.int64]) -> dict[str, Any]:

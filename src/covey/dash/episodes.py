@@ -173,8 +173,10 @@ class Episodes:
         values["tool_errors"] = sum(use["error"] is not None for use in head.get("tools", ()))
         for name, column in self.numbers.items():
             column.append(NOT_SCORED if values[name] is None else values[name])
-        for name in {*head["rewards"], *self.rewards}:
-            column = self.rewards.setdefault(name, array("d", [NOT_SCORED] * len(self)))
+        for name in head["rewards"]:
+            if name not in self.rewards:
+                self.rewards[name] = array("d", [NOT_SCORED] * len(self))
+        for name, column in self.rewards.items():
             value = head["rewards"].get(name)
             column.append(NOT_SCORED if value is None else value)
         self.task.append(task)
