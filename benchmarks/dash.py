@@ -187,14 +187,18 @@ def first_paint(browser: Any, link: str, shown: str) -> tuple[float, float, Any]
     return float(paint), drawn, page
 
 
+def visit(browser: Any, link: str, shown: str) -> tuple[float, float]:
+    paint, drawn, page = first_paint(browser, link, shown)
+    page.close()
+    return paint, drawn
+
+
 def paints(browser: Any, link: str, shown: str, pause: float = 0.0) -> dict[str, str]:
     """The first visit, and later ones, when everything is loaded."""
-    cold = first_paint(browser, link, shown)
+    cold = visit(browser, link, shown)
     time.sleep(pause)
-    warm = [first_paint(browser, link, shown) for _ in range(REPEATS)]
-    for _, _, page in (cold, *warm):
-        page.close()
-    paint, drawn = (statistics.median(visit[at] for visit in warm) for at in (0, 1))
+    warm = [visit(browser, link, shown) for _ in range(REPEATS)]
+    paint, drawn = (statistics.median(one[at] for one in warm) for at in (0, 1))
     return {
         "first paint, first visit": f"{cold[0]:.0f} ms, charts {cold[1]:.0f} ms",
         "first paint, again": f"{paint:.0f} ms, charts {drawn:.0f} ms",

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from covey.dash.tail import Tail
 from covey.telemetry.jsonl import EPISODES_FILE
 
-CHUNK = 16 << 20  # bytes indexed at a time, before others get their turn
+CHUNK = 4 << 20  # bytes indexed at a time, before others get their turn
 PREVIEW = 120  # characters of a question or a reply in the list
 ROWS, MASK = b', "rows": [', b'"mask": ['
 NOT_SCORED = float("nan")

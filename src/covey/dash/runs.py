@@ -46,9 +46,9 @@ class Run:
 
     @property
     def version(self) -> str:
-        """Another one: something is new."""
-        metrics, episodes = self.metrics.version, self.episodes.version
-        return f"{metrics[0]}.{metrics[1]}.{episodes[0]}.{episodes[1]}.{self.info['status']}"
+        """Another one: there are new numbers, or another status."""
+        cuts, offset = self.metrics.version
+        return f"{cuts}.{offset}.{self.info['status']}"
 
     @property
     def tasks(self) -> int | None:
@@ -61,10 +61,9 @@ class Run:
         with self.lock:
             before = self.version
             self.metrics.poll()
-            if self.opened:
-                self.episodes.poll()
+            more = self.opened and self.episodes.poll()
             self.info = read_run(self.folder)
-            return self.version != before
+            return more or self.version != before
 
     def signs(self) -> list[Sign]:
         with self.lock:

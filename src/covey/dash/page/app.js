@@ -44,7 +44,7 @@
       button.setAttribute("aria-selected", String(button.dataset.tab === tab));
       button.tabIndex = button.dataset.tab === tab ? 0 : -1;
     }
-    version = state.runs[state.run].version;
+    version = seen();
     root.className = tab === "episodes" ? "split" : "";
     root.replaceChildren();
     root.scrollTop = 0;
@@ -63,11 +63,18 @@
     state.runs = found;
   }
 
+  // What a page depends on: the numbers of its run, of all runs, or the episodes too.
+  function seen() {
+    const run = state.runs[state.run];
+    if (tab === "compare") return state.runs.map((other) => other.version).join();
+    return covey.views[tab].reads === "episodes" ? `${run.version}.${run.episodes}` : run.version;
+  }
+
   async function news() {
     if (document.hidden) return;
     await guarded(async () => {
       list((await covey.ask("runs")).runs);
-      const now = tab === "compare" ? state.runs.map((run) => run.version).join() : state.runs[state.run].version;
+      const now = seen();
       if (now !== version) { version = now; await covey.views[tab].update(); }
     });
   }

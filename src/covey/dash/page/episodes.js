@@ -6,7 +6,7 @@
   const COLUMNS = [["step", "step", "n"], ["task", null, "wide"], ["reply", null], ["reward", "reward", "n"], ["length", "length", "n"], ["stop", null], ["err", "tool_errors", "n wide"]];
 
   covey.views.episodes = {
-    title: "Episodes",
+    title: "Episodes", reads: "episodes",
     async mount(root) {
       this.root = root;
       root.classList.add("split");

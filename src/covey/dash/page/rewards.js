@@ -4,7 +4,7 @@
   const { h, number } = covey, state = covey.state;
 
   covey.views.rewards = {
-    title: "Rewards",
+    title: "Rewards", reads: "episodes",
     async mount(root) {
       this.root = root; this.x = "length"; this.y = "reward"; this.key = "";
       await this.update();
