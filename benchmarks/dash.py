@@ -122,13 +122,20 @@ def milliseconds(work: Callable[[], object]) -> float:
     return 1000 * (time.perf_counter() - start)
 
 
+def index(folder: Path) -> None:
+    """What the server does in the background as soon as somebody looks at a run."""
+    from covey.dash.episodes import Episodes
+
+    episodes = Episodes(folder)
+    while episodes.poll():
+        pass
+
+
 def in_the_page(page: Any) -> dict[str, str]:
     """What somebody does who looks at episodes."""
     found: dict[str, str] = {}
     page.goto(page.url.split("#")[0] + "#episodes")
-    start = time.perf_counter()
     page.wait_for_function(INDEXED, timeout=120_000)
-    found["all episodes indexed"] = f"{time.perf_counter() - start:.1f} s"
     for label, name, value in (
         ("filter by reward", "min_reward", "0.5"),
         ("search a task", "task", "task-77"),
@@ -212,6 +219,7 @@ def measure_dash(browser: Any, folder: Path) -> dict[str, str]:
         found |= paints(browser, link, "html[data-ready]")
         _, _, page = first_paint(browser, link, "html[data-ready]")
         found |= in_the_page(page)
+        found["indexing all episodes, behind"] = f"{milliseconds(lambda: index(folder)) / 1000:.1f} s"
         heap = page.evaluate("performance.memory ? performance.memory.usedJSHeapSize / 1e6 : NaN")
         return found | {"memory of the server": f"{megabytes(pid):.0f} MB", "memory of the scripts": f"{heap:.0f} MB"}
 
