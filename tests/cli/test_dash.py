@@ -65,7 +65,9 @@ def test_dash_prints_a_link_that_works_and_ends_with_an_interrupt(tmp_path: Path
         link = process.stdout.readline().strip()
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{32}", link)
         address, token = link.split("/?token=")
-        request = urllib.request.Request(f"{address}/api/runs", headers={"Cookie": f"covey_dash={token}"})
+        request = urllib.request.Request(
+            f"{address}/api/runs", headers={"Cookie": f"covey_dash_{address.rsplit(':', 1)[1]}={token}"}
+        )
         with urllib.request.urlopen(request) as reply:
             assert json.load(reply)["runs"][0]["title"] == "covey/made"
         process.send_signal(2)

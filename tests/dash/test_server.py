@@ -13,6 +13,7 @@ from urllib.parse import urlencode
 
 import pytest
 
+from covey.dash.api import unpaired
 from covey.dash.report import html_report, markdown_report, read_all
 from covey.dash.runs import Library
 from covey.dash.server import PAGE, Dash
@@ -47,7 +48,7 @@ def dash(runs: Path) -> Iterator[Dash]:
 def get(dash: Dash, path: str, *, method: str = "GET", cookie: str | None = "right", **headers: str) -> Any:
     connection = http.client.HTTPConnection("127.0.0.1", dash.port, timeout=10)
     if cookie is not None:
-        headers["Cookie"] = f"covey_dash={dash.token if cookie == 'right' else cookie}"
+        headers["Cookie"] = f'a="x; covey_dash_{dash.port}={dash.token if cookie == "right" else cookie}; b=1'
     connection.request(method, path, headers=headers)
     reply = connection.getresponse()
     body = reply.read()
@@ -67,7 +68,7 @@ def ask(dash: Dash, name: str, **asked: object) -> Any:
 def test_the_link_gives_a_cookie_that_scripts_cannot_read(dash: Dash) -> None:
     status, headers, _ = get(dash, dash.link.removeprefix(f"http://127.0.0.1:{dash.port}"), cookie=None)
     assert (status, headers["Location"]) == (303, "/")
-    assert headers["Set-Cookie"] == f"covey_dash={dash.token}; HttpOnly; SameSite=Strict; Path=/"
+    assert headers["Set-Cookie"] == f"covey_dash_{dash.port}={dash.token}; HttpOnly; SameSite=Strict; Path=/"
 
 
 @pytest.mark.parametrize("path", ["/", "/api/runs", "/app.js", "/api/csv?run=0", "/?token=wrong", "/?token="])
@@ -152,7 +153,7 @@ def test_runs_beside_each_other(dash: Dash) -> None:
     found = ask(dash, "compare", runs="0,1")
     assert found["settings"] == [["learner.lr", 1e-6, 1e-5]]
     (unpaired,) = found["unpaired"]
-    assert unpaired["step"] == 40 and unpaired["b"] < unpaired["a"] and unpaired["high"] < 0
+    assert unpaired["steps"] == [40, 40] and unpaired["b"] < unpaired["a"] and unpaired["high"] < 0
     (paired,) = found["paired"]
     assert (paired["first"], paired["second"]) == ("a", "b") and "b is 20 points above a" in paired["sentence"]
 
@@ -172,6 +173,18 @@ def test_news_arrive_without_asking_for_the_old(dash: Dash, runs: Path) -> None:
     dash.library.poll()
     after = ask(dash, "runs")["runs"][0]
     assert (before["done"], after["done"]) == (40, 41) and before["version"] != after["version"]
+
+
+def test_two_shares_are_compared_as_the_paper_does(tmp_path: Path) -> None:
+    """Newcombe 1998, method 10: 56 of 70 against 48 of 80 is a difference of 0.2, from 0.0524 to 0.3339."""
+    series, _ = healthy(20)
+    write_run(tmp_path / "a", series, {0: 0.1, 10: 48 / 80}, started="1", held_out=80)
+    write_run(tmp_path / "b", series, {0: 0.2, 20: 56 / 70}, started="2", held_out=70)
+    library = Library([tmp_path])
+    library.poll()
+    found = unpaired(*library.runs)
+    assert found is not None and found["steps"] == [10, 20], "none but the one before training is after as many updates"
+    assert found["low"] == pytest.approx(0.0524, abs=1e-4) and found["high"] == pytest.approx(0.3339, abs=1e-4)
 
 
 # -- as one file -------------------------------------------------------------------------------------------------------

@@ -177,19 +177,28 @@ class Api:
 
 
 def unpaired(first: Run, second: Run) -> dict[str, Any] | None:
-    """The last evaluation that both made after as many updates. A run keeps no single answers of its evaluations, so
-    the interval is that of two independent shares (Newcombe's, from the two Wilson intervals)."""
+    """The last evaluation that both made after as many updates; where there is none, the last of each. A run keeps no
+    single answers of its evaluations, so the interval is that of two independent shares (Newcombe's, from the two
+    Wilson intervals)."""
     (steps, ours), (there, theirs) = (run.metrics.tables["eval"].points("eval/accuracy") for run in (first, second))
-    shared = np.intersect1d(steps, there)
-    if not len(shared) or not first.tasks or not second.tasks:
+    if not len(steps) or not len(there) or not first.tasks or not second.tasks:
         return None
-    at = int(shared[-1])
-    a, b = float(ours[steps == at][-1]), float(theirs[there == at][-1])
+    shared = [int(step) for step in np.intersect1d(steps, there) if step > 0]
+    at, other = (shared[-1], shared[-1]) if shared else (int(steps[-1]), int(there[-1]))
+    a, b = float(ours[steps == at][-1]), float(theirs[there == other][-1])
     if not (0 <= a <= 1 and 0 <= b <= 1):
         return None
     (al, ah), (bl, bh) = wilson(a, first.tasks), wilson(b, second.tasks)
     low, high = b - a - math.hypot(b - bl, ah - a), b - a + math.hypot(bh - b, a - al)
-    return {"first": first.number, "second": second.number, "step": at, "a": a, "b": b, "low": low, "high": high}
+    return {
+        "first": first.number,
+        "second": second.number,
+        "steps": [at, other],
+        "a": a,
+        "b": b,
+        "low": low,
+        "high": high,
+    }
 
 
 def _paired(found: dict[str, Any]) -> dict[str, Any]:

@@ -52,9 +52,8 @@ class Run:
 
     @property
     def tasks(self) -> int | None:
-        """How many tasks an evaluation asks, where the settings say."""
-        size = self.config.get("data.val_size")
-        return size if isinstance(size, int) and size > 0 else None
+        """How many tasks an evaluation asks, where the run says."""
+        return self.info.get("held_out") or self.config.get("data.val_size")
 
     def poll(self) -> bool:
         """Read what is new in the numbers, and where somebody looks, a chunk of the episodes."""

@@ -14,7 +14,6 @@ import secrets
 import sys
 import threading
 from collections.abc import Callable
-from http.cookies import SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from typing import Any
@@ -135,12 +134,17 @@ def handler(api: Api, token: str) -> type[BaseHTTPRequestHandler]:
                 return self._refuse(403, "wrong token: open the link that covey dash printed")
             self.send_response(303)
             self.send_header("Location", "/")
-            self.send_header("Set-Cookie", f"{COOKIE}={token}; HttpOnly; SameSite=Strict; Path=/")
+            self.send_header("Set-Cookie", f"{self._cookie_name}={token}; HttpOnly; SameSite=Strict; Path=/")
             self._finish(b"")
 
         def _cookie(self) -> str:
-            found = SimpleCookie(self.headers.get("Cookie", "")).get(COOKIE)
-            return found.value if found is not None else ""
+            pairs = [pair.strip().partition("=") for pair in self.headers.get("Cookie", "").split(";")]
+            return next((value for name, _, value in pairs if name == self._cookie_name), "")
+
+        @property
+        def _cookie_name(self) -> str:
+            """A machine's cookies are those of all its ports: each page has its own."""
+            return f"{COOKIE}_{self.server.server_port}"  # type: ignore[attr-defined]
 
         def _answer(self, work: Callable[[], None]) -> None:
             try:

@@ -114,7 +114,7 @@
       this.box = { ...box, X, Y, w };
       this.axes(g, box, X, Y, width, height);
       g.save();
-      g.beginPath(); g.rect(PAD.left, PAD.top - 2, w + 4, t + 4); g.clip();
+      g.beginPath(); g.rect(PAD.left - 3, PAD.top - 3, w + 6, t + 6); g.clip();
       if (this.data.mark) { // the steps that a warning speaks of
         g.fillStyle = covey.colour("warn"); g.globalAlpha = 0.12;
         g.fillRect(X(this.data.mark[0]), PAD.top, Math.max(3, X(this.data.mark[1]) - X(this.data.mark[0])), t);

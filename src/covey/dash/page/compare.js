@@ -74,7 +74,7 @@
       const unpaired = found.unpaired.map((one) => {
         const points = (v) => `${v >= 0 ? "+" : "−"}${Math.abs(100 * v).toFixed(1)}`;
         const sure = one.low > 0 || one.high < 0 ? "more than chance would do" : "could be chance";
-        return h("p", { text: `After ${one.step} updates ${name(one.second)} has ${points(one.b - one.a)} points against ${name(one.first)} (95 % interval ${points(one.low)} to ${points(one.high)}): ${sure}. Unpaired; covey eval compares task by task.` });
+        return h("p", { text: `After ${[...new Set(one.steps.slice().reverse())].join(" against ")} updates ${name(one.second)} has ${points(one.b - one.a)} points against ${name(one.first)} (95 % interval ${points(one.low)} to ${points(one.high)}): ${sure}. Unpaired; covey eval compares task by task.` });
       });
       const paired = found.paired.map((one) => h("p", { class: "paired", text: one.sentence }));
       this.tables.replaceChildren(
