@@ -16,7 +16,7 @@ VERIFIERS_PIP := $(VERIFIERS)/bin/python -m pip --disable-pip-version-check -q
 VLLM     := .venv-vllm
 VLLM_PIP := $(VLLM)/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo test test-kernels test-slow check format bench bench-gpu bench-gpu-packages experiments oracles verifiers vllm clean
+.PHONY: demo test dash-test test-kernels test-slow check format bench bench-gpu bench-gpu-packages experiments oracles verifiers vllm clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/covey train --config-name demo
@@ -54,6 +54,11 @@ vllm: $(VLLM)/stamp
 verifiers: $(VERIFIERS)/stamp
 	$(VERIFIERS)/bin/python -m pytest tests/agents/test_verifiers.py
 
+# The page of covey dash in a browser: docs/dash.md
+dash-test: $(VENV)/dash.stamp
+	@command -v chromium >/dev/null || { echo "chromium is missing: apt-get install chromium"; exit 1; }
+	PYTHONPATH=$(VENV)/dash $(BIN)/python -m pytest tests/dash
+
 # Every figure of a CPU: docs/benchmarks.md. TRL runs in the environment of the oracles.
 bench: $(VENV)/run.stamp $(ORACLES)/stamp
 	$(BIN)/python benchmarks/step.py
@@ -86,6 +91,10 @@ $(VENV)/run.stamp: pyproject.toml constraints.txt
 
 $(VENV)/dev.stamp: $(VENV)/run.stamp
 	$(PIP) install -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(VENV)/dash.stamp: $(VENV)/dev.stamp
+	$(PIP) install --target $(VENV)/dash playwright
 	touch $@
 
 $(VENV)/triton.stamp: $(VENV)/dev.stamp

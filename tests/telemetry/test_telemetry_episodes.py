@@ -71,6 +71,7 @@ def test_the_schema_field_by_field() -> None:
         "advantage": 0.5,
         "stop": "eos",
         "failure": None,
+        "tools": [],
         "rows": [
             {
                 "prompt_ids": [50, 63],

@@ -123,6 +123,7 @@ class Prepared:
             reward_names=self.rewards.names,
             trained_reward=self.trained_reward,
             config=self.tree,
+            held_out=len(self.tasks.validation),
         )
 
 

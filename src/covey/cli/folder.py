@@ -131,7 +131,7 @@ def write_run_files(prepared: Startable, folder: RunFolder, learner: Learner, th
         path.write_text(yaml.safe_dump(prepared.tree, sort_keys=False, allow_unicode=True))
     (hydra / "overrides.yaml").write_text(yaml.safe_dump(list(prepared.overrides)))
     facts = prepared.info(folder.path, 0)
-    shown = ("kind", "title", "algorithm", "model", "task", "total_steps", "reward_names", "trained_reward")
+    shown = ("kind", "title", "algorithm", "model", "task", "total_steps", "reward_names", "trained_reward", "held_out")
     folder.write_info(
         {
             "project": prepared.config.logging.project,

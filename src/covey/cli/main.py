@@ -22,6 +22,10 @@ covey — reinforcement learning of language models on groups of sampled answers
   covey simulate RECIPE_OR_RUN --gpus 512 [--gpu h200] [key=value ...]    step time and memory, before renting
   covey slurm   RECIPE --nodes 2 --gpus-per-node 8 [key=value ...]        a job script for a Slurm cluster
   covey algorithms                                                        the algorithms and their settings
+  covey dash    [RUNS...]                                                 a page over runs, live, on this machine
+  covey report  RUN... [--markdown]                                       that page as one file, or Markdown
+  covey runs    [FOLDER...]                                               runs: status, best score, duration
+  covey watch   RUN                                                       attach to a run that is going
   covey doctor                                                            what this machine can do, and the fixes
 
 Start with:  covey train --config-name demo        More:  covey COMMAND --help
@@ -62,7 +66,21 @@ def _read_env_file() -> None:
 
 
 def _command(name: str) -> Callable[[list[str]], int]:
-    from covey.cli import data, doctor, evaluate, export, sample, serve, settings, sft, simulate, slurm, train
+    from covey.cli import (
+        dash,
+        data,
+        doctor,
+        evaluate,
+        export,
+        sample,
+        serve,
+        settings,
+        sft,
+        simulate,
+        slurm,
+        train,
+        watch,
+    )
     from covey.errors import unknown
 
     commands: dict[str, Callable[[list[str]], int]] = {
@@ -77,6 +95,10 @@ def _command(name: str) -> Callable[[list[str]], int]:
         "simulate": simulate.main,
         "slurm": slurm.main,
         "algorithms": settings.main_algorithms,
+        "dash": dash.main_dash,
+        "report": dash.main_report,
+        "runs": watch.main_runs,
+        "watch": watch.main_watch,
         "doctor": doctor.main,
     }
     if name not in commands:

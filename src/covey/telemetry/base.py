@@ -26,6 +26,7 @@ class RunInfo:
     trained_reward: str = ""  # the reward that eval/accuracy stands for
     config: dict[str, Any] = field(default_factory=dict)
     kind: str = "rl"  # or sft: what is worth watching
+    held_out: int = 0  # tasks that an evaluation asks
 
 
 @dataclass(frozen=True)

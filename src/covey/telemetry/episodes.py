@@ -66,6 +66,7 @@ def episode_record(
         "advantage": advantage,
         "stop": str(episode.stop) if episode.stop is not None else None,
         "failure": {"cause": failure.cause, "message": failure.message} if failure is not None else None,
+        "tools": [{"tool": use.tool, "error": use.error} for use in episode.tools],
         "rows": [_row(row, decode) for row in tokens],
     }
 

@@ -1,0 +1,135 @@
+"""covey runs and covey watch: runs on the console."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from covey.cli.words import parse
+from covey.errors import InputError
+from covey.telemetry.base import RunInfo, Sink
+from covey.telemetry.figures import ABSENT, Form, duration, show
+from covey.telemetry.history import Record, read_run
+from covey.telemetry.jsonl import METRICS_FILE
+
+RUNS = """\
+covey runs [FOLDER...]
+
+  Runs with their status, best score and duration, the newest last. Without a folder: outputs
+"""
+WATCH = """\
+covey watch RUN
+
+  Attach to a run that is going: its console, with every step and evaluation as it is made, and what looks wrong.
+  Ctrl-C leaves; the run goes on.
+"""
+WIDE = 160  # columns, where no screen says otherwise
+LOOK = 1.0  # seconds
+
+
+def main_runs(argv: list[str]) -> int:
+    words = parse(argv)
+    if words.help:
+        print(RUNS)
+        return 0
+    from covey.dash.runs import Library
+
+    library = Library([Path(place) for place in words.places] or [Path("outputs")])
+    library.poll()
+    Console(width=None if sys.stdout.isatty() else WIDE, highlight=False).print(
+        runs_table([run.state() for run in library.runs])
+    )
+    return 0
+
+
+def runs_table(states: list[dict[str, Any]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("run", "what", "status", "steps", "best", "now", "took", "left", "signs"):
+        words = heading in ("run", "what", "status")
+        table.add_column(heading, justify="left" if words else "right", no_wrap=heading != "what")
+    for state in states:
+        status = f"silent {duration(state['silent'])}" if state["silent"] else state["status"]
+        form: Form = "number" if state["curve"]["falls"] else "score"
+        best, last = (ABSENT if p is None else show(p["value"], form) for p in (state["best"], state["last"]))
+        table.add_row(
+            state["name"],
+            f"{state['algorithm']} {state['title']}",
+            status,
+            f"{state['done']}/{state['total']}",
+            best,
+            last,
+            duration(state["seconds"]),
+            duration(state["eta"]),
+            str(state["signs"] or ""),
+        )
+    return table
+
+
+def main_watch(argv: list[str]) -> int:
+    words = parse(argv)
+    if words.help:
+        print(WATCH)
+        return 0
+    if len(words.places) != 1:
+        raise InputError(f"name one run\n\n{WATCH.rstrip()}")
+    watch(Path(words.places[0]), lambda: time.sleep(LOOK))
+    return 0
+
+
+def watch(folder: Path, rest: Callable[[], None]) -> None:
+    """Until the run is over: the console that the run itself has, fed from its files."""
+    from covey.dash.runs import Run
+    from covey.dash.tail import Tail
+    from covey.telemetry.console import open_console
+    from covey.telemetry.history import History
+
+    run, tail = Run(0, folder, folder.name), Tail(folder / METRICS_FILE)
+    records = [json.loads(line) for _, line in tail.lines()]
+    found = {kind: tuple(_record(one) for one in records if one["kind"] == kind) for kind in ("step", "eval")}
+    console = open_console(_info(folder, run.info), "info", History(found["step"], found["eval"]))
+    told: set[str] = set()
+    status = "interrupted"
+    try:
+        while True:
+            over = read_run(folder)["status"]  # before the files are read: nothing that is written later is missed
+            if tail.was_cut():
+                console.note("the run was resumed from a checkpoint")
+            for _, line in tail.lines():
+                _pass_on(console, json.loads(line))
+            run.poll()
+            for sign in run.signs():
+                if sign.name not in told:
+                    told.add(sign.name)
+                    console.warn(f"{sign.title}. {sign.sentence}")
+            if over != "running":
+                status = over
+                return
+            rest()
+    finally:
+        console.close(status)
+
+
+def _pass_on(console: Sink, record: dict[str, Any]) -> None:
+    values = _record(record).metrics
+    if record["kind"] == "step":
+        console.step(record["step"], values, None, ())
+    else:
+        console.evaluation(record["step"], values, None)
+
+
+def _record(found: dict[str, Any]) -> Record:
+    return Record(found["step"], {name: value for name, value in found["metrics"].items() if value is not None})
+
+
+def _info(folder: Path, run: dict[str, Any]) -> RunInfo:
+    names = ("title", "algorithm", "model", "task", "total_steps", "trained_reward")
+    rewards = tuple(run["reward_names"])
+    return RunInfo(folder, **{name: run[name] for name in names}, reward_names=rewards, kind=run.get("kind", "rl"))

@@ -1,0 +1,139 @@
+"""Numbers in columns: metrics.jsonl as one column per metric, thinned out to what a chart can show."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from covey.dash.tail import Tail
+from covey.telemetry.jsonl import METRICS_FILE
+
+Floats = NDArray[np.float64]
+POINTS = 1000  # buckets that a longer series is thinned out to: more than a chart has pixels, mostly
+
+
+class Table:
+    """Rows of named numbers; what a row lacks is NaN. Rows are only ever added."""
+
+    def __init__(self) -> None:
+        self.steps = array("q")
+        self._columns: dict[str, array[float]] = {}
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def add(self, step: int, values: Mapping[str, float | None]) -> None:
+        before = len(self.steps)
+        self.steps.append(step)
+        for name, value in values.items():
+            column = self._columns.setdefault(name, array("d"))
+            _pad(column, before)
+            column.append(float("nan") if value is None else value)
+
+    def names(self) -> list[str]:
+        return sorted(self._columns)
+
+    def column(self, name: str) -> Floats:
+        column = self._columns.get(name, array("d"))
+        _pad(column, len(self.steps))
+        return np.array(column, dtype=np.float64)
+
+    def points(self, name: str) -> tuple[NDArray[np.int64], Floats]:
+        """Steps and values, where there are any."""
+        values = self.column(name)
+        there = np.isfinite(values)
+        return np.array(self.steps, dtype=np.int64)[there], values[there]
+
+
+class Metrics:
+    """metrics.jsonl, followed. An evaluation at s was made after s updates, the answers of step i after i."""
+
+    def __init__(self, folder: Path) -> None:
+        self._tail = Tail(folder / METRICS_FILE)
+        self.tables = {"step": Table(), "eval": Table()}
+
+    @property
+    def version(self) -> tuple[int, int]:
+        return self._tail.cuts, self._tail.offset
+
+    def poll(self) -> bool:
+        """Read what is new; whether there was anything."""
+        before = self.version
+        if self._tail.was_cut():
+            self.tables = {"step": Table(), "eval": Table()}
+        for _, line in self._tail.lines():
+            record = json.loads(line)
+            self.tables[record["kind"]].add(record["step"], record["metrics"])
+        return self.version != before
+
+    def axes(self, kind: str) -> dict[str, Floats]:
+        """Where the rows lie on each axis: updates, measured seconds, generated tokens."""
+        steps, evals = self.tables["step"], self.tables["eval"]
+        at = np.array(steps.steps, dtype=np.float64)
+        seconds = np.nan_to_num(steps.column("timing/step"))
+        tokens = np.nan_to_num(steps.column("perf/generated_tokens")) + np.nan_to_num(steps.column("perf/read_tokens"))
+        there = np.array(evals.steps, dtype=np.float64)
+        took = np.nan_to_num(evals.column("timing/evaluate"))
+        own = at if kind == "step" else there
+        # Work of earlier steps and evaluations lies before: an evaluation at s is made before step s.
+        past = np.searchsorted(at, own, side="left")
+        measured = np.searchsorted(there, own, side="right")
+        return {
+            "step": own,
+            "time": _sum_until(seconds, past) + _sum_until(took, measured),
+            "tokens": _sum_until(tokens, past),
+        }
+
+
+def thin(columns: Mapping[str, Floats], axes: Mapping[str, Floats], points: int = POINTS) -> dict[str, Any]:
+    """Series for a chart: as they are, or where they are long, mean and extremes of buckets of rows, so that no spike
+    is lost."""
+    rows = len(axes["step"])
+    if rows <= 2 * points:
+        series = {name: {"y": listed(values)} for name, values in columns.items()}
+        return {"rows": rows, "axes": {name: listed(values) for name, values in axes.items()}, "series": series}
+    starts = np.linspace(0, rows, points, endpoint=False).astype(np.int64)
+    return {
+        "rows": rows,
+        "axes": {name: listed(values[starts]) for name, values in axes.items()},
+        "series": {name: _bucketed(values, starts) for name, values in columns.items()},
+    }
+
+
+def listed(values: Floats | Sequence[float]) -> list[float | None]:
+    """For JSON: seven digits are more than a chart can tell apart; what is not finite is null."""
+    values = np.asarray(values, dtype=np.float64)
+    there = np.isfinite(values) & (values != 0)
+    size = np.floor(
+        np.log10(np.abs(values, where=there, out=np.ones_like(values)), where=there, out=np.zeros_like(values))
+    )
+    scale = 10.0 ** np.clip(6 - size, -300, 300)
+    rounded = np.where(there, np.round(values * scale) / scale, values)
+    return [value if value - value == 0 else None for value in rounded.tolist()]
+
+
+def _bucketed(values: Floats, starts: NDArray[np.int64]) -> dict[str, Any]:
+    there = np.isfinite(values)
+    values = np.where(there, values, np.nan)
+    counts = np.add.reduceat(there.astype(np.float64), starts)
+    sums = np.add.reduceat(np.where(there, values, 0.0), starts)
+    with np.errstate(invalid="ignore"):
+        means = sums / counts  # 0/0 where a bucket has none: NaN
+    low, high = np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts)
+    return {"y": listed(means), "lo": listed(low), "hi": listed(high)}
+
+
+def _sum_until(values: Floats, ends: NDArray[np.int64]) -> Floats:
+    return np.concatenate([[0.0], np.cumsum(values)])[ends]
+
+
+def _pad(column: array[float], rows: int) -> None:
+    missing = rows - len(column)
+    if missing > 0:
+        column.extend([float("nan")] * missing)

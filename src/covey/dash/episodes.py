@@ -1,0 +1,244 @@
+"""episodes.jsonl as an index: where each episode lies, and the few numbers it is found by.
+
+The file may have gigabytes. Memory holds about a hundred bytes an episode; the text stays in the file and is read when
+somebody looks. A line is not parsed whole: what it is found by stands before its token rows, and tokens are counted by
+the commas of their lists.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from covey.dash.tail import Tail
+from covey.telemetry.jsonl import EPISODES_FILE
+
+CHUNK = 4 << 20  # bytes indexed at a time, before others get their turn
+PREVIEW = 120  # characters of a question or a reply in the list
+ROWS, MASK = b', "rows": [', b'"mask": ['
+NOT_SCORED = float("nan")
+NUMBERS = ("step", "group", "attempt", "reward", "advantage", "length", "turns", "tool_errors")
+
+Floats = NDArray[np.float64]
+Places = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """What the list is filtered by; None: anything."""
+
+    task: str = ""  # part of a task's id or question
+    text: str = ""  # said in a message
+    stop: str = ""
+    min_reward: float | None = None
+    max_reward: float | None = None
+    min_length: float | None = None
+    max_length: float | None = None
+    first_step: float | None = None
+    last_step: float | None = None
+    tool_errors: bool = False  # only those with some
+    failed: bool = False
+    sort: str = "step"  # one of NUMBERS
+    descending: bool = True
+
+
+class Names:
+    """Strings that repeat, by number."""
+
+    def __init__(self) -> None:
+        self.all: list[str] = []
+        self._number: dict[str, int] = {}
+
+    def number(self, name: str) -> int:
+        if name not in self._number:
+            self._number[name] = len(self.all)
+            self.all.append(name)
+        return self._number[name]
+
+
+class Episodes:
+    def __init__(self, folder: Path) -> None:
+        self._tail = Tail(folder / EPISODES_FILE)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.offsets, self.sizes = array("q"), array("q")
+        self.numbers = {name: array("d") for name in NUMBERS}
+        self.rewards: dict[str, array[float]] = {}
+        self.tasks, self.stops = Names(), Names()
+        self.task, self.stop, self.failure = array("i"), array("i"), array("b")
+        self.questions: list[str] = []  # by the task's number
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    @property
+    def version(self) -> tuple[int, int]:
+        return self._tail.cuts, len(self)
+
+    @property
+    def indexed(self) -> float:
+        """The share of the file that is in the index."""
+        return self._tail.offset / self._tail.size if self._tail.size else 1.0
+
+    def poll(self, limit: int = CHUNK) -> bool:
+        """Index what is new, a chunk of it; whether anything was."""
+        before = self.version
+        if self._tail.was_cut():
+            self._clear()
+        for offset, line in self._tail.lines(limit):
+            self._add(offset, line)
+        return self.version != before
+
+    def column(self, name: str) -> Floats:
+        """A number of every episode, or a reward (`reward:NAME`)."""
+        if name.startswith("reward:"):
+            return np.array(self.rewards[name.removeprefix("reward:")], dtype=np.float64)
+        return np.array(self.numbers[name], dtype=np.float64)
+
+    def names(self) -> list[str]:
+        """Columns that can be drawn against each other."""
+        return [*(f"reward:{name}" for name in self.rewards), *NUMBERS]
+
+    def find(self, query: Query) -> Places:
+        """Places of the episodes that fit, in order."""
+        fits = np.ones(len(self), dtype=bool)
+        bounds = (
+            ("reward", query.min_reward, query.max_reward),
+            ("length", query.min_length, query.max_length),
+            ("step", query.first_step, query.last_step),
+        )
+        for name, low, high in bounds:
+            if low is not None:
+                fits &= self.column(name) >= low
+            if high is not None:
+                fits &= self.column(name) <= high
+        if query.task:
+            fits &= np.isin(np.array(self.task), self._tasks_like(query.task))
+        if query.stop:
+            fits &= np.array(self.stop) == (self.stops.all.index(query.stop) if query.stop in self.stops.all else -1)
+        if query.tool_errors:
+            fits &= self.column("tool_errors") > 0
+        if query.failed:
+            fits &= np.array(self.failure) > 0
+        if query.text and fits.any():
+            fits &= self._saying(query.text)
+        places = np.flatnonzero(fits)
+        keys = self.column(query.sort)[places]
+        order = np.argsort(-keys if query.descending else keys, kind="stable")  # NaN comes last either way
+        return places[order]
+
+    def like(self, place: int, *, group: bool) -> list[int]:
+        """The attempts of the same group; or everything recorded of the same task, across steps."""
+        same = np.array(self.task) == self.task[place]
+        if group:
+            same &= (self.column("step") == self.numbers["step"][place]) & (
+                self.column("group") == self.numbers["group"][place]
+            )
+        return [int(found) for found in np.flatnonzero(same)]
+
+    def row(self, place: int, *, reply: bool = True) -> dict[str, Any]:
+        """A line of the list."""
+        found: dict[str, Any] = {name: _number(self.numbers[name][place]) for name in NUMBERS}
+        task = self.task[place]
+        found |= {"id": place, "task": self.tasks.all[task], "stop": self.stops.all[self.stop[place]]}
+        found |= {"failed": bool(self.failure[place]), "question": self.questions[task]}
+        if reply:
+            said = [m for m in _head(self._line(place))["messages"] if m.get("role") == "assistant"]
+            found["reply"] = _plain(said[-1].get("content"))[:PREVIEW] if said else ""
+        return found
+
+    def read(self, place: int) -> dict[str, Any]:
+        """A whole episode."""
+        found: dict[str, Any] = json.loads(self._line(place))
+        return found | {"id": place}
+
+    def _add(self, offset: int, line: bytes) -> None:
+        head = _head(line)
+        task = self.tasks.number(str(head["task_id"]))
+        if task == len(self.questions):
+            asked = [m for m in head["messages"] if m.get("role") == "user"]
+            self.questions.append(_plain(asked[-1].get("content"))[:PREVIEW] if asked else "")
+        values = {name: head[name] for name in ("step", "group", "attempt", "advantage")}
+        values["reward"] = head["total_reward"]
+        values["length"] = head["length"]
+        values["turns"] = sum(m.get("role") == "assistant" for m in head["messages"])
+        values["tool_errors"] = sum(use["error"] is not None for use in head.get("tools", ()))
+        for name, column in self.numbers.items():
+            column.append(NOT_SCORED if values[name] is None else values[name])
+        for name in head["rewards"]:
+            if name not in self.rewards:
+                self.rewards[name] = array("d", [NOT_SCORED] * len(self))
+        for name, column in self.rewards.items():
+            value = head["rewards"].get(name)
+            column.append(NOT_SCORED if value is None else value)
+        self.task.append(task)
+        self.stop.append(self.stops.number(head["stop"] or "none"))
+        self.failure.append(head["failure"] is not None)
+        self.offsets.append(offset)
+        self.sizes.append(len(line))
+
+    def _tasks_like(self, part: str) -> list[int]:
+        part = part.lower()
+        pairs = enumerate(zip(self.tasks.all, self.questions, strict=True))
+        return [number for number, (name, asked) in pairs if part in name.lower() or part in asked.lower()]
+
+    def _saying(self, text: str) -> NDArray[np.bool_]:
+        """The episodes with these exact words in them: one scan of the file, without parsing it."""
+        found = np.zeros(len(self), dtype=bool)
+        needle = json.dumps(text)[1:-1].encode()
+        offsets, end = np.array(self.offsets), self.offsets[-1] + self.sizes[-1]
+        with self._tail.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            at = data.find(needle, 0, end)
+            while at >= 0:
+                place = int(np.searchsorted(offsets, at, side="right")) - 1
+                found[place] = True
+                at = data.find(needle, self.offsets[place] + self.sizes[place], end)
+        return found
+
+    def _line(self, place: int) -> bytes:
+        with self._tail.path.open("rb") as file:
+            file.seek(self.offsets[place])
+            return file.read(self.sizes[place])
+
+
+def _head(line: bytes) -> dict[str, Any]:
+    """What stands before the token rows, and `length`, the number of sampled tokens.
+
+    A quotation mark inside a JSON string is escaped, so the marks are not found inside text; where the first one lies
+    inside the answer's own structure, what stands before it is no JSON, and the line is parsed whole.
+    """
+    cut = line.find(ROWS)
+    if cut >= 0:
+        try:
+            head: dict[str, Any] = json.loads(line[:cut] + b"}")
+        except ValueError:
+            pass
+        else:
+            return head | {"length": _sampled(line, cut)}
+    head = json.loads(line)
+    return head | {"length": sum(sum(row["mask"]) for row in head["rows"])}
+
+
+def _sampled(line: bytes, start: int) -> int:
+    total, at = 0, line.find(MASK, start)
+    while at >= 0:
+        end = line.index(b"]", at)
+        total += line.count(b"1", at, end)
+        at = line.find(MASK, end)
+    return total
+
+
+def _plain(content: Any) -> str:
+    return content if isinstance(content, str) else "" if content is None else json.dumps(content)
+
+
+def _number(value: float) -> float | None:
+    return value if value == value else None

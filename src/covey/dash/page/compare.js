@@ -1,0 +1,89 @@
+"use strict";
+// Compare: runs on top of each other, the settings they differ in, and what evaluations say.
+(function (covey) {
+  const { h, number } = covey, state = covey.state;
+  const MOST = 8;
+
+  covey.views.compare = {
+    title: "Compare",
+    async mount(root) {
+      this.root = root;
+      if (!state.picked) state.picked = state.runs.slice(-MOST).map((run) => run.id).reverse();
+      this.metric = this.metric || "";
+      this.build();
+      await this.update();
+    },
+
+    build() {
+      const box = (run) => {
+        const input = h("input", { type: "checkbox", onchange: () => { this.pick(run.id, input.checked); } });
+        input.checked = state.picked.includes(run.id);
+        return h("label", {}, input, ` ${run.name} `, covey.pill(run));
+      };
+      this.charts = ["Reward", "Held-out accuracy", "Metric"].map((title) => new covey.Chart({ title }));
+      this.choice = h("select", { "aria-label": "Metric to compare", onchange: () => { this.metric = this.choice.value; this.update(); } });
+      this.tables = h("div");
+      this.root.replaceChildren(
+        h("div", { class: "picker", role: "group", "aria-label": "Runs to compare" }, state.runs.map(box)),
+        h("div", { class: "tools" }, covey.toolbar(() => this.redraw()), h("label", {}, "metric", this.choice)),
+        h("div", { class: "charts" }, this.charts.map((chart) => chart.node)), this.tables);
+    },
+
+    pick(id, on) {
+      state.picked = state.runs.map((run) => run.id).reverse().filter((other) => (other === id ? on : state.picked.includes(other)));
+      this.update();
+    },
+
+    async update() {
+      const ids = state.picked;
+      if (!ids.length) { this.found = []; this.redraw(); this.tables.replaceChildren(h("p", { class: "quiet", text: "Pick runs above." })); return; }
+      const whole = await Promise.all(ids.map((id) => covey.ask("run", { run: id })));
+      const names = [...new Set(whole.flatMap((run) => [...run.names.step, ...run.names.eval]))].sort();
+      this.metric = names.includes(this.metric) ? this.metric : names.includes("policy/entropy") ? "policy/entropy" : names[0];
+      this.choice.replaceChildren(...names.map((name) => h("option", { value: name, text: name, selected: name === this.metric })));
+      this.found = await Promise.all(whole.map(async (run, i) => {
+        const curve = run.state.curve, ask = (kind) => covey.ask("series", { run: ids[i], kind, names: [curve.key, curve.best, this.metric].join(",") });
+        return { run: run.state, curve, steps: await ask("step"), evals: await ask("eval") };
+      }));
+      this.redraw();
+      this.fill(await covey.ask("compare", { runs: ids.join(",") }));
+    },
+
+    redraw() {
+      const line = (pick) => (this.found || []).map((one, i) => {
+        const [from, name, smooth] = pick(one);
+        return covey.lineOf(from, name, one.run.name, covey.series(i), smooth);
+      }).filter(Boolean);
+      const axis = { ...covey.axis(), mark: null };
+      this.charts[0].set({ ...axis, series: line((one) => [one.steps, one.curve.key, true]) });
+      this.charts[1].set({ ...axis, series: line((one) => [one.evals, one.curve.best, false]) });
+      this.charts[2].rename(this.metric || "Metric");
+      this.charts[2].set({ ...axis, series: line((one) => (one.steps.series[this.metric] ? [one.steps, this.metric, true] : [one.evals, this.metric, false])) });
+    },
+
+    fill(found) {
+      const runs = this.found.map((one) => one.run), name = (id) => runs.find((run) => run.id === id).name;
+      const table = (head, rows) => h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, head.map((text) => h("th", { scope: "col", text })))), h("tbody", {}, rows)));
+      const cell = (text) => h("td", { text });
+      const results = table(["run", "status", "steps", "held-out, now", "held-out, best", "time"], runs.map((run) => h("tr", {},
+        cell(run.name), cell(run.status), cell(`${run.done} of ${run.total}`), cell(run.last ? withInterval(run.last) : "–"),
+        cell(run.best ? `${number(run.best.value)} after ${run.best.step}` : "–"), cell(covey.duration(run.seconds)))));
+      const settings = found.settings.length
+        ? table(["setting", ...runs.map((run) => run.name)], found.settings.map((row) => h("tr", {}, row.map((value, i) => h("td", { class: i ? "mono" : "", text: i && value !== "–" ? JSON.stringify(value) : value })))))
+        : h("p", { class: "quiet", text: runs.length > 1 ? "All settings are the same." : "Pick a second run to see what differs." });
+      const unpaired = found.unpaired.map((one) => {
+        const points = (v) => `${v >= 0 ? "+" : "−"}${Math.abs(100 * v).toFixed(1)}`;
+        const sure = one.low > 0 || one.high < 0 ? "more than chance would do" : "could be chance";
+        return h("p", { text: `After ${[...new Set(one.steps.slice().reverse())].join(" against ")} updates ${name(one.second)} has ${points(one.b - one.a)} points against ${name(one.first)} (95 % interval ${points(one.low)} to ${points(one.high)}): ${sure}. Unpaired; covey eval compares task by task.` });
+      });
+      const paired = found.paired.map((one) => h("p", { class: "paired", text: one.sentence }));
+      this.tables.replaceChildren(
+        h("section", {}, h("h2", { text: "Results" }), results),
+        h("section", {}, h("h2", { text: "Settings that differ" }), settings),
+        h("section", {}, h("h2", { text: "Evaluations" }), unpaired, paired,
+          unpaired.length + paired.length ? null : h("p", { class: "quiet", text: "No evaluation in common. covey eval RUN RUN compares runs task by task; its result is shown here." })));
+    },
+  };
+
+  const withInterval = (point) => number(point.value) + (point.low === undefined ? "" : `  (${number(point.low)} to ${number(point.high)})`);
+})(window.covey);

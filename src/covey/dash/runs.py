@@ -1,0 +1,240 @@
+"""Run folders as the page sees them: one run, followed; and the library of all that were named."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+import numpy as np
+import yaml
+
+from covey.dash.columns import Metrics
+from covey.dash.episodes import Episodes
+from covey.dash.signs import Evidence, Sign, find_signs
+from covey.errors import InputError
+from covey.telemetry.figures import Curve, curve_of
+from covey.telemetry.history import read_run
+from covey.telemetry.state import RECENT
+
+SILENT = 10.0  # median steps without a word after which a running run is called silent
+LOOK = 5.0  # seconds between two searches for new runs
+PATIENCE = 120.0  # seconds, at least
+Z = 1.959963984540054  # 95 % of the normal distribution lie within ± Z
+
+
+class Run:
+    """One folder. Whoever asks it something holds its lock, so that the follower does not add meanwhile."""
+
+    def __init__(self, number: int, folder: Path, name: str) -> None:
+        self.number, self.folder, self.name = number, folder, name
+        self.lock = RLock()
+        self.metrics, self.episodes = Metrics(folder), Episodes(folder)
+        self.info = read_run(folder)
+        self.config = _read_config(folder)
+        self.opened = False  # somebody looked: its episodes are indexed from then on
+        self._signs: tuple[Any, list[Sign]] | None = None
+
+    @property
+    def curve(self) -> Curve:
+        return curve_of(self.info.get("kind", "rl"), self.info["trained_reward"])
+
+    @property
+    def version(self) -> str:
+        """Another one: there are new numbers, or another status."""
+        cuts, offset = self.metrics.version
+        return f"{cuts}.{offset}.{self.info['status']}"
+
+    @property
+    def tasks(self) -> int | None:
+        """How many tasks an evaluation asks, where the run says."""
+        return self.info.get("held_out") or self.config.get("data.val_size")
+
+    def poll(self) -> bool:
+        """Read what is new in the numbers, and where somebody looks, a chunk of the episodes."""
+        with self.lock:
+            before = self.version
+            self.metrics.poll()
+            more = self.opened and self.episodes.poll()
+            self.info = read_run(self.folder)
+            return more or self.version != before
+
+    def signs(self) -> list[Sign]:
+        with self.lock:
+            now = (self.metrics.version, len(self.episodes) // 1000)
+            if self._signs is None or self._signs[0] != now:
+                self._signs = (now, find_signs(self.evidence()))
+            return self._signs[1]
+
+    def evidence(self) -> Evidence:
+        steps, evals = self.metrics.tables["step"], self.metrics.tables["eval"]
+        return Evidence(
+            {name: steps.points(name) for name in steps.names()},
+            {name: evals.points(name) for name in evals.names()},
+            self.tasks,
+            self.episodes.column("length") if len(self.episodes) else None,
+            self.episodes.column("reward") if len(self.episodes) else None,
+        )
+
+    def pace(self) -> float | None:
+        """Median seconds of the recent steps."""
+        seconds = self.metrics.tables["step"].points("timing/step")[1]
+        return float(np.median(seconds[-RECENT:])) if len(seconds) else None
+
+    def state(self) -> dict[str, Any]:
+        """What the list of runs tells of it."""
+        with self.lock:
+            info, curve = self.info, self.curve
+            shown = ("title", "algorithm", "model", "task", "status", "started", "trained_reward", "reward_names")
+            done, total, pace = len(self.metrics.tables["step"]), info["total_steps"], self.pace()
+            running = info["status"] == "running"
+            best, last = self._best()
+            quiet = self._quiet()
+            return {name: info.get(name) for name in shown} | {
+                "id": self.number,
+                "name": self.name,
+                "kind": info.get("kind", "rl"),
+                "curve": {"key": curve.key, "best": curve.best, "name": curve.name, "falls": curve.falls},
+                "done": done,
+                "total": total,
+                "seconds": self.seconds(),
+                "eta": pace * (total - done) if running and pace is not None else None,
+                "silent": quiet if running and quiet > max(PATIENCE, SILENT * (pace or 0.0)) else None,
+                "best": best,
+                "last": last,
+                "episodes": len(self.episodes),
+                "indexed": self.episodes.indexed,
+                "signs": len(self.signs()),
+                "version": self.version,
+            }
+
+    def seconds(self) -> float:
+        tables = self.metrics.tables
+        took = tables["step"].points("timing/step")[1].sum() + tables["eval"].points("timing/evaluate")[1].sum()
+        return float(took)
+
+    def stages(self) -> dict[str, float]:
+        """Seconds of each stage in the whole run, longest first."""
+        found: dict[str, float] = {}
+        for table in self.metrics.tables.values():
+            for name in table.names():
+                if name.startswith("timing/") and name not in NO_STAGE:
+                    stage = name.removeprefix("timing/")
+                    found[stage] = found.get(stage, 0.0) + float(table.points(name)[1].sum())
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def failures(self) -> dict[str, float]:
+        table, start = self.metrics.tables["step"], "episodes/failed/"
+        causes = [name for name in table.names() if name.startswith(start)]
+        return {name.removeprefix(start): float(table.points(name)[1].sum()) for name in causes}
+
+    def _best(self) -> tuple[dict[str, float] | None, dict[str, float] | None]:
+        steps, values = self.metrics.tables["eval"].points(self.curve.best)
+        if not len(values):
+            return None, None
+        best = int(values.argmin() if self.curve.falls else values.argmax())
+        return self._point(steps[best], values[best]), self._point(steps[-1], values[-1])
+
+    def _point(self, step: int, value: float) -> dict[str, float]:
+        found = {"step": int(step), "value": float(value)}
+        if self.tasks and not self.curve.falls and 0 <= value <= 1:
+            found["low"], found["high"] = wilson(float(value), self.tasks)
+        return found
+
+    def _quiet(self) -> float:
+        files = [self.folder / name for name in ("metrics.jsonl", "run.json")]
+        return time.time() - max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
+
+
+NO_STAGE = ("timing/step", "timing/tools", "timing/slowest_episode")  # they lie within stages
+
+
+class Library:
+    """The runs that were named, and those that appear in the folders that were named. A run keeps its number."""
+
+    def __init__(self, places: Sequence[Path]) -> None:
+        self.places = list(places)
+        self.runs: list[Run] = []
+        self._known: set[Path] = set()
+        self._looked: float | None = None
+        self.look()
+        if not self.runs:
+            raise InputError(
+                f"no run found in {', '.join(map(str, self.places))}\n"
+                "  name run folders (outputs/DATE/TIME), or a folder that holds some"
+            )
+
+    def look(self) -> None:
+        """Add what is new, the newest last. Not at every turn: a walk over many folders takes its time."""
+        if self._looked is not None and time.monotonic() - self._looked < LOOK:
+            return
+        self._looked = time.monotonic()
+        found = [folder for folder in run_folders(self.places) if folder not in self._known]
+        for folder in found:
+            self._known.add(folder)
+            self.runs.append(Run(len(self.runs), folder, self._name(folder)))
+
+    def poll(self) -> bool:
+        """One round over all runs; whether anything was new."""
+        self.look()
+        changed = [run.poll() for run in self.runs]  # all of them, also after the first that has something
+        return any(changed)
+
+    def comparisons(self) -> list[dict[str, Any]]:
+        """What `covey eval` compared, in folders that were named or lie beside the runs."""
+        around = {*self.places, *(place / "eval" for place in self.places)}
+        around |= {run.folder.parent.parent / "eval" for run in self.runs}
+        files = sorted({file.resolve() for place in around for file in _results(place)})
+        return [found for file in files for found in json.loads(file.read_text())["comparisons"]]
+
+    def _name(self, folder: Path) -> str:
+        """Short, and without the path to it."""
+        for place in self.places:
+            if place != folder and folder.is_relative_to(place):
+                return str(folder.relative_to(place))
+        return "/".join(folder.resolve().parts[-2:])
+
+
+def run_folders(places: Iterable[Path]) -> list[Path]:
+    """Runs by the time they started, each once. What begins with a dot is not looked into."""
+    found: dict[Path, str] = {}
+    for place in places:
+        if not place.is_dir():
+            raise InputError(f"{place}: no such folder")
+        for folder, inside, names in os.walk(place):
+            if "run.json" in names and Path(folder) not in found:
+                found[Path(folder)] = str(read_run(Path(folder)).get("started", ""))
+            # A run holds no runs, only many files.
+            inside[:] = [] if "run.json" in names else [name for name in inside if not name.startswith(".")]
+    return sorted(found, key=lambda folder: (found[folder], str(folder)))
+
+
+def wilson(p: float, n: int) -> tuple[float, float]:
+    """95 % interval of a share p of n tasks."""
+    centre = (p + Z**2 / (2 * n)) / (1 + Z**2 / n)
+    half = Z / (1 + Z**2 / n) * math.sqrt(p * (1 - p) / n + Z**2 / (4 * n**2))
+    return max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half))
+
+
+def flat(tree: Any, name: str = "") -> dict[str, Any]:
+    """Settings by their dotted names."""
+    if not isinstance(tree, dict) or not tree:
+        return {name: tree}
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= flat(value, f"{name}.{key}" if name else str(key))
+    return found
+
+
+def _results(place: Path) -> list[Path]:
+    return [*place.glob("results.json"), *place.glob("*/results.json")]
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.yaml"
+    return flat(yaml.safe_load(path.read_text())) if path.exists() else {}
