@@ -22,7 +22,7 @@ demo: $(VENV)/run.stamp
 	$(BIN)/covey train --config-name demo
 
 test: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 # The GPU's kernels by Triton's interpreter, on a CPU. On a GPU make test runs them for real.
 test-kernels: $(VENV)/triton.stamp

@@ -110,11 +110,11 @@ def test_validate_only_and_dry_run_start_nothing(tiny_model_folder: Path, capsys
 def test_validate_only_warns_of_what_is_not_available_unless_strict(
     tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["train", f"model={tiny_model_folder}", "cluster=ray", "--validate-only"]
+    words = ["train", f"model={tiny_model_folder}", "rollout=sglang", "--validate-only"]
     assert main(words) == 0
-    assert "warning: a run would be refused: not available yet: clusters" in capsys.readouterr().out
+    assert "warning: a run would be refused: not available yet: other engines" in capsys.readouterr().out
     assert main([*words, "--strict"]) == 2
-    assert "not available yet: clusters" in capsys.readouterr().err
+    assert "not available yet: other engines" in capsys.readouterr().err
 
 
 def test_eval_and_sample_read_a_run(tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,7 +154,7 @@ MISTAKES = {
     "prompt too long": (["rollout.max_tokens=600"], "longer than the context of 512"),
     "steps and epochs": (["loop.total_steps=3", "loop.total_epochs=1"], "contradict each other"),
     "two spellings": (["learner.lr=1e-5", "optimizer.lr=1e-4"], "optimizer.lr"),
-    "not yet": (["cluster=ray"], "not available yet"),
+    "not yet": (["rollout=sglang"], "not available yet"),
     "wrong type": (["learner.lr=fast"], "learner.lr must be float"),
     "greedy groups": (["rollout.temperature=0"], "must be positive"),
     "resume from nowhere": (["resume=nowhere"], "not a run's folder"),
