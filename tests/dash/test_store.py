@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -233,3 +234,17 @@ def test_nothing_to_show_says_what_to_name(tmp_path: Path) -> None:
         Library([tmp_path])
     with pytest.raises(InputError, match="no such folder"):
         Library([tmp_path / "none"])
+
+
+def test_a_run_that_is_deleted_stays_as_it_was_read(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_run(tmp_path / name, *healthy(10))
+    library = Library([tmp_path / "a", tmp_path / "b"])
+    library.poll()
+    seen = library.runs[0].state()["done"]
+    shutil.rmtree(tmp_path / "a")
+    library._looked = None  # look at once
+    for _ in range(2):
+        library.poll()
+    assert library.runs[0].gone and not library.runs[1].gone
+    assert library.runs[0].state()["done"] == seen

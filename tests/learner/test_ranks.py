@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,7 @@ def test_half_precision_has_the_same_masters_in_both_ways(two: LocalRanks, tmp_p
         (folder := tmp_path / parallel).mkdir()
         two.run(train_and_save, Case(parallel=parallel, dtype=torch.bfloat16, settings={"eps": 1e-3}), folder)
         found.append(load_state(folder, {}))
+        assert json.loads((folder / "model" / "config.json").read_text())["dtype"] == "bfloat16"
     assert found[0].keys() == found[1].keys() and any(name.startswith("master/") for name in found[0])
     for name, tensor in found[0].items():
         assert tensor.dtype == torch.float32

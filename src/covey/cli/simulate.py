@@ -101,6 +101,8 @@ def _device(words: Words, run: Path | None) -> Device:
 
 
 def _job(config: Config, words: Words, kind: Device, run: Path | None) -> tuple[Job, list[Figure]]:
+    if config.mode.max_uses > 1 or config.mode.publish_every > 1:
+        raise InputError("covey simulate does not know mode.max_uses and mode.publish_every\n  leave them at 1")
     shape = model_shape(config)
     episodes, figures = _episodes(config, words, run)
     work = Work(config.data.train_batch_size, config.rollout.group_size, episodes)

@@ -6,6 +6,7 @@ import csv
 import io
 import math
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,12 @@ class Api:
     def compare(self, asked: Asked) -> Any:
         """?runs=0,1: settings that differ, evaluations beside each other, and what covey eval has compared."""
         runs = [self._run({"run": number}) for number in asked.get("runs", "0").split(",")]
+        with ExitStack() as held:
+            for run in sorted(set(runs), key=lambda run: run.number):  # one order, so that nobody waits in a circle
+                held.enter_context(run.lock)
+            return self._compared(runs)
+
+    def _compared(self, runs: list[Run]) -> Any:
         keys = dict.fromkeys(key for run in runs for key in run.config)
         missing = "–"
         rows = [[key, *(run.config.get(key, missing) for run in runs)] for key in keys]

@@ -37,6 +37,7 @@ class Run:
         self.metrics, self.episodes = Metrics(folder), Episodes(folder)
         self.info = read_run(folder)
         self.config = _read_config(folder)
+        self.gone = False  # its folder is not there any more
         self.opened = False  # somebody looked: its episodes are indexed from then on
         self._signs: tuple[Any, list[Sign]] | None = None
 
@@ -59,9 +60,15 @@ class Run:
         """Read what is new in the numbers, and where somebody looks, a chunk of the episodes."""
         with self.lock:
             before = self.version
-            self.metrics.poll()
-            more = self.opened and self.episodes.poll()
-            self.info = read_run(self.folder)
+            try:
+                self.metrics.poll()
+                more = self.opened and self.episodes.poll()
+                self.info = read_run(self.folder)
+            except (InputError, OSError):
+                if (self.folder / "run.json").exists():
+                    raise
+                self.gone = True  # somebody deleted it: what was read of it stays
+                return False
             return more or self.version != before
 
     def signs(self) -> list[Sign]:
@@ -174,7 +181,8 @@ class Library:
         if self._looked is not None and time.monotonic() - self._looked < LOOK:
             return
         self._looked = time.monotonic()
-        found = [folder for folder in run_folders(self.places) if folder not in self._known]
+        there = [place for place in self.places if self._known == set() or place.is_dir()]
+        found = [folder for folder in run_folders(there) if folder not in self._known]
         for folder in found:
             self._known.add(folder)
             self.runs.append(Run(len(self.runs), folder, self._name(folder)))
@@ -182,7 +190,7 @@ class Library:
     def poll(self) -> bool:
         """One round over all runs; whether anything was new."""
         self.look()
-        changed = [run.poll() for run in self.runs]  # all of them, also after the first that has something
+        changed = [run.poll() for run in self.runs if not run.gone]  # all, also after the first that has something
         return any(changed)
 
     def comparisons(self) -> list[dict[str, Any]]:

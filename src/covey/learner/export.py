@@ -43,7 +43,15 @@ def _loaded(path: str, dtype: str | None) -> Any:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto")
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto")
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise InputError(
+            f"{path} needs Python code that comes with the model, which covey export does not run\n"
+            "  its checkpoint is a model folder already: copy it"
+        ) from error
 
 
 def _merged(folder: Path, dtype: str | None) -> Any:

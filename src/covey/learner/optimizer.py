@@ -177,8 +177,8 @@ class MasterAdamW:
             moments = {k: tensors[f"{k}/{name}"] for k in ("step", "exp_avg", "exp_avg_sq") if f"{k}/{name}" in tensors}
             if moments:
                 self.adamw.state[master] = {k: v.to(master.device).clone() for k, v in moments.items()}
-            if self._keeps_masters:
-                master.copy_(tensors[f"master/{name}"])
+            if self._keeps_masters and (kept := tensors.get(f"master/{name}")) is not None:
+                master.copy_(kept)  # where they were not kept, the weights are as precise
         self.steps = steps
 
 

@@ -40,7 +40,17 @@ def save_model(model: Any, folder: Path, ranks: Ranks, *, sharded: bool) -> None
         if ranks.first:
             weights[name] = weight.cpu()
     if ranks.first:
+        dtype = next(iter(weights.values())).dtype
         model.save_pretrained(folder, state_dict=weights)
+        if not adapter:
+            _say_precision(folder / "config.json", dtype)
+
+
+def _say_precision(path: Path, dtype: torch.dtype) -> None:
+    """Of the weights in the file: the shards in memory may be more precise."""
+    config = json.loads(path.read_text())
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def save_state(tensors: Mapping[str, Tensor], rows: Rows, folder: Path, ranks: Ranks) -> None:

@@ -158,5 +158,5 @@ class Run:
 
     def _save_offenders(self, index: int) -> None:
         """The tasks of the step that broke, so that they can be looked at."""
-        tasks = [{"id": task.id, "messages": list(task.messages)} for task in self.source.batch(index)]
+        tasks = [{"id": task.id, "messages": list(task.messages)} for task in self.source.taken]
         (self.path / f"nonfinite-step-{index:06d}.json").write_text(json.dumps(tasks, indent=1, default=str))

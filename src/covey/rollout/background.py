@@ -39,18 +39,19 @@ class BackgroundSource(TrainingSource):
     async def next(self) -> Collected:
         self._begin()
         while (tickets := self.window.take()) is None:
-            self._changed.clear()
-            await self._changed.wait()
             if self._error is not None:
                 raise self._error
+            self._changed.clear()
+            await self._changed.wait()
         fresh = {ticket.number: self._groups.pop(ticket.number) for ticket in tickets}
         found = self._collected(list(fresh.values()), len(fresh), refills=0)
         return found if self.reuse is None else self._with_former(found, fresh, self.reuse)
 
     def _with_former(self, found: Collected, fresh: dict[int, Group], reuse: Reuse) -> Collected:
         former = reuse.draw(self.step)
-        number_of = {group.task.id: number for number, group in fresh.items()}
-        reuse.add((number_of[group.task.id], group) for group in found.groups)
+        number_of = {id(episode): number for number, group in fresh.items() for episode in group.episodes}
+        reuse.add((number_of[id(group.episodes[0])], group) for group in found.groups)
+        self.taken = (*self.taken, *(group.task for group in former))
         return replace(found, groups=(*found.groups, *former), reused=len(former))
 
     def _begin(self) -> None:
@@ -66,9 +67,8 @@ class BackgroundSource(TrainingSource):
             (group,) = await self._collect([task], ("train", step))
             self._groups[ticket.number] = group
             self.window.finish(ticket.number)
-        except BaseException as error:  # the run's own end, or what ends the run: whoever waits is told
+        except Exception as error:  # what ends the run: whoever waits for groups is told
             self._error = error
-            raise
         finally:
             self._changed.set()
 

@@ -165,6 +165,7 @@ class TrainingSource:
         self.greedy_baseline = greedy_baseline
         self.refill = refill
         self.step = 0
+        self.taken: tuple[Task, ...] = ()  # tasks of the groups that were handed over last
 
     async def next(self) -> Collected:
         """Groups that can be learned from. Failed episodes leave their group; a group left too small is dropped; where
@@ -192,6 +193,7 @@ class TrainingSource:
         if not good:  # nothing differs anywhere: better a step without signal than none
             good, flat = flat[:wanted], flat[wanted:]
         dropped = len(raw) - len(good) - len(flat)
+        self.taken = tuple(group.task for group in good)
         return Collected(tuple(good), tuple(flat), refills, dict(failures), examples, dropped)
 
     async def _collect(self, tasks: Sequence[Task], stream: tuple[object, ...]) -> list[Group]:
