@@ -22,6 +22,7 @@ def test_an_error_while_nobody_waits_is_told_to_who_waits_next() -> None:
 
     async def agent(policy: Any, task: Task) -> str:
         if task.id == "t1":
+            await asyncio.sleep(0.05)
             raise InputError("broken")
         return str(await policy.chat(task.messages))
 

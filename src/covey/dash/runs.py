@@ -60,15 +60,12 @@ class Run:
         """Read what is new in the numbers, and where somebody looks, a chunk of the episodes."""
         with self.lock:
             before = self.version
-            try:
-                self.metrics.poll()
-                more = self.opened and self.episodes.poll()
-                self.info = read_run(self.folder)
-            except (InputError, OSError):
-                if (self.folder / "run.json").exists():
-                    raise
+            if not (self.folder / "run.json").exists():
                 self.gone = True  # somebody deleted it: what was read of it stays
                 return False
+            self.metrics.poll()
+            more = self.opened and self.episodes.poll()
+            self.info = read_run(self.folder)
             return more or self.version != before
 
     def signs(self) -> list[Sign]:
