@@ -105,8 +105,12 @@ def read_job(words: Words, argv: list[str]) -> Job:
 
 
 def command(job: Job) -> list[str]:
-    """covey train, with what follows from the job unless the user's settings say it."""
     source = "--config" if job.recipe.endswith((".yaml", ".yml")) else "--config-name"
+    return ["covey", "train", source, job.recipe, "--unfinished", "75", *settings(job)]
+
+
+def settings(job: Job) -> list[str]:
+    """What follows from the job unless the user's settings say it, and those."""
     devices = job.nodes * max(1, job.gpus)
     learners = max(1, devices // 2) if job.mode == "async" else devices
     derived = {
@@ -121,7 +125,7 @@ def command(job: Job) -> list[str]:
     given = {word.partition("=")[0].lstrip("+") for word in job.settings}
     aliases = {"cluster": "cluster.name", "mode": "mode.name"}
     kept = [f"{key}={value}" for key, value in derived.items() if not given & {key, aliases.get(key, key)}]
-    return ["covey", "train", source, job.recipe, "--unfinished", "75", *kept, *job.settings]
+    return [*kept, *job.settings]
 
 
 def _check_settings(job: Job) -> None:
@@ -130,7 +134,7 @@ def _check_settings(job: Job) -> None:
     flags: dict[str, str | bool] = {"--validate-only": True}
     if not is_file:
         flags["--config-name"] = job.recipe
-    words = Words(settings=list(job.settings), flags=flags)
+    words = Words(settings=settings(job), flags=flags)
     compose_words(words, config_path=Path(job.recipe).expanduser() if is_file else None)
 
 
