@@ -41,7 +41,7 @@ class Remote:
 
 def check_cluster(config: Config) -> None:
     """All that can be said before a cluster is at hand."""
-    from covey.cluster.start import address_of, require_ray, this_machine
+    from covey.cluster.start import address_of, in_a_cluster, require_ray, this_machine
 
     if config.cluster.name != "ray":
         return
@@ -53,14 +53,8 @@ def check_cluster(config: Config) -> None:
         )
     if ":" in config.model.device:
         raise InputError(f"model.device={config.model.device} with cluster=ray, where Ray hands out GPUs\n  use cuda")
-    if address_of(config.cluster) is None and not _in_a_cluster():
+    if address_of(config.cluster) is None and not in_a_cluster():
         plan_of(config, [this_machine()])
-
-
-def _in_a_cluster() -> bool:
-    import sys
-
-    return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
 
 
 def plan_of(config: Config, nodes: list[Node]) -> Plan:
@@ -142,7 +136,7 @@ def _publisher(transport: str, carried: Carried, folder: Path) -> Any:
 # -- in the actors ----------------------------------------------------------------------------------------------
 
 
-def load_learner(carried: Carried, checkpoint: Checkpoint | None, rank: int, world: int, meet: str) -> Any:
+def load_learner(carried: Carried, checkpoint: Checkpoint | None, rank: int, world: int, meet: Any) -> Any:
     from covey.cli.learner import make_learner
     from covey.learner.models import pick_device
     from covey.learner.ranks import Ranks
