@@ -87,11 +87,12 @@ def start_remote(
     carried = _carried(prepared, gpu=plan.gpu)
     load = partial(load_engine, carried, folder, plan.colocated)
     each = max(1, threads // len(plan.engines))
+    publisher = _publisher(transport, carried, folder)
     engine = RayEngine(
         len(plan.engines),
         lambda index: spawn(RolloutActor, plan, plan.engines[index], group, at_once=AT_ONCE),
         lambda index, actor: actor.load.remote(load, index, each),
-        _publisher(transport, carried, folder),
+        publisher,
         colocated=plan.colocated,
     )
     resources.callback(engine.close)
@@ -100,7 +101,8 @@ def start_remote(
     resources.callback(learner.close)
     if checkpoint is not None:  # here too: the algorithm's advantages are computed in this process
         prepared.algorithm.load_state_dict(checkpoint.state["algorithm"])
-    notes = (f"cluster=ray ({cluster.describe()}): {plan.describe()}", f"weights travel by {transport}: {why}")
+    where = f"; files lie in {publisher.folder}, not in memory" if _misses_memory(transport, publisher.folder) else ""
+    notes = (f"cluster=ray ({cluster.describe()}): {plan.describe()}", f"weights travel by {transport}: {why}{where}")
     return Remote(learner, engine, notes)
 
 
@@ -123,14 +125,21 @@ def _absolute(checkpoint: Checkpoint | None) -> Checkpoint | None:
 def _publisher(transport: str, carried: Carried, folder: Path) -> Any:
     from covey.cluster.publish import CollectivePublisher, Publisher
     from covey.cluster.transport import memory_folder
-    from covey.learner.models import parameter_count
+    from covey.learner.models import trained_count
 
     if transport == "collective":
         return CollectivePublisher(folder / "weights")
     if transport == "shared_memory":
         assert carried.model is not None
-        return Publisher(*memory_folder(2 * 4 * parameter_count(carried.model)))  # two versions for a moment
+        size = 4 * trained_count(carried.model, carried.config.model)
+        return Publisher(*memory_folder(2 * size))  # two versions for a moment
     return Publisher(folder / "weights")
+
+
+def _misses_memory(transport: str, folder: Path) -> bool:
+    from covey.cluster.transport import SHARED_MEMORY
+
+    return transport == "shared_memory" and SHARED_MEMORY not in folder.parents
 
 
 # -- in the actors ----------------------------------------------------------------------------------------------

@@ -254,4 +254,3 @@ def _used(layout: list[dict[str, Any]]) -> int:
     for side in last["shape"]:
         size *= side
     return int(last["at"] + size)
-
