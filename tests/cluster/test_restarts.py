@@ -39,21 +39,27 @@ def test_it_goes_on_from_the_folder_of_the_one_before() -> None:
     assert said == [f"a learner died: killed; restart {i} of 3 (cluster.max_restarts)" for i in (1, 2)]
 
 
-def test_a_learner_that_dies_while_a_run_is_made_is_a_loss_too() -> None:
+def test_a_learner_that_dies_while_a_run_is_made_again_is_a_loss_too() -> None:
     asked: list[Path | None] = []
 
     def make(folder: Path | None) -> Attempt:
         asked.append(folder)
-        if len(asked) in (1, 3):
+        if len(asked) in dies_at:
             raise LearnerLost("a learner died: killed")
         return Attempt(Path(f"run-{len(asked)}"))
 
     def complete(run: Attempt) -> None:
-        if run.path.name == "run-2":
+        if run.path.name == "run-1":
             raise LearnerLost("a learner died: killed")
 
-    assert with_restarts(make, complete, limit=3, note=print).path == Path("run-4")
-    assert asked == [None, None, Path("run-2"), Path("run-2")]
+    dies_at = {2}
+    assert with_restarts(make, complete, limit=2, note=print).path == Path("run-3")
+    assert asked == [None, Path("run-1"), Path("run-1")]
+    asked.clear()
+    dies_at = {1}
+    with pytest.raises(LearnerLost):  # what cannot start is told at once
+        with_restarts(make, complete, limit=2, note=print)
+    assert asked == [None]
 
 
 def test_not_more_often_than_allowed() -> None:
@@ -66,7 +72,7 @@ def test_a_run_that_could_not_be_made_leaves_its_folder_free(
     tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from covey.cli import build
-    from covey.cli.words import parse, compose_words
+    from covey.cli.words import compose_words, parse
     from covey.loop.folder import lock_folder
 
     def lost(*given: object) -> None:

@@ -136,8 +136,8 @@ def with_restarts(
     make: Callable[[Path | None], Any], complete: Callable[[Any], None], *, limit: int, note: Callable[[str], None]
 ) -> Any:
     """A run that has come to its end. `make(folder)` builds it, from the last checkpoint in the folder of the one
-    before where there was one; `complete` trains. A run that lost a learner, also while it was made, is made again,
-    `limit` times at most."""
+    before where there was one; `complete` trains. A run that lost a learner, also while it was made again, is made
+    again, `limit` times at most. One that cannot be made the first time would not be the second time either."""
     folder: Path | None = None
     for restart in range(limit + 1):
         try:
@@ -146,7 +146,7 @@ def with_restarts(
             complete(run)
             return run
         except LearnerLost as error:
-            if restart == limit:
+            if restart == limit or folder is None:
                 raise
             note(f"{str(error).splitlines()[0]}; restart {restart + 1} of {limit} (cluster.max_restarts)")
     raise AssertionError("not reached")
