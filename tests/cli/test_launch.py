@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from covey.cli.launch import read_options, submit
+from covey.cli.launch import read_options, submit, train_one
 from covey.cli.main import main
 from covey.errors import InputError
 
@@ -44,6 +44,27 @@ def test_without_the_package_the_fix_is_told(
     words = ["--multirun", "--launcher", "submitit", f"model={tiny_model_folder}", *SMALL]
     assert main(["train", *words]) == 2
     assert "pip install 'covey[slurm]'" in capsys.readouterr().err
+
+
+def test_a_job_that_is_queued_again_goes_on_in_its_folder(tmp_path: Path, tiny_model_folder: Path) -> None:
+    """From its last checkpoint; anew where it was ended before the first."""
+    place = tmp_path / "multirun" / "0"
+
+    def steps() -> list[int]:
+        rows = map(json.loads, (place / "metrics.jsonl").read_text().splitlines())
+        return [row["step"] for row in rows if row["kind"] == "step"]
+
+    two = [f"model={tiny_model_folder}", *SMALL, "loop.total_steps=2"]
+    train_one({}, two, str(place))
+    assert not list(place.glob("checkpoints/step-*"))
+    train_one({}, two, str(place))
+    assert steps() == [0, 1]
+    ended = [*two, "loop.save_every=1", "loop.max_minutes=1e-6"]
+    for expected in ([0], [0, 1]):
+        train_one({}, ended, str(place))
+        assert steps() == expected
+    with pytest.raises(InputError, match="other settings"):
+        train_one({}, [*ended, "learner.lr=0.5"], str(place))
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 
 from covey.cluster import engine as engine_module
 from covey.cluster.engine import DEATHS, EngineLost, RayEngine
-from covey.cluster.publish import Publisher
+from covey.cluster.publish import CollectivePublisher, Publisher
 from covey.errors import RunFailed
 from covey.types import Completion, Sampling, StopReason
 
@@ -48,6 +48,10 @@ class Actor:
         self.doomed = False
         self.generate = Method(self._generate)
         self.take = Method(lambda notice: self._note(f"take {notice}"))
+        self.join = Method(lambda meeting, rank: self._note("join"))
+        self.receive = Method(lambda version: self._note(f"receive {version}"))
+        self.write = Method(lambda folder, version: self._note("write", f"version {version}, from {self.number}"))
+        self.held: dict[str, Reference] = {}  # calls that are answered when the test says so
         for name in ("pause", "resume", "forget", "close"):
             setattr(self, name, Method(lambda name=name: self._note(name)))
 
@@ -55,9 +59,11 @@ class Actor:
         self.asked.append(Reference())
         return self.asked[-1].die() if self.doomed else self.asked[-1]
 
-    def _note(self, what: str) -> Reference:
+    def _note(self, what: str, value: Any = None) -> Reference:
         self.calls.append(what)
-        return Reference().die() if self.doomed else Reference().done()
+        if what in self.held:
+            return self.held[what]
+        return Reference().die() if self.doomed else Reference().done(value)
 
     def answer(self, at: int, token: int) -> None:
         self.asked[at].done(Completion((token,), (0.0,), (0,), StopReason.EOS))
@@ -74,10 +80,35 @@ class Learner:
         return f"version {version}"
 
 
+class Broadcaster(Learner):
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    async def write(self, folder: Any, version: int) -> str:
+        self.calls.append(f"write {version}")
+        return f"version {version}, from the learner"
+
+    async def meet(self, members: int) -> int:
+        return members
+
+    async def join(self, meeting: int) -> None:
+        self.calls.append(f"join {meeting}")
+
+    async def broadcast(self) -> None:
+        self.calls.append("broadcast")
+
+
 class House:
     """An engine over actors that are counted, and what it says."""
 
-    def __init__(self, count: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, colocated: bool = False) -> None:
+    def __init__(
+        self,
+        count: int,
+        tmp_path: Any,
+        monkeypatch: pytest.MonkeyPatch,
+        colocated: bool = False,
+        publisher: type[Publisher] = Publisher,
+    ) -> None:
         self.actors: list[Actor] = []
         self.doomed_from = 10**6  # actors from this number on die when they load
         self.ended: list[int] = []
@@ -85,7 +116,7 @@ class House:
         monkeypatch.setattr(engine_module, "end", lambda actor: self.ended.append(actor.number))
         monkeypatch.setattr(engine_module, "_close_all", lambda actors: None)
         self.engine = RayEngine(
-            count, self.spawn, self.load, Publisher(tmp_path / "weights"), colocated=colocated, warn=self.said.append
+            count, self.spawn, self.load, publisher(tmp_path / "weights"), colocated=colocated, warn=self.said.append
         )
 
     def spawn(self, index: int) -> Actor:
@@ -190,5 +221,84 @@ def test_an_engine_that_dies_while_weights_come_gets_them_when_it_is_back(tmp_pa
         assert house.actors[2].calls == ["take version 1", "pause"]  # the others stand still as well
         await house.engine.resume()
         assert house.actors[2].calls[-1] == "resume" and house.engine.version == 1
+
+    asyncio.run(scene())
+
+
+def test_a_peer_that_dies_while_it_gives_weights_is_replaced_itself(tmp_path, monkeypatch) -> None:
+    """The newcomer gets them from the next peer, and its own death is not counted."""
+
+    async def scene() -> None:
+        house = House(3, tmp_path, monkeypatch, publisher=CollectivePublisher)
+        learner = Broadcaster()
+        await house.engine.publish(learner, 5)
+        (job,) = await house.ask((1,))
+        zero, one, two = house.actors
+        one.held["write"] = Reference().die()
+        zero.die()
+        await settle()
+        assert one.calls[-1] == "write" and two.calls[-1] == "write" and "write 5" not in learner.calls
+        newcomers = house.actors[3:]
+        assert [actor.calls[0] for actor in newcomers] == ["take version 5, from 2"] * 2
+        assert [place.deaths for place in house.engine.places] == [1, 1, 0] and house.ended == [0, 1]
+        job.cancel()
+
+    asyncio.run(scene())
+
+
+def test_an_engine_alone_gets_the_weights_of_its_version_again(tmp_path, monkeypatch) -> None:
+    """By broadcast there is nobody to ask for them later, and the learner has gone on."""
+
+    async def scene() -> None:
+        house = House(1, tmp_path, monkeypatch, publisher=CollectivePublisher)
+        learner = Broadcaster()
+        await house.engine.publish(learner, 5)
+        assert learner.calls == ["join 2", "broadcast", "write 5"]
+        await house.ask((1,))
+        house.actors[0].die()
+        await settle()
+        assert house.actors[1].calls == ["take version 5, from the learner"]
+        assert learner.calls == ["join 2", "broadcast", "write 5"]  # not once more
+
+    asyncio.run(scene())
+
+
+def test_a_newcomer_is_not_left_paused(tmp_path, monkeypatch) -> None:
+    async def scene() -> None:
+        house = House(1, tmp_path, monkeypatch, colocated=True)
+        await house.engine.publish(Learner(), 0)
+        await house.ask((1,))
+        await house.engine.pause()
+        spawn, pausing = house.engine._spawn, Reference()
+
+        def slow(index: int) -> Actor:
+            actor = spawn(index)
+            actor.held["pause"] = pausing
+            return actor
+
+        house.engine._spawn = slow
+        house.actors[0].die()
+        await settle()
+        await house.engine.resume()
+        pausing.done()
+        await settle()
+        assert house.actors[1].calls[:3] == ["take version 0", "pause", "resume"]
+
+    asyncio.run(scene())
+
+
+def test_everybody_is_who_is_there_when_it_begins(tmp_path, monkeypatch) -> None:
+    """An engine whose death shows while others are being asked has no actor when its turn comes."""
+
+    async def scene() -> None:
+        house = House(2, tmp_path, monkeypatch, colocated=True)
+        await house.engine.publish(Learner(), 0)
+        (job,) = await house.ask((1,))
+        asked = [actor for actor in house.actors if actor.asked]
+        pausing = asyncio.ensure_future(house.engine.pause())
+        asyncio.get_running_loop().call_soon(asked[0].die)
+        await pausing
+        assert all("pause" in actor.calls for actor in house.actors[:2])
+        job.cancel()
 
     asyncio.run(scene())

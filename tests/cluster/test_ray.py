@@ -62,7 +62,8 @@ def test_nobody_else_can_reach_a_cluster_of_our_own(cluster: Any) -> None:
     import ray
 
     assert [node["NodeManagerAddress"] for node in ray.nodes()] == ["127.0.0.1"]
-    assert os.environ["RAY_AUTH_MODE"] == "token" and len(os.environ["RAY_AUTH_TOKEN"]) == 64
+    assert os.environ["RAY_AUTH_MODE"] == "token" and "RAY_AUTH_TOKEN" not in os.environ  # children must not have it
+    assert ray.get(ray.remote(lambda: len(os.environ["RAY_AUTH_TOKEN"])).remote()) == 64
     assert not ray.get_runtime_context().worker.node.address_info["webui_url"]
 
 
@@ -141,6 +142,29 @@ def test_a_killed_learner_goes_on_from_the_last_checkpoint(
     assert apart.steps() == [0, 1, 2] and apart.run.path.name != "" and apart.run.first_step == 1
     assert apart.trained == [alone.trained[i] for i in (0, 1, 1, 2)]
     assert difference(apart, alone) < 1e-5
+    assert "restart 1 of 3" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_a_lost_learner(
+    cluster: Any, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other rank notices first, as an error of the collective."""
+    from covey.cluster.learner import RemoteLearner
+
+    update, calls = RemoteLearner.update, []
+
+    def killed(learner: RemoteLearner, *given: Any) -> Any:
+        calls.append(learner.pids[1])
+        if len(calls) == 2:
+            os.kill(learner.pids[1], signal.SIGKILL)
+        return update(learner, *given)
+
+    monkeypatch.setattr(RemoteLearner, "update", killed)
+    two = {"cluster.learner_devices": 2, "learner.parallel": "ddp"}
+    apart = trained(tiny_model_folder, monkeypatch, **(RAY | two))
+    assert len(calls) == STEPS + 1 and len(set(calls)) == 2
+    assert apart.steps() == [0, 1, 2] and apart.run.first_step == 1
     assert "restart 1 of 3" in capsys.readouterr().err
 
 

@@ -16,13 +16,14 @@ from covey.cluster.transport import (
     WeightGroup,
     WeightsDamaged,
     bucket_size,
-    free_port,
     load_weights,
     read_notice,
     remove_older,
     trained_weights,
     write_notice,
 )
+from covey.learner.ranks import listen
+from covey.loop.folder import lock_folder
 from covey.rollout.vllm.weights import weights_folder
 from tests.conftest import tiny_llama
 
@@ -61,6 +62,30 @@ def test_memory_that_a_killed_run_has_left_is_freed(tmp_path: Path, monkeypatch:
     assert {path.name for path in tmp_path.iterdir()} == {alive.name, mine.name, "covey-weights-vllm"}
     held.close()
     lock.close()
+
+
+def test_nothing_of_other_users_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody can write to a machine's shared memory: a link there may point anywhere."""
+    memory, precious = tmp_path / "memory", tmp_path / "precious"
+    for folder in (memory / "covey-weights-linked", memory / "covey-weights-other", precious):
+        folder.mkdir(parents=True)
+        (folder / ".lock").write_text("kept")
+    (memory / "covey-weights-link").symlink_to(precious)
+    (memory / "covey-weights-linked" / ".lock").unlink()
+    (memory / "covey-weights-linked" / ".lock").symlink_to(precious / ".lock")
+    monkeypatch.setattr(transport, "SHARED_MEMORY", memory)
+    monkeypatch.setattr("covey.rollout.vllm.weights.SHARED_MEMORY", memory)
+    monkeypatch.setattr(transport.tempfile, "gettempdir", lambda: str(memory))
+    mine = transport.os.getuid()
+    monkeypatch.setattr(transport.os, "getuid", lambda: mine + 1)
+    transport.memory_folder(1)[1].close()
+    assert (memory / "covey-weights-other" / ".lock").read_text() == "kept"
+    monkeypatch.setattr(transport.os, "getuid", lambda: mine)
+    transport.memory_folder(1)[1].close()
+    assert not (memory / "covey-weights-other").exists() and (precious / ".lock").read_text() == "kept"
+    assert {path.name for path in memory.iterdir()} >= {"covey-weights-link", "covey-weights-linked"}
+    with pytest.raises(OSError, match=r"symbolic links"):
+        lock_folder(memory / "covey-weights-linked")
 
 
 def test_a_file_that_was_damaged_or_never_came_is_not_taken(tmp_path: Path) -> None:
@@ -117,11 +142,12 @@ def test_by_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
     learner = tiny_llama(seed=1).to(torch.bfloat16)
     assert sum(p.numel() * 2 for p in learner.parameters()) > 2 * bucket_size(learner)
     for seed in (2, 3):
-        meeting = Meeting("127.0.0.1", free_port("127.0.0.1"), members=3, gpu=False)
+        door = listen("127.0.0.1")
+        meeting = Meeting("127.0.0.1", door.getsockname()[1], members=3, gpu=False)
         engines = [tiny_llama(seed=seed).to(torch.bfloat16) for _ in range(2)]
         with ThreadPoolExecutor(2) as threads:
             jobs = [threads.submit(receive, meeting, rank, engine) for rank, engine in enumerate(engines, start=1)]
-            WeightGroup(meeting, 0, "127.0.0.1").send(trained_weights(learner), bucket_size(learner))
+            WeightGroup(meeting, 0, "127.0.0.1", door).send(trained_weights(learner), bucket_size(learner))
             for job in jobs:
                 job.result()
         assert all(same(learner, engine) for engine in engines)

@@ -231,10 +231,12 @@ def test_a_program_is_started_for_each_attempt_and_no_more_than_allowed_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COVEY_TOKEN", "the-token-of-the-admin")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "the-token-of-the-cluster")
     line = command(
         tmp_path,
         f"""
         assert "COVEY_TOKEN" not in os.environ and "secret" not in os.environ["COVEY_TASK"]
+        assert "RAY_AUTH_TOKEN" not in os.environ
         log = open({str(tmp_path / "log")!r}, "a")
         print("+", file=log, flush=True)
         first = ask(task["messages"])

@@ -14,7 +14,7 @@ from covey.errors import Absent, InputError
 from covey.learner import builtin
 from covey.learner.learner import Learner
 from covey.learner.memory import keep_freed_memory
-from covey.learner.models import Reference, load_policy, locate, open_source
+from covey.learner.models import Reference, load_policy, locate, open_source, parameter_count, trained_count
 from tests.learner.helpers import batch_of, rows_of
 
 
@@ -80,7 +80,7 @@ def test_the_built_in_model() -> None:
         assert source.tokenizer.decode(model(ids).logits[0, -1].argmax()) == " Paris"
 
 
-def lora_policy(folder: Path) -> object:
+def lora_policy(folder: Path) -> Any:
     config = ModelConfig(name=str(folder), lora=LoraConfig(rank=4))
     return load_policy(open_source(config), config, seed=1)
 
@@ -90,6 +90,10 @@ def test_lora_trains_adapters_only_and_the_reference_is_the_adapter_off(tiny_mod
     policy = lora_policy(tiny_model_folder)
     learner = Learner(policy, LearnerConfig(lr=1e-2), total_updates=1, reference=Reference.of(policy))
     assert all("lora_" in name for name in learner.optimizer.working)
+    config = ModelConfig(name=str(tiny_model_folder), lora=LoraConfig(rank=4))
+    source = open_source(config)
+    assert trained_count(source, config) == sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    assert trained_count(source, ModelConfig(name=str(tiny_model_folder))) == parameter_count(source)
     from covey.algorithms import make
 
     vocabulary = policy.config.vocab_size  # type: ignore[attr-defined]

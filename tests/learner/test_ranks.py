@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from covey.config.schema import CriticConfig, LearnerConfig
 from covey.errors import InputError
-from covey.learner.ranks import ALONE
+from covey.learner.ranks import ALONE, listen, open_store
 from covey.learner.saving import load_state
 from covey.learner.sharding import check_shards
 from tests.learner.jobs import (
@@ -41,6 +42,17 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRanks]:
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)  # as the ranks have; two would wait for each other while ranks work
+
+
+def test_ranks_meet_at_one_address_of_a_machine() -> None:
+    """127.0.0.2 is the same machine: a store that listened on all of its addresses would answer there too."""
+    door = listen("127.0.0.1")
+    port = door.getsockname()[1]
+    store = open_store("127.0.0.1", port, 1, door)
+    open_store("127.0.0.1", port, 1, None).set("met", "yes")
+    assert store.get("met") == b"yes"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=5)
 
 
 SLOW = pytest.mark.slow

@@ -67,6 +67,7 @@ if TYPE_CHECKING:  # torch and transformers take seconds to import: only where a
     from covey.learner.models import ModelSource
     from covey.loop.checkpoint import Checkpoint
     from covey.loop.evaluate import Evaluator
+    from covey.loop.folder import RunFolder
     from covey.loop.run import Run
     from covey.rollout.collector import Collector, Refill, TrainingSource
     from covey.telemetry import Telemetry
@@ -273,13 +274,27 @@ def continuing(prepared: Prepared, folder: Path) -> Prepared:
 
 
 def _build(prepared: Prepared, workers: WorkerPool | None, resources: ExitStack, note: Note) -> Run:
+    folder, checkpoint = open_run(prepared, note)
+    try:
+        return _joined(prepared, folder, checkpoint, workers, resources)
+    except BaseException:
+        folder.release()  # who tries again finds it free
+        raise
+
+
+def _joined(
+    prepared: Prepared,
+    folder: RunFolder,
+    checkpoint: Checkpoint | None,
+    workers: WorkerPool | None,
+    resources: ExitStack,
+) -> Run:
     import torch
 
     from covey.loop.run import Run
     from covey.loop.step import Road
 
     config = prepared.config
-    folder, checkpoint = open_run(prepared, note)
     threads = threads_for(config, folder if checkpoint is not None else None)
     torch.set_num_threads(threads)
     checkpoints = store(config, folder.path)

@@ -41,7 +41,7 @@ class Remote:
 
 def check_cluster(config: Config) -> None:
     """All that can be said before a cluster is at hand."""
-    from covey.cluster.start import address_of, require_ray, this_machine
+    from covey.cluster.start import address_of, in_a_cluster, require_ray, this_machine
 
     if config.cluster.name != "ray":
         return
@@ -53,14 +53,8 @@ def check_cluster(config: Config) -> None:
         )
     if ":" in config.model.device:
         raise InputError(f"model.device={config.model.device} with cluster=ray, where Ray hands out GPUs\n  use cuda")
-    if address_of(config.cluster) is None and not _in_a_cluster():
+    if address_of(config.cluster) is None and not in_a_cluster():
         plan_of(config, [this_machine()])
-
-
-def _in_a_cluster() -> bool:
-    import sys
-
-    return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
 
 
 def plan_of(config: Config, nodes: list[Node]) -> Plan:
@@ -93,11 +87,12 @@ def start_remote(
     carried = _carried(prepared, gpu=plan.gpu)
     load = partial(load_engine, carried, folder, plan.colocated)
     each = max(1, threads // len(plan.engines))
+    publisher = _publisher(transport, carried, folder)
     engine = RayEngine(
         len(plan.engines),
         lambda index: spawn(RolloutActor, plan, plan.engines[index], group, at_once=AT_ONCE),
         lambda index, actor: actor.load.remote(load, index, each),
-        _publisher(transport, carried, folder),
+        publisher,
         colocated=plan.colocated,
     )
     resources.callback(engine.close)
@@ -106,7 +101,8 @@ def start_remote(
     resources.callback(learner.close)
     if checkpoint is not None:  # here too: the algorithm's advantages are computed in this process
         prepared.algorithm.load_state_dict(checkpoint.state["algorithm"])
-    notes = (f"cluster=ray ({cluster.describe()}): {plan.describe()}", f"weights travel by {transport}: {why}")
+    where = f"; files lie in {publisher.folder}, not in memory" if _misses_memory(transport, publisher.folder) else ""
+    notes = (f"cluster=ray ({cluster.describe()}): {plan.describe()}", f"weights travel by {transport}: {why}{where}")
     return Remote(learner, engine, notes)
 
 
@@ -129,20 +125,27 @@ def _absolute(checkpoint: Checkpoint | None) -> Checkpoint | None:
 def _publisher(transport: str, carried: Carried, folder: Path) -> Any:
     from covey.cluster.publish import CollectivePublisher, Publisher
     from covey.cluster.transport import memory_folder
-    from covey.learner.models import parameter_count
+    from covey.learner.models import trained_count
 
     if transport == "collective":
         return CollectivePublisher(folder / "weights")
     if transport == "shared_memory":
         assert carried.model is not None
-        return Publisher(*memory_folder(2 * 4 * parameter_count(carried.model)))  # two versions for a moment
+        size = 4 * trained_count(carried.model, carried.config.model)
+        return Publisher(*memory_folder(2 * size))  # two versions for a moment
     return Publisher(folder / "weights")
+
+
+def _misses_memory(transport: str, folder: Path) -> bool:
+    from covey.cluster.transport import SHARED_MEMORY
+
+    return transport == "shared_memory" and SHARED_MEMORY not in folder.parents
 
 
 # -- in the actors ----------------------------------------------------------------------------------------------
 
 
-def load_learner(carried: Carried, checkpoint: Checkpoint | None, rank: int, world: int, meet: str) -> Any:
+def load_learner(carried: Carried, checkpoint: Checkpoint | None, rank: int, world: int, meet: Any) -> Any:
     from covey.cli.learner import make_learner
     from covey.learner.models import pick_device
     from covey.learner.ranks import Ranks

@@ -68,7 +68,10 @@ def open_run(prepared: Startable, note: Note) -> tuple[RunFolder, Checkpoint | N
 
     config, output = prepared.config, Path(prepared.config.logging.output_dir)
     if prepared.folder is not None:
-        return exact_folder(prepared.folder), None
+        folder = exact_folder(prepared.folder)
+        checkpoint = store(config, folder.path).latest(note)  # a job of a sweep that is started again
+        _check_same(prepared, folder, checkpoint, str(prepared.folder))
+        return folder, checkpoint
     if config.resume == "disable":
         return new_folder(output), None
     if config.resume == "auto":
@@ -86,13 +89,17 @@ def open_run(prepared: Startable, note: Note) -> tuple[RunFolder, Checkpoint | N
             f"resume={config.resume}: that run goes on from its newest checkpoint, {checkpoint.folder.name}\n"
             "  to go back, delete the later ones; to start anew from these weights: model=" + str(named / "model")
         )
-    if folder.info()["fingerprint"] != prepared.fingerprint:
+    _check_same(prepared, folder, checkpoint, f"resume={config.resume}")
+    return folder, checkpoint
+
+
+def _check_same(prepared: Startable, folder: RunFolder, checkpoint: Checkpoint | None, asked: str) -> None:
+    if checkpoint is not None and folder.info()["fingerprint"] != prepared.fingerprint:
         raise InputError(
-            f"resume={config.resume}: that run had other settings, tasks or rewards\n"
+            f"{asked}: that run had other settings, tasks or rewards\n"
             f"  its settings: {folder.path / 'config.yaml'}\n"
             f"  repeat its command, or start from its weights:  model={checkpoint.model}"
         )
-    return folder, checkpoint
 
 
 def run_of(path: Path) -> Path:
@@ -126,7 +133,7 @@ def write_run_files(prepared: Startable, folder: RunFolder, learner: Learner, th
         folder.write_info(info | {"status": "running", "threads": threads})
         return
     hydra = folder.path / ".hydra"
-    hydra.mkdir()
+    hydra.mkdir(exist_ok=True)  # a run that is started again before its first checkpoint
     for path in (folder.path / "config.yaml", hydra / "config.yaml"):
         path.write_text(yaml.safe_dump(prepared.tree, sort_keys=False, allow_unicode=True))
     (hydra / "overrides.yaml").write_text(yaml.safe_dump(list(prepared.overrides)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -59,41 +60,67 @@ def spawn(kind: type, plan: Plan, seat: Seat, group: Any, *, at_once: int = 1) -
 
 
 def end(actor: Any) -> None:
-    """At once. What it was asked and has not answered never comes."""
+    """At once. What it was asked and has not answered never comes. After the cluster's end there is nobody to end."""
     import ray
 
-    ray.kill(actor, no_restart=True)
+    if ray.is_initialized():
+        ray.kill(actor, no_restart=True)
 
 
-async def answer(reference: Any) -> Any:
-    """What a call returns, or raises there. Who gives up cancels it there too."""
+async def answer(reference: Any, *, cancels: bool = True) -> Any:
+    """What a call returns, or raises there. Who gives up cancels it there too, where the cluster is still up."""
     import ray
 
     try:
         return await asyncio.wrap_future(reference.future())
     except asyncio.CancelledError:
-        ray.cancel(reference)
+        if cancels and ray.is_initialized():
+            ray.cancel(reference)
         raise
     except ray.exceptions.RayError as error:
         raise untangled(error) from None
 
 
 def answers(references: list[Any]) -> list[Any]:
-    """The same for several, without an event loop. The first that fails counts."""
+    """The same for several, without an event loop. The first that fails counts, and nobody waits for the others."""
     import ray
 
+    found, waiting = {}, list(references)
     try:
-        return list(ray.get(references))
+        while waiting:
+            (done,), waiting = ray.wait(waiting, num_returns=1)
+            found[done] = ray.get(done)
     except ray.exceptions.RayError as error:
         raise untangled(error) from None
+    return [found[reference] for reference in references]
+
+
+def first_lost(references: list[Any], seconds: float) -> ActorLost | None:
+    """The first whose actor turns out to be gone. One that is only slow to answer is not."""
+    import ray
+
+    waiting, until = list(references), time.monotonic() + seconds
+    while waiting:
+        done, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, until - time.monotonic()))
+        if not done:
+            return None
+        try:
+            answers(done)
+        except ActorLost as error:
+            return error
+    return None
 
 
 def untangled(error: Exception) -> Exception:
-    """The exception as it was raised in the actor, or `ActorLost`."""
+    """The exception as it was raised in the actor, with the traceback from there as a note; or `ActorLost`, whatever
+    ended its process: Ray has a class of its own for several ends."""
     import ray
 
     if isinstance(error, ray.exceptions.RayTaskError):
-        return error.cause if isinstance(error.cause, Exception) else error
-    if isinstance(error, ray.exceptions.RayActorError):
-        return ActorLost(str(error).splitlines()[0])
-    return error
+        if not isinstance(error.cause, Exception):
+            return error
+        error.cause.add_note(f"in the actor:\n{error}")
+        return error.cause
+    if isinstance(error, ray.exceptions.TaskCancelledError):
+        return error
+    return ActorLost((str(error).splitlines() or [type(error).__name__])[0])

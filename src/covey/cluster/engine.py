@@ -123,7 +123,7 @@ class RayEngine:
         await self._all_started()
         async with self._weights_lock:
             if version == self.publisher.version:
-                await self._everybody(lambda place: place.actor.forget.remote())
+                await self._everybody(lambda actor: actor.forget.remote())
             else:
                 actors = {place.index: place.actor for place in self.places if place.actor is not None}
                 for index, error in (await self.publisher.publish(weights, version, actors)).items():
@@ -136,22 +136,23 @@ class RayEngine:
         """Where engines have devices of their own they go on sampling: new weights come between two tokens."""
         if self.colocated:
             self._paused = True
-            await self._everybody(lambda place: place.actor.pause.remote())
+            await self._everybody(lambda actor: actor.pause.remote())
 
     async def resume(self) -> None:
         if self._paused:
             self._paused = False
-            await self._everybody(lambda place: place.actor.resume.remote())
+            await self._everybody(lambda actor: actor.resume.remote())
 
-    async def _everybody(self, call: Callable[[Place], Any]) -> None:
-        async def one(place: Place) -> None:
-            actor = place.actor
+    async def _everybody(self, call: Callable[[Any], Any]) -> None:
+        """Of this moment: one of them may die, and another come, before all have been asked."""
+
+        async def one(place: Place, actor: Any) -> None:
             try:
-                await answer(call(place))
+                await answer(call(actor))
             except ActorLost as error:
                 self._lost(place, actor, error)
 
-        await asyncio.gather(*(one(place) for place in self.places if place.actor is not None))
+        await asyncio.gather(*(one(place, place.actor) for place in self.places if place.actor is not None))
 
     def close(self) -> None:
         for job in self._jobs:
@@ -207,10 +208,14 @@ class RayEngine:
         """A model, the weights of the moment, and a seat among the others."""
         place.pid = await answer(self._load(place.index, actor))
         async with self._weights_lock:
-            peers = [p.actor for p in self.places if p.actor is not None]
-            await self.publisher.bring(actor, peers)
-            if self._paused:
-                await answer(actor.pause.remote())
+            peers = {p.index: p.actor for p in self.places if p.actor is not None}
+            await self.publisher.bring(
+                actor, peers, lambda index, error: self._lost(self.places[index], peers[index], error)
+            )
+            paused = False
+            while paused != self._paused:  # the others may be paused or resumed meanwhile
+                paused = not paused
+                await answer((actor.pause if paused else actor.resume).remote())
             place.actor = actor
 
 

@@ -3,6 +3,7 @@ and gives the same answers; rank 0's count."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 
 import torch
 
-from covey.cluster.actors import ActorLost, answer, answers, end
+from covey.cluster.actors import ActorLost, answer, answers, end, first_lost
 from covey.cluster.learner_actor import BuildLearner
 from covey.cluster.transport import Meeting, Notice
 from covey.errors import RunFailed
 from covey.protocols import Algorithm, Metrics, Needs, TokenTrace
 from covey.types import Batch, Samples
+
+ASKING = 10.0  # seconds in which a rank that died is known to be
 
 
 class LearnerLost(RunFailed):
@@ -101,18 +104,28 @@ class RemoteLearner:
         return self._wait(self._send(method, *given))[0]
 
     async def _answer(self, method: str, *given: Any) -> Any:
+        """Who gives up leaves the call to its end: of one that is cancelled, some ranks would have begun."""
         references = self._send(method, *given)
         try:
-            found = [await answer(reference) for reference in references]
-            return found[0]
-        except ActorLost as error:
-            raise self._lost(error) from error
+            return (await asyncio.gather(*(answer(reference, cancels=False) for reference in references)))[0]
+        except Exception as error:
+            if (lost := await asyncio.to_thread(self._who_died, error)) is None:
+                raise
+            raise self._lost(lost) from error
 
     def _wait(self, references: list[Any]) -> list[Any]:
         try:
             return answers(references)
-        except ActorLost as error:
-            raise self._lost(error) from error
+        except Exception as error:
+            if (lost := self._who_died(error)) is None:
+                raise
+            raise self._lost(lost) from error
+
+    def _who_died(self, error: Exception) -> ActorLost | None:
+        """A rank's death often shows first as the error of another one, which it left in the midst of a collective."""
+        if isinstance(error, ActorLost) or len(self.actors) == 1:
+            return error if isinstance(error, ActorLost) else None
+        return first_lost([actor.alive.remote() for actor in self.actors], ASKING)
 
     def _lost(self, error: ActorLost) -> LearnerLost:
         self.close()
@@ -123,16 +136,17 @@ def with_restarts(
     make: Callable[[Path | None], Any], complete: Callable[[Any], None], *, limit: int, note: Callable[[str], None]
 ) -> Any:
     """A run that has come to its end. `make(folder)` builds it, from the last checkpoint in the folder of the one
-    before where there was one; `complete` trains. A run that lost a learner is made again, `limit` times at most."""
+    before where there was one; `complete` trains. A run that lost a learner, also while it was made again, is made
+    again, `limit` times at most. One that cannot be made the first time would not be the second time either."""
     folder: Path | None = None
     for restart in range(limit + 1):
-        run = make(folder)
         try:
+            run = make(folder)
+            folder = run.path
             complete(run)
             return run
         except LearnerLost as error:
-            if restart == limit:
+            if restart == limit or folder is None:
                 raise
-            folder = run.path
             note(f"{str(error).splitlines()[0]}; restart {restart + 1} of {limit} (cluster.max_restarts)")
     raise AssertionError("not reached")

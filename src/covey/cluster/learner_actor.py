@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,15 @@ from covey.cluster.transport import (
     Notice,
     WeightGroup,
     bucket_size,
-    drain,
-    free_port,
     trained_weights,
     write_notice,
 )
+from covey.learner.ranks import listen, open_store
 from covey.protocols import Algorithm, Metrics, Needs, TokenTrace
+from covey.rollout.vllm.weights import Named
 from covey.types import Batch, Samples
 
-BuildLearner = Callable[[int, int, str], Any]  # rank, world, where ranks meet ("" if alone) → its learner
+BuildLearner = Callable[[int, int, Any], Any]  # rank, world, the store where ranks meet (None if alone) → its learner
 
 
 class LearnerActor:
@@ -30,13 +32,22 @@ class LearnerActor:
         self.rank = 0
         self.learner: Any = None
         self._group: WeightGroup | None = None
+        self._door: socket.socket | None = None  # where others will come in
+
+    def alive(self) -> None:
+        """Answered by whoever is."""
 
     def address(self) -> tuple[str, int]:
-        """A port of this machine where others can find this rank."""
+        """Where others find rank 0 from now on: it listens there. The other ranks have none."""
         from covey.cluster.rollout_actor import node_address
 
-        host = node_address()
-        return host, free_port(host)
+        if self.rank != 0:
+            return "", 0
+        if self._door is not None:
+            self._door.close()
+        self._door = listen(node_address())
+        host, port = self._door.getsockname()[:2]
+        return host, port
 
     def load(
         self, build: BuildLearner, rank: int, world: int, at: tuple[str, int], threads: int
@@ -48,7 +59,7 @@ class LearnerActor:
         self.rank = rank
         if at[0].startswith("127."):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        self.learner = build(rank, world, f"tcp://{at[0]}:{at[1]}" if world > 1 else "")
+        self.learner = build(rank, world, open_store(*at, world, self._taken_door()) if world > 1 else None)
         return os.getpid(), self.learner.device, self.learner.dtype
 
     def call(self, method: str, *given: Any) -> Any:
@@ -67,8 +78,10 @@ class LearnerActor:
 
     def write(self, folder: Path, version: int) -> Notice | None:
         if self.rank == 0:
-            return write_notice(self._weights(), folder, version)
-        drain(self._weights())
+            with self._weights() as weights:
+                return write_notice(weights, folder, version)
+        with self._weights():
+            pass
         return None
 
     def join(self, meeting: Meeting) -> None:
@@ -76,14 +89,28 @@ class LearnerActor:
 
         self._group = None  # an earlier one ends first
         if self.rank == 0:
-            self._group = WeightGroup(meeting, 0, node_address())
+            self._group = WeightGroup(meeting, 0, node_address(), self._taken_door())
+
+    def _taken_door(self) -> socket.socket | None:
+        door, self._door = self._door, None
+        return door
 
     def broadcast(self) -> None:
         if self.rank == 0:
             assert self._group is not None
-            self._group.send(self._weights(), bucket_size(self.learner.weights()))
+            with self._weights() as weights:
+                self._group.send(weights, bucket_size(self.learner.weights()))
         else:
-            drain(self._weights())
+            with self._weights():
+                pass
 
-    def _weights(self) -> Any:
-        return trained_weights(self.learner.weights())
+    @contextmanager
+    def _weights(self) -> Iterator[Named]:
+        """To the last one on every rank, also on those that send nothing and where sending broke off: ranks gather
+        sharded weights together, and must stay in step."""
+        weights = trained_weights(self.learner.weights())
+        try:
+            yield weights
+        finally:
+            for _ in weights:
+                pass

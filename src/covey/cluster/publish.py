@@ -13,6 +13,7 @@ from covey.cluster.actors import ActorLost, answer
 from covey.errors import RunFailed
 
 Lost = dict[int, Exception]  # engines that died meanwhile
+PeerLost = Callable[[int, Exception], None]
 
 
 class Sender(Protocol):
@@ -47,8 +48,8 @@ class Publisher:
         self._remove_older(version)
         return lost
 
-    async def bring(self, actor: Any, peers: list[Any]) -> None:
-        """The weights of the moment to an engine that has none."""
+    async def bring(self, actor: Any, peers: Mapping[int, Any], lost: PeerLost) -> None:
+        """The weights of the moment to an engine that has none. `lost` is told of peers that turn out to be dead."""
         if self._notice is not None:
             await answer(actor.take.remote(self._notice))
 
@@ -82,6 +83,9 @@ class CollectivePublisher(Publisher):
             self.warn(f"the broadcast of version {version} failed ({_first_line(error)}); sent by file")
         else:
             self._sender, self._notice, self.version = sender, None, version
+            if len(actors) == 1:  # nobody else has them should it die, and the learner's will soon be newer
+                self._notice = await sender.write(self.folder, version)
+                self._remove_older(version)
             return {}
         self._members = {}
         return await super().publish(sender, version, actors)
@@ -94,18 +98,22 @@ class CollectivePublisher(Publisher):
             self._members = dict(actors)
         await _first_failure(sender.broadcast(), *(answer(actor.receive.remote(version)) for actor in actors.values()))
 
-    async def bring(self, actor: Any, peers: list[Any]) -> None:
-        """From an engine that has them: the learner's may be newer by now. Where there is none, from the learner."""
+    async def bring(self, actor: Any, peers: Mapping[int, Any], lost: PeerLost) -> None:
+        """From an engine that has them: the learner's may be newer by now. Where all died at once, from the learner."""
         if self.version is None:
             return
+        for index, peer in peers.items():
+            if self._notice is not None:
+                break
+            try:
+                self._notice = await answer(peer.write.remote(self.folder, self.version))
+            except ActorLost as error:
+                lost(index, error)
         if self._notice is None:
             assert self._sender is not None
-            self._notice = (
-                await answer(peers[0].write.remote(self.folder, self.version))
-                if peers
-                else await self._sender.write(self.folder, self.version)
-            )
-        await super().bring(actor, peers)
+            self.warn(f"no engine is left with version {self.version}; its weights come from the learner as it is now")
+            self._notice = await self._sender.write(self.folder, self.version)
+        await super().bring(actor, peers, lost)
 
 
 async def _all(calls: Mapping[int, Any]) -> Lost:

@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import os
 import secrets
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,12 +53,14 @@ def this_machine() -> Node:
 def open_cluster(config: ClusterConfig) -> Iterator[Cluster]:
     """Joined or started, and left or stopped. Where this process is in a cluster already, it stays there."""
     require_ray()
-    if _already_in():
+    if in_a_cluster():
         yield Cluster(_inventory(), own=False)
         return
     address = address_of(config)
     with _environment(own=address is None):
         _init(address)
+        if address is None:
+            os.environ.pop("RAY_AUTH_TOKEN", None)  # Ray has read it; programs and workers that we start must not
         try:
             yield Cluster(_inventory(), own=address is None)
         finally:
@@ -66,16 +69,16 @@ def open_cluster(config: ClusterConfig) -> Iterator[Cluster]:
             ray.shutdown()
 
 
-def _already_in() -> bool:
-    import sys
-
-    return "ray" in sys.modules and sys.modules["ray"].is_initialized()
+def in_a_cluster() -> bool:
+    """Whether this process is in one already. Does not import Ray, which is slow."""
+    return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
 
 
 def _init(address: str | None) -> None:
     import ray
-    from ray._private import ray_constants
+    from ray._private import auto_init_hook, ray_constants
 
+    auto_init_hook.enable_auto_connect = False  # else a late call, after the run's end, would start another cluster
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     if address is not None:
         try:
@@ -109,7 +112,7 @@ def _environment(*, own: bool) -> Iterator[None]:
         yield
     finally:
         for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
         _read_again()
 
 

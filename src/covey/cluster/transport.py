@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import socket
+import stat
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +30,7 @@ from torch import Tensor
 
 from covey.cluster.placement import Plan
 from covey.errors import InputError, RunFailed
+from covey.learner.ranks import open_store
 from covey.learner.sharding import full_weights
 from covey.loop.folder import lock_folder
 from covey.rollout.vllm.weights import (
@@ -110,17 +114,26 @@ def load_weights(model: Any, weights: Mapping[str, Tensor]) -> None:
 
 
 def memory_folder(size: int) -> tuple[Path, IO[str]]:
-    """A folder in memory for so many bytes, and the lock that says it is in use. What runs that were killed have left
-    there is removed first: nobody holds its lock any more."""
-    for path in SHARED_MEMORY.glob("covey-weights-*/.lock"):
-        try:
-            held = lock_folder(path.parent)
-        except OSError:  # in use, or somebody else's
-            continue
-        shutil.rmtree(path.parent, ignore_errors=True)
-        held.close()
+    """A folder for so many bytes, in memory where there is room, and the lock that says it is in use. What runs that
+    were killed have left is removed first: nobody holds its lock any more."""
+    for place in (SHARED_MEMORY, Path(tempfile.gettempdir())):
+        for folder in place.glob("covey-weights-*"):
+            _remove_left(folder)
     folder = weights_folder(size)
     return folder, lock_folder(folder)
+
+
+def _remove_left(folder: Path) -> None:
+    """Others can write where it lies: only a folder of our own is touched, and no link is followed."""
+    try:
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or not (folder / ".lock").is_file():
+            return
+        held = lock_folder(folder)
+    except OSError:  # in use, or gone meanwhile
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    held.close()
 
 
 def write_notice(named: Named, folder: Path, version: int) -> Notice:
@@ -169,12 +182,19 @@ class Meeting:
 class WeightGroup:
     """Learner (rank 0) and engines. Apart from the learners' own group, since its members come and go."""
 
-    def __init__(self, meeting: Meeting, rank: int, address: str, wait: timedelta = MEETING) -> None:
-        """`address`: of this machine, as the others see it."""
+    def __init__(
+        self,
+        meeting: Meeting,
+        rank: int,
+        address: str,
+        door: socket.socket | None = None,
+        wait: timedelta = MEETING,
+    ) -> None:
+        """`address`: of this machine, as the others see it. `door`: rank 0's, which listens where they meet."""
         import torch.distributed as dist
 
         self.device = torch.device("cuda" if meeting.gpu else "cpu")
-        store = dist.TCPStore(meeting.host, meeting.port, meeting.members, is_master=rank == 0, timeout=wait)
+        store = open_store(meeting.host, meeting.port, meeting.members, door, wait)
         self._group: Any
         if meeting.gpu:
             options = dist.ProcessGroupNCCL.Options()
@@ -234,15 +254,3 @@ def _used(layout: list[dict[str, Any]]) -> int:
     for side in last["shape"]:
         size *= side
     return int(last["at"] + size)
-
-
-def free_port(host: str) -> int:
-    with socket.socket() as found:
-        found.bind((host, 0))
-        return int(found.getsockname()[1])
-
-
-def drain(named: Named) -> None:
-    """Ranks that send nothing take part all the same: to gather a sharded weight needs all of them."""
-    for _ in named:
-        pass

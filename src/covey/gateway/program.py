@@ -47,7 +47,7 @@ def require_program(command: str) -> None:
 def environment(live: Live, url: str, inherited: Mapping[str, str]) -> dict[str, str]:
     """OPENAI_BASE_URL, OPENAI_API_KEY, COVEY_EPISODE_URL and COVEY_TASK (JSON; not there where it would be too long)
     besides the run's own variables."""
-    variables = {name: value for name, value in inherited.items() if name not in (TOKEN, "COVEY_TASK")}
+    variables = {name: value for name, value in inherited.items() if not _kept_back(name)}
     direct = ",".join(filter(None, (variables.get("NO_PROXY") or variables.get("no_proxy"), "127.0.0.1,localhost")))
     variables |= {
         "OPENAI_BASE_URL": f"{url}/v1",
@@ -58,6 +58,11 @@ def environment(live: Live, url: str, inherited: Mapping[str, str]) -> dict[str,
     }
     task = json.dumps(shown_task(live.task, live.rules.hidden), default=str)
     return variables | ({"COVEY_TASK": task} if len(task.encode()) <= LONGEST_TASK else {})
+
+
+def _kept_back(name: str) -> bool:
+    """What would let a program in elsewhere: who has a Ray cluster's token can run anything there."""
+    return name in (TOKEN, "COVEY_TASK") or name.startswith("RAY_AUTH_")
 
 
 async def play(command: Sequence[str], variables: Mapping[str, str]) -> tuple[int, str]:

@@ -56,6 +56,21 @@ def parameter_count(source: ModelSource) -> int:
         return sum(p.numel() for p in AutoModelForCausalLM.from_config(source.config).parameters())
 
 
+def trained_count(source: ModelSource, config: ModelConfig) -> int:
+    """How many weights are trained, at most, before any is loaded: with adapters, only theirs."""
+    from transformers import AutoModelForCausalLM
+
+    if source.adapter is not None:
+        return (
+            sum(file.stat().st_size for file in source.adapter.glob("adapter_model.*")) // 2
+        )  # two bytes or more each
+    if config.lora.rank == 0:
+        return parameter_count(source)
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        model = _with_new_adapter(AutoModelForCausalLM.from_config(source.config), config, seed=0)
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
 def locate(name: str) -> tuple[str, Path | None]:
     """The folder or hub id behind a name, and the adapter folder where the name is one. Loads nothing."""
     folder = Path(name).expanduser()

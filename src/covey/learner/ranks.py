@@ -6,6 +6,7 @@ what was found is summed over all. Of one process, nothing here costs anything.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,13 +23,16 @@ class Ranks:
     device: torch.device | None = None  # this rank's own; None: where the model is
 
     @classmethod
-    def join(cls, rank: int, world: int, init_method: str, device: torch.device, *, timeout_s: float = 1800.0) -> Ranks:
-        """Meet the others: `tcp://127.0.0.1:PORT` or `file:///PATH`. NCCL between GPUs, gloo between CPUs."""
+    def join(
+        cls, rank: int, world: int, meet: str | dist.Store, device: torch.device, *, timeout_s: float = 1800.0
+    ) -> Ranks:
+        """Meet the others: at `file:///PATH` or in a store. NCCL between GPUs, gloo between CPUs."""
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            init_method=init_method,
+            init_method=meet if isinstance(meet, str) else None,
+            store=None if isinstance(meet, str) else meet,
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=timeout_s),
@@ -74,3 +78,20 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+def listen(host: str) -> socket.socket:
+    """A free port of one address. Left to itself, torch's store would listen on all of a machine's."""
+    family = socket.getaddrinfo(host, None)[0][0]
+    door = socket.socket(family)
+    door.bind((host, 0))
+    door.listen()
+    return door
+
+
+def open_store(
+    host: str, port: int, members: int, door: socket.socket | None, wait: timedelta = timedelta(seconds=1800)
+) -> dist.Store:
+    """Where members find each other. Who holds the door (`listen`) keeps the store, and the door with it."""
+    fd = door.detach() if door is not None else None
+    return dist.TCPStore(host, port, members, is_master=door is not None, timeout=wait, master_listen_fd=fd)

@@ -55,9 +55,12 @@ def new_folder(output_dir: Path, now: datetime | None = None) -> RunFolder:
 
 
 def exact_folder(path: Path) -> RunFolder:
-    """A folder whose name is settled, for one of many runs."""
-    path.mkdir(parents=True)
-    return RunFolder(path, lock_folder(path))
+    """A folder whose name is settled, for one of many runs. It is there already where the run is started again."""
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        return RunFolder(path, lock_folder(path))
+    except BlockingIOError as error:
+        raise InputError(f"{path}: a run is still running there") from error
 
 
 def open_folder(path: Path) -> RunFolder:
@@ -97,7 +100,8 @@ def find_unfinished(
 
 def lock_folder(path: Path) -> IO[str]:
     """Held by who writes to a folder; BlockingIOError where somebody else does."""
-    file = (path / ".lock").open("w")
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC  # what a link in its place points to stays as it is
+    file = os.fdopen(os.open(path / ".lock", flags, 0o666), "r+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,0 +1,30 @@
+"""A run with a cluster of its own: it ends with the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from covey.cluster import start
+from covey.cluster.placement import Node
+from tests.cluster.here import trained
+
+ray = pytest.importorskip("ray")
+
+
+@pytest.mark.slow
+def test_requests_under_way_at_the_end_start_no_other_cluster(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is ended while engines sample ahead."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(start, "this_machine", lambda: Node(start.LOCALHOST, 2))
+    settings = {"mode.name": "async", "mode.max_staleness": 3, "loop.total_steps": 50, "rollout.max_tokens": 200}
+    apart = trained(
+        tiny_model_folder,
+        monkeypatch,
+        **{"cluster.name": "ray", "cluster.rollout_devices": 1, "loop.max_minutes": 0.01, **settings},
+    )
+    assert 0 < len(apart.steps()) < 50  # it was ended before
+    assert not ray.is_initialized()
