@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,6 +64,13 @@ class Sink:
     def warn(self, text: str) -> None: ...
 
     def close(self, status: str) -> None: ...
+
+
+def lasting_id(path: Path) -> str:
+    """An id that is drawn once and kept in the run's folder, so that a resumed run continues the same page."""
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex[:8] + "\n", encoding="ascii")
+    return path.read_text(encoding="ascii").strip()
 
 
 def require(module: str, extra: str) -> Any:

@@ -19,10 +19,13 @@ from covey.telemetry.clock import StageClock
 from covey.telemetry.console import open_console
 from covey.telemetry.history import History, read_history
 from covey.telemetry.jsonl import JsonlFiles
+from covey.telemetry.mlflow import MlflowSink
 from covey.telemetry.tensorboard import TensorboardSink
+from covey.telemetry.trackio import TrackioSink
 from covey.telemetry.wandb import WandbSink
 
 STATUSES = ("finished", "interrupted", "failed")
+MODULES = {"wandb": "wandb", "tensorboard": "torch.utils.tensorboard", "mlflow": "mlflow", "trackio": "trackio"}
 
 
 class Telemetry:
@@ -47,6 +50,10 @@ class Telemetry:
             sinks.append(WandbSink(info, logging))
         if "tensorboard" in logging.to:
             sinks.append(TensorboardSink(info, history))
+        if "mlflow" in logging.to:
+            sinks.append(MlflowSink(info, logging))
+        if "trackio" in logging.to:
+            sinks.append(TrackioSink(info, logging))
         if "console" in logging.to:  # last: what the others print while starting stays above the live view
             sinks.append(open_console(info, logging.verbosity, history))
         return cls(files, sinks)
@@ -119,7 +126,6 @@ class Telemetry:
 
 def check_logging(logging: LoggingConfig) -> None:
     """Refuse a logger whose package is missing, before anything is started."""
-    if "wandb" in logging.to:
-        require("wandb", "wandb")
-    if "tensorboard" in logging.to:
-        require("torch.utils.tensorboard", "tensorboard")
+    for extra, module in MODULES.items():
+        if extra in logging.to:
+            require(module, extra)
