@@ -262,12 +262,14 @@ def test_the_live_console_ends_with_the_status_and_all_its_warnings(info: RunInf
         live.warn(f"warning number {number}")
     live.note("a [note]")
     live.close("failed")
+    live.warn("after the end")
     text = out.getvalue()
     assert "continuing after step 3" in text
     assert "a [note]" in text
     final = text[text.rindex("sort-gvpo") :]
     assert "failed" in final
     assert [f"warning number {number}" in final for number in range(4)] == [True] * 4
+    assert final.endswith("warning: after the end\n")
 
 
 def test_eta_is_the_median_pace_times_the_steps_left(info: RunInfo) -> None:

@@ -13,8 +13,9 @@ import pytest
 
 from covey.config.schema import LoggingConfig
 from covey.errors import InputError
-from covey.telemetry import EpisodeView, RunInfo, Telemetry, check_logging
+from covey.telemetry import EpisodeView, RunInfo, Telemetry, check_logging, read_history
 from covey.telemetry.base import Sink
+from covey.telemetry.console import WarningsOnly
 from covey.telemetry.jsonl import JsonlFiles
 
 
@@ -290,6 +291,38 @@ def test_mlflow_gets_our_names_and_settings_and_a_resumed_run_its_old_page(
         "failed"
     )
     assert (fake.experiments, fake.runs, fake.statuses[-1]) == (["p"], [("p", "e"), ("p", "e")], "id2 FAILED")
+
+
+def test_a_tracker_that_breaks_down_is_told_of_and_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], listener: Listener
+) -> None:
+    class Broken(Listener):
+        elsewhere = True
+
+        def evaluation(self, step: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None:
+            raise ConnectionError("no server")
+
+    broken = Broken()
+    telemetry = Telemetry(JsonlFiles(tmp_path), [broken, listener, WarningsOnly(sys.stdout)])
+    telemetry.step(0, {"a": 1.0}, None, [])
+    telemetry.evaluation(1, {"b": 2.0}, None)
+    telemetry.step(1, {"a": 3.0}, None, [])
+    telemetry.close("finished")
+    assert (broken.steps, broken.closed) == ([{"a": 1.0}], [])
+    assert (listener.steps, listener.closed) == ([{"a": 1.0}, {"a": 3.0}], ["finished"])
+    assert listener.evaluations == [{"b": 2.0}] and len(read_history(tmp_path).evaluations) == 1
+    assert (
+        "Broken broke down and gets nothing more of this run: ConnectionError('no server')" in capsys.readouterr().out
+    )
+
+
+def test_what_breaks_here_ends_the_run(tmp_path: Path) -> None:
+    class Broken(Listener):
+        def note(self, text: str) -> None:
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        Telemetry(JsonlFiles(tmp_path), [Broken()]).note("x")
 
 
 def test_trackio_gets_our_names_and_a_resumed_run_its_old_name(monkeypatch: pytest.MonkeyPatch, info: RunInfo) -> None:

@@ -44,6 +44,8 @@ class EpisodeView:
 class Sink:
     """A place that listens to a run. It overrides what it cares for and ignores the rest."""
 
+    elsewhere = False  # a service that may break down without an end to the run
+
     def stage(self, name: str | None) -> None:
         """What runs from now on; None: nothing that is measured."""
 

@@ -176,14 +176,21 @@ class LiveConsole(Sink):
     def warn(self, text: str) -> None:
         with self._view.lock:
             self._view.state.warnings.append(text)
+            over = self._view.status != "running"
+        if over:  # the view is drawn no more
+            self._print_warning(text)
 
     def close(self, status: str) -> None:
         with self._view.lock:
             self._view.status = status
         with suppress(OSError):
             self._live.stop()
-            for text in self._view.state.warnings[:-WARNINGS]:  # the view kept only the last of them
-                self._live.console.print(f"warning: {text}", style="yellow", markup=False, highlight=False)
+        for text in self._view.state.warnings[:-WARNINGS]:  # the view kept only the last of them
+            self._print_warning(text)
+
+    def _print_warning(self, text: str) -> None:
+        with suppress(OSError):
+            self._live.console.print(f"warning: {text}", style="yellow", markup=False, highlight=False)
 
 
 def _write_line(file: TextIO, line: str) -> None:

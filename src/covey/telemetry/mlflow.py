@@ -18,6 +18,8 @@ FORBIDDEN = re.compile(r"[^\w\-. :/]", re.ASCII)  # in names
 
 
 class MlflowSink(Sink):
+    elsewhere = True
+
     def __init__(self, info: RunInfo, logging: LoggingConfig) -> None:
         self._mlflow = require("mlflow", "mlflow")
         self._client = self._mlflow.MlflowClient()

@@ -70,8 +70,7 @@ class Telemetry:
             self._announce()
 
     def progress(self, done: int, total: int, what: str) -> None:
-        for sink in self._sinks:
-            sink.progress(done, total, what)
+        self._tell(lambda sink: sink.progress(done, total, what))
 
     def step(
         self,
@@ -89,22 +88,18 @@ class Telemetry:
             timing["perf/tokens_per_second"] = tokens / seconds["rollout"]
         if (tokens := metrics.get("perf/read_tokens")) and seconds.get("update"):
             timing["perf/tokens_per_second"] = tokens / seconds["update"]
-        for sink in self._sinks:
-            sink.step(index, {**timing, **metrics}, sample, episodes)
+        self._tell(lambda sink: sink.step(index, {**timing, **metrics}, sample, episodes))
 
     def evaluation(self, step: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None:
         """After each evaluation; `step` is the number of updates done."""
         timing = {f"timing/{name}": value for name, value in self._clock.take(evaluation=True).items()}
-        for sink in self._sinks:
-            sink.evaluation(step, {**metrics, **timing}, sample)
+        self._tell(lambda sink: sink.evaluation(step, {**metrics, **timing}, sample))
 
     def note(self, text: str) -> None:
-        for sink in self._sinks:
-            sink.note(text)
+        self._tell(lambda sink: sink.note(text))
 
     def warn(self, text: str) -> None:
-        for sink in self._sinks:
-            sink.warn(text)
+        self._tell(lambda sink: sink.warn(text))
 
     def offsets(self) -> tuple[int, int]:
         """Byte offsets of metrics.jsonl and episodes.jsonl, synced to the disk: what a checkpoint must remember."""
@@ -116,12 +111,22 @@ class Telemetry:
         if self._closed:
             return
         self._closed = True
-        for sink in reversed(self._sinks):  # the console first: the terminal is given back whatever follows
-            sink.close(status)
+        self._sinks = self._sinks[::-1]  # the console first: the terminal is given back whatever follows
+        self._tell(lambda sink: sink.close(status))
 
     def _announce(self) -> None:
+        self._tell(lambda sink: sink.stage(self._clock.current))
+
+    def _tell(self, call: Callable[[Sink], None]) -> None:
+        """Each sink in turn. The files have everything: a run does not end because a service elsewhere is down."""
         for sink in self._sinks:
-            sink.stage(self._clock.current)
+            try:
+                call(sink)
+            except Exception as error:
+                if not sink.elsewhere:
+                    raise
+                self._sinks = tuple(other for other in self._sinks if other is not sink)
+                self.warn(f"{type(sink).__name__} broke down and gets nothing more of this run: {error!r}")
 
 
 def check_logging(logging: LoggingConfig) -> None:

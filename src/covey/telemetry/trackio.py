@@ -12,6 +12,8 @@ ID_FILE = "trackio_run_id"
 
 
 class TrackioSink(Sink):
+    elsewhere = True
+
     def __init__(self, info: RunInfo, logging: LoggingConfig) -> None:
         # Trackio knows a run by its name alone: the id tells runs of one experiment apart.
         name = f"{logging.experiment}-{lasting_id(info.folder / ID_FILE)}"

@@ -12,6 +12,8 @@ ID_FILE = "wandb_run_id"
 
 
 class WandbSink(Sink):
+    elsewhere = True
+
     def __init__(self, info: RunInfo, logging: LoggingConfig) -> None:
         self._run = require("wandb", "wandb").init(
             project=logging.project,
