@@ -94,7 +94,7 @@ $(VENV)/dev.stamp: $(VENV)/run.stamp
 	touch $@
 
 $(VENV)/dash.stamp: $(VENV)/dev.stamp
-	$(PIP) install --target $(VENV)/dash playwright
+	$(PIP) install -c constraints.txt --upgrade --target $(VENV)/dash playwright
 	touch $@
 
 $(VENV)/triton.stamp: $(VENV)/dev.stamp

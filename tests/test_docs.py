@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from covey.algorithms.kl import Kl
 from covey.algorithms.shaping import GroupFilter, Shaping
 from covey.cli import words
 from covey.cli.main import main
+from covey.cluster.engine import RayEngine
 from covey.config.schema import Config, CriticConfig
 from tests.cli.test_algorithms import REWARDS, SMALL
 from tests.rollout.no_vllm import without_vllm
@@ -216,8 +218,18 @@ def test_every_metric_that_is_written_is_documented(run: str, logged: dict[str, 
     assert [name for name in sorted(logged[run]) if not any(p.fullmatch(name) for p in patterns)] == []
 
 
+def cluster_metrics() -> set[str]:
+    """Asked of the engine itself: a run on a cluster takes long to start."""
+    counts: Any = SimpleNamespace(reissued=0, replaced=0)
+    return set(RayEngine.metrics(counts))
+
+
+def test_the_metrics_of_a_cluster_are_documented() -> None:
+    assert cluster_metrics() <= documented().keys()
+
+
 def test_every_metric_that_is_documented_is_written_by_some_run(logged: dict[str, set[str]]) -> None:
-    names = set().union(*logged.values())
+    names = set().union(*logged.values(), cluster_metrics())
     assert [text for text, pattern in documented().items() if not any(map(pattern.fullmatch, names))] == []
 
 

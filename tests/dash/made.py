@@ -12,6 +12,7 @@ import yaml
 from numpy.typing import NDArray
 
 from covey.telemetry.jsonl import finite
+from covey.telemetry.parts import PART_BYTES, PartWriter
 
 Floats = NDArray[np.float64]
 
@@ -174,7 +175,10 @@ def episode(step: int, attempt: int, *, tokens: int = 12, reward: float | None =
     } | changes
 
 
-def write_episodes(folder: Path, episodes: list[dict[str, Any]]) -> Path:
+def write_episodes(folder: Path, episodes: list[dict[str, Any]], part_bytes: int = PART_BYTES) -> Path:
     path = folder / "episodes.jsonl"
-    path.write_text("".join(json.dumps(one) + "\n" for one in episodes))
+    writer = PartWriter(path, 0, part_bytes)
+    for one in episodes:
+        writer.write(json.dumps(one).encode() + b"\n")
+    writer.close()
     return path

@@ -15,6 +15,7 @@ from covey.dash.episodes import Episodes, Query
 from covey.dash.runs import Library, Run, run_folders, wilson
 from covey.dash.tail import Tail
 from covey.errors import InputError
+from covey.telemetry.parts import PART_BYTES
 from tests.dash.made import episode, healthy, write_episodes, write_run
 
 
@@ -120,8 +121,8 @@ def test_the_interval_of_a_share() -> None:
 # -- episodes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def indexed(tmp_path: Path) -> Episodes:
+@pytest.fixture(params=[PART_BYTES, 3000, 1], ids=["one file", "parts", "a part each"])
+def indexed(tmp_path: Path, request: pytest.FixtureRequest) -> Episodes:
     odd = {"rows": [1, 2], "more": {"x": 1, "rows": [3]}}  # an answer with our own word for the token rows in it
     wrong = [{"tool": "calculator", "error": "malformed"}, {"tool": "calculator", "error": None}]
     made = [episode(step, attempt, reward=float(attempt)) for step in range(8) for attempt in range(2)]
@@ -130,10 +131,11 @@ def indexed(tmp_path: Path) -> Episodes:
         episode(8, 1, tokens=30, answer=odd, tools=wrong, stop="length"),
         episode(9, 0, messages=[{"role": "user", "content": 'say ", "rows": [ please'}], task_id="Odd"),
     ]
-    write_episodes(tmp_path, made)
+    write_episodes(tmp_path, made, request.param)
     episodes = Episodes(tmp_path)
     while episodes.poll(limit=2000):
         pass
+    assert episodes.indexed == 1.0
     return episodes
 
 
@@ -185,6 +187,23 @@ def test_an_index_begins_again_after_a_cut(tmp_path: Path) -> None:
     write_episodes(tmp_path, [episode(0, 0)])
     episodes.poll()
     assert len(episodes) == 1 and episodes.indexed == 1.0
+
+
+def test_an_index_follows_into_new_parts_and_back(tmp_path: Path) -> None:
+    """A resumed run that falls back over two parts, and goes on otherwise."""
+    made = [episode(step, 0) for step in range(5)]
+    two = 3 * len(json.dumps(made[0])) // 2  # a part takes two episodes
+    write_episodes(tmp_path, made[:2], part_bytes=two)
+    episodes = Episodes(tmp_path)
+    episodes.poll()
+    assert len(episodes) == 2
+    write_episodes(tmp_path, made, part_bytes=two)
+    episodes.poll()
+    assert len(list(tmp_path.iterdir())) == 3 and episodes.column("step").tolist() == [0, 1, 2, 3, 4]
+    assert episodes.read(4)["step"] == 4
+    write_episodes(tmp_path, [made[0], episode(7, 0)], part_bytes=two)
+    episodes.poll()
+    assert len(list(tmp_path.iterdir())) == 1 and episodes.column("step").tolist() == [0, 7]
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------

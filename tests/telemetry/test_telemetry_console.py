@@ -14,7 +14,7 @@ from rich.console import Console
 
 from covey.config.schema import LoggingConfig
 from covey.telemetry import EpisodeView, RunInfo, Telemetry
-from covey.telemetry.console import LiveConsole, PlainConsole, open_console
+from covey.telemetry.console import LiveConsole, PlainConsole, Screen, open_console
 from covey.telemetry.figures import duration, key_figures, show
 from covey.telemetry.history import History, Record
 from covey.telemetry.state import RunState
@@ -57,9 +57,9 @@ def test_plain_lines_as_they_are(info: RunInfo) -> None:
     assert out.getvalue().splitlines() == [
         "sort-gvpo: gvpo trains smollm2-135m on sort, 40 steps",
         f"writing to {info.folder}",
-        "step   1/40  reward 0.531  eval –  entropy 1.23  grad 0.8  412 tok/s  eta 2m36s",
+        "step   1/40  reward 0.531  eval     –  entropy  1.23  grad   0.8    412 tok/s  eta 2m36s",
         "eval   1/40  accuracy 0.250  greedy/sorted 0.250  sampled/sorted 0.125  took 8.1s",
-        "step   2/40  reward 0.750  eval 0.250  entropy –  grad –  – tok/s  eta 2m32s",
+        "step   2/40  reward 0.750  eval 0.250  entropy     –  grad     –      – tok/s  eta 2m32s",
         "saved a checkpoint",
         "warning: group size 2 is small",
         "interrupted after 2 of 40 steps",
@@ -107,7 +107,7 @@ def test_losing_the_terminal_or_lacking_a_character_does_not_end_the_run(info: R
     raw = io.BytesIO()
     narrow = io.TextIOWrapper(raw, encoding="ascii")
     PlainConsole(RunState(info), narrow).step(0, STEP, None, [])
-    assert b"eval ?  entropy 1.23" in raw.getvalue()
+    assert b"eval     ?  entropy  1.23" in raw.getvalue()
 
 
 def test_which_console_is_opened(info: RunInfo, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,6 +168,45 @@ def test_the_view_says_what_matters_and_stays_within_the_terminal(info: RunInfo,
     assert "4%" in figures["cut off"]
 
 
+def test_the_time_of_a_step_is_that_of_its_stages(info: RunInfo) -> None:
+    """9 + 3 + 1 + 0.5 + 0.5 s; what tools took lies within the rollout. The shortest two are put together."""
+    seconds = {"rollout": 9.0, "update": 3.0, "checkpoint": 1.0, "annotate": 0.5, "publish": 0.5}
+    within = {"tools": 7.0, "slowest_episode": 8.0, "step": 14.0}
+    timings = {f"timing/{name}": value for name, value in (seconds | within).items()}
+    lines = rendered(info, lambda view: view.state.add_step(0, timings, None), 80)
+    at = next(number for number, line in enumerate(lines) if "time per step  14s" in line)
+    assert lines[at + 1] == "█" * 51 + "▓" * 18 + "▒" * 5 + "░" * 6  # 80 columns: ends at 51.4, 68.6, 74.3, 80
+    assert lines[at + 2] == "█ rollout 9.0s 64%   ▓ update 3.0s 21%   ▒ checkpoint 1.0s 7%   ░ other 1.0s 7%"
+
+
+def test_the_view_keeps_its_height_whatever_the_answers_are(info: RunInfo) -> None:
+    def height(words: int, status: str = "running") -> int:
+        def feed(view: LiveView) -> None:
+            view.state.add_step(0, STEP, EpisodeView("q", "word " * words, 1.0))
+            view.status = status
+
+        return len(rendered(info, feed, 80, height=40))
+
+    assert height(1) == height(100) == height(1000)
+    assert height(1, "finished") < height(1)
+
+
+def test_a_narrower_window_is_drawn_afresh(info: RunInfo) -> None:
+    """Our lines of 100 columns take two rows each at 60: going up by the lines we drew would end in their middle."""
+    out = io.StringIO()
+    console = Console(file=out, width=100, height=40, force_terminal=True, color_system=None)
+    live = Screen(LiveView(RunState(info), lambda: 0.0), console=console, auto_refresh=False)
+    live.start()
+    drawn = []
+    for width in (100, 120, 60, 60):
+        console.width = width
+        out.truncate(out.seek(0))
+        live.refresh()
+        drawn.append((out.getvalue().count("\x1b[2J\x1b[H"), "\x1b[1A" in out.getvalue()))
+    live.stop()
+    assert drawn == [(0, False), (0, True), (1, False), (0, True)]  # the first has nothing to go up over
+
+
 def test_the_last_three_warnings_stay_also_on_a_small_terminal(info: RunInfo) -> None:
     lines = rendered(info, full, 60, height=24)
     assert len(lines) <= 23
@@ -223,12 +262,14 @@ def test_the_live_console_ends_with_the_status_and_all_its_warnings(info: RunInf
         live.warn(f"warning number {number}")
     live.note("a [note]")
     live.close("failed")
+    live.warn("after the end")
     text = out.getvalue()
     assert "continuing after step 3" in text
     assert "a [note]" in text
     final = text[text.rindex("sort-gvpo") :]
     assert "failed" in final
     assert [f"warning number {number}" in final for number in range(4)] == [True] * 4
+    assert final.endswith("warning: after the end\n")
 
 
 def test_eta_is_the_median_pace_times_the_steps_left(info: RunInfo) -> None:

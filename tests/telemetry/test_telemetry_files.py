@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ import pytest
 from covey.errors import InputError
 from covey.telemetry import Telemetry, read_episodes, read_history
 from covey.telemetry.jsonl import JsonlFiles, read_jsonl
+from covey.telemetry.parts import PART_BYTES, parts_of
 
 
 def test_one_line_per_record_with_sorted_names_and_every_digit(tmp_path: Path) -> None:
@@ -40,28 +44,85 @@ def test_what_is_not_finite_is_null_in_both_files_and_absent_when_read(tmp_path:
     assert episode["rewards"] == {"x": None}
 
 
-def test_resume_from_offsets_ends_with_the_same_bytes_as_an_uninterrupted_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part_bytes", [PART_BYTES, 100, 1])
+@pytest.mark.parametrize("kept", [0, 1, 2, 3])
+def test_resume_from_offsets_ends_with_the_same_bytes_as_an_uninterrupted_run(
+    tmp_path: Path, kept: int, part_bytes: int
+) -> None:
+    """Killed after four of six steps in the middle of both lines, and resumed from where `kept` were done."""
+
     def play(telemetry: Telemetry, steps: range) -> None:
         for index in steps:
-            telemetry.step(index, {"reward/mean": index / 7}, None, [{"schema": 1, "step": index, "text": "é"}])
+            episodes = [{"schema": 1, "step": index, "attempt": attempt, "text": "é"} for attempt in range(2)]
+            telemetry.step(index, {"reward/mean": index / 7}, None, episodes)
 
-    whole = Telemetry(JsonlFiles(tmp_path / "whole"))
-    play(whole, range(5))
+    whole = Telemetry(JsonlFiles(tmp_path / "whole", part_bytes=part_bytes))
+    play(whole, range(6))
     whole.close("finished")
 
-    killed = Telemetry(JsonlFiles(tmp_path / "killed"))
-    play(killed, range(2))
-    metrics_offset, episodes_offset = killed.offsets()
-    play(killed, range(2, 4))  # beyond the checkpoint: lost
+    killed = Telemetry(JsonlFiles(tmp_path / "killed", part_bytes=part_bytes))
+    play(killed, range(kept))
+    offsets = killed.offsets()
+    play(killed, range(kept, 4))  # beyond the checkpoint: lost
     killed.close("failed")
-    with (tmp_path / "killed" / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "st')  # and half a line
+    for torn in (tmp_path / "killed" / "metrics.jsonl", parts_of(tmp_path / "killed" / "episodes.jsonl")[-1]):
+        with torn.open("a") as file:
+            file.write('{"kind": "st')
 
-    resumed = Telemetry(JsonlFiles(tmp_path / "killed", metrics_offset, episodes_offset))
-    play(resumed, range(2, 5))
+    resumed = Telemetry(JsonlFiles(tmp_path / "killed", *offsets, part_bytes))
+    play(resumed, range(kept, 6))
     resumed.close("finished")
-    for name in ("metrics.jsonl", "episodes.jsonl"):
-        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    assert [(e["step"], e["attempt"]) for e in read_episodes(tmp_path / "killed" / "episodes.jsonl")] == [
+        (step, attempt) for step in range(6) for attempt in range(2)
+    ]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+WRITES_UNTIL_KILLED = """
+import pathlib, sys
+from covey.telemetry.jsonl import JsonlFiles
+files, step = JsonlFiles(pathlib.Path(sys.argv[1]), part_bytes=100_000), 0
+while True:
+    files.step(step, {"a": step}, None, [{"schema": 1, "step": step, "text": "x" * 10_000}])
+    step += 1
+    if step == 5:
+        print(*files.offsets(), flush=True)
+"""
+
+
+def test_whole_lines_survive_a_kill(tmp_path: Path) -> None:
+    """SIGKILL at any moment: what was written reads without a gap, and a resumed run goes on after its checkpoint."""
+    writer = subprocess.Popen([sys.executable, "-c", WRITES_UNTIL_KILLED, str(tmp_path)], stdout=subprocess.PIPE)
+    assert writer.stdout is not None
+    offsets = [int(number) for number in writer.stdout.readline().split()]
+    while len(parts_of(tmp_path / "episodes.jsonl")) < 3:
+        time.sleep(0.005)
+    writer.kill()
+    writer.communicate()
+
+    steps = [record.step for record in read_history(tmp_path).steps]
+    recorded = [episode["step"] for episode in read_episodes(tmp_path / "episodes.jsonl")]
+    assert steps == list(range(len(steps))) and recorded == list(range(len(recorded)))
+    assert len(recorded) - len(steps) in (0, 1) and len(steps) > 20  # an episode is written before its step's numbers
+    resumed = JsonlFiles(tmp_path, *offsets, part_bytes=100_000)
+    resumed.step(5, {"a": 5.0}, None, [{"schema": 1, "step": 5}])
+    resumed.close("finished")
+    assert [record.step for record in read_history(tmp_path).steps] == [0, 1, 2, 3, 4, 5]
+    assert [episode["step"] for episode in read_episodes(tmp_path / "episodes.jsonl")] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_part_that_is_full_is_followed_by_another(tmp_path: Path) -> None:
+    """Lines of 28 bytes: a part takes lines until it has 50."""
+    files = JsonlFiles(tmp_path, part_bytes=50)
+    files.step(0, {"a": 1.0}, None, [{"schema": 1, "attempt": n} for n in range(5)])
+    sizes = {path.name: path.stat().st_size for path in parts_of(tmp_path / "episodes.jsonl")}
+    assert sizes == {"episodes.jsonl": 56, "episodes-0001.jsonl": 56, "episodes-0002.jsonl": 28}
+    assert files.offsets()[1] == 5 * 28
+    files.close("finished")
 
 
 def test_offsets_are_the_sizes_on_disk_also_right_after_resuming(tmp_path: Path) -> None:
@@ -76,9 +137,10 @@ def test_offsets_are_the_sizes_on_disk_also_right_after_resuming(tmp_path: Path)
 
 def test_a_new_run_starts_empty(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("old\n")
-    (tmp_path / "episodes.jsonl").write_text("old\n")
+    for name in ("episodes.jsonl", "episodes-0001.jsonl"):
+        (tmp_path / name).write_text("old\n")
     assert JsonlFiles(tmp_path).offsets() == (0, 0)
-    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    assert contents(tmp_path) == {"metrics.jsonl": b"", "episodes.jsonl": b""}
 
 
 def test_a_file_shorter_than_the_checkpoint_says_is_refused_and_left_alone(tmp_path: Path) -> None:

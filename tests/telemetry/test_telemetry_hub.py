@@ -13,8 +13,9 @@ import pytest
 
 from covey.config.schema import LoggingConfig
 from covey.errors import InputError
-from covey.telemetry import EpisodeView, RunInfo, Telemetry, check_logging
+from covey.telemetry import EpisodeView, RunInfo, Telemetry, check_logging, read_history
 from covey.telemetry.base import Sink
+from covey.telemetry.console import WarningsOnly
 from covey.telemetry.jsonl import JsonlFiles
 
 
@@ -137,7 +138,10 @@ def test_closing_twice_is_closing_once(telemetry: Telemetry, listener: Listener)
     assert listener.closed == ["failed"]
 
 
-@pytest.mark.parametrize(("extra", "module"), [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")])
+@pytest.mark.parametrize(
+    ("extra", "module"),
+    [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard"), ("mlflow", "mlflow"), ("trackio", "trackio")],
+)
 def test_a_missing_extra_is_named_before_anything_is_touched(
     monkeypatch: pytest.MonkeyPatch, info: RunInfo, extra: str, module: str
 ) -> None:
@@ -220,3 +224,123 @@ def test_tensorboard_drops_what_a_resumed_run_repeats_and_keeps_the_evaluation_a
     Telemetry.open(resumed, logging, metrics_offset=metrics_offset, episodes_offset=episodes_offset).close("finished")
     assert [options["purge_step"] for options in opened] == [None, 1]
     assert written == [("eval/accuracy", 0.2, 1)]
+
+
+class FakeMlflow:
+    """As much of mlflow as we use, server and client in one."""
+
+    def __init__(self) -> None:
+        self.experiments: list[str] = []
+        self.runs: list[tuple[str, str]] = []
+        self.params: list[tuple[str, str]] = []
+        self.metrics: list[tuple[str, float, int]] = []
+        self.statuses: list[str] = []
+        self.entities = SimpleNamespace(
+            Metric=lambda key, value, when, step: (key, value, step), Param=lambda key, value: (key, value)
+        )
+
+    def MlflowClient(self) -> FakeMlflow:
+        return self
+
+    def get_experiment_by_name(self, name: str) -> SimpleNamespace | None:
+        return SimpleNamespace(experiment_id=name) if name in self.experiments else None
+
+    def create_experiment(self, name: str) -> str:
+        self.experiments.append(name)
+        return name
+
+    def create_run(self, experiment_id: str, run_name: str) -> SimpleNamespace:
+        self.runs.append((experiment_id, run_name))
+        return SimpleNamespace(info=SimpleNamespace(run_id=f"id{len(self.runs)}"))
+
+    def update_run(self, run_id: str, status: str) -> None:
+        self.statuses.append(f"{run_id} {status}")
+
+    set_terminated = update_run
+
+    def log_batch(self, run_id: str, metrics: Sequence[Any] = (), params: Sequence[Any] = ()) -> None:
+        assert run_id == f"id{len(self.runs)}" and len(params) <= 100
+        self.metrics += metrics
+        self.params += params
+
+
+def test_mlflow_gets_our_names_and_settings_and_a_resumed_run_its_old_page(
+    monkeypatch: pytest.MonkeyPatch, info: RunInfo
+) -> None:
+    fake = FakeMlflow()
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    logging = LoggingConfig(project="p", experiment="e", to=["mlflow"])
+    settings = {"seed": 0, "model": {"name": "m", "lora": {}}, "reward": {f"r{n}": 1.0 for n in range(150)}}
+
+    first = Telemetry.open(replace(info, config=settings), logging, metrics_offset=None, episodes_offset=None)
+    first.step(0, {"reward/mean": 0.5, "reward/größe(1)/mean": 1.0}, None, [])
+    metrics_offset, episodes_offset = first.offsets()
+    first.close("interrupted")
+    resumed = replace(info, first_step=1, config=settings)
+    second = Telemetry.open(resumed, logging, metrics_offset=metrics_offset, episodes_offset=episodes_offset)
+    second.evaluation(1, {"eval/accuracy": 0.25}, None)
+    second.close("finished")
+
+    assert fake.metrics == [("reward/mean", 0.5, 0), ("reward/gr__e_1_/mean", 1.0, 0), ("eval/accuracy", 0.25, 1)]
+    assert fake.params[:4] == [("seed", "0"), ("model.name", "m"), ("model.lora", "{}"), ("reward.r0", "1.0")]
+    assert len(fake.params) == 153
+    assert (fake.experiments, fake.runs) == (["p"], [("p", "e")])
+    assert fake.statuses == ["id1 KILLED", "id1 RUNNING", "id1 FINISHED"]
+
+    Telemetry.open(replace(info, folder=info.folder / "b"), logging, metrics_offset=None, episodes_offset=None).close(
+        "failed"
+    )
+    assert (fake.experiments, fake.runs, fake.statuses[-1]) == (["p"], [("p", "e"), ("p", "e")], "id2 FAILED")
+
+
+def test_a_tracker_that_breaks_down_is_told_of_and_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], listener: Listener
+) -> None:
+    class Broken(Listener):
+        elsewhere = True
+
+        def evaluation(self, step: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None:
+            raise ConnectionError("no server")
+
+    broken = Broken()
+    telemetry = Telemetry(JsonlFiles(tmp_path), [broken, listener, WarningsOnly(sys.stdout)])
+    telemetry.step(0, {"a": 1.0}, None, [])
+    telemetry.evaluation(1, {"b": 2.0}, None)
+    telemetry.step(1, {"a": 3.0}, None, [])
+    telemetry.close("finished")
+    assert (broken.steps, broken.closed) == ([{"a": 1.0}], [])
+    assert (listener.steps, listener.closed) == ([{"a": 1.0}, {"a": 3.0}], ["finished"])
+    assert listener.evaluations == [{"b": 2.0}] and len(read_history(tmp_path).evaluations) == 1
+    assert (
+        "Broken broke down and gets nothing more of this run: ConnectionError('no server')" in capsys.readouterr().out
+    )
+
+
+def test_what_breaks_here_ends_the_run(tmp_path: Path) -> None:
+    class Broken(Listener):
+        def note(self, text: str) -> None:
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        Telemetry(JsonlFiles(tmp_path), [Broken()]).note("x")
+
+
+def test_trackio_gets_our_names_and_a_resumed_run_its_old_name(monkeypatch: pytest.MonkeyPatch, info: RunInfo) -> None:
+    started: list[dict[str, Any]] = []
+    logged: list[tuple[dict[str, float], int]] = []
+
+    def init(**options: Any) -> SimpleNamespace:
+        started.append(options)
+        return SimpleNamespace(log=lambda metrics, step: logged.append((metrics, step)), finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
+    logging = LoggingConfig(project="p", experiment="e", to=["trackio"])
+    for resumed in (info, replace(info, first_step=1), replace(info, folder=info.folder / "b")):
+        telemetry = Telemetry.open(resumed, logging, metrics_offset=None, episodes_offset=None)
+        telemetry.step(resumed.first_step, {"reward/mean": 0.5}, None, [])
+        telemetry.close("finished")
+
+    assert logged == [({"reward/mean": 0.5}, 0), ({"reward/mean": 0.5}, 1), ({"reward/mean": 0.5}, 0)]
+    first, second, other = (start["name"] for start in started)
+    assert first == second != other and first.startswith("e-")
+    assert all((s["project"], s["resume"], s["config"]) == ("p", "allow", {"seed": 0}) for s in started)

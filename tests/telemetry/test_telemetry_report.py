@@ -13,7 +13,7 @@ from rich.console import Console
 
 from covey.errors import InputError
 from covey.telemetry import compare_curves, print_summary, write_report
-from covey.telemetry.charts import moving_average, smoothing
+from covey.telemetry.charts import moving_average, shortened, smoothing
 from covey.telemetry.report import summarise
 
 MakeRun = Callable[..., Path]
@@ -104,6 +104,16 @@ def test_a_run_that_recorded_nothing_still_gets_its_page(make_run: MakeRun) -> N
     assert "The run was not evaluated." in text
     assert png_size(folder / "curve.png") == (1600, 900)
     print_summary(folder, Console(file=io.StringIO()))
+
+
+@pytest.mark.filterwarnings("error")  # matplotlib's: the layout has collapsed
+def test_long_names_leave_the_curve_its_room(make_run: MakeRun, records: Records, tmp_path: Path) -> None:
+    path = "/".join(["folder"] * 40)
+    folder = make_run(records[:2], title="a long title " * 12, model=path)
+    write_report(folder)
+    compare_curves([folder, folder], [path, path + "x"], tmp_path / "both.png")
+    assert png_size(folder / "curve.png") == png_size(tmp_path / "both.png") == (1600, 900)
+    assert shortened("0123456789", 10) == "0123456789" and shortened("0123456789x", 10) == "0123…789x"
 
 
 def test_runs_side_by_side(make_run: MakeRun, records: Records, tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ OPTIONAL = {
     "peft": ("LoRA training", "pip install 'covey[lora]'"),
     "wandb": ("Weights & Biases logging", "pip install 'covey[wandb]'"),
     "tensorboard": ("TensorBoard logging", "pip install 'covey[tensorboard]'"),
+    "mlflow-skinny": ("MLflow logging", "pip install 'covey[mlflow]'"),
+    "trackio": ("Trackio logging", "pip install 'covey[trackio]'"),
 }
 
 

@@ -307,14 +307,16 @@ class ModeConfig:
 class LoggingConfig:
     project: str = "covey"  # with experiment: names the run, and finds the run that resume=auto continues
     experiment: str = "run"  # see project
-    to: list[str] = field(default_factory=lambda: ["console"])  # console, wandb, tensorboard; files are always written
+    to: list[str] = field(
+        default_factory=lambda: ["console"]
+    )  # besides files: console, wandb, tensorboard, mlflow, trackio
     output_dir: str = "outputs"  # runs go to output_dir/DATE/TIME
     episodes_per_step: int = 4  # attempts at one task that are written to episodes.jsonl each step
     verbosity: str = "info"  # debug | info | warning
 
     def __post_init__(self) -> None:
         for place in self.to:
-            _one_of("logging.to", place, ("console", "wandb", "tensorboard"))
+            _one_of("logging.to", place, ("console", "wandb", "tensorboard", "mlflow", "trackio"))
         _one_of("logging.verbosity", self.verbosity, ("debug", "info", "warning"))
 
 

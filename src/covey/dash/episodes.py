@@ -1,8 +1,8 @@
 """episodes.jsonl as an index: where each episode lies, and the few numbers it is found by.
 
-The file may have gigabytes. Memory holds about a hundred bytes an episode; the text stays in the file and is read when
-somebody looks. A line is not parsed whole: what it is found by stands before its token rows, and tokens are counted by
-the commas of their lists.
+The file may have gigabytes, in parts. Memory holds about a hundred bytes an episode; the text stays in the file and is
+read when somebody looks. A line is not parsed whole: what it is found by stands before its token rows, and tokens are
+counted by the commas of their lists.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from covey.dash.tail import Tail
 from covey.telemetry.jsonl import EPISODES_FILE
+from covey.telemetry.parts import parts_of
 
 CHUNK = 4 << 20  # bytes indexed at a time, before others get their turn
 PREVIEW = 120  # characters of a question or a reply in the list
@@ -65,11 +66,13 @@ class Names:
 
 class Episodes:
     def __init__(self, folder: Path) -> None:
-        self._tail = Tail(folder / EPISODES_FILE)
+        self._path = folder / EPISODES_FILE
+        self._cuts = 0
         self._clear()
 
     def _clear(self) -> None:
-        self.offsets, self.sizes = array("q"), array("q")
+        self._tails: list[Tail] = []  # of the parts
+        self.parts, self.offsets, self.sizes = array("i"), array("q"), array("q")
         self.numbers = {name: array("d") for name in NUMBERS}
         self.rewards: dict[str, array[float]] = {}
         self.tasks, self.stops = Names(), Names()
@@ -81,20 +84,25 @@ class Episodes:
 
     @property
     def version(self) -> tuple[int, int]:
-        return self._tail.cuts, len(self)
+        return self._cuts, len(self)
 
     @property
     def indexed(self) -> float:
         """The share of the file that is in the index."""
-        return self._tail.offset / self._tail.size if self._tail.size else 1.0
+        size = sum(tail.size for tail in self._tails)
+        return sum(tail.offset for tail in self._tails) / size if size else 1.0
 
     def poll(self, limit: int = CHUNK) -> bool:
         """Index what is new, a chunk of it; whether anything was."""
         before = self.version
-        if self._tail.was_cut():
+        if any(tail.was_cut() for tail in self._tails):  # a resumed run has cut its record: begin again
+            self._cuts += 1
             self._clear()
-        for offset, line in self._tail.lines(limit):
-            self._add(offset, line)
+        self._tails += [Tail(path) for path in parts_of(self._path)[len(self._tails) :]]
+        for part, tail in enumerate(self._tails):
+            for offset, line in tail.lines(limit):
+                self._add(part, offset, line)
+                limit -= len(line)
         return self.version != before
 
     def column(self, name: str) -> Floats:
@@ -160,7 +168,7 @@ class Episodes:
         found: dict[str, Any] = json.loads(self._line(place))
         return found | {"id": place}
 
-    def _add(self, offset: int, line: bytes) -> None:
+    def _add(self, part: int, offset: int, line: bytes) -> None:
         head = _head(line)
         task = self.tasks.number(str(head["task_id"]))
         if task == len(self.questions):
@@ -182,6 +190,7 @@ class Episodes:
         self.task.append(task)
         self.stop.append(self.stops.number(head["stop"] or "none"))
         self.failure.append(head["failure"] is not None)
+        self.parts.append(part)
         self.offsets.append(offset)
         self.sizes.append(len(line))
 
@@ -191,20 +200,29 @@ class Episodes:
         return [number for number, (name, asked) in pairs if part in name.lower() or part in asked.lower()]
 
     def _saying(self, text: str) -> NDArray[np.bool_]:
-        """The episodes with these exact words in them: one scan of the file, without parsing it."""
+        """The episodes with these exact words in them: one scan of the parts, without parsing them."""
         found = np.zeros(len(self), dtype=bool)
         needle = json.dumps(text)[1:-1].encode()
-        offsets, end = np.array(self.offsets), self.offsets[-1] + self.sizes[-1]
-        with self._tail.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        ends = np.searchsorted(np.array(self.parts), np.arange(len(self._tails) + 1))
+        for tail, first, last in zip(self._tails, ends[:-1], ends[1:], strict=True):
+            if first < last:
+                found[first:last] = self._found_in(tail.path, needle, int(first), int(last))
+        return found
+
+    def _found_in(self, path: Path, needle: bytes, first: int, last: int) -> NDArray[np.bool_]:
+        """Which of the episodes `first` to `last`, all of one part, hold the bytes."""
+        found = np.zeros(last - first, dtype=bool)
+        offsets, end = np.array(self.offsets[first:last]), self.offsets[last - 1] + self.sizes[last - 1]
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             at = data.find(needle, 0, end)
             while at >= 0:
                 place = int(np.searchsorted(offsets, at, side="right")) - 1
                 found[place] = True
-                at = data.find(needle, self.offsets[place] + self.sizes[place], end)
+                at = data.find(needle, self.offsets[first + place] + self.sizes[first + place], end)
         return found
 
     def _line(self, place: int) -> bytes:
-        with self._tail.path.open("rb") as file:
+        with self._tails[self.parts[place]].path.open("rb") as file:
             file.seek(self.offsets[place])
             return file.read(self.sizes[place])
 

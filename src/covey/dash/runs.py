@@ -18,7 +18,7 @@ from covey.dash.columns import Metrics
 from covey.dash.episodes import Episodes
 from covey.dash.signs import Evidence, Sign, find_signs
 from covey.errors import InputError
-from covey.telemetry.figures import Curve, curve_of
+from covey.telemetry.figures import Curve, curve_of, is_stage
 from covey.telemetry.history import read_run
 from covey.telemetry.state import RECENT
 
@@ -127,7 +127,7 @@ class Run:
         found: dict[str, float] = {}
         for table in self.metrics.tables.values():
             for name in table.names():
-                if name.startswith("timing/") and name not in NO_STAGE:
+                if is_stage(name):
                     stage = name.removeprefix("timing/")
                     found[stage] = found.get(stage, 0.0) + float(table.points(name)[1].sum())
         return dict(sorted(found.items(), key=lambda item: -item[1]))
@@ -153,9 +153,6 @@ class Run:
     def _quiet(self) -> float:
         files = [self.folder / name for name in ("metrics.jsonl", "run.json")]
         return time.time() - max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
-
-
-NO_STAGE = ("timing/step", "timing/tools", "timing/slowest_episode")  # they lie within stages
 
 
 class Library:

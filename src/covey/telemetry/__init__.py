@@ -1,4 +1,4 @@
-"""What a run tells: files that are always written, the console, W&B, TensorBoard, and the report at the end."""
+"""What a run tells: files that are always written, the console, trackers (W&B and others), the report at the end."""
 
 from covey.telemetry.base import EpisodeView, RunInfo
 from covey.telemetry.episodes import TokenRow, episode_record, read_episodes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,8 @@ class EpisodeView:
 class Sink:
     """A place that listens to a run. It overrides what it cares for and ignores the rest."""
 
+    elsewhere = False  # a service that may break down without an end to the run
+
     def stage(self, name: str | None) -> None:
         """What runs from now on; None: nothing that is measured."""
 
@@ -63,6 +66,13 @@ class Sink:
     def warn(self, text: str) -> None: ...
 
     def close(self, status: str) -> None: ...
+
+
+def lasting_id(path: Path) -> str:
+    """An id that is drawn once and kept in the run's folder, so that a resumed run continues the same page."""
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex[:8] + "\n", encoding="ascii")
+    return path.read_text(encoding="ascii").strip()
 
 
 def require(module: str, extra: str) -> Any:

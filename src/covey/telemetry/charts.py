@@ -38,8 +38,7 @@ def draw_curve(folder: Path, out: Path) -> Path:
             if points := history.evaluated(f"{key}{suffix}"):
                 name = f"evaluation, {mode}{suffix.replace('/', ', ')}"
                 axes.plot(*_xy(points), color=colour, marker=marker, label=name, **style)
-    axes.set_title(run["title"], loc="left", fontsize=13, fontweight="bold", pad=24)
-    _subtitle(axes, f"{run['algorithm']} trains {run['model']} on {run['task']}")
+    _titles(axes, run["title"], f"{run['algorithm']} trains {run['model']} on {run['task']}")
     if not steps and not history.evaluations:
         axes.text(0.5, 0.5, "nothing was recorded", ha="center", transform=axes.transAxes, fontsize=12, color=GREY)
     _finish(curve, axes)
@@ -54,7 +53,7 @@ def compare_curves(folders: Sequence[Path], labels: Sequence[str], out: Path) ->
     runs = [read_run(folder) for folder in folders]
     for index, (folder, run, label) in enumerate(zip(folders, runs, labels, strict=True)):
         history = read_history(folder)
-        colour = RUN_COLOURS[index % len(RUN_COLOURS)]
+        colour, label = RUN_COLOURS[index % len(RUN_COLOURS)], shortened(label, 30)
         _plot_steps(left, history.training("reward/mean"), colour, label)
         for mode, line in (("greedy", "-"), ("sampled", ":")):
             if points := history.evaluated(f"eval/{mode}/{run['trained_reward']}"):
@@ -64,7 +63,7 @@ def compare_curves(folders: Sequence[Path], labels: Sequence[str], out: Path) ->
     right.set_title("evaluation on unseen tasks", loc="left", fontsize=12, fontweight="bold")
     subjects = {f"{run['model']} on {run['task']}" for run in runs}
     if len(subjects) == 1:
-        figure.suptitle(subjects.pop(), x=0.01, ha="left", fontsize=10, color=GREY)
+        figure.suptitle(shortened(subjects.pop(), 100), x=0.01, ha="left", fontsize=10, color=GREY)
     _finish(curve_of("rl", ""), left, right)
     right.set_ylabel("")
     return _write(figure, out)
@@ -83,6 +82,12 @@ def moving_average(points: Points, window: int) -> list[tuple[float, float]]:
 def smoothing(steps: int) -> int:
     """An odd window of about a tenth of the run; 1 (none) below 10 steps."""
     return 1 if steps < 10 else min(51, 2 * (steps // 20) + 3)
+
+
+def shortened(text: str, most: int) -> str:
+    """What is wider than its place is cut in the middle: paths are told apart by their ends."""
+    half = (most - 1) // 2
+    return text if len(text) <= most else f"{text[:half]}…{text[-half:]}"
 
 
 def _plot_steps(axes: Any, steps: Points, colour: str, label: str) -> None:
@@ -105,8 +110,13 @@ def _canvas(columns: int = 1) -> tuple[Any, Any]:
     return figure, figure.subplots(1, columns, sharey=columns > 1)
 
 
-def _subtitle(axes: Any, text: str) -> None:
-    axes.annotate(text, (0, 1), (0, 8), xycoords="axes fraction", textcoords="offset points", fontsize=10, color=GREY)
+def _titles(axes: Any, title: str, subtitle: str) -> None:
+    axes.set_title(shortened(title, 66), loc="left", fontsize=13, fontweight="bold", pad=24)
+    below = axes.annotate(
+        *(shortened(subtitle, 94), (0, 1), (0, 8)),
+        **{"xycoords": "axes fraction", "textcoords": "offset points", "fontsize": 10, "color": GREY},
+    )
+    below.set_in_layout(False)  # the title's pad is its room; the curve does not give way to a long one
 
 
 def _xy(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
@@ -127,7 +137,7 @@ def _dress(axes: Any, name: str) -> None:
 
     axes.set_xlabel("updates", fontsize=10)
     axes.set_ylabel(name, fontsize=10)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
     axes.tick_params(labelsize=9)
     axes.grid(color="#e5e7eb", linewidth=0.8)
     axes.set_axisbelow(True)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TextIO
 
-from rich.console import Console
+from rich.console import Console, ConsoleRenderable
+from rich.control import Control
 from rich.live import Live
 
 from covey.telemetry.base import EpisodeView, RunInfo, Sink
@@ -55,11 +56,11 @@ class PlainConsole(Sink):
         speed = metrics.get("perf/tokens_per_second")
         self._print(
             f"step  {self._position(state.done)}",
-            f"{curve.name} {show(metrics.get(curve.key), curve.form)}",
-            f"eval {show(state.metrics.get(curve.best), curve.form)}",
-            f"entropy {show(metrics.get('policy/entropy'), 'number')}",
-            f"grad {show(metrics.get('grad/norm'), 'number')}",
-            f"{show(speed, 'count')} tok/s",
+            f"{curve.name} {show(metrics.get(curve.key), curve.form):>5}",
+            f"eval {show(state.metrics.get(curve.best), curve.form):>5}",
+            f"entropy {show(metrics.get('policy/entropy'), 'number'):>5}",
+            f"grad {show(metrics.get('grad/norm'), 'number'):>5}",
+            f"{show(speed, 'count'):>5} tok/s",
             f"eta {duration(state.eta())}",
         )
 
@@ -122,12 +123,26 @@ class WarningsOnly(Sink):
         _write_line(self._file, f"warning: {text}")
 
 
+class Screen(Live):
+    """Draws over its last picture, by going up as many lines as that had."""
+
+    _drawn = 0  # columns of the last picture
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        width, before, self._drawn = self.console.width, self._drawn, self.console.width
+        if width >= before or not self.console.is_terminal:
+            return super().process_renderables(renderables)
+        # A window that was made narrower has broken our lines into more than we know of: begin with an empty screen.
+        self._live_render._shape = None
+        return [Control.clear(), Control.home(), *super().process_renderables(renderables)]
+
+
 class LiveConsole(Sink):
     """The live view. Its clock moves between events too: rich redraws it from a thread of its own."""
 
     def __init__(self, state: RunState, console: Console, now: Callable[[], float] = time.monotonic) -> None:
         self._view = LiveView(state, now)
-        self._live = Live(self._view, console=console, refresh_per_second=4, vertical_overflow="crop")
+        self._live = Screen(self._view, console=console, refresh_per_second=4, vertical_overflow="crop")
         self._live.start()
         if state.info.first_step:
             self.note(f"continuing after step {state.info.first_step}")
@@ -161,14 +176,21 @@ class LiveConsole(Sink):
     def warn(self, text: str) -> None:
         with self._view.lock:
             self._view.state.warnings.append(text)
+            over = self._view.status != "running"
+        if over:  # the view is drawn no more
+            self._print_warning(text)
 
     def close(self, status: str) -> None:
         with self._view.lock:
             self._view.status = status
         with suppress(OSError):
             self._live.stop()
-            for text in self._view.state.warnings[:-WARNINGS]:  # the view kept only the last of them
-                self._live.console.print(f"warning: {text}", style="yellow", markup=False, highlight=False)
+        for text in self._view.state.warnings[:-WARNINGS]:  # the view kept only the last of them
+            self._print_warning(text)
+
+    def _print_warning(self, text: str) -> None:
+        with suppress(OSError):
+            self._live.console.print(f"warning: {text}", style="yellow", markup=False, highlight=False)
 
 
 def _write_line(file: TextIO, line: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from covey.errors import InputError
 from covey.telemetry.jsonl import read_jsonl
+from covey.telemetry.parts import parts_of
 from covey.types import Episode, RewardTable, Sample
 
 SCHEMA = 1
@@ -89,8 +90,14 @@ def _row(row: TokenRow, decode: Decode) -> dict[str, Any]:
 
 
 def read_episodes(path: Path) -> Iterator[dict[str, Any]]:
-    """The episodes of a file, in the order they were written. Numbers that were not finite are None."""
-    for record in read_jsonl(path):
-        if record.get("schema") != SCHEMA:
-            raise InputError(f"{path}: episode schema {record.get('schema')}, but this version of covey reads {SCHEMA}")
-        yield record
+    """The episodes of a record, in the order they were written; `path` is its first part, the others follow.
+
+    Numbers that were not finite are None.
+    """
+    for part in parts_of(path) or [path]:  # where there is none, opening it says so
+        for record in read_jsonl(part):
+            if record.get("schema") != SCHEMA:
+                raise InputError(
+                    f"{part}: episode schema {record.get('schema')}, but this version of covey reads {SCHEMA}"
+                )
+            yield record

@@ -71,6 +71,11 @@ def key_figures(info: RunInfo) -> tuple[tuple[Figure, ...], ...]:
     )
 
 
+def is_stage(key: str) -> bool:
+    """Whether a metric is the time of a stage. The other timings lie within stages, or are their sum."""
+    return key.startswith("timing/") and key not in ("timing/step", "timing/tools", "timing/slowest_episode")
+
+
 def evaluation_form(key: str) -> Form:
     """How an eval/* metric reads: rewards are scores; what an evaluation counts beside them is not."""
     match key.rsplit("/", 1)[-1]:

@@ -1,19 +1,21 @@
 """metrics.jsonl and episodes.jsonl: the record that is always kept, and that everything else can be drawn from.
 
-A resumed run cuts both files back to where its checkpoint left them, so that they end without gaps or repeats.
+A resumed run cuts both files back to where its checkpoint left them, so that they end without gaps or repeats; half a
+line that a killed process left goes with the rest. Episodes grow large: their file goes on in further parts.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from covey.errors import InputError
 from covey.telemetry.base import EpisodeView, Sink
+from covey.telemetry.parts import PART_BYTES, PartWriter, size_of
 
 METRICS_FILE = "metrics.jsonl"
 EPISODES_FILE = "episodes.jsonl"
@@ -22,13 +24,21 @@ EPISODES_FILE = "episodes.jsonl"
 class JsonlFiles(Sink):
     """Both files of a run. Each record is flushed, so that other programs can follow; `offsets` also syncs."""
 
-    def __init__(self, folder: Path, metrics_offset: int | None = None, episodes_offset: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        metrics_offset: int | None = None,
+        episodes_offset: int | None = None,
+        part_bytes: int = PART_BYTES,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        metrics, episodes = folder / METRICS_FILE, folder / EPISODES_FILE
         # Both are checked before either is cut: a refusal leaves the folder as it was.
-        _check_offset(folder / METRICS_FILE, metrics_offset)
-        _check_offset(folder / EPISODES_FILE, episodes_offset)
-        self._metrics = _open_at(folder / METRICS_FILE, metrics_offset)
-        self._episodes = _open_at(folder / EPISODES_FILE, episodes_offset)
+        _check_offset(metrics, metrics_offset)
+        _check_offset(episodes, episodes_offset)
+        # A step's numbers are a few kilobytes: metrics stay in one file, whatever the length of the run.
+        self._metrics = PartWriter(metrics, metrics_offset or 0, part_bytes=sys.maxsize)
+        self._episodes = PartWriter(episodes, episodes_offset or 0, part_bytes)
 
     def step(
         self,
@@ -38,25 +48,22 @@ class JsonlFiles(Sink):
         episodes: Sequence[Mapping[str, Any]],
     ) -> None:
         for episode in episodes:
-            _write(self._episodes, episode)
+            self._episodes.write(_line(episode))
         self._write_metrics("step", index, metrics)
 
     def evaluation(self, step: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None:
         self._write_metrics("eval", step, metrics)
 
     def offsets(self) -> tuple[int, int]:
-        """Sizes of the two files, once they are safely on the disk."""
-        for file in (self._metrics, self._episodes):
-            file.flush()
-            os.fsync(file.fileno())
-        return self._metrics.tell(), self._episodes.tell()
+        """Sizes of the two records, once they are safely on the disk; of the episodes, all parts together."""
+        return self._metrics.synced(), self._episodes.synced()
 
     def close(self, status: str) -> None:
         self._metrics.close()
         self._episodes.close()
 
     def _write_metrics(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        _write(self._metrics, {"kind": kind, "step": step, "metrics": dict(sorted(metrics.items()))})
+        self._metrics.write(_line({"kind": kind, "step": step, "metrics": dict(sorted(metrics.items()))}))
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
@@ -82,23 +89,15 @@ def finite(value: Any) -> Any:
     return value
 
 
-def _write(file: BinaryIO, record: Mapping[str, Any]) -> None:
+def _line(record: Mapping[str, Any]) -> bytes:
     # Data sets bring answers of any type (dates, decimals): what JSON does not know is written as text.
-    file.write(json.dumps(finite(record), allow_nan=False, default=str).encode("ascii") + b"\n")
-    file.flush()
+    return json.dumps(finite(record), allow_nan=False, default=str).encode("ascii") + b"\n"
 
 
 def _check_offset(path: Path, offset: int | None) -> None:
-    size = path.stat().st_size if path.exists() else 0
+    size = size_of(path)
     if offset is not None and size < offset:
         raise InputError(
             f"{path}: {size} bytes, but the checkpoint was written when it had {offset}\n"
             "  the file was cut or replaced since; start a new run with resume=disable"
         )
-
-
-def _open_at(path: Path, offset: int | None) -> BinaryIO:
-    file = path.open("ab")
-    file.truncate(offset or 0)
-    file.seek(0, os.SEEK_END)
-    return file

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from covey.telemetry.charts import compare_curves, draw_curve
-from covey.telemetry.figures import ABSENT, Curve, curve_of, duration, evaluation_form, show
+from covey.telemetry.figures import ABSENT, Curve, curve_of, duration, evaluation_form, is_stage, show
 from covey.telemetry.history import History, Points, read_history, read_run
 
 __all__ = ["Change", "Summary", "compare_curves", "print_summary", "summarise", "write_report"]
@@ -125,8 +125,7 @@ def _changes(history: History) -> tuple[Change, ...]:
 
 
 def _stage_seconds(history: History) -> dict[str, float]:
-    keys = [key for key in history.names() if key.startswith("timing/") and key != "timing/step"]
-    totals = {key.removeprefix("timing/"): history.total(key) for key in keys}
+    totals = {key.removeprefix("timing/"): history.total(key) for key in history.names() if is_stage(key)}
     return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
 

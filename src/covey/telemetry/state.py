@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from statistics import median
 
 from covey.telemetry.base import EpisodeView, RunInfo
-from covey.telemetry.figures import curve_of, key_figures
+from covey.telemetry.figures import curve_of, is_stage, key_figures
 from covey.telemetry.history import History, Points
 
 RECENT = 20  # steps that the pace is taken from
@@ -38,9 +38,8 @@ class RunState:
         self._add(metrics)
         if self.curve.key in metrics:
             self.training.append((index, metrics[self.curve.key]))
-        seconds = {key.removeprefix("timing/"): value for key, value in metrics.items() if key.startswith("timing/")}
-        if seconds:
-            self.timings.append(seconds)
+        if "timing/step" in metrics:
+            self.timings.append({key: value for key, value in metrics.items() if key.startswith("timing/")})
         if sample is not None:
             self.sample, self.sample_from = sample, f"step {self.done}"
 
@@ -54,15 +53,16 @@ class RunState:
 
     def eta(self) -> float | None:
         """Seconds left at the median pace, which one slow step does not upset; None before the first step."""
-        paces = [seconds["step"] for seconds in self.timings if "step" in seconds]
+        paces = [seconds["timing/step"] for seconds in self.timings]
         return median(paces) * (self.info.total_steps - self.done) if paces else None
 
     def stage_seconds(self) -> dict[str, float]:
         """Mean seconds per step of each stage, over the recent steps; longest first."""
         totals: dict[str, float] = {}
         for seconds in self.timings:
-            for name, value in seconds.items():
-                if name != "step":
+            for key, value in seconds.items():
+                if is_stage(key):
+                    name = key.removeprefix("timing/")
                     totals[name] = totals.get(name, 0.0) + value / len(self.timings)
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
 

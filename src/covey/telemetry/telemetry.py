@@ -19,10 +19,13 @@ from covey.telemetry.clock import StageClock
 from covey.telemetry.console import open_console
 from covey.telemetry.history import History, read_history
 from covey.telemetry.jsonl import JsonlFiles
+from covey.telemetry.mlflow import MlflowSink
 from covey.telemetry.tensorboard import TensorboardSink
+from covey.telemetry.trackio import TrackioSink
 from covey.telemetry.wandb import WandbSink
 
 STATUSES = ("finished", "interrupted", "failed")
+MODULES = {"wandb": "wandb", "tensorboard": "torch.utils.tensorboard", "mlflow": "mlflow", "trackio": "trackio"}
 
 
 class Telemetry:
@@ -47,6 +50,10 @@ class Telemetry:
             sinks.append(WandbSink(info, logging))
         if "tensorboard" in logging.to:
             sinks.append(TensorboardSink(info, history))
+        if "mlflow" in logging.to:
+            sinks.append(MlflowSink(info, logging))
+        if "trackio" in logging.to:
+            sinks.append(TrackioSink(info, logging))
         if "console" in logging.to:  # last: what the others print while starting stays above the live view
             sinks.append(open_console(info, logging.verbosity, history))
         return cls(files, sinks)
@@ -63,8 +70,7 @@ class Telemetry:
             self._announce()
 
     def progress(self, done: int, total: int, what: str) -> None:
-        for sink in self._sinks:
-            sink.progress(done, total, what)
+        self._tell(lambda sink: sink.progress(done, total, what))
 
     def step(
         self,
@@ -82,22 +88,18 @@ class Telemetry:
             timing["perf/tokens_per_second"] = tokens / seconds["rollout"]
         if (tokens := metrics.get("perf/read_tokens")) and seconds.get("update"):
             timing["perf/tokens_per_second"] = tokens / seconds["update"]
-        for sink in self._sinks:
-            sink.step(index, {**timing, **metrics}, sample, episodes)
+        self._tell(lambda sink: sink.step(index, {**timing, **metrics}, sample, episodes))
 
     def evaluation(self, step: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None:
         """After each evaluation; `step` is the number of updates done."""
         timing = {f"timing/{name}": value for name, value in self._clock.take(evaluation=True).items()}
-        for sink in self._sinks:
-            sink.evaluation(step, {**metrics, **timing}, sample)
+        self._tell(lambda sink: sink.evaluation(step, {**metrics, **timing}, sample))
 
     def note(self, text: str) -> None:
-        for sink in self._sinks:
-            sink.note(text)
+        self._tell(lambda sink: sink.note(text))
 
     def warn(self, text: str) -> None:
-        for sink in self._sinks:
-            sink.warn(text)
+        self._tell(lambda sink: sink.warn(text))
 
     def offsets(self) -> tuple[int, int]:
         """Byte offsets of metrics.jsonl and episodes.jsonl, synced to the disk: what a checkpoint must remember."""
@@ -109,17 +111,26 @@ class Telemetry:
         if self._closed:
             return
         self._closed = True
-        for sink in reversed(self._sinks):  # the console first: the terminal is given back whatever follows
-            sink.close(status)
+        self._sinks = self._sinks[::-1]  # the console first: the terminal is given back whatever follows
+        self._tell(lambda sink: sink.close(status))
 
     def _announce(self) -> None:
+        self._tell(lambda sink: sink.stage(self._clock.current))
+
+    def _tell(self, call: Callable[[Sink], None]) -> None:
+        """Each sink in turn. The files have everything: a run does not end because a service elsewhere is down."""
         for sink in self._sinks:
-            sink.stage(self._clock.current)
+            try:
+                call(sink)
+            except Exception as error:
+                if not sink.elsewhere:
+                    raise
+                self._sinks = tuple(other for other in self._sinks if other is not sink)
+                self.warn(f"{type(sink).__name__} broke down and gets nothing more of this run: {error!r}")
 
 
 def check_logging(logging: LoggingConfig) -> None:
     """Refuse a logger whose package is missing, before anything is started."""
-    if "wandb" in logging.to:
-        require("wandb", "wandb")
-    if "tensorboard" in logging.to:
-        require("torch.utils.tensorboard", "tensorboard")
+    for extra, module in MODULES.items():
+        if extra in logging.to:
+            require(module, extra)

@@ -150,12 +150,13 @@ class LiveView:
         title = Text(" time per step  ", style="bold").append(duration(total), style="not bold")
         if "timing/evaluate" in self.state.metrics:
             title.append(f"  (an evaluation {duration(self.state.metrics['timing/evaluate'])})", style="not bold dim")
-        bar, legend = Text(), Text()
-        for index, (name, seconds) in enumerate(stages.items()):
-            glyph, style = STAGE_STYLES[min(index, len(STAGE_STYLES) - 1)]
-            bar.append(glyph * round(seconds / total * width), style=style)
+        bar, legend, before = Text(), Text(), 0.0
+        for (name, seconds), (glyph, style) in zip(_longest(stages), STAGE_STYLES, strict=False):
+            end = before + seconds
+            bar.append(glyph * (round(end / total * width) - round(before / total * width)), style=style)
             legend.append(f"{glyph} ", style=style).append(f"{name} {duration(seconds)} ")
             legend.append(f"{100 * seconds / total:.0f}%   ", style="dim")
+            before = end
         legend.rstrip()
         return [_rule(title, width), bar, legend]
 
@@ -175,7 +176,17 @@ class LiveView:
         title.append(f"reward {show(sample.reward, 'score')}", style="not bold green")
         if sample.advantage is not None:
             title.append(f"  advantage {sample.advantage:+.3f}", style="not bold magenta")
-        return [_rule(title, width), *_dialogue(console, sample, width, rows - 1)]
+        lines = [_rule(title, width), *_dialogue(console, sample, width, rows - 1)]
+        # Answers differ in length, the screen does not: what stands below the view stays where it is.
+        return lines + [Text()] * (rows - len(lines)) if self.status == "running" else lines
+
+
+def _longest(stages: dict[str, float]) -> list[tuple[str, float]]:
+    """As many stages as have a style; the shortest are put together."""
+    found, most = list(stages.items()), len(STAGE_STYLES)
+    if len(found) <= most:
+        return found
+    return [*found[: most - 1], ("other", sum(seconds for _, seconds in found[most - 1 :]))]
 
 
 def _dialogue(console: Console, sample: EpisodeView, width: int, rows: int) -> list[Text]:

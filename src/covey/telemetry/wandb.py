@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from covey.config.schema import LoggingConfig
-from covey.telemetry.base import EpisodeView, RunInfo, Sink, require
+from covey.telemetry.base import EpisodeView, RunInfo, Sink, lasting_id, require
 
 ID_FILE = "wandb_run_id"
 
 
 class WandbSink(Sink):
+    elsewhere = True
+
     def __init__(self, info: RunInfo, logging: LoggingConfig) -> None:
         self._run = require("wandb", "wandb").init(
             project=logging.project,
             name=logging.experiment,
-            id=_run_id(info),
+            id=lasting_id(info.folder / ID_FILE),
             resume="allow",
             dir=str(info.folder),
             config=info.config,
@@ -40,11 +41,3 @@ class WandbSink(Sink):
 
     def close(self, status: str) -> None:
         self._run.finish(exit_code=0 if status == "finished" else 1)
-
-
-def _run_id(info: RunInfo) -> str:
-    """The id in the run's folder, so that a resumed run continues the same page."""
-    path = info.folder / ID_FILE
-    if not path.exists():
-        path.write_text(uuid.uuid4().hex[:8] + "\n", encoding="ascii")
-    return path.read_text(encoding="ascii").strip()

@@ -1,0 +1,74 @@
+"""A long file of JSON lines in parts: episodes.jsonl, and when that is full episodes-0001.jsonl, episodes-0002.jsonl, …
+
+A part that is full is left alone from then on: it can be copied while the run goes on. Places in the record are counted
+over all parts as if they were one file: a checkpoint remembers one number.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+PART_BYTES = 256 << 20  # a part takes no further line from here on
+
+
+def parts_of(path: Path) -> list[Path]:
+    """The parts that exist, in order; `path` is the first."""
+    found = [path] if path.exists() else []
+    while found and (following := _part(path, len(found))).exists():
+        found.append(following)
+    return found
+
+
+def size_of(path: Path) -> int:
+    """Bytes of all parts."""
+    return sum(part.stat().st_size for part in parts_of(path))
+
+
+class PartWriter:
+    """Appends lines after the first `offset` bytes of the record; what stood behind them is cut away."""
+
+    def __init__(self, path: Path, offset: int, part_bytes: int = PART_BYTES) -> None:
+        self._path, self._part_bytes = path, part_bytes
+        self._number, self._before = _cut(path, offset)
+        self._file: BinaryIO = _part(path, self._number).open("ab")
+
+    def write(self, line: bytes) -> None:
+        if self._file.tell() >= self._part_bytes:
+            self._next()
+        self._file.write(line)
+        self._file.flush()
+
+    def synced(self) -> int:
+        """Bytes of all parts, once they are safely on the disk."""
+        os.fsync(self._file.fileno())
+        return self._before + self._file.tell()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _next(self) -> None:
+        self._before = self.synced()
+        self._file.close()
+        self._number += 1
+        self._file = _part(self._path, self._number).open("wb")
+
+
+def _part(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.stem}-{number:04d}{path.suffix}") if number else path
+
+
+def _cut(path: Path, offset: int) -> tuple[int, int]:
+    """Cut the record to `offset` bytes; the number of the part that is last now, and the bytes before it."""
+    parts, before, last = parts_of(path), 0, 0
+    for number, part in enumerate(parts[:-1]):
+        size = part.stat().st_size
+        if before + size >= offset:
+            break
+        before, last = before + size, number + 1
+    for part in reversed(parts[last + 1 :]):  # from the end: a kill in between leaves no gap
+        part.unlink()
+    if parts:
+        os.truncate(parts[last], offset - before)
+    return last, before
