@@ -41,7 +41,7 @@ class Remote:
 
 def check_cluster(config: Config) -> None:
     """All that can be said before a cluster is at hand."""
-    from covey.cluster.start import address_of, in_a_cluster, require_ray, this_machine
+    from covey.cluster.start import address_of, in_a_cluster, own_machine, require_ray
 
     if config.cluster.name != "ray":
         return
@@ -54,7 +54,7 @@ def check_cluster(config: Config) -> None:
     if ":" in config.model.device:
         raise InputError(f"model.device={config.model.device} with cluster=ray, where Ray hands out GPUs\n  use cuda")
     if address_of(config.cluster) is None and not in_a_cluster():
-        plan_of(config, [this_machine()])
+        plan_of(config, [own_machine(config.cluster)])
 
 
 def plan_of(config: Config, nodes: list[Node]) -> Plan:

@@ -14,7 +14,7 @@ import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from covey.cluster.placement import Node
@@ -49,6 +49,13 @@ def this_machine() -> Node:
     return Node(LOCALHOST, len(os.sched_getaffinity(0)), torch.cuda.device_count())
 
 
+def own_machine(config: ClusterConfig) -> Node:
+    """As Ray is told of it in a cluster for this run alone: without a GPU, processes may share cores."""
+    here = this_machine()
+    seats = config.learner_devices + (config.rollout_devices or 0)
+    return here if here.gpus else replace(here, cpus=max(here.cpus, seats))
+
+
 @contextmanager
 def open_cluster(config: ClusterConfig) -> Iterator[Cluster]:
     """Joined or started, and left or stopped. Where this process is in a cluster already, it stays there."""
@@ -58,7 +65,7 @@ def open_cluster(config: ClusterConfig) -> Iterator[Cluster]:
         return
     address = address_of(config)
     with _environment(own=address is None):
-        _init(address)
+        _init(address, config)
         if address is None:
             os.environ.pop("RAY_AUTH_TOKEN", None)  # Ray has read it; programs and workers that we start must not
         try:
@@ -74,7 +81,7 @@ def in_a_cluster() -> bool:
     return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
 
 
-def _init(address: str | None) -> None:
+def _init(address: str | None, config: ClusterConfig) -> None:
     import ray
     from ray._private import auto_init_hook, ray_constants
 
@@ -91,7 +98,7 @@ def _init(address: str | None) -> None:
             ) from error
         return
     ray_constants.ENABLE_RAY_CLUSTER = False  # one machine: every port on the loopback interface
-    here = this_machine()
+    here = own_machine(config)
     ray.init(address="local", num_cpus=here.cpus, num_gpus=here.gpus, include_dashboard=False, **quiet)
 
 
