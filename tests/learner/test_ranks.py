@@ -96,7 +96,7 @@ def test_two_ranks_learn_what_one_process_does(two: LocalRanks, parallel: str, k
         {"lora": 3, **WITH_REFERENCE},
         pytest.param({"lora": 3, "checkpointing": True}, marks=SLOW),
         {"model": {"tie_word_embeddings": True}, "checkpointing": True, "settings": {"micro_batch_tokens": 25}},
-        # Each rank has a part of the only group. Adam makes much of the rounding of gradients near 0: not with this eps.
+        # Each rank has a part of the only group. Adam makes much of the rounding of gradients near 0: not here.
         {"groups": 1, "settings": {"eps": 1e-4}, **COUPLED},
     ],
     ids=["lora", "lora-recomputed", "tied", "split"],
