@@ -183,7 +183,7 @@ def test_nothing_stays_open_where_there_is_no_room_to_listen(
     monkeypatch.setattr(subprocess, "Popen", Remembered)
     monkeypatch.setattr(os, call, full)
     with pytest.raises(SandboxError, match="Too many open files"):
-        run(walled.run("print(1)"))
+        run(walled.run("import time; time.sleep(60)"))
     assert len(os.listdir("/proc/self/fd")) == before
     assert [process.returncode for process in started] == [-signal.SIGKILL]
 

@@ -66,7 +66,7 @@ def test_a_broken_bwrap_is_not_chosen(tmp_path: Path, monkeypatch: pytest.Monkey
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\necho 'no permission to make a namespace' >&2\nexit 1\n")
     fake.chmod(0o755)
-    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+    for folder in (tmp_path, *tmp_path.parents[:3]):
         folder.chmod(0o755)
     monkeypatch.setattr(shutil, "which", lambda name: str(fake))
     tiers.examine.cache_clear()
