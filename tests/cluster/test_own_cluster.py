@@ -20,7 +20,8 @@ def test_requests_under_way_at_the_end_start_no_other_cluster(
     """The run is ended while engines sample ahead."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(start, "this_machine", lambda: Node(start.LOCALHOST, 2))
-    settings = {"mode.name": "async", "mode.max_staleness": 3, "loop.total_steps": 50, "rollout.max_tokens": 200}
+    settings = {"mode.name": "async", "mode.max_staleness": 3, "loop.total_steps": 50}
+    settings |= {"rollout.max_tokens": 400, "rollout.max_sequences": 1}  # there is always one under way
     apart = trained(
         tiny_model_folder,
         monkeypatch,
