@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from covey.cli.cluster import settle_cluster
+from covey.config.schema import ClusterConfig, Config, RolloutConfig
 from covey.errors import InputError
 
 
@@ -41,3 +43,11 @@ def test_the_reference_has_no_devices_of_its_own(run):
     assert cluster(composed) == ("local", 1, 1, None)
     assert [text for text in composed.warnings if "ref_model.num_devices" in text and "learners' devices" in text]
     assert not run("ref_model.num_devices=1").warnings
+
+
+def test_engines_on_the_learners_gpus_are_one_to_each() -> None:
+    config = Config(cluster=ClusterConfig(name="ray"), rollout=RolloutConfig(tensor_parallel=2))
+    settled, said = settle_cluster(config)
+    assert settled.rollout.tensor_parallel == 1 and "has no effect" in said[0]
+    apart = Config(cluster=ClusterConfig(name="ray", rollout_devices=4), rollout=RolloutConfig(tensor_parallel=2))
+    assert settle_cluster(apart) == (apart, [])

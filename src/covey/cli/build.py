@@ -38,7 +38,7 @@ from covey.cli.checks import (
     sampling_is_cut,
     shares_gpu,
 )
-from covey.cli.cluster import check_cluster, start_remote
+from covey.cli.cluster import check_cluster, settle_cluster, start_remote
 from covey.cli.folder import Startable, open_run, store, threads_for, write_run_files
 from covey.cli.gateway import check_gateway, hide_columns, services
 from covey.cli.learner import Parts, make_learner
@@ -163,7 +163,8 @@ def prepare(
     source = unless_absent(lambda: open_model(config))
     engine, reason = pick_engine(config, source)
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, name=engine))
-    warnings += unless_absent(lambda: check_engine(config)) or []
+    config, said = settle_cluster(config)
+    warnings += [*said, *(unless_absent(lambda: check_engine(config)) or [])]
     if training:
         unless_absent(lambda: check_cluster(config))
     algorithm = make_algorithm(config)

@@ -39,6 +39,18 @@ class Remote:
     notes: tuple[str, ...]  # for the console: what runs where, and how weights travel
 
 
+def settle_cluster(config: Config) -> tuple[Config, list[str]]:
+    """Engines that share the learners' GPUs are one to a GPU; and what to say of settings that ask for more."""
+    size = config.rollout.tensor_parallel
+    if config.cluster.name != "ray" or config.cluster.rollout_devices is not None or size == 1:
+        return config, []
+    rollout = dataclasses.replace(config.rollout, tensor_parallel=1)
+    return dataclasses.replace(config, rollout=rollout), [
+        f"rollout.tensor_parallel={size} has no effect: engines share the learners' GPUs, one to each\n"
+        f"  where the model is too large for that, give them their own: cluster.rollout_devices={size} or a multiple"
+    ]
+
+
 def check_cluster(config: Config) -> None:
     """All that can be said before a cluster is at hand."""
     from covey.cluster.start import address_of, in_a_cluster, own_machine, require_ray
