@@ -46,7 +46,8 @@ def main_dash(argv: list[str]) -> int:
     except OSError as error:
         raise InputError(f"--port {port}: {error.strerror}\n  fix: name another, or none") from error
     with dash:
-        print(f"{len(library.runs)} runs\n{dash.link}\nCtrl-C ends it.", flush=True)
+        count = len(library.runs)
+        print(f"{count} run{'s' if count != 1 else ''}\n{dash.link}\nCtrl-C ends it.", flush=True)
         if words.on("--open"):
             webbrowser.open(dash.link)
         dash.wait()
