@@ -11,8 +11,9 @@ import pytest
 from covey.algorithms import ALGORITHMS, settings
 from covey.config import schema
 from covey.dash import signs
-from covey.dash.runs import Run, flat
+from covey.dash.runs import Run
 from covey.dash.signs import Evidence, Sign, find_signs
+from covey.telemetry.base import flat
 from tests.dash.made import SICK, SICK_TOO, Floats, healthy, sick
 
 RECORDED = Path(__file__).parent / "runs"

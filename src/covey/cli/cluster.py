@@ -168,7 +168,7 @@ def load_learner(carried: Carried, checkpoint: Checkpoint | None, rank: int, wor
 
 def load_engine(carried: Carried, folder: Path, colocated: bool, index: int) -> tuple[Any, Any]:
     """The engine's own copy of the model, and the engine. For vLLM the copy waits in CPU memory."""
-    from covey.cli.build import make_engine
+    from covey.cli.engine import make_engine
     from covey.learner.models import load_policy, pick_device, pick_dtype
 
     config, source = carried.config, carried.model

@@ -16,8 +16,9 @@ from typing import Any
 from rich.console import Console
 
 from covey.cli.agents import open_rewards
-from covey.cli.build import make_collector, make_engine
+from covey.cli.build import make_collector
 from covey.cli.candidates import Candidate, Request, find_candidates
+from covey.cli.engine import make_engine
 from covey.cli.gateway import services
 from covey.cli.words import parse
 from covey.errors import InputError, RunFailed

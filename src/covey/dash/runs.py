@@ -18,6 +18,7 @@ from covey.dash.columns import Metrics
 from covey.dash.episodes import Episodes
 from covey.dash.signs import Evidence, Sign, find_signs
 from covey.errors import InputError
+from covey.telemetry.base import flat
 from covey.telemetry.figures import Curve, curve_of, is_stage
 from covey.telemetry.history import read_run
 from covey.telemetry.state import RECENT
@@ -221,16 +222,6 @@ def wilson(p: float, n: int) -> tuple[float, float]:
     centre = (p + Z**2 / (2 * n)) / (1 + Z**2 / n)
     half = Z / (1 + Z**2 / n) * math.sqrt(p * (1 - p) / n + Z**2 / (4 * n**2))
     return max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half))
-
-
-def flat(tree: Any, name: str = "") -> dict[str, Any]:
-    """Settings by their dotted names."""
-    if not isinstance(tree, dict) or not tree:
-        return {name: tree}
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= flat(value, f"{name}.{key}" if name else str(key))
-    return found
 
 
 def _results(place: Path) -> list[Path]:

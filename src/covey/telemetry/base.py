@@ -68,6 +68,35 @@ class Sink:
     def close(self, status: str) -> None: ...
 
 
+class Tracker(Sink):
+    """A place for figures alone, those of steps and of evaluations alike."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        raise NotImplementedError
+
+    def step(
+        self,
+        index: int,
+        metrics: Mapping[str, float],
+        sample: EpisodeView | None,
+        episodes: Sequence[Mapping[str, Any]],
+    ) -> None:
+        self.log(index, metrics)
+
+    def evaluation(self, step: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None:
+        self.log(step, metrics)
+
+
+def flat(tree: Any, name: str = "") -> dict[str, Any]:
+    """Settings by their dotted names."""
+    if not isinstance(tree, Mapping) or not tree:
+        return {name: tree}
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= flat(value, f"{name}.{key}" if name else str(key))
+    return found
+
+
 def lasting_id(path: Path) -> str:
     """An id that is drawn once and kept in the run's folder, so that a resumed run continues the same page."""
     if not path.exists():

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from covey.config.schema import LoggingConfig
-from covey.telemetry.base import EpisodeView, RunInfo, Sink, require
+from covey.telemetry.base import RunInfo, Tracker, flat, require
 
 ID_FILE = "mlflow_run_id"
 STATUSES = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
@@ -17,7 +16,7 @@ PARAMS_AT_ONCE = 100  # more are refused
 FORBIDDEN = re.compile(r"[^\w\-. :/]", re.ASCII)  # in names
 
 
-class MlflowSink(Sink):
+class MlflowSink(Tracker):
     elsewhere = True
 
     def __init__(self, info: RunInfo, logging: LoggingConfig) -> None:
@@ -30,18 +29,6 @@ class MlflowSink(Sink):
         else:
             self._id = self._create(info, logging, path)
 
-    def step(
-        self,
-        index: int,
-        metrics: Mapping[str, float],
-        sample: EpisodeView | None,
-        episodes: Sequence[Mapping[str, Any]],
-    ) -> None:
-        self._log(index, metrics)
-
-    def evaluation(self, step: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None:
-        self._log(step, metrics)
-
     def close(self, status: str) -> None:
         self._client.set_terminated(self._id, STATUSES[status])
 
@@ -50,12 +37,12 @@ class MlflowSink(Sink):
         number = experiment.experiment_id if experiment else self._client.create_experiment(logging.project)
         found = str(self._client.create_run(number, run_name=logging.experiment).info.run_id)
         path.write_text(found + "\n", encoding="ascii")
-        params = [self._mlflow.entities.Param(_name(key), str(value)) for key, value in _flat(info.config)]
+        params = [self._mlflow.entities.Param(_name(key), str(value)) for key, value in flat(info.config).items()]
         for first in range(0, len(params), PARAMS_AT_ONCE):
             self._client.log_batch(found, params=params[first : first + PARAMS_AT_ONCE])
         return found
 
-    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now, metric = int(1000 * time.time()), self._mlflow.entities.Metric
         self._client.log_batch(
             self._id, metrics=[metric(_name(key), float(value), now, step) for key, value in metrics.items()]
@@ -64,12 +51,3 @@ class MlflowSink(Sink):
 
 def _name(key: str) -> str:
     return FORBIDDEN.sub("_", key)
-
-
-def _flat(tree: Mapping[str, Any], start: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings by their dotted names."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{start}{key}.")
-        else:
-            yield f"{start}{key}", value

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
-from covey.telemetry.base import EpisodeView, RunInfo, Sink, require
+from covey.telemetry.base import RunInfo, Tracker, require
 from covey.telemetry.history import History
 
 
-class TensorboardSink(Sink):
+class TensorboardSink(Tracker):
     def __init__(self, info: RunInfo, history: History) -> None:
         resumed = info.first_step > 0
         self._writer = require("torch.utils.tensorboard", "tensorboard").SummaryWriter(
@@ -18,24 +17,12 @@ class TensorboardSink(Sink):
         # Purging also hides the evaluation made at the checkpoint itself, which is part of the record.
         for record in history.evaluations:
             if resumed and record.step >= info.first_step:
-                self._scalars(record.step, record.metrics)
-
-    def step(
-        self,
-        index: int,
-        metrics: Mapping[str, float],
-        sample: EpisodeView | None,
-        episodes: Sequence[Mapping[str, Any]],
-    ) -> None:
-        self._scalars(index, metrics)
-
-    def evaluation(self, step: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None:
-        self._scalars(step, metrics)
+                self.log(record.step, record.metrics)
 
     def close(self, status: str) -> None:
         self._writer.close()
 
-    def _scalars(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for key, value in metrics.items():
             self._writer.add_scalar(key, value, step)
         self._writer.flush()

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from covey.config.schema import LoggingConfig
-from covey.telemetry.base import EpisodeView, RunInfo, Sink, lasting_id, require
+from covey.telemetry.base import RunInfo, Tracker, lasting_id, require
 
 ID_FILE = "trackio_run_id"
 
 
-class TrackioSink(Sink):
+class TrackioSink(Tracker):
     elsewhere = True
 
     def __init__(self, info: RunInfo, logging: LoggingConfig) -> None:
@@ -21,16 +20,7 @@ class TrackioSink(Sink):
             project=logging.project, name=name, resume="allow", config=info.config
         )
 
-    def step(
-        self,
-        index: int,
-        metrics: Mapping[str, float],
-        sample: EpisodeView | None,
-        episodes: Sequence[Mapping[str, Any]],
-    ) -> None:
-        self._run.log(dict(metrics), step=index)
-
-    def evaluation(self, step: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None:
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
     def close(self, status: str) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from covey.config.schema import LoggingConfig
-from covey.telemetry.base import EpisodeView, RunInfo, Sink, lasting_id, require
+from covey.telemetry.base import RunInfo, Tracker, lasting_id, require
 
 ID_FILE = "wandb_run_id"
 
 
-class WandbSink(Sink):
+class WandbSink(Tracker):
     elsewhere = True
 
     def __init__(self, info: RunInfo, logging: LoggingConfig) -> None:
@@ -27,16 +26,7 @@ class WandbSink(Sink):
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def step(
-        self,
-        index: int,
-        metrics: Mapping[str, float],
-        sample: EpisodeView | None,
-        episodes: Sequence[Mapping[str, Any]],
-    ) -> None:
-        self._run.log({**metrics, "step": index})
-
-    def evaluation(self, step: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None:
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({**metrics, "step": step})
 
     def close(self, status: str) -> None:
