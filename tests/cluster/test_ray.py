@@ -78,6 +78,11 @@ def test_nobody_else_can_reach_a_cluster_of_our_own(cluster: Any) -> None:
         {"algorithm": "dgdo"},
         {"cluster.learner_devices": 2, "learner.parallel": "ddp"},
         {"cluster.learner_devices": 2, "learner.parallel": "fsdp", "cluster.transport": "collective"},
+        {
+            "cluster.learner_devices": 2,
+            "learner.tensor_parallel": 2,
+            "learner.eps": 1e-4,
+        },  # products in parts: rounding
         {"mode.name": "async", "mode.max_staleness": 0, "mode.update": "drain"},
     ],
     ids=lambda settings: " ".join(f"{k}={v}" for k, v in settings.items()),
@@ -85,7 +90,7 @@ def test_nobody_else_can_reach_a_cluster_of_our_own(cluster: Any) -> None:
 def test_the_weights_are_those_of_one_process(
     cluster: Any, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
-    own = {name: value for name, value in settings.items() if not name.startswith("cluster.")}
+    own = {name: value for name, value in settings.items() if not name.startswith(("cluster.", "learner.tensor"))}
     alone = trained(tiny_model_folder, monkeypatch, **own)
     apart = trained(tiny_model_folder, monkeypatch, **(RAY | settings))
     assert apart.trained == alone.trained and not apart.failures

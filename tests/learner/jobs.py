@@ -22,6 +22,16 @@ from tests.conftest import tiny_llama
 from tests.learner.helpers import batch_of, rows_of
 
 
+def tiny_qwen3(seed: int, dtype: torch.dtype, **changes: Any) -> Any:
+    """Queries and keys of each head go through a norm, with weights that all heads share."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(Qwen3Config(**sizes | heads | changes)).to(dtype).eval()
+
+
 @dataclass(frozen=True)
 class Case:
     """A learner and what it learns from."""
@@ -32,11 +42,16 @@ class Case:
     dtype: torch.dtype = torch.float64
     lora: int = 0
     reference: bool = False
+    family: str = "llama"
     model: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     checkpointing: bool = False
     groups: int = 3
     critic: CriticConfig | None = None
+
+    def random(self, seed: int) -> Any:
+        made = tiny_qwen3 if self.family == "qwen3" else tiny_llama
+        return made(dtype=self.dtype, initializer_range=0.08, seed=seed, **self.model)
 
     def policy(self, folder: Path | None = None) -> Any:
         """A random start, or the weights of a checkpoint."""
@@ -44,7 +59,7 @@ class Case:
         from transformers import AutoModelForCausalLM
 
         # Small weights: the norms of transformers compute in float32, so a gradient is only as exact as it is small.
-        model = tiny_llama(dtype=self.dtype, initializer_range=0.08, **self.model)
+        model = self.random(0)
         if self.lora and folder is not None:
             model = peft.PeftModel.from_pretrained(model, folder / "model", is_trainable=True)
         elif self.lora:
@@ -63,10 +78,10 @@ class Case:
         return model.train(self.checkpointing)
 
     def learner(self, ranks: Ranks, folder: Path | None = None) -> Learner:
+        ranks = ranks.in_teams(self.settings.get("tensor_parallel", 1))
         policy, reference = self.policy(folder), None
         if self.reference:
-            other = tiny_llama(dtype=self.dtype, initializer_range=0.08, seed=1, **self.model)
-            reference = Reference(policy if self.lora else other)
+            reference = Reference(policy if self.lora else self.random(1))
         config = LearnerConfig(lr=1e-2, parallel=self.parallel, entropy_coef=0.01, **self.settings)
         own = self.critic is not None and not self.critic.shared
         backbone = tiny_llama(dtype=self.dtype, initializer_range=0.08, seed=2) if own else None

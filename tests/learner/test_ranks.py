@@ -16,6 +16,7 @@ from covey.errors import InputError
 from covey.learner.ranks import ALONE, listen, open_store
 from covey.learner.saving import load_state
 from covey.learner.sharding import check_shards
+from covey.learner.teams import check_teams
 from tests.learner.jobs import (
     Case,
     broken_update,
@@ -103,6 +104,81 @@ def test_two_ranks_learn_what_one_process_does(two: LocalRanks, parallel: str, k
 )
 def test_kinds_of_models(two: LocalRanks, parallel: str, kind: dict[str, Any]) -> None:
     same_as_one_process(two, Case(parallel=parallel, **kind), 1e-6)
+
+
+TEAM: dict[str, Any] = {"tensor_parallel": 2}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {**PLAIN, "model": {"attention_bias": True, "mlp_bias": True}},
+        {**WITH_REFERENCE, "settings": {"micro_batch_size": 3}},
+        {**COUPLED, "model": {"tie_word_embeddings": True}, "checkpointing": True},
+        pytest.param({"algorithm": "ppo", "critic": CriticConfig(lr=1e-2, shared=True)}, marks=SLOW),
+        pytest.param({"algorithm": "ppo", "critic": CriticConfig(lr=1e-2)}, marks=SLOW),
+        {**PLAIN, "family": "qwen3", "settings": {"grad_clip": 0.01}},
+    ],
+    ids=["biases", "full-kl", "tied", "shared-critic", "own-critic", "norms-of-heads"],
+)
+def test_a_team_learns_what_one_process_does(two: LocalRanks, kind: dict[str, Any]) -> None:
+    """Both ranks read all rows, and each has half of every layer's matrices. A query's norm sees half of the heads."""
+    settings = kind.get("settings", {})
+    same_as_one_process(two, Case(parallel="fsdp", **kind | {"settings": settings | TEAM}), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.bfloat16, marks=SLOW)])
+def test_a_checkpoint_of_a_team_is_for_one_process_and_back(
+    two: LocalRanks, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    team, shards, single = (Case(parallel="fsdp", dtype=dtype, settings=s) for s in (TEAM, {}, {}))
+    folders = [tmp_path / name for name in ("team", "one", "team-again", "shards")]
+    for folder in folders:
+        folder.mkdir()
+    counters = two.run(train_and_save, team, folders[0])[0]
+    resave(ALONE, single, folders[0], counters, folders[1])
+    two.run(resave, team, folders[1], counters, folders[2])
+    two.run(resave, shards, folders[2], counters, folders[3])
+    contents = [load_state(folder, {}) | weights_in(folder) for folder in folders]
+    for name, tensor in contents[0].items():
+        assert all(torch.equal(tensor, other[name]) for other in contents), name
+    assert all(content.keys() == contents[0].keys() for content in contents)
+
+
+@SLOW
+def test_two_teams_of_two(tmp_path: Path) -> None:
+    four = LocalRanks(4, tmp_path)
+    try:
+        for kind in (
+            PLAIN,
+            COUPLED,
+            {"family": "qwen3", "settings": {"micro_batch_size": 3}},
+            {"settings": {"grad_clip": 0.01}},
+        ):
+            settings = kind.get("settings", {})
+            same_as_one_process(four, Case(parallel="fsdp", **kind | {"settings": settings | TEAM}), 1e-6)
+        (tmp_path / "four").mkdir()
+        (tmp_path / "one").mkdir()
+        case = Case(parallel="fsdp", dtype=torch.float64, settings=TEAM)
+        counters = four.run(train_and_save, case, tmp_path / "four")[0]
+        resave(ALONE, case, tmp_path / "four", counters, tmp_path / "one")
+        first, second = (load_state(tmp_path / name, {}) | weights_in(tmp_path / name) for name in ("four", "one"))
+        assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    finally:
+        four.close()
+
+
+def test_what_a_team_cannot_split() -> None:
+    from transformers import GPT2Config, LlamaConfig
+
+    with pytest.raises(InputError, match="does not divide the model's num_key_value_heads, 2"):
+        check_teams(LlamaConfig(num_attention_heads=8, num_key_value_heads=2), 4)
+    with pytest.raises(InputError, match="transformers has no plan for it"):
+        check_teams(GPT2Config(), 2)
+    with pytest.raises(InputError, match="leave it out: learner"):
+        check_shards(LearnerConfig(tensor_parallel=2), adapter=True)
+    with pytest.raises(InputError, match="ddp has them whole"):
+        LearnerConfig(tensor_parallel=2, parallel="ddp")
 
 
 @pytest.mark.parametrize("parallel", FSDP_FIRST)

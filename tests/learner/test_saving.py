@@ -16,15 +16,36 @@ def test_rows_that_three_wrote_are_read_by_any_number(tmp_path: Path, readers: i
     """Eight rows by 3, 3 and 2, and a weight of one row, which only the first rank has."""
     whole = {"exp_avg/big": torch.rand(8, 2), "exp_avg/small": torch.rand(1, 2), "step/big": torch.tensor(4.0)}
     for rank in range(3):
-        rows = {"big": (3 * rank, min(8, 3 * rank + 3)), "small": (min(rank, 1), 1)}
-        held = {"exp_avg/big": whole["exp_avg/big"][slice(*rows["big"])], "step/big": whole["step/big"]}
-        held["exp_avg/small"] = whole["exp_avg/small"][slice(*rows["small"])]
-        save_state(held, rows, tmp_path, Ranks(rank, 3))
+        big, small = (3 * rank, min(8, 3 * rank + 3)), (min(rank, 1), 1)
+        held = {"exp_avg/big": whole["exp_avg/big"][slice(*big)], "step/big": whole["step/big"]}
+        held["exp_avg/small"] = whole["exp_avg/small"][slice(*small)]
+        save_state(held, {"big": (big, None), "small": (small, None)}, tmp_path, Ranks(rank, 3))
     each = -(-8 // readers)
     for reader in range(readers):
         first, last = min(8, each * reader), min(8, each * (reader + 1))
         small = (min(reader, 1), 1)
-        found = load_state(tmp_path, {} if readers == 1 else {"big": (first, last), "small": small})
+        found = load_state(tmp_path, {} if readers == 1 else {"big": ((first, last), None), "small": (small, None)})
         assert torch.equal(found["exp_avg/big"], whole["exp_avg/big"][first:last])
         assert torch.equal(found["exp_avg/small"], whole["exp_avg/small"][slice(*small)])
         assert torch.equal(found["step/big"], whole["step/big"])
+
+
+def test_blocks_that_teams_wrote_are_read_in_any_other_way(tmp_path: Path) -> None:
+    """Two shares, teams of two: rows by share and columns by member; and a weight that both members have, written by
+    the first of each team."""
+    whole = {"exp_avg/wide": torch.rand(6, 4), "exp_avg/norm": torch.rand(6), "step/norm": torch.tensor(2.0)}
+    for rank in range(4):
+        share, member = divmod(rank, 2)
+        rows, columns = (3 * share, 3 * share + 3), (2 * member, 2 * member + 2)
+        held = {"exp_avg/wide": whole["exp_avg/wide"][slice(*rows), slice(*columns)], "step/norm": whole["step/norm"]}
+        held["exp_avg/norm"] = whole["exp_avg/norm"][slice(*rows)] if member == 0 else torch.full((3,), torch.nan)
+        twice = {"norm"} if member else set()
+        save_state(held, {"wide": (rows, columns), "norm": (rows, None)}, tmp_path, Ranks(rank, 4, team=2), twice)
+    wanted: list[tuple[tuple[int, int], tuple[int, int] | None]] = [((0, 6), None), ((2, 5), None), ((1, 4), (1, 3))]
+    for rows, columns in wanted:
+        found = load_state(tmp_path, {"wide": (rows, columns), "norm": (rows, None)})
+        expected = whole["exp_avg/wide"][slice(*rows), slice(*columns) if columns else slice(None)]
+        assert torch.equal(found["exp_avg/wide"], expected)
+        assert torch.equal(found["exp_avg/norm"], whole["exp_avg/norm"][slice(*rows)])
+        assert torch.equal(found["step/norm"], whole["step/norm"])
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in load_state(tmp_path, {}).items())

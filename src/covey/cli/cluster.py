@@ -55,6 +55,12 @@ def check_cluster(config: Config) -> None:
     """All that can be said before a cluster is at hand."""
     from covey.cluster.start import address_of, in_a_cluster, own_machine, require_ray
 
+    team, learners = config.learner.tensor_parallel, config.cluster.learner_devices
+    if learners % team:
+        raise InputError(
+            f"learner.tensor_parallel={team}, and cluster.learner_devices={learners} is no multiple of it\n"
+            f"  {team} learners share a layer's matrices: use cluster=ray cluster.learner_devices={team} or a multiple"
+        )
     if config.cluster.name != "ray":
         return
     require_ray()

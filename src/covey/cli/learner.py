@@ -36,8 +36,8 @@ def make_learner(prepared: Parts, checkpoint: Checkpoint | None, ranks: Ranks | 
     from covey.learner.learner import Learner
     from covey.learner.ranks import ALONE
 
-    ranks = ranks or ALONE
     config = prepared.config
+    ranks = (ranks or ALONE).in_teams(config.learner.tensor_parallel)
     model, plan = on_rank(prepared, ranks)
     policy, reference = _load_models(prepared, model, checkpoint)
     valued = prepared.algorithm.needs.values
@@ -61,6 +61,7 @@ def on_rank(prepared: Parts, ranks: Ranks) -> tuple[ModelConfig, LearnerConfig]:
     unit."""
     from covey.learner.models import parameter_count, pick_dtype
     from covey.learner.sharding import BYTES_PER_WEIGHT, check_shards, shards
+    from covey.learner.teams import check_teams
 
     config, source = prepared.config, prepared.model
     assert source is not None
@@ -70,6 +71,8 @@ def on_rank(prepared: Parts, ranks: Ranks) -> tuple[ModelConfig, LearnerConfig]:
     sharded = shards(config.learner, ranks, parameter_count(source) * (2 if adapter else BYTES_PER_WEIGHT))
     if sharded:
         check_shards(config.learner, adapter=adapter)
+    if config.learner.tensor_parallel > 1:
+        check_teams(source.config, config.learner.tensor_parallel)
     dtype = str(pick_dtype(config.model.dtype, ranks.device)).removeprefix("torch.")
     place = "cpu" if sharded else str(ranks.device)
     plan = dataclasses.replace(config.learner, parallel="fsdp" if sharded else "ddp")

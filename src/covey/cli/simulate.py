@@ -103,6 +103,8 @@ def _device(words: Words, run: Path | None) -> Device:
 def _job(config: Config, words: Words, kind: Device, run: Path | None) -> tuple[Job, list[Figure]]:
     if config.mode.max_uses > 1 or config.mode.publish_every > 1:
         raise InputError("covey simulate does not know mode.max_uses and mode.publish_every\n  leave them at 1")
+    if config.learner.tensor_parallel > 1:
+        raise InputError("covey simulate does not know learner.tensor_parallel\n  leave it at 1: shards are simulated")
     shape = model_shape(config)
     episodes, figures = _episodes(config, words, run)
     work = Work(config.data.train_batch_size, config.rollout.group_size, episodes)

@@ -181,6 +181,7 @@ class LearnerConfig:
     offload_reference: bool = False  # the reference model waits in CPU memory while it is not asked
     offload_weights: bool = False  # with vllm on the same GPU: the policy waits in CPU memory during sampling
     parallel: str = "auto"  # several learners: ddp, each has all weights; fsdp: weights and optimiser are shared out
+    tensor_parallel: int = 1  # learners that share the matrices of every layer, as transformers' plan says; with fsdp
     max_skipped: int = 5  # stop after this many updates in a row with a non-finite loss or gradient
 
     def __post_init__(self) -> None:
@@ -194,6 +195,12 @@ class LearnerConfig:
         _at_least("learner.max_skipped", self.max_skipped, 1)
         _at_least("learner.grad_clip", self.grad_clip, 0)
         _at_least("learner.warmup_steps", self.warmup_steps, 0)
+        _at_least("learner.tensor_parallel", self.tensor_parallel, 1)
+        if self.tensor_parallel > 1 and self.parallel == "ddp":
+            raise InputError(
+                f"learner.tensor_parallel={self.tensor_parallel} splits weights; learner.parallel=ddp has them whole\n"
+                "  use learner.parallel=fsdp, or auto"
+            )
 
 
 @dataclass(frozen=True)

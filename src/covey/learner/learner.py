@@ -166,11 +166,11 @@ class Learner:
 
     def _shares(self, rows: Sequence[Sample]) -> list[list[list[Bunch]]]:
         """The micro-batches of every rank: all find out the same."""
-        return share_out(rows, self._find_budget(), self.config.micro_batch_size, self.ranks.world)
+        return share_out(rows, self._find_budget(), self.config.micro_batch_size, self.ranks.shares)
 
     def _passes(self, shares: list[list[list[Bunch]]], rows: Sequence[Sample]) -> list[tuple[list[Bunch], bool]]:
         """This rank's micro-batches, and whether they count. Shards are gathered by all ranks together, or by none."""
-        return in_step(shares, self.ranks.rank, rows, alike=self.sharded)
+        return in_step(shares, self.ranks.share, rows, alike=self.sharded)
 
     def _rest_shards(self) -> None:
         at_rest(self.model)
@@ -356,8 +356,9 @@ class Learner:
 
     def save(self, folder: Path) -> None:
         """Model, optimiser and critic into a folder that all ranks see; all must be called."""
+        optimizer = self.optimizer
         save_model(self.model, folder / "model", self.ranks, sharded=self.sharded)
-        save_state(self.optimizer.tensors(), self.optimizer.rows(), folder, self.ranks)
+        save_state(optimizer.tensors(), optimizer.blocks(), folder, self.ranks, optimizer.twice())
         if self.critic is not None and self.ranks.first:
             save_tensors(self.critic.tensors(), folder / "critic.safetensors")
         self.ranks.wait_for_all()
@@ -374,7 +375,7 @@ class Learner:
 
     def restore(self, folder: Path, counters: dict[str, Any]) -> None:
         """Everything but the weights, which the model was loaded with."""
-        self.optimizer.load(load_state(folder, self.optimizer.rows()), counters["updates"])
+        self.optimizer.load(load_state(folder, self.optimizer.blocks()), counters["updates"])
         self.scaler.load_state_dict(counters["scaler"])
         if self.critic is not None:
             self.critic.load(load_tensors(folder / "critic.safetensors"), counters["critic"])

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from covey.config.schema import LearnerConfig
 from covey.learner.ranks import ALONE, Ranks
-from covey.learner.sharding import HALVES, is_sharded, own_part, own_rows, working_dtype
+from covey.learner.sharding import HALVES, Block, is_sharded, own_block, own_part, split_along, working_dtype
 
 
 def learning_rate(step: int, total_steps: int, config: LearnerConfig) -> float:
@@ -117,7 +117,10 @@ class MasterAdamW:
         """The masters' gradients, of all ranks."""
         if self.sharded:
             for name, p in self.working.items():
-                self.masters[name].grad = None if p.grad is None else own_part(p.grad)
+                grad = None if p.grad is None else own_part(p.grad)
+                if grad is not None and getattr(p, "part_of_gradient", False):
+                    grad = self.ranks.sum_in_team(grad)
+                self.masters[name].grad = grad
             self._share_overflow()
             return
         here = self.working if self.offloaded else self.masters  # on the device
@@ -140,10 +143,16 @@ class MasterAdamW:
         masters, limit = list(self.masters.values()), self.config.grad_clip or math.inf
         if not self.sharded:
             return float(torch.nn.utils.clip_grad_norm_(masters, limit))
-        own = torch.nn.utils.get_total_norm([m.grad for m in masters if m.grad is not None])
-        norm = self.ranks.sum(own.double() ** 2).sqrt()
-        torch.nn.utils.clip_grads_with_norm_(masters, limit, norm.to(own.dtype))
+        whole = self._own_square(split=False)  # the same on all members of a team
+        norm = self.ranks.sum(whole + self.ranks.sum_in_team(self._own_square(split=True))).sqrt()
+        torch.nn.utils.clip_grads_with_norm_(masters, limit, norm.to(masters[0].dtype))
         return float(norm)
+
+    def _own_square(self, *, split: bool) -> Tensor:
+        """Of the norm of this rank's gradients: of weights that its team has split, or of the others."""
+        names = [name for name, p in self.working.items() if (split_along(p) is not None) == split]
+        grads = [grad for name in names if (grad := self.masters[name].grad) is not None]
+        return torch.nn.utils.get_total_norm(grads).double() ** 2
 
     @torch.no_grad()
     def _masters_to_working(self) -> None:
@@ -157,9 +166,13 @@ class MasterAdamW:
         """Whether the masters say more than the weights in the model's folder."""
         return not self.shares or any(working_dtype(p) in HALVES for p in self.working.values())
 
-    def rows(self) -> dict[str, tuple[int, int]]:
-        """Where weights are shared out: which rows of each this rank has, first and last + 1."""
-        return {name: own_rows(p, self.ranks) for name, p in self.working.items()} if self.sharded else {}
+    def blocks(self) -> dict[str, Block]:
+        """Where weights are shared out: what this rank has of each."""
+        return {name: own_block(p, self.ranks) for name, p in self.working.items()} if self.sharded else {}
+
+    def twice(self) -> set[str]:
+        """The weights of which the first member of the team has what this rank has."""
+        return {name for name, p in self.working.items() if split_along(p) is None} if self.ranks.member else set()
 
     def tensors(self) -> dict[str, Tensor]:
         """Moments, and masters where they differ from the weights."""

@@ -1,15 +1,19 @@
 """The processes that learn together, and this one's place among them.
 
 Every rank is called with the same arguments and gives the same answers: each runs its share of the forward passes, and
-what was found is summed over all. Of one process, nothing here costs anything.
+what was found is summed over all. Ranks of a team (tensor parallelism) read the same rows and split the layers'
+matrices: a share is a team's, and sums are over teams. Of one process, nothing here costs anything.
+
+    ranks in teams of 2     0 1 | 2 3 | 4 5        shares 0 | 1 | 2;  rank 3 adds up with 1 and 5
 """
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +25,8 @@ class Ranks:
     rank: int = 0
     world: int = 1
     device: torch.device | None = None  # this rank's own; None: where the model is
+    team: int = 1  # ranks that share the layers' matrices
+    mesh: Any = None  # torch's, teams × members; of one rank there is none
 
     @classmethod
     def join(
@@ -37,7 +43,18 @@ class Ranks:
             world_size=world,
             timeout=timedelta(seconds=timeout_s),
         )
-        return cls(rank, world, device)
+        return cls(rank, world, device).in_teams(1)
+
+    def in_teams(self, team: int) -> Ranks:
+        """The same ranks with other teams. All must call it."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        if self.world == 1:
+            return self
+        assert self.device is not None and self.world % team == 0
+        shape = (self.world // team, team)
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("shares", "members"))
+        return replace(self, team=team, mesh=mesh)
 
     def leave(self) -> None:
         if self.world > 1:
@@ -48,21 +65,41 @@ class Ranks:
         """Whether this is the rank that writes for all."""
         return self.rank == 0
 
+    @property
+    def share(self) -> int:
+        """The number of this rank's share of the rows."""
+        return self.rank // self.team
+
+    @property
+    def shares(self) -> int:
+        return self.world // self.team
+
+    @property
+    def member(self) -> int:
+        """The number of this rank in its team."""
+        return self.rank % self.team
+
     def sum(self, part: Tensor) -> Tensor:
-        """The sum over all ranks, where and as `part` is; it may be written to."""
-        if self.world == 1:
-            return part
+        """The sum over all shares, where and as `part` is; it may be written to."""
+        return part if self.shares == 1 else self._sum(part, "shares")
+
+    def sum_in_team(self, part: Tensor) -> Tensor:
+        return part if self.team == 1 else self._sum(part, "members")
+
+    def _sum(self, part: Tensor, over: str) -> Tensor:
         total = part.to(self.device, torch.uint8 if part.dtype == torch.bool else part.dtype).contiguous()
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self.mesh.get_group(over))
         return total.to(part.device, part.dtype)
 
     def sum_in_place(self, parts: Iterable[Tensor]) -> None:
-        """All of them under way at once. They lie on this rank's device."""
-        if self.world > 1:
-            for work in [dist.all_reduce(part, async_op=True) for part in parts]:
+        """Over all shares, all of them under way at once. They lie on this rank's device."""
+        if self.shares > 1:
+            group = self.mesh.get_group("shares")
+            for work in [dist.all_reduce(part, group=group, async_op=True) for part in parts]:
                 work.wait()
 
     def smallest(self, number: int) -> int:
+        """Of all ranks."""
         if self.world == 1:
             return number
         found = torch.tensor(number, device=self.device)

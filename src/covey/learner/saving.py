@@ -5,15 +5,17 @@
     optimizer-00001-of-00002.safetensors the same where weights are shared out: a file of each rank
     critic.safetensors                   where there is a critic: its weights and its optimiser's state
 
-A rank's file holds rows of each tensor; which, is written in its header as JSON: {"rows": {NAME: [first, last + 1]}}.
-Who reads takes the rows it needs out of all files, so that other ranks than those that wrote can go on.
+A rank's file holds rows of each tensor; which, is written in its header as JSON: {"rows": {NAME: [first, last + 1]}},
+and "columns" likewise for those of which it has not all columns. Who reads takes what it needs out of all files, so
+that other ranks than those that wrote can go on.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from covey.learner.ranks import Ranks
-from covey.learner.sharding import full_weights
+from covey.learner.sharding import Block, Span, full_weights
 
-Rows = Mapping[str, tuple[int, int]]  # of weights: first and last + 1
+Blocks = Mapping[str, Block]  # of weights
 
 
 def save_model(model: Any, folder: Path, ranks: Ranks, *, sharded: bool) -> None:
@@ -53,14 +55,21 @@ def _say_precision(path: Path, dtype: torch.dtype) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def save_state(tensors: Mapping[str, Tensor], rows: Rows, folder: Path, ranks: Ranks) -> None:
-    if not rows:
+def save_state(
+    tensors: Mapping[str, Tensor], blocks: Blocks, folder: Path, ranks: Ranks, twice: Set[str] = frozenset()
+) -> None:
+    """`twice`: weights that another rank writes the same of."""
+    if not blocks:
         if ranks.first:
             save_tensors(tensors, folder / "optimizer.safetensors")
         return
-    held = {name: rows[weight] for name in tensors if (weight := weight_of(name))}
-    path = folder / f"optimizer-{ranks.rank + 1:05d}-of-{ranks.world:05d}.safetensors"
-    save_tensors(tensors, path, {"rows": json.dumps(held)})
+    tensors = {name: tensor for name, tensor in tensors.items() if name.partition("/")[2] not in twice}
+    held = {name: blocks[weight] for name in tensors if (weight := weight_of(name))}
+    about = {
+        "rows": json.dumps({name: rows for name, (rows, _) in held.items()}),
+        "columns": json.dumps({name: columns for name, (_, columns) in held.items() if columns is not None}),
+    }
+    save_tensors(tensors, folder / f"optimizer-{ranks.rank + 1:05d}-of-{ranks.world:05d}.safetensors", about)
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, about: dict[str, str] | None = None) -> None:
@@ -72,27 +81,70 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     return found
 
 
-def load_state(folder: Path, rows: Rows) -> dict[str, Tensor]:
-    """What the optimiser of this rank needs: every tensor whole, or the rows of it that are asked for."""
+def load_state(folder: Path, blocks: Blocks) -> dict[str, Tensor]:
+    """What the optimiser of this rank needs: every tensor whole, or the block of it that is asked for."""
     with ExitStack() as held_open:
-        paths = sorted(folder.glob("optimizer*.safetensors"))  # in the order of the ranks, and so of rows
-        files = [held_open.enter_context(safe_open(path, framework="pt")) for path in paths]
-        names = dict.fromkeys(name for file in files for name in file.keys())  # noqa: SIM118
-        return {name: _read(name, files, rows.get(weight_of(name) or "")) for name in names}
+        paths = sorted(folder.glob("optimizer*.safetensors"))
+        files = [_File.of(held_open.enter_context(safe_open(path, framework="pt"))) for path in paths]
+        names = dict.fromkeys(name for file in files for name in file.names)
+        return {name: _read(name, files, blocks.get(weight_of(name) or "")) for name in names}
 
 
-def _read(name: str, files: Sequence[Any], wanted: tuple[int, int] | None) -> Tensor:
-    parts: list[Tensor] = []
-    for file in files:
-        about = json.loads((file.metadata() or {}).get("rows", "{}"))
-        if name not in about:  # a file that holds tensors whole
-            whole: Tensor = file.get_tensor(name) if wanted is None else file.get_slice(name)[slice(*wanted)]
-            return whole
-        first, last = about[name]
-        start, stop = wanted or (first, last)
-        start, stop = max(start, first), min(stop, last)
-        parts.append(file.get_slice(name)[start - first : max(start, stop) - first])
-    return torch.cat(parts)
+@dataclass(frozen=True)
+class _File:
+    """A file of a rank, or the only one."""
+
+    handle: Any
+    names: Set[str]
+    rows: Mapping[str, Span]
+    columns: Mapping[str, Span]
+
+    @classmethod
+    def of(cls, handle: Any) -> _File:
+        about = handle.metadata() or {}
+        rows, columns = (json.loads(about.get(key, "{}")) for key in ("rows", "columns"))
+        return cls(handle, frozenset(handle.keys()), rows, columns)
+
+    def block(self, name: str) -> tuple[Span, Span | None, tuple[int, ...]]:
+        """Rows and columns that the file has of a tensor, and the shape of that part."""
+        shape = tuple(self.handle.get_slice(name).get_shape())
+        columns = tuple(self.columns[name]) if name in self.columns else None
+        return tuple(self.rows.get(name, (0, shape[0]))), columns, shape  # type: ignore[return-value]
+
+
+def _read(name: str, files: Sequence[_File], wanted: Block | None) -> Tensor:
+    files = [file for file in files if name in file.names]
+    if not files[0].handle.get_slice(name).get_shape():  # a number
+        number: Tensor = files[0].handle.get_tensor(name)
+        return number
+    blocks = [file.block(name) for file in files]
+    rows, columns = wanted or ((0, max(rows[1] for rows, _, _ in blocks)), None)
+    if columns is None and any(held is not None for _, held, _ in blocks):
+        columns = (0, max(held[1] for _, held, _ in blocks if held is not None))
+    found: Tensor | None = None
+    for file, (held_rows, held_columns, shape) in zip(files, blocks, strict=True):
+        into, out = _overlap(rows, held_rows)
+        part = file.handle.get_slice(name)[out]
+        within = slice(None)
+        if columns is not None:
+            within, out = _overlap(columns, held_columns or (0, shape[1]))
+            part = part[:, out]
+        if found is None:
+            size = (rows[1] - rows[0], *((columns[1] - columns[0], *shape[2:]) if columns else shape[1:]))
+            found = torch.empty(size, dtype=part.dtype)
+        if columns is None:
+            found[into] = part
+        else:
+            found[into, within] = part
+    assert found is not None
+    return found
+
+
+def _overlap(wanted: Span, held: Span) -> tuple[slice, slice]:
+    """Where what both have lies in what is wanted, and in what is held."""
+    first, last = max(wanted[0], held[0]), min(wanted[1], held[1])
+    last = max(first, last)
+    return slice(first - wanted[0], last - wanted[0]), slice(first - held[0], last - held[0])
 
 
 def weight_of(name: str) -> str | None:

@@ -5,6 +5,8 @@ matrix are the root's, which stays whole from the forward pass to the end of the
 used outside of its module's own forward, and may be the embedding itself. `Whole` is that root: it runs any work
 inside of its forward, so that torch's hooks see it.
 
+In teams of ranks the layers' matrices are split before that (`teams.py`), and a shard is a part of a member's part.
+
 A shard is the master: trained weights in half precision become float32 shards that are gathered in half precision,
 and gradients are summed over ranks in float32. They are sums already, so nothing divides them.
 """
@@ -21,6 +23,10 @@ from covey.config.schema import LearnerConfig
 from covey.errors import InputError
 from covey.learner.forward import causal_lm
 from covey.learner.ranks import Ranks
+from covey.learner.teams import parts_of_gradients, split_matrices
+
+Span = tuple[int, int]  # first and last + 1
+Block = tuple[Span, Span | None]  # rows of a weight, and columns where it does not have all of them
 
 HALVES = (torch.bfloat16, torch.float16)
 BYTES_PER_WEIGHT = 18  # trained in half precision: itself, master, gradient and two moments
@@ -31,6 +37,8 @@ def shards(config: LearnerConfig, ranks: Ranks, size: int) -> bool:
     """Whether weights are shared out: as asked, or else where one GPU would be too full with so many bytes."""
     if ranks.world == 1:
         return False
+    if config.tensor_parallel > 1:
+        return True
     if config.parallel != "auto":
         return config.parallel == "fsdp"
     if ranks.device is None or ranks.device.type != "cuda":
@@ -54,6 +62,11 @@ def check_shards(config: LearnerConfig, *, adapter: bool) -> None:
             "learner.offload_optimizer with learner.parallel=fsdp keeps shards in CPU memory, where adapters cannot be "
             "merged\n  leave it out: an adapter's optimiser is small"
         )
+    if config.tensor_parallel > 1 and adapter:
+        raise InputError(
+            "learner.tensor_parallel splits the matrices that an adapter is added to\n"
+            "  with model.lora leave it out: learner.parallel=fsdp shares the model out too"
+        )
 
 
 class Whole(nn.Module):
@@ -75,7 +88,6 @@ class Whole(nn.Module):
 def shard(model: Any, ranks: Ranks, *, offload: bool = False) -> None:
     """Share a model out, in place. It may be in CPU memory: only one unit at a time is whole on the device.
     `offload`: shards live in CPU memory, where the optimiser then works."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     assert ranks.device is not None
@@ -84,9 +96,11 @@ def shard(model: Any, ranks: Ranks, *, offload: bool = False) -> None:
     for weight in model.parameters():
         if weight.requires_grad and weight.dtype in HALVES:
             weight.data = weight.data.float()
+    if ranks.team > 1:
+        split_matrices(causal_lm(model), ranks)
     on_gpu = ranks.device.type == "cuda"
     settings: dict[str, Any] = {
-        "mesh": init_device_mesh(ranks.device.type, (ranks.world,)),
+        "mesh": ranks.mesh["shares"],
         "mp_policy": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None),
         "offload_policy": CPUOffloadPolicy() if offload and on_gpu else OffloadPolicy(),
     }
@@ -98,8 +112,10 @@ def shard(model: Any, ranks: Ranks, *, offload: bool = False) -> None:
         if hasattr(module, "set_gradient_divide_factor"):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    parts = parts_of_gradients(model) if ranks.team > 1 else set()
     for name, weight in model.named_parameters():
         weight.working_dtype = dtypes[name]
+        weight.part_of_gradient = name in parts  # of a rank; the team's is the sum
     model.__dict__["whole"] = whole  # not as a submodule: it is the other way round
     with torch.no_grad():  # torch finds out who is the root, and where shards lie from now on
         whole(tuple)
@@ -135,12 +151,29 @@ def own_part(weight: Tensor) -> Tensor:
     return part
 
 
-def own_rows(weight: Tensor, ranks: Ranks) -> tuple[int, int]:
-    """First and last + 1 of the rows of a sharded weight that this rank has: as torch.chunk shares out."""
-    each = -(-weight.shape[0] // ranks.world)
-    first, last = (min(weight.shape[0], each * number) for number in (ranks.rank, ranks.rank + 1))
-    assert own_part(weight).shape[0] == last - first, "torch shares out in another way"
-    return first, last
+def split_along(weight: Any) -> int | None:
+    """The dimension along which members of a team have parts of a weight; None: each has all of it."""
+    if not is_sharded(weight) or len(weight.placements) == 1 or not weight.placements[1].is_shard():
+        return None
+    return int(weight.placements[1].dim)
+
+
+def own_block(weight: Tensor, ranks: Ranks) -> Block:
+    """What this rank has of a sharded weight: of its team member's rows, its share."""
+    along = split_along(weight)
+    begin, end = _chunk(0, weight.shape[0], ranks.member, ranks.team) if along == 0 else (0, weight.shape[0])
+    rows = _chunk(begin, end, ranks.share, ranks.shares)
+    columns = _chunk(0, weight.shape[1], ranks.member, ranks.team) if along == 1 else None
+    part = own_part(weight)
+    assert part.shape[0] == rows[1] - rows[0], "torch shares out in another way"
+    assert columns is None or part.shape[1] == columns[1] - columns[0], "torch splits in another way"
+    return rows, columns
+
+
+def _chunk(begin: int, end: int, number: int, count: int) -> Span:
+    """As torch.chunk shares out."""
+    each = -(-(end - begin) // count)
+    return min(end, begin + each * number), min(end, begin + each * (number + 1))
 
 
 def working_dtype(weight: Tensor) -> torch.dtype:
