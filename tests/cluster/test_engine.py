@@ -52,7 +52,7 @@ class Actor:
         self.receive = Method(lambda version: self._note(f"receive {version}"))
         self.write = Method(lambda folder, version: self._note("write", f"version {version}, from {self.number}"))
         self.held: dict[str, Reference] = {}  # calls that are answered when the test says so
-        for name in ("pause", "resume", "forget", "close"):
+        for name in ("pause", "resume", "forget", "close", "alive"):
             setattr(self, name, Method(lambda name=name: self._note(name)))
 
     def _generate(self, token_ids: Any, sampling: Sampling) -> Reference:
@@ -300,5 +300,30 @@ def test_everybody_is_who_is_there_when_it_begins(tmp_path, monkeypatch) -> None
         await pausing
         assert all("pause" in actor.calls for actor in house.actors[:2])
         job.cancel()
+
+    asyncio.run(scene())
+
+
+def test_an_engine_that_stands_still_is_replaced(tmp_path, monkeypatch) -> None:
+    """It is there, and says nothing any more. The one beside it answers slowly, and stays."""
+    monkeypatch.setattr(engine_module, "PULSE", 0.01)
+    monkeypatch.setattr(engine_module, "HUNG", 0.2)
+
+    async def scene() -> None:
+        house = House(2, tmp_path, monkeypatch)
+        await house.engine.publish(Learner(), 1)
+        (job,) = await house.ask((1, 2))
+        first = next(actor for actor in house.actors if actor.asked)
+        first.held["alive"] = Reference()
+        while not house.ended:
+            await asyncio.sleep(0.01)
+        assert house.ended == [first.number]
+        first.die()  # as it does when it is ended
+        while not any(actor.asked for actor in house.actors if actor is not first):
+            await asyncio.sleep(0.01)
+        next(actor for actor in house.actors if actor is not first and actor.asked).answer(0, 7)
+        assert (await job).token_ids == (7,)
+        assert house.engine.replaced == 1 and "no sign of life for 0.2 s" in house.said[0]
+        house.engine.close()
 
     asyncio.run(scene())

@@ -99,6 +99,32 @@ def test_the_weights_are_those_of_one_process(
 
 
 @pytest.mark.slow
+def test_an_engine_that_stands_still_changes_nothing(
+    cluster: Any, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped, not killed, while it has requests under way: nobody but us would notice."""
+    from covey.cluster import engine as engine_module
+
+    asked: list[int] = []
+    generate = RayEngine.generate
+
+    async def watched(engine: RayEngine, *given: Any) -> Any:
+        asked.append(1)
+        if len(asked) == TASKS * ATTEMPTS + 1:
+            os.kill(engine.places[0].pid, signal.SIGSTOP)
+        return await generate(engine, *given)
+
+    alone = trained(tiny_model_folder, monkeypatch)
+    monkeypatch.setattr(RayEngine, "generate", watched)
+    monkeypatch.setattr(engine_module, "PULSE", 1.0)
+    monkeypatch.setattr(engine_module, "HUNG", 10.0)
+    apart = trained(tiny_model_folder, monkeypatch, **RAY)
+    assert apart.trained == alone.trained and not apart.failures
+    assert apart.run.engine.replaced == 1
+    assert difference(apart, alone) < 1e-5
+
+
+@pytest.mark.slow
 def test_a_broadcast_in_which_an_engine_dies(
     cluster: Any, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ A request whose engine died is asked once more. Its random stream is its own: it
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from covey.cluster.actors import ActorLost, answer, end
@@ -22,6 +22,8 @@ from covey.protocols import Metrics
 from covey.types import Completion, Sampling
 
 DEATHS = 3  # of one engine without an answer in between, after which the run fails
+PULSE = 60.0  # seconds between two questions whether an engine is alive
+HUNG = 600.0  # seconds without an answer to that; kernels may be compiled meanwhile
 
 
 class EngineLost(EpisodeError):
@@ -174,6 +176,27 @@ class RayEngine:
             except ActorLost as error:
                 raise RunFailed(f"engine {place.index} could not be started: {error}") from error
         self._loading = []
+        if starting:
+            self._start(self._watch())
+
+    async def _watch(self) -> None:
+        """A process that stands still is there, and would never be missed: its requests would wait for ever."""
+        while True:
+            await asyncio.sleep(PULSE)
+            await asyncio.gather(*(self._feel(place, place.actor) for place in self.places if place.actor is not None))
+
+    async def _feel(self, place: Place, actor: Any) -> None:
+        try:
+            await asyncio.wait_for(answer(actor.alive.remote()), HUNG)
+        except ActorLost as error:
+            self._lost(place, actor, error)
+        except TimeoutError:
+            self._lost(place, actor, ActorLost(f"it gave no sign of life for {HUNG:g} s"))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        job = asyncio.get_running_loop().create_task(work)
+        self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
 
     def _lost(self, place: Place, actor: Any, error: Exception) -> None:
         """Several requests notice; the first of them has it replaced."""
@@ -181,9 +204,7 @@ class RayEngine:
             return
         place.actor = None
         end(actor)  # one that only cannot be reached must not answer later
-        job = asyncio.get_running_loop().create_task(self._replace(place, str(error)))
-        self._jobs.add(job)
-        job.add_done_callback(self._jobs.discard)
+        self._start(self._replace(place, str(error)))
 
     async def _replace(self, place: Place, why: str) -> None:
         try:

@@ -29,6 +29,9 @@ class RolloutActor:
         self.model, self.engine = build(index)
         return os.getpid()
 
+    async def alive(self) -> None:
+        """Answered by whoever is."""
+
     async def generate(self, token_ids: tuple[int, ...], sampling: Sampling) -> Completion:
         found: Completion = await self.engine.generate(token_ids, sampling)
         return found
