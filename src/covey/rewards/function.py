@@ -35,6 +35,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Columns = dict[str, float | None]
 
 OF_EPISODE = ("completion", "episode", "final_answer")
+LARGEST = 1e15  # squares of rewards are summed in float32, which ends at 3e38
 FILLED_IN = (*OF_EPISODE, "answer", "question", "task")  # never options
 
 
@@ -223,9 +224,15 @@ class RewardFunction:
             return None
         if not isinstance(value, Real):
             raise RewardError(self.name, task.id, f"{column} must be a number or None, got {value!r:.50}")
-        if not math.isfinite(value):
-            raise RewardError(self.name, task.id, f"{column} is {float(value)}, a reward must be finite")
-        return float(value)
+        try:
+            number = float(value)
+        except OverflowError:  # an integer that no float holds
+            number = math.inf
+        if not math.isfinite(number):
+            raise RewardError(self.name, task.id, f"{column} is {number}, a reward must be finite")
+        if abs(number) > LARGEST:
+            raise RewardError(self.name, task.id, f"{column} is {number:g}, a reward must lie within ±{LARGEST:g}")
+        return number
 
 
 def check_options(reward: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
