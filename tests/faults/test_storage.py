@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from covey.cli.main import main
-from covey.loop.checkpoint import CheckpointStore
+from covey.cli.train import is_finished
+from covey.loop.checkpoint import CheckpointStore, step_folders
 from covey.loop.folder import RunFolder
 from covey.storage import StorageFailed, refusal, write_whole, writing
 from covey.telemetry.jsonl import JsonlFiles
@@ -54,10 +55,10 @@ PLACES: dict[str, tuple[Any, str]] = {
 
 # What is under way when the disk is full, what cannot be written then, and the step that the run goes on after.
 MOMENTS = [
-    ("checkpoint", 1, "checkpoints/step-000001", None),
+    pytest.param("checkpoint", 1, "checkpoints/step-000001", None, marks=pytest.mark.slow),
     ("checkpoint", 3, "checkpoints/step-000003", 2),
     ("metrics", 3, ".jsonl", 2),
-    ("metrics", 4, ".jsonl", 3),
+    pytest.param("metrics", 4, ".jsonl", 3, marks=pytest.mark.slow),
 ]
 
 
@@ -95,6 +96,29 @@ def test_a_disk_that_fills_up_while_training(
             shutil.rmtree(folder / "outputs")
         assert train(folder, tiny_model_folder) == 0
         assert outcome(the_run(folder)) == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kilobytes", [*range(8, 200, 16), *range(200, 1000, 40)])
+def test_a_disk_of_any_size(
+    tmp_path: Path, tiny_model_folder: Path, whole: dict[str, Any], capsys: pytest.CaptureFixture[str], kilobytes: int
+) -> None:
+    """It is full when it is full: wherever that is, the run ends with a number and words, and goes on when there is
+    room, to the same weights and records."""
+    with small_disk(tmp_path / "disk", kilobytes) as disk:
+        folder = prepare(disk.path / "work")
+        code = train(folder, tiny_model_folder)
+        told = capsys.readouterr().err
+        if code:
+            assert "cannot write" in told and "No space left on device" in told and "Traceback" not in told
+        disk.resize(8000)
+        finished = [run for run in folder.glob("outputs/*/*") if (run / "run.json").exists() and is_finished(run)]
+        resumed = [run for run in folder.glob("outputs/*/*") if step_folders(run / "checkpoints")]
+        if not finished:
+            assert code in (1, 2) and train(folder, tiny_model_folder) == 0
+        runs = [run for run in folder.glob("outputs/*/*") if (run / "run.json").exists() and is_finished(run)]
+        assert len(runs) == 1 and (not resumed or runs == resumed)
+        assert outcome(runs[0]) == whole
 
 
 def test_the_report_of_a_finished_run(

@@ -362,6 +362,32 @@ def test_covey_runs_shows_the_others(stopped: Path, monkeypatch: pytest.MonkeyPa
         Library([run.with_name("broken")])
 
 
+def test_episodes_that_are_damaged_are_left_out_of_the_reader(stopped: Path) -> None:
+    """Every line of the file cut or flipped somewhere: the index holds the others, all columns of one length."""
+    from covey.dash.episodes import Episodes
+
+    path = the_run(stopped) / "episodes.jsonl"
+    good = path.read_bytes().splitlines(keepends=True)
+    rng = random.Random(0)
+    bad = [flipped(good[0][:-1], rng.randrange(len(good[0]) - 1), 5) for _ in range(60)]
+    bad = [line.replace(b"\n", b" ") + b"\n" for line in bad] + [
+        b"{}\n",
+        b"[]\n",
+        b"\xff\n",
+        good[0][: len(good[0]) // 2] + b"\n",
+    ]
+    path.write_bytes(b"".join([*bad, *good]))
+    found = Episodes(path.parent)
+    with pytest.warns(UserWarning, match="an episode is damaged and left out"):
+        found.poll()
+    assert len(good) <= len(found) < len(good) + len(bad)
+    columns = [*found.numbers.values(), *found.rewards.values(), found.task, found.stop, found.failure, found.parts]
+    assert {len(column) for column in columns} == {len(found)}
+    assert [found.read(len(found) - len(good) + i)["task_id"] for i in range(len(good))] == [
+        json.loads(line)["task_id"] for line in good
+    ]
+
+
 def test_a_run_json_that_is_none_is_told_and_passed_by(stopped: Path) -> None:
     run = the_run(stopped)
     (run / "run.json").write_text('{"project": 1, "experiment"')
@@ -419,6 +445,17 @@ def test_records_of_an_evaluation_that_was_torn(tmp_path: Path) -> None:
     (tmp_path / "out" / "eval.json").write_text('{"comm')
     with pytest.raises(InputError, match=r"eval.json is damaged"):
         EvalFolder(tmp_path / "out", {"a": 1}, "covey eval")
+
+
+def test_a_judge_whose_cache_is_full_still_judges(tmp_path: Path) -> None:
+    from covey.rewards.judge import Judge
+
+    judge = Judge(url="http://localhost:1/v1", model="m", cache=str(tmp_path / "replies.jsonl"))
+    (tmp_path / "replies.jsonl").mkdir()  # which cannot be appended to, by root neither
+    with pytest.warns(UserWarning, match="no further reply is kept there"):
+        judge._remember("key", "7")
+    judge._remember("other", "8")
+    assert judge._known == {"key": "7", "other": "8"}
 
 
 # -- downloads and prepared sets ------------------------------------------------------------------------------------

@@ -194,7 +194,7 @@ class Library:
         around = {*self.places, *(place / "eval" for place in self.places)}
         around |= {run.folder.parent.parent / "eval" for run in self.runs}
         files = sorted({file.resolve() for place in around for file in _results(place)})
-        return [found for file in files for found in json.loads(file.read_text())["comparisons"]]
+        return [found for file in files for found in _comparisons(file)]
 
     def _name(self, folder: Path) -> str:
         """Short, and without the path to it."""
@@ -229,6 +229,14 @@ def wilson(p: float, n: int) -> tuple[float, float]:
     centre = (p + Z**2 / (2 * n)) / (1 + Z**2 / n)
     half = Z / (1 + Z**2 / n) * math.sqrt(p * (1 - p) / n + Z**2 / (4 * n**2))
     return max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half))
+
+
+def _comparisons(file: Path) -> list[dict[str, Any]]:
+    try:
+        return list(json.loads(file.read_text())["comparisons"])
+    except (ValueError, KeyError, TypeError) as error:
+        warnings.warn(f"{file} is damaged and left out: {type(error).__name__}: {error}", stacklevel=2)
+        return []
 
 
 def _results(place: Path) -> list[Path]:
