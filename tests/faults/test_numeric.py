@@ -238,6 +238,16 @@ def test_what_is_no_reward_costs_one_episode_and_is_told(value: Any) -> None:
     assert good == {"odd": 0.5}
 
 
+@pytest.mark.parametrize("value", NO_REWARDS, ids=lambda value: repr(value)[:20])
+def test_a_reward_that_compares_attempts_costs_the_one_it_gives_no_number(value: Any) -> None:
+    def ranks(episodes: Sequence[Any]) -> list[Any]:
+        return [value if e.final_answer == "bad" else 0.5 for e in episodes]
+
+    tables = asyncio.run(resolve_rewards(ranks, None, {}).group(TASK, [attempt("good"), attempt("bad"), attempt("x")]))
+    assert [isinstance(table, EpisodeError) for table in tables] == [False, True, False]
+    assert tables[0] == tables[2] == {"ranks": 0.5}
+
+
 @pytest.mark.parametrize("value", [True, 1, 0.25, Fraction(1, 4), np.float32(0.5), np.int64(3), -1e15, None])
 def test_what_is_a_reward(value: Any) -> None:
     found = asyncio.run(resolve_rewards(lambda final_answer: value, None, {})(TASK, attempt("x")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import resource
 import shutil
 from collections.abc import Callable, Iterator
@@ -216,6 +217,41 @@ def test_a_file_that_may_not_grow_leaves_the_best_checkpoint_alone(tmp_path: Pat
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000001", "step-000002"]
     found = checkpoints.latest(print)
     assert found is not None and found.step == 2
+
+
+def test_a_disk_that_breaks_at_any_sync_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Input/output error at the first sync of a checkpoint, the second, ... : whole or absent each time."""
+    from tests.conftest import byte_tokenizer
+    from tests.loop.test_checkpoint import store, trained_learner
+
+    learner, checkpoints, sync, calls = trained_learner(), store(tmp_path, keep_last=1), os.fsync, 0
+    checkpoints.save(1, learner, byte_tokenizer(), {"best": None})
+
+    def breaks(handle: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == ended + 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", breaks)
+    ended = 0
+    while True:
+        calls = 0
+        try:
+            checkpoints.save(2, learner, byte_tokenizer(), {"best": None})
+        except StorageFailed as error:
+            assert "step-000002: Input/output error" in str(error)
+        else:
+            break  # there were not so many
+        found = checkpoints.latest(print)
+        assert found is not None and found.step in (1, 2)
+        names = {p.name for p in tmp_path.iterdir()}
+        assert names == {"step-000001"} or (found.step == 2 and names == {"step-000001", "step-000002"})
+        ended += 1
+    assert ended >= 10  # files and folders of a checkpoint, and the folder that names it
 
 
 def test_a_line_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

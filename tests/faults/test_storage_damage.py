@@ -396,6 +396,13 @@ def test_a_run_json_that_is_none_is_told_and_passed_by(stopped: Path) -> None:
     assert "run.json is damaged" in warned[0] and "not resumed" in warned[0]
 
 
+def test_a_run_json_that_is_missing_is_told(stopped: Path) -> None:
+    (the_run(stopped) / "run.json").unlink()
+    warned: list[str] = []
+    assert find_unfinished(stopped / "outputs", "covey", "x", "y", warned.append) is None
+    assert "run.json is missing" in warned[0] and "not resumed" in warned[0]
+
+
 def test_a_damaged_checkpoint_is_not_evaluated(
     stopped: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
