@@ -52,11 +52,21 @@ def writing(path: Path, needs: int | None = None) -> Iterator[None]:
         raise
     except Exception as error:
         number = refusal(error)
-        if number is None and isinstance(error, OSError) and error.errno in ON_A_PATH:
+        if (
+            number is None
+            and isinstance(error, OSError)
+            and error.errno in ON_A_PATH
+            and _is_near(error.filename, path)
+        ):
             number = error.errno
         if number is None:
             raise
         raise StorageFailed(explain(path, number, needs)) from error
+
+
+def _is_near(name: str | bytes | None, path: Path) -> bool:
+    """Whether an error is about what is written, and not about a file that was read for it."""
+    return name is None or Path(os.fsdecode(name)).absolute().is_relative_to(path.absolute().parent)
 
 
 def explain(path: Path, number: int, needs: int | None = None) -> str:

@@ -302,9 +302,13 @@ def test_a_refusal_is_known_in_every_library_s_words(error: Exception, number: i
     assert refusal(wrapped) == number
 
 
-def test_other_errors_pass_as_they_are() -> None:
+def test_other_errors_pass_as_they_are(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), writing(Path("x")):
         raise ZeroDivisionError
+    with pytest.raises(FileNotFoundError), writing(tmp_path / "out" / "copy"):
+        (tmp_path / "what is copied").read_bytes()
+    with pytest.raises(StorageFailed, match="copy: No such file or directory"), writing(tmp_path / "out" / "copy"):
+        (tmp_path / "out" / "copy").write_bytes(b"x")
 
 
 # -- other commands -----------------------------------------------------------------------------------------------
