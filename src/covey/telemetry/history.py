@@ -10,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import InputError
-from covey.telemetry.jsonl import METRICS_FILE
+from covey.telemetry.jsonl import METRICS_FILE, read_record
 
 Points = list[tuple[int, float]]
-KEYS = ("status", "title", "algorithm", "model", "task", "total_steps", "trained_reward")  # that every reader needs
+
+# What every run.json has, and what is read of it.
+WRITTEN: dict[str, type] = {
+    **dict.fromkeys(("status", "title", "algorithm", "model", "task", "trained_reward"), str),
+    **{"reward_names": list, "total_steps": int},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +56,14 @@ def read_history(folder: Path) -> History:
     found: dict[str, list[Record]] = {"step": [], "eval": []}
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if line.endswith(b"\n") and (read := read_record(line, f"{path}, line {number}")) is not None:
-                found[read[0]].append(read[1])
+            if not line.endswith(b"\n"):  # still being written, or never will be
+                break
+            try:
+                kind, step, metrics = read_record(line)
+            except ValueError as error:  # it must not hide the others, nor keep a run from going on
+                warnings.warn(f"{path}, line {number} is damaged and left out: {error}", stacklevel=2)
+                continue
+            found[kind].append(Record(step, {key: value for key, value in metrics.items() if value is not None}))
     return History(tuple(found["step"]), tuple(found["eval"]))
 
 
@@ -63,27 +74,17 @@ def read_run(folder: Path) -> dict[str, Any]:
         raise InputError(f"{path}: no such file; is {folder} the folder of a run?")
     try:
         run = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(run, ensure_ascii=False).encode()  # half characters cannot be shown
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is damaged: {error}") from error
-    missing = [key for key in KEYS if key not in run] if isinstance(run, dict) else list(KEYS)
-    if missing:
-        raise InputError(f"{path} is damaged: it does not say {', '.join(missing)}")
-    return dict(run)
-
-
-def read_record(line: bytes, place: str) -> tuple[str, Record] | None:
-    """One line of metrics.jsonl: its kind, `step` or `eval`, and the numbers that are finite. A damaged one is told of
-    and left out: it must not hide the others, nor keep a run from going on."""
-    try:
-        found = json.loads(line)
-        kind, step, metrics = found["kind"], found["step"], found["metrics"]
-        record = Record(int(step), {str(key): float(value) for key, value in metrics.items() if value is not None})
-        if kind not in ("step", "eval"):
-            raise ValueError(f"kind is {kind!r}")
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        warnings.warn(f"{place} is damaged and left out: {type(error).__name__}: {error}", stacklevel=2)
-        return None
-    return kind, record
+        raise InputError(f"{path}: not what a run writes ({error})") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    for name, kind in WRITTEN.items():
+        if not isinstance(run, dict) or not isinstance(run.get(name), kind):
+            what = run.get(name) if isinstance(run, dict) else run
+            raise InputError(f"{path}: not what a run writes: {name} must be {kind.__name__}, not {what!r:.40}")
+    found: dict[str, Any] = run
+    return found
 
 
 def _points(records: tuple[Record, ...], key: str) -> Points:
