@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,10 @@ from covey.config.settings import schema_settings, sections
 from covey.errors import InputError
 
 ENVIRONMENT_KEY = re.compile(r"env\.([A-Z][A-Z0-9_]*)")  # `env.dataset` is a setting, `env.BASE_MODEL` a variable
+LONGEST = 200  # characters of a word that an error repeats
+MOST_RUNS = 10_000  # of one sweep
+MOST = 20_000  # values of a file; anchors can make billions of a few lines
+DEEPEST = 64
 _REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*)\}")
 
 
@@ -50,7 +55,7 @@ def read_overrides(words: Sequence[str], layer: int) -> list[Given]:
         override = _parse(word)
         if override.is_sweep_override():
             raise InputError(
-                f"{word}  has several values\n"
+                f"{_short(word)}  has several values\n"
                 f"  to run all of them, add --multirun; a list is written {override.get_key_element()}=[a,b]"
             )
         found += [Given(key, value, "", layer) for key, value in _flat(override.key_or_group, override.value())]
@@ -66,30 +71,51 @@ def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
             choices.append([word])
         elif not override.is_discrete_sweep() or isinstance(override.value(), Glob):
             raise InputError(
-                f"{word}  does not say which values to run\n  write them out, or use range(start,stop,step)"
+                f"{_short(word)}  does not say which values to run\n  write them out, or use range(start,stop,step)"
             )
         else:
             key = override.get_key_element()
-            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+            values = itertools.islice(override.sweep_string_iterator(), MOST_RUNS + 1)
+            choices.append([f"{key}={value}" for value in values])
+        if math.prod(map(len, choices)) > MOST_RUNS:
+            raise InputError(f"{_short(word)}  makes more than {MOST_RUNS:,} runs of this sweep\n  take fewer values")
     return [list(run) for run in itertools.product(*choices)]
 
 
 def _parse(word: str) -> Override:
+    if not _is_text(word):
+        raise InputError(f"{_short(repr(word))}  is not UTF-8 text")
     try:
         override = OverridesParser.create().parse_override(word)
-    except HydraException as error:
+    except RecursionError:
+        raise InputError(f"{_short(word)}  is nested too deeply") from None
+    except (HydraException, ValueError) as error:  # ValueError: a number with thousands of digits
         if "=" not in word:
-            raise InputError(f"{word}  is not a setting\n  settings are written key=value") from None
-        reason = str(error).splitlines()[0]
+            raise InputError(f"{_short(word)}  is not a setting\n  settings are written key=value") from None
+        reason = _short(str(error).splitlines()[0])
         key, _, value = word.partition("=")
+        shown = f'{_short(key)}="{_short(value)}"'
         raise InputError(
-            f"{word}  cannot be read: {reason}\n  quote a value with special characters: '{key}=\"{value}\"'"
+            f"{_short(word)}  cannot be read: {reason}\n  quote a value with special characters: '{shown}'"
         ) from None
     if override.type == OverrideType.DEL:
-        raise InputError(f"{word}  would remove a setting\n  give it a value instead; null where there is none")
+        raise InputError(f"{_short(word)}  would remove a setting\n  give it a value instead; null where there is none")
     if override.package is not None:
-        raise InputError(f"{word}  names a package\n  write {override.key_or_group}=…")
+        raise InputError(f"{_short(word)}  names a package\n  write {override.key_or_group}=…")
     return override
+
+
+def _is_text(text: str) -> bool:
+    """Words of a command line that are no UTF-8 have half characters in them, which no file can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _short(word: str) -> str:
+    return word if len(word) <= LONGEST else word[: LONGEST - 1] + "…"
 
 
 def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -133,6 +159,10 @@ def literal(value: Any) -> str:
 # --- YAML files --------------------------------------------------------------------------------------------------
 
 
+class _TooMuch(Exception):
+    """More values, or deeper ones, than any configuration has."""
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 takes 1e-6 for a string; every configuration means the number."""
 
@@ -156,13 +186,40 @@ def read_yaml(path: str | Path) -> list[tuple[str, Any, int]]:
             return []
         if not isinstance(root, yaml.MappingNode):
             raise InputError(f"{path}, line {_line(root)}: expected settings (key: value)")
+        _check_nodes(path, root)
         return _File(path, loader).settings(root)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "unknown place"
         raise InputError(f"{path}, {place}: not YAML ({error.problem})") from None
+    except (_TooMuch, RecursionError):
+        raise InputError(
+            f"{path}: more than {MOST:,} values, or nested more than {DEEPEST} levels deep\n"
+            "  fix: an anchor (&name) that is used inside itself, or many times over, multiplies what it holds"
+        ) from None
     except UnicodeDecodeError:
         raise InputError(f"{path}: not UTF-8 text") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"{path}: not YAML ({str(error).splitlines()[0]})") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def load_yaml(path: Path) -> Any:
+    """A file as plain data, of bounded size. Raises InputError."""
+    try:
+        loader = _Loader(path.read_text(encoding="utf-8"))
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        _check_nodes(path, root)
+        return loader.construct_document(root)
+    except (_TooMuch, RecursionError):
+        raise InputError(f"{path}: more than {MOST:,} values, or nested more than {DEEPEST} levels deep") from None
+    except (yaml.YAMLError, ValueError, TypeError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path}: not YAML ({str(error).splitlines()[0]})") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
 
@@ -172,6 +229,25 @@ _EMPTY = ("env", "python_args", *sections())
 
 def _line(node: Any) -> int:
     return int(node.start_mark.line) + 1
+
+
+def _check_nodes(path: Path, root: yaml.Node) -> None:
+    """What is written, with all that its anchors stand for, is not too much; keys are words, and text is text."""
+    waiting, count = [(root, 0)], 0
+    while waiting:
+        node, depth = waiting.pop()
+        count += 1
+        if count > MOST or depth > DEEPEST:
+            raise _TooMuch
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                if not isinstance(key, yaml.ScalarNode):
+                    raise InputError(f"{path}, line {_line(key)}: a key is a word, not a list or a table")
+                waiting += [(key, depth + 1), (value, depth + 1)]
+        elif isinstance(node, yaml.SequenceNode):
+            waiting += [(item, depth + 1) for item in node.value]
+        elif not _is_text(node.value):
+            raise InputError(f"{path}, line {_line(node)}: half of a surrogate pair (\\ud800 to \\udfff) is no text")
 
 
 class _File:
@@ -231,9 +307,16 @@ class _File:
         text = self._expand(node.value, line)
         if text != node.value and node.style is None:  # unquoted: the text after expansion says the type
             tag = self.loader.resolve(yaml.ScalarNode, text, (True, False))
-            node = yaml.ScalarNode(tag, text, node.start_mark, node.end_mark)
+            return self._scalar(yaml.ScalarNode(tag, text, node.start_mark, node.end_mark), line)
+        return self._scalar(node, line) if text == node.value else text
+
+    def _scalar(self, node: yaml.ScalarNode, line: int) -> Any:
+        try:
             return self.loader.construct_object(node)
-        return self.loader.construct_object(node) if text == node.value else text
+        except ValueError as error:  # 2020-99-99 looks like a date
+            raise InputError(
+                f"{self.path}, line {line}: {_short(node.value)} cannot be read ({error})\n  quote it if it is text"
+            ) from None
 
     def _text(self, node: Any, line: int) -> str:
         """A variable of the environment is text, as it was written."""

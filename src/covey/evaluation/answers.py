@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -18,6 +17,7 @@ from typing import IO, Any
 from covey.errors import InputError
 from covey.evaluation.figures import Answer, Subject
 from covey.loop.folder import lock_folder
+from covey.storage import write_whole, writing
 from covey.telemetry.jsonl import finite, read_jsonl
 
 SETTINGS_FILE, ANSWERS_FILE = "eval.json", "answers.jsonl"
@@ -60,7 +60,8 @@ class EvalFolder:
 
     def append(self, answers: Iterable[Answer]) -> None:
         """All answers to a task, in one write."""
-        with (self.path / ANSWERS_FILE).open("a") as file:
+        path = self.path / ANSWERS_FILE
+        with writing(path), path.open("a") as file:
             file.write("".join(map(_line, answers)))
 
     def answers(self, subjects: Sequence[Subject]) -> dict[Key, list[Answer]]:
@@ -71,20 +72,14 @@ class EvalFolder:
         return {key: sorted(group, key=lambda a: (a.index, a.attempt)) for key, group in found.items()}
 
     def _read(self) -> list[Answer]:
-        return [Answer(**record) for record in read_jsonl(self.path / ANSWERS_FILE)]
+        path = self.path / ANSWERS_FILE
+        try:
+            return [Answer(**record) for record in read_jsonl(path)]
+        except TypeError as error:
+            raise InputError(f"{path} is damaged: {error}\n  fix: take that line out, or name a new --out") from error
 
     def close(self) -> None:
         self._lock.close()
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Whole or as it was."""
-    work = path.with_name(f".{path.name}")
-    with work.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(work, path)
 
 
 def _line(answer: Answer) -> str:
@@ -100,8 +95,13 @@ def _read_settings(path: Path) -> dict[str, Any] | None:
         if any(not file.name.startswith(".") for file in path.iterdir()):  # a lock alone: it was killed at its start
             raise InputError(f"--out {path} holds other things, and no evaluation\n  fix: name a new folder")
         return None
-    found: dict[str, Any] = json.loads((path / SETTINGS_FILE).read_text())
-    return found
+    try:
+        found = json.loads((path / SETTINGS_FILE).read_text())
+        if set(found) != {"command", "settings"}:
+            raise ValueError("it does not say its command and settings")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InputError(f"{path / SETTINGS_FILE} is damaged: {error}\n  fix: name a new --out") from error
+    return dict(found)
 
 
 def _locked(path: Path) -> IO[str]:

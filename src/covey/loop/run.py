@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,14 +11,16 @@ from typing import Any
 
 from covey.config.schema import Config
 from covey.learner.learner import NonFiniteError
-from covey.loop.checkpoint import Checkpoint, CheckpointStore
+from covey.loop.checkpoint import Checkpoint, CheckpointStore, best_of
 from covey.loop.evaluate import Evaluator
 from covey.loop.folder import RunFolder
 from covey.loop.limit import TimeLimit, time_limit
+from covey.loop.offenders import Offenders
 from covey.loop.record import episode_view, step_episodes, step_metrics, step_view
 from covey.loop.step import Road, StepResult, publish, step
 from covey.protocols import Learner, Metrics, RolloutEngine
 from covey.rollout.collector import TrainingSource
+from covey.storage import StorageFailed
 from covey.telemetry import Telemetry, write_report
 
 
@@ -44,6 +45,7 @@ class Run:
     warned: set[str] = field(default_factory=set)
     services: Sequence[AbstractAsyncContextManager[Any]] = ()  # open as long as the run is: a server, for example
     resources: ExitStack = field(default_factory=ExitStack)  # what else ends with the run: workers, rewards' models
+    offenders: Offenders = field(init=False)  # tasks whose updates were left out
 
     @property
     def path(self) -> Path:
@@ -51,6 +53,12 @@ class Run:
 
     async def train(self) -> Run:
         status = "failed"
+        self.offenders = Offenders(
+            self.path,
+            limit=self.config.learner.max_skipped,
+            skipped=self.learner.counters()["skipped"],
+            warn=self.telemetry.warn,
+        )
         try:
             async with AsyncExitStack() as open_services:
                 for service in self.services:
@@ -60,12 +68,7 @@ class Run:
             status = "interrupted"
             raise
         finally:
-            self.source.close()
-            self.engine.close()
-            self.resources.close()
-            self.telemetry.close(status)
-            self.folder.set_status(status)
-            self.folder.release()
+            close_run(self.folder, self.telemetry, status, self.source.close, self.engine.close, self.resources.close)
         write_report(self.path)
         return self
 
@@ -86,8 +89,8 @@ class Run:
         self._show_progress(self.source.attempts * self.config.data.train_batch_size, "answers")
         try:
             result = await step(self.road, index)
-        except NonFiniteError:
-            self._save_offenders(index)
+        except NonFiniteError as error:
+            self.offenders.end(index, self.source.taken, error)
             raise
         generated = self.engine.generated_tokens - tokens_before
         self._record(index, result, generated)
@@ -105,6 +108,7 @@ class Run:
         metrics["perf/generated_tokens"] = float(generated)
         episodes = step_episodes(result, index, self.config.logging.episodes_per_step, self.decode)
         self.telemetry.step(index, metrics, step_view(result, index), episodes)
+        self.offenders.after(index, metrics["optim/skipped"], self.source.taken)
         for cause in set(result.collected.failures) - self.warned:
             self.warned.add(cause)
             self.telemetry.warn(f"episodes are failing ({cause}), the first: {result.collected.examples[cause]}")
@@ -129,9 +133,7 @@ class Run:
 
     def checkpoint(self, done: int) -> Checkpoint:
         if self.evaluations and self.evaluations[-1][0] == done:
-            accuracy = self.evaluations[-1][1].get("eval/accuracy", 0.0)
-            if self.best is None or accuracy > self.best["value"]:
-                self.best = {"step": done, "value": accuracy}
+            self.best = best_of(self.best, done, self.evaluations[-1][1].get("eval/accuracy", 0.0))
         metrics_offset, episodes_offset = self.telemetry.offsets()
         state = {
             "metrics_offset": metrics_offset,
@@ -156,7 +158,22 @@ class Run:
     def decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids))
 
-    def _save_offenders(self, index: int) -> None:
-        """The tasks of the step that broke, so that they can be looked at."""
-        tasks = [{"id": task.id, "messages": list(task.messages)} for task in self.source.taken]
-        (self.path / f"nonfinite-step-{index:06d}.json").write_text(json.dumps(tasks, indent=1, default=str))
+
+def close_run(folder: RunFolder, telemetry: Telemetry, status: str, *others: Callable[[], None]) -> None:
+    """Everything that a run holds, whatever of it fails: first the others, in turn, then its record and its folder. A
+    status that a full disk does not take stays `running`, which a resumed run goes on from just as well; the error that
+    ended the run is not hidden by this one."""
+    with ExitStack() as ending:
+        ending.callback(folder.release)
+        ending.callback(_write_status, folder, status)
+        ending.callback(telemetry.close, status)
+        for close in reversed(others):
+            ending.callback(close)
+
+
+def _write_status(folder: RunFolder, status: str) -> None:
+    try:
+        folder.set_status(status)
+    except StorageFailed:
+        if status == "finished":
+            raise

@@ -6,7 +6,6 @@ sample. A demonstration is an episode that somebody else played; its turns are l
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +14,11 @@ from typing import Any
 from covey.algorithms.likelihood import Likelihood
 from covey.config.schema import Config
 from covey.learner.learner import Ask, Learner, NonFiniteError
-from covey.loop.checkpoint import Checkpoint, CheckpointStore
+from covey.loop.checkpoint import Checkpoint, CheckpointStore, best_of
 from covey.loop.folder import RunFolder
 from covey.loop.limit import TimeLimit, time_limit
+from covey.loop.offenders import Offenders
+from covey.loop.run import close_run
 from covey.loop.samples import episode_rows, minibatches, to_samples
 from covey.loop.step import merge
 from covey.protocols import Metrics
@@ -47,6 +48,7 @@ class SftRun:
     first_step: int = 0
     best: dict[str, float] | None = None  # the lowest validation loss among the checkpoints
     evaluations: list[tuple[int, Metrics]] = field(default_factory=list)
+    offenders: Offenders = field(init=False)  # demonstrations whose updates were left out
 
     @property
     def path(self) -> Path:
@@ -54,6 +56,12 @@ class SftRun:
 
     def train(self) -> SftRun:
         status = "failed"
+        self.offenders = Offenders(
+            self.path,
+            limit=self.config.learner.max_skipped,
+            skipped=self.learner.skipped,
+            warn=self.telemetry.warn,
+        )
         try:
             if self.config.eval.before and self.first_step == 0:
                 self.evaluate(0)
@@ -62,9 +70,7 @@ class SftRun:
             status = "interrupted"
             raise
         finally:
-            self.telemetry.close(status)
-            self.folder.set_status(status)
-            self.folder.release()
+            close_run(self.folder, self.telemetry, status)
         write_report(self.path)
         return self
 
@@ -83,8 +89,8 @@ class SftRun:
         with self.telemetry.stage("update"):
             try:
                 metrics = self._update(samples)
-            except NonFiniteError:
-                self._save_offenders(index, episodes)
+            except NonFiniteError as error:
+                self.offenders.end(index, [episode.task for episode in episodes], error)
                 raise
         figures = {
             "sft/epoch": float(epoch),
@@ -93,6 +99,7 @@ class SftRun:
             "perf/read_tokens": float(sum(row.length for row in samples.rows)),
         }
         self.telemetry.step(index, metrics | figures, None, ())
+        self.offenders.after(index, metrics["optim/skipped"], [episode.task for episode in episodes])
         done, every, save = index + 1, self.config.eval.every, self.config.loop.save_every
         last, over = done == self.total_steps, limit.passed()
         if (last and self.config.eval.after) or (every and done % every == 0):
@@ -125,9 +132,7 @@ class SftRun:
 
     def checkpoint(self, done: int) -> Checkpoint:
         if self.evaluations and self.evaluations[-1][0] == done:
-            loss = self.evaluations[-1][1]["eval/loss"]
-            if self.best is None or loss < self.best["value"]:
-                self.best = {"step": done, "value": loss}
+            self.best = best_of(self.best, done, self.evaluations[-1][1]["eval/loss"], falls=True)
         metrics_offset, episodes_offset = self.telemetry.offsets()
         state = {
             "metrics_offset": metrics_offset,
@@ -136,11 +141,6 @@ class SftRun:
             "algorithm": self.algorithm.state_dict(),
         }
         return self.checkpoints.save(done, self.learner, self.tokenizer, state)
-
-    def _save_offenders(self, index: int, episodes: Sequence[Episode]) -> None:
-        """The demonstrations of the step that broke, so that they can be looked at."""
-        shown = [{"id": episode.task.id, "messages": list(episode.messages)} for episode in episodes]
-        (self.path / f"nonfinite-step-{index:06d}.json").write_text(json.dumps(shown, indent=1, default=str))
 
 
 def as_samples(episodes: Sequence[Episode]) -> Samples:
