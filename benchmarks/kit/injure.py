@@ -1,4 +1,4 @@
-"""What goes wrong in a run, on purpose: applied inside its process, before the command begins. The product has no hooks.
+"""What goes wrong in a run, on purpose: applied inside its process before the command begins; the product has no hooks.
 
 A run passes *places*: functions that this file wraps. Each passing has a moment before the call, after it, and where the
 call writes something, in the middle of the writing. All passings are counted together, so "the n-th" is the same moment

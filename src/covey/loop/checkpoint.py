@@ -68,6 +68,10 @@ class CheckpointStore:
         self._delete_old(best=(state.get("best") or {}).get("step"))
         return Checkpoint(final, full)
 
+    def tidy(self, newest: Checkpoint) -> None:
+        """Delete what a killed run was about to delete."""
+        self._delete_old(best=(newest.state["best"] or {}).get("step"))
+
     def _delete_old(self, best: int | None) -> None:
         steps = self._folders()
         keep = set(steps[-self.keep_last :])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -80,7 +81,7 @@ def find_unfinished(
     output_dir: Path, project: str, experiment: str, fingerprint: str, warn: Callable[[str], None]
 ) -> RunFolder | None:
     """The newest unfinished run of this name and configuration that nobody is running."""
-    for info_file in sorted(output_dir.glob("*/*/run.json"), reverse=True):
+    for info_file in sorted(output_dir.glob("*/*/run.json"), key=_order, reverse=True):
         if not any((info_file.parent / "checkpoints").glob("step-*")):
             continue  # nothing to go on from: it is left as it is
         try:
@@ -98,6 +99,19 @@ def find_unfinished(
     return None
 
 
+def next_number(output_dir: Path) -> int:
+    """For run.json: runs are counted as they begin."""
+    return 1 + max((_order(path)[0] for path in output_dir.glob("*/*/run.json")), default=0)
+
+
+def _order(info_file: Path) -> tuple[int, str]:
+    """The newest last, also where the clock was set back in between. Runs without a number go by their names."""
+    try:
+        return int(json.loads(info_file.read_text())["number"]), str(info_file)
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0, str(info_file)
+
+
 def lock_folder(path: Path) -> IO[str]:
     """Held by who writes to a folder; BlockingIOError where somebody else does."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC  # what a link in its place points to stays as it is
@@ -107,4 +121,17 @@ def lock_folder(path: Path) -> IO[str]:
     except BlockingIOError:
         file.close()
         raise
+    _locks.add(file)
     return file
+
+
+_locks: weakref.WeakSet[IO[str]] = weakref.WeakSet()
+
+
+def _let_go_of_all() -> None:
+    """In a fork: a lock is held by whoever has the file open, and a child may outlive the run."""
+    for file in list(_locks):
+        file.close()
+
+
+os.register_at_fork(after_in_child=_let_go_of_all)

@@ -42,6 +42,7 @@ class Run:
     best: dict[str, float] | None = None  # the best evaluation among the checkpoints
     evaluations: list[tuple[int, Metrics]] = field(default_factory=list)
     warned: set[str] = field(default_factory=set)
+    terminated: bool = False  # SIGTERM ended it before its last step
     services: Sequence[AbstractAsyncContextManager[Any]] = ()  # open as long as the run is: a server, for example
     resources: ExitStack = field(default_factory=ExitStack)  # what else ends with the run: workers, rewards' models
 
@@ -55,7 +56,9 @@ class Run:
             async with AsyncExitStack() as open_services:
                 for service in self.services:
                     await open_services.enter_async_context(service)
-                status = "finished" if await self._all_steps() else "interrupted"
+                reached = "finished" if await self._all_steps() else "interrupted"
+            write_report(self.path, reached)  # who is killed before the status says so comes back for it
+            status = reached
         except (KeyboardInterrupt, asyncio.CancelledError):  # asyncio turns the first Ctrl-C into a cancellation
             status = "interrupted"
             raise
@@ -66,7 +69,6 @@ class Run:
             self.telemetry.close(status)
             self.folder.set_status(status)
             self.folder.release()
-        write_report(self.path)
         return self
 
     async def _all_steps(self) -> bool:
@@ -78,6 +80,7 @@ class Run:
             for index in range(self.first_step, self.total_steps):
                 await self._step(index, limit)
                 if limit.reached and index + 1 < self.total_steps:
+                    self.terminated = limit.terminated
                     return False
         return True
 
