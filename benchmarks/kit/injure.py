@@ -1,9 +1,9 @@
 """What goes wrong in a run, on purpose: applied inside its process before the command begins; the product has no hooks.
 
-A run passes *places*: functions that this file wraps. Each passing has a moment before the call, after it, and where the
-call writes something, in the middle of the writing. All passings are counted together, so "the n-th" is the same moment
-in every run of the same command, and a sweep over n misses none. Besides, the audit events of Python name the calls that
-change the file system: a folder made, a file opened for writing, renamed, removed, cut.
+A run passes *places*: functions that this file wraps. Each passing has a moment before the call, after it, and where
+the call writes something, in the middle of the writing. All passings are counted together, so "the n-th" is the same
+moment in every run of the same command, and a sweep over n misses none. Besides, the audit events of Python name the
+calls that change the file system: a folder made, a file opened for writing, renamed, removed, cut.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PLACES = {
     "rename": "pathlib:Path.rename",
     "replace": "os:replace",
     "remove-tree": "shutil:rmtree",
-    "delete-old": "covey.loop.checkpoint:CheckpointStore._delete_old",
+    "delete-old": "covey.loop.checkpoint:CheckpointStore.delete_old",
     "newest": "covey.loop.checkpoint:CheckpointStore.latest",
     "text": "pathlib:Path.write_text",
     "run-files": "covey.cli.build:write_run_files",

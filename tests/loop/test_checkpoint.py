@@ -12,6 +12,7 @@ from covey.algorithms import make
 from covey.config.schema import LearnerConfig
 from covey.learner.learner import Learner
 from covey.loop.checkpoint import CheckpointStore, DamagedCheckpoint, open_checkpoint
+from covey.storage import StorageFailed
 from tests.conftest import byte_tokenizer, tiny_llama
 from tests.learner.helpers import batch_of, rows_of
 
@@ -82,7 +83,7 @@ def test_a_write_that_was_cut_off_leaves_nothing_behind(tmp_path: Path, monkeypa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("covey.learner.saving.save_file", full_disk)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(StorageFailed, match="step-000002: No space"):
         checkpoints.save(2, trained_learner(), byte_tokenizer(), {"best": None})
     (tmp_path / ".writing-killed").mkdir()  # what SIGKILL in the middle would leave
     found = checkpoints.latest(print)

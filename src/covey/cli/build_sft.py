@@ -22,6 +22,8 @@ from covey.types import Demonstration, Episode, Messages, Task
 if TYPE_CHECKING:
     from covey.algorithms.likelihood import Likelihood
     from covey.learner.models import ModelSource
+    from covey.loop.checkpoint import Checkpoint
+    from covey.loop.folder import RunFolder
     from covey.loop.sft import SftRun
 
 Schemas = Sequence[Mapping[str, Any]]
@@ -109,13 +111,21 @@ def prepare_sft(composed: Composed, *, folder: Path | None = None, tolerate_abse
 
 def build_sft(prepared: PreparedSft, *, note: Note) -> SftRun:
     """Load the model and join the parts; on resume, from the checkpoint."""
+    folder, checkpoint = open_run(prepared, note)
+    try:
+        return _joined(prepared, folder, checkpoint)
+    except BaseException:
+        folder.release()  # who tries again finds it free
+        raise
+
+
+def _joined(prepared: PreparedSft, folder: RunFolder, checkpoint: Checkpoint | None) -> SftRun:
     import torch
 
     from covey.loop.sft import SftRun
 
     config, source = prepared.config, prepared.model
     assert source is not None
-    folder, checkpoint = open_run(prepared, note)
     threads = threads_for(config, folder if checkpoint is not None else None)
     torch.set_num_threads(threads)
     learner = make_learner(prepared, checkpoint)

@@ -22,12 +22,13 @@ from covey.cli.engine import make_engine
 from covey.cli.gateway import services
 from covey.cli.words import parse
 from covey.errors import InputError, RunFailed
-from covey.evaluation.answers import EvalFolder, Key, write_whole
+from covey.evaluation.answers import EvalFolder, Key
 from covey.evaluation.compare import compare_all
 from covey.evaluation.figures import Answer, Figures, figures
 from covey.evaluation.measure import Measure
 from covey.evaluation.report import Report, flat_metrics
 from covey.protocols import RolloutEngine
+from covey.storage import write_whole
 from covey.telemetry.jsonl import finite
 from covey.telemetry.progress import ProgressLine
 
@@ -179,7 +180,7 @@ def _tell_as_logged(found: Sequence[Figures], file: Path | None) -> None:
     for name, value in metrics.items():
         print(f"{name:40} {value:.4f}")
     if file is not None:
-        file.write_text(json.dumps(metrics, indent=1))
+        write_whole(file, json.dumps(metrics, indent=1))
 
 
 def _refuse_nothing(found: Sequence[Figures]) -> None:
@@ -193,11 +194,14 @@ def _refuse_nothing(found: Sequence[Figures]) -> None:
 
 @contextmanager
 def _telling_how_to_go_on(command: str, request: Request, path: Path) -> Iterator[None]:
+    named = command if request.out is not None else f"{command} --out {shlex.quote(str(path))}"
     try:
         yield
     except KeyboardInterrupt:
-        named = command if request.out is not None else f"{command} --out {shlex.quote(str(path))}"
         _say(f"\nto go on from here:  {named}")
+        raise
+    except RunFailed as error:
+        error.add_note(f"  to go on from here:  {named}")
         raise
 
 

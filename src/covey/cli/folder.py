@@ -13,6 +13,7 @@ import yaml
 
 from covey.config.schema import Config
 from covey.errors import InputError
+from covey.storage import write_whole, writing
 
 if TYPE_CHECKING:
     from covey.cli.build import Note
@@ -69,7 +70,7 @@ def open_run(prepared: Startable, note: Note) -> tuple[RunFolder, Checkpoint | N
     config, output = prepared.config, Path(prepared.config.logging.output_dir)
     if prepared.folder is not None:
         folder = exact_folder(prepared.folder)
-        checkpoint = store(config, folder.path).latest(note)  # a job of a sweep that is started again
+        checkpoint = _latest(config, folder, note)  # a job of a sweep that is started again
         _check_same(prepared, folder, checkpoint, str(prepared.folder))
         return folder, checkpoint
     if config.resume == "disable":
@@ -77,11 +78,10 @@ def open_run(prepared: Startable, note: Note) -> tuple[RunFolder, Checkpoint | N
     if config.resume == "auto":
         names = (config.logging.project, config.logging.experiment, prepared.fingerprint)
         found = find_unfinished(output, *names, note)
-        checkpoint = store(config, found.path).latest(note) if found is not None else None
-        return (found, checkpoint) if found is not None and checkpoint is not None else (new_folder(output), None)
+        return (found, _latest(config, found, note)) if found is not None else (new_folder(output), None)
     named = Path(config.resume).expanduser()
     folder = open_folder(run_of(named))
-    checkpoint = store(config, folder.path).latest(note)
+    checkpoint = _latest(config, folder, note)
     if checkpoint is None:
         raise InputError(f"resume={config.resume}: that run has no checkpoint to go on from")
     if named not in (folder.path, checkpoint.folder):
@@ -91,6 +91,15 @@ def open_run(prepared: Startable, note: Note) -> tuple[RunFolder, Checkpoint | N
         )
     _check_same(prepared, folder, checkpoint, f"resume={config.resume}")
     return folder, checkpoint
+
+
+def _latest(config: Config, folder: RunFolder, note: Note) -> Checkpoint | None:
+    """The newest that is whole; who is refused lets go of the folder."""
+    try:
+        return store(config, folder.path).latest(note)
+    except InputError:
+        folder.release()
+        raise
 
 
 def _check_same(prepared: Startable, folder: RunFolder, checkpoint: Checkpoint | None, asked: str) -> None:
@@ -135,10 +144,11 @@ def write_run_files(prepared: Startable, folder: RunFolder, learner: Learner, th
         folder.write_info(info | {"status": "running", "threads": threads})
         return
     hydra = folder.path / ".hydra"
-    hydra.mkdir(exist_ok=True)  # a run that is started again before its first checkpoint
+    with writing(hydra):
+        hydra.mkdir(exist_ok=True)  # a run that is started again before its first checkpoint
     for path in (folder.path / "config.yaml", hydra / "config.yaml"):
-        path.write_text(yaml.safe_dump(prepared.tree, sort_keys=False, allow_unicode=True))
-    (hydra / "overrides.yaml").write_text(yaml.safe_dump(list(prepared.overrides)))
+        write_whole(path, yaml.safe_dump(prepared.tree, sort_keys=False, allow_unicode=True))
+    write_whole(hydra / "overrides.yaml", yaml.safe_dump(list(prepared.overrides)))
     facts = prepared.info(folder.path, 0)
     shown = ("kind", "title", "algorithm", "model", "task", "total_steps", "reward_names", "trained_reward", "held_out")
     folder.write_info(

@@ -49,13 +49,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{error}\nnothing was started", file=sys.stderr)
         return 2
     except RunFailed as error:
-        print(f"\n{error}", file=sys.stderr)
+        print("\n" + "\n".join([str(error), *getattr(error, "__notes__", ())]), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output has gone
         return 0
+    except Exception as error:
+        if (told := _refused(error)) is None:
+            raise
+        print(f"\n{told}", file=sys.stderr)
+        return 1
+
+
+def _refused(error: Exception) -> str | None:
+    """What a full, read-only or broken disk said to some command; None for any other error."""
+    from covey.storage import explain, refusal
+
+    if (number := refusal(error)) is None:
+        return None
+    place = error.filename if isinstance(error, OSError) and error.filename is not None else "a file"
+    return explain(Path(str(place)), number)
 
 
 def _read_env_file() -> None:

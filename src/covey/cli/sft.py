@@ -70,7 +70,7 @@ def run_to_end(prepared: PreparedSft) -> SftRun:
     from covey.telemetry import print_summary
 
     run = build_sft(prepared, note=lambda text: print(text, file=sys.stderr))
-    with telling_how_to_go_on(run.path), own_interrupts():
+    with telling_how_to_go_on(run.path, prepared.config.resume), own_interrupts():
         run.train()
     tell_of_the_limit(run, prepared.config.resume)
     if "console" in prepared.config.logging.to:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from covey.cli.build import Note, Prepared, build, continuing, prepare
 from covey.cli.words import Words, compose_words, parse
 from covey.config import Composed, expand_sweep, recipe_names
-from covey.errors import InputError
+from covey.errors import InputError, RunFailed
 
 if TYPE_CHECKING:
     from covey.loop.run import Run
@@ -131,7 +131,7 @@ def _trained(prepared: Prepared, note: Note) -> Run:
     """A run that has ended. In a cluster, one that lost a learner begins again from its last checkpoint."""
 
     def to_its_end(run: Run) -> None:
-        with telling_how_to_go_on(run.path):
+        with telling_how_to_go_on(run.path, prepared.config.resume):
             _complete(run.train())
 
     if prepared.config.cluster.name != "ray":
@@ -147,20 +147,35 @@ def _trained(prepared: Prepared, note: Note) -> Run:
 
 
 @contextmanager
-def telling_how_to_go_on(path: Path) -> Iterator[None]:
-    """Whoever interrupts a run is told whether it can be continued."""
+def telling_how_to_go_on(path: Path, resume: str = "auto") -> Iterator[None]:
+    """Whoever interrupts a run, or whose run failed, is told whether it can be continued and from where."""
+    from covey.storage import StorageFailed, explain, refusal
+
     try:
         yield
     except KeyboardInterrupt:
-        print(f"\n{how_to_go_on(path)}", file=sys.stderr)
+        print(f"\n{how_to_go_on(path, resume)}", file=sys.stderr)
         raise
+    except RunFailed as error:
+        error.add_note(f"  {how_to_go_on(path, resume)}")
+        raise
+    except Exception as error:
+        if (number := refusal(error)) is None:
+            raise
+        failed = StorageFailed(explain(path, number))
+        failed.add_note(f"  {how_to_go_on(path, resume)}")
+        raise failed from error
 
 
 def how_to_go_on(path: Path, resume: str = "auto") -> str:
-    if not (steps := sorted((path / "checkpoints").glob("step-*"))):
+    from covey.loop.checkpoint import step_folders, step_of
+
+    if is_finished(path):
+        return f"all steps are made and the checkpoints are whole; what is missing is the report:  covey report {path}"
+    if not (steps := step_folders(path / "checkpoints")):
         return "there is no checkpoint to go on from (loop.save_every writes some)"
     command = f"the same command with resume={path}" if resume == "disable" else "the same command"
-    return f"{command} goes on from the last checkpoint, after step {int(steps[-1].name.removeprefix('step-'))}"
+    return f"{command} goes on from the last checkpoint, after step {step_of(steps[-1])}"
 
 
 def tell_of_the_limit(run: Run | SftRun, resume: str = "auto") -> None:

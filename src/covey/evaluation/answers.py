@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -18,6 +17,7 @@ from typing import IO, Any
 from covey.errors import InputError
 from covey.evaluation.figures import Answer, Subject
 from covey.loop.folder import lock_folder
+from covey.storage import write_whole, writing
 from covey.telemetry.jsonl import finite, read_jsonl
 
 SETTINGS_FILE, ANSWERS_FILE = "eval.json", "answers.jsonl"
@@ -60,7 +60,8 @@ class EvalFolder:
 
     def append(self, answers: Iterable[Answer]) -> None:
         """All answers to a task, in one write."""
-        with (self.path / ANSWERS_FILE).open("a") as file:
+        path = self.path / ANSWERS_FILE
+        with writing(path), path.open("a") as file:
             file.write("".join(map(_line, answers)))
 
     def answers(self, subjects: Sequence[Subject]) -> dict[Key, list[Answer]]:
@@ -75,16 +76,6 @@ class EvalFolder:
 
     def close(self) -> None:
         self._lock.close()
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Whole or as it was."""
-    work = path.with_name(f".{path.name}")
-    with work.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(work, path)
 
 
 def _line(answer: Answer) -> str:

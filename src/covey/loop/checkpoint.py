@@ -7,22 +7,30 @@
         state.json               step, counters, algorithm state, offsets of the run's files
         manifest.json            sha256 of every file
 
-Written beside, fsynced, renamed. A damaged one is named and the one before it is used. Nothing is ever unpickled.
+Written beside, fsynced, renamed. A damaged one is named, set aside as damaged-step-000020, and the one before it is
+used; where all are damaged, the run is refused and nothing is touched. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
+import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from covey.errors import InputError
 from covey.protocols import Learner
+from covey.storage import size_of_tree, sync, sync_tree, writing
+
+MANIFEST, STATE = "manifest.json", "state.json"
+READ = (".safetensors", ".json", ".jinja", ".bin", ".py")  # endings of what somebody who loads a checkpoint would read
+_NAME = re.compile(r"step-(\d{6,})")
 
 
 @dataclass(frozen=True)
@@ -48,68 +56,152 @@ class CheckpointStore:
     def save(self, step: int, learner: Learner, tokenizer: Any, state: dict[str, Any]) -> Checkpoint:
         """`state` must be JSON; its "best" names the best step so far, which is never deleted."""
         final = self.folder / f"step-{step:06d}"
+        before = step_folders(self.folder)
+        with writing(final, needs=size_of_tree(before[-1]) if before else None):
+            full = self._write(final, learner, tokenizer, state | {"step": step})
+        self.delete_old(step, state.get("best"))
+        return Checkpoint(final, full)
+
+    def _write(self, final: Path, learner: Learner, tokenizer: Any, state: dict[str, Any]) -> dict[str, Any]:
         self.folder.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(dir=self.folder, prefix=".writing-"))
         try:
             learner.save(work)
             tokenizer.save_pretrained(work / "model")
-            full = state | {"step": step, "learner": learner.counters()}
-            (work / "state.json").write_text(json.dumps(full, indent=1))
+            full = state | {"learner": learner.counters()}
+            (work / STATE).write_text(json.dumps(full, indent=1))
             manifest = {str(p.relative_to(work)): _sha256(p) for p in sorted(work.rglob("*")) if p.is_file()}
-            (work / "manifest.json").write_text(json.dumps(manifest, indent=1))
+            (work / MANIFEST).write_text(json.dumps(manifest, indent=1))
             _open_to_readers(work)
-            _sync_tree(work)
-            if final.exists():  # left by a run that was killed and has come by here again
-                shutil.rmtree(final)
-            work.rename(final)
-            _sync(self.folder)
+            sync_tree(work)
+            self._put(work, final)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-        self._delete_old(best=(state.get("best") or {}).get("step"))
-        return Checkpoint(final, full)
+        return full
 
-    def tidy(self, newest: Checkpoint) -> None:
-        """Delete what a killed run was about to delete."""
-        self._delete_old(best=(newest.state["best"] or {}).get("step"))
+    def _put(self, work: Path, final: Path) -> None:
+        """In the place of one that a killed run left there, which goes only when the new one has its name."""
+        left = None
+        if final.exists() or final.is_symlink():
+            left = Path(tempfile.mkdtemp(dir=self.folder, prefix=".writing-"))
+            final.rename(left / final.name)
+        work.rename(final)
+        sync(self.folder)
+        if left is not None:
+            _remove(left / final.name)
+            left.rmdir()
 
-    def _delete_old(self, best: int | None) -> None:
-        steps = self._folders()
-        keep = set(steps[-self.keep_last :])
-        for folder in steps:
-            if folder not in keep and not (self.keep_best and folder.name == f"step-{best or -1:06d}"):
-                shutil.rmtree(folder)
+    def delete_old(self, step: int, best: Mapping[str, float] | None) -> None:
+        """Those that are too many, up to this step. Later ones are of an earlier attempt: they take nobody's place."""
+        past = [folder for folder in step_folders(self.folder) if step_of(folder) <= step]
+        for folder in past[: -self.keep_last]:
+            if not (self.keep_best and best is not None and step_of(folder) == best["step"]):
+                _remove(folder)
 
     def latest(self, warn: Callable[[str], None]) -> Checkpoint | None:
-        """The newest checkpoint that is whole."""
+        """The newest checkpoint that is whole; None where there is none at all."""
         for leftover in self.folder.glob(".writing-*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        for folder in reversed(self._folders()):
+        damaged: list[DamagedCheckpoint] = []
+        for folder in reversed(step_folders(self.folder)):
             try:
-                return open_checkpoint(folder)
+                found = open_checkpoint(folder)
             except DamagedCheckpoint as error:
-                warn(f"{error}; using the one before it")
+                damaged.append(error)
+                continue
+            for one in damaged:
+                warn(f"{one}; using the one before it{_set_aside(one.folder)}")
+            return found
+        if damaged:
+            raise _none_is_whole(self.folder, damaged)
         return None
 
-    def _folders(self) -> list[Path]:
-        return sorted(self.folder.glob("step-*"))
+
+def step_folders(folder: Path) -> list[Path]:
+    """The checkpoints of a run, the oldest first; whatever else lies there is left alone."""
+    return sorted((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    found = _NAME.fullmatch(folder.name)
+    assert found is not None
+    return int(found[1])
 
 
 class DamagedCheckpoint(RuntimeError):
-    pass
+    def __init__(self, folder: Path, what: str) -> None:
+        super().__init__(folder, what)  # both: an exception is pickled by its arguments
+        self.folder = folder
+        self.what = what
+
+    def __str__(self) -> str:
+        return f"checkpoint {self.folder} is damaged: {self.what}"
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Checks every byte against the manifest."""
     try:
-        manifest: dict[str, str] = json.loads((folder / "manifest.json").read_text())
-    except (OSError, ValueError) as error:
-        raise DamagedCheckpoint(f"checkpoint {folder} is damaged: no readable manifest.json") from error
-    for name, expected in manifest.items():
-        if not (folder / name).is_file():
-            raise DamagedCheckpoint(f"checkpoint {folder} is damaged: {name} is missing")
-        if _sha256(folder / name) != expected:
-            raise DamagedCheckpoint(f"checkpoint {folder} is damaged: {name} does not match its checksum")
-    return Checkpoint(folder, json.loads((folder / "state.json").read_text()))
+        manifest = _read_object(folder, MANIFEST)
+        for name, expected in manifest.items():
+            _check_file(folder, name, expected)
+        for path in folder.rglob("*"):
+            if path.suffix in READ and path.name != MANIFEST and str(path.relative_to(folder)) not in manifest:
+                raise DamagedCheckpoint(folder, f"{path.relative_to(folder)} is not in its {MANIFEST}")
+    except OSError as error:  # a bad sector, a file that may not be read
+        raise DamagedCheckpoint(folder, f"{error.filename or 'a file'} cannot be read ({error.strerror})") from error
+    if STATE not in manifest or not any(name.startswith("model/") for name in manifest):
+        raise DamagedCheckpoint(folder, f"{MANIFEST} names no {STATE}, or no model")
+    state = _read_object(folder, STATE)
+    missing = {"step", "best", "learner"} - set(state)
+    if missing or not isinstance(state["step"], int):
+        raise DamagedCheckpoint(folder, f"{STATE} is not one of a run ({', '.join(sorted(missing)) or 'step'})")
+    return Checkpoint(folder, state)
+
+
+def _check_file(folder: Path, name: str, expected: Any) -> None:
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise DamagedCheckpoint(folder, f"{MANIFEST} names {name!r}, which is not inside it")
+    if not (folder / name).is_file():
+        raise DamagedCheckpoint(folder, f"{name} is missing")
+    if _sha256(folder / name) != expected:
+        raise DamagedCheckpoint(folder, f"{name} does not match its checksum")
+
+
+def _read_object(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / name).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(folder, f"no readable {name}") from error
+    if not isinstance(found, dict):
+        raise DamagedCheckpoint(folder, f"{name} is not a JSON object")
+    return found
+
+
+def _set_aside(folder: Path) -> str:
+    """Under a name that no later run takes for a checkpoint. Where that cannot be done it stays, and is told again."""
+    for number in range(100):
+        aside = folder.with_name(f"damaged-{folder.name}" + (f"-{number}" if number else ""))
+        if not aside.exists():
+            with suppress(OSError):
+                folder.rename(aside)
+                return f" (it is now {aside.name})"
+            break
+    return ""
+
+
+def _none_is_whole(folder: Path, damaged: list[DamagedCheckpoint]) -> InputError:
+    lines = [f"{folder.parent} has no checkpoint that is whole:"]
+    lines += [f"  {error.folder.name}: {error.what}" for error in damaged]
+    lines.append("  fix: bring one of them back from a copy, or start anew with resume=disable")
+    return InputError("\n".join(lines))
+
+
+def _remove(folder: Path) -> None:
+    """Of a link, only the link: what it points to is somebody else's."""
+    if folder.is_symlink() or folder.is_file():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
 
 
 def _open_to_readers(folder: Path) -> None:
@@ -122,17 +214,3 @@ def _open_to_readers(folder: Path) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        _sync(path)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -17,6 +17,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from covey.errors import InputError
+from covey.loop.checkpoint import step_folders
+from covey.storage import write_whole
+
+INFO = "run.json"
+KEYS = ("project", "experiment", "fingerprint", "status")  # that a run is recognised by
 
 
 @dataclass
@@ -26,13 +31,10 @@ class RunFolder:
 
     def write_info(self, info: dict[str, Any]) -> None:
         """run.json, whole or as it was."""
-        work = self.path / ".run.json"
-        work.write_text(json.dumps(info, indent=1))
-        os.replace(work, self.path / "run.json")
+        write_whole(self.path / INFO, json.dumps(info, indent=1))
 
     def info(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.path / "run.json").read_text())
-        return found
+        return read_info(self.path)
 
     def set_status(self, status: str) -> None:
         self.write_info(self.info() | {"status": status})
@@ -50,18 +52,47 @@ def new_folder(output_dir: Path, now: datetime | None = None) -> RunFolder:
         try:
             path.mkdir(parents=True)
         except FileExistsError:
+            if not path.is_dir():
+                raise InputError(f"{path} is a file\n  fix: logging.output_dir=FOLDER") from None
             continue
+        except OSError as error:
+            raise _no_place(output_dir, error) from error
         return RunFolder(path, lock_folder(path))
     raise InputError(f"cannot make a run folder in {output_dir}")
 
 
+def _no_place(path: Path, error: OSError) -> InputError:
+    return InputError(
+        f"cannot write to {path}: {error.strerror}\n  fix: make it writable, or take another: logging.output_dir=FOLDER"
+    )
+
+
+def read_info(path: Path) -> dict[str, Any]:
+    """What run.json says; InputError where it is none."""
+    try:
+        found = json.loads((path / INFO).read_text())
+    except OSError as error:
+        raise InputError(f"{path / INFO} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path / INFO} is damaged: {error}\n  {_MEND}") from error
+    missing = [key for key in KEYS if key not in found] if isinstance(found, dict) else list(KEYS)
+    if missing:
+        raise InputError(f"{path / INFO} is damaged: it does not say {', '.join(missing)}\n  {_MEND}")
+    return dict(found)
+
+
+_MEND = "fix: bring it back from a copy, or start anew with resume=disable and model=RUN/checkpoints/step-…/model"
+
+
 def exact_folder(path: Path) -> RunFolder:
     """A folder whose name is settled, for one of many runs. It is there already where the run is started again."""
-    path.mkdir(parents=True, exist_ok=True)
     try:
+        path.mkdir(parents=True, exist_ok=True)
         return RunFolder(path, lock_folder(path))
     except BlockingIOError as error:
         raise InputError(f"{path}: a run is still running there") from error
+    except OSError as error:
+        raise _no_place(path, error) from error
 
 
 def open_folder(path: Path) -> RunFolder:
@@ -75,6 +106,8 @@ def open_folder(path: Path) -> RunFolder:
         return RunFolder(path, lock_folder(path))
     except BlockingIOError as error:
         raise InputError(f"resume={path}: that run is still running") from error
+    except OSError as error:
+        raise _no_place(path, error) from error
 
 
 def find_unfinished(
@@ -82,12 +115,12 @@ def find_unfinished(
 ) -> RunFolder | None:
     """The newest unfinished run of this name and configuration that nobody is running."""
     for info_file in sorted(output_dir.glob("*/*/run.json"), key=_order, reverse=True):
-        if not any((info_file.parent / "checkpoints").glob("step-*")):
+        if not step_folders(info_file.parent / "checkpoints"):
             continue  # nothing to go on from: it is left as it is
         try:
-            info = json.loads(info_file.read_text())
-        except ValueError:
-            warn(f"{info_file} is not readable; that run is not resumed")
+            info = read_info(info_file.parent)
+        except InputError as error:
+            warn(f"{str(error).splitlines()[0]}; that run is not resumed")
             continue
         ours = (info["project"], info["experiment"], info["fingerprint"]) == (project, experiment, fingerprint)
         if not ours or info["status"] == "finished":
@@ -96,6 +129,8 @@ def find_unfinished(
             return RunFolder(info_file.parent, lock_folder(info_file.parent))
         except BlockingIOError:  # that run is alive
             continue
+        except OSError as error:
+            raise _no_place(info_file.parent, error) from error
     return None
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +16,12 @@ from covey.loop.checkpoint import Checkpoint, CheckpointStore
 from covey.loop.evaluate import Evaluator
 from covey.loop.folder import RunFolder
 from covey.loop.limit import TimeLimit, time_limit
+from covey.loop.offenders import Offenders
 from covey.loop.record import episode_view, step_episodes, step_metrics, step_view
 from covey.loop.step import Road, StepResult, publish, step
 from covey.protocols import Learner, Metrics, RolloutEngine
 from covey.rollout.collector import TrainingSource
+from covey.storage import StorageFailed
 from covey.telemetry import Telemetry, write_report
 
 
@@ -45,6 +47,7 @@ class Run:
     terminated: bool = False  # SIGTERM ended it before its last step
     services: Sequence[AbstractAsyncContextManager[Any]] = ()  # open as long as the run is: a server, for example
     resources: ExitStack = field(default_factory=ExitStack)  # what else ends with the run: workers, rewards' models
+    offenders: Offenders = field(init=False)  # tasks whose updates were left out
 
     @property
     def path(self) -> Path:
@@ -52,6 +55,12 @@ class Run:
 
     async def train(self) -> Run:
         status = "failed"
+        self.offenders = Offenders(
+            self.path,
+            limit=self.config.learner.max_skipped,
+            skipped=self.learner.counters()["skipped"],
+            warn=self.telemetry.warn,
+        )
         try:
             async with AsyncExitStack() as open_services:
                 for service in self.services:
@@ -63,17 +72,14 @@ class Run:
             status = "interrupted"
             raise
         finally:
-            self.source.close()
-            self.engine.close()
-            self.resources.close()
-            self.telemetry.close(status)
-            self.folder.set_status(status)
-            self.folder.release()
+            close_run(self.folder, self.telemetry, status, self.source.close, self.engine.close, self.resources.close)
         return self
 
     async def _all_steps(self) -> bool:
         """Whether all were made, or `loop.max_minutes` or SIGTERM ended them, with a checkpoint to go on from."""
         with time_limit(self.config.loop.max_minutes) as limit:
+            if self.first_step:  # a run that was killed may have come no further than to write
+                self.checkpoints.delete_old(self.first_step, self.best)
             await publish(self.road, self.first_step)
             if self.config.eval.before and self.first_step == 0:
                 await self.evaluate(0)
@@ -89,8 +95,8 @@ class Run:
         self._show_progress(self.source.attempts * self.config.data.train_batch_size, "answers")
         try:
             result = await step(self.road, index)
-        except NonFiniteError:
-            self._save_offenders(index)
+        except NonFiniteError as error:
+            self.offenders.end(index, self.source.taken, error)
             raise
         generated = self.engine.generated_tokens - tokens_before
         self._record(index, result, generated)
@@ -108,6 +114,7 @@ class Run:
         metrics["perf/generated_tokens"] = float(generated)
         episodes = step_episodes(result, index, self.config.logging.episodes_per_step, self.decode)
         self.telemetry.step(index, metrics, step_view(result, index), episodes)
+        self.offenders.after(index, metrics["optim/skipped"], self.source.taken)
         for cause in set(result.collected.failures) - self.warned:
             self.warned.add(cause)
             self.telemetry.warn(f"episodes are failing ({cause}), the first: {result.collected.examples[cause]}")
@@ -133,7 +140,7 @@ class Run:
     def checkpoint(self, done: int) -> Checkpoint:
         if self.evaluations and self.evaluations[-1][0] == done:
             accuracy = self.evaluations[-1][1].get("eval/accuracy", 0.0)
-            if self.best is None or accuracy > self.best["value"]:
+            if math.isfinite(accuracy) and (self.best is None or accuracy > self.best["value"]):
                 self.best = {"step": done, "value": accuracy}
         metrics_offset, episodes_offset = self.telemetry.offsets()
         state = {
@@ -159,7 +166,22 @@ class Run:
     def decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids))
 
-    def _save_offenders(self, index: int) -> None:
-        """The tasks of the step that broke, so that they can be looked at."""
-        tasks = [{"id": task.id, "messages": list(task.messages)} for task in self.source.taken]
-        (self.path / f"nonfinite-step-{index:06d}.json").write_text(json.dumps(tasks, indent=1, default=str))
+
+def close_run(folder: RunFolder, telemetry: Telemetry, status: str, *others: Callable[[], None]) -> None:
+    """Everything that a run holds, whatever of it fails: first the others, in turn, then its record and its folder. A
+    status that a full disk does not take stays `running`, which a resumed run goes on from just as well; the error that
+    ended the run is not hidden by this one."""
+    with ExitStack() as ending:
+        ending.callback(folder.release)
+        ending.callback(_write_status, folder, status)
+        ending.callback(telemetry.close, status)
+        for close in reversed(others):
+            ending.callback(close)
+
+
+def _write_status(folder: RunFolder, status: str) -> None:
+    try:
+        folder.set_status(status)
+    except StorageFailed:
+        if status == "finished":
+            raise

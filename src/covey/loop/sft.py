@@ -6,7 +6,7 @@ sample. A demonstration is an episode that somebody else played; its turns are l
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,8 @@ from covey.learner.learner import Ask, Learner, NonFiniteError
 from covey.loop.checkpoint import Checkpoint, CheckpointStore
 from covey.loop.folder import RunFolder
 from covey.loop.limit import TimeLimit, time_limit
+from covey.loop.offenders import Offenders
+from covey.loop.run import close_run
 from covey.loop.samples import episode_rows, minibatches, to_samples
 from covey.loop.step import merge
 from covey.protocols import Metrics
@@ -49,6 +51,7 @@ class SftRun:
     evaluations: list[tuple[int, Metrics]] = field(default_factory=list)
     terminated: bool = False  # SIGTERM ended it before its last step
     limit: TimeLimit = field(default_factory=lambda: TimeLimit(None))
+    offenders: Offenders = field(init=False)  # demonstrations whose updates were left out
 
     @property
     def path(self) -> Path:
@@ -56,6 +59,12 @@ class SftRun:
 
     def train(self) -> SftRun:
         status = "failed"
+        self.offenders = Offenders(
+            self.path,
+            limit=self.config.learner.max_skipped,
+            skipped=self.learner.skipped,
+            warn=self.telemetry.warn,
+        )
         try:
             reached = "finished" if self._all_steps() else "interrupted"
             write_report(self.path, reached)  # who is killed before the status says so comes back for it
@@ -64,14 +73,14 @@ class SftRun:
             status = "interrupted"
             raise
         finally:
-            self.telemetry.close(status)
-            self.folder.set_status(status)
-            self.folder.release()
+            close_run(self.folder, self.telemetry, status)
         return self
 
     def _all_steps(self) -> bool:
         """Whether all were made, or `loop.max_minutes` or SIGTERM ended them, with a checkpoint to go on from."""
         with time_limit(self.config.loop.max_minutes) as self.limit:
+            if self.first_step:  # a run that was killed may have come no further than to write
+                self.checkpoints.delete_old(self.first_step, self.best)
             if self.config.eval.before and self.first_step == 0:
                 self.evaluate(0)
             for index in range(self.first_step, self.total_steps):
@@ -87,8 +96,8 @@ class SftRun:
         with self.telemetry.stage("update"):
             try:
                 metrics = self._update(samples)
-            except NonFiniteError:
-                self._save_offenders(index, episodes)
+            except NonFiniteError as error:
+                self.offenders.end(index, [episode.task for episode in episodes], error)
                 raise
         figures = {
             "sft/epoch": float(epoch),
@@ -98,6 +107,7 @@ class SftRun:
         }
         with self.limit.whole():
             self.telemetry.step(index, metrics | figures, None, ())
+        self.offenders.after(index, metrics["optim/skipped"], [episode.task for episode in episodes])
         done, every, save = index + 1, self.config.eval.every, self.config.loop.save_every
         last, over = done == self.total_steps, self.limit.passed()
         if (last and self.config.eval.after) or (every and done % every == 0):
@@ -132,7 +142,7 @@ class SftRun:
     def checkpoint(self, done: int) -> Checkpoint:
         if self.evaluations and self.evaluations[-1][0] == done:
             loss = self.evaluations[-1][1]["eval/loss"]
-            if self.best is None or loss < self.best["value"]:
+            if math.isfinite(loss) and (self.best is None or loss < self.best["value"]):
                 self.best = {"step": done, "value": loss}
         metrics_offset, episodes_offset = self.telemetry.offsets()
         state = {
@@ -142,11 +152,6 @@ class SftRun:
             "algorithm": self.algorithm.state_dict(),
         }
         return self.checkpoints.save(done, self.learner, self.tokenizer, state)
-
-    def _save_offenders(self, index: int, episodes: Sequence[Episode]) -> None:
-        """The demonstrations of the step that broke, so that they can be looked at."""
-        shown = [{"id": episode.task.id, "messages": list(episode.messages)} for episode in episodes]
-        (self.path / f"nonfinite-step-{index:06d}.json").write_text(json.dumps(shown, indent=1, default=str))
 
 
 def as_samples(episodes: Sequence[Episode]) -> Samples:

@@ -5,11 +5,13 @@ The x axis counts updates: the answers of step i (from 0) were sampled after i u
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from covey.errors import InputError
+from covey.storage import write_whole
 from covey.telemetry.figures import Curve, curve_of
 from covey.telemetry.history import Points, read_history, read_run
 
@@ -149,5 +151,7 @@ def _dress(axes: Any, name: str) -> None:
 
 def _write(figure: Any, out: Path) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=out.suffix.removeprefix(".") or "png")
+    write_whole(out, drawn.getvalue())
     return out

@@ -7,8 +7,11 @@ over all parts as if they were one file: a checkpoint remembers one number.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
+
+from covey.storage import writing
 
 PART_BYTES = 256 << 20  # a part takes no further line from here on
 
@@ -32,18 +35,28 @@ class PartWriter:
     def __init__(self, path: Path, offset: int, part_bytes: int = PART_BYTES) -> None:
         self._path, self._part_bytes = path, part_bytes
         self._number, self._before = _cut(path, offset)
-        self._file: BinaryIO = _part(path, self._number).open("ab")
+        self._open("ab")
 
     def write(self, line: bytes) -> None:
-        if self._file.tell() >= self._part_bytes:
+        """All of it, or nothing: what a full disk took of a line is cut off again."""
+        if self._size >= self._part_bytes:
             self._next()
-        self._file.write(line)
-        self._file.flush()
+        with writing(self._here, needs=len(line)):
+            rest = memoryview(line)
+            try:
+                while rest:
+                    rest = rest[self._file.write(rest) :]
+            except OSError:
+                with suppress(OSError):
+                    self._file.truncate(self._size)
+                raise
+        self._size += len(line)
 
     def synced(self) -> int:
         """Bytes of all parts, once they are safely on the disk."""
-        os.fsync(self._file.fileno())
-        return self._before + self._file.tell()
+        with writing(self._here):
+            os.fsync(self._file.fileno())
+        return self._before + self._size
 
     def close(self) -> None:
         self._file.close()
@@ -52,7 +65,14 @@ class PartWriter:
         self._before = self.synced()
         self._file.close()
         self._number += 1
-        self._file = _part(self._path, self._number).open("wb")
+        self._open("wb")
+
+    def _open(self, mode: str) -> None:
+        """Nothing is held back in this process: what is written is in the file, and closing it cannot fail for it."""
+        self._here = _part(self._path, self._number)
+        with writing(self._here):
+            self._file = FileIO(self._here, mode)
+        self._size = self._file.seek(0, os.SEEK_END)
 
 
 def _part(path: Path, number: int) -> Path:

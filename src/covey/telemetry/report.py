@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from covey.storage import write_whole
 from covey.telemetry.charts import compare_curves, draw_curve
 from covey.telemetry.figures import ABSENT, Curve, curve_of, duration, evaluation_form, is_stage, show
 from covey.telemetry.history import History, Points, read_history, read_run
@@ -90,7 +91,7 @@ def write_report(folder: Path, status: str | None = None) -> Path:
     """Write FOLDER/curve.png and FOLDER/summary.md; returns the latter. `status`: what run.json is about to say."""
     draw_curve(folder, folder / "curve.png")
     path = folder / "summary.md"
-    path.write_text(_markdown(summarise(folder), folder, status), encoding="utf-8")
+    write_whole(path, _markdown(summarise(folder), folder, status))
     return path
 
 

@@ -1,0 +1,121 @@
+"""Files that are whole or as they were, and a disk's refusal in words.
+
+Libraries that write tell of a full disk in different ways: an OSError, or an error of their own with "(os error 28)" in
+its text. Here both become one `StorageFailed`, which names the path, what is needed and what is there.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from covey.errors import RunFailed
+
+# What a disk answers, whatever was asked of it.
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+REFUSALS = FULL | {errno.EROFS, errno.EFBIG, errno.EIO, errno.ESTALE, errno.ENODEV}
+ON_A_PATH = frozenset({errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP})
+_IN_TEXT = re.compile(r"\[Errno (\d+)\]|\(os error (\d+)\)")
+
+
+class StorageFailed(RunFailed):
+    """A file could not be written: the disk is full, read-only, or broken."""
+
+
+def refusal(error: BaseException) -> int | None:
+    """The number of the disk's answer behind an error; None where it was something else."""
+    seen: BaseException | None = error
+    while seen is not None:
+        number = seen.errno if isinstance(seen, OSError) else _number_in(str(seen))
+        if number in REFUSALS:
+            return number
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def _number_in(text: str) -> int | None:
+    found = _IN_TEXT.search(text)
+    return int(found[1] or found[2]) if found else None
+
+
+@contextmanager
+def writing(path: Path, needs: int | None = None) -> Iterator[None]:
+    """While `path` is written, or something below it. `needs`: bytes, where that is known."""
+    try:
+        yield
+    except RunFailed:
+        raise
+    except Exception as error:
+        number = refusal(error)
+        if number is None and isinstance(error, OSError) and error.errno in ON_A_PATH:
+            number = error.errno
+        if number is None:
+            raise
+        raise StorageFailed(explain(path, number, needs)) from error
+
+
+def explain(path: Path, number: int, needs: int | None = None) -> str:
+    """Why a path could not be written, and what would help."""
+    lines = [f"cannot write {path}: {os.strerror(number)}"]
+    if number in FULL:
+        wanted = "" if needs is None else f"it needs about {in_words(needs)}, and "
+        lines.append(f"  {wanted}{_free(path)}")
+        lines.append("  fix: make room there, or take another disk")
+    elif number in (errno.EROFS, errno.EACCES, errno.EPERM):
+        lines.append("  fix: make the folder writable, or take another one")
+    return "\n".join(lines)
+
+
+def _free(path: Path) -> str:
+    there = next((place for place in (path, *path.parents) if place.exists()), Path.cwd())
+    return f"{in_words(shutil.disk_usage(there).free)} are free on the disk of {there}"
+
+
+def in_words(count: float) -> str:
+    for unit in ("bytes", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
+def size_of_tree(folder: Path) -> int:
+    """Bytes of all files below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def write_whole(path: Path, data: str | bytes) -> None:
+    """Whole on the disk, or as it was before: written beside, synced, renamed. A text is UTF-8."""
+    work = path.with_name(f".{path.name}")
+    raw = data.encode() if isinstance(data, str) else data
+    with writing(path, needs=len(raw)):
+        try:
+            with work.open("wb") as file:
+                file.write(raw)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(work, path)
+        except BaseException:
+            with suppress(OSError):
+                work.unlink()
+            raise
+
+
+def sync_tree(folder: Path) -> None:
+    """All files below a folder, and the folders that name them, safely on the disk."""
+    for path in folder.rglob("*"):
+        sync(path)
+    sync(folder)
+
+
+def sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
