@@ -11,7 +11,7 @@ from typing import Any
 
 STEPS, TASKS, ATTEMPTS = 5, 2, 3
 REWARD = """
-import asyncio, zlib
+import asyncio, os, time, zlib
 def variety(final_answer):
     return len(set(final_answer)) / 10
 def short(final_answer):
@@ -22,6 +22,21 @@ async def slow(policy, task):
         text = (await policy.ask([*task.messages, {"role": "user", "content": f"{turn}"}])).text
         await asyncio.sleep((zlib.crc32(f"{task.id} {turn}".encode()) % 50) / 1000)
     return text
+def wait():
+    time.sleep(os.urandom(1)[0] / 5000)
+def hesitant(final_answer):
+    wait()
+    return len(set(final_answer)) / 10
+class Play:
+    def reset(self, task):
+        self.turns = 0
+        wait()
+        return [*task.messages]
+    def step(self, reply):
+        from covey import Done
+        wait()
+        self.turns += 1
+        return Done(reward=len(set(reply)) / 10) if self.turns == 3 else f"{len(reply)} a"
 """
 COMMON = ("model=model", "learner.lr=1e-3", "loop.threads=1", "logging.to=[]", f"loop.total_steps={STEPS}")
 TRAIN = (
@@ -38,6 +53,7 @@ MODES: dict[str, tuple[str, ...]] = {
     "lora": (*TRAIN, "model.lora.rank=4"),
     "ppo": (*TRAIN, "algorithm=ppo", "critic.warmup_steps=1", "algorithm.kl_coef=0.1", "algorithm.kl_target=0.01"),
     "dgdo": (*TRAIN, "algorithm=dgdo", "algorithm.warmup_steps=1", "reward=[reward.py:variety,reward.py:short]"),
+    "tools": (*TRAIN, "agent=reward.py:Play", "reward=[given,reward.py:hesitant]", "rollout.max_tokens=4"),
     "sft": (
         *("sft", *COMMON, "data.train_files=shown.jsonl", "data.val_files=shown_held.jsonl", "data.train_batch_size=2"),
         *("loop.save_every=2", "loop.keep_last=1", "eval.every=3"),

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,7 @@ class Plan:
     tickets: str = ""  # a file for the tickets that each step took, where sampling is ahead
     clock: float = 0.0  # seconds that the calendar's clock is ahead; it may be behind
     drift: float = 0.0  # seconds that it jumps back each time it is read
+    workers: int = 0  # processes for rewards and environments; 0: as many as usual
     pause: float = 0.0  # seconds that the process waits at that moment instead of getting a signal
 
 
@@ -100,6 +101,9 @@ def injure(plan: Plan) -> None:
             _wrap(moments, name, PLACES[name], tearing=name in TORN)
     if plan.tickets:
         _record_tickets(plan.tickets)
+    if plan.workers:
+        agents = importlib.import_module("covey.cli.agents")
+        agents.WorkerPool = partial(agents.WorkerPool, max_workers=plan.workers)  # type: ignore[attr-defined]
     if plan.clock or plan.drift:
         _turn_the_clock(plan)
 
