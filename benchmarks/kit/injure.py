@@ -48,6 +48,7 @@ PLACES = {
     "newest": "covey.loop.checkpoint:CheckpointStore.latest",
     "text": "pathlib:Path.write_text",
     "run-files": "covey.cli.build:write_run_files",
+    "sft-run-files": "covey.cli.build_sft:write_run_files",
     "info": "covey.loop.folder:RunFolder.write_info",
     "close": "covey.telemetry.telemetry:Telemetry.close",
     "status": "covey.loop.folder:RunFolder.set_status",

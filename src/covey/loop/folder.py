@@ -127,8 +127,8 @@ def find_unfinished(
             continue
         try:
             return RunFolder(info_file.parent, lock_folder(info_file.parent))
-        except BlockingIOError:  # that run is alive
-            continue
+        except BlockingIOError:
+            warn(f"{info_file.parent} has the same settings and is still running: it is left alone")
         except OSError as error:
             raise _no_place(info_file.parent, error) from error
     return None
