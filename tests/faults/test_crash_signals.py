@@ -51,6 +51,28 @@ def test_sigterm_saves_exits_with_143_and_says_so(yard: Yard, mode: str) -> None
     assert crashed.outcome(folder) == yard.expected(words)
 
 
+def descendants(pid: int) -> list[int]:
+    children = [int(word) for t in Path(f"/proc/{pid}/task").iterdir() for word in (t / "children").read_text().split()]
+    return [*children, *(further for child in children for further in descendants(child))]
+
+
+def test_sigterm_to_every_process_of_a_job(yard: Yard) -> None:
+    """As Slurm and systemd send it: rewards and environments are needed until the step is done."""
+    words, folder = crashed.MODES["tools"], yard.folder()
+    child = yard.nest.start(folder, words)
+    while not any(path.stat().st_size for path in folder.glob("outputs/*/*/metrics.jsonl")):
+        assert child.running(0.01), child.log()
+    everybody = [child.pid, *descendants(child.pid)]
+    assert len(everybody) > 2
+    for pid in everybody:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    assert child.wait() == 143, child.log()
+    assert yard.nest.run(folder, words) == 0, (folder / "log.txt").read_text()
+    steps = [r["metrics"] for r in crashed.records(crashed.finished_run(folder)) if r["kind"] == "step"]
+    assert [step["episodes/failed"] for step in steps] == [0.0] * crashed.STEPS
+
+
 def test_a_second_ctrl_c_does_not_wait_for_the_learner(yard: Yard) -> None:
     folder = yard.folder()
     child = yard.nest.start(folder, AHEAD, Plan(places=["update"], at=3, pause=600))  # its thread is busy for long
