@@ -226,7 +226,7 @@ def test_an_earlier_one_stays_when_writing_fails(tmp_path: Path, monkeypatch: py
     def full(path: Path) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("covey.tasks.datasets.write._sync", full)
+    monkeypatch.setattr("covey.tasks.datasets.write.sync_tree", full)
     with pytest.raises(OSError, match="no space left"):
         prepare(GSM8K, [file], tmp_path / "out")
     assert questions(tmp_path / "out/train.parquet") == ["1+1"]

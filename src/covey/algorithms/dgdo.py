@@ -31,6 +31,8 @@ from covey.algorithms.ops import mean_and_variance, simplex_with_floor
 from covey.protocols import Advantages, Metrics, Needs
 from covey.types import Samples
 
+SMALLEST = 1e-12  # mean that a spread is divided by, also with epsilon=0
+
 
 @dataclass(slots=True)
 class Dgdo:
@@ -80,7 +82,7 @@ class Dgdo:
             return {"mu": 0.0, "sigma": 0.0, "instability": 0.0}
         mu, variance = mean_and_variance(reward_N, group_N)
         sigma = math.sqrt(variance + 1e-8)
-        unstable = sigma / (abs(mu) + self.epsilon)
+        unstable = sigma / max(abs(mu) + self.epsilon, SMALLEST)
         if not self.paper_exact:
             constant = math.sqrt(variance) <= 1e-8 * float(reward_N.abs().max())
             unstable = 0.0 if constant else min(unstable, self.max_instability)

@@ -42,5 +42,5 @@ class GrpoPassk:
                 best, second = rewards_N[members].topk(2)[0]
                 found_N[members[rewards_N[members].argmax()]] = best - second
         std_N = group_std(rewards_N, group_N)
-        found_N = found_N * (std_N > 0)
-        return Advantages(found_N / (std_N + self.epsilon) if self.std_normalize else found_N)
+        scaled_N = found_N / (std_N + self.epsilon) if self.std_normalize else found_N
+        return Advantages(torch.where(std_N > 0, scaled_N, torch.zeros_like(found_N)))

@@ -17,6 +17,7 @@ Shapes: N episodes, R rows, T tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -107,7 +108,7 @@ class Kl:
             penalty_RT = self.coef * kl_RT.where(samples.mask_RT, 0)
             samples = replace(samples, token_rewards_RT=-penalty_RT if before is None else before - penalty_RT)
             metrics |= {"kl/reward": -self.coef * float(sum_N.mean()), "kl/coef": self.coef}
-        if self.kl_target is not None:
+        if self.kl_target is not None and math.isfinite(measured):  # one broken step must not spoil all that follow
             error = min(max(measured / self.kl_target - 1, -0.2), 0.2)
             self.coef *= 1 + error * min(samples.episodes / self.kl_horizon, 1.0)
         return samples, {"kl/coef": self.coef} | metrics

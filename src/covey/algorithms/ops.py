@@ -46,7 +46,8 @@ def normalised(x_N: Tensor, group_N: Tensor, epsilon: float, valid_N: Tensor | N
     std_N = group_std(x_N, group_N, valid_N)
     # Where the spread is mere rounding, so is the centred value.
     keep_N = (std_N > 0) if valid_N is None else (std_N > 0) & valid_N
-    return torch.where(keep_N, x_N - group_mean(x_N, group_N, valid_N), torch.zeros_like(x_N)) / (std_N + epsilon)
+    # The division is inside: without an ε a group without spread would be 0/0.
+    return torch.where(keep_N, (x_N - group_mean(x_N, group_N, valid_N)) / (std_N + epsilon), torch.zeros_like(x_N))
 
 
 def mean_and_variance(x_N: Tensor, group_N: Tensor) -> tuple[float, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from covey.cli.words import Words, compose_words
 from covey.config import Composed
 from covey.errors import InputError
 from covey.tasks import TaskSet
+from covey.telemetry.history import read_run
 
 if TYPE_CHECKING:
     from covey.protocols import RolloutEngine
@@ -85,15 +85,20 @@ def compose_for(name: str, words: Words) -> Composed:
     run = run_of(path)
     if not is_run(name):
         return compose_words(words, settings=[f"model.name={name}", *words.settings])
-    model = path / "model" if path != run else best_model(run)
+    model = named_model(path) if path != run else best_model(run)
     settings = [f"model.name={model}", *_tasks_of(run, words), *words.settings]
     return compose_words(words, settings=settings, config_path=run / "config.yaml")
 
 
 def _tasks_of(run: Path, words: Words) -> list[str]:
     """A run of covey sft knows demonstrations: from files they are no tasks, and others must be named."""
-    data = yaml.safe_load((run / "config.yaml").read_text())["data"]
-    if json.loads((run / "run.json").read_text()).get("kind") != "sft" or data["train_files"] is None:
+    config = run / "config.yaml"
+    try:
+        data = yaml.safe_load(config.read_text())["data"]
+        files = data["train_files"]
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
+        raise InputError(f"{config} is damaged or missing: {' '.join(str(error).split())}") from error
+    if read_run(run).get("kind") != "sft" or files is None:
         return []
     named = [word for word in words.settings if word.startswith(("data=", "data.name=", "data.val_files="))]
     if not named and words.text("--question") is None:
@@ -104,11 +109,27 @@ def _tasks_of(run: Path, words: Words) -> list[str]:
     return ["data.train_files=null", "data.val_files=null"]
 
 
+def named_model(checkpoint: Path) -> Path:
+    """Of a checkpoint that was named, once its bytes are checked."""
+    from covey.loop.checkpoint import DamagedCheckpoint, open_checkpoint
+
+    try:
+        return open_checkpoint(checkpoint).model
+    except DamagedCheckpoint as error:
+        raise InputError(str(error)) from error
+
+
 def best_model(run: Path) -> Path:
     """The checkpoint with the best evaluation, or else the last."""
-    folders = sorted((run / "checkpoints").glob("step-*"))
+    from covey.loop.checkpoint import DamagedCheckpoint, open_checkpoint, step_folders
+
+    folders = step_folders(run / "checkpoints")
     if not folders:
         raise InputError(f"{run} has no checkpoint yet\n  runs write one at the end, or every loop.save_every steps")
-    best = json.loads((folders[-1] / "state.json").read_text()).get("best")
-    named = run / "checkpoints" / f"step-{best['step']:06d}" if best else folders[-1]
-    return (named if named.is_dir() else folders[-1]) / "model"
+    try:
+        last = open_checkpoint(folders[-1])
+        best = last.state["best"]
+        named = run / "checkpoints" / f"step-{best['step']:06d}" if best else last.folder
+        return (open_checkpoint(named) if named.is_dir() else last).model
+    except DamagedCheckpoint as error:
+        raise InputError(f"{error}\n  name another one of {run / 'checkpoints'}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from covey.cli.words import parse
 from covey.errors import InputError
 from covey.telemetry.base import RunInfo, Sink
 from covey.telemetry.figures import ABSENT, Form, duration, show
-from covey.telemetry.history import Record, read_run
+from covey.telemetry.history import Record, read_record, read_run
 from covey.telemetry.jsonl import METRICS_FILE
 
 RUNS = """\
@@ -92,8 +91,8 @@ def watch(folder: Path, rest: Callable[[], None]) -> None:
     from covey.telemetry.history import History
 
     run, tail = Run(0, folder, folder.name), Tail(folder / METRICS_FILE)
-    records = [json.loads(line) for _, line in tail.lines()]
-    found = {kind: tuple(_record(one) for one in records if one["kind"] == kind) for kind in ("step", "eval")}
+    records = [read for _, line in tail.lines() if (read := read_record(line, f"{tail.path}, a line")) is not None]
+    found = {kind: tuple(record for its, record in records if its == kind) for kind in ("step", "eval")}
     console = open_console(_info(folder, run.info), "info", History(found["step"], found["eval"]))
     told: set[str] = set()
     status = "interrupted"
@@ -103,7 +102,8 @@ def watch(folder: Path, rest: Callable[[], None]) -> None:
             if tail.was_cut():
                 console.note("the run was resumed from a checkpoint")
             for _, line in tail.lines():
-                _pass_on(console, json.loads(line))
+                if (read := read_record(line, f"{tail.path}, a line")) is not None:
+                    _pass_on(console, *read)
             run.poll()
             for sign in run.signs():
                 if sign.name not in told:
@@ -117,16 +117,11 @@ def watch(folder: Path, rest: Callable[[], None]) -> None:
         console.close(status)
 
 
-def _pass_on(console: Sink, record: dict[str, Any]) -> None:
-    values = _record(record).metrics
-    if record["kind"] == "step":
-        console.step(record["step"], values, None, ())
+def _pass_on(console: Sink, kind: str, record: Record) -> None:
+    if kind == "step":
+        console.step(record.step, record.metrics, None, ())
     else:
-        console.evaluation(record["step"], values, None)
-
-
-def _record(found: dict[str, Any]) -> Record:
-    return Record(found["step"], {name: value for name, value in found["metrics"].items() if value is not None})
+        console.evaluation(record.step, record.metrics, None)
 
 
 def _info(folder: Path, run: dict[str, Any]) -> RunInfo:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from covey.dash.tail import Tail
+from covey.telemetry.history import read_record
 from covey.telemetry.jsonl import METRICS_FILE
 
 Floats = NDArray[np.float64]
@@ -68,8 +68,9 @@ class Metrics:
         if self._tail.was_cut():
             self.tables = {"step": Table(), "eval": Table()}
         for _, line in self._tail.lines():
-            record = json.loads(line)
-            self.tables[record["kind"]].add(record["step"], record["metrics"])
+            if (read := read_record(line, f"{self._tail.path}, a line")) is not None:
+                kind, record = read
+                self.tables[kind].add(record.step, record.metrics)
         return self.version != before
 
     def axes(self, kind: str) -> dict[str, Floats]:

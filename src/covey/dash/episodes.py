@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import warnings
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,27 +170,26 @@ class Episodes:
         return found | {"id": place}
 
     def _add(self, part: int, offset: int, line: bytes) -> None:
-        head = _head(line)
-        task = self.tasks.number(str(head["task_id"]))
+        """All of an episode, or nothing: a damaged line is told of, and must not hide the others."""
+        try:
+            entry = _entry(line)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            what = f"{type(error).__name__}: {error}"
+            warnings.warn(f"{self._path}: an episode is damaged and left out: {what}", stacklevel=2)
+            return
+        task = self.tasks.number(entry.task)
         if task == len(self.questions):
-            asked = [m for m in head["messages"] if m.get("role") == "user"]
-            self.questions.append(_plain(asked[-1].get("content"))[:PREVIEW] if asked else "")
-        values = {name: head[name] for name in ("step", "group", "attempt", "advantage")}
-        values["reward"] = head["total_reward"]
-        values["length"] = head["length"]
-        values["turns"] = sum(m.get("role") == "assistant" for m in head["messages"])
-        values["tool_errors"] = sum(use["error"] is not None for use in head.get("tools", ()))
+            self.questions.append(entry.question)
         for name, column in self.numbers.items():
-            column.append(NOT_SCORED if values[name] is None else values[name])
-        for name in head["rewards"]:
+            column.append(entry.numbers[name])
+        for name in entry.rewards:
             if name not in self.rewards:
                 self.rewards[name] = array("d", [NOT_SCORED] * len(self))
         for name, column in self.rewards.items():
-            value = head["rewards"].get(name)
-            column.append(NOT_SCORED if value is None else value)
+            column.append(entry.rewards.get(name, NOT_SCORED))
         self.task.append(task)
-        self.stop.append(self.stops.number(head["stop"] or "none"))
-        self.failure.append(head["failure"] is not None)
+        self.stop.append(self.stops.number(entry.stop))
+        self.failure.append(entry.failed)
         self.parts.append(part)
         self.offsets.append(offset)
         self.sizes.append(len(line))
@@ -225,6 +225,40 @@ class Episodes:
         with self._tails[self.parts[place]].path.open("rb") as file:
             file.seek(self.offsets[place])
             return file.read(self.sizes[place])
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the index holds of an episode."""
+
+    task: str
+    question: str
+    numbers: dict[str, float]
+    rewards: dict[str, float]
+    stop: str
+    failed: bool
+
+
+def _entry(line: bytes) -> Entry:
+    head = _head(line)
+    asked = [m for m in head["messages"] if m.get("role") == "user"]
+    values = {name: head[name] for name in ("step", "group", "attempt", "advantage")}
+    values["reward"] = head["total_reward"]
+    values["length"] = head["length"]
+    values["turns"] = sum(m.get("role") == "assistant" for m in head["messages"])
+    values["tool_errors"] = sum(use["error"] is not None for use in head.get("tools", ()))
+    return Entry(
+        task=str(head["task_id"]),
+        question=_plain(asked[-1].get("content"))[:PREVIEW] if asked else "",
+        numbers={name: _scored(value) for name, value in values.items()},
+        rewards={str(name): _scored(value) for name, value in head["rewards"].items()},
+        stop=str(head["stop"] or "none"),
+        failed=head["failure"] is not None,
+    )
+
+
+def _scored(value: Any) -> float:
+    return NOT_SCORED if value is None else float(value)
 
 
 def _head(line: bytes) -> dict[str, Any]:

@@ -6,7 +6,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -193,7 +194,7 @@ class Library:
         around = {*self.places, *(place / "eval" for place in self.places)}
         around |= {run.folder.parent.parent / "eval" for run in self.runs}
         files = sorted({file.resolve() for place in around for file in _results(place)})
-        return [found for file in files for found in json.loads(file.read_text())["comparisons"]]
+        return [found for file in files for found in _comparisons(file)]
 
     def _name(self, folder: Path) -> str:
         """Short, and without the path to it."""
@@ -203,15 +204,21 @@ class Library:
         return "/".join(folder.resolve().parts[-2:])
 
 
-def run_folders(places: Iterable[Path]) -> list[Path]:
-    """Runs by the time they started, each once. What begins with a dot is not looked into."""
+def run_folders(places: Iterable[Path], tell: Callable[[str], None] = warnings.warn) -> list[Path]:
+    """Runs by the time they started, each once. What begins with a dot is not looked into. One that was not named
+    itself and cannot be read is told of, and left out."""
     found: dict[Path, str] = {}
     for place in places:
         if not place.is_dir():
             raise InputError(f"{place}: no such folder")
         for folder, inside, names in os.walk(place):
             if "run.json" in names and Path(folder) not in found:
-                found[Path(folder)] = str(read_run(Path(folder)).get("started", ""))
+                try:
+                    found[Path(folder)] = str(read_run(Path(folder)).get("started", ""))
+                except InputError as error:
+                    if Path(folder) == place:
+                        raise
+                    tell(f"{error}; that run is left out")
             # A run holds no runs, only many files.
             inside[:] = [] if "run.json" in names else [name for name in inside if not name.startswith(".")]
     return sorted(found, key=lambda folder: (found[folder], str(folder)))
@@ -224,10 +231,21 @@ def wilson(p: float, n: int) -> tuple[float, float]:
     return max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half))
 
 
+def _comparisons(file: Path) -> list[dict[str, Any]]:
+    try:
+        return list(json.loads(file.read_text())["comparisons"])
+    except (ValueError, KeyError, TypeError) as error:
+        warnings.warn(f"{file} is damaged and left out: {type(error).__name__}: {error}", stacklevel=2)
+        return []
+
+
 def _results(place: Path) -> list[Path]:
     return [*place.glob("results.json"), *place.glob("*/results.json")]
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.yaml"
-    return flat(yaml.safe_load(path.read_text())) if path.exists() else {}
+    try:
+        return flat(yaml.safe_load(path.read_text())) if path.exists() else {}
+    except (yaml.YAMLError, ValueError) as error:
+        raise InputError(f"{path} is damaged: {' '.join(str(error).split())}") from error

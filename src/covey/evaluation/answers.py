@@ -72,7 +72,11 @@ class EvalFolder:
         return {key: sorted(group, key=lambda a: (a.index, a.attempt)) for key, group in found.items()}
 
     def _read(self) -> list[Answer]:
-        return [Answer(**record) for record in read_jsonl(self.path / ANSWERS_FILE)]
+        path = self.path / ANSWERS_FILE
+        try:
+            return [Answer(**record) for record in read_jsonl(path)]
+        except TypeError as error:
+            raise InputError(f"{path} is damaged: {error}\n  fix: take that line out, or name a new --out") from error
 
     def close(self) -> None:
         self._lock.close()
@@ -91,8 +95,13 @@ def _read_settings(path: Path) -> dict[str, Any] | None:
         if any(not file.name.startswith(".") for file in path.iterdir()):  # a lock alone: it was killed at its start
             raise InputError(f"--out {path} holds other things, and no evaluation\n  fix: name a new folder")
         return None
-    found: dict[str, Any] = json.loads((path / SETTINGS_FILE).read_text())
-    return found
+    try:
+        found = json.loads((path / SETTINGS_FILE).read_text())
+        if set(found) != {"command", "settings"}:
+            raise ValueError("it does not say its command and settings")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InputError(f"{path / SETTINGS_FILE} is damaged: {error}\n  fix: name a new --out") from error
+    return dict(found)
 
 
 def _locked(path: Path) -> IO[str]:

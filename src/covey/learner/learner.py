@@ -341,8 +341,9 @@ class Learner:
         else:
             self._zero_grad()
         self.skipped += not made
-        # In float16 the scale of the loss is found by overflowing: with a sound loss that is no sign of trouble.
-        expected = finite and self.scaler.is_enabled()
+        # In float16 the scale of the loss is found by overflowing: with a sound loss that is no sign of trouble, until
+        # the loss is not scaled up any more.
+        expected = finite and self.scaler.is_enabled() and self.scaler.get_scale() >= 1
         self.skipped_in_a_row = 0 if made or expected else self.skipped_in_a_row + 1
         if self.skipped_in_a_row >= self.config.max_skipped:
             raise NonFiniteError(

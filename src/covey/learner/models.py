@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from covey.config.schema import ModelConfig
 from covey.errors import Absent, InputError, nearest
@@ -113,6 +114,8 @@ def open_source(config: ModelConfig) -> ModelSource:
 def _explain_unreachable(name: str) -> Iterator[None]:
     try:
         yield
+    except SafetensorError as error:
+        raise InputError(f"the weights of {name} are damaged: {error}\n  bring them back from a copy") from error
     except OSError as error:
         raise Absent(
             f"cannot load model  {name}\n  {str(error).splitlines()[0]}\n"

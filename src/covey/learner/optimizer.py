@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.config.schema import LearnerConfig
+from covey.errors import InputError
 from covey.learner.ranks import ALONE, Ranks
 from covey.learner.sharding import HALVES, is_sharded, own_part, own_rows, working_dtype
 
@@ -171,8 +172,22 @@ class MasterAdamW:
                 found[f"master/{name}"] = master
         return found
 
+    def _check(self, tensors: dict[str, Tensor]) -> None:
+        """Of these weights, and of their shapes: moments of another model would do no harm that is seen."""
+        for key, tensor in tensors.items():
+            kind, _, name = key.partition("/")
+            master = self.masters.get(name)
+            if master is None:
+                raise InputError(
+                    f"the checkpoint is of another model: it knows a weight {name}, which is not trained here"
+                )
+            if kind != "step" and tensor.shape != master.shape:
+                shapes = f"{list(tensor.shape)} there, {list(master.shape)} here"
+                raise InputError(f"the checkpoint is of another model: {name} is {shapes}")
+
     @torch.no_grad()
     def load(self, tensors: dict[str, Tensor], steps: int) -> None:
+        self._check(tensors)
         for name, master in self.masters.items():
             moments = {k: tensors[f"{k}/{name}"] for k in ("step", "exp_avg", "exp_avg_sq") if f"{k}/{name}" in tensors}
             if moments:

@@ -108,7 +108,7 @@ def _bunches(rows: Sequence[Sample], limit: int, max_rows: int) -> list[Bunch]:
         bunch: Bunch = []
         length = len(prompt)
         for index in members:
-            answer = len(rows[index].response_ids) - 1
+            answer = _fed(rows[index])
             if bunch and (length + answer > limit or len(bunch) >= max_rows):
                 bunches.append(bunch)
                 bunch, length = [], len(prompt)
@@ -119,7 +119,12 @@ def _bunches(rows: Sequence[Sample], limit: int, max_rows: int) -> list[Bunch]:
 
 
 def _length(rows: Sequence[Sample], bunch: Bunch) -> int:
-    return len(rows[bunch[0]].prompt_ids) + sum(len(rows[index].response_ids) - 1 for index in bunch)
+    return len(rows[bunch[0]].prompt_ids) + sum(_fed(rows[index]) for index in bunch)
+
+
+def _fed(row: Sample) -> int:
+    """Tokens of an answer that stand in the line: all but the last. An answer may have none at all."""
+    return max(len(row.response_ids) - 1, 0)
 
 
 def pack(rows: Sequence[Sample], bunches: Sequence[Bunch]) -> Packed:
@@ -129,19 +134,20 @@ def pack(rows: Sequence[Sample], bunches: Sequence[Bunch]) -> Packed:
     prompt_B = np.array([len(prompt) for prompt in prompts])
     bunch_R = np.repeat(np.arange(len(bunches)), [len(bunch) for bunch in bunches])
     count_R = np.array([len(row.response_ids) for row in flat])
-    start_R = prompt_B.sum() + (count_R - 1).cumsum() - (count_R - 1)  # of each answer in the line
+    fed_R = np.array([_fed(row) for row in flat])
+    start_R = prompt_B.sum() + fed_R.cumsum() - fed_R  # of each answer in the line
     # All answers one after the other, with their last tokens: N tokens.
     row_N = np.repeat(np.arange(len(flat)), count_R)
     column_N = np.arange(count_R.sum()) - np.repeat(count_R.cumsum() - count_R, count_R)
     answer_N = np.fromiter(chain.from_iterable(row.response_ids for row in flat), np.int64, count_R.sum())
     sampled_N = np.fromiter(chain.from_iterable(row.mask for row in flat), bool, count_R.sum())
-    fed_N = column_N < count_R[row_N] - 1
+    fed_N = column_N < fed_R[row_N]
     before_N = np.where(column_N == 0, prompt_B.cumsum()[bunch_R[row_N]] - 1, start_R[row_N] + column_N - 1)
     prompt_ids = np.fromiter(chain.from_iterable(prompts), np.int64, prompt_B.sum())
     prompt_position = np.arange(prompt_B.sum()) - np.repeat(prompt_B.cumsum() - prompt_B, prompt_B)
     position_N = prompt_B[bunch_R[row_N]] + column_N
     return Packed(
-        layout=Layout.of(prompt_B.tolist(), [[len(rows[i].response_ids) - 1 for i in bunch] for bunch in bunches]),
+        layout=Layout.of(prompt_B.tolist(), [[_fed(rows[i]) for i in bunch] for bunch in bunches]),
         ids_T=torch.from_numpy(np.concatenate([prompt_ids, answer_N[fed_N]])),
         position_T=torch.from_numpy(np.concatenate([prompt_position, position_N[fed_N]])),
         source_M=torch.from_numpy(before_N[sampled_N]),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import shutil
 import tempfile
@@ -115,6 +116,15 @@ class CheckpointStore:
         if damaged:
             raise _none_is_whole(self.folder, damaged)
         return None
+
+
+def best_of(best: dict[str, float] | None, step: int, value: float, *, falls: bool = False) -> dict[str, float] | None:
+    """The best evaluation among the checkpoints, this one included: the highest, or where it `falls`, the lowest. What
+    is no number is never the best: nothing would be better than it."""
+    if not math.isfinite(value):
+        return best
+    better = best is None or (value < best["value"] if falls else value > best["value"])
+    return {"step": step, "value": value} if better else best
 
 
 def step_folders(folder: Path) -> list[Path]:

@@ -114,6 +114,9 @@ def find_unfinished(
     output_dir: Path, project: str, experiment: str, fingerprint: str, warn: Callable[[str], None]
 ) -> RunFolder | None:
     """The newest unfinished run of this name and configuration that nobody is running."""
+    for checkpoints in sorted(output_dir.glob("*/*/checkpoints")):
+        if not (checkpoints.parent / INFO).exists() and step_folders(checkpoints):
+            warn(f"{checkpoints.parent} has checkpoints, but its {INFO} is missing; that run is not resumed")
     for info_file in sorted(output_dir.glob("*/*/run.json"), key=_order, reverse=True):
         if not step_folders(info_file.parent / "checkpoints"):
             continue  # nothing to go on from: it is left as it is

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Any
 
 from covey.config.schema import Config
 from covey.learner.learner import NonFiniteError
-from covey.loop.checkpoint import Checkpoint, CheckpointStore
+from covey.loop.checkpoint import Checkpoint, CheckpointStore, best_of
 from covey.loop.evaluate import Evaluator
 from covey.loop.folder import RunFolder
 from covey.loop.limit import TimeLimit, time_limit
@@ -139,9 +138,7 @@ class Run:
 
     def checkpoint(self, done: int) -> Checkpoint:
         if self.evaluations and self.evaluations[-1][0] == done:
-            accuracy = self.evaluations[-1][1].get("eval/accuracy", 0.0)
-            if math.isfinite(accuracy) and (self.best is None or accuracy > self.best["value"]):
-                self.best = {"step": done, "value": accuracy}
+            self.best = best_of(self.best, done, self.evaluations[-1][1].get("eval/accuracy", 0.0))
         metrics_offset, episodes_offset = self.telemetry.offsets()
         state = {
             "metrics_offset": metrics_offset,

@@ -6,7 +6,6 @@ sample. A demonstration is an episode that somebody else played; its turns are l
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from covey.algorithms.likelihood import Likelihood
 from covey.config.schema import Config
 from covey.learner.learner import Ask, Learner, NonFiniteError
-from covey.loop.checkpoint import Checkpoint, CheckpointStore
+from covey.loop.checkpoint import Checkpoint, CheckpointStore, best_of
 from covey.loop.folder import RunFolder
 from covey.loop.limit import TimeLimit, time_limit
 from covey.loop.offenders import Offenders
@@ -141,9 +140,7 @@ class SftRun:
 
     def checkpoint(self, done: int) -> Checkpoint:
         if self.evaluations and self.evaluations[-1][0] == done:
-            loss = self.evaluations[-1][1]["eval/loss"]
-            if math.isfinite(loss) and (self.best is None or loss < self.best["value"]):
-                self.best = {"step": done, "value": loss}
+            self.best = best_of(self.best, done, self.evaluations[-1][1]["eval/loss"], falls=True)
         metrics_offset, episodes_offset = self.telemetry.offsets()
         state = {
             "metrics_offset": metrics_offset,

@@ -35,6 +35,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Columns = dict[str, float | None]
 
 OF_EPISODE = ("completion", "episode", "final_answer")
+LARGEST = 1e15  # squares of rewards are summed in float32, which ends at 3e38
 FILLED_IN = (*OF_EPISODE, "answer", "question", "task")  # never options
 
 
@@ -164,14 +165,20 @@ class RewardFunction:
         }
         return self._columns(task, await self._run(task, given))
 
-    async def score_group(self, task: Task, episodes: Sequence[Episode]) -> list[Columns]:
-        """One call for all attempts, which must return one value for each."""
+    async def score_group(self, task: Task, episodes: Sequence[Episode]) -> list[Columns | RewardError]:
+        """One call for all attempts, which must return one value for each. A value that is no reward costs its own."""
         values = await self._run(task, self._of_task(task), episodes=list(episodes))
         if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(episodes):
             raise RewardError(
                 self.name, task.id, f"a group reward returns a list with one value for each of {len(episodes)} episodes"
             )
-        return [self._columns(task, value) for value in values]
+        return [self._columns_or_error(task, value) for value in values]
+
+    def _columns_or_error(self, task: Task, value: Any) -> Columns | RewardError:
+        try:
+            return self._columns(task, value)
+        except RewardError as error:
+            return error
 
     def _of_task(self, task: Task) -> dict[str, Any]:
         """What is known without an episode. An answer that is not there must not pass for None."""
@@ -223,9 +230,15 @@ class RewardFunction:
             return None
         if not isinstance(value, Real):
             raise RewardError(self.name, task.id, f"{column} must be a number or None, got {value!r:.50}")
-        if not math.isfinite(value):
-            raise RewardError(self.name, task.id, f"{column} is {float(value)}, a reward must be finite")
-        return float(value)
+        try:
+            number = float(value)
+        except OverflowError:  # an integer that no float holds
+            number = math.inf
+        if not math.isfinite(number):
+            raise RewardError(self.name, task.id, f"{column} is {number}, a reward must be finite")
+        if abs(number) > LARGEST:
+            raise RewardError(self.name, task.id, f"{column} is {number:g}, a reward must lie within ±{LARGEST:g}")
+        return number
 
 
 def check_options(reward: str, options: Mapping[str, Any], known: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -163,8 +164,13 @@ class Judge:
         with self._lock:
             self._known[key] = reply
             if self.cache is not None:
-                with Path(self.cache).open("a") as file:
-                    file.write(json.dumps({"key": key, "reply": reply}) + "\n")
+                try:
+                    with Path(self.cache).open("a") as file:
+                        file.write(json.dumps({"key": key, "reply": reply}) + "\n")
+                except OSError as error:  # the opinion is there all the same
+                    what = f"reward.options.judge.cache={self.cache}: {error.strerror}"
+                    warnings.warn(f"{what}; no further reply is kept there", stacklevel=2)
+                    self.cache = None
 
     def _persist(self, request: Mapping[str, Any], deadline: float) -> str:
         """Ask until there is an answer, nothing left to try, or no time."""

@@ -12,7 +12,7 @@ from covey.errors import EpisodeError, InputError, unknown
 from covey.plugins import load_function
 from covey.rewards.builtin import REWARDS
 from covey.rewards.condition import Condition, apply, find_conditions
-from covey.rewards.function import FILLED_IN, Columns, RewardFunction, check_options, reward_name
+from covey.rewards.function import FILLED_IN, Columns, RewardError, RewardFunction, check_options, reward_name
 from covey.types import Episode, Task
 from covey.workers import WorkerPool
 
@@ -166,7 +166,8 @@ class RewardSet:
         alone = await asyncio.gather(*(self._alone(task, episode) for episode in valid))
         left = [(e, table) for e, table in zip(valid, alone, strict=True) if not isinstance(table, EpisodeError)]
         compared = await self._compared(task, [e for e, _ in left]) if left else []
-        found = iter([self._table(table | more) for (_, table), more in zip(left, compared, strict=True)])
+        pairs = zip(left, compared, strict=True)
+        found = iter([more if isinstance(more, EpisodeError) else self._table(t | more) for (_, t), more in pairs])
         tables = iter([table if isinstance(table, EpisodeError) else next(found) for table in alone])
         unscored: Columns = dict.fromkeys(self.names)
         return [next(tables) if episode.failure is None else dict(unscored) for episode in episodes]
@@ -179,14 +180,20 @@ class RewardSet:
             return error
         return _merged(tables)
 
-    async def _compared(self, task: Task, episodes: Sequence[Episode]) -> list[Columns]:
+    async def _compared(self, task: Task, episodes: Sequence[Episode]) -> list[Columns | EpisodeError]:
         """What the rewards say that compare attempts, for each."""
         lists = await _together([f.score_group(task, episodes) for f in self.functions if f.groupwise])
-        return [_merged(tables) for tables in zip(*lists, strict=True)] if lists else [{} for _ in episodes]
+        return [_merged_or_error(tables) for tables in zip(*lists, strict=True)] if lists else [{} for _ in episodes]
 
     def _table(self, merged: Columns) -> Columns:
         extras = {name: value for name, value in merged.items() if name not in self.weights}
         return apply(self.conditions, {name: merged[name] for name in self.names}) | extras
+
+
+def _merged_or_error(tables: Sequence[Columns | RewardError]) -> Columns | EpisodeError:
+    """Of one attempt: the first error, if any reward has one."""
+    errors = [table for table in tables if isinstance(table, RewardError)]
+    return errors[0] if errors else _merged(table for table in tables if not isinstance(table, RewardError))
 
 
 def _merged(tables: Iterable[Columns]) -> Columns:

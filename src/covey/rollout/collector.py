@@ -277,6 +277,7 @@ _LIKELY_FIX = {
     "environment": "run the environment once by hand; it raised in every episode",
     "environment_timeout": "raise agent.tool_seconds: reset or step took longer in every episode",
     "no_room": "shorten the prompts, or raise model.context_length or agent.max_response_tokens",
+    "nonfinite": "try model.dtype=float32 or bfloat16; if the weights are broken, go back to an earlier checkpoint",
     "unscored": "return a number from the reward; None means that an attempt cannot be scored",
     "abandoned": "start the program that plays the attempts: it comes for them with POST /episodes (docs/gateway.md)",
     "program": "run agent.command by hand against covey serve; its last words are above",

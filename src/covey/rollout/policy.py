@@ -7,15 +7,23 @@ one row of tokens is trained on however many turns an episode has.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
+from covey.errors import EpisodeError
 from covey.protocols import NoRoom, Reply, RolloutEngine
 from covey.rollout.rendering import Renderer, Said, Tools
 from covey.rollout.streams import stream_seed
 from covey.types import Completion, Messages, Sampling, StopReason, Turn
+
+
+class NotFinite(EpisodeError):
+    """A reply whose log-probs are no numbers: nothing can be learned from it, and its tokens mean nothing."""
+
+    cause = "nonfinite"
 
 
 class EpisodePolicy:
@@ -106,6 +114,10 @@ class EpisodePolicy:
                 done = await self.engine.generate(token_ids, sampling)
         finally:
             del self._granted[number]
+        if not all(map(math.isfinite, done.logprobs)):
+            raise NotFinite(
+                "the model's log-probs are not finite: its weights or activations have overflowed, or are NaN"
+            )
         turn = Turn(tuple(token_ids), done.token_ids, done.logprobs, done.versions, done.stop, trained=trained)
         self._turns[number] = turn
         return turn

@@ -37,6 +37,7 @@ def draw_next(rows: Sequence[Running], logits_BV: Tensor) -> Drawn:
 
 def draw(logits_BV: Tensor, settings: Sequence[Sampling], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Token ids [B] and their log-probs [B] (float32). Greedy rows have log-prob 0: their distribution is one point.
+    Where the logits are no numbers, neither is the log-prob, and the token means nothing.
     Some rows after the other, so that what is held beside the logits does not grow with the batch."""
     size = max(1, BLOCK_LOGITS // logits_BV.shape[-1])
     drawn = [
@@ -51,7 +52,7 @@ def _draw(logits_BV: Tensor, settings: Sequence[Sampling], positions: Sequence[i
     device = logits_BV.device
     greedy_B = torch.tensor([s.temperature == 0 for s in settings], device=device)
     if bool(greedy_B.all()):
-        return logits_BV.argmax(-1), torch.zeros(len(settings), device=device)
+        return _likeliest(logits_BV)
     cooled_BV = logits_BV.float()
     if any(s.temperature not in (0, 1) for s in settings):
         cooled_BV = cooled_BV / torch.tensor([s.temperature or 1.0 for s in settings], device=device)[:, None]
@@ -65,8 +66,15 @@ def _draw(logits_BV: Tensor, settings: Sequence[Sampling], positions: Sequence[i
     id_B = invert(probs_BV, u_B)
     logprob_B = probs_BV.gather(-1, id_B[:, None])[:, 0].log()
     if bool(greedy_B.any()):
-        return torch.where(greedy_B, logits_BV.argmax(-1), id_B), logprob_B.masked_fill(greedy_B, 0.0)
+        likeliest_B, certain_B = _likeliest(logits_BV)
+        return torch.where(greedy_B, likeliest_B, id_B), torch.where(greedy_B, certain_B, logprob_B)
     return id_B, logprob_B
+
+
+def _likeliest(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
+    """The token of each row, and log 1 = 0; NaN where some logit is NaN or infinite."""
+    highest_B, id_B = logits_BV.max(-1)
+    return id_B, (highest_B - highest_B).float()
 
 
 def invert(probs_BV: Tensor, u_B: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ adapters merged into copies, in a file or in buckets."""
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from covey.errors import InputError
+from covey.storage import sync, writing
 
 Named = Iterator[tuple[str, Tensor]]
 
@@ -90,11 +90,15 @@ def write_weights(named: Named, folder: Path, version: int) -> tuple[Path, str]:
 
     path = folder / f"version-{version}.safetensors"
     work = path.with_suffix(".writing")
-    save_file({name: weight.cpu().contiguous() for name, weight in named}, work)
-    digest = file_digest(work)
-    with work.open("rb") as file:
-        os.fsync(file.fileno())
-    work.rename(path)
+    weights = {name: weight.cpu().contiguous() for name, weight in named}
+    try:
+        with writing(path, needs=sum(weight.numel() * weight.element_size() for weight in weights.values())):
+            save_file(weights, work)
+            digest = file_digest(work)
+            sync(work)
+            work.rename(path)
+    finally:
+        work.unlink(missing_ok=True)
     return path, digest
 
 

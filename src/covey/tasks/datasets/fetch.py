@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import urlparse
 
 from covey.errors import Absent, InputError
+from covey.storage import StorageFailed, explain, refusal
 from covey.tasks.datasets.dataset import Hub, Source, Url
 
 SECONDS = 60  # without a byte, and a server is given up
@@ -29,10 +30,15 @@ def _download(name: str, source: Source, home: Url, folder: Path) -> Path:
     try:
         with urllib.request.urlopen(home.address, timeout=SECONDS) as answer, path.open("wb") as file:
             shutil.copyfileobj(answer, file)
+            promised, there = answer.headers.get("Content-Length", ""), file.tell()
     except urllib.error.HTTPError as error:
         raise _not_reached(name, source, f"the server says {error.code} {error.reason}") from error
     except OSError as error:  # no network, no such host, a broken connection
+        if refusal(error) is not None:
+            raise StorageFailed(explain(path, refusal(error) or 0)) from error
         raise _not_reached(name, source, str(getattr(error, "reason", error))) from error
+    if promised.isdigit() and there < int(promised):
+        raise _not_reached(name, source, f"the connection ended after {there} of {promised} bytes")
     return path
 
 

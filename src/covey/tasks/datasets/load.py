@@ -52,7 +52,12 @@ def read_manifest(name: str, folder: Path | None = None) -> dict[str, Any]:
             f"data={name} is not prepared: there is no {path}\n"
             f"  fix: covey data prepare {name}     (or set DATA_DIR to the folder that holds {name}/)"
         )
-    found: dict[str, Any] = json.loads(path.read_text())
+    try:
+        found = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is damaged: {error}\n  fix: covey data prepare {name}") from error
+    if not isinstance(found, dict) or not all(isinstance(found.get(key), dict) for key in ("rows", "outputs")):
+        raise InputError(f"{path} is damaged: it does not say its rows and outputs\n  fix: covey data prepare {name}")
     if found.get("name") != name:
         raise InputError(f"{path} is of {found.get('name')}, not of {name}\n  fix: covey data prepare {name}")
     return found
@@ -65,7 +70,8 @@ def read_rows(
     if split not in manifest["rows"]:
         return []
     path = (folder or data_folder(dataset.name)) / f"{split}.parquet"
-    if not path.is_file() or sha256(path) != manifest["outputs"][path.name]["sha256"]:
+    expected = manifest["outputs"].get(path.name)
+    if not path.is_file() or not isinstance(expected, dict) or sha256(path) != expected.get("sha256"):
         what = "has changed since it was prepared" if path.is_file() else "is missing"
         raise InputError(f"{path} {what}\n  fix: covey data prepare {dataset.name}")
     rows = [row.values for row in read_table(path).rows]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import InputError
+from covey.storage import sync_tree, writing
 from covey.tasks.datasets.dataset import Dataset
 from covey.tasks.datasets.load import MANIFEST, sha256
 
@@ -23,6 +24,17 @@ def write_set(
     folder: Path,
 ) -> dict[str, Any]:
     _check_place(folder)
+    with writing(folder):
+        return _write_beside(dataset, rows, passages, manifest, folder)
+
+
+def _write_beside(
+    dataset: Dataset,
+    rows: Mapping[str, Sequence[Mapping[str, Any]]],
+    passages: Sequence[Mapping[str, str]],
+    manifest: Mapping[str, Any],
+    folder: Path,
+) -> dict[str, Any]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -35,8 +47,7 @@ def write_set(
         outputs = {path.name: {"rows": counts[path.name], "sha256": sha256(path)} for path in sorted(beside.iterdir())}
         complete = {**manifest, "outputs": outputs}
         (beside / MANIFEST).write_text(json.dumps(complete, indent=2, ensure_ascii=False) + "\n")
-        for path in beside.iterdir():
-            _sync(path)
+        sync_tree(beside)
         _swap(beside, folder)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
@@ -59,11 +70,6 @@ def _write_parquet(path: Path, dataset: Dataset, rows: Sequence[Mapping[str, Any
     columns = dict.fromkeys(name for row in packed for name in row)
     table = pyarrow.table({name: [row.get(name) for row in packed] for name in columns})
     pyarrow.parquet.write_table(table, path, compression="zstd")
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def _swap(new: Path, folder: Path) -> None:
