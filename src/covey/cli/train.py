@@ -171,7 +171,7 @@ def how_to_go_on(path: Path, resume: str = "auto") -> str:
     from covey.loop.checkpoint import step_folders, step_of
 
     if is_finished(path):
-        return f"all steps are made and the checkpoints are whole; what is missing is the report:  covey report {path}"
+        return f"all steps are made, and all is saved: {path}"
     if not (steps := step_folders(path / "checkpoints")):
         return "there is no checkpoint to go on from (loop.save_every writes some)"
     command = f"the same command with resume={path}" if resume == "disable" else "the same command"
