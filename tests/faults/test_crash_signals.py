@@ -6,10 +6,12 @@ import json
 import os
 import signal
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
+from covey.cli.train import _new_base
 from covey.loop.folder import lock_folder
 from tests.faults.here import Plan, Yard, crashed
 
@@ -51,6 +53,21 @@ def test_sigterm_saves_exits_with_143_and_says_so(yard: Yard, mode: str) -> None
     assert crashed.outcome(folder) == yard.expected(words)
 
 
+def test_sigterm_ends_a_whole_sweep(yard: Yard) -> None:
+    folder = yard.folder()
+    words = ["train", "--multirun", *SYNC[1:], "seed=1,2"]
+    assert yard.nest.run(folder, words, Plan(places=["update"], at=1, signal=signal.SIGTERM)) == 143
+    (run,) = folder.glob("multirun/*/*/*/run.json")
+    assert run.parent.name == "0" and crashed.status(run.parent) == "interrupted"
+
+
+def test_two_sweeps_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("covey.cli.train.datetime", type("Stopped", (), {"now": lambda: datetime(2026, 1, 31, 14, 5, 9)}))
+        found = [_new_base(tmp_path).relative_to(tmp_path) for _ in range(2)]
+    assert found == [Path("2026-01-31/14-05-09"), Path("2026-01-31/14-05-09-1")]
+
+
 def descendants(pid: int) -> list[int]:
     children = [int(word) for t in Path(f"/proc/{pid}/task").iterdir() for word in (t / "children").read_text().split()]
     return [*children, *(further for child in children for further in descendants(child))]
@@ -80,7 +97,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_learner(yard: Yard) -> None:
         assert child.running(0.02), child.log()
     child.running(1.0)
     child.signal(signal.SIGINT)
-    assert child.running(2.0), "the first one waits for what computes"
+    assert child.running(1.0), "the first one waits for what computes"
     child.signal(signal.SIGINT)
     assert child.wait(30) == 130
     assert yard.nest.run(folder, AHEAD) == 0, (folder / "log.txt").read_text()

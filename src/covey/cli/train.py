@@ -35,8 +35,7 @@ covey train [--config-name RECIPE | --config FILE] [flags] [key=value ...]
   --launcher submitit    with --multirun: each combination is a job, on Slurm or as a process here (docs/slurm.md)
   --launcher-options A   of the launcher:  timeout_min=240,gpus_per_node=1,slurm_partition=gpu
   --strict               with --validate-only: what is missing on this machine is an error, not a warning
-  --unfinished CODE      exit with this number where loop.max_minutes or SIGTERM ended the run (for job scripts);
-                         without it, 0 for the minutes and 143 for SIGTERM
+  --unfinished CODE      exit with this number where loop.max_minutes (otherwise 0) or SIGTERM (143) ended the run
 
 Settings most people touch (all of them: covey config; one of them: covey config explain learner.lr)
 
@@ -57,10 +56,7 @@ Settings most people touch (all of them: covey config; one of them: covey config
 
 verl's, AgentFly's and TorchRL's names for these work too (algorithm.adv_estimator, actor_rollout_ref.*, trainer.*,
 optimizer.lr ...).
-
-SIGTERM ends a run after the step under way, with a checkpoint. Ctrl-C stops it at once, never in the middle of a write
-(exit code 130); a second Ctrl-C does not even wait for that. After all of them, and after a kill, the same command goes
-on from the last checkpoint and ends as if nothing had happened.
+SIGTERM ends a run after its step, with a checkpoint; Ctrl-C stops it, a second one at once. The same command goes on.
 
 Recipes
 {recipes}
