@@ -131,21 +131,21 @@ def test_the_report_of_a_finished_run(
     with small_disk(tmp_path / "disk", 4000) as disk:
         folder = prepare(disk.path / "work")
 
-        def full(path: Path) -> Path:
+        def full(path: Path, status: str) -> Path:
             disk.fill()
-            return write(path)
+            return write(path, status)
 
-        monkeypatch.setattr("covey.loop.run.write_report", full)
-        assert train(folder, tiny_model_folder) == 1
+        with monkeypatch.context() as patch:
+            patch.setattr("covey.loop.run.write_report", full)
+            assert train(folder, tiny_model_folder) == 1
         told = capsys.readouterr().err
         run = the_run(folder)
-        assert (
-            "curve.png: No space left" in told
-            and "all steps are made" in told
-            and f"covey report {run.relative_to(folder)}" in told
-        )
-        assert json.loads((run / "run.json").read_text())["status"] == "finished"
+        assert "curve.png: No space left" in told and "the same command goes on from the last checkpoint" in told
+        assert json.loads((run / "run.json").read_text())["status"] != "finished"
         assert not list(run.glob("*.png")) and not list(run.glob("*.md"))
+        disk.free()
+        assert train(folder, tiny_model_folder) == 0  # only what is missing: the report
+        assert the_run(folder) == run and (run / "summary.md").exists()
 
 
 def test_a_status_that_does_not_fit_any_more_hides_no_error(

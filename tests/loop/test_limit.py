@@ -58,7 +58,8 @@ def test_a_run_that_is_told_to_end_leaves_a_checkpoint_and_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(Run, "_step", signalled)
         assert main(command) == 75
-    assert "the same command goes on from here" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "SIGTERM came; all is saved, and the same command goes on from the last checkpoint, after step 2\n" in told
     (run,) = tmp_path.glob("outputs/*/*")
     assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
     assert (run / "checkpoints" / "step-000002").is_dir()

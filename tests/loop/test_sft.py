@@ -21,7 +21,6 @@ from covey.algorithms.likelihood import Likelihood
 from covey.cli.main import main
 from covey.config.schema import LearnerConfig
 from covey.learner.learner import Learner
-from covey.loop.limit import TimeLimit
 from covey.loop.samples import minibatches
 from covey.loop.sft import SftRun, as_samples, likelihood
 from covey.types import Episode, StopReason, Task, Turn
@@ -206,10 +205,10 @@ class Killed(BaseException):
 def train_until(folder: Path, step: int | None, settings: Sequence[str]) -> None:
     """In a folder of its own; dies where the step of that number would begin."""
 
-    def dying(self: SftRun, index: int, limit: TimeLimit) -> None:
+    def dying(self: SftRun, index: int) -> None:
         if index == step:
             raise Killed
-        step_of(self, index, limit)
+        step_of(self, index)
 
     step_of = SftRun._step
     with pytest.MonkeyPatch.context() as patch:
@@ -247,14 +246,12 @@ def test_a_run_that_dies_ends_as_if_it_had_not(
 DRIVER = """
 import os, signal, sys
 from covey.cli.main import main
-from covey.loop.limit import TimeLimit
-from covey.loop.limit import TimeLimit
 from covey.loop.sft import SftRun
 step = SftRun._step
-def killed(self, index, limit):
+def killed(self, index):
     if index == int(sys.argv[1]):
         os.kill(os.getpid(), signal.SIGKILL)
-    step(self, index, limit)
+    step(self, index)
 SftRun._step = killed
 sys.exit(main(["sft", *sys.argv[2:]]))
 """

@@ -213,8 +213,9 @@ def test_the_same_is_asked_once(endpoint: Endpoint, tmp_path: Path) -> None:
         file.write('{"key": "torn')
     assert score(judges(endpoint, cache=str(cache)), *replies) == first
     assert endpoint.asked == {"slow 0.1": 1, "say 3": 1, "say nothing": 2}  # what had no mark is asked again
-    score(judges(endpoint, cache=str(cache), model="other"), "say 3")
-    assert endpoint.asked["say 3"] == 2
+    for _ in range(2):  # what is added behind the torn line is not lost with it
+        score(judges(endpoint, cache=str(cache), model="other"), "say 3")
+        assert endpoint.asked["say 3"] == 2
 
 
 def test_it_remembers_from_one_event_loop_to_the_next(endpoint: Endpoint) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import multiprocessing
 import os
 import pickle
 import signal
@@ -642,3 +643,22 @@ def test_without_standard_streams() -> None:
     text = "import asyncio, os; [os.close(i) for i in range(3)]; from covey.workers import WorkerPool\n"
     text += "assert asyncio.run(WorkerPool({'len': len}).call('len', 'abc', seconds=20)) == 3"
     assert subprocess.run([sys.executable, "-c", text]).returncode == 0
+
+
+def test_sigterm_does_not_reach_workers_but_what_they_start(make: MakePool) -> None:
+    """A job's end is announced to all its processes; only the run itself may take it as its own."""
+
+    def outlast() -> list[int]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getppid(), signal.SIGTERM)  # the template
+        program = subprocess.Popen(["sleep", "60"])
+        program.terminate()
+        fork = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        fork.start()
+        fork.terminate()
+        fork.join()
+        return [program.wait(), fork.exitcode or 0]
+
+    pool = make(outlast, add)
+    assert call(pool, "outlast") == [-signal.SIGTERM, -signal.SIGTERM]
+    assert call(pool, "add", 1) == 2

@@ -131,6 +131,8 @@ def threads_for(config: Config, resumed: RunFolder | None) -> int:
 
 def write_run_files(prepared: Startable, folder: RunFolder, learner: Learner, threads: int, *, resumed: bool) -> None:
     """run.json, config.yaml and .hydra/: what was run, so that it can be run again. A resumed run keeps its own."""
+    from covey.loop.folder import next_number
+
     precision = {"device": learner.device.type, "dtype": str(learner.dtype)}
     if resumed:
         info = folder.info()
@@ -156,6 +158,7 @@ def write_run_files(prepared: Startable, folder: RunFolder, learner: Learner, th
             "fingerprint": prepared.fingerprint,
             "status": "running",
             **{name: getattr(facts, name) for name in shown},
+            "number": next_number(Path(prepared.config.logging.output_dir)),
             "started": datetime.now().isoformat(timespec="seconds"),
             "command": shlex.join(["covey", prepared.command, "--config", str(folder.path / "config.yaml")]),
             "versions": versions(),

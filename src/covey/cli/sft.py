@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from covey.cli.build_sft import PreparedSft, build_sft, prepare_sft
-from covey.cli.train import tell_of_the_limit, telling_how_to_go_on
+from covey.cli.train import exit_code, tell_of_the_limit, telling_how_to_go_on
 from covey.cli.words import compose_words, parse
 from covey.errors import InputError
 
@@ -23,6 +23,9 @@ covey sft [--config-name RECIPE | --config FILE] [flags] [key=value ...]
   --validate-only   check settings, files and model, then stop
   --dry-run         the same, and show the first demonstration with what is learned of it in «»
   --strict          with --validate-only: what is missing on this machine is an error, not a warning
+
+SIGTERM ends a run after the step under way, with a checkpoint (exit code 143); Ctrl-C stops it at once, never in the
+middle of a write (130). After both, and after a kill, the same command goes on from the last checkpoint.
 
 A row of a file is a conversation, {"messages": [...], "tools": [...]}, in OpenAI's form, tool calls included; or it has
 question (or prompt) and answer (or response, completion).
@@ -59,17 +62,17 @@ def main(argv: list[str]) -> int:
         prepared = prepare_sft(composed, tolerate_absent=not words.on("--strict"))
         _print(prepared, shown=prepared.train[:1] if dry else ())
         return 0
-    run_to_end(prepare_sft(composed))
-    return 0
+    return exit_code(run_to_end(prepare_sft(composed)))
 
 
 def run_to_end(prepared: PreparedSft) -> SftRun:
+    from covey.loop.limit import own_interrupts
     from covey.telemetry import print_summary
 
     run = build_sft(prepared, note=lambda text: print(text, file=sys.stderr))
-    with telling_how_to_go_on(run.path, prepared.config.resume):
+    with telling_how_to_go_on(run.path, prepared.config.resume), own_interrupts():
         run.train()
-    tell_of_the_limit(run.path)
+    tell_of_the_limit(run, prepared.config.resume)
     if "console" in prepared.config.logging.to:
         print_summary(run.path)
     return run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import json
 import sys
 import textwrap
@@ -21,6 +22,7 @@ from covey.errors import InputError, RunFailed
 
 if TYPE_CHECKING:
     from covey.loop.run import Run
+    from covey.loop.sft import SftRun
 
 USAGE = """\
 covey train [--config-name RECIPE | --config FILE] [flags] [key=value ...]
@@ -33,7 +35,7 @@ covey train [--config-name RECIPE | --config FILE] [flags] [key=value ...]
   --launcher submitit    with --multirun: each combination is a job, on Slurm or as a process here (docs/slurm.md)
   --launcher-options A   of the launcher:  timeout_min=240,gpus_per_node=1,slurm_partition=gpu
   --strict               with --validate-only: what is missing on this machine is an error, not a warning
-  --unfinished CODE      exit with this number, not 0, where loop.max_minutes or SIGTERM ended the run (for job scripts)
+  --unfinished CODE      exit with this number where loop.max_minutes (otherwise 0) or SIGTERM (143) ended the run
 
 Settings most people touch (all of them: covey config; one of them: covey config explain learner.lr)
 
@@ -54,6 +56,7 @@ Settings most people touch (all of them: covey config; one of them: covey config
 
 verl's, AgentFly's and TorchRL's names for these work too (algorithm.adv_estimator, actor_rollout_ref.*, trainer.*,
 optimizer.lr ...).
+SIGTERM ends a run after its step, with a checkpoint; Ctrl-C stops it, a second one at once. The same command goes on.
 
 Recipes
 {recipes}
@@ -84,15 +87,23 @@ def main(argv: list[str]) -> int:
     if words.on("--dry-run"):
         return _dry_run(composed)
     unfinished = _exit_code(words)
-    run = run_to_end(prepare(composed))
-    return 0 if is_finished(run.path) else unfinished
+    return exit_code(run_to_end(prepare(composed)), unfinished)
 
 
-def _exit_code(words: Words) -> int:
-    text = words.text("--unfinished") or "0"
-    if not text.isdecimal() or int(text) > 255:
+def _exit_code(words: Words) -> int | None:
+    text = words.text("--unfinished")
+    if text is not None and (not text.isdecimal() or int(text) > 255):
         raise InputError(f"--unfinished wants an exit code between 0 and 255, got {text}")
-    return int(text)
+    return None if text is None else int(text)
+
+
+def exit_code(run: Run | SftRun, unfinished: int | None = None) -> int:
+    """Of a run that ended by itself, by its minutes or by SIGTERM; Ctrl-C's is 130."""
+    from covey.loop.limit import TERMINATED
+
+    if is_finished(run.path):
+        return 0
+    return unfinished if unfinished is not None else TERMINATED if run.terminated else 0
 
 
 def usage() -> str:
@@ -106,7 +117,7 @@ def run_to_end(prepared: Prepared) -> Run:
     from covey.telemetry import print_summary
 
     run = _trained(prepared, note=lambda text: print(text, file=sys.stderr))
-    tell_of_the_limit(run.path)
+    tell_of_the_limit(run, prepared.config.resume)
     if "console" in prepared.config.logging.to:
         print_summary(run.path)
     return run
@@ -156,17 +167,18 @@ def how_to_go_on(path: Path, resume: str = "auto") -> str:
     from covey.loop.checkpoint import step_folders, step_of
 
     if is_finished(path):
-        return f"all steps are made and the checkpoints are whole; what is missing is the report:  covey report {path}"
+        return f"all steps are made, and all is saved: {path}"
     if not (steps := step_folders(path / "checkpoints")):
         return "there is no checkpoint to go on from (loop.save_every writes some)"
     command = f"the same command with resume={path}" if resume == "disable" else "the same command"
     return f"{command} goes on from the last checkpoint, after step {step_of(steps[-1])}"
 
 
-def tell_of_the_limit(path: Path) -> None:
+def tell_of_the_limit(run: Run | SftRun, resume: str = "auto") -> None:
     """Of a run that loop.max_minutes or SIGTERM has ended."""
-    if not is_finished(path):
-        print("the time is over (loop.max_minutes, or SIGTERM); the same command goes on from here", file=sys.stderr)
+    if not is_finished(run.path):
+        what = "SIGTERM came" if run.terminated else "the time is over (loop.max_minutes)"
+        print(f"{what}; all is saved, and {how_to_go_on(run.path, resume)}", file=sys.stderr)
 
 
 def is_finished(path: Path) -> bool:
@@ -175,10 +187,13 @@ def is_finished(path: Path) -> bool:
 
 def _complete(training: Coroutine[Any, Any, Run]) -> None:
     """Run to the end, also where an event loop runs already, as in a notebook."""
+    from covey.loop.limit import own_interrupts
+
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        asyncio.run(training)
+        with own_interrupts():
+            asyncio.run(training)
         return
     with ThreadPoolExecutor(1) as thread:
         thread.submit(asyncio.run, training).result()
@@ -232,21 +247,37 @@ def describe(prepared: Prepared) -> list[str]:
 
 def _multirun(words: Words) -> int:
     """Every combination in turn, in multirun/DATE/TIME/NUMBER. All are checked before the first one starts."""
+    from covey.loop.limit import TERMINATED
+
     combinations = expand_sweep(words.settings)
-    base = Path("multirun") / datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
     jobs = [compose_words(words, settings=settings) for settings in combinations]
     if words.on("--validate-only") or words.on("--dry-run"):
         for composed in jobs:
             (_dry_run if words.on("--dry-run") else lambda c: _validate(c, strict=words.on("--strict")))(composed)
         return 0
+    base = _new_base(Path("multirun"))
     if launcher := words.text("--launcher"):
         return _launch(words, launcher, combinations, jobs, base)
     prepared = [prepare(job, folder=base / str(number)) for number, job in enumerate(jobs)]
     for number, (settings, job) in enumerate(zip(combinations, prepared, strict=True)):
         print(f"[{number + 1}/{len(jobs)}] {' '.join(settings)}")
-        run_to_end(job)
+        if run_to_end(job).terminated:  # SIGTERM is for the whole sweep
+            return TERMINATED
         gc.collect()  # the models of the last job
     return 0
+
+
+def _new_base(folder: Path) -> Path:
+    """folder/DATE/TIME, and no other sweep's: two may begin in one second, or the clock was set back."""
+    base = folder / datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
+    for attempt in itertools.count():
+        path = base if attempt == 0 else base.with_name(f"{base.name}-{attempt}")
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            continue
+    raise AssertionError("not reached")
 
 
 def _launch(words: Words, launcher: str, combinations: list[list[str]], jobs: list[Composed], base: Path) -> int:

@@ -19,7 +19,7 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +60,7 @@ class CheckpointStore:
         before = step_folders(self.folder)
         with writing(final, needs=size_of_tree(before[-1]) if before else None):
             full = self._write(final, learner, tokenizer, state | {"step": step})
-        self._delete_old(step, best=(state.get("best") or {}).get("step"))
+        self.delete_old(step, state.get("best"))
         return Checkpoint(final, full)
 
     def _write(self, final: Path, learner: Learner, tokenizer: Any, state: dict[str, Any]) -> dict[str, Any]:
@@ -92,11 +92,11 @@ class CheckpointStore:
             _remove(left / final.name)
             left.rmdir()
 
-    def _delete_old(self, step: int, best: int | None) -> None:
-        """Later ones are of an earlier attempt: they take nobody's place."""
+    def delete_old(self, step: int, best: Mapping[str, float] | None) -> None:
+        """Those that are too many, up to this step. Later ones are of an earlier attempt: they take nobody's place."""
         past = [folder for folder in step_folders(self.folder) if step_of(folder) <= step]
         for folder in past[: -self.keep_last]:
-            if not (self.keep_best and step_of(folder) == best):
+            if not (self.keep_best and best is not None and step_of(folder) == best["step"]):
                 _remove(folder)
 
     def latest(self, warn: Callable[[str], None]) -> Checkpoint | None:

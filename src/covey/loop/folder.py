@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -116,7 +117,7 @@ def find_unfinished(
     for checkpoints in sorted(output_dir.glob("*/*/checkpoints")):
         if not (checkpoints.parent / INFO).exists() and step_folders(checkpoints):
             warn(f"{checkpoints.parent} has checkpoints, but its {INFO} is missing; that run is not resumed")
-    for info_file in sorted(output_dir.glob("*/*/run.json"), reverse=True):
+    for info_file in sorted(output_dir.glob("*/*/run.json"), key=_order, reverse=True):
         if not step_folders(info_file.parent / "checkpoints"):
             continue  # nothing to go on from: it is left as it is
         try:
@@ -129,11 +130,24 @@ def find_unfinished(
             continue
         try:
             return RunFolder(info_file.parent, lock_folder(info_file.parent))
-        except BlockingIOError:  # that run is alive
-            continue
+        except BlockingIOError:
+            warn(f"{info_file.parent} has the same settings and is still running: it is left alone")
         except OSError as error:
             raise _no_place(info_file.parent, error) from error
     return None
+
+
+def next_number(output_dir: Path) -> int:
+    """For run.json: runs are counted as they begin."""
+    return 1 + max((_order(path)[0] for path in output_dir.glob("*/*/run.json")), default=0)
+
+
+def _order(info_file: Path) -> tuple[int, str]:
+    """The newest last, also where the clock was set back in between. Runs without a number go by their names."""
+    try:
+        return int(json.loads(info_file.read_text())["number"]), str(info_file)
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0, str(info_file)
 
 
 def lock_folder(path: Path) -> IO[str]:
@@ -145,4 +159,17 @@ def lock_folder(path: Path) -> IO[str]:
     except BlockingIOError:
         file.close()
         raise
+    _locks.add(file)
     return file
+
+
+_locks: weakref.WeakSet[IO[str]] = weakref.WeakSet()
+
+
+def _let_go_of_all() -> None:
+    """In a fork: a lock is held by whoever has the file open, and a child may outlive the run."""
+    for file in list(_locks):
+        file.close()
+
+
+os.register_at_fork(after_in_child=_let_go_of_all)

@@ -1,13 +1,27 @@
-"""How long a process may train."""
+"""How long a process may train, and who may end it sooner.
+
+    loop.max_minutes   the step in which they pass is the last; a checkpoint follows
+    SIGTERM            with which clusters announce the end of a job: the same, from the step under way
+    Ctrl-C (SIGINT)    the first stops the run in the middle of a step, never in the middle of a write: the same command
+                       goes on from the last checkpoint. The second leaves at once, as a kill would
+
+Signals reach only the main thread; a run in another one has the clock alone.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any, NoReturn
+
+INTERRUPTED = 128 + signal.SIGINT  # exit codes, as shells name them
+TERMINATED = 128 + signal.SIGTERM
 
 
 class TimeLimit:
@@ -16,6 +30,13 @@ class TimeLimit:
     def __init__(self, minutes: float | None) -> None:
         self.end = None if minutes is None else time.monotonic() + 60 * minutes
         self.reached = False
+        self.terminated = False  # by SIGTERM
+        self._writes = 0
+        self._waiting = False  # a Ctrl-C that came in the middle of a write
+        self._interruptions = 0
+        self._interrupt: Callable[..., Any] = (
+            signal.default_int_handler
+        )  # what Ctrl-C does otherwise: under asyncio, cancel the run
 
     def passed(self) -> bool:
         self.reached = self.end is not None and time.monotonic() >= self.end
@@ -23,13 +44,49 @@ class TimeLimit:
 
     def now(self) -> None:
         """The step under way is the last."""
+        self.terminated = True
         self.end = time.monotonic()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """What is written meanwhile is written to its end: a Ctrl-C waits for that."""
+        self._writes += 1
+        try:
+            yield
+        finally:
+            self._writes -= 1
+        if self._waiting and not self._writes:
+            self._waiting = False
+            self._interrupt(signal.SIGINT, None)
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Ctrl-C is ours meanwhile. Once it was pressed it stays so: closing what is open may take a while too."""
+        before = signal.getsignal(signal.SIGINT)
+        if not callable(before):  # it is ignored (nohup), and stays so
+            yield
+            return
+        self._interrupt = before
+        signal.signal(signal.SIGINT, lambda number, frame: self.interrupt(frame))
+        try:
+            yield
+        finally:
+            if not self._interruptions:
+                signal.signal(signal.SIGINT, before)
+
+    def interrupt(self, frame: FrameType | None) -> None:
+        self._interruptions += 1
+        if self._interruptions > 1:
+            _leave()
+        _say("stopping; Ctrl-C again leaves at once")
+        if self._writes:
+            self._waiting = True
+        else:
+            self._interrupt(signal.SIGINT, frame)
 
 
 @contextmanager
 def time_limit(minutes: float | None) -> Iterator[TimeLimit]:
-    """SIGTERM, with which clusters announce the end of a job, ends the time too: a checkpoint follows. Signals reach
-    only the main thread; a run in another one has the clock alone."""
     limit = TimeLimit(minutes)
     if threading.current_thread() is not threading.main_thread():
         yield limit
@@ -37,9 +94,44 @@ def time_limit(minutes: float | None) -> Iterator[TimeLimit]:
 
     def over(number: int, frame: FrameType | None) -> None:
         limit.now()
+        _say("SIGTERM: the run ends after this step, with a checkpoint")
 
     before = signal.signal(signal.SIGTERM, over)
+    with limit.interruptible():
+        try:
+            yield limit
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def own_interrupts() -> Iterator[None]:
+    """Around a whole run, to the end of its last thread: behind it, Ctrl-C does what it did before."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
     try:
-        yield limit
+        yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if callable(before):
+            signal.signal(signal.SIGINT, before)
+
+
+def _say(text: str) -> None:
+    """Past Python's buffers: who is interrupted may be writing to them."""
+    with suppress(OSError):  # a terminal that went away
+        os.write(2, f"\n{text}\n".encode())
+
+
+def _show_cursor() -> None:
+    """The live view hides it."""
+    with suppress(OSError):
+        os.write(1, b"\x1b[?25h")
+
+
+def _leave() -> NoReturn:
+    """No thread that still computes is waited for. Workers and sandboxes end with this process, whatever its end."""
+    if sys.stdout.isatty():
+        _show_cursor()
+    os._exit(INTERRUPTED)

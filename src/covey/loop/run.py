@@ -43,6 +43,7 @@ class Run:
     best: dict[str, float] | None = None  # the best evaluation among the checkpoints
     evaluations: list[tuple[int, Metrics]] = field(default_factory=list)
     warned: set[str] = field(default_factory=set)
+    terminated: bool = False  # SIGTERM ended it before its last step
     services: Sequence[AbstractAsyncContextManager[Any]] = ()  # open as long as the run is: a server, for example
     resources: ExitStack = field(default_factory=ExitStack)  # what else ends with the run: workers, rewards' models
     offenders: Offenders = field(init=False)  # tasks whose updates were left out
@@ -63,24 +64,28 @@ class Run:
             async with AsyncExitStack() as open_services:
                 for service in self.services:
                     await open_services.enter_async_context(service)
-                status = "finished" if await self._all_steps() else "interrupted"
+                reached = "finished" if await self._all_steps() else "interrupted"
+            write_report(self.path, reached)  # who is killed before the status says so comes back for it
+            status = reached
         except (KeyboardInterrupt, asyncio.CancelledError):  # asyncio turns the first Ctrl-C into a cancellation
             status = "interrupted"
             raise
         finally:
             close_run(self.folder, self.telemetry, status, self.source.close, self.engine.close, self.resources.close)
-        write_report(self.path)
         return self
 
     async def _all_steps(self) -> bool:
         """Whether all were made, or `loop.max_minutes` or SIGTERM ended them, with a checkpoint to go on from."""
         with time_limit(self.config.loop.max_minutes) as limit:
+            if self.first_step:  # a run that was killed may have come no further than to write
+                self.checkpoints.delete_old(self.first_step, self.best)
             await publish(self.road, self.first_step)
             if self.config.eval.before and self.first_step == 0:
                 await self.evaluate(0)
             for index in range(self.first_step, self.total_steps):
                 await self._step(index, limit)
                 if limit.reached and index + 1 < self.total_steps:
+                    self.terminated = limit.terminated
                     return False
         return True
 

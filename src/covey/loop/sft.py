@@ -48,6 +48,8 @@ class SftRun:
     first_step: int = 0
     best: dict[str, float] | None = None  # the lowest validation loss among the checkpoints
     evaluations: list[tuple[int, Metrics]] = field(default_factory=list)
+    terminated: bool = False  # SIGTERM ended it before its last step
+    limit: TimeLimit = field(default_factory=lambda: TimeLimit(None))
     offenders: Offenders = field(init=False)  # demonstrations whose updates were left out
 
     @property
@@ -63,27 +65,31 @@ class SftRun:
             warn=self.telemetry.warn,
         )
         try:
-            if self.config.eval.before and self.first_step == 0:
-                self.evaluate(0)
-            status = "finished" if self._all_steps() else "interrupted"
+            reached = "finished" if self._all_steps() else "interrupted"
+            write_report(self.path, reached)  # who is killed before the status says so comes back for it
+            status = reached
         except KeyboardInterrupt:
             status = "interrupted"
             raise
         finally:
             close_run(self.folder, self.telemetry, status)
-        write_report(self.path)
         return self
 
     def _all_steps(self) -> bool:
         """Whether all were made, or `loop.max_minutes` or SIGTERM ended them, with a checkpoint to go on from."""
-        with time_limit(self.config.loop.max_minutes) as limit:
+        with time_limit(self.config.loop.max_minutes) as self.limit:
+            if self.first_step:  # a run that was killed may have come no further than to write
+                self.checkpoints.delete_old(self.first_step, self.best)
+            if self.config.eval.before and self.first_step == 0:
+                self.evaluate(0)
             for index in range(self.first_step, self.total_steps):
-                self._step(index, limit)
-                if limit.reached and index + 1 < self.total_steps:
+                self._step(index)
+                if self.limit.reached and index + 1 < self.total_steps:
+                    self.terminated = self.limit.terminated
                     return False
         return True
 
-    def _step(self, index: int, limit: TimeLimit) -> None:
+    def _step(self, index: int) -> None:
         epoch, episodes = self._batch(index)
         samples = as_samples(episodes)
         with self.telemetry.stage("update"):
@@ -98,14 +104,15 @@ class SftRun:
             "sft/tokens": float(samples.mask_RT.sum()),
             "perf/read_tokens": float(sum(row.length for row in samples.rows)),
         }
-        self.telemetry.step(index, metrics | figures, None, ())
+        with self.limit.whole():
+            self.telemetry.step(index, metrics | figures, None, ())
         self.offenders.after(index, metrics["optim/skipped"], [episode.task for episode in episodes])
         done, every, save = index + 1, self.config.eval.every, self.config.loop.save_every
-        last, over = done == self.total_steps, limit.passed()
+        last, over = done == self.total_steps, self.limit.passed()
         if (last and self.config.eval.after) or (every and done % every == 0):
             self.evaluate(done)
         if (last and self.config.loop.save_final) or (save and done % save == 0) or (over and not last):
-            with self.telemetry.stage("checkpoint"):
+            with self.limit.whole(), self.telemetry.stage("checkpoint"):
                 self.checkpoint(done)
 
     def _batch(self, index: int) -> tuple[int, list[Episode]]:
@@ -126,7 +133,8 @@ class SftRun:
             return {}
         with self.telemetry.stage("evaluate"):
             found = likelihood(self.learner, self.validation, self.config.eval.batch_size or AT_ONCE)
-        self.telemetry.evaluation(done, found, None)
+        with self.limit.whole():
+            self.telemetry.evaluation(done, found, None)
         self.evaluations.append((done, found))
         return found
 

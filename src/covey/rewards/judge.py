@@ -110,7 +110,11 @@ class Judge:
     def open(self, *, seconds: float, device: str) -> None:
         self._patience = self.seconds or seconds
         if self.cache is not None and Path(self.cache).is_file():
-            for line in Path(self.cache).read_text(errors="replace").splitlines():
+            text = Path(self.cache).read_text(errors="replace")
+            if text and not text.endswith("\n"):  # what is added next must not be lost with that half line
+                with Path(self.cache).open("a") as file:
+                    file.write("\n")
+            for line in text.splitlines():
                 with suppress(ValueError, TypeError, KeyError):  # the last line of a run that was killed
                     record = json.loads(line)
                     self._known[record["key"]] = record["reply"]

@@ -100,7 +100,9 @@ def flat(tree: Any, name: str = "") -> dict[str, Any]:
 def lasting_id(path: Path) -> str:
     """An id that is drawn once and kept in the run's folder, so that a resumed run continues the same page."""
     if not path.exists():
-        path.write_text(uuid.uuid4().hex[:8] + "\n", encoding="ascii")
+        work = path.with_name(f".{path.name}-new")  # whole or absent: who is killed here draws another one
+        work.write_text(uuid.uuid4().hex[:8] + "\n", encoding="ascii")
+        work.replace(path)
     return path.read_text(encoding="ascii").strip()
 
 

@@ -87,11 +87,11 @@ def summarise(folder: Path) -> Summary:
     )
 
 
-def write_report(folder: Path) -> Path:
-    """Write FOLDER/curve.png and FOLDER/summary.md; returns the latter."""
+def write_report(folder: Path, status: str | None = None) -> Path:
+    """Write FOLDER/curve.png and FOLDER/summary.md; returns the latter. `status`: what run.json is about to say."""
     draw_curve(folder, folder / "curve.png")
     path = folder / "summary.md"
-    write_whole(path, _markdown(summarise(folder), folder))
+    write_whole(path, _markdown(summarise(folder), folder, status))
     return path
 
 
@@ -164,13 +164,13 @@ def _facts(summary: Summary) -> list[str]:
     return lines
 
 
-def _markdown(summary: Summary, folder: Path) -> str:
+def _markdown(summary: Summary, folder: Path, status: str | None) -> str:
     run = summary.run
     blocks = [
         [f"# {run['title']}"],
         [
             f"**{run['algorithm']}** trained **{run['model']}** on **{run['task']}**: {summary.steps} of "
-            f"{run['total_steps']} steps, {run['status']}, started {run['started']}.",
+            f"{run['total_steps']} steps, {status or run['status']}, started {run['started']}.",
             _rewards_sentence(run),
         ],
         ["![learning curve](curve.png)"],

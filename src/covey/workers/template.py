@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from covey.workers.frames import KILL, NOT_STARTED, ORDER, REPORT, SPAWN
-from covey.workers.worker import adopt_orphans, reset_signals, run_worker
+from covey.workers.worker import adopt_orphans, outlast_sigterm, reset_signals, run_worker
 
 TAIL = 1 << 14  # bytes of its output that are kept for a worker's last words
 PATIENCE = 5.0  # seconds for the template to end by itself
@@ -199,6 +199,7 @@ class _Keeper:
         with suppress(OSError):
             os.setsid()  # Ctrl-C at the terminal is the parent's to handle
         reset_signals()
+        outlast_sigterm()
         adopt_orphans()
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 0)

@@ -56,6 +56,9 @@ def _settle_in(output: int) -> None:
     adopt_orphans()
     faulthandler.disable()  # or it would take its own handlers, which are reset here, for being there
     reset_signals()
+    outlast_sigterm()
+    # A function may end processes of its own with it, also one that it has forked a moment ago.
+    os.register_at_fork(before=_hold_sigterm, after_in_parent=_take_sigterm, after_in_child=_end_with_sigterm)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
@@ -86,6 +89,25 @@ def reset_signals() -> None:
         with suppress(OSError, ValueError):  # the C library keeps some to itself
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def outlast_sigterm() -> None:
+    """Slurm and systemd send it to every process of a job. Whoever trains ends with a checkpoint, and needs its workers
+    until then. A handler and not SIG_IGN: programs that a function starts do not inherit it."""
+    signal.signal(signal.SIGTERM, lambda *_: None)
+
+
+def _hold_sigterm() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _take_sigterm() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def _end_with_sigterm() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _take_sigterm()
 
 
 def adopt_orphans() -> None:

@@ -1,0 +1,70 @@
+"""Shared by the tests of injected faults: a warm parent that forks for each command, and the tiny training."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))  # the harness is shared with benchmarks/faults.py
+
+from kit import crashed  # noqa: E402
+from kit.injure import Plan  # noqa: E402
+from kit.nest import Child, Nest  # noqa: E402
+
+__all__ = ["Child", "Nest", "Plan", "Yard", "crashed"]
+
+
+@dataclass
+class Yard:
+    """Where tiny trainings are killed, and how those end that nobody kills."""
+
+    nest: Nest
+    inputs: Path
+    base: Path
+    whole: dict[Sequence[str], dict[str, Any]] = field(default_factory=dict)
+    made: int = 0
+
+    def folder(self) -> Path:
+        self.made += 1
+        return crashed.copy(self.inputs, self.base / str(self.made))
+
+    def expected(self, words: Sequence[str]) -> dict[str, Any]:
+        """The outcome of the run that nobody touches."""
+        if words not in self.whole:
+            folder = self.folder()
+            assert self.nest.run(folder, words) == 0, (folder / "log.txt").read_text()
+            self.whole[words] = crashed.outcome(folder)
+        return self.whole[words]
+
+    def moments(self, words: Sequence[str], *, files: bool = False) -> list[str]:
+        """What a run passes, in order."""
+        folder = self.folder()
+        plan = Plan(log=str(folder / "moments.txt"), files=files, tickets=str(folder / "tickets.txt"))
+        assert self.nest.run(folder, words, plan) == 0, (folder / "log.txt").read_text()
+        return (folder / "moments.txt").read_text().splitlines()
+
+    def resumed(self, folder: Path, words: Sequence[str], plan: Plan) -> int:
+        """Killed as planned, then given the same command until it ends. The exit code of the first."""
+        first = code = self.nest.run(folder, words, plan)
+        rest = Plan(tickets=plan.tickets)
+        if any(map(is_finished, crashed.runs(folder))):  # the signal came too late to hinder anything
+            assert code in (0, -plan.signal, 128 + plan.signal)
+            return first
+        for _ in range(3):
+            code = self.nest.run(folder, words, rest)
+            if code == 0:
+                break
+        assert code == 0, (folder / "log.txt").read_text()[-3000:]
+        return first
+
+
+def is_finished(run: Path) -> bool:
+    return crashed.status(run) == "finished"
+
+
+SIGNALS = {"KILL": signal.SIGKILL, "TERM": signal.SIGTERM, "INT": signal.SIGINT}

@@ -1,0 +1,117 @@
+"""Runs that are killed at chosen moments, again and again, and end as if nobody had touched them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.faults.here import SIGNALS, Plan, Yard, crashed
+
+SYNC, SFT = crashed.MODES["sync"], crashed.MODES["sft"]
+
+# The places where a run is killed, one after the other, and which of a place's moments: before, (during,) after, before
+# the second passing, ...
+CHAIN = [
+    ("line", 2),  # half of the first episode's line
+    ("tensors", 1),  # of the first checkpoint, which is absent then
+    ("text", 5),  # half of a file
+    ("fsync", 14),  # somewhere in the checkpoint
+    ("delete-old", 1),  # the checkpoint is there, and nothing was deleted
+    ("cut", 3),  # while what was recorded behind the checkpoint is cut off
+    ("update", 2),  # learned, not recorded
+    ("record", 2),  # recorded, not in a checkpoint
+    ("info", 3),
+    ("report", 1),
+    ("status", 1),
+]
+
+
+@pytest.mark.slow
+def test_a_fork_of_the_warm_parent_is_as_good_as_a_new_process(yard: Yard) -> None:
+    folder = yard.folder()
+    environment = os.environ | {"PYTHONPATH": str(Path(crashed.__file__).parents[2] / "src")}
+    command = [sys.executable, "-m", "covey.cli.main", *SYNC]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert crashed.outcome(folder) == yard.expected(SYNC)
+
+
+def kill_in_turn(yard: Yard, words: tuple[str, ...], chain: list[tuple[str, int]]) -> Path:
+    folder = yard.folder()
+    for place, moment in chain:
+        code = yard.nest.run(folder, words, Plan(places=[place], at=moment))
+        assert code == -SIGNALS["KILL"], f"{place} {moment}: {(folder / 'log.txt').read_text()[-2000:]}"
+    assert yard.nest.run(folder, words) == 0, (folder / "log.txt").read_text()[-2000:]
+    return folder
+
+
+def test_killed_at_one_boundary_after_the_other(yard: Yard) -> None:
+    folder = kill_in_turn(yard, SYNC, CHAIN)
+    assert crashed.outcome(folder) == yard.expected(SYNC)
+    assert crashed.steps_once(folder)
+
+
+def test_sft_is_killed_too(yard: Yard) -> None:
+    chain = [("line", 3), ("checkpoint", 1), ("rename", 1), ("rename", 2), ("update", 2), ("sft-report", 1)]
+    folder = kill_in_turn(yard, SFT, chain)
+    assert crashed.outcome(folder) == yard.expected(SFT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["lora", "ppo", "dgdo"])
+def test_other_learners_are_killed_too(yard: Yard, mode: str) -> None:
+    words = crashed.MODES[mode]
+    assert crashed.outcome(kill_in_turn(yard, words, CHAIN)) == yard.expected(words)
+
+
+@pytest.mark.parametrize("mode", ["async-fifo", "async-sample"])
+def test_sampling_ahead_loses_nothing_and_repeats_nothing(yard: Yard, mode: str) -> None:
+    words, folder = crashed.MODES[mode], yard.folder()
+    tickets = str(folder / "tickets.txt")
+    for place, moment in (("rollout-ahead", 5), ("rename", 1), ("update", 3), ("record", 2)):
+        code = yard.nest.run(folder, words, Plan(places=[place], at=moment, tickets=tickets))
+        assert code == -SIGNALS["KILL"], (folder / "log.txt").read_text()[-2000:]
+    assert yard.nest.run(folder, words, Plan(tickets=tickets)) == 0, (folder / "log.txt").read_text()[-2000:]
+    assert crashed.steps_once(folder)
+    assert crashed.account(folder) == (0, 0)
+    counts = crashed.uses(folder)
+    assert counts["fresh"] == crashed.STEPS * crashed.TASKS and (counts["reused"] > 0) == (mode == "async-sample")
+
+
+# --- every moment: minutes ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "sft", "async-fifo", "async-sample"])
+@pytest.mark.parametrize("name", ["KILL", "TERM", "INT"])
+def test_a_signal_at_every_moment(yard: Yard, mode: str, name: str) -> None:
+    """Every passing of every place of a whole run: hundreds of them. By default some; all with COVEY_EVERY=1."""
+    sweep(yard, mode, name, every=5 if name == "KILL" and mode in ("sync", "sft") else 19)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "sft"])
+def test_a_kill_at_every_call_to_the_file_system(yard: Yard, mode: str) -> None:
+    sweep(yard, mode, "KILL", every=7, files=True)
+
+
+def sweep(yard: Yard, mode: str, name: str, *, every: int, files: bool = False) -> None:
+    words = crashed.MODES[mode]
+    moments = yard.moments(words, files=files)
+    every = int(os.environ.get("COVEY_EVERY", every))
+    wrong = []
+    for at, moment in list(enumerate(moments, start=1))[every // 2 :: every]:
+        folder = yard.folder()
+        plan = Plan(at=at, signal=SIGNALS[name], files=files, tickets=str(folder / "tickets.txt"))
+        yard.resumed(folder, words, plan)
+        if mode.startswith("async"):
+            right = crashed.account(folder) == (0, 0)
+        else:
+            right = crashed.outcome(folder) == yard.expected(words)
+        if not right or not crashed.steps_once(folder):
+            wrong.append(f"{at}: {moment}")
+    assert not wrong

@@ -1,0 +1,185 @@
+"""SIGTERM, Ctrl-C, two processes on one folder, forks that outlive a run, and clocks that go back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from covey.cli.train import _new_base
+from covey.loop.folder import lock_folder
+from tests.faults.here import Plan, Yard, crashed
+
+SYNC, AHEAD = crashed.MODES["sync"], crashed.MODES["async-fifo"]
+
+
+def only_run(folder: Path) -> Path:
+    (run,) = crashed.runs(folder)
+    return run
+
+
+@pytest.mark.parametrize("mode", ["sync", "sft"])
+def test_ctrl_c_in_the_middle_of_a_line_writes_the_line(yard: Yard, mode: str) -> None:
+    words, folder = crashed.MODES[mode], yard.folder()
+    # In sync mode three episodes and a figure are written for a step: the signal comes in the third one's first line.
+    at = {"sync": 30, "sft": 11}[mode]
+    assert yard.nest.run(folder, words, Plan(places=["line"], at=at, signal=signal.SIGINT)) == 130
+    run = only_run(folder)
+    assert crashed.status(run) == "interrupted"
+    recorded = crashed.records(run)  # raises where a line is torn
+    assert [r["step"] for r in recorded if r["kind"] == "step"] == [0, 1, 2]
+    told = (folder / "log.txt").read_text()
+    assert "stopping; Ctrl-C again leaves at once" in told
+    assert "the same command goes on from the last checkpoint, after step 2\n" in told
+    assert yard.nest.run(folder, words) == 0
+    assert crashed.outcome(folder) == yard.expected(words)
+
+
+@pytest.mark.parametrize("mode", ["sync", "sft"])
+def test_sigterm_saves_exits_with_143_and_says_so(yard: Yard, mode: str) -> None:
+    words, folder = crashed.MODES[mode], yard.folder()
+    assert yard.nest.run(folder, words, Plan(places=["update"], at=1, signal=signal.SIGTERM)) == 143
+    run = only_run(folder)
+    assert crashed.status(run) == "interrupted"
+    assert [path.name for path in run.glob("checkpoints/*")] == ["step-000001"]
+    told = (folder / "log.txt").read_text()
+    assert "SIGTERM came; all is saved, and the same command goes on from the last checkpoint, after step 1\n" in told
+    assert yard.nest.run(folder, words) == 0
+    assert crashed.outcome(folder) == yard.expected(words)
+
+
+def test_sigterm_ends_a_whole_sweep(yard: Yard) -> None:
+    folder = yard.folder()
+    words = ["train", "--multirun", *SYNC[1:], "seed=1,2"]
+    assert yard.nest.run(folder, words, Plan(places=["update"], at=1, signal=signal.SIGTERM)) == 143
+    (run,) = folder.glob("multirun/*/*/*/run.json")
+    assert run.parent.name == "0" and crashed.status(run.parent) == "interrupted"
+
+
+def test_two_sweeps_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("covey.cli.train.datetime", type("Stopped", (), {"now": lambda: datetime(2026, 1, 31, 14, 5, 9)}))
+        found = [_new_base(tmp_path).relative_to(tmp_path) for _ in range(2)]
+    assert found == [Path("2026-01-31/14-05-09"), Path("2026-01-31/14-05-09-1")]
+
+
+def descendants(pid: int) -> list[int]:
+    children = [int(word) for t in Path(f"/proc/{pid}/task").iterdir() for word in (t / "children").read_text().split()]
+    return [*children, *(further for child in children for further in descendants(child))]
+
+
+def test_sigterm_to_every_process_of_a_job(yard: Yard) -> None:
+    """As Slurm and systemd send it: rewards and environments are needed until the step is done."""
+    words, folder = crashed.MODES["tools"], yard.folder()
+    child = yard.nest.start(folder, words)
+    while not any(path.stat().st_size for path in folder.glob("outputs/*/*/metrics.jsonl")):
+        assert child.running(0.01), child.log()
+    everybody = [child.pid, *descendants(child.pid)]
+    assert len(everybody) > 2
+    for pid in everybody:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    assert child.wait() == 143, child.log()
+    assert yard.nest.run(folder, words) == 0, (folder / "log.txt").read_text()
+    steps = [r["metrics"] for r in crashed.records(crashed.finished_run(folder)) if r["kind"] == "step"]
+    assert [step["episodes/failed"] for step in steps] == [0.0] * crashed.STEPS
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_learner(yard: Yard) -> None:
+    folder = yard.folder()
+    child = yard.nest.start(folder, AHEAD, Plan(places=["update"], at=3, pause=600))  # its thread is busy for long
+    while not (list(folder.glob("outputs/*/*/checkpoints/step-000001"))):
+        assert child.running(0.02), child.log()
+    child.running(1.0)
+    child.signal(signal.SIGINT)
+    assert child.running(1.0), "the first one waits for what computes"
+    child.signal(signal.SIGINT)
+    assert child.wait(30) == 130
+    assert yard.nest.run(folder, AHEAD) == 0, (folder / "log.txt").read_text()
+    assert crashed.status(only_run(folder)) == "finished"
+
+
+def test_two_processes_on_one_folder_and_workers_that_outlive_a_kill(yard: Yard) -> None:
+    folder = yard.folder()
+    child = yard.nest.start(folder, SYNC, Plan(places=["update"], at=5, pause=600))
+    while not (list(folder.glob("outputs/*/*/checkpoints/step-000002"))):
+        assert child.running(0.02), child.log()
+    run = only_run(folder)
+    workers = [int(pid) for pid in Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()]
+    assert workers, "rewards run in processes of their own"
+    os.kill(workers[0], signal.SIGSTOP)  # it stays when its parent is gone
+    try:
+        assert yard.nest.run(folder, [*SYNC, f"resume={run}"]) == 2
+        assert "that run is still running" in (folder / "log.txt").read_text()
+        child.signal(signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
+        assert (run / ".lock").exists()
+        assert yard.nest.run(folder, [*SYNC, f"resume={run}"]) == 0, (folder / "log.txt").read_text()
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(workers[0], signal.SIGCONT)
+    assert crashed.outcome(folder) == yard.expected(SYNC)
+
+
+def test_a_fork_does_not_hold_the_lock(tmp_path: Path) -> None:
+    lock = lock_folder(tmp_path)
+    ready, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(tell, b"!")
+        signal.pause()
+        os._exit(0)
+    try:
+        os.read(ready, 1)
+        with pytest.raises(BlockingIOError):
+            lock_folder(tmp_path)
+        lock.close()
+        lock_folder(tmp_path).close()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_the_newest_run_is_the_one_that_began_last_whatever_its_clock_said(yard: Yard) -> None:
+    folder = yard.folder()
+    tomorrow, today = Plan(places=["update"], at=7, clock=86400.0), Plan(places=["update"], at=7)
+    assert yard.nest.run(folder, SYNC, tomorrow) == -signal.SIGKILL
+    (first,) = crashed.runs(folder)
+    assert yard.nest.run(folder, [*SYNC, "resume=disable"], today) == -signal.SIGKILL
+    (second,) = set(crashed.runs(folder)) - {first}
+    assert second < first, "by its name it is the older one"
+    assert yard.nest.run(folder, SYNC) == 0
+    assert (crashed.status(second), crashed.status(first)) == ("finished", "running")
+
+
+def test_a_clock_that_goes_back_all_the_time_changes_nothing(yard: Yard) -> None:
+    folder = yard.folder()
+    assert yard.nest.run(folder, [*SYNC, "loop.max_minutes=100"], Plan(drift=1000.0, places=["update"], at=7)) < 0
+    assert yard.nest.run(folder, [*SYNC, "loop.max_minutes=100"], Plan(drift=1000.0)) == 0
+    assert crashed.outcome(folder) == yard.expected(SYNC)  # and no duration is negative
+
+
+# --- the same seed and command ----------------------------------------------------------------------------------------
+
+
+def test_with_tools_the_same_is_sampled_whatever_the_order_and_the_number_of_workers(yard: Yard) -> None:
+    found = []
+    for workers in (2, 5):
+        folder = yard.folder()
+        assert yard.nest.run(folder, crashed.MODES["tools"], Plan(workers=workers)) == 0, (
+            folder / "log.txt"
+        ).read_text()
+        lines = (crashed.finished_run(folder) / "episodes.jsonl").read_text().splitlines()
+        found.append([json.loads(line) for line in lines])
+    one, other = found
+    assert len(one) == crashed.STEPS * crashed.ATTEMPTS
+    for a, b in zip(one, other, strict=True):
+        assert a["messages"] == b["messages"] and a["rewards"] == b["rewards"] and len(a["rewards"]) == 2
+        for row, same in zip(a["rows"], b["rows"], strict=True):
+            assert row["response_ids"] == same["response_ids"] and row["mask"] == same["mask"]
+            assert row["logprobs"] == pytest.approx(same["logprobs"], abs=1e-4)
