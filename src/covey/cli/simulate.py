@@ -236,8 +236,10 @@ def model_shape(config: Config) -> Shape:
 
     path, _ = locate(config.model.name)
     try:
-        return Shape.of(AutoConfig.from_pretrained(path, local_files_only=True), "its config.json")
-    except OSError:
+        return Shape.of(
+            AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False), "its config.json"
+        )
+    except (OSError, ValueError):  # not here, or of a kind that only the model's own code knows
         guess = shape_from_name(config.model.name)
         if guess is None:
             raise Absent(

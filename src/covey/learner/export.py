@@ -12,6 +12,7 @@ import torch
 
 from covey.errors import InputError
 from covey.learner.models import locate, require_peft
+from covey.trust import check_adapter, check_weights, no_pickles
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FILE_SIZE = "5GB"  # larger models lie in several files
@@ -44,7 +45,10 @@ def _loaded(path: str, dtype: str | None) -> Any:
 
     disable_progress_bar()
     try:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto")
+        with no_pickles(path):
+            return AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype or "auto", trust_remote_code=False, use_safetensors=True
+            )
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
@@ -58,7 +62,8 @@ def _merged(folder: Path, dtype: str | None) -> Any:
     """The model below an adapter, with it: W + ΔW in float32, rounded once."""
     base = _loaded(locate(str(folder))[0], None)
     kept = DTYPES[dtype] if dtype else base.dtype
-    model = require_peft().PeftModel.from_pretrained(base.float(), folder)
+    with no_pickles(str(folder)):
+        model = require_peft().PeftModel.from_pretrained(base.float(), folder)
     return model.merge_and_unload().to(kept)
 
 
@@ -77,7 +82,8 @@ def _copy_tokenizer(folder: Path, work: Path) -> None:
     from transformers import AutoTokenizer
 
     here = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-    AutoTokenizer.from_pretrained(str(folder) if here else locate(str(folder))[0]).save_pretrained(work)
+    place = str(folder) if here else locate(str(folder))[0]
+    AutoTokenizer.from_pretrained(place, trust_remote_code=False).save_pretrained(work)
 
 
 def check_export(folder: Path, out: Path, *, dtype: str | None, merge: bool) -> None:
@@ -87,6 +93,7 @@ def check_export(folder: Path, out: Path, *, dtype: str | None, merge: bool) -> 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} is there already\n  name a folder that is not there, or an empty one")
     if (folder / "adapter_config.json").is_file():
+        check_adapter(folder)
         if merge:
             require_peft()
             _check_base(folder)
@@ -94,6 +101,8 @@ def check_export(folder: Path, out: Path, *, dtype: str | None, merge: bool) -> 
         raise InputError(f"{folder} holds no model: config.json is missing")
     elif merge:
         raise InputError(f"{folder} has no adapter to merge\n  leave --merge-lora out")
+    else:
+        check_weights(folder)
 
 
 def _check_base(folder: Path) -> None:

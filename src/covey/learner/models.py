@@ -18,6 +18,7 @@ from covey.config.schema import ModelConfig
 from covey.errors import Absent, InputError, nearest
 from covey.learner.builtin import BUILTIN, builtin_folder
 from covey.learner.memory import keep_freed_memory
+from covey.trust import FIX, check_adapter, check_config, check_weights, no_pickles
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ def locate(name: str) -> tuple[str, Path | None]:
     if folder.is_dir():
         if (folder / "adapter_config.json").is_file():
             base = _adapter_base(folder)
+            if Path(base).expanduser().resolve() == folder.resolve():
+                raise InputError(f"{folder} is an adapter for itself\n  its adapter_config.json must name a model")
             return locate(base)[0], folder
         if not (folder / "config.json").is_file():
             raise InputError(f"{name} is a folder without a model: config.json is missing")
@@ -106,6 +109,12 @@ def open_source(config: ModelConfig) -> ModelSource:
     with _explain_unreachable(config.name):
         model_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    if not config.trust_remote_code:
+        check_config(config.name, model_config)
+    if Path(path).is_dir():
+        check_weights(Path(path), model_config)
+    if adapter is not None:
+        check_adapter(adapter)
     return ModelSource(config.name, path, tokenizer, model_config, adapter)
 
 
@@ -114,11 +123,20 @@ def _explain_unreachable(name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if "use_safetensors" in str(error):
+            raise InputError(f"{name} has its weights as a pickle only, which is not loaded\n{FIX}") from error
         raise Absent(
             f"cannot load model  {name}\n  {str(error).splitlines()[0]}\n"
             "  a private or gated model needs HF_TOKEN in the environment\n"
             "  no connection to the hub? copy the model's folder here and use model=/path/to/folder,\n"
             "  or use the built-in model=smollm2-135m"
+        ) from error
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise InputError(
+            f"{name} brings Python code of its own, which is not run\n"
+            "  read it, and where you trust it: model.trust_remote_code=true"
         ) from error
 
 
@@ -146,12 +164,13 @@ def load_policy(source: ModelSource, config: ModelConfig, *, seed: int = 0) -> A
     device = pick_device(config.device)
     if device.type == "cpu":
         keep_freed_memory()
-    with _explain_unreachable(source.name):
+    with _explain_unreachable(source.name), no_pickles(source.name):
         model = AutoModelForCausalLM.from_pretrained(
             source.path,
             dtype=pick_dtype(config.dtype, device),
             trust_remote_code=config.trust_remote_code,
-            attn_implementation="sdpa",
+            attn_implementation="sdpa",  # ours, also because a model's own may name code of the hub
+            use_safetensors=True,
         )
     model = model.to(device)
     if source.adapter is not None:
@@ -191,7 +210,8 @@ def _with_new_adapter(model: Any, config: ModelConfig, seed: int) -> Any:
 
 
 def _with_saved_adapter(model: Any, folder: Path) -> Any:
-    return require_peft().PeftModel.from_pretrained(model, folder, is_trainable=True)
+    with no_pickles(str(folder)):
+        return require_peft().PeftModel.from_pretrained(model, folder, is_trainable=True)
 
 
 class Reference:

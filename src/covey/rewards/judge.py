@@ -181,13 +181,14 @@ class Judge:
         raise JudgeFailed(f"{self.url} gave no answer after {attempt + 1} attempts: {why}")
 
     def _once(self, request: Mapping[str, Any], deadline: float) -> str:
-        message = urllib.request.Request(
+        message = urllib.request.Request(  # noqa: S310 - http or https, as __post_init__ has seen to
             self.url, json.dumps(request).encode(), headers={"Content-Type": "application/json"}
         )
         if self.api_key_env is not None:  # for this address only: a redirect may lead anywhere
             message.add_unredirected_header("Authorization", f"Bearer {os.environ.get(self.api_key_env, '')}")
         body = b""
-        with urllib.request.urlopen(message, timeout=max(0.01, deadline - time.monotonic())) as response:
+        patience = max(0.01, deadline - time.monotonic())
+        with urllib.request.urlopen(message, timeout=patience) as response:  # noqa: S310 - as above
             while part := response.read1(1 << 16):
                 body += part
                 if time.monotonic() > deadline or len(body) > LONGEST_REPLY:

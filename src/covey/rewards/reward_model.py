@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from covey.errors import Absent, InputError, unknown
 from covey.rewards.function import inline
 from covey.rewards.waiting import result_of
+from covey.trust import check_config, check_weights, no_pickles
 from covey.types import Episode
 
 if TYPE_CHECKING:
@@ -59,7 +60,10 @@ class RewardModel:
         from transformers import AutoConfig
 
         with self._found():
-            config = AutoConfig.from_pretrained(self._path())
+            config = AutoConfig.from_pretrained(self._path(), trust_remote_code=False)
+            check_config(self.model, config)
+            if Path(self._path()).is_dir():
+                check_weights(Path(self._path()), config)
         kinds = config.architectures or []
         if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
             kind = ", ".join(kinds) or "something without a name"
@@ -120,14 +124,19 @@ class _Scorer:
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
-        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         added = self.tokenizer.added_tokens_decoder.values()
         special = {str(token) for token in added if token.special} | {*self.tokenizer.all_special_tokens}
         self.control = sorted(special)
         dtype = torch.float32 if torch.device(device).type == "cpu" else "auto"
-        self.model, info = AutoModelForSequenceClassification.from_pretrained(
-            path, dtype=dtype, output_loading_info=True
-        )
+        with no_pickles(path):
+            self.model, info = AutoModelForSequenceClassification.from_pretrained(
+                path,
+                dtype=dtype,
+                output_loading_info=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+            )
         if missing := sorted(info["missing_keys"]):
             raise InputError(f"{OPTION}.model={path}: its weights lack {missing[0]}: it was not trained to classify")
         self.model = self.model.to(device).eval().requires_grad_(False)

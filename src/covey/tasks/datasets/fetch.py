@@ -27,7 +27,10 @@ def _download(name: str, source: Source, home: Url, folder: Path) -> Path:
     path = folder.joinpath(*Path(urlparse(home.address).path).parts[-2:])
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with urllib.request.urlopen(home.address, timeout=SECONDS) as answer, path.open("wb") as file:
+        with (  # the addresses are ours, of this package
+            urllib.request.urlopen(home.address, timeout=SECONDS) as answer,  # noqa: S310
+            path.open("wb") as file,
+        ):
             shutil.copyfileobj(answer, file)
     except urllib.error.HTTPError as error:
         raise _not_reached(name, source, f"the server says {error.code} {error.reason}") from error
