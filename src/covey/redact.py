@@ -8,6 +8,7 @@ Text for people also loses what looks like a secret: headers, keys of well-known
     hide_known      records, whose words are a model's: only what is known
     hide_settings   a tree of settings            hide_words   the words of a command line
     learn           settings that hold secrets are known from now on
+    missing         settings whose secret was hidden when they were written down
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
-MASK = "***"
+MASK = "<hidden>"
 SHORTEST = 6  # characters; shorter words are in every text
 NOT_SECRET = frozenset({"true", "false", "token", "none", "null", "disabled", "offline", "online"})
 
@@ -31,7 +33,10 @@ _SAYS = frozenset(
 _NAMES = frozenset({"env", "file", "path", "dir", "name", "mode", "sock", "id", "socket"})  # where it is, not what
 _ADDRESS = re.compile(r"(?P<scheme>\b[a-z][a-z0-9+.-]*://)(?P<user>[^\s/?#@'\"]*)@", re.IGNORECASE)
 _QUERY = re.compile(r"([?&](?:api_?key|key|access_token|token|password|secret|sig|signature)=)[^&\s'\"#]+", re.I)
-_HEADER = re.compile(r"\b((?:Bearer|Basic)\s+)[A-Za-z0-9._~+/=:-]{6,}", re.IGNORECASE)
+_HEADER = re.compile(r"\b((?:Bearer|Basic)\s+)(?=\S*[0-9=._~+/-])[A-Za-z0-9._~+/=:-]{6,}")
+_AUTHORIZATION = re.compile(
+    r"""(authorization["']?\s*[:=]\s*["']?(?:(?:bearer|basic)\s+)?)[^\s"',}]{6,}""", re.IGNORECASE
+)
 _FIELD = re.compile(r"""((?:x-)?api[-_]?key["']?\s*[:=]\s*["']?)[^\s"',}&]{6,}""", re.IGNORECASE)
 _FORMS = re.compile(
     r"\b(?:sk-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16}|xox[abp]-[\w-]{10,})"
@@ -42,8 +47,8 @@ _learned: set[str] = set()
 
 def hide(text: str) -> str:
     text = hide_known(text)
-    text = _ADDRESS.sub(rf"\g<scheme>{MASK}@", text)
-    for pattern in (_QUERY, _HEADER, _FIELD):
+    text = hide_users(text)
+    for pattern in (_QUERY, _HEADER, _AUTHORIZATION, _FIELD):
         text = pattern.sub(rf"\g<1>{MASK}", text)
     return _FORMS.sub(MASK, text)
 
@@ -53,15 +58,34 @@ def hide_known(text: str) -> str:
     return text if pattern is None else pattern.sub(MASK, text)
 
 
-def hide_settings(tree: Any, name: str = "") -> Any:
+def hide_settings(tree: Any, name: str = "", text: Callable[[str], str] = hide) -> Any:
     """The same tree; what is called a secret is masked, and so is what looks like one."""
     if isinstance(tree, Mapping):
-        return {key: hide_settings(value, str(key)) for key, value in tree.items()}
+        return {key: hide_settings(value, str(key), text) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return [hide_settings(value, name) for value in tree]
+        return [hide_settings(value, name, text) for value in tree]
     if not isinstance(tree, str):
         return tree
-    return MASK if tree and says_secret(name) else hide(tree)
+    return MASK if tree and says_secret(name) else text(tree)
+
+
+def without_secrets(tree: Any) -> Any:
+    """The same whatever the keys and passwords in it are, and whatever this machine's environment holds."""
+    return hide_settings(tree, text=hide_users)
+
+
+def hide_users(text: str) -> str:
+    """Addresses without who asks."""
+    return _ADDRESS.sub(rf"\g<scheme>{MASK}@", text)
+
+
+def missing(tree: Any, name: str = "") -> str | None:
+    """The name of a setting that would have to be given again."""
+    if isinstance(tree, Mapping):
+        found = (missing(value, f"{name}.{key}" if name else str(key)) for key, value in tree.items())
+        return next((one for one in found if one is not None), None)
+    gone = isinstance(tree, str) and (tree == MASK or f"://{MASK}@" in tree)
+    return name if gone else None
 
 
 def hide_words(words: Sequence[str]) -> list[str]:
@@ -113,21 +137,26 @@ def _is_plain(value: str) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def _pattern(secrets: frozenset[str]) -> re.Pattern[str] | None:
-    """Also as JSON and as an address would write them; the longest first, as one may hold another."""
-    from urllib.parse import quote
-
-    forms = {form for secret in secrets for form in (secret, json.dumps(secret)[1:-1], quote(secret, safe=""))}
+    """Also as JSON, Python and an address would write them; the longest first, as one may hold another."""
+    forms = {form for secret in secrets for form in _forms(secret)}
     return re.compile("|".join(map(re.escape, sorted(forms, key=len, reverse=True)))) if forms else None
 
 
+def _forms(secret: str) -> Iterator[str]:
+    yield from (secret, quote(secret, safe=""), json.dumps(secret)[1:-1], repr(secret)[1:-1])
+    yield secret.replace("\\", "\\\\").replace("'", "\\'")  # within a longer text that Python shows
+    yield json.dumps(repr(secret)[1:-1])[1:-1]
+
+
 class Screen:
-    """A stream for people, without secrets; otherwise as it was."""
+    """A stream for people, without secrets that are known; otherwise as it was. What only looks like one stays: links
+    and tokens of our own servers are printed to be used."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        self._stream.write(hide(text))
+        self._stream.write(hide_users(hide_known(text)))
         return len(text)
 
     def writelines(self, lines: Any) -> None:

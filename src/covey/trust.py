@@ -78,7 +78,7 @@ def no_pickles(name: str) -> Iterator[None]:
         raise InputError(f"{name}: {Path(str(file)).name} is a pickle, which is not loaded\n{FIX}")
 
     before = torch.load
-    torch.load = refused
+    torch.load = refused  # type: ignore[assignment]
     try:
         yield
     finally:

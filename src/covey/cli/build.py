@@ -47,6 +47,7 @@ from covey.config.schema import Config
 from covey.errors import Absent, InputError
 from covey.gateway import GatewayAgent
 from covey.protocols import Agent, Learner, RolloutEngine
+from covey.redact import hide_settings
 from covey.rewards import RewardSet
 from covey.rollout.reuse import fresh_groups
 from covey.rollout.templates import use_template
@@ -123,7 +124,7 @@ class Prepared:
             first_step=first_step,
             reward_names=self.rewards.names,
             trained_reward=self.trained_reward,
-            config=self.tree,
+            config=hide_settings(self.tree),
             held_out=len(self.tasks.validation),
         )
 

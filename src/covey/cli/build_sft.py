@@ -14,6 +14,7 @@ from covey.cli.learner import make_learner
 from covey.config import Composed, fingerprint
 from covey.config.schema import Config
 from covey.errors import Absent, InputError, unknown
+from covey.redact import hide_settings
 from covey.rollout.templates import use_template
 from covey.tasks import DemonstrationSet, load_demonstrations
 from covey.telemetry import RunInfo, check_logging
@@ -60,7 +61,7 @@ class PreparedSft:
             task=self.description.split(":")[0],
             total_steps=self.total_steps,
             first_step=first_step,
-            config=self.tree,
+            config=hide_settings(self.tree),
             kind="sft",
         )
 

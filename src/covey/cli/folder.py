@@ -13,6 +13,7 @@ import yaml
 
 from covey.config.schema import Config
 from covey.errors import InputError
+from covey.redact import hide_settings, hide_words
 
 if TYPE_CHECKING:
     from covey.cli.build import Note
@@ -135,8 +136,8 @@ def write_run_files(prepared: Startable, folder: RunFolder, learner: Learner, th
     hydra = folder.path / ".hydra"
     hydra.mkdir(exist_ok=True)  # a run that is started again before its first checkpoint
     for path in (folder.path / "config.yaml", hydra / "config.yaml"):
-        path.write_text(yaml.safe_dump(prepared.tree, sort_keys=False, allow_unicode=True))
-    (hydra / "overrides.yaml").write_text(yaml.safe_dump(list(prepared.overrides)))
+        path.write_text(yaml.safe_dump(hide_settings(prepared.tree), sort_keys=False, allow_unicode=True))
+    (hydra / "overrides.yaml").write_text(yaml.safe_dump(hide_words(prepared.overrides)))
     facts = prepared.info(folder.path, 0)
     shown = ("kind", "title", "algorithm", "model", "task", "total_steps", "reward_names", "trained_reward", "held_out")
     folder.write_info(

@@ -11,6 +11,7 @@ from covey.dash.api import Api
 from covey.dash.episodes import Query
 from covey.dash.runs import Library, Run
 from covey.dash.server import MARK, SCRIPTS, page_file
+from covey.redact import hide_known
 from covey.telemetry.figures import duration
 from covey.telemetry.jsonl import finite
 from covey.telemetry.report import Summary, summarise
@@ -35,7 +36,7 @@ def html_report(folders: Sequence[Path], episodes: int = EPISODES) -> str:
     page = page.replace('<link rel="stylesheet" href="style.css">', f"<style>\n{page_file('style.css')}</style>")
     page = page.replace("<title>", f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n<title>')
     # A < could end the script that holds the data; in JSON it can be written in another way.
-    inline = json.dumps(finite(data), separators=(",", ":"), default=str).replace("<", "\\u003c")
+    inline = hide_known(json.dumps(finite(data), separators=(",", ":"), default=str)).replace("<", "\\u003c")
     return page.replace(MARK, f'<script type="application/json" id="inline">{inline}</script>\n{scripts}')
 
 

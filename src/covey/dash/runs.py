@@ -18,6 +18,7 @@ from covey.dash.columns import Metrics
 from covey.dash.episodes import Episodes
 from covey.dash.signs import Evidence, Sign, find_signs
 from covey.errors import InputError
+from covey.redact import hide_settings
 from covey.telemetry.base import flat
 from covey.telemetry.figures import Curve, curve_of, is_stage
 from covey.telemetry.history import read_run
@@ -230,4 +231,4 @@ def _results(place: Path) -> list[Path]:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.yaml"
-    return flat(yaml.safe_load(path.read_text())) if path.exists() else {}
+    return flat(hide_settings(yaml.safe_load(path.read_text()))) if path.exists() else {}

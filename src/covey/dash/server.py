@@ -21,6 +21,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from covey.dash.api import Api, BadRequest
 from covey.dash.runs import Library
+from covey.redact import hide_known
 
 HOST = "127.0.0.1"
 COOKIE = "covey_dash"
@@ -192,4 +193,4 @@ def _same(given: str, token: str) -> bool:
 
 
 def _json(data: Any) -> bytes:
-    return json.dumps(data, separators=(",", ":"), default=str).encode()
+    return hide_known(json.dumps(data, separators=(",", ":"), default=str)).encode()

@@ -74,6 +74,11 @@ class Book:
         self._arrived = asyncio.Condition()
         self._closing = False
 
+    @property
+    def shown_token(self) -> str:
+        """For who starts a server. One that is in the environment stays there."""
+        return f"${TOKEN}" if os.environ.get(TOKEN) == self.token else self.token
+
     # -- opening and ending ------------------------------------------------------------------------------------------
 
     def open(self, policy: Policy, task: Task, *, metadata: Any = None, key: str | None = None) -> Live:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from covey.errors import InputError
+from covey.redact import hide_settings
 
 
 @dataclass
@@ -26,7 +27,7 @@ class RunFolder:
     def write_info(self, info: dict[str, Any]) -> None:
         """run.json, whole or as it was."""
         work = self.path / ".run.json"
-        work.write_text(json.dumps(info, indent=1))
+        work.write_text(json.dumps(hide_settings(info), indent=1))
         os.replace(work, self.path / "run.json")
 
     def info(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from covey.loop.limit import TimeLimit, time_limit
 from covey.loop.record import episode_view, step_episodes, step_metrics, step_view
 from covey.loop.step import Road, StepResult, publish, step
 from covey.protocols import Learner, Metrics, RolloutEngine
+from covey.redact import hide_known
 from covey.rollout.collector import TrainingSource
 from covey.telemetry import Telemetry, write_report
 
@@ -159,4 +160,6 @@ class Run:
     def _save_offenders(self, index: int) -> None:
         """The tasks of the step that broke, so that they can be looked at."""
         tasks = [{"id": task.id, "messages": list(task.messages)} for task in self.source.taken]
-        (self.path / f"nonfinite-step-{index:06d}.json").write_text(json.dumps(tasks, indent=1, default=str))
+        (self.path / f"nonfinite-step-{index:06d}.json").write_text(
+            hide_known(json.dumps(tasks, indent=1, default=str))
+        )

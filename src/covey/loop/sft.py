@@ -21,6 +21,7 @@ from covey.loop.limit import TimeLimit, time_limit
 from covey.loop.samples import episode_rows, minibatches, to_samples
 from covey.loop.step import merge
 from covey.protocols import Metrics
+from covey.redact import hide_known
 from covey.tasks import batch_for_step
 from covey.telemetry import Telemetry, write_report
 from covey.types import Collected, Episode, Group, Samples
@@ -140,7 +141,9 @@ class SftRun:
     def _save_offenders(self, index: int, episodes: Sequence[Episode]) -> None:
         """The demonstrations of the step that broke, so that they can be looked at."""
         shown = [{"id": episode.task.id, "messages": list(episode.messages)} for episode in episodes]
-        (self.path / f"nonfinite-step-{index:06d}.json").write_text(json.dumps(shown, indent=1, default=str))
+        (self.path / f"nonfinite-step-{index:06d}.json").write_text(
+            hide_known(json.dumps(shown, indent=1, default=str))
+        )
 
 
 def as_samples(episodes: Sequence[Episode]) -> Samples:

@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from covey.errors import Absent, EpisodeError, InputError, unknown
+from covey.redact import hide_known
 from covey.rewards.function import inline
 from covey.rewards.waiting import result_of
 
@@ -160,7 +161,7 @@ class Judge:
             self._known[key] = reply
             if self.cache is not None:
                 with Path(self.cache).open("a") as file:
-                    file.write(json.dumps({"key": key, "reply": reply}) + "\n")
+                    file.write(hide_known(json.dumps({"key": key, "reply": reply})) + "\n")
 
     def _persist(self, request: Mapping[str, Any], deadline: float) -> str:
         """Ask until there is an answer, nothing left to try, or no time."""
