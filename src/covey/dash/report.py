@@ -11,7 +11,8 @@ from covey.dash.api import Api
 from covey.dash.episodes import Query
 from covey.dash.runs import Library, Run
 from covey.dash.server import MARK, SCRIPTS, page_file
-from covey.redact import hide_known
+from covey.dash.tail import at_home
+from covey.redact import hide_known, hide_words
 from covey.telemetry.figures import duration
 from covey.telemetry.jsonl import finite
 from covey.telemetry.report import Summary, summarise
@@ -134,5 +135,5 @@ def _changed(run: Run) -> str:
     import yaml
 
     path = run.folder / ".hydra" / "overrides.yaml"
-    given = yaml.safe_load(path.read_text()) if path.exists() else []
+    given = hide_words(yaml.safe_load(path.read_text())) if at_home(path) else []
     return "Settings: " + " ".join(f"`{word}`" for word in given) if given else ""

@@ -17,6 +17,7 @@ import yaml
 from covey.dash.columns import Metrics
 from covey.dash.episodes import Episodes
 from covey.dash.signs import Evidence, Sign, find_signs
+from covey.dash.tail import at_home
 from covey.errors import InputError
 from covey.redact import hide_settings
 from covey.telemetry.base import flat
@@ -26,6 +27,7 @@ from covey.telemetry.state import RECENT
 
 SILENT = 10.0  # median steps without a word after which a running run is called silent
 LOOK = 5.0  # seconds between two searches for new runs
+MOST_BYTES, MOST_SETTINGS = 2**20, 20_000  # of config.yaml
 PATIENCE = 120.0  # seconds, at least
 Z = 1.959963984540054  # 95 % of the normal distribution lie within ± Z
 
@@ -211,7 +213,7 @@ def run_folders(places: Iterable[Path]) -> list[Path]:
         if not place.is_dir():
             raise InputError(f"{place}: no such folder")
         for folder, inside, names in os.walk(place):
-            if "run.json" in names and Path(folder) not in found:
+            if "run.json" in names and at_home(Path(folder, "run.json")) and Path(folder) not in found:
                 found[Path(folder)] = str(read_run(Path(folder)).get("started", ""))
             # A run holds no runs, only many files.
             inside[:] = [] if "run.json" in names else [name for name in inside if not name.startswith(".")]
@@ -226,9 +228,22 @@ def wilson(p: float, n: int) -> tuple[float, float]:
 
 
 def _results(place: Path) -> list[Path]:
-    return [*place.glob("results.json"), *place.glob("*/results.json")]
+    return [path for path in (*place.glob("results.json"), *place.glob("*/results.json")) if at_home(path)]
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
+    """Settings by name; none where they are not ours: a file elsewhere, or one that grows without end when it is read
+    (YAML can say that a thing is ten of another, over and over)."""
     path = folder / "config.yaml"
-    return flat(hide_settings(yaml.safe_load(path.read_text()))) if path.exists() else {}
+    if not at_home(path) or path.stat().st_size > MOST_BYTES:
+        return {}
+    tree = yaml.safe_load(path.read_text())
+    return flat(hide_settings(tree)) if isinstance(tree, dict) and _is_small(tree) else {}
+
+
+def _is_small(tree: Any) -> bool:
+    waiting, seen = [tree], 0
+    while waiting and seen < MOST_SETTINGS:
+        one, seen = waiting.pop(), seen + 1
+        waiting += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+    return not waiting
