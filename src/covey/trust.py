@@ -23,6 +23,12 @@ FIX = (
 )
 
 
+def split_revision(name: str) -> tuple[str, str | None]:
+    """`ORG/NAME@REVISION` of the hub: a branch, a tag or a commit behind the name."""
+    place, _, revision = name.partition("@")
+    return place, revision or None
+
+
 def check_weights(folder: Path, config: Any = None) -> None:
     """Before anything is read: a folder whose weights are safetensors, by names that stay in it. `config`: the model's
     own, which may name a file too."""

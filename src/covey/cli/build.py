@@ -39,7 +39,7 @@ from covey.cli.checks import (
 )
 from covey.cli.cluster import check_cluster, settle_cluster, start_remote
 from covey.cli.engine import make_engine
-from covey.cli.folder import Startable, open_run, store, threads_for, write_run_files
+from covey.cli.folder import Startable, as_it_began, open_run, store, threads_for, write_run_files
 from covey.cli.gateway import check_gateway, hide_columns, services
 from covey.cli.learner import make_learner
 from covey.config import Composed, fingerprint
@@ -297,6 +297,8 @@ def _joined(
     from covey.loop.step import Road
 
     config = prepared.config
+    if checkpoint is not None:
+        prepared = dataclasses.replace(prepared, model=as_it_began(prepared.model, config, folder))
     threads = threads_for(config, folder if checkpoint is not None else None)
     torch.set_num_threads(threads)
     checkpoints = store(config, folder.path)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.cli.build import Note, open_model, open_telemetry, total_steps
-from covey.cli.folder import open_run, store, threads_for, write_run_files
+from covey.cli.folder import as_it_began, open_run, store, threads_for, write_run_files
 from covey.cli.learner import make_learner
 from covey.config import Composed, fingerprint
 from covey.config.schema import Config
@@ -117,6 +117,8 @@ def build_sft(prepared: PreparedSft, *, note: Note) -> SftRun:
     config, source = prepared.config, prepared.model
     assert source is not None
     folder, checkpoint = open_run(prepared, note)
+    if checkpoint is not None:
+        prepared = dataclasses.replace(prepared, model=as_it_began(source, config, folder))
     threads = threads_for(config, folder if checkpoint is not None else None)
     torch.set_num_threads(threads)
     learner = make_learner(prepared, checkpoint)

@@ -114,6 +114,19 @@ def store(config: Config, path: Path) -> CheckpointStore:
     return CheckpointStore(path / "checkpoints", keep_last=config.loop.keep_last, keep_best=config.loop.keep_best)
 
 
+def as_it_began(model: ModelSource | None, config: Config, folder: RunFolder) -> ModelSource | None:
+    """The model at the commit that the run began with: on the hub there may be a newer one since."""
+    from covey.learner.models import open_source
+    from covey.rollout.templates import use_template
+
+    began = folder.info().get("model_revision")
+    if model is None or began in (None, model.revision):
+        return model
+    found = open_source(config.model, began)
+    use_template(found.tokenizer, config.agent.template)
+    return found
+
+
 def threads_for(config: Config, resumed: RunFolder | None) -> int:
     """As asked; else as the run began, since the last bits depend on it; else one per core that we may use."""
     if config.loop.threads is not None:
@@ -149,6 +162,7 @@ def write_run_files(prepared: Startable, folder: RunFolder, learner: Learner, th
             **{name: getattr(facts, name) for name in shown},
             "started": datetime.now().isoformat(timespec="seconds"),
             "command": shlex.join(["covey", prepared.command, "--config", str(folder.path / "config.yaml")]),
+            "model_revision": prepared.model.revision if prepared.model is not None else None,
             "versions": versions(),
             "threads": threads,
             **precision,

@@ -234,7 +234,7 @@ def model_shape(config: Config) -> Shape:
 
     from covey.learner.models import locate
 
-    path, _ = locate(config.model.name)
+    path = locate(config.model.name).path
     try:
         return Shape.of(
             AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False), "its config.json"

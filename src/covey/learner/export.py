@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from covey.errors import InputError
-from covey.learner.models import locate, require_peft
+from covey.learner.models import MAIN, Located, locate, require_peft
 from covey.trust import check_adapter, check_weights, no_pickles
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -28,7 +28,7 @@ def export(folder: Path, out: Path, *, dtype: str | None = None, merge: bool = F
         if is_adapter and not merge:
             _copy_adapter(folder, work, dtype)
         else:
-            model = _merged(folder, dtype) if is_adapter else _loaded(str(folder), dtype)
+            model = _merged(folder, dtype) if is_adapter else _loaded(Located(str(folder)), dtype)
             model.save_pretrained(work, max_shard_size=FILE_SIZE)
         _copy_tokenizer(folder, work)
         work.chmod(0o755)
@@ -39,28 +39,32 @@ def export(folder: Path, out: Path, *, dtype: str | None = None, merge: bool = F
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _loaded(path: str, dtype: str | None) -> Any:
+def _loaded(place: Located, dtype: str | None) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     try:
-        with no_pickles(path):
+        with no_pickles(place.path):
             return AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype or "auto", trust_remote_code=False, use_safetensors=True
+                place.path,
+                dtype=dtype or "auto",
+                trust_remote_code=False,
+                use_safetensors=True,
+                revision=place.revision or MAIN,
             )
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
         raise InputError(
-            f"{path} needs Python code that comes with the model, which covey export does not run\n"
+            f"{place.path} needs Python code that comes with the model, which covey export does not run\n"
             "  its checkpoint is a model folder already: copy it"
         ) from error
 
 
 def _merged(folder: Path, dtype: str | None) -> Any:
     """The model below an adapter, with it: W + ΔW in float32, rounded once."""
-    base = _loaded(locate(str(folder))[0], None)
+    base = _loaded(locate(str(folder)), None)
     kept = DTYPES[dtype] if dtype else base.dtype
     with no_pickles(str(folder)):
         model = require_peft().PeftModel.from_pretrained(base.float(), folder)
@@ -82,8 +86,9 @@ def _copy_tokenizer(folder: Path, work: Path) -> None:
     from transformers import AutoTokenizer
 
     here = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-    place = str(folder) if here else locate(str(folder))[0]
-    AutoTokenizer.from_pretrained(place, trust_remote_code=False).save_pretrained(work)
+    place = Located(str(folder)) if here else locate(str(folder))
+    found = AutoTokenizer.from_pretrained(place.path, trust_remote_code=False, revision=place.revision or MAIN)
+    found.save_pretrained(work)
 
 
 def check_export(folder: Path, out: Path, *, dtype: str | None, merge: bool) -> None:
