@@ -39,7 +39,7 @@ _AUTHORIZATION = re.compile(
 )
 _FIELD = re.compile(r"""((?:x-)?api[-_]?key["']?\s*[:=]\s*["']?)[^\s"',}&]{6,}""", re.IGNORECASE)
 _FORMS = re.compile(
-    r"\b(?:sk-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16}|xox[abp]-[\w-]{10,})"
+    r"\b(?:sk-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16}|ck-[\w-]{32}|xox[abp]-[\w-]{10,})"
 )
 
 _learned: set[str] = set()
@@ -109,6 +109,7 @@ def learn(tree: Any, name: str = "") -> None:
         _learned.update(_secrets_of(name, tree))
 
 
+@functools.lru_cache(maxsize=4096)
 def says_secret(name: str) -> bool:
     """Whether the last words of a name say that its value is one: `judge.api_key`, `HF_TOKEN`, not `api_key_env`."""
     words = [word.lower() for word in _WORD.findall(name.rpartition(".")[2])]

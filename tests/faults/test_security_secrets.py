@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -241,6 +243,7 @@ def test_names_that_say_secret(name: str, expected: bool) -> None:
         ("{'Authorization': 'Bearer abc.def-123'}", f"{{'Authorization': 'Bearer {MASK}'}}"),
         ('{"x-api-key": "abcdefgh"}', f'{{"x-api-key": "{MASK}"}}'),
         ("key sk-abcdefghijklmnop1234 was refused", f"key {MASK} was refused"),
+        (f"OPENAI_API_KEY=ck-{'a1-_' * 8}", f"OPENAI_API_KEY={MASK}"),
         ("the bearer of this letter", "the bearer of this letter"),
         ("mail to a@b.example. Basic training", "mail to a@b.example. Basic training"),
         ("authorization=abcdefgh", f"authorization={MASK}"),
@@ -273,3 +276,25 @@ def test_another_key_is_the_same_run() -> None:
 
     one, two = ({"reward": {"options": {"j": {"api_key": key}}}} for key in ("first-key", "second-key"))
     assert fingerprint(one) == fingerprint(two) != fingerprint({"reward": {"options": {"j": {"api_kex": "a"}}}})
+
+
+@pytest.mark.parametrize(("words", "expected"), [([], None), (["reward.options.x.api_key=abcdefgh"], True)])
+def test_a_tracker_is_not_told_the_command_where_it_holds_a_secret(
+    words: list[str], expected: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W&B records the words of the command; its settings come without secrets as all others do."""
+    from covey.config.schema import LoggingConfig
+    from covey.telemetry import wandb
+    from covey.telemetry.base import RunInfo
+
+    told: dict[str, Any] = {}
+
+    class Fake:
+        def init(self, **options: Any) -> Any:
+            told.update(options)
+            return SimpleNamespace(define_metric=lambda *_, **__: None)
+
+    monkeypatch.setattr(wandb, "require", lambda *_: Fake())
+    monkeypatch.setattr(sys, "argv", ["covey", "train", *words])
+    wandb.WandbSink(RunInfo(tmp_path, "t", "gvpo", "m", "sort", 1), LoggingConfig())
+    assert (told["settings"] or {}).get("x_disable_meta") is expected

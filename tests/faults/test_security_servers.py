@@ -285,6 +285,25 @@ def test_a_body_that_does_not_come_is_not_waited_for(house: House, monkeypatch: 
     assert status(answer) == 408
 
 
+def test_a_busy_event_loop_is_not_the_clients_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner works for longer than a client may take, while its body waits to be read."""
+    monkeypatch.setattr(gateway_app, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(gateway_server, "HEAD_SECONDS", 0.3)
+    with serving(Scripted(lambda prompt, _: "hello")) as house:
+        head = f"POST /episodes HTTP/1.1\r\nHost: 127.0.0.1:{house.server.port}\r\nConnection: close\r\n"
+        head += f"Authorization: Bearer {house.book.token}\r\nContent-Length: 2\r\n\r\n"
+        assert house.server._serving is not None
+        loop = house.server._serving.get_loop()
+        for first, rest in ((head, "{}"), (head[:30], head[30:] + "{}")):
+            with socket.create_connection(("127.0.0.1", house.server.port), 10) as line:
+                line.sendall(first.encode())
+                time.sleep(0.1)
+                loop.call_soon_threadsafe(time.sleep, 1.0)
+                line.sendall(rest.encode())
+                line.settimeout(20)
+                assert line.recv(12) == b"HTTP/1.1 201"
+
+
 def test_silent_connections_do_not_keep_others_out_of_the_dash(dash: Dash) -> None:
     lines = [socket.create_connection(("127.0.0.1", dash.port), 10) for _ in range(dash_server.MOST_CONNECTIONS + 20)]
     try:

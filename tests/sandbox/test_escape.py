@@ -333,7 +333,7 @@ def test_nothing_of_one_program_reaches_the_next(small: Sandbox) -> None:
 
 DEEP = """
 import os
-for n in range(1500):
+for n in range(1100):
     os.mkdir('a'); os.chdir('a')
 open('file', 'w').close()
 """

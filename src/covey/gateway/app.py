@@ -6,6 +6,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -23,6 +24,7 @@ MAX_BODY = 16 * 2**20  # bytes
 MAX_HEADERS = 32 * 2**10  # bytes
 MAX_WAIT = 300.0  # seconds that POST /episodes may wait for an attempt
 
+MOMENT = 0.5  # seconds
 BODY_SECONDS = 60.0  # for a whole body to come in
 HEADERS = (
     (b"x-content-type-options", b"nosniff"),
@@ -181,11 +183,24 @@ def _caller(book: Book, request: Request) -> Caller:
     return book.caller(key.strip())
 
 
+@asynccontextmanager
+async def _patience(seconds: float) -> AsyncIterator[None]:
+    """TimeoutError after so long. The learner may keep the event loop busy for minutes, while what we wait for is here
+    already: then it gets a moment more."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(None) as limit:
+        timer = loop.call_later(seconds, lambda: limit.reschedule(loop.time() + MOMENT))
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
 async def _body(request: Request) -> dict[str, Any]:
     """JSON of a bounded size."""
     raw = bytearray()
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        async with _patience(BODY_SECONDS):
             async for piece in request.stream():
                 raw += piece
                 if len(raw) > MAX_BODY:
