@@ -37,6 +37,7 @@ check: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/audit.py
 
 format: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix .

@@ -116,7 +116,8 @@ def test_a_program_outside_plays_a_run_and_the_server_stays_the_same(
     assert not thread.is_alive() and not faults
     assert len(tasks) == 2 * 4 + 2 * 2  # two steps, two greedy evaluations
     assert [metrics["episodes/failed"] for metrics in steps()] == [0, 0]
-    assert "a-token-for-this-test" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "token: $COVEY_TOKEN" in said and "a-token-for-this-test" not in said
 
 
 def test_what_is_missing_is_told_before_the_model_loads(

@@ -27,7 +27,7 @@ def has_wheel() -> bool:
 
 
 def test_a_folder_is_itself(tiny_model_folder: Path) -> None:
-    assert locate(str(tiny_model_folder)) == (str(tiny_model_folder), None)
+    assert locate(str(tiny_model_folder)) == (str(tiny_model_folder), None, None)
     source = open_source(ModelConfig(name=str(tiny_model_folder)))
     assert source.context_length == 512
     assert source.eos_ids() == (2,)

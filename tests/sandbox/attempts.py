@@ -3,7 +3,7 @@
 `{name}` in a program stands for something of the host's, made by the fixture `world`; `{pids}` for all processes that
 it sees in a sandbox, and for one of the tests' own without: those of strangers are left alone. `outside` says whether
 the program may be run without a sandbox, to see that it would have succeeded: always, only by root (or where there is
-a network, or user namespaces), or never.
+a network, or user namespaces, or a kernel that lets anybody), or never.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def escaped(what=""):
 class Attempt:
     name: str
     program: str
-    outside: str = "always"  # always | root | network | userns | never
+    outside: str = "always"  # always | root | network | userns | never; maybe: where this kernel allows it to anybody
     needs_filters: bool = False  # only Landlock or seccomp stand against it
 
 
@@ -403,4 +403,132 @@ stop.set()
 """,
     ),
     Attempt("open files without end", "import resource\nf = [os.open('/dev/null', 0) for _ in range(300)]; escaped()"),
+    # -- what is known to have broken others
+    Attempt("proxies of the host", "if [n for n in os.environ if 'proxy' in n.lower()]: escaped()"),
+    Attempt(
+        "the program's own file, for writing", "os.close(os.open('/proc/self/exe', os.O_WRONLY)); escaped()", "never"
+    ),
+    Attempt(
+        "a file through the memory it is mapped to",
+        """
+import mmap
+path = os.__file__
+with open(path, 'rb') as file:
+    view = mmap.mmap(file.fileno(), 4096, mmap.MAP_SHARED, mmap.PROT_READ)
+    before = view[:8]
+    where = next(int(line.split('-')[0], 16) for line in open('/proc/self/maps') if line.rstrip().endswith(path))
+    with open('/proc/self/mem', 'r+b', buffering=0) as memory:
+        memory.seek(where); memory.write(b'ESCAPED!')
+    if open(path, 'rb').read(8) != before: escaped()
+""",
+        "never",
+    ),
+    Attempt(
+        "a descriptor of another process",
+        """
+other = libc.syscall(434, {victim}, 0)
+if other >= 0 and libc.syscall(438, other, 0, 0) >= 0: escaped()
+""",
+    ),
+    Attempt(
+        "another process's share of the processor",
+        "n = os.getpriority(os.PRIO_PROCESS, {victim}); os.setpriority(os.PRIO_PROCESS, {victim}, n); escaped()",
+    ),
+    Attempt(
+        "a file by its handle",
+        """
+class Handle(ctypes.Structure):
+    _fields_ = [('size', ctypes.c_uint), ('kind', ctypes.c_int), ('bytes', ctypes.c_ubyte * 128)]
+handle, mount = Handle(128), ctypes.c_int()
+place = os.open('/usr', os.O_RDONLY)
+if libc.name_to_handle_at(-100, b'/usr', ctypes.byref(handle), ctypes.byref(mount), 0) == 0:
+    if libc.open_by_handle_at(place, ctypes.byref(handle), 0) >= 0: escaped()
+""",
+        "root",
+    ),
+    Attempt("mounts by the new calls", "if libc.syscall(430, b'tmpfs', 0) >= 0: escaped()", "root"),
+    Attempt(
+        "a file larger than the disk, with nothing in it",
+        "f = open({scratch} + '/hollow', 'wb'); f.truncate(100 * 2**20); escaped()",
+    ),
+    Attempt(
+        "memory in sockets",
+        """
+children = []
+for _ in range(8):
+    pid = os.fork()
+    if pid == 0:
+        kept = [s for _ in range(110) for s in socket.socketpair()]
+        for s in kept:
+            s.setblocking(False)
+            try:
+                while True: s.send(b'x' * 32768)
+            except OSError:
+                pass
+        print('full', flush=True)
+        time.sleep(20); os._exit(0)
+    children.append(pid)
+time.sleep(3)
+alive = [os.waitpid(pid, os.WNOHANG)[0] == 0 for pid in children]
+if sum(alive) == 8: escaped()
+for pid in children: os.kill(pid, 9)
+""",
+    ),
+    Attempt(
+        "larger sockets",
+        """
+a, b = socket.socketpair()
+before = a.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**30)
+if a.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) > before: escaped()
+""",
+        "maybe",
+        needs_filters=True,
+    ),
+    Attempt("io_uring", "if libc.syscall(425, 4, ctypes.create_string_buffer(120)) >= 0: escaped()", "maybe", True),
+    Attempt(
+        "watches of files, which are the user's all together", "if libc.inotify_init1(0) >= 0: escaped()", "maybe", True
+    ),
+    Attempt(
+        "page faults at will",
+        "if libc.syscall(323 if os.uname().machine == 'x86_64' else 282, 1) >= 0: escaped()",
+        "maybe",
+        True,
+    ),
+    Attempt(
+        "a program without a name",
+        """
+f = os.memfd_create('x', 0)
+os.write(f, b'#!/bin/sh\\necho ESCAPED\\n')
+os.execve(f'/proc/self/fd/{{f}}', ['x'], {{}})
+""",
+        needs_filters=True,
+    ),
+    Attempt(
+        "a key of its own in the kernel",
+        """
+number = {{'x86_64': 248, 'aarch64': 217}}[os.uname().machine]
+if libc.syscall(number, b'user', b'covey-escape', b'x', 1, -2) > 0: escaped()
+""",
+        "maybe",
+        needs_filters=True,
+    ),
+    Attempt(
+        "the kernel's messages",
+        "if libc.klogctl(3, ctypes.create_string_buffer(4096), 4096) > 0: escaped()",
+        "root",
+        True,
+    ),
+    Attempt(
+        "a program in the kernel",
+        """
+wish = (ctypes.c_uint32 * 18)(2, 4, 4, 1)
+if libc.syscall({{'x86_64': 321, 'aarch64': 280}}[os.uname().machine], 0, wish, 72) >= 0: escaped()
+""",
+        "maybe",
+        needs_filters=True,
+    ),
 ]
+
+# What the tier `limits` does not stop, though it has Landlock and seccomp here. docs/sandbox.md says so.
+NOT_BY_LIMITS = {"fill the disk", "memory in sockets", "namespaces of the host", "setuid programs"}

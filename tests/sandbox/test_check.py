@@ -356,6 +356,37 @@ TRICKS = {  # name: (wrong solution, whether it fools a runner that simply puts 
 }
 
 
+YES = """
+class Yes:
+    def __getattr__(self, name): return lambda *a, **k: True
+    def __sub__(self, other): return self
+    __abs__ = __round__ = lambda self, *a: self
+    def __lt__(self, other): return True
+    __le__ = __gt__ = __ge__ = __contains__ = __eq__ = __lt__
+    def __float__(self): return 5.0
+    def __iter__(self): return iter([])
+    def __len__(self): return 1
+def f(*a): return Yes()
+"""
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "f(1).startswith('abc')", "f(1).endswith('c')", "f(1).isupper()", "f(1).issubset({1})", "f(1).issuperset({1})",
+        "f(1).is_integer()", "abs(f(2) - 5) < 1e-6", "f(2) < 3", "3 in f(1)", "float(f(1)) == 5.0", "f(1) == f(1)",
+        "isinstance(f(1), str)", "round(f(1), 2) <= 2", "f(1) in (1, 2)", "max(f(1), 2) == 2",
+    ],
+)  # fmt: skip
+def test_an_object_that_agrees_to_everything_is_not_believed(walled: Sandbox, test: str) -> None:
+    code = YES + f"\nassert {test}"
+    simple = subprocess.run([interpreter(), "-I", "-S", "-c", code], capture_output=True, timeout=20)
+    honest = {"isinstance(f(1), str)"}  # what no object can lie about
+    assert (simple.returncode == 0) or test in honest or "max" in test
+    verdict = run(walled.check(YES, Asserts((f"assert {test}",))))
+    assert verdict.passed == 0 and all(reasons(verdict))
+
+
 @pytest.fixture(scope="module")
 def tricked() -> dict[str, Verdict]:
     """The verdict on each trick."""

@@ -109,10 +109,12 @@ def test_folders_that_nobody_may_pass(tmp_path: Path) -> None:
 # -- the filter, by an interpreter of its own -------------------------------------------------------------------------
 
 
-def verdict(program: bytes, number: int, argument: int = 0, architecture: int = 0xC000003E) -> int:
+def verdict(
+    program: bytes, number: int, argument: int = 0, architecture: int = 0xC000003E, more: tuple[int, int] = (0, 0)
+) -> int:
     """What the kernel's packet filter would return, for the instructions that we use."""
     steps = [struct.unpack_from("HBBI", program, offset) for offset in range(0, len(program), 8)]
-    seen = {0: number, 4: architecture, 16: argument}
+    seen = {0: number, 4: architecture, 16: argument, 24: more[0], 32: more[1]}
     value, position = 0, 0
     while True:
         code, then, otherwise, constant = steps[position]
@@ -132,7 +134,7 @@ def test_what_the_filter_refuses(machine: str, column: int, name: int) -> None:
     allow, refuse = 0x7FFF0000, 0x00050000
     refused = {numbers[column] for numbers in filters.REFUSED.values()} - {None}
     clone, socket = filters.CLONE[column], filters.SOCKET[column]
-    for number in range(460):
+    for number in range(470):
         found = verdict(program, number, architecture=name)
         if number in refused:
             assert found == refuse | errno.EPERM
@@ -147,6 +149,10 @@ def test_what_the_filter_refuses(machine: str, column: int, name: int) -> None:
     assert verdict(program, socket, 1, name) == allow  # local sockets
     for family in (2, 10, 16, 17):  # IPv4, IPv6, netlink, packets
         assert verdict(program, socket, family, name) == refuse | errno.EACCES
+    setting = {option: verdict(program, filters.SETSOCKOPT[column], 5, name, (1, option)) for option in range(64)}
+    assert {option for option, found in setting.items() if found == refuse | errno.EPERM} == {7, 8, 32, 33}
+    assert set(setting.values()) == {allow, refuse | errno.EPERM}
+    assert verdict(program, filters.SETSOCKOPT[column], 5, name, (6, 7)) == allow  # of TCP, not of the socket
     assert verdict(program, 0, architecture=0x40000003) == 0x80000000  # the calls of another architecture
     if column == 0:
         assert verdict(program, 0x40000000 | 41, 2) == 0x80000000

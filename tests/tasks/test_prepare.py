@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -275,14 +276,33 @@ def test_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for piece in (0, 1):
         write(tmp_path / f"train-{piece}.jsonl", row(f"{piece}+1"))
     there = ["README.md", "train-1.jsonl", "train-0.jsonl", "test.jsonl"]
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, repo, repo_type: there)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda repo, file, repo_type: str(tmp_path / file))
+    asked: list[str | None] = []
+
+    def about(self: Any, repo: str, revision: str | None) -> Any:
+        asked.append(revision)
+        return SimpleNamespace(sha="c0ffee" if revision is None else revision)
+
+    def files(self: Any, repo: str, repo_type: str, revision: str) -> list[str]:
+        assert revision in ("c0ffee", "beef")
+        return there
+
+    def download(repo: str, file: str, repo_type: str, revision: str) -> str:
+        assert revision in ("c0ffee", "beef"), "every file is of that commit"
+        return str(tmp_path / file)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", about)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", files)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     homed = replace(GSM8K, sources=(Source("train", Hub("someone/gsm8k", "train-*.jsonl"), ()),))
     manifest = prepare(homed, [], tmp_path / "out").manifest
     assert [source["file"] for source in manifest["sources"]] == ["train-0.jsonl", "train-1.jsonl"]
     assert questions(tmp_path / "out/train.parquet") == ["0+1", "1+1"]
+    assert {source["from"] for source in manifest["sources"]} == {f"{homed.sources[0].home} @ c0ffee"}
+    pinned = prepare(homed, [], tmp_path / "pinned", "beef").manifest
+    assert {source["from"] for source in pinned["sources"]} == {f"{homed.sources[0].home} @ beef"}
+    assert asked == [None, "beef"]
 
-    def unreachable(self: Any, repo: str, repo_type: str) -> None:
+    def unreachable(self: Any, repo: str, repo_type: str, revision: str) -> None:
         raise ConnectionError("no network here")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", unreachable)

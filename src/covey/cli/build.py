@@ -39,7 +39,7 @@ from covey.cli.checks import (
 )
 from covey.cli.cluster import check_cluster, settle_cluster, start_remote
 from covey.cli.engine import make_engine
-from covey.cli.folder import Startable, open_run, store, threads_for, write_run_files
+from covey.cli.folder import Startable, as_it_began, open_run, store, threads_for, write_run_files
 from covey.cli.gateway import check_gateway, hide_columns, services
 from covey.cli.learner import make_learner
 from covey.config import Composed, fingerprint
@@ -47,6 +47,7 @@ from covey.config.schema import Config
 from covey.errors import Absent, InputError
 from covey.gateway import GatewayAgent
 from covey.protocols import Agent, Learner, RolloutEngine
+from covey.redact import hide_settings
 from covey.rewards import RewardSet
 from covey.rollout.reuse import fresh_groups
 from covey.rollout.templates import use_template
@@ -123,7 +124,7 @@ class Prepared:
             first_step=first_step,
             reward_names=self.rewards.names,
             trained_reward=self.trained_reward,
-            config=self.tree,
+            config=hide_settings(self.tree),
             held_out=len(self.tasks.validation),
         )
 
@@ -296,6 +297,8 @@ def _joined(
     from covey.loop.step import Road
 
     config = prepared.config
+    if checkpoint is not None:
+        prepared = dataclasses.replace(prepared, model=as_it_began(prepared.model, config, folder))
     threads = threads_for(config, folder if checkpoint is not None else None)
     torch.set_num_threads(threads)
     checkpoints = store(config, folder.path)

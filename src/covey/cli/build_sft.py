@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.cli.build import Note, open_model, open_telemetry, total_steps
-from covey.cli.folder import open_run, store, threads_for, write_run_files
+from covey.cli.folder import as_it_began, open_run, store, threads_for, write_run_files
 from covey.cli.learner import make_learner
 from covey.config import Composed, fingerprint
 from covey.config.schema import Config
 from covey.errors import Absent, InputError, unknown
+from covey.redact import hide_settings
 from covey.rollout.templates import use_template
 from covey.tasks import DemonstrationSet, load_demonstrations
 from covey.telemetry import RunInfo, check_logging
@@ -62,7 +63,7 @@ class PreparedSft:
             task=self.description.split(":")[0],
             total_steps=self.total_steps,
             first_step=first_step,
-            config=self.tree,
+            config=hide_settings(self.tree),
             kind="sft",
         )
 
@@ -126,6 +127,8 @@ def _joined(prepared: PreparedSft, folder: RunFolder, checkpoint: Checkpoint | N
 
     config, source = prepared.config, prepared.model
     assert source is not None
+    if checkpoint is not None:
+        prepared = dataclasses.replace(prepared, model=as_it_began(source, config, folder))
     threads = threads_for(config, folder if checkpoint is not None else None)
     torch.set_num_threads(threads)
     learner = make_learner(prepared, checkpoint)

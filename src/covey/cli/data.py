@@ -19,6 +19,7 @@ covey data check   FILE ... [--demonstrations]              what is wrong with f
             the set's public home
   --out     where the set is written; without it DATA_DIR/NAME (DATA_DIR is `data` where it is not set), which is
             where `covey train data=NAME` looks for it
+  --revision  of a set on the hub: a branch, a tag or a commit. The manifest names the commit and each file's sha256
 
 Examples
   covey data prepare gsm8k
@@ -48,7 +49,7 @@ def _prepare(argv: list[str]) -> int:
     from covey.tasks.datasets.prepare import prepare
 
     files, rest = _after("--from", argv)
-    words = parse(rest, values=("--out",))
+    words = parse(rest, values=("--out", "--revision"))
     names, out = [*words.places, *words.settings], words.text("--out")
     if not names:
         raise InputError(f"name a data set: {', '.join(DATASETS)}")
@@ -57,8 +58,11 @@ def _prepare(argv: list[str]) -> int:
             raise unknown("data set", name, DATASETS)
     if len(names) > 1 and out is not None:
         raise InputError("--out is the folder of one set: name one, or set DATA_DIR")
+    revision = words.text("--revision")
+    if revision is not None and (files or len(names) > 1):
+        raise InputError("--revision is of one set on the hub: name one, and no files")
     for name in names:
-        prepared = prepare(DATASETS[name], files, Path(out).expanduser() if out else data_folder(name))
+        prepared = prepare(DATASETS[name], files, Path(out).expanduser() if out else data_folder(name), revision)
         _tell(prepared.folder, prepared.manifest)
     return 0
 

@@ -51,6 +51,7 @@ def _make_vllm(prepared: Parts, policy: Any, log: Path, shared: bool | None) -> 
         eager=rollout.eager,
         sleeps=rollout.sleep and colocated,
         trust_remote_code=config.model.trust_remote_code,
+        revision=source.revision,
     )
     here = policy.get_input_embeddings().weight.device.type == "cuda"  # elsewhere the policy is another process's
     return VllmEngine(settings, log=log, same_gpu=colocated and len(gpus) == 1 and here)

@@ -13,6 +13,7 @@ import yaml
 
 from covey.config.schema import Config
 from covey.errors import InputError
+from covey.redact import hide_settings, hide_words
 from covey.storage import write_whole, writing
 
 if TYPE_CHECKING:
@@ -122,6 +123,19 @@ def store(config: Config, path: Path) -> CheckpointStore:
     return CheckpointStore(path / "checkpoints", keep_last=config.loop.keep_last, keep_best=config.loop.keep_best)
 
 
+def as_it_began(model: ModelSource | None, config: Config, folder: RunFolder) -> ModelSource | None:
+    """The model at the commit that the run began with: on the hub there may be a newer one since."""
+    from covey.learner.models import open_source
+    from covey.rollout.templates import use_template
+
+    began = folder.info().get("model_revision")
+    if model is None or began in (None, model.revision):
+        return model
+    found = open_source(config.model, began)
+    use_template(found.tokenizer, config.agent.template)
+    return found
+
+
 def threads_for(config: Config, resumed: RunFolder | None) -> int:
     """As asked; else as the run began, since the last bits depend on it; else one per core that we may use."""
     if config.loop.threads is not None:
@@ -147,8 +161,8 @@ def write_run_files(prepared: Startable, folder: RunFolder, learner: Learner, th
     with writing(hydra):
         hydra.mkdir(exist_ok=True)  # a run that is started again before its first checkpoint
     for path in (folder.path / "config.yaml", hydra / "config.yaml"):
-        write_whole(path, yaml.safe_dump(prepared.tree, sort_keys=False, allow_unicode=True))
-    write_whole(hydra / "overrides.yaml", yaml.safe_dump(list(prepared.overrides)))
+        write_whole(path, yaml.safe_dump(hide_settings(prepared.tree), sort_keys=False, allow_unicode=True))
+    write_whole(hydra / "overrides.yaml", yaml.safe_dump(hide_words(prepared.overrides)))
     facts = prepared.info(folder.path, 0)
     shown = ("kind", "title", "algorithm", "model", "task", "total_steps", "reward_names", "trained_reward", "held_out")
     folder.write_info(
@@ -161,6 +175,7 @@ def write_run_files(prepared: Startable, folder: RunFolder, learner: Learner, th
             "number": next_number(Path(prepared.config.logging.output_dir)),
             "started": datetime.now().isoformat(timespec="seconds"),
             "command": shlex.join(["covey", prepared.command, "--config", str(folder.path / "config.yaml")]),
+            "model_revision": prepared.model.revision if prepared.model is not None else None,
             "versions": versions(),
             "threads": threads,
             **precision,

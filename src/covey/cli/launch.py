@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import Absent, InputError, RunFailed, unknown
+from covey.redact import hide_words
 
 LAUNCHERS = ("submitit",)
 
@@ -17,6 +18,16 @@ def require_submitit() -> Any:
     except ImportError as error:
         raise Absent("--launcher submitit needs the package submitit\n  fix: pip install 'covey[slurm]'") from error
     return submitit
+
+
+def refuse_secrets(settings: Sequence[str], place: str) -> None:
+    """What a job is told lies in files until its turn comes."""
+    for word, shown in zip(settings, hide_words(settings), strict=True):
+        if word != shown:
+            raise InputError(
+                f"{shown}: a secret, which would be written into {place}\n"
+                "  keep it in a variable of the environment or in .env, and name that where a setting allows it (*_env)"
+            )
 
 
 def read_options(text: str | None) -> dict[str, Any]:
@@ -38,6 +49,8 @@ def submit(
     if launcher not in LAUNCHERS:
         raise unknown("launcher", launcher, LAUNCHERS)
     submitit = require_submitit()
+    for settings in jobs:
+        refuse_secrets(settings, "the files of its jobs")
     folder = folder.absolute()
     executor = submitit.AutoExecutor(folder=folder / "jobs", cluster=options.pop("cluster", None))
     try:

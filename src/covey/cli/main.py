@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 
 from covey.errors import InputError, RunFailed
+from covey.redact import Screen, hide
 
 USAGE = """\
 covey — reinforcement learning of language models on groups of sampled answers
@@ -42,14 +46,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"covey {__version__}")
         return 0
+    with _screened():
+        return _run(words)
+
+
+@contextmanager
+def _screened() -> Iterator[None]:
+    """What is printed holds no secrets; nor does the trace of an error that nobody caught."""
+    sys.excepthook = _last_words
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = Screen(sys.stdout), Screen(sys.stderr)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def _last_words(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    sys.stderr.write(hide("".join(traceback.format_exception(kind, error, trace))))
+
+
+def _run(words: list[str]) -> int:
     try:
         _read_env_file()
         return _command(words[0])(words[1:])
     except InputError as error:
-        print(f"{error}\nnothing was started", file=sys.stderr)
+        print(hide(f"{error}\nnothing was started"), file=sys.stderr)
         return 2
     except RunFailed as error:
-        print("\n" + "\n".join([str(error), *getattr(error, "__notes__", ())]), file=sys.stderr)
+        print(hide("\n" + "\n".join([str(error), *getattr(error, "__notes__", ())])), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)

@@ -18,6 +18,7 @@ from covey.cli.gateway import tool_format
 from covey.cli.words import parse
 from covey.gateway import Book, Live, Rules
 from covey.gateway.server import Server, bind, require_packages
+from covey.redact import hide_known
 
 USAGE = """\
 covey serve MODEL_OR_RUN [--folder DIR] [key=value ...]
@@ -69,7 +70,7 @@ async def serve(bench: Bench, folder: Path, say: Callable[[str], None]) -> None:
     async with sampling(bench):
         server = Server(book, bench.prepared.config.gateway.port)
         await server.start()
-        say(HELLO.format(model=book.rules.model, url=server.url, token=book.token, path=record.path))
+        say(HELLO.format(model=book.rules.model, url=server.url, token=book.shown_token, path=record.path))
         try:
             await ended.wait()
         finally:
@@ -132,5 +133,6 @@ class Recorder:
         )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
-            file.write(json.dumps(finite(line | {"id": live.id, "metadata": live.metadata}), default=str) + "\n")
+            record = finite(line | {"id": live.id, "metadata": live.metadata})
+            file.write(hide_known(json.dumps(record, default=str)) + "\n")
         self.count += 1

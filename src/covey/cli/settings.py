@@ -6,6 +6,7 @@ from covey.cli.build import algorithm_schemas
 from covey.cli.words import compose_words, parse
 from covey.config import explain
 from covey.errors import InputError
+from covey.redact import hide_settings
 
 CONFIG_USAGE = """\
 covey config [--config-name RECIPE | --config FILE] [key=value ...]     print the resolved settings as YAML
@@ -28,7 +29,7 @@ def main_config(argv: list[str]) -> int:
     if words.places:
         raise InputError(f"what is {words.places[0]!r}?\n{CONFIG_USAGE.rstrip()}")
     composed = compose_words(words)
-    print(yaml.safe_dump(composed.tree, sort_keys=False, allow_unicode=True), end="")
+    print(yaml.safe_dump(hide_settings(composed.tree), sort_keys=False, allow_unicode=True), end="")
     for text in composed.warnings:
         print(f"# warning: {text}")
     return 0

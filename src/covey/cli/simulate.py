@@ -234,12 +234,14 @@ def model_shape(config: Config) -> Shape:
     """From the model's configuration where it is on this machine; else by the size in its name."""
     from transformers import AutoConfig
 
-    from covey.learner.models import locate
+    from covey.learner.models import MAIN, locate
 
-    path, _ = locate(config.model.name)
+    place = locate(config.model.name)
+    options = {"local_files_only": True, "revision": place.revision or MAIN}
     try:
-        return Shape.of(AutoConfig.from_pretrained(path, local_files_only=True), "its config.json")
-    except OSError:
+        found = AutoConfig.from_pretrained(place.path, trust_remote_code=False, **options)
+        return Shape.of(found, "its config.json")
+    except (OSError, ValueError):  # not here, or of a kind that only the model's own code knows
         guess = shape_from_name(config.model.name)
         if guess is None:
             raise Absent(

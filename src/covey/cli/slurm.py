@@ -7,6 +7,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from covey.cli.launch import refuse_secrets
 from covey.cli.slurm_script import script
 from covey.cli.words import Words, compose_words, parse
 from covey.errors import InputError, unknown
@@ -60,6 +61,7 @@ def main(argv: list[str]) -> int:
         return 0
     job = read_job(words, argv)
     _check_settings(job)
+    refuse_secrets(job.settings, "the job script")
     text = script(
         nodes=job.nodes,
         gpus=job.gpus,

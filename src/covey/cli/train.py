@@ -19,6 +19,7 @@ from covey.cli.build import Note, Prepared, build, continuing, prepare
 from covey.cli.words import Words, compose_words, parse
 from covey.config import Composed, expand_sweep, recipe_names
 from covey.errors import InputError, RunFailed
+from covey.redact import hide_settings
 
 if TYPE_CHECKING:
     from covey.loop.run import Run
@@ -213,7 +214,7 @@ def _dry_run(composed: Composed) -> int:
     import yaml
 
     prepared = prepare(composed, tolerate_absent=True)
-    print(yaml.safe_dump(prepared.tree, sort_keys=False, allow_unicode=True))
+    print(yaml.safe_dump(hide_settings(prepared.tree), sort_keys=False, allow_unicode=True))
     for line in describe(prepared):
         print(line)
     if prepared.tasks.train:

@@ -34,6 +34,7 @@ from covey.config.schema import AgentConfig, ClusterConfig, Config, ModeConfig, 
 from covey.config.settings import Algorithms, Setting, algorithm_settings, find, losses_of, schema_settings
 from covey.config.settle import Settled, choice_of, settle, settle_derived
 from covey.errors import InputError, unknown
+from covey.redact import learn, missing, without_secrets
 
 DEFAULT_ALGORITHM = "gvpo"
 RECIPES = "covey.recipes"
@@ -96,12 +97,15 @@ def compose(
         applied["logging.output_dir"] = place
     warnings = [*settled.warnings, *derive.remarks(settled.parts()), *_unused_variables(settled)]
     config, plain = _freeze(tree)
+    learn(plain)
+    if (hidden := missing(plain)) and not tolerant:
+        raise InputError(f"{hidden}: a secret, which is not kept in a run's folder\n  give it again: {hidden}=...")
     return Composed(config, _as_overrides(applied), tuple(dict.fromkeys(warnings)), plain, settled.env)
 
 
 def fingerprint(config_tree: Mapping[str, Any]) -> str:
     """The same for two configurations exactly if they ask for the same result."""
-    tree = copy.deepcopy(dict(config_tree))
+    tree = copy.deepcopy(dict(without_secrets(config_tree)))  # with another key it is the same run
     for key in NOT_IN_FINGERPRINT:
         section, _, name = key.rpartition(".")
         (tree.get(section, {}) if section else tree).pop(name, None)

@@ -31,7 +31,7 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    name: str = "smollm2-135m"  # a folder, a Hugging Face id, or the built-in smollm2-135m
+    name: str = "smollm2-135m"  # a folder, a Hugging Face id (ORG/NAME or ORG/NAME@REVISION), or built in: smollm2-135m
     dtype: str = "auto"  # float32 | bfloat16 | float16; auto: bfloat16 on a GPU, float32 on a CPU
     device: str = "auto"  # cpu | cuda | cuda:1 ...; auto: the GPU if there is one
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time

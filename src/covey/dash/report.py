@@ -12,6 +12,8 @@ from covey.dash.api import Api
 from covey.dash.episodes import Query
 from covey.dash.runs import Library, Run
 from covey.dash.server import MARK, SCRIPTS, page_file
+from covey.dash.tail import at_home
+from covey.redact import hide_known, hide_words
 from covey.telemetry.figures import duration
 from covey.telemetry.jsonl import finite
 from covey.telemetry.report import Summary, summarise
@@ -36,7 +38,7 @@ def html_report(folders: Sequence[Path], episodes: int = EPISODES) -> str:
     page = page.replace('<link rel="stylesheet" href="style.css">', f"<style>\n{page_file('style.css')}</style>")
     page = page.replace("<title>", f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n<title>')
     # A < could end the script that holds the data; in JSON it can be written in another way.
-    inline = json.dumps(finite(data), separators=(",", ":"), default=str).replace("<", "\\u003c")
+    inline = hide_known(json.dumps(finite(data), separators=(",", ":"), default=str)).replace("<", "\\u003c")
     return page.replace(MARK, f'<script type="application/json" id="inline">{inline}</script>\n{scripts}')
 
 
@@ -132,5 +134,6 @@ def _signs(run: Run) -> str:
 def _changed(run: Run) -> str:
     """The settings that were given on the command line, where they are kept."""
     path = run.folder / ".hydra" / "overrides.yaml"
-    given = load_yaml(path) if path.exists() else []
-    return "Settings: " + " ".join(f"`{word}`" for word in given) if given and isinstance(given, list) else ""
+    given = load_yaml(path) if at_home(path) else []
+    given = hide_words([str(word) for word in given]) if isinstance(given, list) else []
+    return "Settings: " + " ".join(f"`{word}`" for word in given) if given else ""

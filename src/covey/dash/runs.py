@@ -18,7 +18,9 @@ from covey.config.read import load_yaml
 from covey.dash.columns import Metrics
 from covey.dash.episodes import Episodes
 from covey.dash.signs import Evidence, Sign, find_signs
+from covey.dash.tail import at_home
 from covey.errors import InputError
+from covey.redact import hide_settings
 from covey.telemetry.base import flat
 from covey.telemetry.figures import Curve, curve_of, is_stage
 from covey.telemetry.history import read_run
@@ -70,7 +72,8 @@ class Run:
     def _read_config(self) -> dict[str, Any]:
         path = self.folder / "config.yaml"
         try:
-            return flat(load_yaml(path)) if path.exists() else {}
+            tree = load_yaml(path) if at_home(path) else {}
+            return flat(hide_settings(tree)) if isinstance(tree, dict) else {}
         except InputError as error:
             self.notes.append(str(error).splitlines()[0])
             return {}
@@ -239,7 +242,7 @@ def run_folders(places: Iterable[Path]) -> list[Path]:
         if not _is_folder(place):
             raise InputError(f"{str(place)[:200]!r}: no such folder")
         for folder, inside, names in os.walk(place):
-            if "run.json" in names and Path(folder) not in found:
+            if "run.json" in names and at_home(Path(folder, "run.json")) and Path(folder) not in found:
                 found[Path(folder)] = _started(Path(folder))
             # A run holds no runs, only many files.
             inside[:] = [] if "run.json" in names else [name for name in inside if not name.startswith(".")]
@@ -268,4 +271,4 @@ def wilson(p: float, n: int) -> tuple[float, float]:
 
 
 def _results(place: Path) -> list[Path]:
-    return [*place.glob("results.json"), *place.glob("*/results.json")]
+    return [path for path in (*place.glob("results.json"), *place.glob("*/results.json")) if at_home(path)]

@@ -11,9 +11,11 @@ import gzip
 import hmac
 import json
 import secrets
+import socket
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from typing import Any
@@ -21,9 +23,11 @@ from urllib.parse import parse_qsl, urlsplit
 
 from covey.dash.api import Api, BadRequest
 from covey.dash.runs import Library
+from covey.redact import hide_known
 
 HOST = "127.0.0.1"
 COOKIE = "covey_dash"
+MOST_CONNECTIONS = 64
 LONGEST = 4096  # characters of a request's address
 SCRIPTS = (
     "core.js",
@@ -56,7 +60,29 @@ def page_file(name: str, *, linked: bool = True) -> str:
 
 
 class Server(ThreadingHTTPServer):
+    """At most so many connections at once: where one more comes, the oldest is cut off. A browser opens it again."""
+
     daemon_threads = True
+    request_queue_size = MOST_CONNECTIONS
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._open: dict[int, Any] = {}  # the oldest first
+        self._guard = threading.Lock()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._guard:
+            self._open[id(request)] = request
+            oldest = self._open.pop(next(iter(self._open))) if len(self._open) > MOST_CONNECTIONS else None
+        if oldest is not None:
+            with suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)  # its thread sees the end, and closes it
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._guard:
+            self._open.pop(id(request), None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exception(), ConnectionError):  # a browser that leaves in the middle is no error
@@ -113,6 +139,9 @@ def handler(api: Api, token: str) -> type[BaseHTTPRequestHandler]:
             host = self.headers.get("Host", "")
             if len(self.path) > LONGEST or host.rsplit(":", 1)[0] not in (HOST, "localhost"):
                 return self._refuse(403, "this page is for this machine alone")
+            if self._from_another_page() or "Transfer-Encoding" in self.headers or self.headers.get("Content-Length"):
+                self.close_connection = True  # what may follow is no request of ours
+                return self._refuse(403, "this is asked by its own page alone, and without a body")
             address = urlsplit(self.path)
             asked = dict(parse_qsl(address.query))
             if address.path == "/" and "token" in asked:
@@ -128,6 +157,15 @@ def handler(api: Api, token: str) -> type[BaseHTTPRequestHandler]:
                 name = address.path.removeprefix("/api/")
                 return self._answer(lambda: self._send(_json(api.answer(name, asked)), "application/json"))
             self._refuse(404, "nothing here")
+
+        def _from_another_page(self) -> bool:
+            """Another page of this machine counts as the same site, and is sent the cookie: it is turned away. A link
+            in it may be followed."""
+            own = {f"http://{name}:{self.server.server_port}" for name in (HOST, "localhost")}  # type: ignore[attr-defined]
+            if self.headers.get("Origin", next(iter(own))) not in own:
+                return True
+            far = self.headers.get("Sec-Fetch-Site", "same-origin") in ("cross-site", "same-site")
+            return far and self.headers.get("Sec-Fetch-Mode") != "navigate"
 
         def _enter(self, given: str) -> None:
             if not _same(given, token):
@@ -188,6 +226,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
+    "X-Frame-Options": "DENY",
 }
 
 
@@ -196,4 +235,4 @@ def _same(given: str, token: str) -> bool:
 
 
 def _json(data: Any) -> bytes:
-    return json.dumps(data, separators=(",", ":"), default=str).encode()
+    return hide_known(json.dumps(data, separators=(",", ":"), default=str)).encode()

@@ -8,6 +8,12 @@ from pathlib import Path
 KEPT = 64  # bytes before the place we stand at, to recognise the file by
 
 
+def at_home(path: Path) -> bool:
+    """Whether a file is there, and in its folder. A link that leads elsewhere is not followed: a run that somebody sent
+    must not show our other files, and a report must not take them along."""
+    return path.is_file() and path.resolve().parent == path.parent.resolve()
+
+
 class Tail:
     """The whole lines of a file, each once. A last line without its line break waits until it is finished."""
 
@@ -19,7 +25,7 @@ class Tail:
 
     @property
     def size(self) -> int:
-        return self.path.stat().st_size if self.path.exists() else 0
+        return self.path.stat().st_size if at_home(self.path) else 0
 
     def was_cut(self) -> bool:
         """A resumed run cuts its files back to a checkpoint and writes on: the bytes before our place are then gone or

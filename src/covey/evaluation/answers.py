@@ -17,6 +17,7 @@ from typing import IO, Any
 from covey.errors import InputError
 from covey.evaluation.figures import Answer, Subject
 from covey.loop.folder import lock_folder
+from covey.redact import hide, hide_known, hide_settings
 from covey.storage import write_whole, writing
 from covey.telemetry.jsonl import finite, read_jsonl
 
@@ -31,7 +32,7 @@ class EvalFolder:
 
     def __init__(self, path: Path, settings: Mapping[str, Any], command: str) -> None:
         """Make it, or go on in it if it holds the same evaluation."""
-        settings = json.loads(json.dumps(finite(settings), default=str))  # as it is read back
+        settings = hide_settings(json.loads(json.dumps(finite(settings), default=str)))  # as it is read back
         found = _read_settings(path)
         if found is not None and found["settings"] != settings:
             raise _other(path, found, settings)
@@ -39,7 +40,7 @@ class EvalFolder:
         self.path = path
         self._lock = _locked(path)
         if found is None:
-            write_whole(path / SETTINGS_FILE, json.dumps({"command": command, "settings": settings}, indent=1))
+            write_whole(path / SETTINGS_FILE, json.dumps({"command": hide(command), "settings": settings}, indent=1))
 
     def done(self, subjects: Sequence[Subject]) -> dict[Key, set[int]]:
         """Places of the tasks that are answered in full. What is not whole (a line that was being written, a task with
@@ -83,7 +84,7 @@ class EvalFolder:
 
 
 def _line(answer: Answer) -> str:
-    return json.dumps(finite(dataclasses.asdict(answer)), default=str) + "\n"
+    return hide_known(json.dumps(finite(dataclasses.asdict(answer)), default=str)) + "\n"
 
 
 def _read_settings(path: Path) -> dict[str, Any] | None:

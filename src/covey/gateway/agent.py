@@ -61,7 +61,9 @@ class GatewayAgent:
         self._server = Server(self._book, self.port)
         await self._server.start()
         if self.command is None:
-            self.announce(f"gateway: {self._server.url}   token: {self._book.token}   POST /episodes gives an attempt")
+            self.announce(
+                f"gateway: {self._server.url}   token: {self._book.shown_token}   POST /episodes gives an attempt"
+            )
         return self
 
     async def __aexit__(self, *_: object) -> None:

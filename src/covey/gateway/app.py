@@ -6,6 +6,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -17,9 +18,20 @@ from covey.gateway.book import Admin, Book, Caller, read_task, shown_task
 from covey.gateway.live import Live
 from covey.gateway.refusal import Refused
 from covey.gateway.requests import read_request, read_rewards
+from covey.redact import hide
 
 MAX_BODY = 16 * 2**20  # bytes
+MAX_HEADERS = 32 * 2**10  # bytes
 MAX_WAIT = 300.0  # seconds that POST /episodes may wait for an attempt
+
+MOMENT = 0.5  # seconds
+BODY_SECONDS = 60.0  # for a whole body to come in
+HEADERS = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"cache-control", b"no-store"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
+)
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -37,13 +49,30 @@ class Guard:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
+            send = _with_headers(send)
+            if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADERS:
+                return await _answer(Refused(431, f"headers may have {MAX_HEADERS // 2**10} KiB"), scope, receive, send)
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             host, origin = headers.get("host", ""), headers.get("origin")
             if host not in self.places or (origin is not None and origin.removeprefix("http://") not in self.places):
                 refusal = Refused(403, "requests from other hosts or pages are not answered")
-                await JSONResponse(refusal.body(), refusal.status)(scope, receive, send)
-                return
+                return await _answer(refusal, scope, receive, send)
         await self.app(scope, receive, send)
+
+
+async def _answer(refusal: Refused, scope: Message, receive: Receive, send: Send) -> None:
+    await JSONResponse(refusal.body(), refusal.status)(scope, receive, send)
+
+
+def _with_headers(send: Send) -> Send:
+    """What a browser that got here all the same should know: this is no page, and not to be kept."""
+
+    async def sent(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), *HEADERS]
+        await send(message)
+
+    return sent
 
 
 def make_app(book: Book, port: int) -> Any:
@@ -138,7 +167,7 @@ async def _nowhere(request: Request, error: Exception) -> Response:
 
 
 async def _broken(request: Request, error: Exception) -> Response:
-    refusal = Refused(500, f"{type(error).__name__}: {error}")
+    refusal = Refused(500, hide(f"{type(error).__name__}: {error}"))
     return JSONResponse(refusal.body(), refusal.status)
 
 
@@ -154,13 +183,30 @@ def _caller(book: Book, request: Request) -> Caller:
     return book.caller(key.strip())
 
 
+@asynccontextmanager
+async def _patience(seconds: float) -> AsyncIterator[None]:
+    """TimeoutError after so long. The learner may keep the event loop busy for minutes, while what we wait for is here
+    already: then it gets a moment more."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(None) as limit:
+        timer = loop.call_later(seconds, lambda: limit.reschedule(loop.time() + MOMENT))
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
 async def _body(request: Request) -> dict[str, Any]:
     """JSON of a bounded size."""
     raw = bytearray()
-    async for piece in request.stream():
-        raw += piece
-        if len(raw) > MAX_BODY:
-            raise Refused(413, f"a request may have {MAX_BODY // 2**20} MiB")
+    try:
+        async with _patience(BODY_SECONDS):
+            async for piece in request.stream():
+                raw += piece
+                if len(raw) > MAX_BODY:
+                    raise Refused(413, f"a request may have {MAX_BODY // 2**20} MiB")
+    except TimeoutError:
+        raise Refused(408, f"the request was not whole after {BODY_SECONDS:g} s") from None
     try:
         body = json.loads(raw or b"{}")
     except (ValueError, RecursionError) as error:
@@ -183,7 +229,7 @@ async def _sampled(book: Book, live: Live, request: Request, work: asyncio.Task[
         if book.new_policy is None or isinstance(error, RunFailed):  # the engine's fault: the attempt does not count
             live.error = error
             book.end(live)
-        raise Refused(500, f"the engine failed: {type(error).__name__}: {error}") from error
+        raise Refused(500, hide(f"the engine failed: {type(error).__name__}: {error}")) from error
 
 
 async def _unless_gone(request: Request, work: asyncio.Task[Found]) -> Found:

@@ -30,7 +30,8 @@ GOLD = re.compile(  # columns that tell what is right, in the data sets that are
     "answers?|canonical_solution|cases|ground_truth|outputs|reward_model|solutions?|test_list|tests?|tool_calls"
 )
 REMEMBERED = 10_000  # episodes that are over
-TOKEN = "COVEY_TOKEN"  # in the environment: the admin's token, where it is not to be a new one each time
+# In the environment: the admin's token, where it is not to be a new one each time.
+TOKEN = "COVEY_TOKEN"  # noqa: S105 - the variable's name
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,11 @@ class Book:
         self._offered: deque[tuple[Live, asyncio.Event]] = deque()
         self._arrived = asyncio.Condition()
         self._closing = False
+
+    @property
+    def shown_token(self) -> str:
+        """For who starts a server. One that is in the environment stays there."""
+        return f"${TOKEN}" if os.environ.get(TOKEN) == self.token else self.token
 
     # -- opening and ending ------------------------------------------------------------------------------------------
 

@@ -13,6 +13,9 @@ from covey.errors import Absent
 from covey.gateway.book import Book
 
 HOST = "127.0.0.1"
+HEAD_SECONDS = 30.0  # for the first line and the headers of a request
+MAX_HEAD = 64 * 1024  # bytes of them
+MAX_CONNECTIONS = 4096  # at once; who comes then is told to come again
 
 
 def require_packages() -> None:
@@ -51,8 +54,24 @@ class Server:
     async def start(self) -> None:
         require_packages()
         import uvicorn
+        from uvicorn.protocols.http.h11_impl import H11Protocol
 
         from covey.gateway.app import make_app
+
+        class Prompt(H11Protocol):
+            """Whoever connects says what he wants in time, or is cut off."""
+
+            def connection_made(self, transport: Any) -> None:
+                super().connection_made(transport)
+                self.loop.call_later(HEAD_SECONDS, self.look, None)
+
+            def look(self, before: Any) -> None:
+                """Twice in a row without a request under way, and none in between: nobody is there."""
+                idle = self.cycle is None or self.cycle.response_complete
+                if idle and self.cycle is before:
+                    self.transport.close()
+                elif not self.transport.is_closing():
+                    self.loop.call_later(HEAD_SECONDS, self.look, self.cycle)
 
         class Quiet(uvicorn.Server):
             @contextmanager
@@ -69,6 +88,10 @@ class Server:
             lifespan="off",
             timeout_graceful_shutdown=2,
             server_header=False,
+            http=Prompt,
+            h11_max_incomplete_event_size=MAX_HEAD,
+            limit_concurrency=MAX_CONNECTIONS,
+            ws="none",
         )
         self._server = Quiet(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))

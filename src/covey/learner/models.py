@@ -1,6 +1,7 @@
 """From a model's name to a tokenizer, a policy and its frozen reference.
 
-A name is a folder, a built-in model, or a Hugging Face id, in this order.
+A name is a folder, a built-in model, or a Hugging Face id, in this order. An id may name a revision, ORG/NAME@REVISION;
+whether it does or not, all parts of a model are read at one commit, which a run writes down and goes on with.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -19,6 +20,9 @@ from covey.config.schema import ModelConfig
 from covey.errors import Absent, InputError, nearest
 from covey.learner.builtin import BUILTIN, builtin_folder
 from covey.learner.memory import keep_freed_memory
+from covey.trust import FIX, check_adapter, check_config, check_weights, no_pickles, split_revision
+
+MAIN = "main"  # the hub's name for what is current
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class ModelSource:
     tokenizer: Any
     config: Any
     adapter: Path | None = None  # a peft adapter folder on top of `path`
+    revision: str | None = None  # of the hub: the commit that all parts are read at
 
     @property
     def context_length(self) -> int | None:
@@ -41,7 +46,7 @@ class ModelSource:
 
         found = {self.tokenizer.eos_token_id}
         try:
-            generation = GenerationConfig.from_pretrained(self.path)
+            generation = GenerationConfig.from_pretrained(self.path, revision=self.revision or MAIN)
         except OSError:  # a model folder need not have one
             generation = GenerationConfig()
         for ids in (generation.eos_token_id, self.config.get_text_config(decoder=True).eos_token_id):
@@ -72,20 +77,29 @@ def trained_count(source: ModelSource, config: ModelConfig) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def locate(name: str) -> tuple[str, Path | None]:
+class Located(NamedTuple):
+    path: str  # a folder, or a hub id
+    adapter: Path | None = None
+    revision: str | None = None  # of a hub id, where the name has one
+
+
+def locate(name: str) -> Located:
     """The folder or hub id behind a name, and the adapter folder where the name is one. Loads nothing."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         if (folder / "adapter_config.json").is_file():
             base = _adapter_base(folder)
-            return locate(base)[0], folder
+            if Path(base).expanduser().resolve() == folder.resolve():
+                raise InputError(f"{folder} is an adapter for itself\n  its adapter_config.json must name a model")
+            return locate(base)._replace(adapter=folder)
         if not (folder / "config.json").is_file():
             raise InputError(f"{name} is a folder without a model: config.json is missing")
-        return str(folder), None
+        return Located(str(folder))
     if name in BUILTIN:
-        return str(builtin_folder(name)), None
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
-        return name, None
+        return Located(str(builtin_folder(name)))
+    ident, revision = split_revision(name)
+    if ident.count("/") == 1 and not name.startswith((".", "/", "~")):
+        return Located(ident, None, revision)
     lines = [f"unknown model  {name}"]
     if guess := nearest(name, BUILTIN):
         lines.append(f"  did you mean   {guess}?")
@@ -96,18 +110,39 @@ def locate(name: str) -> tuple[str, Path | None]:
 def _adapter_base(folder: Path) -> str:
     import json
 
-    return str(json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"])
+    about = json.loads((folder / "adapter_config.json").read_text())
+    base, revision = str(about["base_model_name_or_path"]), about.get("revision")
+    return f"{base}@{revision}" if revision and not Path(base).expanduser().is_dir() and base not in BUILTIN else base
 
 
-def open_source(config: ModelConfig) -> ModelSource:
-    """Tokenizer and configuration; weights are not read yet."""
+def open_source(config: ModelConfig, revision: str | None = None) -> ModelSource:
+    """Tokenizer and configuration; weights are not read yet. `revision`: where a run began, if it goes on."""
     from transformers import AutoConfig, AutoTokenizer
 
-    path, adapter = locate(config.name)
+    path, adapter, named = locate(config.name)
+    trusted = config.trust_remote_code
     with _explain_unreachable(config.name):
-        model_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-    return ModelSource(config.name, path, tokenizer, model_config, adapter)
+        revision = _commit(path, revision or named)
+        model_config = AutoConfig.from_pretrained(path, trust_remote_code=trusted, revision=revision or MAIN)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusted, revision=revision or MAIN)
+    if not config.trust_remote_code:
+        check_config(config.name, model_config)
+    if Path(path).is_dir():
+        check_weights(Path(path), model_config)
+    if adapter is not None:
+        check_adapter(adapter)
+    return ModelSource(config.name, path, tokenizer, model_config, adapter, revision)
+
+
+def _commit(path: str, revision: str | None) -> str | None:
+    """The commit of a hub's model behind a branch or tag; None for a folder. The hub may change while we read: once it
+    is known, everything is read there."""
+    from transformers.utils import cached_file
+
+    if Path(path).is_dir():
+        return None
+    found = Path(str(cached_file(path, "config.json", revision=revision or MAIN)))
+    return found.parent.name if found.parent.parent.name == "snapshots" else revision
 
 
 @contextmanager
@@ -117,11 +152,20 @@ def _explain_unreachable(name: str) -> Iterator[None]:
     except SafetensorError as error:
         raise InputError(f"the weights of {name} are damaged: {error}\n  bring them back from a copy") from error
     except OSError as error:
+        if "use_safetensors" in str(error):
+            raise InputError(f"{name} has its weights as a pickle only, which is not loaded\n{FIX}") from error
         raise Absent(
             f"cannot load model  {name}\n  {str(error).splitlines()[0]}\n"
             "  a private or gated model needs HF_TOKEN in the environment\n"
             "  no connection to the hub? copy the model's folder here and use model=/path/to/folder,\n"
             "  or use the built-in model=smollm2-135m"
+        ) from error
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise InputError(
+            f"{name} brings Python code of its own, which is not run\n"
+            "  read it, and where you trust it: model.trust_remote_code=true"
         ) from error
 
 
@@ -149,18 +193,20 @@ def load_policy(source: ModelSource, config: ModelConfig, *, seed: int = 0) -> A
     device = pick_device(config.device)
     if device.type == "cpu":
         keep_freed_memory()
-    with _explain_unreachable(source.name):
+    with _explain_unreachable(source.name), no_pickles(source.name):
         model = AutoModelForCausalLM.from_pretrained(
             source.path,
             dtype=pick_dtype(config.dtype, device),
             trust_remote_code=config.trust_remote_code,
-            attn_implementation="sdpa",
+            attn_implementation="sdpa",  # ours, also because a model's own may name code of the hub
+            use_safetensors=True,
+            revision=source.revision or MAIN,
         )
     model = model.to(device)
     if source.adapter is not None:
         model = _with_saved_adapter(model, source.adapter)
     elif config.lora.rank > 0:
-        model = _with_new_adapter(model, config, seed)
+        model = _with_new_adapter(model, config, seed, source.revision)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -180,7 +226,7 @@ def require_peft() -> Any:
     return peft
 
 
-def _with_new_adapter(model: Any, config: ModelConfig, seed: int) -> Any:
+def _with_new_adapter(model: Any, config: ModelConfig, seed: int, revision: str | None = None) -> Any:
     peft = require_peft()
     torch.manual_seed(seed)  # the adapter's A matrices start random
     lora = peft.LoraConfig(
@@ -189,12 +235,14 @@ def _with_new_adapter(model: Any, config: ModelConfig, seed: int) -> Any:
         target_modules=config.lora.target_modules,
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
+        revision=revision,  # of the model below: who loads the adapter finds the same
     )
     return peft.get_peft_model(model, lora)
 
 
 def _with_saved_adapter(model: Any, folder: Path) -> Any:
-    return require_peft().PeftModel.from_pretrained(model, folder, is_trainable=True)
+    with no_pickles(str(folder)):
+        return require_peft().PeftModel.from_pretrained(model, folder, is_trainable=True)
 
 
 class Reference:

@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from covey.errors import InputError
 from covey.loop.checkpoint import step_folders
+from covey.redact import hide_settings
 from covey.storage import write_whole
 
 INFO = "run.json"
@@ -31,7 +32,7 @@ class RunFolder:
 
     def write_info(self, info: dict[str, Any]) -> None:
         """run.json, whole or as it was."""
-        write_whole(self.path / INFO, json.dumps(info, indent=1))
+        write_whole(self.path / INFO, json.dumps(hide_settings(info), indent=1))
 
     def info(self) -> dict[str, Any]:
         return read_info(self.path)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from covey.redact import hide_known
 from covey.storage import StorageFailed, write_whole
 from covey.types import Task
 
@@ -47,7 +48,7 @@ class Offenders:
         self._steps.append((step, tasks))
         path = self.folder / f"nonfinite-step-{step:06d}.json"
         try:
-            write_whole(path, json.dumps(self._records(), indent=1, default=str))
+            write_whole(path, hide_known(json.dumps(self._records(), indent=1, default=str)))
         except StorageFailed as full:
             error.add_note(f"  the tasks could not be saved: {full}")
             return

@@ -29,6 +29,7 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from covey.errors import Absent, EpisodeError, InputError, unknown
+from covey.redact import hide_known
 from covey.rewards.function import inline
 from covey.rewards.waiting import result_of
 
@@ -166,7 +167,7 @@ class Judge:
             if self.cache is not None:
                 try:
                     with Path(self.cache).open("a") as file:
-                        file.write(json.dumps({"key": key, "reply": reply}) + "\n")
+                        file.write(hide_known(json.dumps({"key": key, "reply": reply})) + "\n")
                 except OSError as error:  # the opinion is there all the same
                     what = f"reward.options.judge.cache={self.cache}: {error.strerror}"
                     warnings.warn(f"{what}; no further reply is kept there", stacklevel=2)
@@ -191,13 +192,14 @@ class Judge:
         raise JudgeFailed(f"{self.url} gave no answer after {attempt + 1} attempts: {why}")
 
     def _once(self, request: Mapping[str, Any], deadline: float) -> str:
-        message = urllib.request.Request(
+        message = urllib.request.Request(  # noqa: S310 - http or https, as __post_init__ has seen to
             self.url, json.dumps(request).encode(), headers={"Content-Type": "application/json"}
         )
         if self.api_key_env is not None:  # for this address only: a redirect may lead anywhere
             message.add_unredirected_header("Authorization", f"Bearer {os.environ.get(self.api_key_env, '')}")
         body = b""
-        with urllib.request.urlopen(message, timeout=max(0.01, deadline - time.monotonic())) as response:
+        patience = max(0.01, deadline - time.monotonic())
+        with urllib.request.urlopen(message, timeout=patience) as response:  # noqa: S310 - as above
             while part := response.read1(1 << 16):
                 body += part
                 if time.monotonic() > deadline or len(body) > LONGEST_REPLY:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from covey.errors import Absent, InputError, unknown
 from covey.rewards.function import inline
 from covey.rewards.waiting import result_of
+from covey.trust import check_config, check_weights, no_pickles, split_revision
 from covey.types import Episode
 
 if TYPE_CHECKING:
@@ -59,7 +60,10 @@ class RewardModel:
         from transformers import AutoConfig
 
         with self._found():
-            config = AutoConfig.from_pretrained(self._path())
+            config = AutoConfig.from_pretrained(self._path(), trust_remote_code=False, revision=self._revision())
+            check_config(self.model, config)
+            if Path(self._path()).is_dir():
+                check_weights(Path(self._path()), config)
         kinds = config.architectures or []
         if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
             kind = ", ".join(kinds) or "something without a name"
@@ -70,7 +74,11 @@ class RewardModel:
     def open(self, *, seconds: float, device: str) -> None:
         with self._found():
             self._scorer = _Scorer(
-                self._path(), device if self.device == "learner" else self.device, self.label, self.max_length
+                self._path(),
+                device if self.device == "learner" else self.device,
+                self.label,
+                self.max_length,
+                self._revision(),
             )
         self._batcher = _Batcher(self._scorer.scores, self.batch_size)
 
@@ -87,7 +95,12 @@ class RewardModel:
         self._batcher = self._scorer = None
 
     def _path(self) -> str:
-        return str(Path(self.model).expanduser())
+        folder = Path(self.model).expanduser()
+        return str(folder) if folder.is_dir() else split_revision(str(folder))[0]
+
+    def _revision(self) -> str:
+        """Of a model on the hub, ORG/NAME@REVISION."""
+        return split_revision(self.model)[1] or "main"
 
     @contextmanager
     def _found(self) -> Iterator[None]:
@@ -114,20 +127,26 @@ class Asked:
 class _Scorer:
     """The classifier, used by one thread."""
 
-    def __init__(self, path: str, device: str, label: int, max_length: int | None) -> None:
+    def __init__(self, path: str, device: str, label: int, max_length: int | None, revision: str = "main") -> None:
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
-        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, revision=revision)
         added = self.tokenizer.added_tokens_decoder.values()
         special = {str(token) for token in added if token.special} | {*self.tokenizer.all_special_tokens}
         self.control = sorted(special)
         dtype = torch.float32 if torch.device(device).type == "cpu" else "auto"
-        self.model, info = AutoModelForSequenceClassification.from_pretrained(
-            path, dtype=dtype, output_loading_info=True
-        )
+        with no_pickles(path):
+            self.model, info = AutoModelForSequenceClassification.from_pretrained(
+                path,
+                dtype=dtype,
+                output_loading_info=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                revision=revision,
+            )
         if missing := sorted(info["missing_keys"]):
             raise InputError(f"{OPTION}.model={path}: its weights lack {missing[0]}: it was not trained to classify")
         self.model = self.model.to(device).eval().requires_grad_(False)

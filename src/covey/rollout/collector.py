@@ -14,6 +14,7 @@ from typing import Any
 
 from covey.errors import EpisodeError, InputError, RunFailed
 from covey.protocols import Agent, Reward, RolloutEngine
+from covey.redact import hide
 from covey.rollout.policy import EpisodePolicy
 from covey.rollout.rendering import Renderer
 from covey.types import Collected, Episode, Failure, Group, RewardTable, Sampling, Task
@@ -105,7 +106,7 @@ class Collector:
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
         seconds = time.monotonic() - started
-        return Episode(task, tuple(policy.turns), task.messages, failure=Failure(cause, message), seconds=seconds)
+        return Episode(task, tuple(policy.turns), task.messages, failure=Failure(cause, hide(message)), seconds=seconds)
 
     async def _score_together(self, task: Task, episodes: Sequence[Episode]) -> list[Episode]:
         """Rewards that compare attempts need all of them; if one of those raises, the whole group is lost."""
@@ -117,9 +118,9 @@ class Collector:
         except TimeoutError:
             failure = Failure("timeout", f"scoring a group took longer than agent.max_seconds={self.max_seconds:g}")
         except EpisodeError as error:
-            failure = Failure(error.cause, str(error))
+            failure = Failure(error.cause, hide(str(error)))
         except Exception as error:
-            failure = Failure("reward", f"{type(error).__name__}: {error}")
+            failure = Failure("reward", hide(f"{type(error).__name__}: {error}"))
         else:
             return [_with_rewards(e, table) for e, table in zip(episodes, tables, strict=True)]
         return [e if e.failure else replace(e, failure=failure) for e in episodes]
@@ -238,7 +239,7 @@ def _with_rewards(episode: Episode, table: RewardTable | EpisodeError) -> Episod
     if episode.failure is not None:
         return episode
     if isinstance(table, EpisodeError):
-        return replace(episode, failure=Failure(table.cause, str(table)))
+        return replace(episode, failure=Failure(table.cause, hide(str(table))))
     return replace(episode, rewards=table)
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
-import shutil
+import secrets
 import signal
 import subprocess
 import tempfile
+import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -22,6 +24,7 @@ CHUNK = 65536
 LONGEST_REPORT = 2**20  # bytes of reports that are not yet read
 REPORTS = frozenset({"ready", "error", "killed", "done", "test"})  # what reports are about
 MOST_REPORTS = 1000  # lines waiting to be read, and lines that are no reports; tests may send one each besides
+PROMPT = 1.0  # seconds that the removal of what a program left may hold up others
 SWEEP = 5.0  # seconds that the keeper of the weak tier gets to end what it watches
 
 
@@ -123,7 +126,7 @@ class Process:
         except OSError as error:
             os.close(reports)
             if self._scratch is not None:
-                shutil.rmtree(self._scratch, ignore_errors=True)
+                discard(self._scratch)
             raise SandboxError(f"a sandbox ({tier.name}) could not be started: {error}") from error
         finally:
             os.close(writer)
@@ -243,7 +246,7 @@ class Process:
         for tap in (self._reports, *self._streams):
             tap.close()
         if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            discard(self._scratch)
 
 
 def _scratch() -> str:
@@ -251,3 +254,45 @@ def _scratch() -> str:
     folder = tempfile.mkdtemp(prefix="covey-")
     os.chmod(folder, 0o777 if os.geteuid() == 0 else 0o700)
     return folder
+
+
+def discard(folder: str) -> None:
+    """Gone when this returns, or soon after: a program may leave more than can be removed while others wait."""
+    removing = threading.Thread(target=remove, args=(folder,), name="covey-discard")
+    removing.start()
+    removing.join(PROMPT)
+
+
+def remove(folder: str) -> None:
+    """A folder that a program has written to, however deep, and whatever it forbids. What lies in a folder is moved up
+    before the folder goes: so nothing here depends on how deep it is. Links are not followed."""
+    mark = secrets.token_hex(8)
+    with suppress(OSError):
+        top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            numbers = itertools.count()
+            while names := os.listdir(top):
+                for name in names:
+                    _take_down(top, name, (f"{mark}-{number}" for number in numbers))
+        finally:
+            os.close(top)
+        os.rmdir(folder)
+
+
+def _take_down(top: int, name: str, fresh: Iterator[str]) -> None:
+    try:
+        os.unlink(name, dir_fd=top)
+        return
+    except IsADirectoryError:
+        os.chmod(name, 0o700, dir_fd=top)
+    inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+    try:
+        for found in os.listdir(inner):
+            try:
+                os.rename(found, next(fresh), src_dir_fd=inner, dst_dir_fd=top)
+            except PermissionError:  # a folder that may not be written to may not be moved
+                os.chmod(found, 0o700, dir_fd=inner)
+                os.rename(found, next(fresh), src_dir_fd=inner, dst_dir_fd=top)
+    finally:
+        os.close(inner)
+    os.rmdir(name, dir_fd=top)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from covey.errors import InputError
+from covey.redact import hide_known
 from covey.telemetry.base import EpisodeView, Sink
 from covey.telemetry.parts import PART_BYTES, PartWriter, size_of
 
@@ -115,7 +116,7 @@ def finite(value: Any) -> Any:
 
 def _line(record: Mapping[str, Any]) -> bytes:
     # Data sets bring answers of any type (dates, decimals): what JSON does not know is written as text.
-    return json.dumps(finite(record), allow_nan=False, default=str).encode("ascii") + b"\n"
+    return hide_known(json.dumps(finite(record), allow_nan=False, default=str)).encode("ascii") + b"\n"
 
 
 def _check_offset(path: Path, offset: int | None) -> None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from covey.config.schema import LoggingConfig
+from covey.redact import hide
 from covey.telemetry.base import EpisodeView, RunInfo, Sink, require
 from covey.telemetry.clock import StageClock
 from covey.telemetry.console import open_console
@@ -96,9 +97,11 @@ class Telemetry:
         self._tell(lambda sink: sink.evaluation(step, {**metrics, **timing}, sample))
 
     def note(self, text: str) -> None:
+        text = hide(text)
         self._tell(lambda sink: sink.note(text))
 
     def warn(self, text: str) -> None:
+        text = hide(text)
         self._tell(lambda sink: sink.warn(text))
 
     def offsets(self) -> tuple[int, int]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 from covey.config.schema import LoggingConfig
+from covey.redact import hide_words
 from covey.telemetry.base import RunInfo, Tracker, lasting_id, require
 
 ID_FILE = "wandb_run_id"
@@ -21,6 +23,7 @@ class WandbSink(Tracker):
             resume="allow",
             dir=str(info.folder),
             config=info.config,
+            settings={"x_disable_meta": True} if hide_words(sys.argv) != sys.argv else None,  # it records the command
         )
         # W&B's own counter only moves forward; a run that fell back to its checkpoint repeats steps.
         self._run.define_metric("step")

@@ -153,7 +153,7 @@ class Worker:
     def answer(self, order: memoryview) -> memoryview:
         """Whatever goes wrong is an answer too."""
         try:
-            what, *rest = pickle.loads(order[1:])
+            what, *rest = pickle.loads(order[1:])  # noqa: S301 - of the process that this one is a fork of
             answer = _framed(getattr(self, what)(*rest))
         except BaseException as error:
             answer = framed(bytes([RAISED, True]), _told(error))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 from covey.errors import NamedFailure
+from covey.redact import hide
 from covey.types import Failure
 
 Kind = Literal["malformed", "unknown_tool", "bad_arguments", "raised", "deadline"]
@@ -32,4 +33,4 @@ class ToolFailure(NamedFailure):
 
     @property
     def failure(self) -> Failure:
-        return Failure(self.cause, self.message)
+        return Failure(self.cause, hide(self.message))

@@ -48,6 +48,7 @@ class VllmSettings:
     eager: bool = False
     sleeps: bool = False  # gives its GPU memory back between `pause` and `resume`
     trust_remote_code: bool = False
+    revision: str | None = None  # of a hub id
 
 
 class VllmEngine:

@@ -18,7 +18,7 @@ from covey.storage import sync, writing
 
 Named = Iterator[tuple[str, Tensor]]
 
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - folders in it are made by mkdtemp
 BUCKET = 512 * 2**20  # bytes sent at once over CUDA IPC, or a weight that is larger
 
 

@@ -37,6 +37,8 @@ class Vllm:
                 enforce_eager=settings["eager"] or not gpu,
                 enable_sleep_mode=settings["sleeps"],
                 trust_remote_code=settings["trust_remote_code"],
+                revision=settings["revision"],
+                tokenizer_revision=settings["revision"],
                 logprobs_mode="processed_logprobs",  # of the distribution drawn from
                 worker_extension_cls=EXTENSION,
                 generation_config="vllm",  # no sampling settings of the model's own

@@ -114,11 +114,14 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "settimeofday": (164, 170),
     "clock_settime": (227, 112),
     "fanotify_init": (300, 262),
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
+    "open_tree_attr": (467, 467),
     "iopl": (172, None),
     "ioperm": (173, None),
     "modify_ldt": (154, None),
 }
-SOCKET, CLONE, CLONE3 = (41, 198), (56, 220), (435, 435)
+SOCKET, SETSOCKOPT, CLONE, CLONE3 = (41, 198), (54, 208), (56, 220), (435, 435)
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, what the kernel calls it
 NEW_NAMESPACES = (
     kernel.CLONE_NEWNS
@@ -130,11 +133,13 @@ NEW_NAMESPACES = (
     | kernel.CLONE_NEWNET
 )
 AF_UNIX = 1
+SOL_SOCKET, BUFFERS = 1, (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF and the FORCE of each
 X32 = 0x40000000
 
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of the packet filter
 ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # offsets in what the filter sees
+NUMBER, ARCHITECTURE = 0, 4  # offsets in what the filter sees
+FIRST_ARGUMENT, SECOND_ARGUMENT, THIRD_ARGUMENT = 16, 24, 32
 
 
 def filter_program(architecture: str) -> bytes:
@@ -157,6 +162,10 @@ def filter_program(architecture: str) -> bytes:
     steps += [step(EQUAL, CLONE3[column], 0, 1), refuse(errno.ENOSYS)]
     steps += [step(EQUAL, CLONE[column], 0, 4), step(LOAD, FIRST_ARGUMENT)]
     steps += [step(ANY_BIT, NEW_NAMESPACES, 0, 1), refuse(errno.EPERM), step(RETURN, ALLOW)]
+    # what lies in a socket's buffer is nobody's memory: how large it may be is not theirs to say
+    steps += [step(EQUAL, SETSOCKOPT[column], 0, 9), step(LOAD, SECOND_ARGUMENT), step(EQUAL, SOL_SOCKET, 0, 6)]
+    steps += [step(LOAD, THIRD_ARGUMENT), *(step(EQUAL, option, 3 - n, n // 3) for n, option in enumerate(BUFFERS))]
+    steps += [refuse(errno.EPERM), step(RETURN, ALLOW)]
     steps += [step(EQUAL, SOCKET[column], 0, 3), step(LOAD, FIRST_ARGUMENT)]
     steps += [step(EQUAL, AF_UNIX, 1, 0), refuse(errno.EACCES), step(RETURN, ALLOW)]
     return b"".join(steps)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 INTERVAL = 0.05  # seconds between two looks at the memory
 OWN = (b"RssAnon:", b"RssShmem:")  # what of its memory is no file's
+SOCKET = 208 * 1024  # bytes that may lie unread in a socket, which are no process's
 
 
 def keep(program: Callable[[], None], *, memory_mb: int, control: int, alone: bool) -> None:
@@ -47,7 +48,7 @@ def _watch(child: int, memory: int, control: int, alone: bool) -> NoReturn:
         ended.poll(INTERVAL * 1000)
         if (code := _reap(child)) is not None:
             _end(code, alone)
-        if sum(map(_resident, _inside(alone))) > memory:
+        if sum(map(_resident, _inside(alone))) + (_sockets() if alone else 0) > memory:
             os.write(control, b'{"killed": "memory"}\n')
             _end(137, alone)
 
@@ -87,6 +88,15 @@ def _resident(pid: int) -> int:
     except OSError:  # it has ended
         return 0
     return sum(int(line.split()[1]) for line in lines if line.startswith(OWN)) * 1024
+
+
+def _sockets() -> int:
+    """Bytes that all sockets of this network namespace may hold."""
+    try:
+        with open("/proc/net/sockstat", "rb") as file:
+            return int(file.readline().split()[2]) * SOCKET
+    except (OSError, IndexError, ValueError):  # a kernel that does not tell
+        return 0
 
 
 def _inside(alone: bool) -> list[int]:

@@ -102,11 +102,16 @@ class _CapHeader(ctypes.Structure):
     _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
 
 
-def drop_capabilities() -> None:
-    """None is left, and no program that is started can bring one back."""
+def bar_capabilities() -> None:
+    """Those that this process does not have, no program that it starts can have either."""
     for capability in range(64):
         if libc.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) < 0:
             break  # past the last one, or not allowed to: then there are none to drop
+
+
+def drop_capabilities() -> None:
+    """None is left, and no program that is started can bring one back."""
+    bar_capabilities()
     libc.prctl(PR_CAP_AMBIENT, ctypes.c_ulong(PR_CAP_AMBIENT_CLEAR_ALL), 0, 0, 0)
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     header, nothing = _CapHeader(0x20080522, 0), (ctypes.c_uint32 * 6)()

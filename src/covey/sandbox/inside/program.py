@@ -40,7 +40,7 @@ def session(request: dict[str, Any]) -> None:
             for stream in (sys.stdout, sys.stderr):
                 try:
                     stream.flush()
-                except Exception:  # the program closed or replaced it: what it loses is its own
+                except Exception:  # noqa: S112 - the program closed or replaced it: what it loses is its own
                     continue
             os.write(request["control"], (json.dumps({"done": number, "code": code}) + "\n").encode())
 

@@ -13,6 +13,10 @@ from covey.sandbox.inside import program
 from covey.sandbox.inside.values import Unsupported, dumps, loads
 
 LONGEST = 16 * 2**20  # characters of one answer
+# What text and sets are asked with yes or no as the answer: an object could agree to all of it.
+PREDICATES = frozenset(
+    {"startswith", "endswith"} | {name for kind in (str, bytes, set, float) for name in dir(kind) if name[:2] == "is"}
+)
 
 
 class Gone(Exception):
@@ -97,6 +101,8 @@ class Remote:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name in PREDICATES:
+            raise Unsupported(f"the solution returned a {self._kind}, whose word on {name} is not taken")
         return self._line.ask("get", self._target, name)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -39,6 +39,7 @@ def step_down(view: dict[str, Any]) -> None:
                 os.makedirs(path)
             kernel.mount(f"/proc/self/fd/{source}", path, None, kernel.MS_BIND | kernel.MS_REC)
             os.close(source)
+    kernel.bar_capabilities()  # only root may
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)

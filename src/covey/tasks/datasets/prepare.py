@@ -33,10 +33,10 @@ class Contents:
     passages: list[dict[str, str]]
 
 
-def prepare(dataset: Dataset, files: Sequence[str], folder: Path) -> Prepared:
-    """Write the set into `folder`, from the files given or else from its home."""
+def prepare(dataset: Dataset, files: Sequence[str], folder: Path, revision: str | None = None) -> Prepared:
+    """Write the set into `folder`, from the files given or else from its home, there at a revision if one is named."""
     with tempfile.TemporaryDirectory(prefix="covey-data-") as downloads:
-        raw = given_files(dataset, files) if files else home_files(dataset, Path(downloads))
+        raw = given_files(dataset, files) if files else home_files(dataset, Path(downloads), revision)
         raw.sort(key=lambda one: dataset.sources.index(one.source))  # however they were named
         dropped, remarked = Tally(), Tally()
         contents, sources = _read(dataset, raw, dropped)

@@ -81,10 +81,11 @@ def _wanted(dataset: Dataset) -> str:
     return "\n".join(["  its files are called", *lines, say])
 
 
-def home_files(dataset: Dataset, folder: Path) -> list[Raw]:
+def home_files(dataset: Dataset, folder: Path, revision: str | None = None) -> list[Raw]:
     """All of the set from its public home; `folder` takes what is downloaded."""
     found: list[Raw] = []
     for source in dataset.sources:
         if source.home is not None:
-            found += [Raw(source, path, str(source.home)) for path in fetch(dataset.name, source, folder)]
+            fetched = fetch(dataset.name, source, folder, revision)
+            found += [Raw(source, one.path, one.origin) for one in fetched]
     return found

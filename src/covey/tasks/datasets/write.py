@@ -73,7 +73,7 @@ def _write_parquet(path: Path, dataset: Dataset, rows: Sequence[Mapping[str, Any
 
 
 def _swap(new: Path, folder: Path) -> None:
-    os.chmod(new, 0o755)  # a temporary folder is private
+    os.chmod(new, 0o755)  # noqa: S103 - a temporary folder is private
     if not folder.exists():
         new.rename(folder)
         return

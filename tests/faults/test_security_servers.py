@@ -1,0 +1,348 @@
+"""Both servers against those who should not come in: over real sockets, one test each."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from covey.dash import server as dash_server
+from covey.dash.report import html_report, markdown_report, read_all
+from covey.dash.runs import Library
+from covey.dash.server import Dash
+from covey.gateway import app as gateway_app
+from covey.gateway import server as gateway_server
+from tests.conftest import ROOT
+from tests.dash.made import episode, healthy, write_episodes, write_run
+from tests.gateway.house import USER, House, Scripted, serving
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "a"
+    write_run(folder, *healthy(3), started="2026-01-01")
+    write_episodes(folder, [episode(0, 0, reward=1.0)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dash(run: Path) -> Iterator[Dash]:
+    library = Library([run])
+    read_all(library)
+    with Dash(library) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def house() -> Iterator[House]:
+    with serving(Scripted(lambda prompt, _: "hello")) as made:
+        yield made
+
+
+def raw(port: int, content: bytes, *, seconds: float = 20.0) -> bytes:
+    """What is answered to these bytes, until the server hangs up; or nothing more comes for so long."""
+    with socket.create_connection(("127.0.0.1", port), 10) as line:
+        line.settimeout(seconds)
+        found = b""
+        try:
+            line.sendall(content)
+            while part := line.recv(65536):
+                found += part
+        except (ConnectionError, TimeoutError):
+            pass
+        return found
+
+
+def status(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.1 ") else 0
+
+
+def ask_dash(dash: Dash, path: str, *headers: str, host: str | None = None, verb: str = "GET") -> bytes:
+    lines = [f"{verb} {path} HTTP/1.1", f"Host: {host or f'127.0.0.1:{dash.port}'}", "Connection: close"]
+    lines += [f"Cookie: covey_dash_{dash.port}={dash.token}", *headers]
+    return raw(dash.port, "\r\n".join([*lines, "", ""]).encode())
+
+
+def ask_gateway(house: House, *headers: str, body: bytes = b"", path: str = "/v1/models", verb: str = "GET") -> bytes:
+    lines = [f"{verb} {path} HTTP/1.1", f"Host: 127.0.0.1:{house.server.port}", "Connection: close"]
+    lines += [f"Authorization: Bearer {house.book.token}", *headers]
+    return raw(house.server.port, "\r\n".join([*lines, "", ""]).encode() + body)
+
+
+def test_both_listen_on_the_loopback_alone(dash: Dash, house: House) -> None:
+    rows = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    listening = {row.split()[1] for row in rows if row.split()[3] == "0A"}
+    for port in (dash.port, house.server.port):
+        assert [place for place in listening if place.endswith(f":{port:04X}")] == [f"0100007F:{port:04X}"]
+    rows = Path("/proc/net/tcp6").read_text().splitlines()[1:] if Path("/proc/net/tcp6").exists() else []
+    assert not [row for row in rows if row.split()[1].endswith(f":{dash.port:04X}") and row.split()[3] == "0A"]
+
+
+def test_tokens_are_long_random_and_compared_in_constant_time(dash: Dash, house: House) -> None:
+    assert len(dash.token) >= 32 and len(house.book.token) >= 32 and dash.token != house.book.token
+    from covey.gateway import book
+
+    for module in (dash_server, book):
+        text = inspect.getsource(module)
+        assert "compare_digest" in text
+        for sign in ("== token", "== self.token", "token ==", "self.token =="):
+            told = [line for line in text.splitlines() if sign in line and "environ" not in line]
+            assert not told, told
+
+
+def test_no_server_prints_a_token_or_an_address(dash: Dash, house: House, capfd: pytest.CaptureFixture[str]) -> None:
+    assert status(ask_dash(dash, f"/?token={dash.token}")) == 303
+    assert status(ask_dash(dash, f"/nowhere?token={dash.token}")) == 404
+    assert status(ask_gateway(house, path=f"/v1/nowhere?key={house.book.token}")) == 404
+    said = "".join(capfd.readouterr())
+    assert dash.token not in said and house.book.token not in said and "nowhere" not in said
+
+
+# -- who asks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example:{port}", "", "[::1]"])
+def test_a_name_that_was_bent_to_this_machine(dash: Dash, house: House, host: str) -> None:
+    assert status(ask_dash(dash, "/api/runs", host=host.format(port=dash.port) or " ")) == 403
+    lines = f"GET /v1/models HTTP/1.1\r\nHost: {host.format(port=house.server.port)}\r\nConnection: close\r\n"
+    assert status(raw(house.server.port, f"{lines}Authorization: Bearer {house.book.token}\r\n\r\n".encode())) == 403
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        ("Origin: https://evil.example",), ("Origin: null",), ("Origin: http://127.0.0.1:1",),
+        ("Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: cors"),
+        ("Sec-Fetch-Site: same-site", "Sec-Fetch-Mode: no-cors"),
+    ],
+)  # fmt: skip
+def test_pages_of_others_get_nothing_from_the_dash(dash: Dash, headers: tuple[str, ...]) -> None:
+    assert status(ask_dash(dash, "/api/runs", *headers)) == 403
+
+
+def test_its_own_page_and_links_are_answered(dash: Dash) -> None:
+    own = f"Origin: http://127.0.0.1:{dash.port}"
+    assert status(ask_dash(dash, "/api/runs", own, "Sec-Fetch-Site: same-origin", "Sec-Fetch-Mode: cors")) == 200
+    assert status(ask_dash(dash, "/", "Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: navigate")) == 200
+    assert status(ask_dash(dash, "/api/runs")) == 200
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:1", "https://127.0.0.1:{port}"])
+def test_pages_of_others_get_nothing_from_the_gateway(house: House, origin: str) -> None:
+    """Nor does a question beforehand (OPTIONS) tell them that they may ask."""
+    origin = f"Origin: {origin.format(port=house.server.port)}"
+    for verb in ("GET", "OPTIONS"):
+        answer = ask_gateway(house, origin, "Access-Control-Request-Method: POST", verb=verb)
+        assert status(answer) == 403 and b"access-control-allow" not in answer.lower()
+
+
+def test_answers_say_that_they_are_no_pages(dash: Dash, house: House) -> None:
+    wanted = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
+    for answer in (ask_gateway(house), ask_gateway(house, path="/x"), ask_dash(dash, "/"), ask_dash(dash, "/x")):
+        head = answer.partition(b"\r\n\r\n")[0].decode().lower()
+        found = dict(line.split(": ", 1) for line in head.split("\r\n")[1:])
+        assert wanted.items() <= found.items() and "default-src 'none'" in found["content-security-policy"]
+        assert found["cross-origin-resource-policy"] == "same-origin" and "uvicorn" not in head
+
+
+# -- where to ----------------------------------------------------------------------------------------------------------
+
+WAYS = [
+    "/../../../../etc/passwd", "/..%2f..%2f..%2fetc%2fpasswd", "/%2e%2e/%2e%2e/etc/passwd", "/..%252f..%252fetc/passwd",
+    "/....//....//etc/passwd", "/..\\..\\etc\\passwd", "//127.0.0.1/etc/passwd", "/style.css%00.html", "/a/run.json",
+    "/style.css/../../runs.py", "/.%2e/server.py", "/api/../style.css", "/%5c..%5cetc", "file:///etc/passwd",
+    "/api/run?run=../../etc/passwd", "/api/episode?run=0&id=..%2f..%2f1", "/api/csv?run=/etc/passwd",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_way_leads_out(dash: Dash, house: House, way: str) -> None:
+    for answer in (ask_dash(dash, way), ask_gateway(house, path=way)):
+        assert 400 <= status(answer) < 500 and b"root:" not in answer, answer[:200]
+    for ident in ("..", "%2e%2e", "..%2f..%2fetc%2fpasswd", "a/../../b"):
+        assert status(ask_gateway(house, path=f"/episodes/{ident}")) in (403, 404)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "episodes.jsonl", ".hydra/overrides.yaml"])
+def test_links_in_a_run_are_not_followed(run: Path, tmp_path: Path, name: str) -> None:
+    """Somebody sends a run whose files are links to mine; I look at it, and send him the report."""
+    copy = Path(shutil.copytree(run, tmp_path / "sent"))
+    secret = tmp_path / "secret"
+    record = json.loads((run / "episodes.jsonl").read_text().splitlines()[0])
+    secret.write_text(
+        {
+            "config.yaml": "apiVersion: quail-secret-1\nquail-secret: quail-secret-2\n",
+            "metrics.jsonl": json.dumps({"kind": "step", "step": 0, "metrics": {"quail-secret": 1.0}}) + "\n",
+            "episodes.jsonl": json.dumps(record | {"task_id": "quail-secret"}) + "\n",
+            ".hydra/overrides.yaml": "- quail-secret\n",
+        }[name]
+    )
+    (copy / name).parent.mkdir(exist_ok=True)
+    (copy / name).unlink(missing_ok=True)
+    shutil.copy(secret, copy / name)
+    assert b"quail-secret" in everything(copy), "as a file of the run it is shown"
+    (copy / name).unlink()
+    (copy / name).symlink_to(secret)
+    assert b"quail-secret" not in everything(copy)
+
+
+def everything(folder: Path) -> bytes:
+    library = Library([folder])
+    read_all(library)
+    from covey.dash.api import Api
+
+    api = Api(library)
+    asked = [("run", {"run": "0"}), ("episodes", {"run": "0"}), ("compare", {"runs": "0"})]
+    shown = json.dumps([api.answer(name, query) for name, query in asked]) + api.csv({"run": "0"})
+    return (shown + html_report([folder], episodes=4) + markdown_report(folder)).encode()
+
+
+def test_a_run_json_that_is_a_link_is_no_run(run: Path, tmp_path: Path) -> None:
+    for name in ("good", "bad"):
+        shutil.copytree(run, tmp_path / "sent" / name)
+    shutil.move(tmp_path / "sent" / "bad" / "run.json", tmp_path / "run.json")
+    (tmp_path / "sent" / "bad" / "run.json").symlink_to(tmp_path / "run.json")
+    assert [found.name for found in Library([tmp_path / "sent"]).runs] == ["good"]
+
+
+def test_settings_that_grow_without_end_are_not_read(run: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "sent"))
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
+    (copy / "config.yaml").write_text("\n".join(lines) + "\n")
+    assert Library([copy]).runs[0].config == {}
+
+
+# -- how much, how slow, how many --------------------------------------------------------------------------------------
+
+
+def test_bodies_without_a_length_are_bounded_too(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_app, "MAX_BODY", 1000)
+    chunks = b"".join(b"190\r\n" + b"x" * 400 + b"\r\n" for _ in range(5)) + b"0\r\n\r\n"
+    chunked = ("Transfer-Encoding: chunked",)
+    answer = ask_gateway(house, *chunked, body=chunks, path="/v1/chat/completions", verb="POST")
+    assert status(answer) == 413
+    said = ask_gateway(house, "Content-Length: 999999999", body=b"x" * 2000, path="/episodes", verb="POST")
+    assert status(said) == 413
+
+
+def test_without_a_key_no_body_is_read(house: House) -> None:
+    started = time.monotonic()
+    lines = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{house.server.port}\r\n"
+    answer = raw(house.server.port, f"{lines}Content-Length: 1000000\r\nConnection: close\r\n\r\n".encode())
+    assert status(answer) == 401 and time.monotonic() - started < 15
+
+
+@pytest.mark.parametrize("size", [70_000, 2_000_000])
+def test_headers_are_bounded(dash: Dash, house: House, size: int) -> None:
+    big = "X-Big: " + "y" * size
+    assert status(ask_gateway(house, big)) in (0, 400, 431)
+    assert status(ask_dash(dash, "/api/runs", big)) in (0, 400, 431)
+    many = [f"X-{n}: y" for n in range(5000)]
+    assert status(ask_dash(dash, "/api/runs", *many)) in (0, 400, 431)
+    assert status(ask_dash(dash, "/api/runs?x=" + "y" * size)) in (0, 403, 414)
+    assert status(ask_dash(dash, "/api/runs")) == 200 and status(ask_gateway(house)) == 200, "others are served"
+
+
+def test_the_dash_takes_no_bodies(dash: Dash) -> None:
+    second = f"GET /api/runs HTTP/1.1\r\nHost: 127.0.0.1:{dash.port}\r\n\r\n".encode()
+    for header in (f"Content-Length: {len(second)}", "Transfer-Encoding: chunked"):
+        first = f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{dash.port}\r\n{header}\r\n\r\n".encode()
+        answer = raw(dash.port, first + second)
+        assert status(answer) == 403 and answer.count(b"HTTP/1.1") == 1, "what was smuggled in is not answered"
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /v1/models HTTP/1.1\r\nHost: 12", b"GET / HTTP/1.1\r\n"])
+def test_who_says_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
+    monkeypatch.setattr(gateway_server, "HEAD_SECONDS", 0.2)
+    with serving(Scripted(lambda prompt, _: "hello")) as house:
+        started = time.monotonic()
+        raw(house.server.port, begun, seconds=20)
+        assert time.monotonic() - started < 15, "the server hung up, not we"
+        reply = house.post("/v1/chat/completions", json={"model": "tiny", "messages": [USER]})
+        assert reply.status_code == 200, "who asks is answered"
+
+
+def test_a_second_request_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_server, "HEAD_SECONDS", 0.2)
+    with serving(Scripted(lambda prompt, _: "hello")) as house:
+        whole = f"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1:{house.server.port}\r\n\r\n".encode()
+        started = time.monotonic()
+        answer = raw(house.server.port, whole + whole[:20])
+        assert status(answer) == 401 and time.monotonic() - started < 15
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_app, "BODY_SECONDS", 0.2)
+    answer = ask_gateway(house, "Content-Length: 100", body=b"{", path="/episodes", verb="POST")
+    assert status(answer) == 408
+
+
+def test_a_busy_event_loop_is_not_the_clients_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner works for longer than a client may take, while its body waits to be read."""
+    monkeypatch.setattr(gateway_app, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(gateway_server, "HEAD_SECONDS", 0.3)
+    with serving(Scripted(lambda prompt, _: "hello")) as house:
+        head = f"POST /episodes HTTP/1.1\r\nHost: 127.0.0.1:{house.server.port}\r\nConnection: close\r\n"
+        head += f"Authorization: Bearer {house.book.token}\r\nContent-Length: 2\r\n\r\n"
+        assert house.server._serving is not None
+        loop = house.server._serving.get_loop()
+        for first, rest in ((head, "{}"), (head[:30], head[30:] + "{}")):
+            with socket.create_connection(("127.0.0.1", house.server.port), 10) as line:
+                line.sendall(first.encode())
+                time.sleep(0.1)
+                loop.call_soon_threadsafe(time.sleep, 1.0)
+                line.sendall(rest.encode())
+                line.settimeout(20)
+                assert line.recv(12) == b"HTTP/1.1 201"
+
+
+def test_silent_connections_do_not_keep_others_out_of_the_dash(dash: Dash) -> None:
+    lines = [socket.create_connection(("127.0.0.1", dash.port), 10) for _ in range(dash_server.MOST_CONNECTIONS + 20)]
+    try:
+        assert status(ask_dash(dash, "/api/runs")) == 200
+        lines[0].settimeout(10)
+        assert lines[0].recv(1) == b"", "the oldest was cut off"
+        assert len(dash._server._open) <= dash_server.MOST_CONNECTIONS
+    finally:
+        for line in lines:
+            line.close()
+    handler: Any = dash._server.RequestHandlerClass
+    assert 0 < handler.timeout <= 60
+
+
+def test_too_many_connections_to_the_gateway_are_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_server, "MAX_CONNECTIONS", 10)
+    with serving(Scripted(lambda prompt, _: "hello")) as house:
+        lines = [socket.create_connection(("127.0.0.1", house.server.port), 10) for _ in range(12)]
+        time.sleep(0.3)
+        assert status(ask_gateway(house)) == 503
+        for line in lines:
+            line.close()
+        for _ in range(100):
+            if status(answer := ask_gateway(house)) == 200:
+                break
+            time.sleep(0.05)
+        assert status(answer) == 200
+
+
+def test_no_server_in_the_source_listens_to_everybody() -> None:
+    for path in (ROOT / "src" / "covey").rglob("*.py"):
+        text = path.read_text()
+        assert "0.0.0.0" not in text and 'host="::"' not in text and "bind(('', " not in text, path
+
+
+def test_a_page_cannot_be_put_into_another_by_a_models_words(run: Path) -> None:
+    copy = run.parent / "words"
+    write_run(copy, *healthy(2), started="2026-01-02")
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
+    write_episodes(copy, [episode(0, 0, reward=1.0) | {"messages": [{"role": "user", "content": evil}]}])
+    page = html_report([copy], episodes=2)
+    assert "<script>alert(1)" not in page and "<img src=x" not in page
