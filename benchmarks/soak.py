@@ -225,13 +225,22 @@ def judge(moments: list[Moment], code: int, left: list[int], folder: Path) -> di
     counts = {}
     for name, more in COUNTS.items():
         first, later = (max(getattr(m.seen, name) for m in part) for part in (early, late))
-        counts[name] = {"warm_up": first, "after": later, "last": getattr(late[-1].seen, name), "flat": later <= first + more}
+        counts[name] = {
+            "warm_up": first,
+            "after": later,
+            "last": getattr(late[-1].seen, name),
+            "flat": later <= first + more,
+        }
     (run,) = folder.glob("outputs/*/*")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     failures: dict[str, int] = {}
     for row in rows:
         for name, value in row["metrics"].items():
-            if name.startswith(("episodes/failed/", "agent/error/", "agent/calls/")) and value and row["kind"] == "step":
+            if (
+                name.startswith(("episodes/failed/", "agent/error/", "agent/calls/"))
+                and value
+                and row["kind"] == "step"
+            ):
                 failures[name] = failures.get(name, 0) + round(value)
     return {
         "exit_code": code,
