@@ -1,4 +1,4 @@
-"""A run's processes seen from outside, through /proc: memory, files, threads, sandboxes, what lies in temporary folders."""
+"""A run's processes seen from outside, through /proc: memory, files, threads, sandboxes, temporary files."""
 
 from __future__ import annotations
 
