@@ -273,7 +273,7 @@ def sound(found: dict[str, Any]) -> bool:
 def table(found: dict[str, Any], mode: str) -> str:
     lines = [
         f"{found['steps']} steps, {found['evaluations']} evaluations, {found['seconds'] / 60:.0f} minutes, "
-        f"mode={mode}, {found['status']}; {found['samples']} samples, of them a warm-up of {found['warm_up_steps']} steps.",
+        f"mode={mode}, {found['status']}; {found['samples']} samples; warm-up: {found['warm_up_steps']} steps.",
         "",
         "| memory | after warm-up | at the end | MiB per 1,000 steps (95 %) | verdict |",
         "|---|---|---|---|---|",

@@ -58,5 +58,6 @@ def test_a_step_leaves_nothing_behind(
     steps = LAST - FIRST
     assert abs(grown["tasks"]) <= 8, "those of the episodes under way vary"
     assert grown["files"] <= 4, "a worker more or less"
-    # One episode has hundreds of each. A console's curve has a point for each step, until there are too many.
-    assert grown["tracked"] < 5 * steps and grown["blocks"] < 20 * steps, grown
+    assert grown["tracked"] < steps, "a turn alone would be one a step"
+    # The console keeps a few numbers of each step, until it has enough; an episode has hundreds.
+    assert grown["blocks"] < 60 * steps, grown
