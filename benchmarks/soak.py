@@ -7,12 +7,12 @@ fails one time in twenty (an exception, a hang until its deadline, a crash of it
 with a state, the calculator, and the Python sandbox, whose code fails too. The reward runs in worker processes.
 Checkpoints every 100 steps, evaluations every 200, two episodes of each step logged, the console's lines in a file.
 
-Every few seconds the run's processes are looked at through /proc. After a warm-up (a fifth of the samples) the slope of
-the memory by step is fitted by least squares; its interval is the 2.5 to 97.5 % range of a moving-block bootstrap of
-the residuals, with blocks of a tenth of the samples, since samples next to each other are alike. What is counted
-(files, threads, processes, sandboxes, temporary files, shared memory) must not be above the warm-up's most by more than
-a few: how many sandboxes and workers there are at a moment is chance. Everything that was started must be gone at the
-end.
+Every few seconds the run's processes are looked at through /proc. After a warm-up (the first half: the engine's cache
+and the allocator's arenas grow to what was needed at most so far, in steps that become rare) the slope of the memory by
+step is fitted by least squares; its interval is the 2.5 to 97.5 % range of a moving-block bootstrap of the residuals,
+with blocks of a tenth of the samples, since samples next to each other are alike. What is counted (files, threads,
+processes, sandboxes, temporary files, shared memory) must not be above the warm-up's most by more than a few: how many
+sandboxes and workers there are at a moment is chance. Everything that was started must be gone at the end.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def slope(steps: np.ndarray, values: np.ndarray, resamples: int = 2000) -> Slope
 
 def judge(moments: list[Moment], code: int, left: list[int], folder: Path) -> dict[str, Any]:
     moments = [m for m in moments if m.step < moments[-1].step]  # without the end, where all is given back
-    begin = max(3, len(moments) // 5)
+    begin = max(3, len(moments) // 2)
     assert len(moments) >= begin + 10, f"only {len(moments)} samples:\n{(folder / 'log.txt').read_text()[-3000:]}"
     early, late = moments[:begin], moments[begin:]
     steps = np.array([moment.step for moment in late], float)
@@ -236,11 +236,7 @@ def judge(moments: list[Moment], code: int, left: list[int], folder: Path) -> di
     failures: dict[str, int] = {}
     for row in rows:
         for name, value in row["metrics"].items():
-            if (
-                name.startswith(("episodes/failed/", "agent/error/", "agent/calls/"))
-                and value
-                and row["kind"] == "step"
-            ):
+            if name.startswith(("episodes/failed/", "agent/error/", "agent/tool/")) and value and row["kind"] == "step":
                 failures[name] = failures.get(name, 0) + round(value)
     return {
         "exit_code": code,

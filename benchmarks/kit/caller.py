@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 WIDTH, CONTEXT = 32, 512
-LOUD = 8.0  # the size of the one dimension that is the same for all tokens: it carries the biases of the output
+LOUD = 40.0  # the one dimension that is the same for all tokens: it carries the biases of the output
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t.function.name }} {% endfor %}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
