@@ -58,6 +58,7 @@ def test_a_step_leaves_nothing_behind(
     steps = LAST - FIRST
     assert abs(grown["tasks"]) <= 8, "those of the episodes under way vary"
     assert grown["files"] <= 4, "a worker more or less"
-    assert grown["tracked"] < steps, "a turn alone would be one a step"
+    # A group that is kept has dozens. By turns nothing is under way between two steps; otherwise how much varies.
+    assert grown["tracked"] < (1 if mode == "sync" else 10) * steps, grown
     # The console keeps a few numbers of each step, until it has enough; an episode has hundreds.
     assert grown["blocks"] < 60 * steps, grown
