@@ -126,3 +126,12 @@ def test_the_sequences_of_who_has_gone_are_given_up(politely: bool) -> None:
         assert house.engine.generated_tokens < 3 * 400
         live = house.book._live[opened["id"]]
         assert live.policy.turns == [] and not live._running
+
+
+def test_clients_give_up_silent_connections_before_the_server_does() -> None:
+    """Where both wait for the same time, a request may be sent into a connection that is just being closed."""
+    import httpx
+
+    with crowded_house(None, ends=0.5, max_tokens=4) as house:
+        expiry = httpx.Limits().keepalive_expiry
+        assert expiry is not None and house.server._server.config.timeout_keep_alive > 2 * expiry

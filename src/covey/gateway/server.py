@@ -13,6 +13,9 @@ from covey.errors import Absent
 from covey.gateway.book import Book
 
 HOST = "127.0.0.1"
+# Seconds that a silent connection is kept. Clients give theirs up after 5: if we did so too, a request that goes out at
+# that very moment would be lost.
+KEEP_ALIVE = 120
 
 
 def require_packages() -> None:
@@ -68,6 +71,7 @@ class Server:
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=2,
+            timeout_keep_alive=KEEP_ALIVE,
             server_header=False,
         )
         self._server = Quiet(config)
