@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from rich.console import Console
@@ -337,3 +338,17 @@ def test_whatever_is_measured_can_be_drawn() -> None:
         drawn = plot(list(enumerate(line)), [marks], x_end=end, width=width, height=height, style="")
         assert len(drawn) == max(height, 2)
         assert len(sparkline(line, 12)) == sum(abs(value) < 1e15 for value in line)
+
+
+def test_a_long_run_is_kept_in_bounded_memory(info: RunInfo) -> None:
+    """The curve still spans the whole run, and a figure's course is that of its newest values."""
+    state = RunState(replace(info, total_steps=50_000))
+    for index in range(50_000):
+        state.add_step(index, STEP | {"grad/norm": float(index % 7), "reward/mean": index / 50_000}, None)
+    assert len(state.training) <= 4096 and all(y == x / 50_000 for x, y in state.training)
+    places = [0, *(x for x, _ in state.training), 49_999]
+    gaps = [after - before for before, after in pairwise(places)]
+    assert max(gaps) <= 50_000 / 1000, "no part of the curve is thinner than a screen can show"
+    assert all(len(values) <= 64 for values in state.series.values())
+    newest = [float(index % 7) for index in range(50_000)]
+    assert sparkline(state.series["grad/norm"], 12) == sparkline(newest, 12)

@@ -56,6 +56,8 @@ def open_bench(words: Words, usage: str, *, asks_tasks: bool = True) -> Bench:
     """Load the model, and its tasks if they are asked."""
     if len(words.places) != 1:
         raise InputError(f"name one model or run\n\n{usage.rstrip()}")
+    import torch
+
     from covey.learner.models import load_policy
 
     composed = compose_for(words.places[0], words)
@@ -65,6 +67,8 @@ def open_bench(words: Words, usage: str, *, asks_tasks: bool = True) -> Bench:
         raise InputError("there is nothing to ask: give data=NAME or data.val_files=FILE")
     source = prepared.model
     assert source is not None
+    if prepared.config.loop.threads is not None:
+        torch.set_num_threads(prepared.config.loop.threads)
     with ExitStack() as resources:
         workers = open_workers(prepared.agent, prepared.rewards, resources)
         prepared = dataclasses.replace(prepared, agent=with_workers(prepared.agent, workers))

@@ -213,8 +213,15 @@ class Library:
     def poll(self) -> bool:
         """One round over all runs; whether anything was new."""
         self.look()
-        changed = [run.poll() for run in self.runs if not run.gone]  # all, also after the first that has something
-        return any(changed)
+        changed, errors = False, []
+        for run in self.runs:
+            try:
+                changed |= not run.gone and run.poll()
+            except (OSError, ValueError) as error:  # one run's trouble is not the others'
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return changed
 
     def comparisons(self) -> list[dict[str, Any]]:
         """What `covey eval` compared, in folders that were named or lie beside the runs."""

@@ -125,8 +125,15 @@ class Dash:
         self._ended.wait()
 
     def _follow(self) -> None:
+        told = set()
         while not self._ended.is_set():
-            behind = self.library.poll()  # more may lie in a long file: go on at once
+            behind = False
+            try:
+                behind = self.library.poll()  # more may lie in a long file: go on at once
+            except Exception as error:  # a folder that was deleted meanwhile, a line that is none: the others go on
+                if str(error) not in told:
+                    told.add(str(error))
+                    print(f"covey dash: {type(error).__name__}: {error}", file=sys.stderr)
             self._ended.wait(0.002 if behind else FOLLOW)
 
 

@@ -16,6 +16,9 @@ HOST = "127.0.0.1"
 HEAD_SECONDS = 30.0  # for the first line and the headers of a request
 MAX_HEAD = 64 * 1024  # bytes of them
 MAX_CONNECTIONS = 4096  # at once; who comes then is told to come again
+# Seconds that a silent connection is kept. Clients give theirs up after 5: if we did so too, a request that goes out at
+# that very moment would be lost.
+KEEP_ALIVE = 120
 
 
 def require_packages() -> None:
@@ -87,6 +90,7 @@ class Server:
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=2,
+            timeout_keep_alive=KEEP_ALIVE,
             server_header=False,
             http=Prompt,
             h11_max_incomplete_event_size=MAX_HEAD,

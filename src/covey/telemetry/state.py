@@ -11,6 +11,8 @@ from covey.telemetry.figures import curve_of, is_stage, key_figures
 from covey.telemetry.history import History, Points
 
 RECENT = 20  # steps that the pace is taken from
+COURSE = 64  # newest values kept of each figure: more than its course on the screen shows
+MOST = 4096  # points kept of the curve, evenly over the run: many more than a screen has columns
 
 
 class RunState:
@@ -20,8 +22,9 @@ class RunState:
         self.curve = curve_of(info.kind, info.trained_reward)
         self.done = info.first_step
         self.metrics: dict[str, float] = {}  # newest value of each, of steps and evaluations together
-        self.series: dict[str, list[float]] = {row.key: [] for rows in self.figures for row in rows}
-        self.training: Points = []  # of the curve
+        self.series = {row.key: deque[float](maxlen=COURSE) for rows in self.figures for row in rows}
+        self.training: Points = []  # of the curve: of every `_spacing`th step
+        self._spacing = 1
         self.evaluations: dict[str, Points] = {mode: [] for mode in self.curve.evaluations}
         self.timings: deque[dict[str, float]] = deque(maxlen=RECENT)
         self.sample: EpisodeView | None = None
@@ -36,8 +39,8 @@ class RunState:
     def add_step(self, index: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None:
         self.done = index + 1
         self._add(metrics)
-        if self.curve.key in metrics:
-            self.training.append((index, metrics[self.curve.key]))
+        if self.curve.key in metrics and index % self._spacing == 0:
+            self._add_point(index, metrics[self.curve.key])
         if "timing/step" in metrics:
             self.timings.append({key: value for key, value in metrics.items() if key.startswith("timing/")})
         if sample is not None:
@@ -65,6 +68,12 @@ class RunState:
                     name = key.removeprefix("timing/")
                     totals[name] = totals.get(name, 0.0) + value / len(self.timings)
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+    def _add_point(self, index: int, value: float) -> None:
+        self.training.append((index, value))
+        if len(self.training) > MOST:
+            self._spacing *= 2
+            self.training = [point for point in self.training if point[0] % self._spacing == 0]
 
     def _add(self, metrics: Mapping[str, float]) -> None:
         self.metrics.update(metrics)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.text import Text
@@ -46,7 +46,7 @@ def plot(line: Points, marks: Sequence[Marks], *, x_end: float, width: int, heig
     return [*_with_y_axis(cells, low, high), _x_axis(x_end, columns)]
 
 
-def sparkline(values: Sequence[float], width: int) -> str:
+def sparkline(values: Iterable[float], width: int) -> str:
     """The last values as a row of bars, scaled to their own range."""
     values = [value for value in values if abs(value) < HUGE][-width:]
     if not values:

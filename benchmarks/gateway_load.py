@@ -1,0 +1,189 @@
+"""A gateway under many clients at once: what they wait, and whether anything is lost, mixed up or kept too long.
+
+    .venv/bin/python benchmarks/gateway_load.py [--clients 200] [--rounds 5] [--turns 4]
+
+`covey serve` with a tiny random model in a process of its own, httpx in this one, on loopback. Of twenty clients one
+hangs up in the midst of a reply, one reads its stream byte by byte, one has a wrong key, one sends a body that is too
+large, two stream; every fifth of the others asks for two replies at once. After each round the server must hold no
+request, no row of the cache, no episode; and the record must have each session once, with the very tokens that its
+client was given, and nothing of another's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from kit.load import Crowd, Session, wrongs
+from kit.processes import Seen, look
+
+ROOT = Path(__file__).resolve().parent.parent
+TOKEN = "a-token-for-this-benchmark-only"
+SETTINGS = ["rollout.max_tokens=64", "gateway.port=0", "loop.threads=1"]
+
+
+# -- the server's process -----------------------------------------------------------------------------------------
+
+
+async def serve(folder: Path) -> None:
+    """covey serve, which tells what it holds when it is asked on its standard input."""
+    from covey.cli.bench import open_bench, sampling
+    from covey.cli.serve import USAGE, Recorder, make_book
+    from covey.cli.words import parse
+    from covey.gateway.server import Server
+
+    bench = open_bench(parse([str(folder / "model"), *SETTINGS]), USAGE, asks_tasks=False)
+    book = make_book(bench, Recorder(folder / "record", bench.collector.renderer.decode))
+    engine: Any = bench.engine
+    async with sampling(bench):
+        server = Server(book, 0)
+        await server.start()
+        print(json.dumps({"url": server.url}), flush=True)
+        while await asyncio.to_thread(sys.stdin.readline):
+            gc.collect()
+            held = {
+                "episodes": len(book._live),
+                "requests": len(engine._futures),
+                "rows": len(engine._batch.scheduler.blocks._held),
+                "tasks": len(asyncio.all_tasks()),
+            }
+            print(json.dumps(held), flush=True)
+        await server.stop()
+
+
+class House:
+    """The server's process, from this side."""
+
+    def __init__(self, folder: Path) -> None:
+        paths = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+        environment = os.environ | {"PYTHONPATH": paths, "COVEY_TOKEN": TOKEN, "TMPDIR": str(folder / "temporary")}
+        (folder / "temporary").mkdir()
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--serve", str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self.url: str = self._line()["url"]
+
+    def _line(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        found: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return found
+
+    def held(self) -> dict[str, int]:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self._line()
+
+    def seen(self) -> Seen:
+        found = look(self.process.pid, self.folder / "temporary")
+        assert found is not None
+        return found
+
+    def record(self) -> list[dict[str, Any]]:
+        path = self.folder / "record" / "episodes.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(60)
+
+
+# -- the clients' -------------------------------------------------------------------------------------------------
+
+
+async def measure(house: House, clients: int, rounds: int, turns: int) -> dict[str, Any]:
+    crowd = Crowd(house.url, TOKEN, turns=turns, replies=2)
+    sessions: list[Session] = []
+    moments, seconds = [], 0.0
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        sessions += await crowd.play(clients)
+        seconds += time.perf_counter() - begin
+        print(f"{len(sessions)} sessions, {seconds:.1f} s", file=sys.stderr, flush=True)
+        await crowd.http.aclose()
+        await asyncio.sleep(1)
+        moments.append({"held": house.held(), "rss": house.seen().rss, "files": house.seen().files})
+        crowd.http = Crowd(house.url, TOKEN, turns=turns).http
+    await crowd.http.aclose()
+    waits = sorted(wait for session in sessions for wait in session.seconds)
+    kinds = Counter(session.kind for session in sessions)
+    return {
+        "clients": clients,
+        "sessions": len(sessions),
+        "kinds": dict(kinds),
+        "requests": len(waits),
+        "requests_per_second": len(waits) / seconds,
+        "p50": waits[len(waits) // 2],
+        "p95": waits[int(0.95 * len(waits))],
+        "p99": waits[int(0.99 * len(waits))],
+        "refused": dict(Counter(status for session in sessions for status in session.refused)),
+        "lost_requests": sum(session.lost for session in sessions),
+        "wrongs": wrongs(sessions, house.record()),
+        "recorded": len(house.record()),
+        "rounds": moments,
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    last = found["rounds"][-1]
+    memory = " → ".join(f"{moment['rss']:.0f}" for moment in found["rounds"])
+    rows = {
+        "clients at once": found["clients"],
+        "sessions": f"{found['sessions']} ({', '.join(f'{n} {kind}' for kind, n in found['kinds'].items())})",
+        "requests answered": f"{found['requests']}, {found['requests_per_second']:.0f}/s",
+        "wait, p50 / p95 / p99": " / ".join(f"{found[name]:.2f} s" for name in ("p50", "p95", "p99")),
+        "refused, by status (0: hung up)": found["refused"],
+        "recorded wrongly, twice or not at all": len(found["wrongs"]),
+        "held afterwards": ", ".join(f"{value} {name}" for name, value in last["held"].items()),
+        "open files after each round": " → ".join(str(moment["files"]) for moment in found["rounds"]),
+        "RSS after each round, MiB": memory,
+    }
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.serve:
+        asyncio.run(serve(given.serve))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="load-") as name:
+        folder = Path(name)
+        from kit.caller import save
+
+        save(folder / "model", (), ends=0.02)
+        house = House(folder)
+        try:
+            found = asyncio.run(measure(house, given.clients, given.rounds, given.turns))
+        finally:
+            house.close()
+    results = ROOT / "benchmarks" / "results"
+    results.mkdir(exist_ok=True)
+    (results / f"gateway-load-{time.strftime('%Y%m%d-%H%M%S')}.json").write_text(json.dumps(found, indent=1))
+    print(table(found))
+    print("\n".join(found["wrongs"][:20]))
+    return 1 if found["wrongs"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
