@@ -143,8 +143,11 @@ cells = st.one_of(
 
 def checks_columns(given: tuple[str, Any, dict[str, Any]]) -> None:
     """What a reward cannot score is told before training; what passes costs an episode at most."""
-    name, answer, columns = given
-    task = task_of(answer, **columns)
+    name, answer, changed = given
+    sound = SOUND[name][0] if name in SOUND else task_of()
+    columns = {**sound.columns, **{key: changed.get("*") for key in sound.columns if "*" in changed}, **changed}
+    columns.pop("*", None)
+    task = task_of(sound.answer if answer == "sound" else answer, **columns)
     try:
         _reward(name).check(task)
     except InputError as error:
@@ -235,17 +238,17 @@ def reads_tests(given: tuple[dict[str, Any], str]) -> None:
 
 
 PROGRAMS = ["assert f(1) == 2", "(", ")", "[", "lambda: ", "not ", "-", "f(", "\n", "    ", "x = 1", "\x00", "await ", "'"]
-columns = st.dictionaries(st.sampled_from(COLUMNS) | texts, cells, max_size=5)
+columns = st.dictionaries(st.sampled_from([*COLUMNS, "*"]) | texts, cells, max_size=3)
 TARGETS = [
     Target("scorers/replies", st.tuples(st.sampled_from(list(SOUND)), st.one_of(anything, mixed(EXPRESSIONS), repeated(EXPRESSIONS))), scores, 200),
     Target("scorers/calls", st.tuples(st.sampled_from(["tool_call", "bfcl"]), messages_of_calls), scores_calls, 100),
-    Target("scorers/columns", st.tuples(st.sampled_from([*SOUND, "code_reward"]), cells, columns), checks_columns, 200),
+    Target("scorers/columns", st.tuples(st.sampled_from([*SOUND, "code_reward"]), cells | st.just("sound"), columns), checks_columns, 200),
     Target("scorers/equal", st.tuples(maths | formulas, maths), compares, 100),
     Target("scorers/equals-itself", formulas, equals_itself, 100),
     Target("scorers/algebra", st.one_of(mixed(MATHS), formulas, repeated(MATHS, 300)), parses_algebra, 200),
     Target("scorers/votes", st.tuples(st.sampled_from(list(VOTES)), anything, anything), votes, 60),
     Target("scorers/judge", st.tuples(st.one_of(texts, mixed(MARKS), repeated(MARKS)), st.sampled_from([1.0, 10.0, 0.5])), reads_marks, 60),
-    Target("scorers/conditions", st.dictionaries(st.sampled_from("ab") | texts, scalars | mixed(["a", "b", ">=", "1", "--", "e"]), max_size=2), reads_conditions, 60),
+    Target("scorers/conditions", st.dictionaries(st.sampled_from("ab") | texts, scalars | mixed(["a", "b", ">=", "1", "--", "e"]) | st.sampled_from(["b>=--", "a>=1e", "b>=1"]), max_size=2), reads_conditions, 60),
     Target("scorers/tests", st.tuples(columns, st.one_of(mixed(PROGRAMS), repeated(PROGRAMS, 20_000))), reads_tests, 60),
 ]  # fmt: skip
 test_fuzz = suite(TARGETS)

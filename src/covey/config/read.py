@@ -19,6 +19,9 @@ from covey.config.settings import schema_settings, sections
 from covey.errors import InputError
 
 ENVIRONMENT_KEY = re.compile(r"env\.([A-Z][A-Z0-9_]*)")  # `env.dataset` is a setting, `env.BASE_MODEL` a variable
+LONGEST = 200  # characters of a word that an error repeats
+MOST = 20_000  # values of a file; anchors can make billions of a few lines
+DEEPEST = 64
 _REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*)\}")
 
 
@@ -75,9 +78,13 @@ def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def _parse(word: str) -> Override:
+    if not _is_text(word):
+        raise InputError(f"{word!r}  is not UTF-8 text")
     try:
         override = OverridesParser.create().parse_override(word)
-    except HydraException as error:
+    except RecursionError:
+        raise InputError(f"{_short(word)}  is nested too deeply") from None
+    except (HydraException, ValueError) as error:  # ValueError: a number with thousands of digits
         if "=" not in word:
             raise InputError(f"{word}  is not a setting\n  settings are written key=value") from None
         reason = str(error).splitlines()[0]
@@ -90,6 +97,19 @@ def _parse(word: str) -> Override:
     if override.package is not None:
         raise InputError(f"{word}  names a package\n  write {override.key_or_group}=…")
     return override
+
+
+def _is_text(text: str) -> bool:
+    """Words of a command line that are no UTF-8 have half characters in them, which no file can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _short(word: str) -> str:
+    return word if len(word) <= LONGEST else word[: LONGEST - 1] + "…"
 
 
 def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -133,6 +153,10 @@ def literal(value: Any) -> str:
 # --- YAML files --------------------------------------------------------------------------------------------------
 
 
+class _TooMuch(Exception):
+    """More values, or deeper ones, than any configuration has."""
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 takes 1e-6 for a string; every configuration means the number."""
 
@@ -156,13 +180,21 @@ def read_yaml(path: str | Path) -> list[tuple[str, Any, int]]:
             return []
         if not isinstance(root, yaml.MappingNode):
             raise InputError(f"{path}, line {_line(root)}: expected settings (key: value)")
+        _check_nodes(path, root)
         return _File(path, loader).settings(root)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "unknown place"
         raise InputError(f"{path}, {place}: not YAML ({error.problem})") from None
+    except (_TooMuch, RecursionError):
+        raise InputError(
+            f"{path}: more than {MOST:,} values, or nested more than {DEEPEST} levels deep\n"
+            "  fix: an anchor (&name) that is used inside itself, or many times over, multiplies what it holds"
+        ) from None
     except UnicodeDecodeError:
         raise InputError(f"{path}: not UTF-8 text") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"{path}: not YAML ({str(error).splitlines()[0]})") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
 
@@ -172,6 +204,25 @@ _EMPTY = ("env", "python_args", *sections())
 
 def _line(node: Any) -> int:
     return int(node.start_mark.line) + 1
+
+
+def _check_nodes(path: Path, root: yaml.Node) -> None:
+    """What is written, with all that its anchors stand for, is not too much; keys are words, and text is text."""
+    waiting, count = [(root, 0)], 0
+    while waiting:
+        node, depth = waiting.pop()
+        count += 1
+        if count > MOST or depth > DEEPEST:
+            raise _TooMuch
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                if not isinstance(key, yaml.ScalarNode):
+                    raise InputError(f"{path}, line {_line(key)}: a key is a word, not a list or a table")
+                waiting += [(key, depth + 1), (value, depth + 1)]
+        elif isinstance(node, yaml.SequenceNode):
+            waiting += [(item, depth + 1) for item in node.value]
+        elif not _is_text(node.value):
+            raise InputError(f"{path}, line {_line(node)}: half of a surrogate pair (\\ud800 to \\udfff) is no text")
 
 
 class _File:
@@ -231,9 +282,16 @@ class _File:
         text = self._expand(node.value, line)
         if text != node.value and node.style is None:  # unquoted: the text after expansion says the type
             tag = self.loader.resolve(yaml.ScalarNode, text, (True, False))
-            node = yaml.ScalarNode(tag, text, node.start_mark, node.end_mark)
+            return self._scalar(yaml.ScalarNode(tag, text, node.start_mark, node.end_mark), line)
+        return self._scalar(node, line) if text == node.value else text
+
+    def _scalar(self, node: yaml.ScalarNode, line: int) -> Any:
+        try:
             return self.loader.construct_object(node)
-        return self.loader.construct_object(node) if text == node.value else text
+        except ValueError as error:  # 2020-99-99 looks like a date
+            raise InputError(
+                f"{self.path}, line {line}: {_short(node.value)} cannot be read ({error})\n  quote it if it is text"
+            ) from None
 
     def _text(self, node: Any, line: int) -> str:
         """A variable of the environment is text, as it was written."""

@@ -218,8 +218,9 @@ def _defined(nodes: Sequence[ast.AST]) -> set[str]:
 def _parsed(text: str) -> ast.Module:
     try:
         return ast.parse(text)
-    except SyntaxError as error:
-        raise InputError(f"a hidden test is not Python: {error.msg}\n  {text[:200]}") from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # a zero byte; nested too deeply
+        why = error.msg if isinstance(error, SyntaxError) else str(error) or "nested too deeply"
+        raise InputError(f"a hidden test is not Python: {why}\n  {text[:200]!r}") from None
 
 
 def _defines(source: str, name: str) -> bool:
