@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from covey.cli.words import parse
@@ -18,7 +18,7 @@ from covey.errors import InputError
 from covey.telemetry.base import RunInfo, Sink
 from covey.telemetry.figures import ABSENT, Form, duration, show
 from covey.telemetry.history import Record, read_run
-from covey.telemetry.jsonl import METRICS_FILE
+from covey.telemetry.jsonl import METRICS_FILE, read_record
 
 RUNS = """\
 covey runs [FOLDER...]
@@ -47,6 +47,8 @@ def main_runs(argv: list[str]) -> int:
     Console(width=None if sys.stdout.isatty() else WIDE, highlight=False).print(
         runs_table([run.state() for run in library.runs])
     )
+    for why in [*library.left_out, *(f"{run.name}: {what}" for run in library.runs for what in run.broken())]:
+        print(why, file=sys.stderr)
     return 0
 
 
@@ -60,9 +62,9 @@ def runs_table(states: list[dict[str, Any]]) -> Table:
         form: Form = "number" if state["curve"]["falls"] else "score"
         best, last = (ABSENT if p is None else show(p["value"], form) for p in (state["best"], state["last"]))
         table.add_row(
-            state["name"],
-            f"{state['algorithm']} {state['title']}",
-            status,
+            escape(state["name"]),
+            escape(f"{state['algorithm']} {state['title']}"),
+            escape(status),
             f"{state['done']}/{state['total']}",
             best,
             last,
@@ -92,18 +94,18 @@ def watch(folder: Path, rest: Callable[[], None]) -> None:
     from covey.telemetry.history import History
 
     run, tail = Run(0, folder, folder.name), Tail(folder / METRICS_FILE)
-    records = [json.loads(line) for _, line in tail.lines()]
-    found = {kind: tuple(_record(one) for one in records if one["kind"] == kind) for kind in ("step", "eval")}
+    records = [record for _, line in tail.lines() if (record := _record(line)) is not None]
+    found = {kind: tuple(record for its, record in records if its == kind) for kind in ("step", "eval")}
     console = open_console(_info(folder, run.info), "info", History(found["step"], found["eval"]))
     told: set[str] = set()
     status = "interrupted"
     try:
         while True:
-            over = read_run(folder)["status"]  # before the files are read: nothing that is written later is missed
+            over = _status(folder)  # before the files are read: nothing that is written later is missed
             if tail.was_cut():
                 console.note("the run was resumed from a checkpoint")
             for _, line in tail.lines():
-                _pass_on(console, json.loads(line))
+                _pass_on(console, line)
             run.poll()
             for sign in run.signs():
                 if sign.name not in told:
@@ -117,16 +119,31 @@ def watch(folder: Path, rest: Callable[[], None]) -> None:
         console.close(status)
 
 
-def _pass_on(console: Sink, record: dict[str, Any]) -> None:
-    values = _record(record).metrics
-    if record["kind"] == "step":
-        console.step(record["step"], values, None, ())
+def _status(folder: Path) -> str:
+    """The run's, or that it is gone: its folder may be deleted, or damaged, while somebody watches."""
+    try:
+        return str(read_run(folder)["status"])
+    except InputError:
+        return "gone"
+
+
+def _pass_on(console: Sink, line: bytes) -> None:
+    if (found := _record(line)) is None:
+        return
+    kind, record = found
+    if kind == "step":
+        console.step(record.step, record.metrics, None, ())
     else:
-        console.evaluation(record["step"], values, None)
+        console.evaluation(record.step, record.metrics, None)
 
 
-def _record(found: dict[str, Any]) -> Record:
-    return Record(found["step"], {name: value for name, value in found["metrics"].items() if value is not None})
+def _record(line: bytes) -> tuple[str, Record] | None:
+    """None: it is no record; the page of the run counts those."""
+    try:
+        kind, step, metrics = read_record(line)
+    except ValueError:
+        return None
+    return kind, Record(step, {name: value for name, value in metrics.items() if value is not None})
 
 
 def _info(folder: Path, run: dict[str, Any]) -> RunInfo:

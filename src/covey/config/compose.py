@@ -243,9 +243,9 @@ def _assign(tree: DictConfig, key: str, given: Given, settings: Mapping[str, Set
         if key != setting.key and OmegaConf.select(tree, setting.key) is None:
             OmegaConf.update(tree, setting.key, {}, merge=False)  # the first key of a dict that was null
         OmegaConf.update(tree, key, value, merge=True)
-    except OmegaConfBaseException:
+    except (OmegaConfBaseException, OverflowError):  # OverflowError: a whole number beyond all floats
         native = "" if given.key in (key, key.removesuffix(".name")) else f"  (= {key})"
-        raise InputError(f"{given.place}{given.key} must be {setting.type}, got {given.value!r}{native}") from None
+        raise InputError(f"{given.place}{given.key} must be {setting.type}, got {given.value!r:.200}{native}") from None
 
 
 def _freeze(tree: DictConfig) -> tuple[Config, dict[str, Any]]:

@@ -199,6 +199,25 @@ def read_yaml(path: str | Path) -> list[tuple[str, Any, int]]:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
 
 
+def load_yaml(path: Path) -> Any:
+    """A file as plain data, of bounded size. Raises InputError."""
+    try:
+        loader = _Loader(path.read_text(encoding="utf-8"))
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        _check_nodes(path, root)
+        return loader.construct_document(root)
+    except (_TooMuch, RecursionError):
+        raise InputError(f"{path}: more than {MOST:,} values, or nested more than {DEEPEST} levels deep") from None
+    except (yaml.YAMLError, ValueError, TypeError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path}: not YAML ({str(error).splitlines()[0]})") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+
+
 _EMPTY = ("env", "python_args", *sections())
 
 

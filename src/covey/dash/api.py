@@ -147,7 +147,7 @@ class Api:
         return {
             "settings": [row for row in rows if any(value != row[1] for value in row[2:])],
             "unpaired": [found for run in runs[1:] if (found := unpaired(runs[0], run)) is not None],
-            "paired": [_paired(found) for found in self.library.comparisons()],
+            "paired": [shown for found in self.library.comparisons() if (shown := _paired(found)) is not None],
         }
 
     def csv(self, asked: Asked) -> str:
@@ -208,12 +208,16 @@ def unpaired(first: Run, second: Run) -> dict[str, Any] | None:
     }
 
 
-def _paired(found: dict[str, Any]) -> dict[str, Any]:
-    estimate = {name: math.nan if value is None else value for name, value in found["difference"].items()}
-    whole = Comparison(**(found | {"difference": Estimate(**estimate)}))
-    names = short_names([whole.first, whole.second])
-    shown = found | {"first": names[whole.first], "second": names[whole.second]}
-    return shown | {"sentence": sentence(whole, names)}
+def _paired(found: dict[str, Any]) -> dict[str, Any] | None:
+    """None: the file is not one of covey eval's, or of another version's."""
+    try:
+        estimate = {name: math.nan if value is None else value for name, value in found["difference"].items()}
+        whole = Comparison(**(found | {"difference": Estimate(**estimate)}))
+        names = short_names([whole.first, whole.second])
+        shown = found | {"first": names[whole.first], "second": names[whole.second]}
+        return shown | {"sentence": sentence(whole, names)}
+    except (TypeError, ValueError, LookupError, AttributeError):
+        return None
 
 
 def _add_interval(series: dict[str, Any], run: Run, name: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from covey.dash.tail import Tail
-from covey.telemetry.jsonl import METRICS_FILE
+from covey.telemetry.jsonl import METRICS_FILE, read_record
 
 Floats = NDArray[np.float64]
 POINTS = 1000  # buckets that a longer series is thinned out to: more than a chart has pixels, mostly
@@ -57,6 +56,7 @@ class Metrics:
     def __init__(self, folder: Path) -> None:
         self._tail = Tail(folder / METRICS_FILE)
         self.tables = {"step": Table(), "eval": Table()}
+        self.broken = 0  # lines that are no records: left out
 
     @property
     def version(self) -> tuple[int, int]:
@@ -66,10 +66,14 @@ class Metrics:
         """Read what is new; whether there was anything."""
         before = self.version
         if self._tail.was_cut():
-            self.tables = {"step": Table(), "eval": Table()}
+            self.tables, self.broken = {"step": Table(), "eval": Table()}, 0
         for _, line in self._tail.lines():
-            record = json.loads(line)
-            self.tables[record["kind"]].add(record["step"], record["metrics"])
+            try:
+                kind, step, values = read_record(line)
+            except ValueError:
+                self.broken += 1
+            else:
+                self.tables[kind].add(step, values)
         return self.version != before
 
     def axes(self, kind: str) -> dict[str, Floats]:

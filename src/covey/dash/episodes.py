@@ -27,6 +27,9 @@ ROWS, MASK = b', "rows": [', b'"mask": ['
 NOT_SCORED = float("nan")
 NUMBERS = ("step", "group", "attempt", "reward", "advantage", "length", "turns", "tool_errors")
 
+# What a line that is no episode raises on its way into the index.
+WRONG = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
+
 Floats = NDArray[np.float64]
 Places = NDArray[np.int64]
 
@@ -64,6 +67,36 @@ class Names:
         return self._number[name]
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the index keeps of a line. Read whole before anything is kept, so that a broken line leaves no trace."""
+
+    task: str
+    question: str
+    numbers: dict[str, float]
+    rewards: dict[str, float]
+    stop: str
+    failed: bool
+
+    @classmethod
+    def of(cls, line: bytes) -> Found:
+        """Raises one of WRONG where the line is no episode."""
+        head = _head(line)
+        asked = [m for m in head["messages"] if m.get("role") == "user"]
+        values = {name: head[name] for name in ("step", "group", "attempt", "advantage", "length")}
+        values["reward"] = head["total_reward"]
+        values["turns"] = sum(m.get("role") == "assistant" for m in head["messages"])
+        values["tool_errors"] = sum(use["error"] is not None for use in head.get("tools", ()))
+        return cls(
+            str(head["task_id"]),
+            _plain(asked[-1].get("content"))[:PREVIEW] if asked else "",
+            {name: _float(value) for name, value in values.items()},
+            {name: _float(value) for name, value in head["rewards"].items()},
+            str(head["stop"] or "none"),
+            head["failure"] is not None,
+        )
+
+
 class Episodes:
     def __init__(self, folder: Path) -> None:
         self._path = folder / EPISODES_FILE
@@ -78,6 +111,7 @@ class Episodes:
         self.tasks, self.stops = Names(), Names()
         self.task, self.stop, self.failure = array("i"), array("i"), array("b")
         self.questions: list[str] = []  # by the task's number
+        self.broken = 0  # lines that are no episodes: left out
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -101,7 +135,10 @@ class Episodes:
         self._tails += [Tail(path) for path in parts_of(self._path)[len(self._tails) :]]
         for part, tail in enumerate(self._tails):
             for offset, line in tail.lines(limit):
-                self._add(part, offset, line)
+                try:
+                    self._add(Found.of(line), part, offset, len(line))
+                except WRONG:
+                    self.broken += 1
                 limit -= len(line)
         return self.version != before
 
@@ -168,31 +205,23 @@ class Episodes:
         found: dict[str, Any] = json.loads(self._line(place))
         return found | {"id": place}
 
-    def _add(self, part: int, offset: int, line: bytes) -> None:
-        head = _head(line)
-        task = self.tasks.number(str(head["task_id"]))
+    def _add(self, found: Found, part: int, offset: int, size: int) -> None:
+        task = self.tasks.number(found.task)
         if task == len(self.questions):
-            asked = [m for m in head["messages"] if m.get("role") == "user"]
-            self.questions.append(_plain(asked[-1].get("content"))[:PREVIEW] if asked else "")
-        values = {name: head[name] for name in ("step", "group", "attempt", "advantage")}
-        values["reward"] = head["total_reward"]
-        values["length"] = head["length"]
-        values["turns"] = sum(m.get("role") == "assistant" for m in head["messages"])
-        values["tool_errors"] = sum(use["error"] is not None for use in head.get("tools", ()))
+            self.questions.append(found.question)
         for name, column in self.numbers.items():
-            column.append(NOT_SCORED if values[name] is None else values[name])
-        for name in head["rewards"]:
+            column.append(found.numbers[name])
+        for name in found.rewards:
             if name not in self.rewards:
                 self.rewards[name] = array("d", [NOT_SCORED] * len(self))
         for name, column in self.rewards.items():
-            value = head["rewards"].get(name)
-            column.append(NOT_SCORED if value is None else value)
+            column.append(found.rewards.get(name, NOT_SCORED))
         self.task.append(task)
-        self.stop.append(self.stops.number(head["stop"] or "none"))
-        self.failure.append(head["failure"] is not None)
+        self.stop.append(self.stops.number(found.stop))
+        self.failure.append(found.failed)
         self.parts.append(part)
         self.offsets.append(offset)
-        self.sizes.append(len(line))
+        self.sizes.append(size)
 
     def _tasks_like(self, part: str) -> list[int]:
         part = part.lower()
@@ -252,6 +281,10 @@ def _sampled(line: bytes, start: int) -> int:
         total += line.count(b"1", at, end)
         at = line.find(MASK, end)
     return total
+
+
+def _float(value: Any) -> float:
+    return NOT_SCORED if value is None else float(value)
 
 
 def _plain(content: Any) -> str:

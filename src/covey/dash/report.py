@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from covey.config.read import load_yaml
 from covey.dash.api import Api
 from covey.dash.episodes import Query
 from covey.dash.runs import Library, Run
@@ -130,8 +131,6 @@ def _signs(run: Run) -> str:
 
 def _changed(run: Run) -> str:
     """The settings that were given on the command line, where they are kept."""
-    import yaml
-
     path = run.folder / ".hydra" / "overrides.yaml"
-    given = yaml.safe_load(path.read_text()) if path.exists() else []
-    return "Settings: " + " ".join(f"`{word}`" for word in given) if given else ""
+    given = load_yaml(path) if path.exists() else []
+    return "Settings: " + " ".join(f"`{word}`" for word in given) if given and isinstance(given, list) else ""

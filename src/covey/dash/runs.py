@@ -7,13 +7,14 @@ import math
 import os
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import RLock
 from typing import Any
 
 import numpy as np
-import yaml
 
+from covey.config.read import load_yaml
 from covey.dash.columns import Metrics
 from covey.dash.episodes import Episodes
 from covey.dash.signs import Evidence, Sign, find_signs
@@ -26,6 +27,7 @@ from covey.telemetry.state import RECENT
 SILENT = 10.0  # median steps without a word after which a running run is called silent
 LOOK = 5.0  # seconds between two searches for new runs
 PATIENCE = 120.0  # seconds, at least
+MOST_TASKS = 1 << 40
 Z = 1.959963984540054  # 95 % of the normal distribution lie within ± Z
 
 
@@ -37,7 +39,8 @@ class Run:
         self.lock = RLock()
         self.metrics, self.episodes = Metrics(folder), Episodes(folder)
         self.info = read_run(folder)
-        self.config = _read_config(folder)
+        self.notes: list[str] = []  # what of its folder cannot be read
+        self.config = self._read_config()
         self.gone = False  # its folder is not there any more
         self.opened = False  # somebody looked: its episodes are indexed from then on
         self._signs: tuple[Any, list[Sign]] | None = None
@@ -55,7 +58,22 @@ class Run:
     @property
     def tasks(self) -> int | None:
         """How many tasks an evaluation asks, where the run says."""
-        return self.info.get("held_out") or self.config.get("data.val_size")
+        said = self.info.get("held_out") or self.config.get("data.val_size")
+        return said if isinstance(said, int) and 0 < said < MOST_TASKS else None
+
+    def broken(self) -> list[str]:
+        """What of its files could not be read, in words."""
+        lines = (("metrics.jsonl", self.metrics.broken), ("episodes.jsonl", self.episodes.broken))
+        counted = [f"{name}: {count} lines cannot be read and are left out" for name, count in lines if count]
+        return [*self.notes, *counted]
+
+    def _read_config(self) -> dict[str, Any]:
+        path = self.folder / "config.yaml"
+        try:
+            return flat(load_yaml(path)) if path.exists() else {}
+        except InputError as error:
+            self.notes.append(str(error).splitlines()[0])
+            return {}
 
     def poll(self) -> bool:
         """Read what is new in the numbers, and where somebody looks, a chunk of the episodes."""
@@ -66,7 +84,8 @@ class Run:
                 return False
             self.metrics.poll()
             more = self.opened and self.episodes.poll()
-            self.info = read_run(self.folder)
+            with suppress(InputError):  # what was read before stays
+                self.info = read_run(self.folder)
             return more or self.version != before
 
     def signs(self) -> list[Sign]:
@@ -116,6 +135,7 @@ class Run:
                 "indexed": self.episodes.indexed,
                 "signs": len(self.signs()),
                 "version": self.version,
+                "broken": self.broken(),
             }
 
     def seconds(self) -> float:
@@ -162,12 +182,14 @@ class Library:
     def __init__(self, places: Sequence[Path]) -> None:
         self.places = list(places)
         self.runs: list[Run] = []
+        self.left_out: list[str] = []  # folders that look like runs and cannot be read, and why
         self._known: set[Path] = set()
         self._looked: float | None = None
         self.look()
         if not self.runs:
+            told = "".join(f"\n  {why}" for why in self.left_out)
             raise InputError(
-                f"no run found in {', '.join(map(str, self.places))}\n"
+                f"no run found in {', '.join(map(str, self.places))}{told}\n"
                 "  name run folders (outputs/DATE/TIME), or a folder that holds some"
             )
 
@@ -180,7 +202,10 @@ class Library:
         found = [folder for folder in run_folders(there) if folder not in self._known]
         for folder in found:
             self._known.add(folder)
-            self.runs.append(Run(len(self.runs), folder, self._name(folder)))
+            try:
+                self.runs.append(Run(len(self.runs), folder, self._name(folder)))
+            except InputError as error:  # one damaged folder does not hide the others
+                self.left_out.append(str(error))
 
     def poll(self) -> bool:
         """One round over all runs; whether anything was new."""
@@ -193,7 +218,11 @@ class Library:
         around = {*self.places, *(place / "eval" for place in self.places)}
         around |= {run.folder.parent.parent / "eval" for run in self.runs}
         files = sorted({file.resolve() for place in around for file in _results(place)})
-        return [found for file in files for found in json.loads(file.read_text())["comparisons"]]
+        found: list[dict[str, Any]] = []
+        for file in files:
+            with suppress(ValueError, LookupError, TypeError, OSError, RecursionError):  # half written, or another's
+                found += json.loads(file.read_text())["comparisons"]
+        return found
 
     def _name(self, folder: Path) -> str:
         """Short, and without the path to it."""
@@ -207,14 +236,28 @@ def run_folders(places: Iterable[Path]) -> list[Path]:
     """Runs by the time they started, each once. What begins with a dot is not looked into."""
     found: dict[Path, str] = {}
     for place in places:
-        if not place.is_dir():
-            raise InputError(f"{place}: no such folder")
+        if not _is_folder(place):
+            raise InputError(f"{str(place)[:200]!r}: no such folder")
         for folder, inside, names in os.walk(place):
             if "run.json" in names and Path(folder) not in found:
-                found[Path(folder)] = str(read_run(Path(folder)).get("started", ""))
+                found[Path(folder)] = _started(Path(folder))
             # A run holds no runs, only many files.
             inside[:] = [] if "run.json" in names else [name for name in inside if not name.startswith(".")]
     return sorted(found, key=lambda folder: (found[folder], str(folder)))
+
+
+def _is_folder(place: Path) -> bool:
+    try:
+        return place.is_dir()
+    except OSError:  # too long a name
+        return False
+
+
+def _started(folder: Path) -> str:
+    try:
+        return str(read_run(folder).get("started", ""))
+    except InputError:  # told when it is opened
+        return ""
 
 
 def wilson(p: float, n: int) -> tuple[float, float]:
@@ -226,8 +269,3 @@ def wilson(p: float, n: int) -> tuple[float, float]:
 
 def _results(place: Path) -> list[Path]:
     return [*place.glob("results.json"), *place.glob("*/results.json")]
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.yaml"
-    return flat(yaml.safe_load(path.read_text())) if path.exists() else {}

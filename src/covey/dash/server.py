@@ -123,7 +123,7 @@ def handler(api: Api, token: str) -> type[BaseHTTPRequestHandler]:
                 name, kind = PAGE[address.path]
                 return self._send(page_file(name).encode(), kind)
             if address.path == "/api/csv":
-                return self._answer(lambda: self._send(api.csv(asked).encode(), "text/csv"))
+                return self._answer(lambda: self._send(api.csv(asked).encode(errors="replace"), "text/csv"))
             if address.path.startswith("/api/"):
                 name = address.path.removeprefix("/api/")
                 return self._answer(lambda: self._send(_json(api.answer(name, asked)), "application/json"))
@@ -151,6 +151,10 @@ def handler(api: Api, token: str) -> type[BaseHTTPRequestHandler]:
                 work()
             except BadRequest as error:
                 self._refuse(400, str(error))
+            except Exception as error:  # told in the page, which asks again; the connection lives on
+                if isinstance(error, ConnectionError):
+                    raise
+                self._refuse(500, f"{type(error).__name__}: {error}")
 
         def _send(self, body: bytes, kind: str) -> None:
             self.send_response(200)
@@ -163,7 +167,7 @@ def handler(api: Api, token: str) -> type[BaseHTTPRequestHandler]:
         def _refuse(self, status: int, why: str) -> None:
             self.send_response(status)
             self.send_header("Content-Type", "text/plain; charset=utf-8")
-            self._finish(why.encode())
+            self._finish(why.encode(errors="replace"))
 
         def _finish(self, body: bytes) -> None:
             for name, value in HEADERS.items():
@@ -188,7 +192,7 @@ HEADERS = {
 
 
 def _same(given: str, token: str) -> bool:
-    return hmac.compare_digest(given.encode(), token.encode())
+    return hmac.compare_digest(given.encode(errors="replace"), token.encode())
 
 
 def _json(data: Any) -> bytes:

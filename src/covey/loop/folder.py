@@ -85,11 +85,11 @@ def find_unfinished(
             continue  # nothing to go on from: it is left as it is
         try:
             info = json.loads(info_file.read_text())
-        except ValueError:
+            ours = (info["project"], info["experiment"], info["fingerprint"]) == (project, experiment, fingerprint)
+            if not ours or info["status"] == "finished":
+                continue
+        except (ValueError, LookupError, TypeError, RecursionError, OSError):
             warn(f"{info_file} is not readable; that run is not resumed")
-            continue
-        ours = (info["project"], info["experiment"], info["fingerprint"]) == (project, experiment, fingerprint)
-        if not ours or info["status"] == "finished":
             continue
         try:
             return RunFolder(info_file.parent, lock_folder(info_file.parent))

@@ -9,9 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import InputError
-from covey.telemetry.jsonl import METRICS_FILE, read_jsonl
+from covey.telemetry.jsonl import METRICS_FILE, read_lines, read_record
 
 Points = list[tuple[int, float]]
+
+# What every run.json has, and what is read of it.
+WRITTEN: dict[str, type] = {
+    **dict.fromkeys(("status", "title", "algorithm", "model", "task", "trained_reward"), str),
+    **{"reward_names": list, "total_steps": int},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +53,8 @@ def read_history(folder: Path) -> History:
     if not path.exists():
         raise InputError(f"{path}: no such file; is {folder} the folder of a run?")
     found: dict[str, list[Record]] = {"step": [], "eval": []}
-    for line in read_jsonl(path):
-        metrics = {key: value for key, value in line["metrics"].items() if value is not None}
-        found[line["kind"]].append(Record(line["step"], metrics))
+    for kind, step, metrics in read_lines(path, read_record):
+        found[kind].append(Record(step, {key: value for key, value in metrics.items() if value is not None}))
     return History(tuple(found["step"]), tuple(found["eval"]))
 
 
@@ -58,8 +63,19 @@ def read_run(folder: Path) -> dict[str, Any]:
     path = folder / "run.json"
     if not path.exists():
         raise InputError(f"{path}: no such file; is {folder} the folder of a run?")
-    run: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return run
+    try:
+        run = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(run, ensure_ascii=False).encode()  # half characters cannot be shown
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not what a run writes ({error})") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    for name, kind in WRITTEN.items():
+        if not isinstance(run, dict) or not isinstance(run.get(name), kind):
+            what = run.get(name) if isinstance(run, dict) else run
+            raise InputError(f"{path}: not what a run writes: {name} must be {kind.__name__}, not {what!r:.40}")
+    found: dict[str, Any] = run
+    return found
 
 
 def _points(records: tuple[Record, ...], key: str) -> Points:

@@ -9,16 +9,19 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from covey.errors import InputError
 from covey.telemetry.base import EpisodeView, Sink
 from covey.telemetry.parts import PART_BYTES, PartWriter, size_of
 
+Read = TypeVar("Read")
+
 METRICS_FILE = "metrics.jsonl"
 EPISODES_FILE = "episodes.jsonl"
+LAST_STEP = 1 << 53  # beyond it floats, which charts are made of, cannot tell steps apart
 
 
 class JsonlFiles(Sink):
@@ -66,16 +69,37 @@ class JsonlFiles(Sink):
         self._metrics.write(_line({"kind": kind, "step": step, "metrics": dict(sorted(metrics.items()))}))
 
 
-def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path, read: Callable[[bytes], Read]) -> Iterator[Read]:
     """The records of a file. A last line without its line break is still being written (or never will be): left out."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return
             try:
-                yield json.loads(line)
-            except ValueError as error:
+                found = read(line)
+            except json.JSONDecodeError as error:
                 raise InputError(f"{path}, line {number}: not JSON ({error})") from error
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"{path}, line {number}: {error}") from error
+            yield found
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    return read_lines(path, json.loads)
+
+
+def read_record(line: bytes) -> tuple[str, int, dict[str, float | None]]:
+    """A line of metrics.jsonl: its kind (step or eval), its step and its numbers. ValueError: it is no such line."""
+    try:
+        record = json.loads(line)
+        kind, step, metrics = record["kind"], record["step"], record["metrics"]
+        if kind not in ("step", "eval") or type(step) is not int or abs(step) > LAST_STEP:
+            raise ValueError(f"kind {kind!r:.20} and step {step!r:.20} are none of a run's")
+        found = {name: None if value is None else float(value) for name, value in metrics.items()}
+        "".join(found).encode()
+    except (LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"not a record of metrics: {type(error).__name__}: {error!s:.80}") from None
+    return kind, step, found
 
 
 def finite(value: Any) -> Any:
