@@ -71,7 +71,9 @@ def attempt(target: Target, examples: int, random: int | None = None) -> Outcome
     try:
         warnings.simplefilter("ignore", HypothesisWarning)  # long inputs are meant
         (run if random is None else seed(random)(run))()
-    except Exception as error:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # schemathesis raises groups that are no Exception
         outcome.error = error
     return outcome
 

@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from covey.errors import RunFailed
 from covey.gateway.answers import Choice, Completed
+from covey.gateway.body import read_body
 from covey.gateway.book import Admin, Book, Caller, read_task, shown_task
 from covey.gateway.live import Live
 from covey.gateway.refusal import Refused
@@ -133,7 +134,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _nowhere(request: Request, error: Exception) -> Response:
-    refusal = Refused(404, f"there is no {request.method} {request.url.path} here")
+    refusal = Refused(404, f"there is no {request.method} {request.url.path[:200]} here")
     return JSONResponse(refusal.body(), refusal.status)
 
 
@@ -161,13 +162,7 @@ async def _body(request: Request) -> dict[str, Any]:
         raw += piece
         if len(raw) > MAX_BODY:
             raise Refused(413, f"a request may have {MAX_BODY // 2**20} MiB")
-    try:
-        body = json.loads(raw or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise Refused(400, f"not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise Refused(400, "the body must be a JSON object")
-    return body
+    return read_body(raw)
 
 
 async def _sampled(book: Book, live: Live, request: Request, work: asyncio.Task[list[Choice]]) -> list[Choice]:
