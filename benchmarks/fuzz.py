@@ -28,9 +28,7 @@ SHOWN = 2000  # characters of an input that is shown
 
 def load_targets(prefixes: list[str]) -> list[Any]:
     modules = sorted((ROOT / "tests/faults").glob("test_fuzz_*.py"))
-    found = [
-        target for path in modules for target in importlib.import_module(f"tests.faults.{path.stem}").TARGETS
-    ]
+    found = [target for path in modules for target in importlib.import_module(f"tests.faults.{path.stem}").TARGETS]
     return [one for one in found if not prefixes or any(one.name.startswith(prefix) for prefix in prefixes)]
 
 
@@ -87,7 +85,9 @@ def main() -> int:
         print(f"no target begins with {' or '.join(asked.targets)}")
         return 2
     seed = random.randrange(2**40) if asked.seed is None else asked.seed
-    print(f"seed {seed}\n\n| target | examples | minutes | memory grew | findings |\n|---|---:|---:|---:|---|", flush=True)
+    print(
+        f"seed {seed}\n\n| target | examples | minutes | memory grew | findings |\n|---|---:|---:|---:|---|", flush=True
+    )
     rows = []
     for target in targets:
         rows.append(run_target(target, asked.minutes * 60 / len(targets), seed))

@@ -47,31 +47,42 @@ sound = st.builds(
     st.lists(st.dictionaries(st.sampled_from(NAMES), numbers, min_size=1, max_size=6), min_size=8, max_size=14),
 ).map(lambda found: b"".join(map(_line, found)))
 raw = st.one_of(st.binary(max_size=40), texts.map(lambda text: text.encode(errors="replace") + b"\n"))
-lines = st.one_of(records.map(_line), sound, anything.map(_line), raw, st.just(b"[" * 9000 + b"\n"), st.just(b"9" * 5000 + b"\n"))
+lines = st.one_of(
+    records.map(_line), sound, anything.map(_line), raw, st.just(b"[" * 9000 + b"\n"), st.just(b"9" * 5000 + b"\n")
+)
 metrics_files = st.lists(lines, max_size=6).map(b"".join)
 episodes_files = st.lists(
     st.one_of(
-        st.builds(lambda n, changes: _line(episode(n, 0) | changes), st.integers(0, 9), st.dictionaries(st.sampled_from(FIELDS), anything, max_size=2)),
+        st.builds(
+            lambda n, changes: _line(episode(n, 0) | changes),
+            st.integers(0, 9),
+            st.dictionaries(st.sampled_from(FIELDS), anything, max_size=2),
+        ),
         st.builds(lambda n: _line(episode(n, 1)), st.integers(0, 9)),
         lines,
         st.just(b'{"a": 1, "rows": [{"mask": [1, 1'),
     ),
     max_size=6,
-).map(b"".join)  # fmt: skip
+).map(b"".join)
 infos = st.one_of(
     st.dictionaries(st.sampled_from(sorted(INFO)) | texts, scalars | anything, max_size=3).map(
         lambda changes: json.dumps(INFO | {"total_steps": 10} | changes).encode()
     ),
-    st.builds(lambda title: json.dumps(INFO | {"total_steps": 10, "title": title}).encode(), mixed(["[/a]", "[red]", "\\[", "<b>"])),
+    st.builds(
+        lambda title: json.dumps(INFO | {"total_steps": 10, "title": title}).encode(),
+        mixed(["[/a]", "[red]", "\\[", "<b>"]),
+    ),
     st.just(json.dumps(INFO | {"total_steps": 10}).encode()),
     raw,
-)  # fmt: skip
+)
 configs = st.one_of(
     json_values(["data", "val_size", "learner"]).map(lambda tree: yaml.dump(tree).encode(errors="replace")),
     raw,
     st.sampled_from([b"data: {val_size: 200}", b"data: {val_size: x}", b"a: &a [*a]", b"{" * 3000, b"a: 2020-99-99"]),
 )
-results = st.one_of(json_values(["comparisons", "difference", "first"]).map(_line), raw, st.just(b'{"comparisons": [1]}'))
+results = st.one_of(
+    json_values(["comparisons", "difference", "first"]).map(_line), raw, st.just(b'{"comparisons": [1]}')
+)
 folders = st.fixed_dictionaries(
     {"run.json": infos},
     optional={
@@ -147,8 +158,25 @@ def _run(words: Sequence[str]) -> int:
 PATHS = ["runs", "run", "series", "episodes", "episode", "related", "scatter", "compare", "csv", "nothing", ""]
 ASKED = ["run", "runs", "kind", "names", "offset", "limit", "id", "x", "y", "task", "text", "stop", "sort", "order"]
 ASKED += ["min_reward", "max_length", "first_step", "tool_errors", "failed"]
-VALUES = ["0", "1", "-1", "99999999999", "1e999", "nan", "eval", "step", "group", "length", "reward:exact", "0,1", "٣", "a,b"]
-queries = st.tuples(st.sampled_from(PATHS), st.dictionaries(st.sampled_from(ASKED) | texts, st.sampled_from(VALUES) | texts, max_size=4))
+VALUES = [
+    "0",
+    "1",
+    "-1",
+    "99999999999",
+    "1e999",
+    "nan",
+    "eval",
+    "step",
+    "group",
+    "length",
+    "reward:exact",
+    "0,1",
+    "٣",
+    "a,b",
+]
+queries = st.tuples(
+    st.sampled_from(PATHS), st.dictionaries(st.sampled_from(ASKED) | texts, st.sampled_from(VALUES) | texts, max_size=4)
+)
 
 
 class Served:
@@ -215,17 +243,23 @@ def _asked(path: str, query: str, headers: dict[str, str]) -> tuple[int, bytes]:
 
 ways = st.one_of(
     queries.map(lambda q: (f"/api/{q[0]}", urlencode(q[1], errors="replace"))),
-    st.tuples(texts.map(lambda t: "/" + quote(t, errors="replace")), texts.map(lambda t: quote(t, safe="=&;%", errors="replace"))),
-    st.tuples(st.sampled_from(["/", "/app.js", "/api/", "//x", "/api/../x", "/%2e%2e", "/api/runs/x"]), st.sampled_from(["", "token=x", "%ff=%00", "&&&=", "a" * 5000])),
-)  # fmt: skip
+    st.tuples(
+        texts.map(lambda t: "/" + quote(t, errors="replace")),
+        texts.map(lambda t: quote(t, safe="=&;%", errors="replace")),
+    ),
+    st.tuples(
+        st.sampled_from(["/", "/app.js", "/api/", "//x", "/api/../x", "/%2e%2e", "/api/runs/x"]),
+        st.sampled_from(["", "token=x", "%ff=%00", "&&&=", "a" * 5000]),
+    ),
+)
 plain = st.text(st.characters(min_codepoint=33, max_codepoint=255, exclude_characters=":\x85\xa0"), max_size=20)
-headers = st.dictionaries(st.sampled_from(["Accept-Encoding", "X-A", "Origin"]) , plain, max_size=2)
+headers = st.dictionaries(st.sampled_from(["Accept-Encoding", "X-A", "Origin"]), plain, max_size=2)
 TARGETS = [
     Target("dash/folders", folders, shows, 60, seconds=30),
     Target("dash/commands", folders, tells, 40, seconds=30),
     Target("dash/queries", queries, answers, 150),
     Target("dash/requests", st.tuples(ways, headers).map(lambda w: (*w[0], w[1])), requests, 150),
-]  # fmt: skip
+]
 test_fuzz = suite(TARGETS)
 
 

@@ -76,9 +76,12 @@ marked_text = st.lists(st.one_of(plain_text, st.sampled_from([m for m in MARKS i
 )
 values = json_values(
     ["name", "arguments"],
-    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(allow_nan=False, allow_infinity=False)
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats(allow_nan=False, allow_infinity=False)
     | marked_text,
-)  # fmt: skip
+)
 sayable = st.dictionaries(marked_text, values, max_size=3).filter(lambda v: _encodes(v))
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,20}", fullmatch=True)
 calls = st.lists(st.builds(Call, names, sayable), min_size=1, max_size=3)
@@ -139,10 +142,12 @@ OPERATORS = ["+", "-", "*", "/", "//", "%", "**", "^", "!", "(", ")", ",", " of 
 FUNCTIONS = ["sqrt(", "log(", "ln(", "exp(", "factorial(", "round(", "min(", "tan(", "floor(", "sin(", "abs(", "ceil("]
 sums = st.one_of(
     st.lists(st.sampled_from(NUMBERS + OPERATORS + FUNCTIONS), max_size=25).map("".join),
-    st.builds(lambda parts, mark: mark.join(parts), st.lists(st.sampled_from(NUMBERS), max_size=8), st.sampled_from(OPERATORS)),
+    st.builds(
+        lambda parts, mark: mark.join(parts), st.lists(st.sampled_from(NUMBERS), max_size=8), st.sampled_from(OPERATORS)
+    ),
     repeated(NUMBERS + OPERATORS + FUNCTIONS, 2000),
     texts,
-)  # fmt: skip
+)
 
 
 def calculates(text: str) -> None:
@@ -191,7 +196,20 @@ def checks_arguments(arguments: dict[str, Any]) -> None:
         everything.answer(found)
 
 
-DOC = ["Args:", "Arguments:", ":param x:", ":param int x:", "Returns:", "x:", "x (int):", "\n", "\n\n", "    ", ";", ": "]
+DOC = [
+    "Args:",
+    "Arguments:",
+    ":param x:",
+    ":param int x:",
+    "Returns:",
+    "x:",
+    "x (int):",
+    "\n",
+    "\n\n",
+    "    ",
+    ";",
+    ": ",
+]
 
 
 def reads_docstring(text: str) -> None:
@@ -199,7 +217,9 @@ def reads_docstring(text: str) -> None:
     assert isinstance(about, str) and set(found) <= {"x", "top_k"}
 
 
-written_values = st.one_of(json_values(["a"]), texts, st.sampled_from(["[" * 5000, "9" * 5000, "1" * 400, "1_0", " 1 "]))
+written_values = st.one_of(
+    json_values(["a"]), texts, st.sampled_from(["[" * 5000, "9" * 5000, "1" * 400, "1_0", " 1 "])
+)
 TARGETS = [
     Target("formats/parse", replies, parses, 120),
     Target("formats/detect", mixed(["<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", '"parameters"']), detects, 20),
@@ -208,13 +228,20 @@ TARGETS = [
     Target("formats/demonstrations", talk, writes_demonstrations, 60),
     Target("tools/calculator", sums, calculates, 200),
     Target("tools/coerce", st.tuples(st.sampled_from(KINDS), written_values), coerces, 200),
-    Target("tools/arguments", st.dictionaries(st.sampled_from("abcdefg") | texts, written_values | scalars, max_size=5), checks_arguments, 100),
+    Target(
+        "tools/arguments",
+        st.dictionaries(st.sampled_from("abcdefg") | texts, written_values | scalars, max_size=5),
+        checks_arguments,
+        100,
+    ),
     Target("tools/docstring", st.one_of(mixed(DOC), repeated(DOC)), reads_docstring, 60),
-]  # fmt: skip
+]
 test_fuzz = suite(TARGETS)
 
 
-@pytest.mark.parametrize("expression", ["9**9**9", "factorial(10**9)", "(" * 500 + "1" + ")" * 500, "10**10**10", "1e999999"])
+@pytest.mark.parametrize(
+    "expression", ["9**9**9", "factorial(10**9)", "(" * 500 + "1" + ")" * 500, "10**10**10", "1e999999"]
+)
 def test_bombs_of_the_calculator_are_told(expression: str) -> None:
     with pytest.raises(Wrong):
         calculate(expression)

@@ -25,7 +25,7 @@ from schemathesis.specs.openapi.checks import (  # noqa: E402
     status_code_conformance,
 )
 
-from tests.faults.fuzzing import Target, json_values, scalars, suite, texts  # noqa: E402
+from tests.faults.fuzzing import Target, json_values, scalars, suite  # noqa: E402
 from tests.gateway.house import House, Scripted, serving  # noqa: E402
 
 ERROR = {
@@ -35,7 +35,10 @@ ERROR = {
         "error": {
             "type": "object",
             "required": ["message", "type", "param", "code"],
-            "properties": {"message": {"type": "string", "minLength": 1, "maxLength": 2000}, "type": {"type": "string"}},
+            "properties": {
+                "message": {"type": "string", "minLength": 1, "maxLength": 2000},
+                "type": {"type": "string"},
+            },
         }
     },
 }
@@ -95,13 +98,26 @@ TASK = {"type": "object", "properties": {"id": {"type": "string"}, "messages": {
 
 
 def _operation(answers: dict[str, Any], body: dict[str, Any] | None = None, ident: bool = False) -> dict[str, Any]:
-    refusals = {str(status): {"description": "refused", "content": {"application/json": {"schema": ERROR}}} for status in (400, 401, 403, 404, 409, 410, 413)}
-    found: dict[str, Any] = {"responses": {**{s: {"description": "done", "content": {kind: {"schema": schema}} if kind else {}} for s, (kind, schema) in answers.items()}, **refusals}}
+    refusals = {
+        str(status): {"description": "refused", "content": {"application/json": {"schema": ERROR}}}
+        for status in (400, 401, 403, 404, 409, 410, 413)
+    }
+    found: dict[str, Any] = {
+        "responses": {
+            **{
+                s: {"description": "done", "content": {kind: {"schema": schema}} if kind else {}}
+                for s, (kind, schema) in answers.items()
+            },
+            **refusals,
+        }
+    }
     if body is not None:
         found["requestBody"] = {"content": {"application/json": {"schema": body}}}
     if ident:
-        found["parameters"] = [{"name": "ident", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]
-    return found  # fmt: skip
+        found["parameters"] = [
+            {"name": "ident", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        ]
+    return found
 
 
 OBJECT = {"type": "object"}
@@ -112,12 +128,28 @@ DOCUMENT: dict[str, Any] = {
     "paths": {
         "/v1/models": {"get": _operation(EITHER)},
         "/v1/chat/completions": {"post": _operation({"200": ("*/*", {})}, CHAT)},
-        "/episodes": {"post": _operation({"201": ("application/json", OBJECT)}, {"type": "object", "properties": {"task": TASK, "metadata": {}}})},
+        "/episodes": {
+            "post": _operation(
+                {"201": ("application/json", OBJECT)}, {"type": "object", "properties": {"task": TASK, "metadata": {}}}
+            )
+        },
         "/episodes/{ident}": {"get": _operation(EITHER, ident=True)},
-        "/episodes/{ident}/reward": {"post": _operation(EITHER, {"type": "object", "properties": {"reward": {"type": "number"}, "rewards": {"type": "object", "additionalProperties": {"type": "number"}}}}, ident=True)},
+        "/episodes/{ident}/reward": {
+            "post": _operation(
+                EITHER,
+                {
+                    "type": "object",
+                    "properties": {
+                        "reward": {"type": "number"},
+                        "rewards": {"type": "object", "additionalProperties": {"type": "number"}},
+                    },
+                },
+                ident=True,
+            )
+        },
         "/episodes/{ident}/finish": {"post": _operation(EITHER, ident=True)},
     },
-}  # fmt: skip
+}
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
@@ -149,7 +181,19 @@ def _cases(operation: Any) -> Any:
 
 # -- what no document says -------------------------------------------------------------------------------------------
 
-WORDS = ["messages", "role", "content", "tools", "function", "name", "arguments", "tool_calls", "n", "stop", "max_tokens"]
+WORDS = [
+    "messages",
+    "role",
+    "content",
+    "tools",
+    "function",
+    "name",
+    "arguments",
+    "tool_calls",
+    "n",
+    "stop",
+    "max_tokens",
+]
 WORDS += ["temperature", "top_p", "stream", "logprobs", "task", "id", "answer", "metadata", "reward", "rewards", "wait"]
 WORDS += ["parameters", "properties", "required", "enum", "type", "tool_choice", "response_format", "stream_options"]
 values = json_values(WORDS, most=16)
@@ -171,28 +215,46 @@ raws = st.one_of(
         [
             *(b"[" * 50_000, b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}", b'{"n": ' + b"9" * 5000 + b"}"),
             *(b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b'{"reward": 1e999}', b'{"reward": NaN}'),
-            *(b'{"reward": 1' + b"0" * 400 + b"}", b'{"task": ' + b'{"a": ' * 500 + b"1" + b"}" * 501, b"\xff\xfe{}", b"null"),
+            *(
+                b'{"reward": 1' + b"0" * 400 + b"}",
+                b'{"task": ' + b'{"a": ' * 500 + b"1" + b"}" * 501,
+                b"\xff\xfe{}",
+                b"null",
+            ),
             b'{"messages": [{"role": "user", "content": "?"}], "max_tokens": 1' + b"0" * 30 + b"}",
         ]
     ),
 )
-ROUTES = ["/v1/chat/completions", "/episodes", "/episodes/current/reward", "/episodes/current/finish", "/v1/models", "/x"]
+ROUTES = [
+    "/v1/chat/completions",
+    "/episodes",
+    "/episodes/current/reward",
+    "/episodes/current/finish",
+    "/v1/models",
+    "/x",
+]
 keys = st.one_of(
-    st.just("NAMED"), st.just("TOKEN"), st.sampled_from(["", "Bearer", "x" * 9000, "é", "TOKEN:", ":"]),
+    st.just("NAMED"),
+    st.just("TOKEN"),
+    st.sampled_from(["", "Bearer", "x" * 9000, "é", "TOKEN:", ":"]),
     st.text(st.characters(min_codepoint=33, max_codepoint=255, exclude_characters="\x7f\x85\xa0"), max_size=12),
-)  # fmt: skip
+)
 asked = st.tuples(st.sampled_from(["POST", "POST", "GET", "PUT"]), st.sampled_from(ROUTES), keys, raws)
 
 
-def refuses(given: tuple[str, str, str, bytes]) -> None:
+@cache
+def _client() -> Any:
     import httpx
 
+    return httpx.Client(base_url=house().url, trust_env=False, timeout=60)
+
+
+def refuses(given: tuple[str, str, str, bytes]) -> None:
     method, route, key, body = given
     place = house()
     key = key.replace("TOKEN", place.book.token).replace("NAMED", f"{place.book.token}:raw")
     headers = {b"authorization": f"Bearer {key}".strip().encode("latin-1")}
-    with httpx.Client(base_url=place.url, trust_env=False, timeout=60) as client:
-        answer = client.request(method, route, content=body, headers=headers)  # type: ignore[arg-type]
+    answer = _client().request(method, route, content=body, headers=headers)
     assert answer.status_code < 500, (answer.status_code, answer.text[:500])
     if answer.status_code >= 400:
         error = answer.json()["error"]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
-import pytest
 from hypothesis import strategies as st
 
 from covey.errors import InputError
@@ -34,8 +33,27 @@ MATHS = [
     *("1,234", "1 2/3", "0.5", "inches", "^\\circ", "million", "\\infty", "\\{", "\\}", "²", "٣", "½", "because "),
 ]
 TEXTUAL = ["***", "* ", "- ", "<<", ">>", "[", "]", "```json", "```", "P.S.", "U.S.", "Mr.", "...", "?!", "A", "don't"]
-CALLS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<response>", "</response>", "[f(a=1)]", "f(", "a=", "**b"]
-CALLS += ['{"name": "f", "parameters": {"a": 1}}', '{"name": "f", "arguments": {"a": 1}}', '"name"', "```", "[", "(", "1,"]
+CALLS = [
+    "<tool_call>",
+    "</tool_call>",
+    "<think>",
+    "</think>",
+    "<response>",
+    "</response>",
+    "[f(a=1)]",
+    "f(",
+    "a=",
+    "**b",
+]
+CALLS += [
+    '{"name": "f", "parameters": {"a": 1}}',
+    '{"name": "f", "arguments": {"a": 1}}',
+    '"name"',
+    "```",
+    "[",
+    "(",
+    "1,",
+]
 EXPRESSIONS = ["3", "*", "7", "+", "25", "(", ")", "=", "/", "0", "**", "9", "-", " ", "46", "x", "٣", "²"]
 MARKS = ["score", "Score: 7", "7/10", "out of 10", "10", "</think>", "grade", "-", ".", "9", "/", "\n", "1e5"]
 
@@ -153,10 +171,8 @@ def checks_columns(given: tuple[str, Any, dict[str, Any]]) -> None:
     except InputError as error:
         assert len(str(error)) < 20_000
         return
-    try:
+    with suppress(RewardError):
         asyncio.run(_reward(name)(task, episode_of(task, "7")))
-    except RewardError:
-        pass
 
 
 # -- mathematics -----------------------------------------------------------------------------------------------------
@@ -226,29 +242,66 @@ def reads_conditions(given: dict[str, Any]) -> None:
 
 def reads_tests(given: tuple[dict[str, Any], str]) -> None:
     columns, source = given
-    try:
+    with suppress(InputError):
         hidden_tests(columns)
-    except InputError:
-        pass
     for read in (lambda: given_names([source], ""), lambda: used_as_modules([source], "")):
-        try:
+        with suppress(InputError):
             read()
-        except InputError:
-            pass
 
 
-PROGRAMS = ["assert f(1) == 2", "(", ")", "[", "lambda: ", "not ", "-", "f(", "\n", "    ", "x = 1", "\x00", "await ", "'"]
+PROGRAMS = [
+    "assert f(1) == 2",
+    "(",
+    ")",
+    "[",
+    "lambda: ",
+    "not ",
+    "-",
+    "f(",
+    "\n",
+    "    ",
+    "x = 1",
+    "\x00",
+    "await ",
+    "'",
+]
 columns = st.dictionaries(st.sampled_from([*COLUMNS, "*"]) | texts, cells, max_size=3)
 TARGETS = [
-    Target("scorers/replies", st.tuples(st.sampled_from(list(SOUND)), st.one_of(anything, mixed(EXPRESSIONS), repeated(EXPRESSIONS))), scores, 200),
+    Target(
+        "scorers/replies",
+        st.tuples(st.sampled_from(list(SOUND)), st.one_of(anything, mixed(EXPRESSIONS), repeated(EXPRESSIONS))),
+        scores,
+        200,
+    ),
     Target("scorers/calls", st.tuples(st.sampled_from(["tool_call", "bfcl"]), messages_of_calls), scores_calls, 100),
-    Target("scorers/columns", st.tuples(st.sampled_from([*SOUND, "code_reward"]), cells | st.just("sound"), columns), checks_columns, 200),
+    Target(
+        "scorers/columns",
+        st.tuples(st.sampled_from([*SOUND, "code_reward"]), cells | st.just("sound"), columns),
+        checks_columns,
+        200,
+    ),
     Target("scorers/equal", st.tuples(maths | formulas, maths), compares, 100),
     Target("scorers/equals-itself", formulas, equals_itself, 100),
     Target("scorers/algebra", st.one_of(mixed(MATHS), formulas, repeated(MATHS, 300)), parses_algebra, 200),
     Target("scorers/votes", st.tuples(st.sampled_from(list(VOTES)), anything, anything), votes, 60),
-    Target("scorers/judge", st.tuples(st.one_of(texts, mixed(MARKS), repeated(MARKS)), st.sampled_from([1.0, 10.0, 0.5])), reads_marks, 60),
-    Target("scorers/conditions", st.dictionaries(st.sampled_from("ab") | texts, scalars | mixed(["a", "b", ">=", "1", "--", "e"]) | st.sampled_from(["b>=--", "a>=1e", "b>=1"]), max_size=2), reads_conditions, 60),
-    Target("scorers/tests", st.tuples(columns, st.one_of(mixed(PROGRAMS), repeated(PROGRAMS, 20_000))), reads_tests, 60),
-]  # fmt: skip
+    Target(
+        "scorers/judge",
+        st.tuples(st.one_of(texts, mixed(MARKS), repeated(MARKS)), st.sampled_from([1.0, 10.0, 0.5])),
+        reads_marks,
+        60,
+    ),
+    Target(
+        "scorers/conditions",
+        st.dictionaries(
+            st.sampled_from("ab") | texts,
+            scalars | mixed(["a", "b", ">=", "1", "--", "e"]) | st.sampled_from(["b>=--", "a>=1e", "b>=1"]),
+            max_size=2,
+        ),
+        reads_conditions,
+        60,
+    ),
+    Target(
+        "scorers/tests", st.tuples(columns, st.one_of(mixed(PROGRAMS), repeated(PROGRAMS, 20_000))), reads_tests, 60
+    ),
+]
 test_fuzz = suite(TARGETS)

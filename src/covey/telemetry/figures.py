@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -107,7 +108,7 @@ def show(value: float | None, form: Form) -> str:
 
 def duration(seconds: float | None) -> str:
     """As people say it: 4.2s, 48s, 2m10s, 3h05m, 1d02h."""
-    if seconds is None:
+    if seconds is None or not math.isfinite(seconds):
         return ABSENT
     if seconds < 9.95:
         return f"{seconds:.1f}s"
