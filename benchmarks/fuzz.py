@@ -27,8 +27,9 @@ SHOWN = 2000  # characters of an input that is shown
 
 
 def load_targets(prefixes: list[str]) -> list[Any]:
-    modules = sorted((ROOT / "tests/faults").glob("test_fuzz_*.py"))
-    found = [target for path in modules for target in importlib.import_module(f"tests.faults.{path.stem}").TARGETS]
+    names = [path.stem for path in sorted((ROOT / "tests/faults").glob("test_fuzz_*.py"))]
+    modules = [importlib.import_module(f"tests.faults.{name}") for name in names]
+    found = [target for module in modules for target in getattr(module, "TARGETS", ())]
     return [one for one in found if not prefixes or any(one.name.startswith(prefix) for prefix in prefixes)]
 
 

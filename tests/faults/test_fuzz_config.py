@@ -317,18 +317,18 @@ def validates(given: list[str]) -> None:
 
 sized = st.builds("{}={}".format, st.sampled_from(sorted(schema_settings())), st.sampled_from(VALUES))
 TARGETS = [
-    Target("config/overrides", st.lists(words, min_size=1, max_size=3), composes, 150),
+    Target("config/overrides", st.lists(words, min_size=1, max_size=3), composes, 80),
     Target("config/sweeps", st.lists(words, max_size=3), sweeps, 60),
     Target("config/explain", keys, explains, 60),
-    Target("config/files", yaml_files, reads_files, 120),
+    Target("config/files", yaml_files, reads_files, 60),
     Target(
         "config/dotenv",
         st.one_of(mixed(LINES).map(lambda t: t.encode(errors="replace")), st.binary(max_size=30)),
         reads_env_file,
         100,
     ),
-    Target("config/commands", st.tuples(st.sampled_from(COMMANDS), arguments), commands, 60),
-    Target("config/validate", st.lists(sized, min_size=1, max_size=2), validates, 30),
+    Target("config/commands", st.tuples(st.sampled_from(COMMANDS), arguments), commands, 25),
+    Target("config/validate", st.lists(sized, min_size=1, max_size=2), validates, 15),
 ]
 test_fuzz = suite(TARGETS)
 

@@ -5,17 +5,24 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import tempfile
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from hypothesis import strategies as st
 
+from covey.agents.tools.corpus import corpus_files, read_corpus
 from covey.cli.data import main as data_command
+from covey.config.schema import DataConfig
 from covey.errors import InputError
+from covey.tasks import DATASETS
 from covey.tasks.check import check_files
+from covey.tasks.datasets import load_dataset
+from covey.tasks.datasets.prepare import prepare
 from covey.tasks.demonstrations import read_demonstrations
 from covey.tasks.files import find_files, read_tasks
 from covey.tasks.reading import SUFFIXES
@@ -171,7 +178,85 @@ names_of_files = st.one_of(
     numbers,
 )
 
+# -- public data sets and passages -----------------------------------------------------------------------------------
+
+RAW = {column for dataset in DATASETS.values() for names in dataset.columns for column in names.split("|")}
+RAW |= {"id", "type", "level", "unique_id", "dataset", "split", "paragraphs", "context", "supporting_facts", "title"}
+raw_cells = st.one_of(
+    scalars,
+    json_values([*RAW, *INNER]),
+    st.sampled_from(["#### 7", "\\boxed{7}", [{"role": "user", "content": "?"}], [[{"role": "user", "content": "?"}]]]),
+)
+
+
+def _raw_rows(dataset: Any) -> st.SearchStrategy[Any]:
+    """Rows with all columns that the set asks for, and anything in them."""
+    wanted = {names.split("|")[0]: raw_cells | texts for names in dataset.columns}
+    more = st.dictionaries(st.sampled_from(sorted(RAW)), raw_cells, max_size=3)
+    row = st.builds(lambda one, other: {**other, **one}, st.fixed_dictionaries(wanted), more)
+    return st.tuples(st.just(dataset), st.lists(row, min_size=1, max_size=3))
+
+
+raw_sets = st.sampled_from(list(DATASETS.values())).flatmap(_raw_rows)
+
+
+def prepares(given: tuple[Any, list[dict[str, Any]]]) -> None:
+    """A set is written and can be loaded, or it is told what is wrong with which row."""
+    dataset, found = given
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {"DATA_DIR": folder}):
+        source = next(one for one in dataset.sources if one.split in dataset.rows)
+        path = Path(folder, "raw.jsonl")
+        path.write_text("".join(json.dumps(row) + "\n" for row in found))
+        try:
+            prepare(dataset, [f"{source.split}={path}"], Path(folder, dataset.name))
+        except InputError as error:
+            assert dataset.name in str(error) or "raw.jsonl" in str(error)
+            return
+        tasks = load_dataset(DataConfig(name=dataset.name))
+        _sayable([task.messages for task in (*tasks.train, *tasks.validation)])
+
+
+def loads_manifests(data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {"DATA_DIR": folder}):
+        Path(folder, "gsm8k").mkdir()
+        Path(folder, "gsm8k", "manifest.json").write_bytes(data)
+        try:
+            load_dataset(DataConfig(name="gsm8k"))
+        except InputError as error:
+            assert "gsm8k" in str(error)
+
+
+manifests = st.one_of(
+    contents,
+    json_values(["name", "rows", "outputs", "train", "test"]).map(lambda v: json.dumps(v).encode()),
+    json_values(["train", "test"]).map(lambda v: json.dumps({"name": "gsm8k", "rows": v, "outputs": {}}).encode()),
+    json_values(["train.parquet", "sha256"]).map(
+        lambda v: json.dumps({"name": "gsm8k", "rows": {"train": 1}, "outputs": v}).encode()
+    ),
+)
+
+
+def reads_corpus(path: Path) -> None:
+    try:
+        passages = read_corpus(corpus_files(path))
+    except InputError as error:
+        _names(error, path)
+    else:
+        _sayable([[one.title, one.text] for one in passages])
+
+
+passages = st.builds(
+    lambda found: "".join(json.dumps(one) + "\n" for one in found).encode(),
+    st.lists(json_values(["title", "text", "contents"]), max_size=4),
+)
+corpora = st.tuples(
+    st.one_of(contents, passages), st.sampled_from([".jsonl", ".json", ".txt", ".md", ".parquet", ".x"])
+)
+
 TARGETS = [
+    Target("data/prepare", raw_sets, prepares, 60),
+    Target("data/manifests", manifests, loads_manifests, 60),
+    Target("data/corpus", corpora, _in_a_file(reads_corpus), 60),
     Target("data/tasks", files, _in_a_file(reads_tasks), 150),
     Target("data/demonstrations", files, _in_a_file(reads_demonstrations), 150),
     Target("data/check", files, _in_a_file(checks), 80),

@@ -150,7 +150,7 @@ def serves(lines: list[bytes]) -> None:
         script.write_text(SERVER)
         said.write_bytes(b"".join(base64.b64encode(line) + b"\n" for line in lines))
         command = shlex.join([sys.executable, "-S", "-E", str(script), str(said)])
-        options = {"s": {"command": command, "start_seconds": 6.0, "seconds": 1.0}}
+        options = {"s": {"command": command, "start_seconds": 2.0, "seconds": 1.0}}
         try:
             tools = mcp_tools("mcp:s", options, 1.0)
         except InputError as error:
@@ -172,6 +172,6 @@ TARGETS = [
     Target("frames/inbox", st.tuples(sent, st.integers(1, 70)), fills, 150),
     Target("frames/round-trip", st.tuples(values, st.lists(st.integers(0, 200), max_size=6)), arrives, 80),
     Target("workers/answers", st.tuples(sent, st.booleans()), asks, 60),
-    Target("mcp/stdio", talks, serves, 6),
+    Target("mcp/stdio", talks, serves, 3),
 ]
 test_fuzz = suite(TARGETS)

@@ -264,6 +264,6 @@ def refuses(given: tuple[str, str, str, bytes]) -> None:
 OPERATIONS = _operations()
 TARGETS = [
     *(Target(f"gateway/{name}", _cases(operation), conforms, 12) for name, operation in OPERATIONS.items()),
-    Target("gateway/raw", asked, refuses, 120),
+    Target("gateway/raw", asked, refuses, 80),
 ]
 test_fuzz = suite(TARGETS)

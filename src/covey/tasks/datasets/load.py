@@ -52,10 +52,16 @@ def read_manifest(name: str, folder: Path | None = None) -> dict[str, Any]:
             f"data={name} is not prepared: there is no {path}\n"
             f"  fix: covey data prepare {name}     (or set DATA_DIR to the folder that holds {name}/)"
         )
-    found: dict[str, Any] = json.loads(path.read_text())
-    if found.get("name") != name:
-        raise InputError(f"{path} is of {found.get('name')}, not of {name}\n  fix: covey data prepare {name}")
-    return found
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as error:
+        raise InputError(f"{path}: cannot be read ({error!s:.200})\n  fix: covey data prepare {name}") from None
+    whole = isinstance(found, dict) and all(isinstance(found.get(key), dict) for key in ("rows", "outputs"))
+    if not whole or found.get("name") != name:
+        of = f"is of {found.get('name')!r:.60}, not of {name}" if whole else "is no manifest of a data set"
+        raise InputError(f"{path} {of}\n  fix: covey data prepare {name}")
+    manifest: dict[str, Any] = found
+    return manifest
 
 
 def read_rows(
@@ -65,7 +71,8 @@ def read_rows(
     if split not in manifest["rows"]:
         return []
     path = (folder or data_folder(dataset.name)) / f"{split}.parquet"
-    if not path.is_file() or sha256(path) != manifest["outputs"][path.name]["sha256"]:
+    written = manifest["outputs"].get(path.name)
+    if not path.is_file() or not isinstance(written, dict) or sha256(path) != written.get("sha256"):
         what = "has changed since it was prepared" if path.is_file() else "is missing"
         raise InputError(f"{path} {what}\n  fix: covey data prepare {dataset.name}")
     rows = [row.values for row in read_table(path).rows]
