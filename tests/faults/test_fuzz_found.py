@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from covey.agents.tools import mcp_connection
 from covey.agents.tools.errors import ToolFailure
@@ -17,11 +18,13 @@ from covey.agents.tools.mcp import McpTool, _check_schema
 from covey.agents.tools.mcp_connection import Connection, Server
 from covey.algorithms import ALGORITHMS as CATALOGUE
 from covey.algorithms import schema
-from covey.config import compose
+from covey.config import compose, expand_sweep
+from covey.config.dotenv import read_env_file
 from covey.errors import InputError
 from covey.gateway.messages import read_messages
 from covey.gateway.refusal import Refused
 from covey.gateway.requests import read_rewards
+from covey.learner.models import pick_device, pick_dtype
 from covey.loop.folder import find_unfinished
 from covey.rewards import REWARDS, resolve_rewards
 from covey.rewards.calls import NotCalls, calls_in
@@ -135,6 +138,36 @@ def test_files_of_settings_that_are_no_settings(tmp_path: Path, text: str, told:
     with pytest.raises(InputError, match=r"my\.yaml") as error:
         compose([], algorithms=ALGORITHMS, config_path=path)
     assert told in str(error.value)
+
+
+def test_a_sweep_without_end() -> None:
+    for words in (["learner.lr=range(0,1000000000)"], ["a=range(1000)", "b=range(1000)"]):
+        with bounded(10), pytest.raises(InputError, match="makes more than 10,000 runs"):
+            expand_sweep(words)
+    assert len(expand_sweep(["a=range(100)", "b=range(100)"])) == 10_000
+
+
+def test_an_error_does_not_repeat_a_book() -> None:
+    with pytest.raises(InputError) as error:
+        compose(["model.name=sort(1)" + "9" * 50_000], algorithms=ALGORITHMS)
+    assert len(str(error.value)) < 1500
+
+
+def test_a_zero_byte_in_env_file(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_bytes(b"B=1\nA=\x00")
+    with pytest.raises(InputError, match=r"\.env, line 2: the value of A has a zero byte"):
+        read_env_file(tmp_path / ".env")
+
+
+@pytest.mark.parametrize("device", ["1", "x", "cuda:x", "meta", "vulkan"])
+def test_devices_that_are_none(device: str) -> None:
+    with pytest.raises(InputError, match=r"model\.device="):
+        pick_device(device)
+
+
+def test_a_dtype_that_is_none() -> None:
+    with pytest.raises(InputError, match=r"unknown model\.dtype  bf16"):
+        pick_dtype("bf16", torch.device("cpu"))
 
 
 # -- scorers ---------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from covey.errors import InputError
 
 ENVIRONMENT_KEY = re.compile(r"env\.([A-Z][A-Z0-9_]*)")  # `env.dataset` is a setting, `env.BASE_MODEL` a variable
 LONGEST = 200  # characters of a word that an error repeats
+MOST_RUNS = 10_000  # of one sweep
 MOST = 20_000  # values of a file; anchors can make billions of a few lines
 DEEPEST = 64
 _REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*)\}")
@@ -53,7 +55,7 @@ def read_overrides(words: Sequence[str], layer: int) -> list[Given]:
         override = _parse(word)
         if override.is_sweep_override():
             raise InputError(
-                f"{word}  has several values\n"
+                f"{_short(word)}  has several values\n"
                 f"  to run all of them, add --multirun; a list is written {override.get_key_element()}=[a,b]"
             )
         found += [Given(key, value, "", layer) for key, value in _flat(override.key_or_group, override.value())]
@@ -69,33 +71,37 @@ def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
             choices.append([word])
         elif not override.is_discrete_sweep() or isinstance(override.value(), Glob):
             raise InputError(
-                f"{word}  does not say which values to run\n  write them out, or use range(start,stop,step)"
+                f"{_short(word)}  does not say which values to run\n  write them out, or use range(start,stop,step)"
             )
         else:
             key = override.get_key_element()
-            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+            values = itertools.islice(override.sweep_string_iterator(), MOST_RUNS + 1)
+            choices.append([f"{key}={value}" for value in values])
+        if math.prod(map(len, choices)) > MOST_RUNS:
+            raise InputError(f"{_short(word)}  makes more than {MOST_RUNS:,} runs of this sweep\n  take fewer values")
     return [list(run) for run in itertools.product(*choices)]
 
 
 def _parse(word: str) -> Override:
     if not _is_text(word):
-        raise InputError(f"{word!r}  is not UTF-8 text")
+        raise InputError(f"{_short(repr(word))}  is not UTF-8 text")
     try:
         override = OverridesParser.create().parse_override(word)
     except RecursionError:
         raise InputError(f"{_short(word)}  is nested too deeply") from None
     except (HydraException, ValueError) as error:  # ValueError: a number with thousands of digits
         if "=" not in word:
-            raise InputError(f"{word}  is not a setting\n  settings are written key=value") from None
-        reason = str(error).splitlines()[0]
+            raise InputError(f"{_short(word)}  is not a setting\n  settings are written key=value") from None
+        reason = _short(str(error).splitlines()[0])
         key, _, value = word.partition("=")
+        shown = f'{_short(key)}="{_short(value)}"'
         raise InputError(
-            f"{word}  cannot be read: {reason}\n  quote a value with special characters: '{key}=\"{value}\"'"
+            f"{_short(word)}  cannot be read: {reason}\n  quote a value with special characters: '{shown}'"
         ) from None
     if override.type == OverrideType.DEL:
-        raise InputError(f"{word}  would remove a setting\n  give it a value instead; null where there is none")
+        raise InputError(f"{_short(word)}  would remove a setting\n  give it a value instead; null where there is none")
     if override.package is not None:
-        raise InputError(f"{word}  names a package\n  write {override.key_or_group}=…")
+        raise InputError(f"{_short(word)}  names a package\n  write {override.key_or_group}=…")
     return override
 
 

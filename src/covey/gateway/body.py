@@ -15,13 +15,16 @@ def read_body(raw: bytes | bytearray) -> dict[str, Any]:
         body = json.loads(raw or b"{}")
         if raw.count(b"[") + raw.count(b"{") > DEEPEST and not shallow(body):
             raise RecursionError
-        json.dumps(body, allow_nan=False, ensure_ascii=False).encode()
     except RecursionError:
         raise Refused(400, f"not JSON that is read here: nested more than {DEEPEST} levels deep") from None
+    except ValueError as error:  # also what is not UTF-8, and numbers of thousands of digits
+        raise Refused(400, f"not JSON: {error!s:.200}") from error
+    try:
+        json.dumps(body, allow_nan=False, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise Refused(400, "not JSON that is read here: a string has half of a surrogate pair") from None
-    except ValueError as error:  # also NaN, numbers without end, and what is not UTF-8
-        raise Refused(400, f"not JSON: {error!s:.200}") from error
+    except ValueError:
+        raise Refused(400, "not JSON that is read here: a number is not finite") from None
     if not isinstance(body, dict):
         raise Refused(400, "the body must be a JSON object")
     return body
