@@ -36,6 +36,7 @@ from covey.tasks import reading
 from covey.tasks.check import check_files
 from covey.tasks.files import find_files, read_tasks
 from covey.telemetry.figures import ABSENT, duration
+from covey.telemetry.history import read_run
 from covey.workers.frames import LARGEST, LENGTH, Inbox, NoFrame
 from tests.faults.fuzzing import bounded
 from tests.rewards.replies import score, task_of
@@ -113,6 +114,10 @@ def test_names_that_no_file_can_have(name: str) -> None:
     [
         *("learner.lr=" + "9" * 5000, "learner.beta1=1" + "0" * 400, "model.name=\udce9"),
         "data.options=" + "{a:" * 2000 + "1" + "}" * 2000,
+        *(
+            f"{key}=[]"
+            for key in ("mode.name", "algorithm.name", "algorithm.loss", "agent", "rollout.name", "data.name")
+        ),
     ],
 )
 def test_words_of_a_command_line_that_cannot_be_settings(word: str) -> None:
@@ -250,6 +255,11 @@ def test_resuming_beside_a_damaged_run(tmp_path: Path, text: str) -> None:
     told: list[str] = []
     assert find_unfinished(tmp_path, "p", "e", "f", told.append) is None
     assert len(told) == 1 and "is not readable" in told[0]
+
+
+def test_a_name_that_no_run_can_have() -> None:
+    with pytest.raises(InputError, match="cannot be read"):
+        read_run(Path("x" * 300))
 
 
 def test_a_time_without_end() -> None:
