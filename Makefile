@@ -16,13 +16,18 @@ VERIFIERS_PIP := $(VERIFIERS)/bin/python -m pip --disable-pip-version-check -q
 VLLM     := .venv-vllm
 VLLM_PIP := $(VLLM)/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo test dash-test test-kernels test-slow check format bench bench-gpu bench-gpu-packages experiments oracles verifiers vllm clean
+.PHONY: demo test fuzz dash-test test-kernels test-slow check format bench bench-gpu bench-gpu-packages experiments oracles verifiers vllm clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/covey train --config-name demo
 
 test: $(VENV)/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+
+# Every fuzz target of tests/faults with fresh random inputs, for so many minutes in all.
+FUZZ_MINUTES ?= 20
+fuzz: $(VENV)/dev.stamp
+	$(BIN)/python benchmarks/fuzz.py --minutes $(FUZZ_MINUTES)
 
 # The GPU's kernels by Triton's interpreter, on a CPU. On a GPU make test runs them for real.
 test-kernels: $(VENV)/triton.stamp

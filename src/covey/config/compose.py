@@ -272,7 +272,7 @@ def _read_file(path: Path) -> list[Given]:
 def _check_choices(settled: Settled) -> None:
     for group, choices in GROUPS.items():
         given = settled.slots.get(f"{group}.name")
-        if given is None or given.value in choices or (group in OWN_CODE and ":" in str(given.value)):
+        if given is None or str(given.value) in choices or (group in OWN_CODE and ":" in str(given.value)):
             continue
         raise unknown(group, str(given.value), [*choices, *(["module:function"] if group in OWN_CODE else [])])
 

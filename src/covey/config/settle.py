@@ -173,8 +173,9 @@ def choice_of(section: Mapping[str, Any]) -> Choice:
     return Choice(section["name"], loss, Given("algorithm.loss", loss))
 
 
-def _loss(by: Given) -> Any:
-    return Target("algorithm.loss").convert(by.key, by.value)
+def _loss(by: Given) -> str | None:
+    found = Target("algorithm.loss").convert(by.key, by.value if by.value is None else str(by.value))
+    return None if found is None else str(found)  # a list is the name of no loss
 
 
 def _is_moot(by: Given, name: str, algorithms: Algorithms) -> bool:

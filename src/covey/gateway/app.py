@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from covey.errors import RunFailed
 from covey.gateway.answers import Choice, Completed
+from covey.gateway.body import read_body
 from covey.gateway.book import Admin, Book, Caller, read_task, shown_task
 from covey.gateway.live import Live
 from covey.gateway.refusal import Refused
@@ -162,7 +163,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _nowhere(request: Request, error: Exception) -> Response:
-    refusal = Refused(404, f"there is no {request.method} {request.url.path} here")
+    refusal = Refused(404, f"there is no {request.method} {request.url.path[:200]} here")
     return JSONResponse(refusal.body(), refusal.status)
 
 
@@ -207,13 +208,7 @@ async def _body(request: Request) -> dict[str, Any]:
                     raise Refused(413, f"a request may have {MAX_BODY // 2**20} MiB")
     except TimeoutError:
         raise Refused(408, f"the request was not whole after {BODY_SECONDS:g} s") from None
-    try:
-        body = json.loads(raw or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise Refused(400, f"not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise Refused(400, "the body must be a JSON object")
-    return body
+    return read_body(raw)
 
 
 async def _sampled(book: Book, live: Live, request: Request, work: asyncio.Task[list[Choice]]) -> list[Choice]:

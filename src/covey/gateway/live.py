@@ -79,7 +79,7 @@ class Live:
         messages = self._memory.inward(asked.messages)
         form = self.rules.format if asked.tools else None
         if form is not None and not form.native_tools:
-            messages = with_system(messages, form.instructions(asked.tools))
+            messages = with_system(messages, _instructions(form, asked.tools))
         shown = asked.tools if form is not None and form.native_tools else None
         branches = [asyncio.create_task(self._branch(asked, messages, shown)) for _ in range(asked.n)]
         try:
@@ -144,6 +144,15 @@ class Live:
         own = tuple(self.task.messages)
         begins_so = [_plain(message) for message in self._conversation[: len(own)]] == [_plain(m) for m in own]
         return (*own, *(self._conversation[len(own) :] if begins_so else self._conversation))
+
+
+def _instructions(form: Format, tools: Any) -> str | None:
+    """Schemas come from a client, in any shape."""
+    try:
+        return form.instructions(tools)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        what = f"{type(error).__name__}: {error!s:.100}"
+        raise Refused(400, f"tools: their parameters are no JSON schema that can be shown ({what})") from error
 
 
 def _same(name: str, asked: float | None, ours: float) -> None:

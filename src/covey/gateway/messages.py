@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from covey.gateway.body import shallow
 from covey.gateway.refusal import Refused, wrong
 from covey.types import Messages
 
@@ -84,6 +85,8 @@ def read_message(raw: Any, where: str = "message") -> Message:
     message: Message = {"role": "system" if role == "developer" else role}
     message["content"] = _content(raw.get("content"), where)
     if role == "assistant" and raw.get("tool_calls"):
+        if not isinstance(raw["tool_calls"], list):
+            raise wrong(f"{where}.tool_calls", "must be a list of function calls")
         message["tool_calls"] = [
             _call(call, f"{where}.tool_calls[{place}]") for place, call in enumerate(raw["tool_calls"])
         ]
@@ -116,9 +119,10 @@ def _arguments(raw: Any) -> Any:
         return raw or {}
     try:
         found = json.loads(raw or "{}")
-    except ValueError:
+        json.dumps(found, allow_nan=False, ensure_ascii=False).encode()  # a template shows it, a tokenizer reads it
+    except (ValueError, RecursionError):
         return raw
-    return found if isinstance(found, dict) else raw
+    return found if isinstance(found, dict) and shallow(found) else raw
 
 
 def outward(said: Said) -> Message:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ from covey.gateway.refusal import Refused, wrong
 from covey.types import RewardTable
 
 MAX_CHOICES = 128
+LARGEST_REWARD = sys.float_info.max  # a whole number may be beyond it
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,6 @@ def read_rewards(body: Mapping[str, Any]) -> RewardTable:
     if not table:
         raise Refused(400, 'give {"reward": 1.0} or {"rewards": {"name": 1.0}}', param="reward")
     for name, value in table.items():
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise wrong(name, f"a reward must be a finite number, got {value!r:.40}")
+        if not isinstance(value, int | float) or not abs(value) <= LARGEST_REWARD:
+            raise wrong(name[:40], f"a reward must be a finite number, got {value!r:.40}")
     return {name: float(value) for name, value in table.items()}

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 
 from covey.config.schema import ModelConfig
-from covey.errors import Absent, InputError, nearest
+from covey.errors import Absent, InputError, nearest, unknown
 from covey.learner.builtin import BUILTIN, builtin_folder
 from covey.learner.memory import keep_freed_memory
 from covey.trust import FIX, check_adapter, check_config, check_weights, no_pickles, split_revision
@@ -172,7 +172,13 @@ def _explain_unreachable(name: str) -> Iterator[None]:
 def pick_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        why = str(error).splitlines()[0]
+        raise InputError(f"model.device={name[:60]}: {why:.200}\n  use auto, cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"model.device={name}: training runs on cpu or cuda\n  use auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise Absent(f"model.device={name}, but torch sees no GPU here\n  use model.device=auto or cpu")
     return device
@@ -181,7 +187,10 @@ def pick_device(name: str) -> torch.device:
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in known:
+        raise unknown("model.dtype", name, ["auto", *known])
+    return known[name]
 
 
 def load_policy(source: ModelSource, config: ModelConfig, *, seed: int = 0) -> Any:

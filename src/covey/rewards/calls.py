@@ -13,13 +13,14 @@ from __future__ import annotations
 import ast
 import json
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 Call = tuple[str, Mapping[str, Any]]
 
 LONGEST = 50_000  # characters that are read; nobody's calls are longer
-BLOCK = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FENCED = re.compile(r"```[ \t]*\w*[ \t]*\n(.*?)\n?[ \t]*```", re.DOTALL)
 
 
@@ -30,7 +31,7 @@ class NotCalls(ValueError):
 def calls_in(reply: str) -> list[Call]:
     """The calls that a reply makes; none where it is prose. NotCalls: a <tool_call> that is no call."""
     text = reply.rpartition("</think>")[2].strip()
-    if "<tool_call>" in text:
+    if OPEN in text:
         return _in_blocks(text)
     if len(text) > LONGEST:
         return []
@@ -43,10 +44,10 @@ def calls_in(reply: str) -> list[Call]:
 
 
 def _in_blocks(text: str) -> list[Call]:
-    blocks = BLOCK.findall(text)
-    if len(text) > LONGEST or len(blocks) != text.count("<tool_call>"):
+    parts = [part.partition(CLOSE) for part in text.split(OPEN)[1:]]
+    if len(text) > LONGEST or not all(end for _, end, _ in parts):
         raise NotCalls("a <tool_call> without its end, or endless")
-    return [call for block in blocks for call in read_json(block)]
+    return [call for block, _, _ in parts for call in read_json(block)]
 
 
 def read_json(text: str) -> list[Call]:
@@ -72,7 +73,8 @@ def _call(written: Any) -> Call:
 
 def _python(text: str) -> list[Call]:
     try:
-        body = ast.parse(text, mode="eval").body
+        with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # `1and` is worth no line on a console
+            body = ast.parse(text, mode="eval").body
         nodes: Sequence[ast.expr] = body.elts if isinstance(body, ast.List | ast.Tuple) else [body]
         return [_python_call(node) for node in nodes]
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):  # a list as a key; nested too deeply

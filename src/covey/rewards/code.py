@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeGuard
 
@@ -92,7 +93,8 @@ def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
 
 def _defines(source: str, name: Any) -> bool:
     try:
-        tree = ast.parse(source)
+        with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # most questions are no Python
+            tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):
         return False
     return any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body)

@@ -59,9 +59,13 @@ def find_conditions(
 
 def _parse(reward: str, text: str) -> Condition:
     match = re.fullmatch(r"\s*([^\s<>=]+)\s*(?:>=\s*([-+.\deE]+)\s*)?", str(text))
+    try:
+        bar = None if match is None or match[2] is None else float(match[2])
+    except ValueError:
+        match = None
     if match is None:
         raise InputError(f"reward.only_if.{reward}={text}: write NAME, or NAME>=NUMBER")
-    return Condition(reward, match[1], None if match[2] is None else float(match[2]))
+    return Condition(reward, match[1], bar)
 
 
 def apply(conditions: Sequence[Condition], scores: Columns) -> Columns:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -31,7 +32,9 @@ def countdown(numbers: Sequence[int], target: int, final_answer: str) -> float:
         return 0.0
     try:
         used: list[int] = []
-        value = _evaluate(ast.parse(expression, mode="eval").body, used)
+        with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # `3(4)` is worth no line on a console
+            tree = ast.parse(expression, mode="eval").body
+        value = _evaluate(tree, used)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return 0.0
     return float(value == target and Counter(used) <= Counter(numbers))

@@ -146,7 +146,7 @@ class RewardFunction:
         missing = [name for name in self.required if name not in known]
         if not missing:
             if (own := getattr(self.call, "reward_check", None)) is not None:
-                own(task)
+                self._checked(own, task)
             return
         lines = [f"reward {self.name} asks for `{missing[0]}`, which task {task.id} does not have"]
         if self.groupwise and missing[0] in OF_EPISODE:
@@ -156,6 +156,18 @@ class RewardFunction:
         lines.append(f"  columns of the data: {', '.join(sorted(task.columns)) or 'none'}")
         lines.append(f"  always there: {', '.join(sorted(known - set(task.columns)))}")
         raise InputError("\n".join(lines))
+
+    def _checked(self, own: Callable[[Task], None], task: Task) -> None:
+        """A column of another type than the reward reads is told as a mistake of the data."""
+        try:
+            own(task)
+        except InputError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"reward {self.name} cannot read the columns of task {task.id} ({type(error).__name__}: {error!s:.200})"
+                f"\n  columns of the data: {', '.join(sorted(task.columns)) or 'none'}"
+            ) from error
 
     async def score(self, task: Task, episode: Episode) -> Columns:
         given = self._of_task(task) | {

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,6 @@ from covey.types import Episode, StopReason, Task
 
 SCORES = ("instruction_strict", "instruction_loose", "prompt_strict", "prompt_loose")
 WEIGHTED = ("prompt_strict", "instruction_strict", "prompt_loose", "instruction_loose")
-THOUGHT, ANSWER = (re.compile(f"<{tag}>(.*?)</{tag}>", re.DOTALL) for tag in ("think", "answer"))
 Settings = Mapping[str, Any]
 
 
@@ -81,13 +79,22 @@ def ifeval_composite(
     for a reply that the model itself ended. Extras: the four scores, structure, complete."""
     if len(weights) != len(WEIGHTED):
         raise ValueError(f"ifeval_composite: weights are {len(WEIGHTED)} numbers, for {', '.join(WEIGHTED)}")
-    thoughts, answers = THOUGHT.findall(final_answer), ANSWER.findall(final_answer)
+    thoughts, answers = (_inside(final_answer, tag) for tag in ("think", "answer"))
     judged = answers[0] if answers else ""
     scores = four_scores(judged, instruction_id_list, _settings(task.id, instruction_id_list, kwargs))
     followed = sum(weight * scores[name] for weight, name in zip(weights, WEIGHTED, strict=True))
     structure = 0.5 * (len(thoughts) == 1) + 0.5 * (len(answers) == 1)
     complete = float(bool(episode.turns) and episode.turns[-1].stop == StopReason.EOS)
     return {"reward": followed + structure + 0.2 * complete, **scores, "structure": structure, "complete": complete}
+
+
+def _inside(text: str, tag: str) -> list[str]:
+    """What stands between each <tag> and the next </tag>. One that is never closed ends the search."""
+    found, at = [], 0
+    while (start := text.find(f"<{tag}>", at)) >= 0 and (end := text.find(f"</{tag}>", start)) >= 0:
+        found.append(text[start + len(tag) + 2 : end])
+        at = end + len(tag) + 3
+    return found
 
 
 def four_scores(text: str, kinds: Sequence[str], settings: Sequence[Settings]) -> dict[str, float]:

@@ -41,11 +41,13 @@ def count_words(text: str) -> int:
 
 def count_sentences(text: str) -> int:
     """How many sentences; what stands behind the last end is one too."""
-    count, start = 0, 0
+    count, start, searched, worded = 0, 0, 0, False
     for found in END.finditer(text):
-        if WORD.search(text, start, found.end()) and _ends(text, start, found):
-            count += 1
-            start = found.end()
+        # What was searched is not searched again: rows of full stops without a word between them may be long.
+        worded = worded or WORD.search(text, searched, found.end()) is not None
+        searched = found.end()
+        if worded and _ends(text, start, found):
+            count, start, worded = count + 1, found.end(), False
     return count + bool(text[start:].strip())
 
 

@@ -48,7 +48,7 @@ Answer to grade:
 How good is the answer? Reply with one number from 0 (wrong) to {scale} (right and complete), and nothing else."""
 FIELDS = ("question", "answer", "final_answer", "scale")
 FIELD = re.compile(r"\{(\w+)\}")
-NUMBER = r"(-?\d+(?:\.\d+)?)"
+NUMBER = r"(-?(?<!\d)\d++(?:\.\d++)?)"  # from its first digit: a long row of digits is looked at once
 LONGEST_REPLY = 1 << 20  # bytes
 SLOWEST_RETRY = 8.0  # seconds
 

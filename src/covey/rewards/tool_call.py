@@ -75,7 +75,10 @@ def _call(call: Any) -> Call:
     if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
         raise ValueError(f"a tool call needs a name, got {call!r:.80}")
     arguments = inner.get("arguments") or {}
-    return inner["name"], json.loads(arguments) if isinstance(arguments, str) else arguments
+    try:
+        return inner["name"], json.loads(arguments) if isinstance(arguments, str) else arguments
+    except RecursionError:
+        raise ValueError("the arguments of a tool call are nested too deeply") from None
 
 
 def _matches(gold: Sequence[Call], made: Sequence[Call]) -> int:

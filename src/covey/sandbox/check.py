@@ -20,6 +20,7 @@ import asyncio
 import builtins
 import os
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -96,7 +97,7 @@ def hidden_tests(columns: Mapping[str, Any]) -> Tests:
     """The tests in a row of data: MBPP's and HumanEval's columns, or `cases` / `tests` with input and output."""
     if "test" in columns and "entry_point" in columns:
         return Function(str(columns.get("prompt", "")), str(columns["entry_point"]), str(columns["test"]))
-    if "test_list" in columns:
+    if _is_list(columns.get("test_list")) and _is_list(columns.get("test_imports") or ()):
         imports = columns.get("test_imports") or ()
         setup = "\n".join([*map(str, imports), str(columns.get("test_setup_code") or "")])
         return Asserts(tuple(map(str, columns["test_list"])), setup)
@@ -109,6 +110,10 @@ def hidden_tests(columns: Mapping[str, Any]) -> Tests:
         "  a code reward reads  test_list (and test_imports, test_setup_code), or\n"
         '  prompt + entry_point + test, or  cases = [{"input": ..., "output": ...}]'
     )
+
+
+def _is_list(found: Any) -> bool:
+    return isinstance(found, Sequence) and not isinstance(found, str)
 
 
 def _is_case(found: Any) -> bool:
@@ -217,14 +222,17 @@ def _defined(nodes: Sequence[ast.AST]) -> set[str]:
 
 def _parsed(text: str) -> ast.Module:
     try:
-        return ast.parse(text)
-    except SyntaxError as error:
-        raise InputError(f"a hidden test is not Python: {error.msg}\n  {text[:200]}") from None
+        with warnings.catch_warnings(action="ignore", category=SyntaxWarning):
+            return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # a zero byte; nested too deeply
+        why = error.msg if isinstance(error, SyntaxError) else str(error) or "nested too deeply"
+        raise InputError(f"a hidden test is not Python: {why}\n  {text[:200]!r}") from None
 
 
 def _defines(source: str, name: str) -> bool:
     try:
-        tree = ast.parse(source)
+        with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # of a model's code: no line is worth it
+            tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

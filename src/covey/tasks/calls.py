@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from covey.tasks.reading import Row, Table, kind
+from covey.tasks.reading import Row, Table, kind, read_json
 
 CALL_FIX = 'a call looks like {"function": {"name": "calculator", "arguments": {"expression": "1+1"}}}'
 TOOL_FIX = 'a tool looks like {"type": "function", "function": {"name": "calculator", "parameters": {...}}}'
@@ -54,7 +54,7 @@ def unpacked(table: Table, row: Row, where: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return read_json(value)
     except json.JSONDecodeError as error:
         raise table.mistake(row, f"{where} is not JSON ({error.msg} at character {error.pos})") from error
 

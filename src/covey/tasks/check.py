@@ -6,7 +6,7 @@ stand in two files, of which one may be to train on and one to be tested on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,8 @@ def _check_tasks(table: Table, seen: Seen, report: Report) -> list[RowMistake]:
 def _is_demonstration(table: Table) -> bool:
     """A conversation that ends with the assistant's message is there to be imitated."""
     messages: Any = table.rows[0].values.get("messages") if table.rows else None
-    return isinstance(messages, list) and bool(messages) and dict(messages[-1]).get("role") == "assistant"
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return isinstance(last, Mapping) and last.get("role") == "assistant"
 
 
 def _check_task(table: Table, row: Row, task: Task, answered: bool, ids: dict[str, str]) -> None:

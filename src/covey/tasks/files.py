@@ -58,7 +58,19 @@ def find_files(setting: str, files: Any) -> list[Path]:
 
 
 def _matches(setting: str, pattern: str) -> list[Path]:
-    path = Path(pattern).expanduser()
+    try:
+        return _found(setting, pattern, Path(pattern).expanduser())
+    except (OSError, RuntimeError, ValueError) as error:  # too long a name, ~nobody, a zero byte
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{setting}: {pattern[:200]!r} is not the name of a file ({_reason(error)})") from None
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror or "") if isinstance(error, OSError) else str(error)
+
+
+def _found(setting: str, pattern: str, path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():

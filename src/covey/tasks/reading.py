@@ -12,7 +12,10 @@ from __future__ import annotations
 import codecs
 import csv
 import gzip
+import io
 import json
+import re
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +25,11 @@ from typing import Any
 from covey.errors import InputError
 
 WIDTH = 100  # characters of a line that an excerpt shows
+DEEPEST = 64  # lists and objects inside each other
+LARGEST = 256 * 2**20  # bytes that a gzipped file may always hold; more only where it is not all the same
+DENSEST = 200  # times its own size
+HALF = re.compile(r"\\u[dD][89a-fA-F]")  # may be half of a surrogate pair
+DIGITS = re.compile(r"\d{4301}")  # Python reads no longer numbers
 
 
 class RowMistake(InputError):
@@ -91,7 +99,7 @@ def _read_jsonl(path: Path, broken: list[RowMistake] | None = None) -> Table:
 
 def _object(path: Path, lines: Sequence[str], number: int) -> dict[str, Any]:
     try:
-        values = json.loads(lines[number - 1])
+        values = read_json(lines[number - 1])
     except json.JSONDecodeError as error:
         raise _not_json(path, lines, number, error) from error
     if not isinstance(values, dict):
@@ -99,12 +107,55 @@ def _object(path: Path, lines: Sequence[str], number: int) -> dict[str, Any]:
     return values
 
 
+def read_json(text: str) -> Any:
+    """The value of a text. What JSON allows, but nothing after it can take, is a mistake in it too: numbers and nesting
+    without end, and half characters, which no tokenizer reads."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        raise json.JSONDecodeError(TOO_DEEP, text, 0) from None
+    except ValueError:
+        found = DIGITS.search(text)
+        raise json.JSONDecodeError("A number has too many digits", text, found.start() if found else 0) from None
+    if text.count("[") + text.count("{") > DEEPEST and not _shallow(value):
+        raise json.JSONDecodeError(TOO_DEEP, text, 0)
+    if HALF.search(text) and (half := _half_character(value, text)) is not None:
+        raise json.JSONDecodeError("A string has half of a surrogate pair", text, half)
+    return value
+
+
+TOO_DEEP = f"Nested more than {DEEPEST} levels deep"
+
+
+def _shallow(value: Any) -> bool:
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        level = [inner for one in level if isinstance(one, dict | list) for inner in _inside(one)]
+    return not level
+
+
+def _inside(value: dict[str, Any] | list[Any]) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value
+
+
+def _half_character(value: Any, text: str) -> int | None:
+    """About where one is written, if there is one."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        code = f"\\u{ord(error.object[error.start]):04x}"
+        return max(0, text.lower().find(code))
+    return None
+
+
 def _read_json(path: Path) -> Table:
     text = _text(path)
     if not text.strip():
         return Table(path, "item", [])
     try:
-        items = json.loads(text)
+        items = read_json(text)
     except json.JSONDecodeError as error:
         fixes = []
         if error.msg == "Extra data" and text[error.pos] == "{":
@@ -154,6 +205,7 @@ def _read_csv(path: Path) -> Table:
 
 def _csv_records(path: Path, lines: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
     """Each record with the line it starts on; a quoted cell may span several."""
+    csv.field_size_limit(sys.maxsize)  # all of it is in memory already
     reader = csv.reader((line + "\n" for line in lines), strict=True)
     start = 1
     try:
@@ -184,7 +236,7 @@ def _text(path: Path) -> str:
     data = path.read_bytes()
     if path.suffix.lower() == ".gz":
         try:
-            data = gzip.decompress(data)
+            data = _unpacked(path, data)
         except (OSError, EOFError, zlib.error) as error:
             raise InputError(f"{path}: not a readable gzip file ({error})\n  fix: download it again") from error
     data = data.removeprefix(codecs.BOM_UTF8)
@@ -195,6 +247,19 @@ def _text(path: Path) -> str:
         lines = data.decode("utf-8", errors="replace").split("\n")
         text = f"not UTF-8 (byte 0x{data[error.start]:02x})"
         raise _mistake_in_text(path, lines, number, text, "save the file as UTF-8") from error
+
+
+def _unpacked(path: Path, data: bytes) -> bytes:
+    """A small file can hold more than any memory: gigabytes of one letter."""
+    most = max(LARGEST, DENSEST * len(data))
+    with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+        found = file.read(most + 1)
+    if len(found) > most:
+        raise InputError(
+            f"{path}: unpacks to more than {most >> 20} MiB, {DENSEST} times its own size or more\n"
+            "  fix: give the file without gzip, if that is what it should hold"
+        )
+    return found
 
 
 def _not_json(path: Path, lines: Sequence[str], number: int, error: json.JSONDecodeError, *fixes: str) -> RowMistake:

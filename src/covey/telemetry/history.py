@@ -70,15 +70,17 @@ def read_history(folder: Path) -> History:
 def read_run(folder: Path) -> dict[str, Any]:
     """run.json: what the loop wrote about the run."""
     path = folder / "run.json"
-    if not path.exists():
-        raise InputError(f"{path}: no such file; is {folder} the folder of a run?")
     try:
+        if not path.exists():
+            raise InputError(f"{path}: no such file; is {folder} the folder of a run?")
         run = json.loads(path.read_text(encoding="utf-8"))
         json.dumps(run, ensure_ascii=False).encode()  # half characters cannot be shown
+    except InputError:
+        raise
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not what a run writes ({error})") from None
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+        raise InputError(f"{str(path)[:200]}: cannot be read ({error.strerror})") from None
     for name, kind in WRITTEN.items():
         if not isinstance(run, dict) or not isinstance(run.get(name), kind):
             what = run.get(name) if isinstance(run, dict) else run

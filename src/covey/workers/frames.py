@@ -5,7 +5,8 @@
     pool → template    SPAWN with a worker's number and its end of a socket pair, or KILL with a number
     template → pool    a worker's number, how it ended as waitpid tells it, and the last that it printed
 
-All ends are forks of one process and trust each other.
+All ends are forks of one process and trust each other. A worker runs functions that may write anywhere, though: what
+is no frame is refused before memory is given to it.
 """
 
 from __future__ import annotations
@@ -39,22 +40,29 @@ def framed(prefix: bytes, value: Any) -> memoryview:
     return whole
 
 
+class NoFrame(Exception):
+    """Bytes that nobody here would have sent."""
+
+
 class Inbox:
     """Bytes as they come in → one frame."""
 
     def __init__(self) -> None:
         self._head = b""
-        self._body = bytearray()
-        self._filled = 0
+        self._body = bytearray()  # grows with what comes in, not with what was announced
+        self._length = 0
 
     def feed(self, data: bytes) -> memoryview | None:
-        """The frame, without its length, once it is whole."""
+        """The frame, without its length, once it is whole. NoFrame: too long a length, or more than it says."""
         if len(self._head) < LENGTH.size:
             missing = LENGTH.size - len(self._head)
             self._head, data = self._head + data[:missing], data[missing:]
             if len(self._head) < LENGTH.size:
                 return None
-            self._body = bytearray(LENGTH.unpack(self._head)[0])
-        self._body[self._filled : self._filled + len(data)] = data
-        self._filled += len(data)
-        return memoryview(self._body) if self._filled == len(self._body) else None
+            self._length = LENGTH.unpack(self._head)[0]
+            if not 2 <= self._length <= LARGEST:
+                raise NoFrame(f"a length of {self._length} bytes")
+        if len(self._body) + len(data) > self._length:
+            raise NoFrame(f"{len(self._body) + len(data) - self._length} bytes too many")
+        self._body += data
+        return memoryview(self._body) if len(self._body) == self._length else None

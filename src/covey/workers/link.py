@@ -7,7 +7,7 @@ import socket
 from contextlib import suppress
 
 from covey.workers.errors import WorkerDied, WorkerTimeout
-from covey.workers.frames import CHUNK, Inbox
+from covey.workers.frames import CHUNK, Inbox, NoFrame
 
 GRACE = 1.0  # seconds between the end of a worker's socket and the news of its own
 
@@ -107,8 +107,14 @@ class Link:
             data = b""
         if not data:
             self._lost()
-        elif (body := self._inbox.feed(data)) is not None:
-            self._answer.set_result(body)
+        else:
+            try:
+                body = self._inbox.feed(data)
+            except NoFrame as what:  # some function wrote to a file that is not its own
+                self.fail(WorkerDied(self._function, f"it sent what is no answer ({what})"))
+                return False
+            if body is not None:
+                self._answer.set_result(body)
         return bool(data)
 
     def _lost(self) -> None:

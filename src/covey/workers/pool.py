@@ -96,7 +96,9 @@ class WorkerPool:
             raise RemoteError(type(error).__name__, f"the result of {function} cannot be read here: {error}") from error
         if kind == DONE:
             return value
-        raise RemoteError(*value)
+        if not isinstance(value, tuple) or len(value) != 3:
+            raise RemoteError("TypeError", f"the answer of {function} cannot be read here")
+        raise RemoteError(*map(str, value))
 
     # --- workers
 

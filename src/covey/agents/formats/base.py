@@ -253,6 +253,7 @@ def in_words(schemas: Schemas) -> str:
 def _described(function: Mapping[str, Any]) -> str:
     parameters = function.get("parameters") or {}
     properties, required = parameters.get("properties") or {}, parameters.get("required") or ()
+    properties = {name: about if isinstance(about, Mapping) else {} for name, about in properties.items()}  # or `true`
     shown = ", ".join(_parameter(name, about, name in required) for name, about in properties.items())
     lines = [f"- {function['name']}({shown}): {function.get('description') or ''}".rstrip(": ")]
     lines += [f"    {name}: {about['description']}" for name, about in properties.items() if about.get("description")]
@@ -264,8 +265,8 @@ def _parameter(name: str, about: Mapping[str, Any], required: bool) -> str:
     if "enum" in about:
         kind = [json.dumps(value, ensure_ascii=False) for value in about["enum"]]
     elif "anyOf" in about:
-        kind = [str(member.get("type", "any")) for member in about["anyOf"]]
-    kind = kind if isinstance(kind, str) else " | ".join(kind)
+        kind = [str(member.get("type", "any")) if isinstance(member, Mapping) else "any" for member in about["anyOf"]]
+    kind = kind if isinstance(kind, str) else " | ".join(map(str, kind))
     if required:
         return f"{name}: {kind}"
     default = json.dumps(about["default"], ensure_ascii=False) if "default" in about else "optional"

@@ -148,7 +148,8 @@ def _input(text: str, start: int) -> str:
 def _value(text: str, about: Mapping[str, Any]) -> Any:
     """Plain text as a parameter wants it: a string stays as it is, but for quotes around it."""
     quoted = len(text) > 1 and text[0] == text[-1] == '"'
-    if "string" in about.get("type", "string") and not quoted:
+    kind = about.get("type", "string") if isinstance(about, Mapping) else "string"  # `true` is a schema too
+    if "string" in kind and not quoted:
         return text
     try:
         return read(text)

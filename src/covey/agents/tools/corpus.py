@@ -91,19 +91,21 @@ def _text(file: Path) -> Iterator[Passage]:
 
 
 def _jsonl(file: Path) -> Iterator[tuple[str, Any]]:
-    with file.open(encoding="utf-8") as lines:
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
-                    yield f"{file}, line {number}", json.loads(line)
-                except ValueError as error:
+                    yield f"{file}, line {number}", json.loads(line.decode())
+                except UnicodeDecodeError as error:
+                    raise InputError(f"{file}, line {number}: not UTF-8 text ({error})") from error
+                except (ValueError, RecursionError) as error:
                     raise InputError(f"{file}, line {number}: not JSON ({error})") from error
 
 
 def _json(file: Path) -> Iterator[tuple[str, Any]]:
     try:
         rows = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{file}: not JSON ({error})") from error
     if not isinstance(rows, list):
         raise InputError(f"{file}: a corpus is a list of objects with title and text")
@@ -111,24 +113,34 @@ def _json(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
+    import pyarrow
     import pyarrow.parquet as pq
 
-    table = pq.ParquetFile(file)
-    wanted = [name for name in table.schema_arrow.names if name in ("title", *TEXT_COLUMNS)]
     number = 0
-    for batch in table.iter_batches(columns=wanted):
-        for row in batch.to_pylist():
-            yield f"{file}, row {number}", row
-            number += 1
+    try:
+        table = pq.ParquetFile(file)
+        wanted = [name for name in table.schema_arrow.names if name in ("title", *TEXT_COLUMNS)]
+        for batch in table.iter_batches(columns=wanted):
+            for row in batch.to_pylist():
+                yield f"{file}, row {number}", row
+                number += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InputError(f"{file}: not a readable Parquet file ({str(error).splitlines()[0]})") from error
 
 
 def _records(file: Path, rows: Iterator[tuple[str, Any]]) -> Iterator[Passage]:
     for place, row in rows:
         text = next((row[column] for column in TEXT_COLUMNS if column in row), None) if _is_row(row) else None
         if not isinstance(text, str):
-            columns = f"; it has: {', '.join(map(str, row)) or 'nothing'}" if _is_row(row) else ""
+            named = _whole(", ".join(map(str, row)))[:200] if _is_row(row) else ""
+            columns = f"; it has: {named or 'nothing'}" if _is_row(row) else ""
             raise InputError(f"{place}: a passage needs a column `text` (and may have `title`){columns}")
-        yield Passage(str(row.get("title") or ""), text)
+        # Half characters, which JSON can write, are none: what is searched is shown to a model.
+        yield Passage(_whole(str(row.get("title") or "")), _whole(text))
+
+
+def _whole(text: str) -> str:
+    return text.encode(errors="replace").decode()
 
 
 def _is_row(row: Any) -> bool:

@@ -18,15 +18,17 @@ import shlex
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
+from itertools import islice
 from typing import Any
 
 from covey.agents.tools.errors import ToolFailure, ToolMistake
-from covey.agents.tools.mcp_connection import Connection, Server, without_secrets
+from covey.agents.tools.mcp_connection import CAUSE, Connection, Server, without_secrets
 from covey.agents.tools.tool import STATE, Tool
 from covey.errors import Absent, InputError, unknown
 
 PREFIX = "mcp:"
 STDIO = "stdio:"
+MOST_SHOWN = 10  # mistakes of one call
 OPTIONS = tuple(option.name for option in fields(Server) if option.name != "name")
 
 
@@ -43,9 +45,12 @@ class McpTool(Tool):
     def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         from jsonschema import Draft202012Validator
 
+        try:
+            found = list(islice(Draft202012Validator(dict(self.input_schema)).iter_errors(dict(arguments)), MOST_SHOWN))
+        except Exception as error:  # a reference that leads nowhere, or in a circle
+            raise ToolFailure(CAUSE, f"the schema of {self.name}: {type(error).__name__}: {error!s:.200}") from error
         problems = [
-            f"{'.'.join(map(str, error.absolute_path)) or 'arguments'}: {error.message}"
-            for error in Draft202012Validator(dict(self.input_schema)).iter_errors(dict(arguments))
+            f"{'.'.join(map(str, error.absolute_path)) or 'arguments'}: {error.message:.500}" for error in found
         ]
         if self.stateful and STATE in arguments:  # a schema may allow any name; this one is the episode's
             problems.append(f"{STATE}: there is no such argument")
@@ -56,13 +61,18 @@ class McpTool(Tool):
     def usage(self) -> str:
         required = set(self.input_schema.get("required", ()))
         shown = [
-            f"{name}: {schema.get('type', 'any')}" + ("" if name in required else " (optional)")
+            f"{name}: {_kind(schema)}" + ("" if name in required else " (optional)")
             for name, schema in self.input_schema.get("properties", {}).items()
         ]
         return f"expected: {self.name}({', '.join(shown)})"
 
     def plain(self, checked: Mapping[str, Any]) -> dict[str, Any]:
         return dict(checked)
+
+
+def _kind(schema: Any) -> str:
+    """`true` and `false` are schemas too."""
+    return str(schema.get("type", "any")) if isinstance(schema, Mapping) else "any"
 
 
 def mcp_tools(name: str, options: Mapping[str, Any], seconds: float) -> list[Tool]:
@@ -129,6 +139,7 @@ def _command(tool: str, command: Any) -> tuple[str, ...]:
 
 def _tool(server: Server, shared: Connection, offered: Any, seconds: float) -> Tool:
     schema = dict(offered.input_schema)
+    _check_schema(server, offered.name, schema)
     limit = server.seconds or seconds
     if server.per_episode and STATE in schema.get("properties", {}):
         raise InputError(f"tool {offered.name} of {server.name} has a parameter {STATE}: per_episode is not possible")
@@ -150,6 +161,21 @@ def _tool(server: Server, shared: Connection, offered: Any, seconds: float) -> T
         inline=True,
         input_schema=schema,
     )
+
+
+def _check_schema(server: Server, name: str, schema: Mapping[str, Any]) -> None:
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import SchemaError
+
+    try:
+        Draft202012Validator.check_schema(schema)
+        json.dumps(schema, ensure_ascii=False).encode()
+    except (SchemaError, RecursionError, ValueError) as error:
+        why = error.message if isinstance(error, SchemaError) else str(error)
+        raise InputError(
+            f"tool {name[:60]!r} of the server {server.name}: its inputSchema is no JSON schema ({why:.200})\n"
+            f"  mend the server, or leave the tool out: agent.tool_options.{server.name}.only=[...]"
+        ) from None
 
 
 def shown(result: Any) -> str:

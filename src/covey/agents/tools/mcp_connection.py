@@ -24,6 +24,7 @@ Result = TypeVar("Result")
 
 CAUSE = "mcp"  # of failures
 ADDRESS = re.compile(r"""(https?://)(?:[^\s/?#'"]*@)?([^\s?#'"]*)(?:[?#][^\s'"]*)?""")
+MOST_TOOLS = 1000
 SHOWN = 500  # characters of what a server wrote to stderr, in a message about its end
 
 
@@ -146,6 +147,8 @@ class Connection:
             while True:
                 page = await client.list_tools(cursor=cursor)
                 found += page.tools
+                if len(found) > MOST_TOOLS:
+                    raise ToolFailure(CAUSE, f"the server {self.server.name} lists more than {MOST_TOOLS} tools")
                 cursor = page.next_cursor
                 if cursor is None:
                     return found

@@ -16,7 +16,10 @@ from covey.tasks.datasets.registry import DATASETS
 from covey.tasks.datasets.sources import Raw, given_files, home_files
 from covey.tasks.datasets.write import write_set
 from covey.tasks.reading import Row as RawRow
-from covey.tasks.reading import Table, read_table
+from covey.tasks.reading import Table, kind, read_table
+
+# What a row of another shape raises on its way to a task.
+WRONG = (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError)
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ def prepare(dataset: Dataset, files: Sequence[str], folder: Path, revision: str 
 def _read(dataset: Dataset, raw: Sequence[Raw], dropped: Tally) -> tuple[Contents, list[dict[str, Any]]]:
     tables = [(one, read_table(one.path, one.source.format)) for one in raw]
     answers = {
-        row.values["id"]: row.values for one, table in tables if one.source.split == ANSWERS for row in table.rows
+        _id(table, row): row.values for one, table in tables if one.source.split == ANSWERS for row in table.rows
     }
     passages = [row.values for one, table in tables if one.source.split == CORPUS for row in table.rows]
     contents = Contents({}, [])
@@ -76,8 +79,19 @@ def _read(dataset: Dataset, raw: Sequence[Raw], dropped: Tally) -> tuple[Content
                 contents.rows.setdefault(split, []).append(found)
                 used.append(row.values)
     if dataset.corpus is not None:
-        contents.passages = dataset.corpus(used, passages)
+        try:
+            contents.passages = dataset.corpus(used, passages)
+        except WRONG as error:
+            what = f"{type(error).__name__}: {error!s:.200}"
+            raise InputError(f"the passages of {dataset.name} cannot be read ({what})\n  see {dataset.home}") from error
     return contents, [_origin(one, table) for one, table in tables]
+
+
+def _id(table: Table, row: RawRow) -> str:
+    found = row.values.get("id")
+    if not isinstance(found, str):
+        raise table.mistake(row, f"id must be a string, got {kind(found)}")
+    return found
 
 
 def _task_rows(
@@ -91,13 +105,16 @@ def _task_rows(
                 there = ", ".join(values) or "none"
                 raise table.mistake(row, f"no column {wanted} (columns here: {there})", f"see {dataset.home}")
         if answers:
-            values = {**values, **answers.get(values["id"], {})}
+            values = {**values, **answers.get(_id(table, row), {})}
         try:
             split, found = dataset.row(values, raw.source.split)
+            for name in ("question", "data_id"):
+                if not isinstance(found.get(name, ""), str):
+                    raise ValueError(f"{name} must be a string, got {kind(found[name])}")
         except LeftOut as reason:
             dropped.add(raw.source.split, str(reason), f"{table.path.name}, {table.unit} {row.number}")
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            what = f"{type(error).__name__}: {error}" if type(error) is not ValueError else str(error)
+        except WRONG as error:
+            what = f"{type(error).__name__}: {error!s:.200}" if type(error) is not ValueError else str(error)
             raise table.mistake(row, f"not a row of {dataset.name} ({what})") from error
         else:
             yield row, split, found

@@ -68,8 +68,18 @@ def _write_parquet(path: Path, dataset: Dataset, rows: Sequence[Mapping[str, Any
 
     packed = [{**row, **{name: json.dumps(row[name], ensure_ascii=False) for name in dataset.packed}} for row in rows]
     columns = dict.fromkeys(name for row in packed for name in row)
-    table = pyarrow.table({name: [row.get(name) for row in packed] for name in columns})
-    pyarrow.parquet.write_table(table, path, compression="zstd")
+    table = {}
+    for name in columns:
+        try:
+            table[name] = pyarrow.array([row.get(name) for row in packed])
+            pyarrow.parquet.write_table(pyarrow.table({name: table[name][:0]}), pyarrow.BufferOutputStream())
+        except (pyarrow.ArrowException, OverflowError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise InputError(
+                f"{dataset.name}: the values of {name} cannot be written into one column ({reason:.200})\n"
+                "  fix: its rows must all have values of one kind there"
+            ) from error
+    pyarrow.parquet.write_table(pyarrow.table(table), path, compression="zstd")
 
 
 def _swap(new: Path, folder: Path) -> None:

@@ -1,0 +1,177 @@
+"""Other ends that send anything: workers, and servers of tools. Memory is bounded, one call is lost, and it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import pickle
+import shlex
+import socket
+import sys
+import tempfile
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+
+from covey.agents.tools.errors import ToolFailure, ToolMistake
+from covey.agents.tools.mcp import mcp_tools
+from covey.errors import InputError
+from covey.workers import WorkerError, WorkerPool, link
+from covey.workers.frames import LARGEST, LENGTH, Inbox, NoFrame, framed
+from tests.faults.fuzzing import Target, json_values, scalars, suite, texts
+
+SMALL = 1 << 20
+
+
+# -- frames ----------------------------------------------------------------------------------------------------------
+
+lengths = st.one_of(st.integers(0, 40), st.sampled_from([LARGEST, LARGEST + 1, 2**63, 2**64 - 1, 2**40]))
+frames = st.one_of(
+    st.binary(max_size=60),
+    st.builds(lambda length, body: LENGTH.pack(length) + body, lengths, st.binary(max_size=60)),
+    st.builds(lambda value, prefix: bytes(framed(prefix, value)), scalars, st.binary(min_size=2, max_size=2)),
+    st.builds(lambda value, end: bytes(framed(b"\x00\x01", value))[:end], scalars, st.integers(0, 60)),
+)
+sent = st.lists(frames, max_size=3).map(b"".join)
+
+
+def fills(given: tuple[bytes, int]) -> None:
+    data, piece = given
+    inbox = Inbox()
+    tracemalloc.start()
+    try:
+        for at in range(0, len(data), piece):
+            found = inbox.feed(data[at : at + piece])
+            if found is not None:
+                assert len(found) == LENGTH.unpack(data[: LENGTH.size])[0]
+                break
+    except NoFrame as what:
+        assert "bytes" in str(what)
+    finally:
+        assert tracemalloc.get_traced_memory()[1] < SMALL, "memory for what has not come"
+        tracemalloc.stop()
+
+
+values = json_values(["a"], st.none() | st.booleans() | st.integers() | st.text() | st.binary(max_size=3000))
+
+
+def arrives(given: tuple[Any, list[int]]) -> None:
+    """Cut anywhere, a frame arrives whole."""
+    value, cuts = given
+    data, inbox, found, at = bytes(framed(b"\x00\x01", value)), Inbox(), None, 0
+    for size in [*cuts, len(data)]:
+        assert found is None
+        found, at = inbox.feed(data[at : at + size]), at + size
+        if at >= len(data):
+            break
+    assert found is not None and bytes(found[:2]) == b"\x00\x01" and pickle.loads(found[2:]) == value
+
+
+def asks(given: tuple[bytes, bool]) -> None:
+    """A worker that answers with anything, and ends or does not: a value or a WorkerError, soon."""
+    data, ends = given
+
+    async def ask() -> Any:
+        ours, theirs = socket.socketpair()
+        made = link.Link(1, ours)
+        try:
+            theirs.sendall(data)
+            if ends:
+                theirs.close()
+            return await WorkerPool._ask(None, made, "f", memoryview(b""), 0.05)  # type: ignore[arg-type]
+        finally:
+            made.close()
+            theirs.close()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(link, "GRACE", 0.01)
+        try:
+            asyncio.run(ask())
+        except WorkerError as error:
+            assert str(error)
+
+
+# -- servers of tools ------------------------------------------------------------------------------------------------
+
+# Answers request after request with the lines of a file; ID in a line is that of the request.
+SERVER = """
+import base64, json, sys
+lines = [base64.b64decode(line) for line in open(sys.argv[1])]
+for request in sys.stdin.buffer:
+    asked = json.loads(request)
+    if "id" not in asked:
+        continue
+    if asked["method"] == "initialize":
+        about = {"protocolVersion": asked["params"]["protocolVersion"], "capabilities": {"tools": {}},
+                 "serverInfo": {"name": "s", "version": "1"}}
+        answer = json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": about}).encode()
+    elif lines:
+        answer = lines.pop(0).replace(b'"ID"', json.dumps(asked["id"]).encode())
+    else:
+        break
+    sys.stdout.buffer.write(answer + b"\\n")
+    sys.stdout.buffer.flush()
+"""
+KEYS = ["jsonrpc", "id", "result", "error", "tools", "name", "inputSchema", "content", "type", "text", "nextCursor"]
+schemas = json_values(["type", "properties", "required", "items", "x", "enum", "$ref"])
+tool = st.fixed_dictionaries(
+    {"name": st.just("t") | texts, "inputSchema": schemas | st.just({"type": "object", "properties": {"x": {}}})}
+)
+
+
+def _answer(result: Any) -> bytes:
+    return json.dumps({"jsonrpc": "2.0", "id": "ID", "result": result}).encode()
+
+
+contents = st.lists(
+    st.fixed_dictionaries({"type": st.sampled_from(["text", "image", "resource", "x"])}, optional={"text": texts}),
+    max_size=2,
+)
+answers = st.one_of(
+    st.lists(tool, max_size=2).map(lambda tools: _answer({"tools": tools})),
+    st.builds(lambda found, error: _answer({"content": found, "isError": error}), contents, st.booleans()),
+    json_values(KEYS).map(_answer),
+    json_values(KEYS).map(lambda value: json.dumps(value).encode()),
+    st.binary(max_size=60).map(lambda data: data.replace(b"\n", b"")),
+    st.sampled_from([b"[" * 50_000, b"x" * 3_000_000, b'{"jsonrpc": "2.0", "id": "ID", "result": ' + b"[" * 900, b""]),
+)
+good = _answer({"tools": [{"name": "t", "inputSchema": {"type": "object", "properties": {"x": {"type": "string"}}}}]})
+talks = st.one_of(st.lists(answers, max_size=3), st.lists(answers, max_size=2).map(lambda found: [good, *found]))
+
+
+def serves(lines: list[bytes]) -> None:
+    """Tools are listed, or it is told why not; a call brings text, or is the model's or the server's mistake."""
+    with tempfile.TemporaryDirectory() as folder:
+        script, said = Path(folder, "server.py"), Path(folder, "lines")
+        script.write_text(SERVER)
+        said.write_bytes(b"".join(base64.b64encode(line) + b"\n" for line in lines))
+        command = shlex.join([sys.executable, "-S", "-E", str(script), str(said)])
+        options = {"s": {"command": command, "start_seconds": 2.0, "seconds": 1.0}}
+        try:
+            tools = mcp_tools("mcp:s", options, 1.0)
+        except InputError as error:
+            assert "s" in str(error) and len(str(error)) < 5000
+            return
+        for found in tools:
+            try:
+                checked = found.check({"x": "1"})
+                assert isinstance(asyncio.run(_called(found, checked)), str)
+            except (ToolMistake, ToolFailure) as error:
+                assert str(error)
+
+
+async def _called(found: Any, checked: Any) -> Any:
+    return await found.function(**checked)
+
+
+TARGETS = [
+    Target("frames/inbox", st.tuples(sent, st.integers(1, 70)), fills, 150),
+    Target("frames/round-trip", st.tuples(values, st.lists(st.integers(0, 200), max_size=6)), arrives, 80),
+    Target("workers/answers", st.tuples(sent, st.booleans()), asks, 60),
+    Target("mcp/stdio", talks, serves, 3),
+]
+test_fuzz = suite(TARGETS)
