@@ -254,7 +254,7 @@ def test_resuming_beside_a_damaged_run(tmp_path: Path, text: str) -> None:
     (folder / "run.json").write_text(text)
     told: list[str] = []
     assert find_unfinished(tmp_path, "p", "e", "f", told.append) is None
-    assert len(told) == 1 and "is not readable" in told[0]
+    assert len(told) == 1 and "is damaged" in told[0] and told[0].endswith("that run is not resumed")
 
 
 def test_a_name_that_no_run_can_have() -> None:

@@ -116,4 +116,6 @@ def test_the_follower_survives_a_line_that_is_none_and_a_folder_that_is_deleted(
 
         until(lambda: done()["broken"] == done()["sound"] == 25)
         assert done()["deleted"] == 20  # what was read of it stays
-    assert capfd.readouterr().err.count("covey dash: JSONDecodeError") == 1
+        told = {run["name"]: run["broken"] for run in ask(dash, "runs")["runs"]}
+    assert told["broken"] == ["metrics.jsonl: 1 lines cannot be read and are left out"] and told["sound"] == []
+    assert "Traceback" not in capfd.readouterr().err

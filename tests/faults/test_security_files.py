@@ -274,18 +274,22 @@ def test_data_is_never_unpickled(tmp_path: Path) -> None:
     assert read_table(tmp_path / "good.jsonl").rows[0].values["answer"] == coded
 
 
-def test_pickles_in_a_checkpoint_are_left_alone(model: Path, tmp_path: Path) -> None:
+def test_pickles_in_a_checkpoint_are_refused(model: Path, tmp_path: Path) -> None:
     source = open_source(ModelConfig(name=str(model), device="cpu"))
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=2, keep_best=False)
     learner = Learner(load_policy(source, ModelConfig(name=str(model), device="cpu")), LearnerConfig(), total_updates=1)
-    saved = store.save(1, learner, source.tokenizer, {"source": {}})
+    saved = store.save(1, learner, source.tokenizer, {"source": {}, "best": None})
     for name in ("optimizer.pt", "optimizer.bin", "state.pt", "model/pytorch_model.bin", "model/training_args.bin"):
         plant(saved.folder / name, zipped=True)
+        with pytest.raises(InputError, match=f"{name} is not in its manifest"):
+            store.latest(lambda text: pytest.fail(text))
+        (saved.folder / name).unlink()
     found = store.latest(lambda text: pytest.fail(text))
     assert found is not None
     learner.restore(found.folder, found.state["learner"])
     (found.folder / "optimizer.safetensors").write_bytes(plant(tmp_path / "bomb").read_bytes())
-    assert store.latest(lambda text: None) is None, "one in place of a file of its own does not match the manifest"
+    with pytest.raises(InputError, match="does not match its checksum"):
+        store.latest(lambda text: None)
 
 
 def change(path: Path, **settings: Any) -> None:

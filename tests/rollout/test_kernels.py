@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -124,3 +126,17 @@ def test_the_ends_of_the_distribution_can_be_drawn_and_what_has_no_probability_c
     assert ids[2, 0] == 130
     assert int(ids[1, 0]) in (70, 130)
     torch.testing.assert_close(logprobs, torch.full((3, 1), 0.5).log())
+
+
+@pytest.mark.parametrize("vocabulary", [1000, 5000])
+def test_logits_that_are_no_numbers_give_a_token_and_no_log_prob(vocabulary: int) -> None:
+    """A token outside of the vocabulary would end the process: the next step looks it up on the GPU."""
+    logits = torch.zeros(8, vocabulary, device=DEVICE)
+    logits[:2] = math.nan
+    logits[2:4, -1] = math.nan
+    logits[4:6, vocabulary // 2] = math.inf
+    temperature = torch.tensor([1.0, 0.0] * 4, device=DEVICE)
+    ids, logprobs = drawn(logits, temperature, torch.full((8, 1), 0.5, device=DEVICE), tile=4096)
+    assert bool(((ids >= 0) & (ids < vocabulary)).all())
+    assert bool(logprobs[:6].isnan().all())
+    assert bool(logprobs[6:].isfinite().all()) and float(logprobs[7]) == 0.0

@@ -30,7 +30,7 @@ from covey.protocols import Learner
 from covey.storage import size_of_tree, sync, sync_tree, writing
 
 MANIFEST, STATE = "manifest.json", "state.json"
-READ = (".safetensors", ".json", ".jinja", ".bin", ".py")  # endings of what somebody who loads a checkpoint would read
+READ = (".safetensors", ".json", ".jinja", ".bin", ".pt", ".pth", ".py")  # endings of what a loader would read
 _NAME = re.compile(r"step-(\d{6,})")
 
 

@@ -147,7 +147,7 @@ def _order(info_file: Path) -> tuple[int, str]:
     """The newest last, also where the clock was set back in between. Runs without a number go by their names."""
     try:
         return int(json.loads(info_file.read_text())["number"]), str(info_file)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return 0, str(info_file)
 
 

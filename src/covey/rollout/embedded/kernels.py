@@ -252,10 +252,11 @@ def _scan(logits, temperature, top, mass, best, stride, V, TILES: tl.constexpr, 
     heat = tl.load(temperature + b)
     x = tl.load(logits + b.to(tl.int64) * stride + lane, mask=lane < V, other=float("-inf")).to(tl.float32)
     x = x / tl.where(heat > 0, heat, 1.0)
-    m = tl.max(x, 0)
+    known = tl.where(x == x, x, float("-inf"))  # where NaN is the largest, every device finds another place
+    m = tl.max(known, 0)
     tl.store(top + b * TILES + t, m)
     tl.store(mass + b * TILES + t, tl.sum(tl.exp(x - m), 0))
-    tl.store(best + b * TILES + t, t * TILE + tl.argmax(x, 0))
+    tl.store(best + b * TILES + t, t * TILE + tl.argmax(known, 0))
 
 
 @triton.jit
@@ -285,13 +286,15 @@ def _pick(
     inside = tl.minimum(inside, TILE - 1)
     # A target that rounds up to the end of its tile: the likeliest token of the tile stands in.
     bad = tl.sum(tl.where(lane == inside, p, 0.0), 0) == 0
-    fallback = tl.argmax(p, 0)
+    fallback = tl.argmax(tl.where(p == p, p, 0.0), 0)
     inside = tl.where(bad, fallback, inside)
     logprob = tl.sum(tl.where(lane == inside, x, 0.0), 0) - peak - tl.log(total)
     token = tile * TILE + inside
     likeliest = tl.sum(tl.where(t == tl.argmax(m, 0), tl.load(best + b * TILES + t, mask=t < TILES, other=0), 0), 0)
     token = tl.where(heat > 0, token, likeliest)
-    logprob = tl.where(heat > 0, logprob, 0.0)
+    # Logits that are no numbers: the log-prob is none either, and the token, which means nothing, is one all the same.
+    token = tl.minimum(tl.maximum(token, 0), V - 1)
+    logprob = tl.where(heat > 0, logprob, total - total)
     tl.store(ids + b, token.to(tl.int64))
     tl.store(out_ids + b * out_stride + now, token.to(tl.int64))
     tl.store(out_logprobs + b * out_stride + now, logprob)
