@@ -95,7 +95,7 @@ class _File:
     """A file of a rank, or the only one."""
 
     handle: Any
-    names: Set[str]
+    names: Sequence[str]
     rows: Mapping[str, Span]
     columns: Mapping[str, Span]
 
@@ -103,7 +103,7 @@ class _File:
     def of(cls, handle: Any) -> _File:
         about = handle.metadata() or {}
         rows, columns = (json.loads(about.get(key, "{}")) for key in ("rows", "columns"))
-        return cls(handle, frozenset(handle.keys()), rows, columns)
+        return cls(handle, sorted(handle.keys()), rows, columns)
 
     def block(self, name: str) -> tuple[Span, Span | None, tuple[int, ...]]:
         """Rows and columns that the file has of a tensor, and the shape of that part."""
