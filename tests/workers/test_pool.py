@@ -662,3 +662,20 @@ def test_sigterm_does_not_reach_workers_but_what_they_start(make: MakePool) -> N
     pool = make(outlast, add)
     assert call(pool, "outlast") == [-signal.SIGTERM, -signal.SIGTERM]
     assert call(pool, "add", 1) == 2
+
+
+def test_ctrl_c_while_a_process_forks_is_neither_lost_nor_leaves_a_lock() -> None:
+    """Python swallows what is raised in a hook of a fork: here Ctrl-C comes in one, before logging opens its lock."""
+    program = """
+import os, signal
+os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGINT))
+import logging
+from covey.workers import WorkerPool
+try:
+    WorkerPool({"f": len})
+except KeyboardInterrupt:
+    logging.getLogger("still").warning("here")
+    print("told")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "told\n" and "here" in done.stderr and "ignored" not in done.stderr, done.stderr

@@ -32,11 +32,13 @@ Blocks = Mapping[str, Block]  # of weights
 
 def save_model(model: Any, folder: Path, ranks: Ranks, *, sharded: bool) -> None:
     """Written by the first rank; the others hand it their rows, one weight at a time."""
+    adapter = hasattr(model, "get_base_model")  # then the rest of the model is where it was loaded from
     if not sharded:
         if ranks.first:
             model.save_pretrained(folder)
+            if adapter:
+                _sort_modules(folder / "adapter_config.json")
         return
-    adapter = hasattr(model, "get_base_model")  # then the rest of the model is where it was loaded from
     weights: dict[str, Tensor] = {}
     for name, weight in full_weights(model, trained_only=adapter):
         if ranks.first:
@@ -44,7 +46,9 @@ def save_model(model: Any, folder: Path, ranks: Ranks, *, sharded: bool) -> None
     if ranks.first:
         dtype = next(iter(weights.values())).dtype
         model.save_pretrained(folder, state_dict=weights)
-        if not adapter:
+        if adapter:
+            _sort_modules(folder / "adapter_config.json")
+        else:
             _say_precision(folder / "config.json", dtype)
 
 
@@ -52,6 +56,14 @@ def _say_precision(path: Path, dtype: torch.dtype) -> None:
     """Of the weights in the file: the shards in memory may be more precise."""
     config = json.loads(path.read_text())
     config["dtype"] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _sort_modules(path: Path) -> None:
+    """peft keeps the names of the modules that it changed in a set: every process would write them in another order."""
+    config = json.loads(path.read_text())
+    if isinstance(config.get("target_modules"), list):
+        config["target_modules"].sort()
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 

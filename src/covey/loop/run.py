@@ -104,9 +104,10 @@ class Run:
         if (last and self.config.eval.after) or (every and done % every == 0):
             await self.evaluate(done)
         save = self.config.loop.save_every
-        if (last and self.config.loop.save_final) or (save and done % save == 0) or (over and not last):
+        planned = (last and self.config.loop.save_final) or bool(save and done % save == 0)
+        if planned or (over and not last):
             with self.telemetry.stage("checkpoint"):
-                self.checkpoint(done)
+                self.checkpoint(done, planned=planned)
 
     def _record(self, index: int, result: StepResult, generated: int) -> None:
         metrics = step_metrics(result) | self.engine.metrics()
@@ -136,8 +137,9 @@ class Run:
         self.evaluations.append((done, found.metrics))
         return found.metrics
 
-    def checkpoint(self, done: int) -> Checkpoint:
-        if self.evaluations and self.evaluations[-1][0] == done:
+    def checkpoint(self, done: int, *, planned: bool) -> Checkpoint:
+        """`planned`: not only because time is up; the best is one of those, whether a run was interrupted or not."""
+        if planned and self.evaluations and self.evaluations[-1][0] == done:
             self.best = best_of(self.best, done, self.evaluations[-1][1].get("eval/accuracy", 0.0))
         metrics_offset, episodes_offset = self.telemetry.offsets()
         state = {

@@ -111,9 +111,10 @@ class SftRun:
         last, over = done == self.total_steps, self.limit.passed()
         if (last and self.config.eval.after) or (every and done % every == 0):
             self.evaluate(done)
-        if (last and self.config.loop.save_final) or (save and done % save == 0) or (over and not last):
+        planned = (last and self.config.loop.save_final) or bool(save and done % save == 0)
+        if planned or (over and not last):
             with self.limit.whole(), self.telemetry.stage("checkpoint"):
-                self.checkpoint(done)
+                self.checkpoint(done, planned=planned)
 
     def _batch(self, index: int) -> tuple[int, list[Episode]]:
         data = self.config.data
@@ -138,8 +139,9 @@ class SftRun:
         self.evaluations.append((done, found))
         return found
 
-    def checkpoint(self, done: int) -> Checkpoint:
-        if self.evaluations and self.evaluations[-1][0] == done:
+    def checkpoint(self, done: int, *, planned: bool) -> Checkpoint:
+        """`planned`: not only because time is up; the best is one of those, whether a run was interrupted or not."""
+        if planned and self.evaluations and self.evaluations[-1][0] == done:
             self.best = best_of(self.best, done, self.evaluations[-1][1]["eval/loss"], falls=True)
         metrics_offset, episodes_offset = self.telemetry.offsets()
         state = {

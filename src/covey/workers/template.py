@@ -17,12 +17,13 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -145,15 +146,32 @@ def _open_standard_streams() -> None:
     os.close(opened)
 
 
+@contextmanager
+def _ctrl_c_waits() -> Iterator[Callable[[], None]]:
+    """While a process forks: an exception in what Python and its modules do before and after a fork is swallowed, and
+    leaves locks behind that nobody ever opens. What came meanwhile is told afterwards."""
+    came: list[Any] = []
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield lambda: None
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(frame))
+    try:
+        yield lambda: before(signal.SIGINT, came[0]) if came else None
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _fork(child: Callable[[], Any]) -> int:
     """The child's id. The child runs the function and ends, whatever happens in it."""
     for stream in (sys.stdout, sys.stderr):  # what is still in their buffers would be written twice
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()
-    with warnings.catch_warnings():  # from 3.12 on, Python warns where other threads run
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with warnings.catch_warnings(), _ctrl_c_waits() as tell:
+        warnings.simplefilter("ignore", DeprecationWarning)  # from 3.12 on, Python warns where other threads run
         pid = os.fork()
     if pid:
+        tell()
         return pid
     try:
         child()
