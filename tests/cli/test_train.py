@@ -258,3 +258,19 @@ def test_an_interrupted_run_says_so_and_its_figures_stay(tiny_model_folder: Path
     figures = written[0].read_bytes()
     assert main(["train", f"model={tiny_model_folder}", *SMALL]) == 0
     assert written[0].read_bytes() == figures
+
+
+def test_ctrl_c_in_the_midst_of_a_librarys_work_is_an_interruption(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A library that tidies up may break in its own way, and its error is what arrives."""
+
+    def broken(argv: list[str]) -> int:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise AttributeError("'NoneType' object has no attribute 'x'")
+
+    monkeypatch.setattr("covey.cli.main._command", lambda word: broken)
+    assert main(["train"]) == 130
+    assert capsys.readouterr().err == "\ninterrupted\n"

@@ -49,3 +49,19 @@ def test_blocks_that_teams_wrote_are_read_in_any_other_way(tmp_path: Path) -> No
         assert torch.equal(found["exp_avg/norm"], whole["exp_avg/norm"][slice(*rows)])
         assert torch.equal(found["step/norm"], whole["step/norm"])
     assert all(torch.equal(tensor, whole[name]) for name, tensor in load_state(tmp_path, {}).items())
+
+
+def test_adapters_are_written_in_one_order(tmp_path: Path) -> None:
+    """peft keeps the names of modules in a set, whose order is another one in every process."""
+    import json
+
+    import peft
+
+    from covey.learner.ranks import ALONE
+    from covey.learner.saving import save_model
+    from tests.conftest import tiny_llama
+
+    names = ["v_proj", "up_proj", "q_proj", "o_proj", "k_proj", "gate_proj", "down_proj"]
+    model = peft.get_peft_model(tiny_llama(), peft.LoraConfig(r=2, target_modules=names, task_type="CAUSAL_LM"))
+    save_model(model, tmp_path, ALONE, sharded=False)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"] == sorted(names)

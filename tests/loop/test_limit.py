@@ -71,3 +71,23 @@ def test_a_run_that_is_told_to_end_leaves_a_checkpoint_and_goes_on(
 def test_an_exit_code_is_a_small_number(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--unfinished", "300"]) == 2
     assert "between 0 and 255" in capsys.readouterr().err
+
+
+def test_an_unplanned_checkpoint_is_not_the_best(
+    tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step is evaluated; of a run that was left alone only the last would be saved, and so be the best."""
+    monkeypatch.chdir(tmp_path)
+    step = Run._step
+
+    async def signalled(self: Run, index: int, limit: TimeLimit) -> None:
+        if index == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        await step(self, index, limit)
+
+    command = ["train", f"model={tiny_model_folder}", *SETTINGS, "eval.every=1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_step", signalled)
+        assert main(command) == 143
+    (state,) = (tmp_path / "outputs").glob("*/*/checkpoints/step-000001/state.json")
+    assert json.loads(state.read_text())["best"] is None

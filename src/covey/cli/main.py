@@ -82,10 +82,24 @@ def _run(words: list[str]) -> int:
     except BrokenPipeError:  # the reader of our output has gone
         return 0
     except Exception as error:
+        if _was_interrupted(error):
+            print("\ninterrupted", file=sys.stderr)
+            return 130
         if (told := _refused(error)) is None:
             raise
         print(f"\n{told}", file=sys.stderr)
         return 1
+
+
+def _was_interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind an error: it may come in the midst of a library's work, which then breaks in its way."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _refused(error: Exception) -> str | None:
