@@ -27,9 +27,12 @@ NOT_SECRET = frozenset({"true", "false", "token", "none", "null", "disabled", "o
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _SAYS = frozenset(
-    {"apikey", "auth", "authorization", "bearer", "credential", "credentials", "key", "passwd", "password", "pat"}
-    | {"pwd", "secret", "token", "passphrase"}
+    {"apikey", "authorization", "bearer", "credential", "credentials", "passwd", "password", "passphrase", "pwd"}
+    | {"secret"}
 )
+_MAY_SAY = frozenset({"auth", "key", "pat", "token"})  # alone, in the environment, or after one of the next
+_OF = frozenset({"access", "api", "auth", "bot", "client", "hf", "openai", "private", "refresh", "session", "wandb"})
+FROM_ENV = "_from_env"  # below such a setting there are names of variables, not what they hold
 _NAMES = frozenset({"env", "file", "path", "dir", "name", "mode", "sock", "id", "socket"})  # where it is, not what
 _ADDRESS = re.compile(r"(?P<scheme>\b[a-z][a-z0-9+.-]*://)(?P<user>[^\s/?#@'\"]*)@", re.IGNORECASE)
 _QUERY = re.compile(r"([?&](?:api_?key|key|access_token|token|password|secret|sig|signature)=)[^&\s'\"#]+", re.I)
@@ -61,7 +64,8 @@ def hide_known(text: str) -> str:
 def hide_settings(tree: Any, name: str = "", text: Callable[[str], str] = hide) -> Any:
     """The same tree; what is called a secret is masked, and so is what looks like one."""
     if isinstance(tree, Mapping):
-        return {key: hide_settings(value, str(key), text) for key, value in tree.items()}
+        plain = name.endswith(FROM_ENV)
+        return {key: hide_settings(value, "" if plain else str(key), text) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
         return [hide_settings(value, name, text) for value in tree]
     if not isinstance(tree, str):
@@ -84,8 +88,9 @@ def missing(tree: Any, name: str = "") -> str | None:
     if isinstance(tree, Mapping):
         found = (missing(value, f"{name}.{key}" if name else str(key)) for key, value in tree.items())
         return next((one for one in found if one is not None), None)
-    gone = isinstance(tree, str) and (tree == MASK or f"://{MASK}@" in tree)
-    return name if gone else None
+    if isinstance(tree, list | tuple):
+        return next((one for value in tree if (one := missing(value, name)) is not None), None)
+    return name if isinstance(tree, str) and MASK in tree else None
 
 
 def hide_words(words: Sequence[str]) -> list[str]:
@@ -101,7 +106,7 @@ def learn(tree: Any, name: str = "") -> None:
     """Whatever these settings hold of secrets is known from now on."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
-            learn(value, str(key))
+            learn(value, "" if name.endswith(FROM_ENV) else str(key))
     elif isinstance(tree, list | tuple):
         for value in tree:
             learn(value, name)
@@ -111,9 +116,15 @@ def learn(tree: Any, name: str = "") -> None:
 
 @functools.lru_cache(maxsize=4096)
 def says_secret(name: str) -> bool:
-    """Whether the last words of a name say that its value is one: `judge.api_key`, `HF_TOKEN`, not `api_key_env`."""
-    words = [word.lower() for word in _WORD.findall(name.rpartition(".")[2])]
-    return bool(words) and words[-1] not in _NAMES and not _SAYS.isdisjoint(words)
+    """Whether a name says that its value is one: `judge.api_key`, `HF_TOKEN`, not `api_key_env` or `answer_key`."""
+    above, _, last = name.rpartition(".")
+    words = [word.lower() for word in _WORD.findall(last)]
+    if not words or words[-1] in _NAMES or above.endswith(FROM_ENV):
+        return False
+    if not _SAYS.isdisjoint(words):
+        return True
+    sure = len(words) == 1 or last.isupper() or not _OF.isdisjoint(words[:-1])
+    return sure and not _MAY_SAY.isdisjoint(words)
 
 
 def known() -> Iterator[str]:
@@ -132,8 +143,9 @@ def _secrets_of(name: str, value: str) -> Iterator[str]:
 
 
 def _is_plain(value: str) -> bool:
-    """A word of settings, a number, or the name of a file that holds the secret."""
-    return value.lower() in NOT_SECRET or value.isdecimal() or value.startswith(("/", "~", "."))
+    """A word that turns up everywhere, a number, or the name of a file that holds the secret."""
+    word = value.isalpha() and len(value) < 12
+    return word or value.lower() in NOT_SECRET or value.isdecimal() or value.startswith(("/", "~", "."))
 
 
 @functools.lru_cache(maxsize=8)

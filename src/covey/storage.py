@@ -30,10 +30,12 @@ class StorageFailed(RunFailed):
 def refusal(error: BaseException) -> int | None:
     """The number of the disk's answer behind an error; None where it was something else."""
     seen: BaseException | None = error
-    while seen is not None:
+    passed: set[int] = set()
+    while seen is not None and id(seen) not in passed:
         number = seen.errno if isinstance(seen, OSError) else _number_in(str(seen))
         if number in REFUSALS:
             return number
+        passed.add(id(seen))
         seen = seen.__cause__ or seen.__context__
     return None
 

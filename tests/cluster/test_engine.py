@@ -314,7 +314,7 @@ def test_an_engine_that_stands_still_is_replaced(tmp_path, monkeypatch) -> None:
         await house.engine.publish(Learner(), 1)
         (job,) = await house.ask((1, 2))
         first = next(actor for actor in house.actors if actor.asked)
-        first.held["alive"] = Reference()
+        first.alive = Method(Reference)  # asked, and never answered
         while not house.ended:
             await asyncio.sleep(0.01)
         assert house.ended == [first.number]

@@ -298,3 +298,26 @@ def test_a_tracker_is_not_told_the_command_where_it_holds_a_secret(
     monkeypatch.setattr(sys, "argv", ["covey", "train", *words])
     wandb.WandbSink(RunInfo(tmp_path, "t", "gvpo", "m", "sort", 1), LoggingConfig())
     assert (told["settings"] or {}).get("x_disable_meta") is expected
+
+
+def test_what_only_sounds_like_a_secret_stays() -> None:
+    """Names of variables, names of columns and marks, words that are everywhere."""
+    from covey.redact import hide_settings, known, learn, missing
+
+    plain = {"headers_from_env": {"Authorization": "MY_VARIABLE"}, "answer_key": "answer", "think_token": "</think>"}
+    assert hide_settings(plain) == plain
+    learn(plain)
+    learn({"api_key": "ollama"})
+    assert not {"MY_VARIABLE", "answer", "</think>", "ollama"} & set(known())
+    assert hide_settings({"api_key": "ollama", "env": {"API_KEY": "x1"}}) == {"api_key": MASK, "env": {"API_KEY": MASK}}
+    assert missing({"servers": [{"url": "a"}, {"token": MASK}]}) == "servers.token"
+    assert missing({"command": f"curl -H 'Authorization: Bearer {MASK}'"}) == "command"
+
+
+def test_a_run_is_recognised_by_its_name_whatever_it_looks_like(tmp_path: Path) -> None:
+    from covey.loop.folder import RunFolder, read_info
+
+    info = {"project": "p", "experiment": "sk-learn-regression-baseline", "fingerprint": "f", "status": "running"}
+    RunFolder(tmp_path, (tmp_path / ".lock").open("w")).write_info(info | {"note": "sk-learn-regression-baseline"})
+    assert {key: read_info(tmp_path)[key] for key in info} == info
+    assert read_info(tmp_path)["note"] == MASK

@@ -77,6 +77,8 @@ def prepare_sft(composed: Composed, *, folder: Path | None = None, tolerate_abse
     check_logging(config.logging)
     if config.cluster.name != "local":
         raise InputError(f"covey sft runs in one process: cluster={config.cluster.name} has no place\n  leave it out")
+    if config.learner.tensor_parallel > 1:
+        raise InputError("covey sft runs in one process: learner.tensor_parallel has no place\n  leave it out")
     found = DemonstrationSet((), (), "(files not here)")
     source: ModelSource | None = None
     try:
@@ -128,7 +130,9 @@ def _joined(prepared: PreparedSft, folder: RunFolder, checkpoint: Checkpoint | N
     config, source = prepared.config, prepared.model
     assert source is not None
     if checkpoint is not None:
-        prepared = dataclasses.replace(prepared, model=as_it_began(source, config, folder))
+        source = as_it_began(source, config, folder)
+        assert source is not None
+        prepared = dataclasses.replace(prepared, model=source)
     threads = threads_for(config, folder if checkpoint is not None else None)
     torch.set_num_threads(threads)
     learner = make_learner(prepared, checkpoint)

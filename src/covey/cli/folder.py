@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -71,33 +73,39 @@ def open_run(prepared: Startable, note: Note) -> tuple[RunFolder, Checkpoint | N
     config, output = prepared.config, Path(prepared.config.logging.output_dir)
     if prepared.folder is not None:
         folder = exact_folder(prepared.folder)
-        checkpoint = _latest(config, folder, note)  # a job of a sweep that is started again
-        _check_same(prepared, folder, checkpoint, str(prepared.folder))
+        with _free_where_refused(folder):
+            checkpoint = store(config, folder.path).latest(note)  # a job of a sweep that is started again
+            _check_same(prepared, folder, checkpoint, str(prepared.folder))
         return folder, checkpoint
     if config.resume == "disable":
         return new_folder(output), None
     if config.resume == "auto":
         names = (config.logging.project, config.logging.experiment, prepared.fingerprint)
         found = find_unfinished(output, *names, note)
-        return (found, _latest(config, found, note)) if found is not None else (new_folder(output), None)
+        if found is None:
+            return new_folder(output), None
+        with _free_where_refused(found):
+            return found, store(config, found.path).latest(note)
     named = Path(config.resume).expanduser()
     folder = open_folder(run_of(named))
-    checkpoint = _latest(config, folder, note)
-    if checkpoint is None:
-        raise InputError(f"resume={config.resume}: that run has no checkpoint to go on from")
-    if named not in (folder.path, checkpoint.folder):
-        raise InputError(
-            f"resume={config.resume}: that run goes on from its newest checkpoint, {checkpoint.folder.name}\n"
-            "  to go back, delete the later ones; to start anew from these weights: model=" + str(named / "model")
-        )
-    _check_same(prepared, folder, checkpoint, f"resume={config.resume}")
+    with _free_where_refused(folder):
+        checkpoint = store(config, folder.path).latest(note)
+        if checkpoint is None:
+            raise InputError(f"resume={config.resume}: that run has no checkpoint to go on from")
+        if named not in (folder.path, checkpoint.folder):
+            raise InputError(
+                f"resume={config.resume}: that run goes on from its newest checkpoint, {checkpoint.folder.name}\n"
+                "  to go back, delete the later ones; to start anew from these weights: model=" + str(named / "model")
+            )
+        _check_same(prepared, folder, checkpoint, f"resume={config.resume}")
     return folder, checkpoint
 
 
-def _latest(config: Config, folder: RunFolder, note: Note) -> Checkpoint | None:
-    """The newest that is whole; who is refused lets go of the folder."""
+@contextmanager
+def _free_where_refused(folder: RunFolder) -> Iterator[None]:
+    """Who is refused lets go of the folder, and who tries again finds it free."""
     try:
-        return store(config, folder.path).latest(note)
+        yield
     except InputError:
         folder.release()
         raise

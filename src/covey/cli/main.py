@@ -55,7 +55,7 @@ def _screened() -> Iterator[None]:
     """What is printed holds no secrets; nor does the trace of an error that nobody caught."""
     sys.excepthook = _last_words
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = Screen(sys.stdout), Screen(sys.stderr)
+    sys.stdout, sys.stderr = (stream and Screen(stream) for stream in before)  # closed ones are None
     try:
         yield
     finally:

@@ -183,7 +183,11 @@ def tell_of_the_limit(run: Run | SftRun, resume: str = "auto") -> None:
 
 
 def is_finished(path: Path) -> bool:
-    return bool(json.loads((path / "run.json").read_text())["status"] == "finished")
+    """What run.json says. Asked while something else is being told of, it must not be in the way."""
+    try:
+        return bool(json.loads((path / "run.json").read_text())["status"] == "finished")
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
 
 
 def _complete(training: Coroutine[Any, Any, Run]) -> None:

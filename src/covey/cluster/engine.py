@@ -191,7 +191,15 @@ class RayEngine:
         except ActorLost as error:
             self._lost(place, actor, error)
         except TimeoutError:
-            self._lost(place, actor, ActorLost(f"it gave no sign of life for {HUNG:g} s"))
+            if not await self._answers(actor):  # our own process may have been the one that stood still
+                self._lost(place, actor, ActorLost(f"it gave no sign of life for {HUNG:g} s"))
+
+    async def _answers(self, actor: Any) -> bool:
+        try:
+            await asyncio.wait_for(answer(actor.alive.remote()), PULSE)
+        except (ActorLost, TimeoutError):
+            return False
+        return True
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         job = asyncio.get_running_loop().create_task(work)

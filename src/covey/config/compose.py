@@ -53,6 +53,7 @@ NOT_IN_FINGERPRINT = (
     *("resume", "gateway.port", "gateway.max_programs", "loop.max_minutes"),
     *("logging.to", "logging.output_dir", "logging.verbosity"),
     *(f"cluster.{field.name}" for field in fields(ClusterConfig)),  # on other machines it is the same run
+    "learner.tensor_parallel",
 )
 
 

@@ -13,7 +13,7 @@ from covey.errors import Absent
 from covey.gateway.book import Book
 
 HOST = "127.0.0.1"
-HEAD_SECONDS = 30.0  # for the first line and the headers of a request
+HEAD_SECONDS = 60.0  # for the first line and the headers of a request; after one or two of them, silence is the end
 MAX_HEAD = 64 * 1024  # bytes of them
 MAX_CONNECTIONS = 4096  # at once; who comes then is told to come again
 # Seconds that a silent connection is kept. Clients give theirs up after 5: if we did so too, a request that goes out at

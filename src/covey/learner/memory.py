@@ -2,6 +2,7 @@
 
 A training step frees and takes hundreds of large tensors. glibc gives each back to the system and gets it again page by
 page, which costs a fifth of a step (benchmarks/malloc.py). Told to keep it, the process holds its peak until it ends.
+By itself it would keep a peak for every thread that ever learned: where sampling runs ahead, it is not always the same.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of <malloc.h>
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8  # of <malloc.h>
 
 CPU_TOKENS = 8192
 MOST_TOKENS = 10_240  # on a GPU: more in one pass is hardly faster
@@ -50,5 +51,5 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    advice = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 64 * 2**20))
+    advice = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 64 * 2**20), (M_ARENA_MAX, 1))
     return all(bool(mallopt(knob, value)) for knob, value in advice)

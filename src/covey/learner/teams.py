@@ -52,8 +52,15 @@ def split_matrices(lm: Any, ranks: Ranks) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh, plan = ranks.mesh["members"], layer_plan(lm.config)
+    blocks = {pattern.rpartition(".")[0] for pattern in plan}  # layers.*.self_attn, layers.*.mlp
     for name, module in lm.base_model.named_modules():
         style = style_of(name, plan)
+        inside = any(fnmatchcase(name, f"{block}.*") for block in blocks)
+        if style is None and inside and list(module.parameters(recurse=False)):
+            raise InputError(  # each member would have a part of its gradient, and nobody would add them up
+                f"learner.tensor_parallel: {name} has weights that the plan for {lm.config.model_type} models leaves "
+                "out\n  leave it out: learner.parallel=fsdp shares any model out"
+            )
         if style in (COLWISE, ROWWISE):
             assert isinstance(module, nn.Linear), f"{name} is no matrix"
             parallelize_module(module, mesh, ColwiseParallel() if style == COLWISE else RowwiseParallel())

@@ -32,7 +32,8 @@ class RunFolder:
 
     def write_info(self, info: dict[str, Any]) -> None:
         """run.json, whole or as it was."""
-        write_whole(self.path / INFO, json.dumps(hide_settings(info), indent=1))
+        kept = {key: info[key] for key in KEYS if key in info}  # what it is recognised by stays as it is
+        write_whole(self.path / INFO, json.dumps(hide_settings(info) | kept, indent=1))
 
     def info(self) -> dict[str, Any]:
         return read_info(self.path)

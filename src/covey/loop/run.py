@@ -54,13 +54,13 @@ class Run:
 
     async def train(self) -> Run:
         status = "failed"
-        self.offenders = Offenders(
-            self.path,
-            limit=self.config.learner.max_skipped,
-            skipped=self.learner.counters()["skipped"],
-            warn=self.telemetry.warn,
-        )
         try:
+            self.offenders = Offenders(
+                self.path,
+                limit=self.config.learner.max_skipped,
+                skipped=self.learner.counters()["skipped"],
+                warn=self.telemetry.warn,
+            )
             async with AsyncExitStack() as open_services:
                 for service in self.services:
                     await open_services.enter_async_context(service)
@@ -84,8 +84,8 @@ class Run:
                 await self.evaluate(0)
             for index in range(self.first_step, self.total_steps):
                 await self._step(index, limit)
+                self.terminated = limit.terminated  # also in the last step: what would follow this run does not
                 if limit.reached and index + 1 < self.total_steps:
-                    self.terminated = limit.terminated
                     return False
         return True
 

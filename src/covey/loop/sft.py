@@ -84,8 +84,8 @@ class SftRun:
                 self.evaluate(0)
             for index in range(self.first_step, self.total_steps):
                 self._step(index)
+                self.terminated = self.limit.terminated  # also in the last step: what would follow this run does not
                 if self.limit.reached and index + 1 < self.total_steps:
-                    self.terminated = self.limit.terminated
                     return False
         return True
 
