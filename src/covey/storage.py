@@ -7,6 +7,7 @@ its text. Here both become one `StorageFailed`, which names the path, what is ne
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 import shutil
@@ -116,6 +117,11 @@ def write_whole(path: Path, data: str | bytes) -> None:
             with suppress(OSError):
                 work.unlink()
             raise
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync_tree(folder: Path) -> None:

@@ -156,14 +156,14 @@ def test_one_that_cannot_be_read(checkpoints: Path, monkeypatch: pytest.MonkeyPa
     """A bad sector."""
     import covey.loop.checkpoint as room
 
-    read = room._sha256
+    read = room.sha256
 
     def broken(path: Path) -> str:
         if "step-000002" in str(path) and path.name == "optimizer.safetensors":
             raise OSError(5, "Input/output error", str(path))
         return read(path)
 
-    monkeypatch.setattr(room, "_sha256", broken)
+    monkeypatch.setattr(room, "sha256", broken)
     warned: list[str] = []
     found = store(checkpoints).latest(warned.append)
     assert found is not None and found.step == 1 and "Input/output error" in warned[0]

@@ -13,7 +13,6 @@ used; where all are damaged, the run is refused and nothing is touched. Nothing 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -27,7 +26,7 @@ from typing import Any
 
 from covey.errors import InputError
 from covey.protocols import Learner
-from covey.storage import size_of_tree, sync, sync_tree, writing
+from covey.storage import sha256, size_of_tree, sync, sync_tree, writing
 
 MANIFEST, STATE = "manifest.json", "state.json"
 READ = (".safetensors", ".json", ".jinja", ".bin", ".pt", ".pth", ".py")  # endings of what a loader would read
@@ -71,7 +70,7 @@ class CheckpointStore:
             tokenizer.save_pretrained(work / "model")
             full = state | {"learner": learner.counters()}
             (work / STATE).write_text(json.dumps(full, indent=1))
-            manifest = {str(p.relative_to(work)): _sha256(p) for p in sorted(work.rglob("*")) if p.is_file()}
+            manifest = {str(p.relative_to(work)): sha256(p) for p in sorted(work.rglob("*")) if p.is_file()}
             (work / MANIFEST).write_text(json.dumps(manifest, indent=1))
             _open_to_readers(work)
             sync_tree(work)
@@ -173,7 +172,7 @@ def _check_file(folder: Path, name: str, expected: Any) -> None:
         raise DamagedCheckpoint(folder, f"{MANIFEST} names {name!r}, which is not inside it")
     if not (folder / name).is_file():
         raise DamagedCheckpoint(folder, f"{name} is missing")
-    if _sha256(folder / name) != expected:
+    if sha256(folder / name) != expected:
         raise DamagedCheckpoint(folder, f"{name} does not match its checksum")
 
 
@@ -219,8 +218,3 @@ def _open_to_readers(folder: Path) -> None:
     folder.chmod(0o755)
     for path in folder.rglob("*"):
         path.chmod(0o755 if path.is_dir() else 0o644)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

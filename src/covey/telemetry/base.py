@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import Absent
+from covey.storage import write_whole
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,7 @@ def flat(tree: Any, name: str = "") -> dict[str, Any]:
 def lasting_id(path: Path) -> str:
     """An id that is drawn once and kept in the run's folder, so that a resumed run continues the same page."""
     if not path.exists():
-        work = path.with_name(f".{path.name}-new")  # whole or absent: who is killed here draws another one
-        work.write_text(uuid.uuid4().hex[:8] + "\n", encoding="ascii")
-        work.replace(path)
+        write_whole(path, uuid.uuid4().hex[:8] + "\n")  # who is killed here draws another one
     return path.read_text(encoding="ascii").strip()
 
 

@@ -3,7 +3,6 @@ adapters merged into copies, in a file or in buckets."""
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from covey.errors import InputError
+from covey.storage import sha256 as file_digest
 from covey.storage import sync, writing
 
 Named = Iterator[tuple[str, Tensor]]
@@ -100,11 +100,6 @@ def write_weights(named: Named, folder: Path, version: int) -> tuple[Path, str]:
     finally:
         work.unlink(missing_ok=True)
     return path, digest
-
-
-def file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def buckets(named: Named, buffer: Tensor) -> Iterator[list[dict[str, Any]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 from covey.config.schema import DataConfig
 from covey.errors import Absent, InputError, nearest, unknown
+from covey.storage import sha256
 from covey.tasks.datasets.dataset import TEST, TRAIN, Choice, Dataset
 from covey.tasks.datasets.registry import DATASETS
 from covey.tasks.reading import read_table
@@ -80,11 +80,6 @@ def read_rows(
         for column in dataset.packed:
             row[column] = json.loads(row[column])
     return rows
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _tasks(dataset: Dataset, manifest: Mapping[str, Any], split: str, options: Mapping[str, Any]) -> list[Task]:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import InputError
+from covey.storage import sha256
 from covey.tasks.datasets.clean import Row, Tally, without_empty, without_overlap, without_repeats
 from covey.tasks.datasets.dataset import ANSWERS, CORPUS, SPLITS, TEST, VALIDATION, Dataset, LeftOut, Values
-from covey.tasks.datasets.load import data_folder, is_prepared, read_manifest, read_rows, sha256
+from covey.tasks.datasets.load import data_folder, is_prepared, read_manifest, read_rows
 from covey.tasks.datasets.registry import DATASETS
 from covey.tasks.datasets.sources import Raw, given_files, home_files
 from covey.tasks.datasets.write import write_set

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import InputError
-from covey.storage import sync_tree, writing
+from covey.storage import sha256, sync_tree, writing
 from covey.tasks.datasets.dataset import Dataset
-from covey.tasks.datasets.load import MANIFEST, sha256
+from covey.tasks.datasets.load import MANIFEST
 
 
 def write_set(
