@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from covey.gateway.body import shallow
 from covey.gateway.refusal import Refused, wrong
+from covey.json_values import flaw
 from covey.types import Messages
 
 Message = dict[str, Any]
@@ -119,10 +119,9 @@ def _arguments(raw: Any) -> Any:
         return raw or {}
     try:
         found = json.loads(raw or "{}")
-        json.dumps(found, allow_nan=False, ensure_ascii=False).encode()  # a template shows it, a tokenizer reads it
     except (ValueError, RecursionError):
         return raw
-    return found if isinstance(found, dict) and shallow(found) else raw
+    return found if isinstance(found, dict) and flaw(found) is None else raw  # a template shows it
 
 
 def outward(said: Said) -> Message:

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import InputError
+from covey.json_values import DEEPEST, TOO_DEEP, shallow
 
 WIDTH = 100  # characters of a line that an excerpt shows
-DEEPEST = 64  # lists and objects inside each other
 LARGEST = 256 * 2**20  # bytes that a gzipped file may always hold; more only where it is not all the same
 DENSEST = 200  # times its own size
 HALF = re.compile(r"\\u[dD][89a-fA-F]")  # may be half of a surrogate pair
@@ -115,29 +115,15 @@ def read_json(text: str) -> Any:
     except json.JSONDecodeError:
         raise
     except RecursionError:
-        raise json.JSONDecodeError(TOO_DEEP, text, 0) from None
+        raise json.JSONDecodeError(TOO_DEEP.capitalize(), text, 0) from None
     except ValueError:
         found = DIGITS.search(text)
         raise json.JSONDecodeError("A number has too many digits", text, found.start() if found else 0) from None
-    if text.count("[") + text.count("{") > DEEPEST and not _shallow(value):
-        raise json.JSONDecodeError(TOO_DEEP, text, 0)
+    if text.count("[") + text.count("{") > DEEPEST and not shallow(value):
+        raise json.JSONDecodeError(TOO_DEEP.capitalize(), text, 0)
     if HALF.search(text) and (half := _half_character(value, text)) is not None:
         raise json.JSONDecodeError("A string has half of a surrogate pair", text, half)
     return value
-
-
-TOO_DEEP = f"Nested more than {DEEPEST} levels deep"
-
-
-def _shallow(value: Any) -> bool:
-    level = [value]
-    for _ in range(DEEPEST + 1):
-        level = [inner for one in level if isinstance(one, dict | list) for inner in _inside(one)]
-    return not level
-
-
-def _inside(value: dict[str, Any] | list[Any]) -> list[Any]:
-    return list(value.values()) if isinstance(value, dict) else value
 
 
 def _half_character(value: Any, text: str) -> int | None:

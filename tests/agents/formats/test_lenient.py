@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from covey.agents.formats.lenient import MAX_DEPTH, Unreadable, read, value_end
+from covey.agents.formats.lenient import Unreadable, read, value_end
+from covey.json_values import DEEPEST
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def test_read(text: str, value: Any) -> None:
         ('{"a": ' + "1" * 5000 + "}", "a number has too many digits"),
         ('{"a": "\\ud800"}', "half of a surrogate pair"),
         ('{"\\udc00": 1}', "half of a surrogate pair"),
-        ("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), "nested more than 64 levels"),
+        ("[" * (DEEPEST + 1) + "]" * (DEEPEST + 1), "nested more than 64 levels"),
         ("[" * 100_000 + "]" * 100_000, "nested more than 64 levels"),
         ("{'a': 'it's'}", "expecting property name"),
         ("{a: 1}", "expecting property name"),
@@ -73,7 +74,7 @@ def test_unreadable(text: str, words: str) -> None:
 
 
 def test_nesting_up_to_the_limit_is_read() -> None:
-    text = "[" * MAX_DEPTH + "]" * MAX_DEPTH
+    text = "[" * DEEPEST + "]" * DEEPEST
     assert read(text) == json.loads(text)
 
 

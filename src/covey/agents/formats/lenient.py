@@ -18,8 +18,7 @@ import re
 from collections import Counter
 from typing import Any
 
-MAX_DEPTH = 64
-TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
+from covey.json_values import TOO_DEEP, flaw
 
 # A string is taken whole or not at all (possessive), so nothing here is tried twice.
 TOKEN = re.compile(r"""\s+|[{}\[\]:,]|"(?:[^"\\]++|\\.)*+"|'(?:[^'\\]++|\\.)*+'|[-+.\w]+""", re.DOTALL)
@@ -39,7 +38,8 @@ def read(text: str) -> Any:
             value = _loads(_mended(text))
         except json.JSONDecodeError:
             raise Unreadable(_explain(error, text)) from error
-    _check(value)
+    if (reason := flaw(value)) is not None:
+        raise Unreadable(f"it is {reason}" if reason == TOO_DEEP else reason)
     return value
 
 
@@ -71,7 +71,7 @@ def _loads(text: str) -> Any:
     except (Unreadable, json.JSONDecodeError):
         raise
     except RecursionError as error:
-        raise Unreadable(TOO_DEEP) from error
+        raise Unreadable(f"it is {TOO_DEEP}") from error
     except ValueError as error:
         raise Unreadable("a number has too many digits") from error
 
@@ -87,25 +87,6 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         shown = json.dumps(twice[:40].encode(errors="replace").decode(), ensure_ascii=False)
         raise Unreadable(f"the key {shown} is given twice")
     return found
-
-
-def _check(value: Any) -> None:
-    """What JSON can write down but nothing after it can take: numbers without end, half characters, deep nesting."""
-    if not _shallow(value, MAX_DEPTH):
-        raise Unreadable(TOO_DEEP)
-    try:
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except UnicodeEncodeError as error:
-        raise Unreadable("a string has half of a surrogate pair (\\ud800 to \\udfff)") from error
-    except ValueError as error:
-        raise Unreadable("a number is too large") from error
-
-
-def _shallow(value: Any, levels: int) -> bool:
-    if not isinstance(value, (dict, list)):
-        return True
-    inner = value.values() if isinstance(value, dict) else value
-    return levels > 0 and all(_shallow(one, levels - 1) for one in inner)
 
 
 def _mended(text: str) -> str:
