@@ -218,6 +218,9 @@ def test_every_metric_that_is_written_is_documented(run: str, logged: dict[str, 
     assert [name for name in sorted(logged[run]) if not any(p.fullmatch(name) for p in patterns)] == []
 
 
+ON_A_GPU = {"perf/gpu_memory_gib", "perf/gpu_reserved_gib"}
+
+
 def cluster_metrics() -> set[str]:
     """Asked of the engine itself: a run on a cluster takes long to start."""
     counts: Any = SimpleNamespace(reissued=0, replaced=0)
@@ -229,7 +232,7 @@ def test_the_metrics_of_a_cluster_are_documented() -> None:
 
 
 def test_every_metric_that_is_documented_is_written_by_some_run(logged: dict[str, set[str]]) -> None:
-    names = set().union(*logged.values(), cluster_metrics())
+    names = set().union(*logged.values(), cluster_metrics(), ON_A_GPU)
     assert [text for text, pattern in documented().items() if not any(map(pattern.fullmatch, names))] == []
 
 

@@ -10,10 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from covey.errors import InputError
 from covey.telemetry import Telemetry, read_episodes, read_history
+from covey.telemetry.figures import by_the_machine
 from covey.telemetry.jsonl import JsonlFiles, read_jsonl
+from covey.telemetry.memory import held
 from covey.telemetry.parts import PART_BYTES, parts_of
 
 
@@ -166,3 +169,15 @@ def test_reading_names_file_and_line_of_what_is_not_json(tmp_path: Path) -> None
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"is .* the folder of a run"):
         read_history(tmp_path)
+
+
+def test_the_memory_of_the_process_stands_in_a_step() -> None:
+    """A table of 64 MiB that is filled shows; on a GPU the most since the last look, and then anew."""
+    before = held()
+    table = torch.ones(64 * 2**20 // 4)
+    after = held()
+    assert set(before) >= {"perf/memory_gib"} or not Path("/proc/self/statm").exists()
+    if "perf/memory_gib" in before:
+        assert 0.05 < after["perf/memory_gib"] - before["perf/memory_gib"] < 1
+    assert all(by_the_machine(name) for name in after)
+    assert table.sum() == 64 * 2**20 // 4

@@ -156,6 +156,11 @@ def test_a_missing_extra_is_named_before_anything_is_touched(
     assert not info.folder.exists()
 
 
+@pytest.fixture(autouse=True)
+def nothing_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("covey.telemetry.telemetry.held", dict)
+
+
 class FakeWandb:
     """As much of wandb as we use."""
 

@@ -77,6 +77,11 @@ def is_stage(key: str) -> bool:
     return key.startswith("timing/") and key not in ("timing/step", "timing/tools", "timing/slowest_episode")
 
 
+def by_the_machine(key: str) -> bool:
+    """Whether a metric may differ between two runs with the same seed: times, speed, memory."""
+    return key.startswith(("timing/", "perf/")) and key not in ("perf/generated_tokens", "perf/read_tokens")
+
+
 def evaluation_form(key: str) -> Form:
     """How an eval/* metric reads: rewards are scores; what an evaluation counts beside them is not."""
     match key.rsplit("/", 1)[-1]:

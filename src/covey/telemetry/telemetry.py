@@ -20,6 +20,7 @@ from covey.telemetry.clock import StageClock
 from covey.telemetry.console import open_console
 from covey.telemetry.history import History, read_history
 from covey.telemetry.jsonl import JsonlFiles
+from covey.telemetry.memory import held
 from covey.telemetry.mlflow import MlflowSink
 from covey.telemetry.tensorboard import TensorboardSink
 from covey.telemetry.trackio import TrackioSink
@@ -31,11 +32,16 @@ MODULES = {"wandb": "wandb", "tensorboard": "torch.utils.tensorboard", "mlflow":
 
 class Telemetry:
     def __init__(
-        self, files: JsonlFiles, sinks: Sequence[Sink] = (), now: Callable[[], float] = time.perf_counter
+        self,
+        files: JsonlFiles,
+        sinks: Sequence[Sink] = (),
+        now: Callable[[], float] = time.perf_counter,
+        memory: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self._files = files
         self._sinks: tuple[Sink, ...] = (files, *sinks)
         self._clock = StageClock(now)
+        self._memory = memory
         self._closed = False
 
     @classmethod
@@ -57,7 +63,7 @@ class Telemetry:
             sinks.append(TrackioSink(info, logging))
         if "console" in logging.to:  # last: what the others print while starting stays above the live view
             sinks.append(open_console(info, logging.verbosity, history))
-        return cls(files, sinks)
+        return cls(files, sinks, memory=held)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -89,7 +95,7 @@ class Telemetry:
             timing["perf/tokens_per_second"] = tokens / seconds["rollout"]
         if (tokens := metrics.get("perf/read_tokens")) and seconds.get("update"):
             timing["perf/tokens_per_second"] = tokens / seconds["update"]
-        self._tell(lambda sink: sink.step(index, {**timing, **metrics}, sample, episodes))
+        self._tell(lambda sink: sink.step(index, {**timing, **self._memory(), **metrics}, sample, episodes))
 
     def evaluation(self, step: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None:
         """After each evaluation; `step` is the number of updates done."""

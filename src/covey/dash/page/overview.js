@@ -51,6 +51,7 @@
       { title: "Cut off and flat", about: "share of answers, of groups", names: has(["response/truncated", "groups/flat"]) },
       { title: "Throughput", about: "tokens per second", names: ["perf/tokens_per_second"] },
       { title: "Time per stage", about: "seconds of a step", stack: true, names: stages },
+      { title: "Memory", about: "GiB of the driving process, of its GPU", names: has(["perf/memory_gib", "perf/gpu_memory_gib"]) },
       { title: "Gradient norm", about: "force of the update", names: ["grad/norm"] },
       { title: "Policy age", about: "updates between sampling and learning", names: has(["policy/age", "policy/age_max"]) },
       { title: "Failures by cause", about: "episodes that the infrastructure broke", names: like("episodes/failed/") },
