@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from covey.cli.main import main
+from covey.learner.learner import Learner
 
 SMALL = ["data.val_size=4", "data.train_batch_size=2", "rollout.group_size=4", "rollout.max_tokens=6"]
 SMALL += ["loop.total_steps=6", "eval.before=false", "eval.after=false", "algorithm=grpo"]
@@ -67,6 +69,22 @@ def test_a_policy_is_never_older_than_allowed(here: Path, tiny_model_folder: Pat
     assert len(found) == 6
     assert max(step["policy/age_max"] for step in found) in (1, 2)
     assert all(step["correction/weight_mean"] == pytest.approx(1.0, abs=0.2) for step in found)
+
+
+def test_it_learns_in_a_thread_of_its_own_and_always_in_that(
+    here: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that computes keeps buffers and workers: one more, and a run would hold more from then on."""
+    seen, update = [], Learner.update
+
+    def watched(self: Learner, *given: Any) -> Any:
+        seen.append(threading.current_thread())
+        return update(self, *given)
+
+    monkeypatch.setattr(Learner, "update", watched)
+    run(f"model={tiny_model_folder}", "reward=slow.py:letters", "mode=async")
+    assert len(seen) == 6 and len(set(seen)) == 1
+    assert seen[0].name.startswith("covey-learner") and not seen[0].is_alive()
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -324,7 +325,7 @@ def _joined(
             engine,
             _schedule(prepared),
             telemetry,
-            ahead(config),
+            _own_thread(resources) if ahead(config) else None,
             publish_every(config),
         ),
         learner=learner,
@@ -340,6 +341,13 @@ def _joined(
         services=services(prepared.agent),
         resources=resources.pop_all(),
     )
+
+
+def _own_thread(resources: ExitStack) -> Executor:
+    """Always the same one: every thread that computes brings its own workers and buffers, and keeps them."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix="covey-learner")
+    resources.callback(thread.shutdown)
+    return thread
 
 
 def _learner_and_engine(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -52,7 +53,7 @@ class Road:
     engine: RolloutEngine
     schedule: Schedule
     stages: Stages
-    ahead: bool = False  # episodes go on while the learner learns: tools answer, programs play
+    thread: Executor | None = None  # where the learner learns while episodes go on: tools answer, programs play
     publish_every: int = 1  # an engine apart goes on with its weights in between
 
 
@@ -60,9 +61,12 @@ async def step(road: Road, index: int) -> StepResult:
     with road.stages.stage("rollout"):
         collected = await road.source.next()  # tasks → scored groups
         await road.engine.pause()
-    result = await asyncio.to_thread(learn, road, collected) if road.ahead else learn(road, collected)
+    if road.thread is not None:
+        result = await asyncio.get_running_loop().run_in_executor(road.thread, learn, road, collected)
+    else:
+        result = learn(road, collected)
     await publish(road, index + 1, now=not road.engine.apart or (index + 1) % road.publish_every == 0)
-    if road.ahead:
+    if road.thread is not None:
         result = replace(result, metrics=result.metrics | ages(result.samples, index))
     return result
 
