@@ -35,6 +35,7 @@ from kit.processes import Seen, descendants, look
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 MEMORY = {"rss": "driver, RSS", "uss": "driver, its own alone (USS)", "tree_pss": "all processes, PSS"}
+ON_A_GPU = {"perf/gpu_memory_gib": "tensors on the GPU, the step's most", "perf/gpu_reserved_gib": "held of the GPU"}
 COUNTS = {  # by how much each may be above the most of the warm-up
     "files": 8,
     "threads": 2,
@@ -215,13 +216,19 @@ def slope(steps: np.ndarray, values: np.ndarray, resamples: int = 2000) -> Slope
     return Slope(1000 * fit, 1000 * float(low), 1000 * float(high))
 
 
+def grown(steps: np.ndarray, values: np.ndarray) -> dict[str, Any]:
+    found = slope(steps, values)
+    ends = {"first": round(float(values[0]), 1), "last": round(float(values[-1]), 1)}
+    return ends | asdict(found) | {"verdict": found.verdict()}
+
+
 def judge(moments: list[Moment], code: int, left: list[int], folder: Path) -> dict[str, Any]:
     moments = [m for m in moments if m.step < moments[-1].step]  # without the end, where all is given back
     begin = max(3, len(moments) // 2)
     assert len(moments) >= begin + 10, f"only {len(moments)} samples:\n{(folder / 'log.txt').read_text()[-3000:]}"
     early, late = moments[:begin], moments[begin:]
     steps = np.array([moment.step for moment in late], float)
-    slopes = {name: slope(steps, np.array([getattr(m.seen, name) for m in late])) for name in MEMORY}
+    memory = {name: grown(steps, np.array([getattr(m.seen, name) for m in late])) for name in MEMORY}
     counts = {}
     for name, more in COUNTS.items():
         first, later = (max(getattr(m.seen, name) for m in part) for part in (early, late))
@@ -233,6 +240,10 @@ def judge(moments: list[Moment], code: int, left: list[int], folder: Path) -> di
         }
     (run,) = folder.glob("outputs/*/*")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for name in ON_A_GPU:
+        if points := [(row["step"], row["metrics"][name]) for row in rows if name in row["metrics"]]:
+            after = np.array([point for point in points if point[0] >= steps[0]])
+            memory[name] = grown(after[:, 0], 1024 * after[:, 1])
     failures: dict[str, int] = {}
     for row in rows:
         for name, value in row["metrics"].items():
@@ -246,12 +257,7 @@ def judge(moments: list[Moment], code: int, left: list[int], folder: Path) -> di
         "samples": len(moments),
         "seconds": round(moments[-1].seconds),
         "warm_up_steps": early[-1].step,
-        "memory": {
-            name: {"first": round(getattr(late[0].seen, name), 1), "last": round(getattr(late[-1].seen, name), 1)}
-            | asdict(found)
-            | {"verdict": found.verdict()}
-            for name, found in slopes.items()
-        },
+        "memory": memory,
         "counts": counts,
         "failures": failures,
         "left_processes": len(left),
@@ -261,7 +267,7 @@ def judge(moments: list[Moment], code: int, left: list[int], folder: Path) -> di
 
 
 def sound(found: dict[str, Any]) -> bool:
-    memory = all(found["memory"][name]["low"] <= 0 for name in MEMORY)
+    memory = all(one["low"] <= 0 for one in found["memory"].values())
     counts = all(count["flat"] for count in found["counts"].values())
     return memory and counts and not found["left_processes"] and not found["left_temporary"]
 
@@ -274,10 +280,9 @@ def table(found: dict[str, Any], mode: str) -> str:
         "| memory | after warm-up | at the end | MiB per 1,000 steps (95 %) | verdict |",
         "|---|---|---|---|---|",
     ]
-    for name, words in MEMORY.items():
-        one = found["memory"][name]
+    for name, one in found["memory"].items():
         lines.append(
-            f"| {words} | {one['first']:.0f} MiB | {one['last']:.0f} MiB "
+            f"| {(MEMORY | ON_A_GPU)[name]} | {one['first']:.0f} MiB | {one['last']:.0f} MiB "
             f"| {one['value']:+.3f} ({one['low']:+.3f} to {one['high']:+.3f}) | {one['verdict']} |"
         )
     lines += ["", "| | most in the warm-up | most after it | at the end |", "|---|---|---|---|"]
