@@ -15,6 +15,7 @@ from covey.learner import builtin
 from covey.learner.learner import Learner
 from covey.learner.memory import keep_freed_memory
 from covey.learner.models import Reference, load_policy, locate, open_source, parameter_count, trained_count
+from covey.telemetry.memory import held as held_now
 from tests.learner.helpers import batch_of, rows_of
 
 
@@ -141,3 +142,20 @@ def test_a_reference_that_waits_elsewhere_comes_once_for_all_who_ask() -> None:
         assert model is reference.model
     assert Recorded.moves == ["cpu", "meta", "cpu"]
     assert not Reference(torch.nn.Linear(2, 2), offload=True).offload  # it is in CPU memory anyway
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_attention_on_a_gpu_keeps_nothing_for_every_shape(tiny_model_folder: Path) -> None:
+    """cuDNN's kept about a megabyte of the host's memory each, without end."""
+    config = ModelConfig(name=str(tiny_model_folder), device="cuda")
+    load_policy(open_source(config), config)
+    held = []
+    for lengths in (range(64, 80), range(80, 280)):
+        for length in lengths:
+            q = torch.ones(2, 4, length, 64, device="cuda", dtype=torch.bfloat16)
+            mask = torch.ones(2, 1, length, length, device="cuda", dtype=torch.bool)
+            torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+            torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+        torch.cuda.synchronize()
+        held.append(held_now()["perf/memory_gib"])
+    assert held[1] - held[0] < 0.05

@@ -1,4 +1,4 @@
-"""Memory: how many tokens a forward pass may hold, and keeping what was freed on a CPU.
+"""Memory: how many tokens a forward pass may hold, keeping what was freed on a CPU, keeping little beside a GPU.
 
 A training step frees and takes hundreds of large tensors. glibc gives each back to the system and gets it again page by
 page, which costs a fifth of a step (benchmarks/malloc.py). Told to keep it, the process holds its peak until it ends.
@@ -42,6 +42,12 @@ def tokens_within(memory: float, tokens: tuple[int, int], peaks: tuple[int, int]
     each = max(1.0, (peaks[1] - peaks[0]) / (tokens[1] - tokens[0]))
     fixed = max(0.0, peaks[0] - each * tokens[0])
     return max(PROBES[0], min(MOST_TOKENS, int((memory - fixed) / each)))
+
+
+def without_plans_by_shape() -> None:
+    """cuDNN's attention keeps a plan for every shape it has seen, about a megabyte of the host's memory each, as long
+    as its thread lives. Answers come in all lengths, so that never ends; the other kernels keep nothing."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def keep_freed_memory() -> bool:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from covey.config.schema import ModelConfig
 from covey.errors import Absent, InputError, nearest, unknown
 from covey.learner.builtin import BUILTIN, builtin_folder
-from covey.learner.memory import keep_freed_memory
+from covey.learner.memory import keep_freed_memory, without_plans_by_shape
 from covey.trust import FIX, check_adapter, check_config, check_weights, no_pickles, split_revision
 
 MAIN = "main"  # the hub's name for what is current
@@ -202,6 +202,8 @@ def load_policy(source: ModelSource, config: ModelConfig, *, seed: int = 0) -> A
     device = pick_device(config.device)
     if device.type == "cpu":
         keep_freed_memory()
+    else:
+        without_plans_by_shape()
     with _explain_unreachable(source.name), no_pickles(source.name):
         model = AutoModelForCausalLM.from_pretrained(
             source.path,

@@ -14,6 +14,7 @@ from covey.learner.learner import NonFiniteError
 from covey.loop.checkpoint import Checkpoint, CheckpointStore, best_of
 from covey.loop.evaluate import Evaluator
 from covey.loop.folder import RunFolder
+from covey.loop.garbage import set_aside
 from covey.loop.limit import TimeLimit, time_limit
 from covey.loop.offenders import Offenders
 from covey.loop.record import episode_view, step_episodes, step_metrics, step_view
@@ -76,7 +77,7 @@ class Run:
 
     async def _all_steps(self) -> bool:
         """Whether all were made, or `loop.max_minutes` or SIGTERM ended them, with a checkpoint to go on from."""
-        with time_limit(self.config.loop.max_minutes) as limit:
+        with time_limit(self.config.loop.max_minutes) as limit, set_aside():
             if self.first_step:  # a run that was killed may have come no further than to write
                 self.checkpoints.delete_old(self.first_step, self.best)
             await publish(self.road, self.first_step)

@@ -16,6 +16,7 @@ from covey.config.schema import Config
 from covey.learner.learner import Ask, Learner, NonFiniteError
 from covey.loop.checkpoint import Checkpoint, CheckpointStore, best_of
 from covey.loop.folder import RunFolder
+from covey.loop.garbage import set_aside
 from covey.loop.limit import TimeLimit, time_limit
 from covey.loop.offenders import Offenders
 from covey.loop.run import close_run
@@ -77,7 +78,7 @@ class SftRun:
 
     def _all_steps(self) -> bool:
         """Whether all were made, or `loop.max_minutes` or SIGTERM ended them, with a checkpoint to go on from."""
-        with time_limit(self.config.loop.max_minutes) as self.limit:
+        with time_limit(self.config.loop.max_minutes) as self.limit, set_aside():
             if self.first_step:  # a run that was killed may have come no further than to write
                 self.checkpoints.delete_old(self.first_step, self.best)
             if self.config.eval.before and self.first_step == 0:
