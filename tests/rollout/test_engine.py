@@ -172,6 +172,30 @@ def test_the_version_of_a_step_is_that_of_its_beginning() -> None:
     assert done.versions == (0, 1)
 
 
+def test_an_engine_that_is_paused_again_at_once_stays_paused() -> None:
+    """Where the next groups are there already, the learner has the weights again before the engine has woken up."""
+    model = tiny_llama()
+    engine = engine_for(model, eos_ids=[])
+
+    async def run() -> tuple[int, int, Completion]:
+        asking = asyncio.create_task(engine.generate(PROMPTS[1], Sampling(max_tokens=12, seed=0)))
+        while not engine.generated_tokens:
+            await asyncio.sleep(0)
+        await engine.pause()
+        await asyncio.sleep(0.05)  # it sleeps
+        await engine.resume()
+        await engine.pause()
+        before = engine.generated_tokens
+        await asyncio.sleep(0.2)
+        after = engine.generated_tokens
+        await engine.resume()
+        return before, after, await asking
+
+    before, after, done = asyncio.run(run())
+    assert 0 < before == after < len(done.token_ids) == 12
+    assert_as_alone(model, [(PROMPTS[1], Sampling(max_tokens=12, seed=0))], [done])
+
+
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(ValueError, match="empty prompt"):
         answers(engine_for(tiny_llama()), [([], Sampling())])

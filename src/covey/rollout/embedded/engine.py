@@ -144,8 +144,8 @@ class EmbeddedEngine:
         loop = asyncio.get_running_loop()
         await self._others_turn()
         while (self._arrived or self._queue or self._batch.busy) and not self._closing:
-            if not self._awake.is_set() and not (self.drains and (self._queue or self._batch.busy)):
-                await self._awake.wait()
+            while not self._awake.is_set() and not (self.drains and (self._queue or self._batch.busy)):
+                await self._awake.wait()  # it may have been paused again before this is reached
             if self._awake.is_set():
                 self._queue = deque(request for request in (*self._queue, *self._arrived) if not request.abandoned)
                 self._arrived.clear()
