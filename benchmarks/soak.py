@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 MEMORY = {"rss": "driver, RSS", "uss": "driver, its own alone (USS)", "tree_pss": "all processes, PSS"}
 ON_A_GPU = {"perf/gpu_memory_gib": "tensors on the GPU, the step's most", "perf/gpu_reserved_gib": "held of the GPU"}
+FEW_PAGES = 0.1  # MiB
 COUNTS = {  # by how much each may be above the most of the warm-up
     "files": 8,
     "threads": 2,
@@ -130,8 +131,13 @@ class Slope:
     def flat(self) -> bool:
         return self.low <= 0 <= self.high
 
-    def verdict(self) -> str:
-        return "indistinguishable from zero" if self.flat else "grows" if self.value > 0 else "shrinks"
+    def verdict(self, steps: float) -> str:
+        """After so many steps. Memory is counted in pages of 4 KiB: one more is seen, and says nothing."""
+        if self.flat:
+            return "indistinguishable from zero"
+        if abs(more := self.value * steps / 1000) < FEW_PAGES:
+            return f"level ({1024 * more:+.0f} KiB in {steps:,.0f} steps)"
+        return "grows" if more > 0 else "shrinks"
 
 
 def prepare(folder: Path) -> None:
@@ -219,7 +225,7 @@ def slope(steps: np.ndarray, values: np.ndarray, resamples: int = 2000) -> Slope
 def grown(steps: np.ndarray, values: np.ndarray) -> dict[str, Any]:
     found = slope(steps, values)
     ends = {"first": round(float(values[0]), 1), "last": round(float(values[-1]), 1)}
-    return ends | asdict(found) | {"verdict": found.verdict()}
+    return ends | asdict(found) | {"verdict": found.verdict(float(steps[-1] - steps[0]))}
 
 
 def judge(moments: list[Moment], code: int, left: list[int], folder: Path) -> dict[str, Any]:
@@ -267,7 +273,7 @@ def judge(moments: list[Moment], code: int, left: list[int], folder: Path) -> di
 
 
 def sound(found: dict[str, Any]) -> bool:
-    memory = all(one["low"] <= 0 for one in found["memory"].values())
+    memory = all(one["verdict"] != "grows" for one in found["memory"].values())
     counts = all(count["flat"] for count in found["counts"].values())
     return memory and counts and not found["left_processes"] and not found["left_temporary"]
 

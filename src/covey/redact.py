@@ -34,7 +34,8 @@ _MAY_SAY = frozenset({"auth", "key", "pat", "token"})  # alone, in the environme
 _OF = frozenset({"access", "api", "auth", "bot", "client", "hf", "openai", "private", "refresh", "session", "wandb"})
 FROM_ENV = "_from_env"  # below such a setting there are names of variables, not what they hold
 _NAMES = frozenset({"env", "file", "path", "dir", "name", "mode", "sock", "id", "socket"})  # where it is, not what
-_ADDRESS = re.compile(r"(?P<scheme>\b[a-z][a-z0-9+.-]*://)(?P<user>[^\s/?#@'\"]*)@", re.IGNORECASE)
+# What stands in front of a colon is looked at from its first letter only: it may be a megabyte.
+_ADDRESS = re.compile(r"(?P<scheme>(?<![a-z0-9+.-])[a-z0-9+.-]++://)(?P<user>[^\s/?#@'\"]*)@", re.IGNORECASE)
 _QUERY = re.compile(r"([?&](?:api_?key|key|access_token|token|password|secret|sig|signature)=)[^&\s'\"#]+", re.I)
 _HEADER = re.compile(r"\b((?:Bearer|Basic)\s+)(?=\S*[0-9=._~+/-])[A-Za-z0-9._~+/=:-]{6,}")
 _AUTHORIZATION = re.compile(

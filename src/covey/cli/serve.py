@@ -19,6 +19,8 @@ from covey.cli.words import parse
 from covey.gateway import Book, Live, Rules
 from covey.gateway.server import Server, bind, require_packages
 from covey.redact import hide_known
+from covey.storage import writing
+from covey.telemetry.parts import PartWriter, whole_lines
 
 USAGE = """\
 covey serve MODEL_OR_RUN [--folder DIR] [key=value ...]
@@ -74,7 +76,10 @@ async def serve(bench: Bench, folder: Path, say: Callable[[str], None]) -> None:
         try:
             await ended.wait()
         finally:
-            await server.stop()
+            try:
+                await server.stop()
+            finally:
+                record.close()
     say(f"{record.count} episodes in {record.path}")
 
 
@@ -104,6 +109,7 @@ class Recorder:
 
     def __init__(self, folder: Path, decode: Callable[..., str]) -> None:
         self.path = folder / "episodes.jsonl"
+        self.writer: PartWriter | None = None  # with the first episode
         self.count = 0
         self.decode = decode
 
@@ -131,8 +137,14 @@ class Recorder:
             tokens=rows,
             decode=lambda ids: self.decode(ids, special=True),
         )
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a") as file:
-            record = finite(line | {"id": live.id, "metadata": live.metadata})
-            file.write(hide_known(json.dumps(record, default=str)) + "\n")
+        if self.writer is None:
+            with writing(self.path):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.writer = PartWriter(self.path, whole_lines(self.path))
+        record = finite(line | {"id": live.id, "metadata": live.metadata})
+        self.writer.write(hide_known(json.dumps(record, default=str)).encode() + b"\n")
         self.count += 1
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()

@@ -24,12 +24,14 @@ from covey.gateway.live import Live, Rules
 from covey.gateway.messages import read_messages
 from covey.gateway.refusal import Refused
 from covey.protocols import Policy
+from covey.storage import StorageFailed
 from covey.types import RewardTable, Task
 
 GOLD = re.compile(  # columns that tell what is right, in the data sets that are around
     "answers?|canonical_solution|cases|ground_truth|outputs|reward_model|solutions?|test_list|tests?|tool_calls"
 )
 REMEMBERED = 10_000  # episodes that are over
+SILENT = 24 * 3600.0  # seconds without a request after which an episode that no run has asked for is over
 # In the environment: the admin's token, where it is not to be a new one each time.
 TOKEN = "COVEY_TOKEN"  # noqa: S105 - the variable's name
 
@@ -91,6 +93,7 @@ class Book:
     def open_new(self, task: Task | None = None, *, metadata: Any = None, key: str | None = None) -> Live:
         """An episode that no run has asked for."""
         assert self.new_policy is not None
+        self._end_silent()
         task = task or Task(secrets.token_hex(8), ())
         return self.open(self.new_policy(), task, metadata=metadata, key=key)
 
@@ -108,12 +111,24 @@ class Book:
         self.last_taken = time.monotonic()  # whoever played it may come for the next
         self.on_closed(live)
 
-    async def close(self) -> None:
-        """End all episodes; who waits for an attempt waits no longer."""
-        self._closing = True
-        for live in list(self._live.values()):
+    def _end_silent(self) -> None:
+        """Episodes that nobody has asked for anything in for so long: their clients are gone."""
+        now = time.monotonic()
+        for live in [live for live in self._live.values() if now - live.used > SILENT]:
             self.end(live)
+
+    async def close(self) -> None:
+        """End all episodes; who waits for an attempt waits no longer. What a disk refuses is told when all are over."""
+        self._closing = True
+        refused: StorageFailed | None = None
+        for live in list(self._live.values()):
+            try:
+                self.end(live)
+            except StorageFailed as error:
+                refused = refused or error
         await self._notify()
+        if refused is not None:
+            raise refused
 
     # -- callers -----------------------------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ class Live:
         self.given: RewardTable | None = None
         self.error: Exception | None = None  # of the engine
         self.closed = asyncio.Event()
-        self.began = time.monotonic()
+        self.began = self.used = time.monotonic()
         self._memory = Memory(rules.format)
         self._running: set[asyncio.Task[list[Choice]]] = set()
         self._stop: StopReason | None = None
@@ -57,6 +57,7 @@ class Live:
         if self.closed.is_set():  # while the request was still coming in
             raise Refused(410, "this episode is over: nothing more can be asked in it", code="episode_over")
         self._check(asked)
+        self.used = time.monotonic()
         self._begun += asked.n
         task = asyncio.get_running_loop().create_task(self._ask(asked))
         self._running.add(task)

@@ -29,6 +29,16 @@ def size_of(path: Path) -> int:
     return sum(part.stat().st_size for part in parts_of(path))
 
 
+def whole_lines(path: Path) -> int:
+    """Bytes of all parts without a last line that was not written to its end."""
+    size = size_of(path)
+    if not size:
+        return 0
+    with parts_of(path)[-1].open("rb") as file:
+        tail = file.read()
+    return size - (len(tail) - tail.rfind(b"\n") - 1)
+
+
 class PartWriter:
     """Appends lines after the first `offset` bytes of the record; what stood behind them is cut away."""
 

@@ -1,0 +1,115 @@
+"""What `covey serve` writes down when clients vanish and disks are full."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from covey.cli.serve import Recorder
+from covey.gateway import Book, Rules, book
+from covey.storage import StorageFailed
+from covey.telemetry.parts import PartWriter, whole_lines
+from tests.gateway.house import USER, House, Scripted, serving
+
+
+def ask(house: House, key: str) -> Any:
+    return house.post("/v1/chat/completions", key=key, json={"model": "tiny", "messages": [USER]})
+
+
+def recording(house: House, folder: Path) -> Recorder:
+    house.book.on_closed = record = Recorder(folder, lambda ids, special: str(list(ids)))
+    return record
+
+
+def ids_of(path: Path) -> list[str]:
+    return [json.loads(line)["id"] for line in path.read_text().splitlines()]
+
+
+def test_a_refused_line_leaves_no_half_of_it_and_the_client_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(Scripted(lambda prompt, _: "hello")) as house:
+        record = recording(house, tmp_path)
+        first, lost, last = (house.open() for _ in range(3))
+        for opened in (first, lost, last):
+            assert ask(house, opened["key"]).status_code == 200
+        assert house.post(f"/episodes/{first['id']}/reward", json={"reward": 1.0}).status_code == 200
+        assert record.writer is not None
+        real = record.writer._file
+
+        class Full:
+            def write(self, data: bytes) -> int:
+                real.write(data[:10])
+                raise OSError(28, "No space left on device")
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(real, name)
+
+        monkeypatch.setattr(record.writer, "_file", Full())
+        answer = house.post(f"/episodes/{lost['id']}/reward", json={"reward": 1.0})
+        assert answer.status_code == 500 and "No space left" in answer.text
+        monkeypatch.setattr(record.writer, "_file", real)
+        assert house.post(f"/episodes/{last['id']}/reward", json={"reward": 1.0}).status_code == 200
+    assert ids_of(record.path) == [first["id"], last["id"]]
+
+
+def test_a_line_that_a_kill_tore_is_cut_off_when_the_folder_is_used_again(tmp_path: Path) -> None:
+    path = tmp_path / "episodes.jsonl"
+    assert whole_lines(path) == 0
+    path.write_text('{"id": "old"}\n{"id": "to')
+    with serving(Scripted(lambda prompt, _: "hello")) as house:
+        recording(house, tmp_path)
+        opened = house.open()
+        ask(house, opened["key"])
+        house.post(f"/episodes/{opened['id']}/reward", json={"reward": 1.0})
+    assert ids_of(path) == ["old", opened["id"]]
+
+
+def test_whole_lines_over_parts(tmp_path: Path) -> None:
+    path = tmp_path / "episodes.jsonl"
+    writer = PartWriter(path, 0, part_bytes=10)
+    for _ in range(3):
+        writer.write(b"123456789\n")
+    writer.close()
+    assert whole_lines(path) == 30
+    with (tmp_path / "episodes-0002.jsonl").open("ab") as file:
+        file.write(b"12")
+    assert whole_lines(path) == 30
+    os.truncate(tmp_path / "episodes-0002.jsonl", 4)
+    assert whole_lines(path) == 20
+
+
+def test_episodes_whose_clients_are_gone_end_when_others_come(tmp_path: Path) -> None:
+    with serving(Scripted(lambda prompt, _: "hello")) as house:
+        record = recording(house, tmp_path)
+        gone, here = house.open(), house.open()
+        for opened in (gone, here):
+            ask(house, opened["key"])
+        house.book._live[gone["id"]].used -= book.SILENT + 1
+        house.open()
+        assert ids_of(record.path) == [gone["id"]]
+        assert ask(house, gone["key"]).status_code == 410
+        assert ask(house, here["key"]).status_code == 200
+
+
+def test_a_full_disk_at_the_end_keeps_no_episode_from_ending() -> None:
+    seen = []
+
+    def refuse(live: Any) -> None:
+        seen.append(live.id)
+        raise StorageFailed("the disk is full")
+
+    async def close() -> list[str]:
+        made: Any = Book(Rules("tiny"), new_policy=lambda: None, on_closed=refuse)  # type: ignore[arg-type,return-value]
+        opened = [made.open_new().id for _ in range(3)]
+        with pytest.raises(StorageFailed, match="the disk is full"):
+            await made.close()
+        assert not made._live
+        return opened
+
+    assert asyncio.run(close()) == seen
