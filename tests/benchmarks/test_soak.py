@@ -24,8 +24,9 @@ def test_a_slope_is_found_with_an_interval_that_knows_of_alike_neighbours() -> N
     steps = np.arange(0, 20_000, 50.0)
     noise = walk(len(steps), spread=0.5, stay=0.9)
     flat, grows = slope(steps, 400 + noise), slope(steps, 400 + noise + 0.4 * steps / 1000)
-    assert flat.flat and flat.verdict() == "indistinguishable from zero"
-    assert not grows.flat and grows.verdict() == "grows" and grows.low < 0.4 < grows.high
+    assert flat.flat and flat.verdict(1000) == "indistinguishable from zero"
+    assert not grows.flat and grows.verdict(1000) == "grows" and grows.low < 0.4 < grows.high
+    assert grows.verdict(100) == f"level ({102.4 * grows.value:+.0f} KiB in 100 steps)"
     assert abs(grows.value - flat.value - 0.4) < 1e-9  # least squares is linear
     white = slope(steps, 400 + np.random.default_rng(3).standard_normal(len(steps)) * noise.std())
     assert flat.high - flat.low > 2 * (white.high - white.low)  # the same spread, but fewer independent samples
