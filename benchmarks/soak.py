@@ -311,7 +311,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         upper.plot(steps, [moment[name] for moment in moments], label=words, linewidth=1)
     upper.set_ylabel("MiB")
     upper.set_ylim(bottom=0)
-    upper.legend(fontsize=7)
+    upper.legend(fontsize=7, ncols=3, loc="lower right")
     for name in ("files", "threads", "children", "sandboxes", "temporary"):
         lower.plot(steps, [moment[name] for moment in moments], label=name, linewidth=1)
     lower.set_xlabel("step")
