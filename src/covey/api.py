@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from covey.cli.build import algorithm_schemas, prepare
+from covey.cli.prepare import algorithm_schemas, prepare
 from covey.cli.train import run_to_end
 from covey.config import compose
 from covey.errors import InputError

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from covey.cli import checks, doctor
-from covey.cli.build import Prepared, algorithm_schemas, prepare
 from covey.cli.main import main
+from covey.cli.prepare import Prepared, algorithm_schemas, prepare
 from covey.config import compose
 from covey.errors import Absent, InputError, RunFailed
 from tests.cli.test_algorithms import REWARDS, SMALL

@@ -152,22 +152,28 @@ def test_a_broadcast_in_which_an_engine_dies(
     assert difference(apart, alone) < 1e-5
 
 
+def killed_at_its_second_update(monkeypatch: pytest.MonkeyPatch, rank: int) -> list[int]:
+    """The learner's process of that rank; a list that fills with its process ids, one for each update that begins."""
+    from covey.cluster.learner import RemoteLearner
+
+    update, calls = RemoteLearner.update, list[int]()
+
+    def killed(learner: RemoteLearner, *given: Any) -> Any:
+        calls.append(learner.pids[rank])
+        if len(calls) == 2:
+            os.kill(learner.pids[rank], signal.SIGKILL)
+        return update(learner, *given)
+
+    monkeypatch.setattr(RemoteLearner, "update", killed)
+    return calls
+
+
 @pytest.mark.slow
 def test_a_killed_learner_goes_on_from_the_last_checkpoint(
     cluster: Any, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from covey.cluster.learner import RemoteLearner
-
-    update, calls = RemoteLearner.update, []
-
-    def killed(learner: RemoteLearner, *given: Any) -> Any:
-        calls.append(learner.pids[0])
-        if len(calls) == 2:
-            os.kill(learner.pids[0], signal.SIGKILL)
-        return update(learner, *given)
-
     alone = trained(tiny_model_folder, monkeypatch)
-    monkeypatch.setattr(RemoteLearner, "update", killed)
+    calls = killed_at_its_second_update(monkeypatch, rank=0)
     apart = trained(tiny_model_folder, monkeypatch, **RAY)
     assert len(calls) == STEPS + 1 and len(set(calls)) == 2  # the second update was made again, by another process
     assert apart.steps() == [0, 1, 2] and apart.run.path.name != "" and apart.run.first_step == 1
@@ -181,17 +187,7 @@ def test_a_killed_rank_is_a_lost_learner(
     cluster: Any, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The other rank notices first, as an error of the collective."""
-    from covey.cluster.learner import RemoteLearner
-
-    update, calls = RemoteLearner.update, []
-
-    def killed(learner: RemoteLearner, *given: Any) -> Any:
-        calls.append(learner.pids[1])
-        if len(calls) == 2:
-            os.kill(learner.pids[1], signal.SIGKILL)
-        return update(learner, *given)
-
-    monkeypatch.setattr(RemoteLearner, "update", killed)
+    calls = killed_at_its_second_update(monkeypatch, rank=1)
     two = {"cluster.learner_devices": 2, "learner.parallel": "ddp"}
     apart = trained(tiny_model_folder, monkeypatch, **(RAY | two))
     assert len(calls) == STEPS + 1 and len(set(calls)) == 2

@@ -72,6 +72,7 @@ def test_a_run_that_could_not_be_made_leaves_its_folder_free(
     tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from covey.cli import build
+    from covey.cli.prepare import prepare
     from covey.cli.words import compose_words, parse
     from covey.loop.folder import lock_folder
 
@@ -82,7 +83,7 @@ def test_a_run_that_could_not_be_made_leaves_its_folder_free(
     words = parse(
         [f"model={tiny_model_folder}", "data=sort", "data.train_size=4", "logging.to=[]"], switches=(), values=()
     )
-    prepared = build.prepare(compose_words(words), folder=tmp_path / "run")
+    prepared = prepare(compose_words(words), folder=tmp_path / "run")
     with pytest.raises(LearnerLost) as caught:
         build.build(prepared, note=print)
     lock_folder(tmp_path / "run").close()

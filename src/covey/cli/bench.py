@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from covey.cli.agents import open_rewards, open_workers, with_workers
-from covey.cli.build import Prepared, make_collector, prepare
+from covey.cli.build import make_collector
 from covey.cli.engine import make_engine
 from covey.cli.folder import run_of
 from covey.cli.gateway import services
+from covey.cli.prepare import Prepared, prepare
 from covey.cli.words import Words, compose_words
 from covey.config import Composed
 from covey.errors import InputError

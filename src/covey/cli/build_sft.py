@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from covey.cli.build import Note, open_model, open_telemetry, total_steps
+from covey.cli.build import Note, open_telemetry
 from covey.cli.folder import as_it_began, open_run, store, threads_for, write_run_files
 from covey.cli.learner import make_learner
+from covey.cli.prepare import open_model, total_steps
 from covey.config import Composed, fingerprint
 from covey.config.schema import Config
 from covey.errors import Absent, InputError, unknown

@@ -13,8 +13,8 @@ from typing import Any
 
 from covey.cli.agents import open_workers, with_workers
 from covey.cli.bench import compose_for, is_run
-from covey.cli.build import Prepared, prepare
 from covey.cli.checks import digest_rewards, digest_tasks
+from covey.cli.prepare import Prepared, prepare
 from covey.cli.words import Words, compose_words
 from covey.config import Composed
 from covey.config.schema import Config

@@ -75,7 +75,7 @@ def _wait(jobs: Sequence[Any], folder: Path) -> None:
 
 def train_one(source: dict[str, str | bool], settings: list[str], place: str) -> str:
     """One run, in the process of its job."""
-    from covey.cli.build import prepare
+    from covey.cli.prepare import prepare
     from covey.cli.train import run_to_end
     from covey.cli.words import Words, compose_words
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from covey.cli.bench import Bench, open_bench, sampling
-from covey.cli.build import training_sampling
+from covey.cli.prepare import training_sampling
 from covey.cli.words import Words, parse
 from covey.errors import InputError
 from covey.types import Group, Sampling, Task, ToolUse

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from covey.cli.bench import Bench, open_bench, sampling
-from covey.cli.build import training_sampling
 from covey.cli.gateway import tool_format
+from covey.cli.prepare import training_sampling
 from covey.cli.words import parse
 from covey.gateway import Book, Live, Rules
 from covey.gateway.server import Server, bind, require_packages

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from covey.cli.build import algorithm_schemas
+from covey.cli.prepare import algorithm_schemas
 from covey.cli.words import compose_words, parse
 from covey.config import explain
 from covey.errors import InputError

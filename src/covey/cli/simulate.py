@@ -9,8 +9,8 @@ import random
 from pathlib import Path
 
 from covey.cli.bench import is_run
-from covey.cli.build import make_algorithm
 from covey.cli.folder import run_of
+from covey.cli.prepare import make_algorithm
 from covey.cli.words import Words, compose_words, parse
 from covey.config.schema import Config
 from covey.errors import Absent, InputError

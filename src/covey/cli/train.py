@@ -15,7 +15,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from covey.cli.build import Note, Prepared, build, continuing, prepare
+from covey.cli.build import Note, build, continuing
+from covey.cli.prepare import Prepared, prepare
 from covey.cli.words import Words, compose_words, parse
 from covey.config import Composed, expand_sweep, recipe_names
 from covey.errors import InputError, RunFailed

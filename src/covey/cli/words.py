@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from covey.cli.build import algorithm_schemas
+from covey.cli.prepare import algorithm_schemas
 from covey.config import Composed, compose
 from covey.config.dotenv import export
 from covey.errors import InputError, nearest
