@@ -169,7 +169,17 @@ cells = st.one_of(
 column_names = st.one_of(st.sampled_from(COLUMNS), st.text(st.characters(codec="utf-8"), max_size=8))
 tables = st.dictionaries(column_names, cells, max_size=4).map(_parquet)
 cut_tables = st.builds(lambda data, end: data[: end % (len(data) + 1)], tables, st.integers(0))
-parquet_files = st.one_of(tables, cut_tables).map(lambda data: (data, ".parquet"))
+
+
+def _flipped(data: bytes, places: list[tuple[int, int]]) -> bytes:
+    damaged = bytearray(data)
+    for place, change in places:
+        damaged[-1 - place % len(damaged)] ^= change  # what says how the rest is read stands at the end
+    return bytes(damaged)
+
+
+flips = st.lists(st.tuples(st.integers(0), st.integers(1, 255)), min_size=1, max_size=5)
+parquet_files = st.one_of(tables, cut_tables, st.builds(_flipped, tables, flips)).map(lambda data: (data, ".parquet"))
 names_of_files = st.one_of(
     texts,
     st.lists(texts | scalars, max_size=3),

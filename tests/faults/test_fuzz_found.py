@@ -9,6 +9,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -336,3 +338,11 @@ def test_json_in_strings_of_a_message_may_be_anything() -> None:
         (message,) = read_messages([{"role": "assistant", "tool_calls": [call]}])
         assert message["tool_calls"][0]["function"]["arguments"] == arguments
         json.dumps(message)
+
+
+def test_a_parquet_file_with_text_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "d.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["abcdefgh"]}), path, compression="none")
+    path.write_bytes(path.read_bytes().replace(b"abcdefgh", b"abc\xff\xfefgh"))
+    with pytest.raises(InputError, match=r"d.parquet: not a readable Parquet file \('utf-8' codec"):
+        read_tasks("data.train_files", str(path))

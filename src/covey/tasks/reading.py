@@ -209,8 +209,8 @@ def _read_parquet(path: Path) -> Table:
 
     try:
         rows = pyarrow.parquet.ParquetFile(path).read().to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0]
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # what damage makes of it, too
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise InputError(
             f"{path}: not a readable Parquet file ({reason})\n  fix: write or download it again"
         ) from error
