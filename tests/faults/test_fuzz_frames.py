@@ -10,9 +10,11 @@ import shlex
 import socket
 import sys
 import tempfile
+import threading
 import tracemalloc
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import strategies as st
@@ -150,22 +152,82 @@ def serves(lines: list[bytes]) -> None:
         script.write_text(SERVER)
         said.write_bytes(b"".join(base64.b64encode(line) + b"\n" for line in lines))
         command = shlex.join([sys.executable, "-S", "-E", str(script), str(said)])
-        options = {"s": {"command": command, "start_seconds": 2.0, "seconds": 1.0}}
+        _use_tools({"command": command})
+
+
+def _use_tools(place: dict[str, str]) -> None:
+    options = {"s": {**place, "start_seconds": 2.0, "seconds": 1.0}}
+    try:
+        tools = mcp_tools("mcp:s", options, 1.0)
+    except InputError as error:
+        assert "s" in str(error) and len(str(error)) < 5000
+        return
+    for found in tools:
         try:
-            tools = mcp_tools("mcp:s", options, 1.0)
-        except InputError as error:
-            assert "s" in str(error) and len(str(error)) < 5000
-            return
-        for found in tools:
-            try:
-                checked = found.check({"x": "1"})
-                assert isinstance(asyncio.run(_called(found, checked)), str)
-            except (ToolMistake, ToolFailure) as error:
-                assert str(error)
+            checked = found.check({"x": "1"})
+            assert isinstance(asyncio.run(_called(found, checked)), str)
+        except (ToolMistake, ToolFailure) as error:
+            assert str(error)
 
 
 async def _called(found: Any, checked: Any) -> Any:
     return await found.function(**checked)
+
+
+class HttpServer(BaseHTTPRequestHandler):
+    """Answers request after request with what `said` holds: status, kind, body. ID in a body is that of the request."""
+
+    said: ClassVar[list[tuple[int, str, bytes]]]
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if "id" not in asked:
+            return self._send(202, "application/json", b"")
+        if asked["method"] == "initialize":
+            about = {"protocolVersion": asked["params"]["protocolVersion"], "capabilities": {"tools": {}}}
+            answer = _answer(about | {"serverInfo": {"name": "s", "version": "1"}})
+            status, kind = 200, "application/json"
+        else:
+            status, kind, answer = self.said.pop(0) if self.said else (404, "text/plain", b"")
+        return self._send(status, kind, answer.replace(b'"ID"', json.dumps(asked["id"]).encode()))
+
+    def do_GET(self) -> None:
+        self._send(405, "text/plain", b"")
+
+    do_DELETE = do_GET
+
+    def _send(self, status: int, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+statuses = st.sampled_from([200, 200, 200, 202, 204, 400, 401, 404, 500])
+kinds = st.sampled_from(["application/json", "text/event-stream", "text/html", "application/json; charset=utf-16", ""])
+events = answers.map(lambda body: b"event: message\ndata: " + body + b"\n\n")
+replies = st.one_of(
+    st.tuples(st.just(200), st.just("application/json"), answers),
+    st.tuples(st.just(200), st.just("text/event-stream"), events),
+    st.tuples(statuses, kinds, st.one_of(answers, events)),
+)
+listing = (200, "application/json", good)
+http_talks = st.one_of(st.lists(replies, max_size=3), st.lists(replies, max_size=2).map(lambda all: [listing, *all]))
+
+
+def serves_http(said: list[tuple[int, str, bytes]]) -> None:
+    handler = type("Handler", (HttpServer,), {"said": list(said)})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        try:
+            _use_tools({"url": f"http://127.0.0.1:{server.server_port}/mcp"})
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 TARGETS = [
@@ -173,5 +235,6 @@ TARGETS = [
     Target("frames/round-trip", st.tuples(values, st.lists(st.integers(0, 200), max_size=6)), arrives, 80),
     Target("workers/answers", st.tuples(sent, st.booleans()), asks, 60),
     Target("mcp/stdio", talks, serves, 3),
+    Target("mcp/http", http_talks, serves_http, 5),
 ]
 test_fuzz = suite(TARGETS)

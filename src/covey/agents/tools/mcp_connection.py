@@ -8,6 +8,7 @@ is a process of ours: it ends with its connection.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import tempfile
@@ -81,6 +82,8 @@ def require_mcp() -> Any:
         raise InputError("tool servers need the package mcp\n  pip install 'covey[mcp]'") from error
     if not hasattr(mcp, "Client"):
         raise InputError("tool servers need mcp 2 or newer\n  pip install 'covey[mcp]'")
+    if (log := logging.getLogger("mcp")).level == logging.NOTSET:
+        log.setLevel(logging.CRITICAL)  # what goes wrong is told once, in words, by the call that it happens to
     return mcp
 
 
