@@ -36,7 +36,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 MEMORY = {"rss": "driver, RSS", "uss": "driver, its own alone (USS)", "tree_pss": "all processes, PSS"}
 ON_A_GPU = {"perf/gpu_memory_gib": "tensors on the GPU, the step's most", "perf/gpu_reserved_gib": "held of the GPU"}
-FEW_PAGES = 0.1  # MiB
+FEW_PAGES = 0.1  # MiB: 25 of them
+MANY = 1000  # steps
 COUNTS = {  # by how much each may be above the most of the warm-up
     "files": 8,
     "threads": 2,
@@ -132,10 +133,12 @@ class Slope:
         return self.low <= 0 <= self.high
 
     def verdict(self, steps: float) -> str:
-        """After so many steps. Memory is counted in pages of 4 KiB: one more is seen, and says nothing."""
+        """After so many steps. Memory is counted in pages of 4 KiB: a few more are seen, and say nothing of growth, if
+        the steps were many."""
         if self.flat:
             return "indistinguishable from zero"
-        if abs(more := self.value * steps / 1000) < FEW_PAGES:
+        more = self.value * steps / 1000
+        if abs(more) < FEW_PAGES and steps >= MANY:
             return f"level ({1024 * more:+.0f} KiB in {steps:,.0f} steps)"
         return "grows" if more > 0 else "shrinks"
 

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 DEEPEST = 64  # lists and objects inside each other
-TOO_DEEP = f"nested more than {DEEPEST} levels deep"
+TOO_DEEP = f"it is nested more than {DEEPEST} levels deep"
 HALF_CHARACTER = "a string has half of a surrogate pair (\\ud800 to \\udfff)"
 NOT_FINITE = "a number is too large, or not finite"
 

@@ -12,15 +12,15 @@ PIECES = [
     *("Authorization: ", 'authorization": "', "api-key: ", "x_api_key=", "sk-", "hf_", "ghp_", "AKIA", "ck-", "xoxb-"),
     *("'", '"', " ", "\n", "\t", "\\", "{", "}", ",", "é", "\ud800", "0", "-----BEGIN"),
 ]
-KEY = "hf_" + "A1b2C3d4" * 3
+KEYS = {" {} ": "hf_" + "A1b2C3d4" * 3, " https://me:{}@host/": "W0rd" * 4, " ?token={} ": "T0ken" * 4}
 surroundings = st.one_of(texts, mixed(PIECES), repeated(PIECES))
 
 
 def no_secret_left(value: tuple[str, str]) -> None:
     before, after = value
-    for shape in (" {} ", " https://me:{}@host/", " ?token={} "):
-        shown = hide(before + shape.format(KEY) + after)
-        assert KEY not in shown and MASK in shown
+    for shape, key in KEYS.items():  # those of no known form are known by what stands around them
+        shown = hide(before + shape.format(key) + after)
+        assert key not in shown and MASK in shown
 
 
 TARGETS = [Target("redact: texts around a key", st.tuples(surroundings, surroundings), no_secret_left)]

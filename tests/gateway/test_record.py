@@ -30,13 +30,13 @@ def ids_of(path: Path) -> list[str]:
     return [json.loads(line)["id"] for line in path.read_text().splitlines()]
 
 
-def test_a_refused_line_leaves_no_half_of_it_and_the_client_is_told(
+def test_a_refused_line_leaves_no_half_of_it_and_the_client_can_try_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(Scripted(lambda prompt, _: "hello")) as house:
         record = recording(house, tmp_path)
-        first, lost, last = (house.open() for _ in range(3))
-        for opened in (first, lost, last):
+        first, late, last = (house.open() for _ in range(3))
+        for opened in (first, late, last):
             assert ask(house, opened["key"]).status_code == 200
         assert house.post(f"/episodes/{first['id']}/reward", json={"reward": 1.0}).status_code == 200
         assert record.writer is not None
@@ -51,11 +51,13 @@ def test_a_refused_line_leaves_no_half_of_it_and_the_client_is_told(
                 return getattr(real, name)
 
         monkeypatch.setattr(record.writer, "_file", Full())
-        answer = house.post(f"/episodes/{lost['id']}/reward", json={"reward": 1.0})
+        answer = house.post(f"/episodes/{late['id']}/reward", json={"reward": 1.0})
         assert answer.status_code == 500 and "No space left" in answer.text
+        assert ask(house, late["key"]).status_code == 410
         monkeypatch.setattr(record.writer, "_file", real)
-        assert house.post(f"/episodes/{last['id']}/reward", json={"reward": 1.0}).status_code == 200
-    assert ids_of(record.path) == [first["id"], last["id"]]
+        for opened in (last, late):  # there is room again
+            assert house.post(f"/episodes/{opened['id']}/reward", json={"reward": 1.0}).status_code == 200
+    assert ids_of(record.path) == [first["id"], last["id"], late["id"]]
 
 
 def test_a_line_that_a_kill_tore_is_cut_off_when_the_folder_is_used_again(tmp_path: Path) -> None:
@@ -97,7 +99,39 @@ def test_episodes_whose_clients_are_gone_end_when_others_come(tmp_path: Path) ->
         assert ask(house, here["key"]).status_code == 200
 
 
-def test_a_full_disk_at_the_end_keeps_no_episode_from_ending() -> None:
+def test_after_a_day_of_silence_the_token_opens_a_new_episode(tmp_path: Path) -> None:
+    with serving(Scripted(lambda prompt, _: "hello")) as house:
+        record = recording(house, tmp_path)
+        old = ask(house, house.book.token).headers["x-covey-episode"]
+        house.book._live[old].used -= book.SILENT + 1
+        house.open()
+        again = ask(house, house.book.token)
+        assert again.status_code == 200 and again.headers["x-covey-episode"] != old
+        assert ids_of(record.path) == [old]
+
+
+def test_a_silent_episode_that_cannot_be_written_is_nobody_elses_trouble_and_not_lost(tmp_path: Path) -> None:
+    full = True
+    ended = []
+
+    def record(live: Any) -> None:
+        if full:
+            raise StorageFailed("the disk is full")
+        ended.append(live.id)
+
+    with serving(Scripted(lambda prompt, _: "hello")) as house:
+        house.book.on_closed = record
+        old = house.open()
+        ask(house, old["key"])
+        house.book._live[old["id"]].used -= book.SILENT + 1
+        house.open()
+        assert old["id"] in house.book._live
+        full = False
+        house.open()
+        assert ended == [old["id"]] and old["id"] not in house.book._live
+
+
+def test_a_full_disk_at_the_end_is_told_when_all_were_tried() -> None:
     seen = []
 
     def refuse(live: Any) -> None:
@@ -109,7 +143,6 @@ def test_a_full_disk_at_the_end_keeps_no_episode_from_ending() -> None:
         opened = [made.open_new().id for _ in range(3)]
         with pytest.raises(StorageFailed, match="the disk is full"):
             await made.close()
-        assert not made._live
         return opened
 
     assert asyncio.run(close()) == seen

@@ -34,3 +34,11 @@ def test_also_after_an_error() -> None:
     with pytest.raises(KeyboardInterrupt), set_aside():
         raise KeyboardInterrupt
     assert gc.get_freeze_count() == 0
+
+
+def test_who_froze_before_ends_it() -> None:
+    with set_aside():
+        with set_aside():
+            assert gc.get_freeze_count() > 0
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0

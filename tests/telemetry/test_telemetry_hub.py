@@ -99,6 +99,16 @@ def test_a_step_gets_the_time_of_its_stages_and_an_evaluation_its_own(
     assert second == {"timing/checkpoint": 2.0, "timing/step": 2.0}
 
 
+def test_memory_is_looked_at_once_for_all_listeners(tmp_path: Path) -> None:
+    """A peak begins anew with every look."""
+    looks = iter((10.0, 1.0, 1.0))
+    first, second = Listener(), Listener()
+    telemetry = Telemetry(JsonlFiles(tmp_path), [first, second], memory=lambda: {"perf/gpu_memory_gib": next(looks)})
+    telemetry.step(0, {}, None, [])
+    assert first.steps == second.steps == [{"perf/gpu_memory_gib": 10.0}]
+    assert read_history(tmp_path).training("perf/gpu_memory_gib") == [(0, 10.0)]
+
+
 def test_a_stage_inside_a_stage_is_shown_but_its_time_is_the_outer_ones(
     telemetry: Telemetry, clock: Clock, listener: Listener
 ) -> None:

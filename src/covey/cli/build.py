@@ -113,7 +113,7 @@ def _joined(
             engine,
             _schedule(prepared),
             telemetry,
-            _own_thread(resources) if ahead(config) else None,
+            _own_thread(learner, resources) if ahead(config) else None,
             publish_every(config),
         ),
         learner=learner,
@@ -131,10 +131,12 @@ def _joined(
     )
 
 
-def _own_thread(resources: ExitStack) -> Executor:
+def _own_thread(learner: Learner, resources: ExitStack) -> Executor:
     """Always the same one: every thread that computes brings its own workers and buffers, and keeps them."""
     thread = ThreadPoolExecutor(1, thread_name_prefix="covey-learner")
     resources.callback(thread.shutdown)
+    if (close := getattr(learner, "close", None)) is not None:  # elsewhere: with it ends what the thread waits for
+        resources.callback(close)
     return thread
 
 

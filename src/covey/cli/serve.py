@@ -26,7 +26,7 @@ USAGE = """\
 covey serve MODEL_OR_RUN [--folder DIR] [key=value ...]
 
   An OpenAI-compatible endpoint on this machine. Each key is an episode of its own; what was played is written to a
-  folder, token by token, when an episode is closed or the server ends (Ctrl-C).
+  folder, token by token, when an episode is closed, after a day of silence, or when the server ends (Ctrl-C).
   MODEL_OR_RUN   a model (folder, Hugging Face id, smollm2-135m), a run (outputs/DATE/TIME) or a checkpoint of one
   --folder DIR   where episodes.jsonl goes; without it outputs/serve/DATE_TIME
 

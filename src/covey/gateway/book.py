@@ -1,6 +1,7 @@
 """Who may come in: one admin's token, a key for each episode; and the attempts that wait for a program.
 
-An episode is open until its reward is posted, it is finished, or the run ends it. What became of it is remembered for
+An episode is open until its reward is posted, it is finished, the run ends it, or, without a run, nobody has asked for
+anything in it for a day when another one is opened. What became of it is remembered for
 a while, so that a late or a second post is told so and changes nothing.
 """
 
@@ -98,24 +99,31 @@ class Book:
         return self.open(self.new_policy(), task, metadata=metadata, key=key)
 
     def end(self, live: Live, *, by_client: bool = False, given: RewardTable | None = None) -> None:
-        """Close an episode, once; a second time changes nothing."""
-        if self._live.pop(live.id, None) is None:
+        """Close an episode, once; a second time changes nothing. One that cannot be recorded takes no more requests,
+        but stays: it can be closed again when there is room."""
+        if live.id not in self._live:
             return
         live.given = given
+        live.close()
+        self.on_closed(live)
+        del self._live[live.id]
         self._over[live.id] = Over(live.id, _digest(live.key), by_client)
         if len(self._over) > REMEMBERED:
             _, gone = self._over.popitem(last=False)
             del self._keys[gone.digest]
-        live.close()
         self._taken.discard(live.id)
         self.last_taken = time.monotonic()  # whoever played it may come for the next
-        self.on_closed(live)
 
     def _end_silent(self) -> None:
-        """Episodes that nobody has asked for anything in for so long: their clients are gone."""
+        """Episodes that nobody has asked for anything in for so long: their clients are gone. A key of the client's own
+        making is free again. Where a disk is full they wait for the next time, or for the server's end, which tells.
+        """
         now = time.monotonic()
         for live in [live for live in self._live.values() if now - live.used > SILENT]:
-            self.end(live)
+            with suppress(StorageFailed):
+                self.end(live)
+                if live.key.startswith(f"{self.token}:"):
+                    del self._keys[self._over.pop(live.id).digest]
 
     async def close(self) -> None:
         """End all episodes; who waits for an attempt waits no longer. What a disk refuses is told when all are over."""

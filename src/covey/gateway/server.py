@@ -106,10 +106,11 @@ class Server:
 
     async def stop(self) -> None:
         """End all episodes, let replies under way be refused, close the socket."""
-        await self.book.close()
-        if self._serving is None:
-            return
-        self._server.should_exit = True
-        with suppress(asyncio.CancelledError):
-            await self._serving
-        self._serving = None
+        try:
+            await self.book.close()
+        finally:
+            if self._serving is not None:
+                self._server.should_exit = True
+                with suppress(asyncio.CancelledError):
+                    await self._serving
+                self._serving = None

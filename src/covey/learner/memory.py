@@ -2,7 +2,7 @@
 
 A training step frees and takes hundreds of large tensors. glibc gives each back to the system and gets it again page by
 page, which costs a fifth of a step (benchmarks/malloc.py). Told to keep it, the process holds its peak until it ends.
-By itself it would keep a peak for every thread that ever learned: where sampling runs ahead, it is not always the same.
+By itself it would keep one for every thread that computes: all share one arena.
 """
 
 from __future__ import annotations

@@ -138,6 +138,7 @@ class _Scorer:
         special = {str(token) for token in added if token.special} | {*self.tokenizer.all_special_tokens}
         self.control = sorted(special)
         dtype = torch.float32 if torch.device(device).type == "cpu" else "auto"
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it would keep a plan for every shape: see learner/memory.py
         with no_pickles(path):
             self.model, info = AutoModelForSequenceClassification.from_pretrained(
                 path,

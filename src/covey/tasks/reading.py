@@ -115,12 +115,12 @@ def read_json(text: str) -> Any:
     except json.JSONDecodeError:
         raise
     except RecursionError:
-        raise json.JSONDecodeError(TOO_DEEP.capitalize(), text, 0) from None
+        raise json.JSONDecodeError(TOO_DEEP, text, 0) from None
     except ValueError:
         found = DIGITS.search(text)
         raise json.JSONDecodeError("A number has too many digits", text, found.start() if found else 0) from None
     if text.count("[") + text.count("{") > DEEPEST and not shallow(value):
-        raise json.JSONDecodeError(TOO_DEEP.capitalize(), text, 0)
+        raise json.JSONDecodeError(TOO_DEEP, text, 0)
     if HALF.search(text) and (half := _half_character(value, text)) is not None:
         raise json.JSONDecodeError("A string has half of a surrogate pair", text, half)
     return value
@@ -209,7 +209,7 @@ def _read_parquet(path: Path) -> Table:
 
     try:
         rows = pyarrow.parquet.ParquetFile(path).read().to_pylist()
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # what damage makes of it, too
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # also text and dates that are none
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise InputError(
             f"{path}: not a readable Parquet file ({reason})\n  fix: write or download it again"

@@ -95,7 +95,8 @@ class Telemetry:
             timing["perf/tokens_per_second"] = tokens / seconds["rollout"]
         if (tokens := metrics.get("perf/read_tokens")) and seconds.get("update"):
             timing["perf/tokens_per_second"] = tokens / seconds["update"]
-        self._tell(lambda sink: sink.step(index, {**timing, **self._memory(), **metrics}, sample, episodes))
+        measured = {**timing, **self._memory(), **metrics}  # once for all: to look at a peak is to begin it anew
+        self._tell(lambda sink: sink.step(index, measured, sample, episodes))
 
     def evaluation(self, step: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None:
         """After each evaluation; `step` is the number of updates done."""

@@ -39,7 +39,7 @@ def read(text: str) -> Any:
         except json.JSONDecodeError:
             raise Unreadable(_explain(error, text)) from error
     if (reason := flaw(value)) is not None:
-        raise Unreadable(f"it is {reason}" if reason == TOO_DEEP else reason)
+        raise Unreadable(reason)
     return value
 
 
@@ -71,7 +71,7 @@ def _loads(text: str) -> Any:
     except (Unreadable, json.JSONDecodeError):
         raise
     except RecursionError as error:
-        raise Unreadable(f"it is {TOO_DEEP}") from error
+        raise Unreadable(TOO_DEEP) from error
     except ValueError as error:
         raise Unreadable("a number has too many digits") from error
 
