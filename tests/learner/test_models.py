@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -124,6 +127,25 @@ def test_advice_to_the_allocator_is_taken_on_glibc() -> None:
     import platform
 
     assert keep_freed_memory() == (platform.libc_ver()[0] == "glibc")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_kept_memory_is_given_back_when_it_is_asked_for() -> None:
+    """In a process of its own: what this one keeps depends on the tests before."""
+    code = """
+import torch
+from covey.learner.memory import give_back_kept_memory, keep_freed_memory
+from covey.telemetry.memory import held
+took = keep_freed_memory()
+table = torch.ones(64 * 2**20)  # 256 MiB
+full = held()["perf/memory_gib"]
+del table
+kept = held()["perf/memory_gib"]
+assert give_back_kept_memory() == took
+left = held()["perf/memory_gib"]
+assert not took or (full - kept < 0.01 and kept - left > 0.2), (full, kept, left)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
 
 
 def test_a_reference_that_waits_elsewhere_comes_once_for_all_who_ask() -> None:

@@ -1,7 +1,7 @@
 """Memory: how many tokens a forward pass may hold, keeping what was freed on a CPU, keeping little beside a GPU.
 
 A training step frees and takes hundreds of large tensors. glibc gives each back to the system and gets it again page by
-page, which costs a fifth of a step (benchmarks/malloc.py). Told to keep it, the process holds its peak until it ends.
+page, which costs a fifth of a step (benchmarks/malloc.py). Told to keep it, the process holds its peak until it is asked.
 By itself it would keep one for every thread that computes: all share one arena.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -52,10 +53,20 @@ def without_plans_by_shape() -> None:
 
 def keep_freed_memory() -> bool:
     """True if the system's allocator took the advice; another libc has no such knob, and nothing changes."""
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
+    if (mallopt := _of_glibc("mallopt")) is None:
         return False
     advice = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 64 * 2**20), (M_ARENA_MAX, 1))
     return all(bool(mallopt(knob, value)) for knob, value in advice)
+
+
+def give_back_kept_memory() -> bool:
+    """What rare peaks have left: a process that is never asked holds the highest of all. The next step takes again what
+    it needs, page by page, so this is for moments that take long themselves. False where the libc has no such knob."""
+    if (trim := _of_glibc("malloc_trim")) is None:
+        return False
+    trim(0)
+    return True
+
+
+def _of_glibc(name: str) -> Any:
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None
