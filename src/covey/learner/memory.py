@@ -1,8 +1,8 @@
 """Memory: how many tokens a forward pass may hold, keeping what was freed on a CPU, keeping little beside a GPU.
 
 A training step frees and takes hundreds of large tensors. glibc gives each back to the system and gets it again page by
-page, which costs a fifth of a step (benchmarks/malloc.py). Told to keep it, the process holds its peak until it is asked.
-By itself it would keep one for every thread that computes: all share one arena.
+page, which costs a fifth of a step (benchmarks/malloc.py). Told to keep it, the process holds its peak until the next
+checkpoint; and one arena serves all threads, where each would keep a peak of its own.
 """
 
 from __future__ import annotations
