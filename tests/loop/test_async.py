@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from covey.cli.build import _own_thread
 from covey.cli.main import main
 from covey.learner.learner import Learner
 
@@ -85,6 +88,16 @@ def test_it_learns_in_a_thread_of_its_own_and_always_in_that(
     run(f"model={tiny_model_folder}", "reward=slow.py:letters", "mode=async")
     assert len(seen) == 6 and len(set(seen)) == 1
     assert seen[0].name.startswith("covey-learner") and not seen[0].is_alive()
+
+
+def test_a_learner_elsewhere_is_ended_before_the_thread_that_waits_for_it() -> None:
+    ended = threading.Event()
+    resources = ExitStack()
+    learner: Any = SimpleNamespace(close=ended.set)
+    thread = _own_thread(learner, resources)
+    waiting = thread.submit(ended.wait, 60)
+    resources.close()
+    assert waiting.result(0) is True
 
 
 @pytest.mark.slow
