@@ -22,6 +22,7 @@ from covey.algorithms import ALGORITHMS as CATALOGUE
 from covey.algorithms import schema
 from covey.config import compose, expand_sweep
 from covey.config.dotenv import read_env_file
+from covey.config.read import read_yaml
 from covey.errors import InputError
 from covey.gateway.messages import read_messages
 from covey.gateway.refusal import Refused
@@ -158,12 +159,6 @@ def test_an_error_does_not_repeat_a_book() -> None:
     with pytest.raises(InputError) as error:
         compose(["model.name=sort(1)" + "9" * 50_000], algorithms=ALGORITHMS)
     assert len(str(error.value)) < 1500
-
-
-def test_a_zero_byte_in_env_file(tmp_path: Path) -> None:
-    (tmp_path / ".env").write_bytes(b"B=1\nA=\x00")
-    with pytest.raises(InputError, match=r"\.env, line 2: the value of A has a zero byte"):
-        read_env_file(tmp_path / ".env")
 
 
 @pytest.mark.parametrize("device", ["1", "x", "cuda:x", "meta", "vulkan"])
@@ -346,3 +341,34 @@ def test_a_parquet_file_with_text_that_is_none_is_refused(tmp_path: Path) -> Non
     path.write_bytes(path.read_bytes().replace(b"abcdefgh", b"abc\xff\xfefgh"))
     with pytest.raises(InputError, match=r"d.parquet: not a readable Parquet file \('utf-8' codec"):
         read_tasks("data.train_files", str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("d.csv", "x" * 100_000 + "\n1\n"),
+        ("d.csv", "x" * 100_000 + "," + "x" * 100_000 + "\n1,2\n"),
+        ("d.json", json.dumps({"x" * 100_000: 1})),
+        ("d.jsonl", 2 * (json.dumps({"question": "?", "data_id": "x" * 100_000}) + "\n")),
+        ("d.jsonl", json.dumps({f"column {n}": n for n in range(10_000)}) + "\n"),
+    ],
+)
+def test_a_message_shows_no_name_of_any_length(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InputError) as refused:
+        read_tasks("data.train_files", str(tmp_path / name))
+    assert "…" in str(refused.value) and len(str(refused.value)) < 2000
+
+
+def test_zero_bytes_in_an_env_file_and_in_a_files_name(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_bytes(b"A=1\nB=~\0\n")
+    with pytest.raises(InputError, match=r"\.env, line 2: there is a zero byte"):
+        read_env_file(tmp_path / ".env")
+    with pytest.raises(InputError, match="cannot be read"):
+        read_yaml("\0")
+
+
+def test_a_reference_to_what_does_not_fit_is_told() -> None:
+    algorithms = {name: schema(name) for name in CATALOGUE}
+    with pytest.raises(InputError, match="could not be converted to Integer"):
+        compose(["model=tiny-nowhere", "model.lora.rank=${model.name}"], algorithms=algorithms)

@@ -88,11 +88,12 @@ def compose(
     applied = settled.native(settings)
     for key, given in applied.items():
         _assign(tree, key, given, settings)
-    for rule in derive.rules():
-        for derived in rule(settled.parts(), tree):
-            if given_by_parts := settle_derived(settled, derived):
-                _assign(tree, derived.key, given_by_parts, settings)
-                applied[derived.key] = given_by_parts
+    with _references_in_words():
+        for rule in derive.rules():
+            for derived in rule(settled.parts(), tree):
+                if given_by_parts := settle_derived(settled, derived):
+                    _assign(tree, derived.key, given_by_parts, settings)
+                    applied[derived.key] = given_by_parts
     if place := _place_of_runs(settled):
         _assign(tree, "logging.output_dir", place, settings)
         applied["logging.output_dir"] = place
@@ -253,12 +254,19 @@ def _assign(tree: DictConfig, key: str, given: Given, settings: Mapping[str, Set
         raise InputError(f"{given.place}{given.key} must be {setting.type}, got {given.value!r:.200}{native}") from None
 
 
-def _freeze(tree: DictConfig) -> tuple[Config, dict[str, Any]]:
+@contextmanager
+def _references_in_words() -> Iterator[None]:
+    """`${...}` in a value is followed when the value is read: it may lead nowhere, or to what does not fit."""
     try:
-        plain = OmegaConf.to_container(tree, resolve=True)
-        config = OmegaConf.to_object(tree)
+        yield
     except OmegaConfBaseException as error:
         raise InputError(str(error)) from None
+
+
+def _freeze(tree: DictConfig) -> tuple[Config, dict[str, Any]]:
+    with _references_in_words():
+        plain = OmegaConf.to_container(tree, resolve=True)
+        config = OmegaConf.to_object(tree)
     assert isinstance(config, Config) and isinstance(plain, dict)
     return config, {str(key): value for key, value in plain.items()}
 

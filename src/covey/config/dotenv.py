@@ -35,9 +35,9 @@ def read_env_file(path: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip() and not line.lstrip().startswith("#"):
+            if "\0" in line:
+                raise InputError(f"{path}, line {number}: there is a zero byte in it")
             name, value = _assignment(line.strip(), f"{path}, line {number}", found)
-            if "\0" in value:
-                raise InputError(f"{path}, line {number}: the value of {name} has a zero byte in it")
             if value:
                 found[name] = value
     return found

@@ -203,6 +203,10 @@ def read_yaml(path: str | Path) -> list[tuple[str, Any, int]]:
         raise InputError(f"{path}: not YAML ({str(error).splitlines()[0]})") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path}: cannot be read ({error})") from None  # its name has a zero byte in it
 
 
 def load_yaml(path: Path) -> Any:

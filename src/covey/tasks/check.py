@@ -15,7 +15,7 @@ from covey.errors import InputError
 from covey.tasks.datasets.text import normal
 from covey.tasks.demonstrations import demonstration_of
 from covey.tasks.files import find_files, task_of
-from covey.tasks.reading import Row, RowMistake, Table, read_table
+from covey.tasks.reading import Row, RowMistake, Table, names, read_table
 from covey.types import Task
 
 
@@ -94,7 +94,8 @@ def _check_task(table: Table, row: Row, task: Task, answered: bool, ids: dict[st
         raise table.mistake(row, "answer is empty", "give the answer, or take the row out")
     here = f"{table.path}, {table.unit} {row.number}"
     if (other := ids.setdefault(task.id, here)) != here:
-        raise table.mistake(row, f"data_id {task.id!r} is also in {other}", "give every task a data_id of its own")
+        what = f"data_id {names([task.id])!r} is also in {other}"
+        raise table.mistake(row, what, "give every task a data_id of its own")
 
 
 def _remark(table: Table, other: Path, places: list[str]) -> str:

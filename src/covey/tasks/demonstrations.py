@@ -20,7 +20,7 @@ from covey.tasks.calls import read_calls, read_tools, unpacked
 from covey.tasks.datasets import DATASETS
 from covey.tasks.files import find_files, read_messages
 from covey.tasks.generated import generate_demonstrations
-from covey.tasks.reading import Row, Table, kind, read_table
+from covey.tasks.reading import Row, Table, kind, names, read_table
 from covey.types import Demonstration
 
 ASKED = ("question", "prompt")
@@ -144,7 +144,7 @@ def _pair(table: Table, row: Row, values: Mapping[str, Any]) -> tuple[Mapping[st
     reply = next((name for name in REPLIES if name in values), None)
     if asked is None or reply is None:
         missing = "messages, question or prompt" if asked is None else "answer, response or completion"
-        raise table.mistake(row, f"no column {missing} (columns here: {', '.join(row.values) or 'none'})", ROW_FIX)
+        raise table.mistake(row, f"no column {missing} (columns here: {names(row.values)})", ROW_FIX)
     return (*_side(table, row, asked, values[asked], "user"), *_side(table, row, reply, values[reply], "assistant"))
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import Absent, InputError, nearest
-from covey.tasks.reading import Row, Table, kind, read_table
+from covey.tasks.reading import Row, Table, kind, names, read_table
 from covey.types import Task
 
 QUESTION_COLUMNS = ("question", "messages", "prompt")  # the first that a row has is its question
@@ -96,9 +96,9 @@ def _same_id(data_id: str, first_table: Table, first: Row, table: Table, row: Ro
     fix = "\n  fix: give every task a data_id of its own, or leave the column out"
     if table is first_table:
         where = f"on {table.unit}s {first.number} and {row.number}"
-        return InputError(f"{table.path}: data_id {data_id!r} {where}{fix}")
+        return InputError(f"{table.path}: data_id {names([data_id])!r} {where}{fix}")
     where = f"{first_table.path}, {first_table.unit} {first.number}, and in {table.path}, {table.unit} {row.number}"
-    return InputError(f"data_id {data_id!r} in {where}{fix}")
+    return InputError(f"data_id {names([data_id])!r} in {where}{fix}")
 
 
 def task_of(table: Table, row: Row, default_id: str) -> Task:
@@ -120,7 +120,7 @@ def _no_question(table: Table, row: Row) -> InputError:
     fixes = ["name the column with the question `question`, or give `messages`, a list of {role, content}"]
     if guess := _question_by_another_name(row.values):
         fixes = [f"rename column {guess} to question"]
-    return table.mistake(row, f"no column question (columns here: {', '.join(row.values) or 'none'})", *fixes)
+    return table.mistake(row, f"no column question (columns here: {names(row.values)})", *fixes)
 
 
 def _question_by_another_name(columns: Collection[str]) -> str | None:

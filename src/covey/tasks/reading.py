@@ -17,8 +17,9 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from covey.errors import InputError
 from covey.json_values import DEEPEST, TOO_DEEP, shallow
 
 WIDTH = 100  # characters of a line that an excerpt shows
+LONGEST_NAME, MOST_NAMES = 60, 40  # characters, columns that a message shows
 LARGEST = 256 * 2**20  # bytes that a gzipped file may always hold; more only where it is not all the same
 DENSEST = 200  # times its own size
 HALF = re.compile(r"\\u[dD][89a-fA-F]")  # may be half of a surrogate pair
@@ -162,10 +164,9 @@ def _read_json(path: Path) -> Table:
 def _only_list(path: Path, values: dict[str, Any]) -> list[Any]:
     lists = [key for key, value in values.items() if isinstance(value, list)]
     if len(lists) != 1:
-        keys = ", ".join(values) or "none"
         raise InputError(
             f"{path}: expected a list of objects, or an object with one list, got an object with {len(lists)} lists\n"
-            f"  keys here: {keys}\n  fix: make the file a list of objects"
+            f"  keys here: {names(values)}\n  fix: make the file a list of objects"
         )
     found: list[Any] = values[lists[0]]
     return found
@@ -179,7 +180,7 @@ def _read_csv(path: Path) -> Table:
         if not header:
             header = cells
             if twice := sorted({name for name in header if header.count(name) > 1}):
-                raise _mistake_in_text(path, lines, number, f"two columns are called {twice[0]}", "rename one")
+                raise _mistake_in_text(path, lines, number, f"two columns are called {names(twice[:1])}", "rename one")
         elif len(cells) != len(header):
             wrong = f"{len(cells)} cells, but the header names {len(header)} columns"
             fix = "put text that holds a comma or a line break in double quotes"
@@ -275,6 +276,13 @@ def _clip(line: str, column: int = 1) -> str:
     """A long line cut so that `column` is seen."""
     start = max(0, column - WIDTH * 3 // 4)
     return ("…" if start else "") + line[start : start + WIDTH] + ("…" if len(line) > start + WIDTH else "")
+
+
+def names(found: Iterable[str]) -> str:
+    """For messages: in a file that is something else, columns may have any name, and there may be any number."""
+    first = list(islice(found, MOST_NAMES + 1))
+    shown = [name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}…" for name in first[:MOST_NAMES]]
+    return ", ".join([*shown, *(["…"] if len(first) > MOST_NAMES else [])]) or "none"
 
 
 def kind(value: Any) -> str:

@@ -17,7 +17,7 @@ from covey.tasks.datasets.registry import DATASETS
 from covey.tasks.datasets.sources import Raw, given_files, home_files
 from covey.tasks.datasets.write import write_set
 from covey.tasks.reading import Row as RawRow
-from covey.tasks.reading import Table, kind, read_table
+from covey.tasks.reading import Table, kind, names, read_table
 
 # What a row of another shape raises on its way to a task.
 WRONG = (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError)
@@ -103,8 +103,7 @@ def _task_rows(
         for column in dataset.columns:
             if not any(name in values for name in column.split("|")):
                 wanted = column.replace("|", " or ")
-                there = ", ".join(values) or "none"
-                raise table.mistake(row, f"no column {wanted} (columns here: {there})", f"see {dataset.home}")
+                raise table.mistake(row, f"no column {wanted} (columns here: {names(values)})", f"see {dataset.home}")
         if answers:
             values = {**values, **answers.get(_id(table, row), {})}
         try:
