@@ -372,3 +372,5 @@ def test_a_reference_to_what_does_not_fit_is_told() -> None:
     algorithms = {name: schema(name) for name in CATALOGUE}
     with pytest.raises(InputError, match="could not be converted to Integer"):
         compose(["model=tiny-nowhere", "model.lora.rank=${model.name}"], algorithms=algorithms)
+    with pytest.raises(InputError, match=r"agent.tool_options must be dict\[str, Any\], got 8"):
+        compose(["rollout.group_size=8", "agent.tool_options=${rollout.group_size}"], algorithms=algorithms)

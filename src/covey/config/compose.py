@@ -99,6 +99,7 @@ def compose(
         applied["logging.output_dir"] = place
     warnings = [*settled.warnings, *derive.remarks(settled.parts()), *_unused_variables(settled)]
     config, plain = _freeze(tree)
+    _check_references(plain, settings)
     learn(plain)
     if (hidden := missing(plain)) and not tolerant:
         raise InputError(f"{hidden}: a secret, which is not kept in a run's folder\n  give it again: {hidden}=...")
@@ -269,6 +270,16 @@ def _freeze(tree: DictConfig) -> tuple[Config, dict[str, Any]]:
         config = OmegaConf.to_object(tree)
     assert isinstance(config, Config) and isinstance(plain, dict)
     return config, {str(key): value for key, value in plain.items()}
+
+
+def _check_references(plain: Mapping[str, Any], settings: Mapping[str, Setting]) -> None:
+    """Where a table refers to something else, omegaconf takes whatever that is."""
+    for key, setting in settings.items():
+        found: Any = plain
+        for name in key.split("."):
+            found = found.get(name) if isinstance(found, Mapping) else None
+        if setting.free and found is not None and not isinstance(found, dict):
+            raise InputError(f"{key} must be {setting.type}, got {found!r:.200}")
 
 
 # --- the user's words --------------------------------------------------------------------------------------------
