@@ -41,6 +41,7 @@ async def serve(folder: Path) -> None:
     from covey.cli.serve import USAGE, Recorder, make_book
     from covey.cli.words import parse
     from covey.gateway.server import Server
+    from covey.learner.memory import give_back_kept_memory
 
     bench = open_bench(parse([str(folder / "model"), *SETTINGS]), USAGE, asks_tasks=False)
     book = make_book(bench, Recorder(folder / "record", bench.collector.renderer.decode))
@@ -51,6 +52,7 @@ async def serve(folder: Path) -> None:
         print(json.dumps({"url": server.url}), flush=True)
         while await asyncio.to_thread(sys.stdin.readline):
             gc.collect()
+            give_back_kept_memory()
             held = {
                 "episodes": len(book._live),
                 "requests": len(engine._futures),
@@ -118,7 +120,8 @@ async def measure(house: House, clients: int, rounds: int, turns: int) -> dict[s
         print(f"{len(sessions)} sessions, {seconds:.1f} s", file=sys.stderr, flush=True)
         await crowd.http.aclose()
         await asyncio.sleep(1)
-        moments.append({"held": house.held(), "rss": house.seen().rss, "files": house.seen().files})
+        kept, held = house.seen().rss, house.held()
+        moments.append({"held": held, "kept": kept, "rss": house.seen().rss, "files": house.seen().files})
         crowd.http = Crowd(house.url, TOKEN, turns=turns).http
     await crowd.http.aclose()
     waits = sorted(wait for session in sessions for wait in session.seconds)
@@ -142,7 +145,7 @@ async def measure(house: House, clients: int, rounds: int, turns: int) -> dict[s
 
 def table(found: dict[str, Any]) -> str:
     last = found["rounds"][-1]
-    memory = " → ".join(f"{moment['rss']:.0f}" for moment in found["rounds"])
+    kept, used = (" → ".join(f"{moment[name]:.0f}" for moment in found["rounds"]) for name in ("kept", "rss"))
     rows = {
         "clients at once": found["clients"],
         "sessions": f"{found['sessions']} ({', '.join(f'{n} {kind}' for kind, n in found['kinds'].items())})",
@@ -152,7 +155,8 @@ def table(found: dict[str, Any]) -> str:
         "recorded wrongly, twice or not at all": len(found["wrongs"]),
         "held afterwards": ", ".join(f"{value} {name}" for name, value in last["held"].items()),
         "open files after each round": " → ".join(str(moment["files"]) for moment in found["rounds"]),
-        "RSS after each round, MiB": memory,
+        "RSS after each round, MiB": kept,
+        "RSS after each round, when what was freed and kept has gone back": used,
     }
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
 
