@@ -127,8 +127,8 @@ def prepare(
             warnings.append(f"not here: {error}")
             return None
 
-    algorithm = make_algorithm(config)
-    training_sampling(config)  # refuses impossible settings
+    make_algorithm(config)  # these two refuse impossible settings before anything is looked for
+    training_sampling(config)
     sandbox = sandbox_of(config)
     toolbox = unless_absent(lambda: make_toolbox(config, sandbox))
     unless_absent(lambda: check_logging(config.logging))

@@ -8,6 +8,7 @@ import json
 import math
 import signal
 from collections.abc import Callable
+from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -67,19 +68,16 @@ async def serve(bench: Bench, folder: Path, say: Callable[[str], None]) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ended.set)
-    record = Recorder(folder, bench.collector.renderer.decode)
-    book = make_book(bench, record)
-    async with sampling(bench):
-        server = Server(book, bench.prepared.config.gateway.port)
-        await server.start()
-        say(HELLO.format(model=book.rules.model, url=server.url, token=book.shown_token, path=record.path))
-        try:
-            await ended.wait()
-        finally:
+    with closing(Recorder(folder, bench.collector.renderer.decode)) as record:
+        book = make_book(bench, record)
+        async with sampling(bench):
+            server = Server(book, bench.prepared.config.gateway.port)
+            await server.start()
+            say(HELLO.format(model=book.rules.model, url=server.url, token=book.shown_token, path=record.path))
             try:
-                await server.stop()
+                await ended.wait()
             finally:
-                record.close()
+                await server.stop()
     say(f"{record.count} episodes in {record.path}")
 
 
