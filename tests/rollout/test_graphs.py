@@ -1,63 +1,24 @@
-"""The engine as it works on a GPU: small blocks, captured steps, several tokens between two looks of the host.
-
-On a GPU all of it. With Triton and TRITON_INTERPRET=1 on a CPU a stand-in replays the step instead of a captured graph:
-everything but the capture is what a GPU would run.
-"""
+"""The engine as it works on a GPU: small blocks, captured steps, several tokens between two looks of the host."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from types import SimpleNamespace
+import threading
 from typing import Any
 
 import pytest
 import torch
 
-from covey.rollout.embedded import EmbeddedEngine, attention
 from covey.rollout.embedded import paged as paged_module
 from covey.rollout.embedded.sampling import truncate
 from covey.types import Completion, Sampling, StopReason
 from tests.conftest import tiny_llama
 from tests.learner.test_forward import family
+from tests.rollout.conftest import MakeEngine
 from tests.rollout.plain import Request, answers, assert_as_alone, engine_for, letters
 from tests.rollout.triton_here import DEVICE, needs_triton
 
 pytestmark = needs_triton
-
-MakeEngine = Callable[..., EmbeddedEngine]
-
-
-@pytest.fixture
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
-    """Engines that decode with graphs; `blocks` bounds their cache. Not compiled, unless asked."""
-    if DEVICE.type == "cpu":
-        _pretend(monkeypatch)
-
-    def make(model: Any, *, blocks: int = 1000, compiled: bool = False, **options: Any) -> EmbeddedEngine:
-        monkeypatch.setattr(paged_module, "affordable_tokens", lambda *_: blocks * paged_module.BLOCK)
-        return engine_for(model, compiled=compiled, paged=True, **options)
-
-    return make
-
-
-def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    from covey.rollout.embedded.graphs import GraphDecoder, GraphStep
-    from covey.rollout.embedded.kernels import splits_for
-
-    def capture(self: Any, size: int, draws: bool) -> tuple[Any, torch.Tensor]:
-        logits_BV = torch.zeros(size, self.model.config.vocab_size)
-        splits = splits_for(size, self.cache.keys.shape[2], self.processors)
-        step = GraphStep(self.cache, self.table_BN[:size], self.position_B[:size], splits)
-
-        def replay() -> None:
-            with attention.engine_attention(self.model, step), self.joined.active():
-                logits_BV.copy_(self._step(size, draws))
-
-        return SimpleNamespace(replay=replay), logits_BV
-
-    monkeypatch.setattr(GraphDecoder, "_capture", capture)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=1))
 
 
 def as_on_a_cpu(model: Any, requests: list[Request], done: list[Completion], **options: Any) -> None:
@@ -251,3 +212,29 @@ def test_a_next_turn_reads_its_beginning_from_the_cache_until_the_weights_change
             parameter.mul_(1.1)
     asyncio.run(engine.publish(model, version=1))
     assert_as_alone(model, [second], answers(engine, [second]))
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU: graphs are captured")
+def test_graphs_are_captured_while_another_thread_copies_weights_from_the_gpu(on_gpu: MakeEngine) -> None:
+    """As the main thread does when it saves a checkpoint while the engine samples."""
+    model = tiny_llama().to(DEVICE)
+    engine = on_gpu(model, eos_ids=[])
+    stop, errors = threading.Event(), []
+
+    def save() -> None:
+        while not stop.is_set():
+            try:
+                for weight in model.state_dict().values():
+                    assert bool(weight.clone().cpu().isfinite().all())
+            except Exception as error:
+                errors.append(error)
+
+    saving = threading.Thread(target=save)
+    saving.start()
+    try:
+        requests = [([n + 3, 9, 10], Sampling(max_tokens=2 + 4 * n, seed=n)) for n in range(12)]
+        assert_as_alone(model, requests, answers(engine, requests))
+    finally:
+        stop.set()
+        saving.join()
+    assert errors == []

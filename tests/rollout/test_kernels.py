@@ -140,3 +140,48 @@ def test_logits_that_are_no_numbers_give_a_token_and_no_log_prob(vocabulary: int
     assert bool(((ids >= 0) & (ids < vocabulary)).all())
     assert bool(logprobs[:6].isnan().all())
     assert bool(logprobs[6:].isfinite().all()) and float(logprobs[7]) == 0.0
+
+
+@pytest.mark.parametrize("vocabulary", [151_936, 49_152, 5000])
+def test_a_number_next_to_one_draws_a_token_that_has_probability(vocabulary: int) -> None:
+    """Partial sums of a parallel scan wobble by a rounding, so several tiles may lie on either side of a number that is
+    as large as their sum: the tile after the last has no token."""
+    rows = 512 if DEVICE.type == "cuda" else 16
+    torch.manual_seed(0)
+    logits = torch.randn(rows, vocabulary, device=DEVICE) * 2
+    peak = torch.randint(vocabulary, (rows,), device=DEVICE)
+    logits[torch.arange(rows, device=DEVICE), peak] += torch.linspace(15, 40, rows, device=DEVICE)
+    tiny = 2.0**-24
+    numbers = torch.tensor([1.0, 1 - tiny, 1 - 2 * tiny, 1 - 3 * tiny, 0.0, tiny], device=DEVICE).repeat(rows, 1)
+    ids, logprobs = drawn(logits, torch.ones(rows, device=DEVICE), numbers, tile=4096)
+    assert bool(logprobs.isfinite().all())
+    exact = torch.log_softmax(logits.double().cpu(), -1)
+    torch.testing.assert_close(logprobs.double(), exact.gather(-1, ids), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("window", [0, 5])
+def test_attention_does_not_read_what_a_sequence_does_not_have(window: int, splits: int) -> None:
+    """Freed blocks keep what was in them, also what was not finite."""
+    from covey.rollout.embedded.kernels import paged_attention
+
+    torch.manual_seed(0)
+    rows, heads, kv, dim, size = 3, 4, 2, 16, 16
+    q, k, v = (torch.randn(rows, n, 1, dim, device=DEVICE) for n in (heads, kv, kv))
+    position = torch.tensor([3, 16, 40], device=DEVICE)
+    table = torch.arange(9, device=DEVICE).view(rows, 3)
+    found = []
+    for filler in (0.0, math.nan):
+        cache = KvCache(9, size, 1)
+        for slab in cache.layer(0, k):
+            torch.manual_seed(1)
+            slab.fill_(filler)
+            for row, last in enumerate(position.tolist()):
+                for at in range(max(0, last - window + 1) if window else 0, last):
+                    slab[table[row, at // size], :, at % size] = torch.randn(kv, dim, device=DEVICE)
+        assert cache.keys is not None and cache.values is not None
+        found.append(paged_attention(q, k, v, cache.keys, cache.values, 0, table.int(), position, 0.3, window, splits))
+        eager = PagedDecode(cache, table, position).attend(0, q, k, v, 0.3, window or None)
+        torch.testing.assert_close(eager, found[-1], atol=1e-5, rtol=1e-5)
+    assert bool(found[0].isfinite().all())
+    assert torch.equal(found[0], found[1])

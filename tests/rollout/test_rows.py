@@ -234,6 +234,7 @@ class Simulation:
             self.check(each)
             self.memory.write(each, each.cached, self.weights)
             each.ids.append(rng.randint(0, 8))
+            each.logprobs.append(-1.0)
             each.cached += 1
             if len(each.ids) == self.length[each]:
                 self.ended.append(each.tokens)
@@ -316,7 +317,7 @@ def test_a_row_that_is_copied_from_may_be_given_to_the_next_in_the_same_call() -
     scheduler.add(old)
     simulation.admit()
     simulation.memory.write(old, old.cached, 0)
-    old.ids, old.cached = [7], 21
+    old.ids, old.logprobs, old.cached = [7], [-1.0], 21
     scheduler.finish(old)
     first, second = (Running(tuple(p), Sampling(max_tokens=4)) for p in ([*range(15), 1, 2], range(50, 60)))
     scheduler.add(first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ def scheduler_of(blocks: int, size: int, max_rows: int, requests: Sequence[Runni
 
 def sample(each: Running, *tokens: int) -> None:
     each.ids += tokens
+    each.logprobs += [-1.0] * len(tokens)
     each.cached += len(tokens)
 
 
@@ -97,6 +99,7 @@ def test_a_group_larger_than_the_batch_enters_as_rows_become_free() -> None:
     scheduler = scheduler_of(100, 2, 2, group)
     (entry,) = scheduler.admit()
     assert entry.members == tuple(group[:2])
+    sample(group[0], 7)
     scheduler.finish(group[0])
     (entry,) = scheduler.admit()
     assert entry == Entry((group[2],), shared=2)
@@ -297,3 +300,28 @@ def test_nobody_overtakes_another_prompt(seed: int) -> None:
     while simulation.busy:
         simulation.step()
     assert simulation.entered == list(simulation.length)
+
+
+def test_new_weights_send_back_only_requests_that_have_drawn_nothing() -> None:
+    requests = [request([n, n, n], max_tokens=4) for n in range(4)]
+    scheduler = scheduler_of(100, 2, 3, requests)
+    scheduler.admit()
+    sample(requests[1], 7)
+    scheduler.blocks.forget()
+    scheduler.restart_prompts()
+    assert scheduler.running == [requests[1]]
+    assert list(scheduler.waiting) == [requests[0], requests[2], requests[3]]
+    assert [entry.shared for entry in scheduler.admit()] == [0, 0]  # old blocks are not found again
+
+
+@pytest.mark.parametrize("logprobs", [[], [-1.0, math.nan], [-math.inf]])
+def test_what_may_be_non_finite_is_not_found_again(logprobs: list[float]) -> None:
+    first, second = request([1, 2, 3, 4, 5]), request([1, 2, 3, 4, 6])
+    scheduler = scheduler_of(100, 2, 1, [first, second])
+    scheduler.admit()
+    sample(first, *range(len(logprobs)))
+    first.logprobs = logprobs
+    scheduler.finish(first)
+    (entry,) = scheduler.admit()
+    assert entry.shared == 0
+    assert scheduler.blocks.available == 100 - len(second.blocks)

@@ -10,8 +10,6 @@ import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda")
+CAN_RUN_TRITON = importlib.util.find_spec("triton") is not None and (torch.cuda.is_available() or INTERPRETED)
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() or INTERPRETED),
-    reason="needs Triton, and a GPU or TRITON_INTERPRET=1",
-)
+needs_triton = pytest.mark.skipif(not CAN_RUN_TRITON, reason="needs Triton, and a GPU or TRITON_INTERPRET=1")

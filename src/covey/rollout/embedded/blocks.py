@@ -103,6 +103,12 @@ class BlockManager:
                 self._found[key] = block
                 self._key_of[block] = key
 
+    def discard(self, blocks: Sequence[int]) -> None:
+        """What these hold must not be found again."""
+        for block in blocks:
+            if (key := self._key_of.pop(block, None)) is not None:
+                del self._found[key]
+
     def forget(self) -> None:
         """Other weights: what was computed with the old ones must not be found."""
         self._found.clear()

@@ -6,6 +6,11 @@
 A token at position p of a sequence lies in the sequence's block p // size, at offset p % size. On a CPU a block is a
 row as long as a whole sequence, and sequences occupy the first rows, so that decoding reads the cache without a copy.
 
+A freed block or row keeps what it held until a new sequence overwrites it, and that may be NaN. Masking a score does
+not mask its value, since 0 · NaN is NaN. So where keys and values are gathered, hidden ones are zeroed (`Prefill`,
+`PagedDecode`, the kernel); where they are read in place (`Decode`), a row that held something non-finite is cleared
+when its sequence leaves.
+
 Shapes: B sequences, R rows, H query heads, K key heads, D head size, Q new tokens of a sequence, L cached tokens.
 """
 
@@ -77,6 +82,11 @@ class RowCache:
         found[: slab.shape[0], :, : slab.shape[2]] = slab
         return found
 
+    def clear(self, row: int) -> None:
+        for keys, values in self.slabs.values():
+            keys[row].zero_()
+            values[row].zero_()
+
     def copy(self, pairs: Sequence[tuple[int, int]], columns: int) -> None:
         """Rows → rows (their first `columns`), in every layer, all at once: two rows can change places."""
         if pairs:
@@ -98,7 +108,8 @@ class Prefill:
         self.position_BQ = start_B[:, None] + torch.arange(width, device=start_B.device)
         self.valid_BQ = torch.arange(width, device=start_B.device) < length_B[:, None]
         self.from_nothing = not bool((start_B > 0).any())
-        self.span = int((start_B + length_B).max())
+        self.end_B = start_B + length_B
+        self.span = int(self.end_B.max())
         row = torch.arange(len(start_B), device=start_B.device)[:, None].expand(self.position_BQ.shape)[self.valid_BQ]
         position = self.position_BQ[self.valid_BQ]
         self.block_T, self.offset_T = table_BN[row, position // cache.size], position % cache.size
@@ -114,8 +125,9 @@ class Prefill:
                 q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
             )
             return out.transpose(1, 2)
-        k, v = (self._context(slab) for slab in (keys, values))
         column = torch.arange(self.span, device=q.device)
+        foreign = (column >= self.end_B[:, None])[:, None, :, None]
+        k, v = (self._context(slab).masked_fill(foreign, 0) for slab in (keys, values))
         mask = column <= self.position_BQ[:, :, None]
         if window is not None:
             mask &= column > self.position_BQ[:, :, None] - window
@@ -187,11 +199,11 @@ class PagedDecode:
         block, offset = self.table_BN[row, self.position_B // self.cache.size], self.position_B % self.cache.size
         keys[block, :, offset] = k[:, :, 0]
         values[block, :, offset] = v[:, :, 0]
-        k, v = _laid_out(keys[self.table_BN]), _laid_out(values[self.table_BN])
-        column = torch.arange(k.shape[2], device=q.device)
+        column = torch.arange(self.table_BN.shape[1] * self.cache.size, device=q.device)
         hidden = column > self.position_B[:, None]
         if window is not None:
             hidden |= column <= self.position_B[:, None] - window
+        k, v = (_laid_out(slab[self.table_BN]).masked_fill(hidden[:, None, :, None], 0) for slab in (keys, values))
         grouped = q.view(len(q), k.shape[1], -1, q.shape[-1])
         score = (grouped.float() @ k.float().transpose(-1, -2)) * scale
         weight = torch.softmax(score.masked_fill(hidden[:, None, None], float("-inf")), -1)

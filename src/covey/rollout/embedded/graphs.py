@@ -195,7 +195,8 @@ class GraphDecoder:
                     self._step(size, draws)
                     self.step_B.zero_()
             torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(graph, pool=self.pool):
+            # Other threads may allocate and copy meanwhile, as one that saves a checkpoint does.
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                 logits_BV = self._step(size, draws)
         self.pool = self.pool or graph.pool()
         for buffer, before in zip(self._buffers(), kept, strict=True):

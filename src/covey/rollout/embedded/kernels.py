@@ -73,7 +73,8 @@ def _attend(
     """Sequence b, key head h, one split of its blocks: softmax(q·k) v of the G query heads, online."""
     b, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(position + b) + 1
-    first = tl.where(window > 0, tl.maximum(length - window, 0), 0) // SIZE
+    lowest = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+    first = lowest // SIZE
     last = tl.cdiv(length, SIZE)
     each = tl.cdiv(last - first, SPLITS)
     start = first + s * each
@@ -92,16 +93,18 @@ def _attend(
         block = tl.load(table + b * table_stride + i).to(tl.int64)
         base = (block * K + h) * SIZE * D
         tile = base + n[:, None] * D + d[None]
-        k_nd = tl.load(keys + tile, mask=(d < D)[None], other=0.0)
         column = i * SIZE + n
-        seen = (column < length) & ((window <= 0) | (column >= length - window))
+        seen = (column >= lowest) & (column < length)
+        # What is hidden may hold anything, also NaN of an earlier sequence, and 0 · NaN is NaN: it is not read at all.
+        inside = seen[:, None] & (d < D)[None]
+        k_nd = tl.load(keys + tile, mask=inside, other=0.0)
         score = tl.dot(q_gd, tl.trans(k_nd), input_precision="ieee") * scale
         score = tl.where(seen[None], score, float("-inf"))
         m_new = tl.maximum(m, tl.max(score, 1))
         safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.exp(score - safe[:, None])
         shrink = tl.exp(m - safe)
-        v_nd = tl.load(values + tile, mask=(d < D)[None], other=0.0)
+        v_nd = tl.load(values + tile, mask=inside, other=0.0)
         acc = acc * shrink[:, None] + tl.dot(p.to(v_nd.dtype), v_nd, input_precision="ieee")
         total = total * shrink + tl.sum(p, 1)
         m = m_new
@@ -274,20 +277,20 @@ def _pick(
     weight = tl.load(mass + b * TILES + t, mask=t < TILES, other=0.0) * tl.exp(m - peak)
     total = tl.sum(weight, 0)
     target = tl.load(uniform + b * uniform_stride + now) * total
+    # The partial sums of a parallel scan are rounded differently and need not increase. So the draw is the first place
+    # above the target that has any probability, never the number of places below it; where rounding puts the target
+    # above all of them, it is the likeliest.
     sums = tl.cumsum(weight, 0)
-    tile = tl.minimum(tl.sum((sums <= target).to(tl.int32), 0), tl.sum((sums < tl.max(sums, 0)).to(tl.int32), 0))
+    tile = tl.min(tl.where((sums > target) & (weight > 0), t, TILES_PAD), 0)
+    tile = tl.where(tile < TILES, tile, tl.argmax(tl.where(weight == weight, weight, 0.0), 0))
     before = tl.sum(tl.where(t < tile, weight, 0.0), 0)
     lane = tl.arange(0, TILE)
     at = tile * TILE + lane
     x = tl.load(logits + b.to(tl.int64) * stride + at, mask=at < V, other=float("-inf")).to(tl.float32)
     x = x / tl.where(heat > 0, heat, 1.0)
     p = tl.exp(x - peak)
-    inside = tl.sum((before + tl.cumsum(p, 0) <= target).to(tl.int32), 0)
-    inside = tl.minimum(inside, TILE - 1)
-    # A target that rounds up to the end of its tile: the likeliest token of the tile stands in.
-    bad = tl.sum(tl.where(lane == inside, p, 0.0), 0) == 0
-    fallback = tl.argmax(tl.where(p == p, p, 0.0), 0)
-    inside = tl.where(bad, fallback, inside)
+    inside = tl.min(tl.where((before + tl.cumsum(p, 0) > target) & (p > 0), lane, TILE), 0)
+    inside = tl.where(inside < TILE, inside, tl.argmax(tl.where(p == p, p, 0.0), 0))
     logprob = tl.sum(tl.where(lane == inside, x, 0.0), 0) - peak - tl.log(total)
     token = tile * TILE + inside
     likeliest = tl.sum(tl.where(t == tl.argmax(m, 0), tl.load(best + b * TILES + t, mask=t < TILES, other=0), 0), 0)

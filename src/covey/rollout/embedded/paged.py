@@ -143,9 +143,10 @@ class PagedBatch:
         self.scheduler.finish(request)
 
     def forget(self) -> None:
-        """Other weights: what the old ones computed is void, but for those whose answers it began. Tokens that are on
-        their way are drawn again."""
+        """New weights: what the old ones computed is not reused, except by answers that have begun with it. Tokens that
+        were launched and not read yet are drawn again; prompts whose first token is not drawn yet are recomputed."""
         self.scheduler.blocks.forget()
+        self.scheduler.restart_prompts()
         self._flight = None
         if self._decoder is not None:
             self._decoder.loaded = []

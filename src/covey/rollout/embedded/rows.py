@@ -97,6 +97,11 @@ class RowManager:
             if row not in self._stale and tokens:
                 self._tokens[row] = tuple(tokens)
 
+    def discard(self, rows: Sequence[int]) -> None:
+        """What these hold must not be found again."""
+        for row in rows:
+            self._tokens.pop(row, None)
+
     def forget(self) -> None:
         """Other weights: what was computed with the old ones must not be found."""
         self._tokens.clear()

@@ -8,6 +8,7 @@ finish     leaves, and its blocks are free
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,12 @@ class Running:
     def left(self) -> int:
         """Tokens it may still sample."""
         return self.sampling.max_tokens - len(self.ids)
+
+    @property
+    def sound(self) -> bool:
+        """Whether its keys and values are known to be finite: every token was drawn after reading all that came before
+        it, so one non-finite value would have shown in the next log-prob."""
+        return bool(self.logprobs) and all(map(math.isfinite, self.logprobs))
 
     @property
     def longest(self) -> int:
@@ -92,6 +99,7 @@ class Blocks(Protocol):
     def hold(self, blocks: Sequence[int]) -> None: ...
     def release(self, blocks: Sequence[int]) -> None: ...
     def remember(self, blocks: Sequence[int], tokens: Sequence[int]) -> None: ...
+    def discard(self, blocks: Sequence[int]) -> None: ...
     def forget(self) -> None: ...
 
 
@@ -192,11 +200,21 @@ class Scheduler:
         self._leave(request)
         self.waiting.appendleft(request)
 
-    def finish(self, request: Running) -> None:
-        self.running.remove(request)
-        self._leave(request)
+    def restart_prompts(self) -> None:
+        """Weights have changed: a request that has not drawn a token yet waits again, so that its prompt is computed
+        with the weights that its first token is drawn with."""
+        for request in reversed([r for r in self.running if not r.ids]):
+            self._send_back(request)
 
-    def _leave(self, request: Running) -> None:
-        self.blocks.remember(request.blocks, request.tokens[: request.cached])
+    def finish(self, request: Running) -> None:
+        """Non-finite keys and values must not be found by a later request."""
+        self.running.remove(request)
+        self._leave(request, findable=request.sound)
+
+    def _leave(self, request: Running, *, findable: bool = True) -> None:
+        if findable:
+            self.blocks.remember(request.blocks, request.tokens[: request.cached])
+        else:
+            self.blocks.discard(request.blocks)
         self.blocks.release(request.blocks)
         request.blocks, request.cached = [], 0

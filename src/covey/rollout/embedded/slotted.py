@@ -72,7 +72,10 @@ class SlottedBatch:
         self.cache.copy(list(moved.items()), columns=self.cache.size)
 
     def finish(self, request: Running) -> None:
+        (row,), sound = request.blocks, request.sound
         self.scheduler.finish(request)
+        if not sound:
+            self.cache.clear(row)  # decoding reads masked places too
 
     def forget(self) -> None:
         """Other weights: what the old ones computed is void, but for those whose answers it began."""
