@@ -41,7 +41,7 @@ def install() -> None:
     runtimes.SubprocessRuntime = HostRuntime
 
 
-class HostRuntime(SubprocessRuntime):  # type: ignore[misc]
+class HostRuntime(SubprocessRuntime):
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
         if "MCP_PORT_FILE" not in env:  # not a tool server
             await super().run_background(argv, env, log)
