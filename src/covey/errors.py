@@ -18,6 +18,10 @@ class RunFailed(RuntimeError):
     """A run that had started could not go on; its text says why and what to try."""
 
 
+class LearnerLost(RunFailed):
+    """A process of the learner died, and with it what was learned since the last checkpoint."""
+
+
 class EpisodeError(Exception):
     """What the infrastructure did wrong in one episode, which is then left out and counted by `cause`."""
 

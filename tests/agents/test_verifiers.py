@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -114,10 +113,10 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder whose modules can be imported, here and by the processes of tool servers."""
+    """The working folder. That it is on nobody's import path is the ordinary case."""
     before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     yield tmp_path
     for name in set(sys.modules) - before:
         if name.startswith("sums_"):
@@ -204,7 +203,7 @@ def test_several_turns_with_another_role(home: Path) -> None:
 
 def test_tools(home: Path) -> None:
     call = '<tool_call>\n{"name": "numbers_add", "arguments": {"a": 1, "b": 1}}\n</tool_call>'
-    agent = replace(made(home, "sums_tools", TOOLS), format=make_format("hermes", native_tools=False))
+    agent = with_tools(home, "sums_tools", TOOLS)
     engine = Script(f"Let me see. {call}", "2", tokenizer=with_braces())
     episode = play(agent, engine)
     assert episode.failure is None and episode.rewards["given"] == 2.5
@@ -213,6 +212,56 @@ def test_tools(home: Path) -> None:
     shown = "<tool_response>\n2\n</tool_response>"
     assert engine.prompts[1].endswith(f"<|im_start|>user\n{shown}<|im_end|>\n<|im_start|>assistant\n")
     assert episode.messages[-2]["content"] == shown
+
+
+def with_tools(home: Path, name: str, source: str) -> VerifiersAgent:
+    return replace(made(home, name, source), format=make_format("hermes", native_tools=False))
+
+
+def test_tools_of_a_file(home: Path) -> None:
+    """Only this process knows the name of a module that was loaded from a path."""
+    (home / "elsewhere").mkdir()
+    file = home / "elsewhere" / "sums_file.py"
+    make = "def make(): return vf.resolve_env_config({'taskset': {'id': __name__}})\n\n\nif __name__"
+    file.write_text(TOOLS.replace("if __name__", make))
+    found = resolve_agent("verifiers", AgentConfig(name="verifiers", environment=f"{file}:make"))
+    assert isinstance(found, VerifiersAgent)
+    call = '<tool_call>\n{"name": "numbers_add", "arguments": {"a": 1, "b": 1}}\n</tool_call>'
+    agent = replace(found, format=make_format("hermes", native_tools=False))
+    episode = play(agent, Script(call, "2", tokenizer=with_braces()))
+    assert episode.failure is None and episode.rewards["given"] == 2.5
+    assert episode.messages[-2]["content"] == "<tool_response>\n2\n</tool_response>"
+
+
+SHARED = TOOLS.replace(
+    "class SumTaskset(vf.Taskset[ToolTask]):",
+    "class SumTaskset(vf.Taskset[ToolTask]):\n"
+    "    @classmethod\n    def toolsets(cls, config): return [Numbers(vf.SharedToolsetConfig())]\n",
+).replace("[Numbers(vf.ToolsetConfig())]", "[]")
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "words"),
+    [
+        ("raises", TOOLS.replace("    Numbers.run()", "    raise OSError('no such index')"), "OSError: no such index"),
+        ("silent", TOOLS[: TOOLS.index("if __name__")], 'if __name__ == "__main__": ITS_TOOLSET.run()'),
+        ("shared", SHARED.replace("    Numbers.run()", "    raise OSError('no such index')"), "no such index"),
+    ],
+)
+def test_a_tool_server_that_ends_is_reported_with_its_cause(home: Path, name: str, source: str, words: str) -> None:
+    episode = play(with_tools(home, f"sums_{name}", source), Script("2", tokenizer=with_braces()))
+    assert episode.failure is not None and episode.failure.cause == "environment"
+    assert words in episode.failure.message and f"tool server of sums_{name} ended" in episode.failure.message
+
+
+def test_a_tool_server_that_is_never_ready(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from covey.agents import verifiers_runtime
+
+    monkeypatch.setattr(verifiers_runtime, "READY_SECONDS", 0.5)
+    source = TOOLS.replace("    Numbers.run()", "    import time; time.sleep(99)")
+    episode = play(with_tools(home, "sums_never", source), Script("2", tokenizer=with_braces()))
+    assert episode.failure is not None
+    assert "the tool server of sums_never is not ready after 0.5 s" in episode.failure.message
 
 
 def test_tools_need_a_format() -> None:

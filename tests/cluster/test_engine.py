@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from concurrent.futures import Future
 from typing import Any
 
@@ -108,8 +109,10 @@ class House:
         monkeypatch: pytest.MonkeyPatch,
         colocated: bool = False,
         publisher: type[Publisher] = Publisher,
+        dead: Collection[int] = (),
     ) -> None:
         self.actors: list[Actor] = []
+        self.dead = dead  # numbers of actors that die when they load
         self.doomed_from = 10**6  # actors from this number on die when they load
         self.ended: list[int] = []
         self.said: list[str] = []
@@ -124,7 +127,8 @@ class House:
         return self.actors[-1]
 
     def load(self, index: int, actor: Actor) -> Reference:
-        return Reference().die() if actor.number >= self.doomed_from else Reference().done(1000 + actor.number)
+        doomed = actor.number in self.dead or actor.number >= self.doomed_from
+        return Reference().die() if doomed else Reference().done(1000 + actor.number)
 
     async def ask(self, *prompts: tuple[int, ...]) -> list[asyncio.Task[Completion]]:
         jobs = [asyncio.ensure_future(self.engine.generate(prompt, Sampling())) for prompt in prompts]
@@ -192,6 +196,21 @@ def test_replacements_that_die_too_end_the_run(tmp_path, monkeypatch) -> None:
         assert len(house.actors) == 1 + DEATHS
         with pytest.raises(RunFailed):
             await house.engine.generate((2,), Sampling())
+
+    asyncio.run(scene())
+
+
+def test_an_engine_that_dies_while_it_starts_is_replaced(tmp_path, monkeypatch) -> None:
+    async def scene() -> None:
+        house = House(2, tmp_path, monkeypatch, dead={1, 2})
+        await house.engine.publish(Learner(), 0)
+        assert [place.pid for place in house.engine.places] == [1000, 1003]
+        assert house.ended == [1, 2] and house.engine.replaced == 2
+        assert house.actors[3].calls == ["take version 0"]  # with the others
+        assert all(text.startswith("engine 1 died and is replaced: ") for text in house.said)
+        none = House(1, tmp_path, monkeypatch, dead=range(99))
+        with pytest.raises(RunFailed, match=f"engine 0 died {DEATHS + 1} times without an answer"):
+            await none.engine.publish(Learner(), 0)
 
     asyncio.run(scene())
 

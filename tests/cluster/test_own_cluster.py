@@ -8,6 +8,7 @@ import pytest
 
 from covey.cluster import start
 from covey.cluster.placement import Node
+from covey.errors import LearnerLost
 from tests.cluster.here import trained
 
 ray = pytest.importorskip("ray")
@@ -28,4 +29,22 @@ def test_requests_under_way_at_the_end_start_no_other_cluster(
         **{"cluster.name": "ray", "cluster.rollout_devices": 1, "loop.max_minutes": 0.01, **settings},
     )
     assert 0 < len(apart.steps()) < 50  # it was ended before
+    assert not ray.is_initialized()
+
+
+@pytest.mark.slow
+def test_a_learner_that_rays_memory_monitor_kills(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """At a threshold that every machine is over: restarts are used up, then the cause and what to lower are told."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAY_memory_usage_threshold", "0.001")
+    monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "250")
+    with pytest.raises(
+        LearnerLost, match=r"(?s)Ray's memory monitor killed it: .* lower cluster\.rollout_devices"
+    ) as error:
+        trained(tiny_model_folder, monkeypatch, **{"cluster.name": "ray", "cluster.max_restarts": 1})
+    assert "checkpoint" not in str(error.value)  # there is none
+    said = "".join(capfd.readouterr())
+    assert said.index("starting Ray on this machine") < said.index("restart 1 of 1") and "\x1b[" not in said
     assert not ray.is_initialized()

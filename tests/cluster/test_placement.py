@@ -72,6 +72,44 @@ def test_on_cpus_a_role_takes_a_core() -> None:
         place(ray(), [three], gpu=True)
 
 
+def test_on_a_machine_of_our_own_processes_share_cores_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    from covey.cluster import start
+
+    monkeypatch.setattr(start, "this_machine", lambda: Node("127.0.0.1", cpus=2))
+    two = start.own_machine()
+    full = place(ray(learner_devices=2), [two], gpu=False)
+    assert not full.crowded  # an engine works while its learner waits
+    assert full.describe() == (
+        "2 learners, 2 engines, which alternate with the learners; 2 processes at a time on 2 cores; "
+        "1 machine: 127.0.0.1"
+    )
+    shared = place(ray(rollout_devices=2), [two], gpu=False)
+    assert shared.crowded and "1 learner, 2 engines; 3 processes at a time on 2 cores" in shared.describe()
+    with pytest.raises(Absent) as error:
+        place(ray(learner_devices=64), [two], gpu=False)
+    for text in ("64 CPUs for learners", "127.0.0.1: 2 CPUs", "2 processes at a time on a core", "lower cluster.learn"):
+        assert text in str(error.value)
+    monkeypatch.setattr(start, "this_machine", lambda: BIG)  # a GPU has a core of its own
+    assert start.own_machine() == BIG
+
+
+def test_processes_that_share_cores_are_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    from covey.cli.cluster import settle_cluster
+    from covey.cluster import start
+    from covey.config.schema import Config
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(start, "this_machine", lambda: Node("127.0.0.1", cpus=2))
+    assert settle_cluster(Config(cluster=ray(rollout_devices=1)))[1] == []
+    (warning,) = settle_cluster(Config(cluster=ray(learner_devices=2, rollout_devices=2)))[1]
+    assert warning.startswith("4 processes share 2 cores: cluster.learner_devices=2 and cluster.rollout_devices=2\n")
+
+
+def test_threads_are_shared_out_among_the_processes_of_a_machine() -> None:
+    plan = place(ray(learner_devices=6), [BIG, SMALL], gpu=True)
+    assert plan.busiest(plan.learners) == 4
+
+
 def test_the_transport_and_why() -> None:
     one = place(ray(rollout_devices=1), [BIG], gpu=True)
     two = place(ray(learner_devices=4, rollout_devices=2), [BIG, SMALL], gpu=True)

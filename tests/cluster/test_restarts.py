@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from covey.cluster.learner import LearnerLost, with_restarts
+from covey.cluster.learner import with_restarts
+from covey.errors import LearnerLost
 
 
 @dataclass
@@ -36,7 +40,7 @@ def test_it_goes_on_from_the_folder_of_the_one_before() -> None:
     assert runs(0, 3) == ([None], [], 1)
     asked, said, number = runs(2, 3)
     assert (asked, number) == ([None, Path("run-1"), Path("run-2")], 3)
-    assert said == [f"a learner died: killed; restart {i} of 3 (cluster.max_restarts)" for i in (1, 2)]
+    assert said == [f"a learner died: killed\n  more\nrestart {i} of 3 (cluster.max_restarts)" for i in (1, 2)]
 
 
 def test_a_learner_that_dies_while_a_run_is_made_again_is_a_loss_too() -> None:
@@ -56,16 +60,86 @@ def test_a_learner_that_dies_while_a_run_is_made_again_is_a_loss_too() -> None:
     assert with_restarts(make, complete, limit=2, note=print).path == Path("run-3")
     assert asked == [None, Path("run-1"), Path("run-1")]
     asked.clear()
-    dies_at = {1}
-    with pytest.raises(LearnerLost):  # what cannot start is told at once
+    dies_at = {1}  # before there is a folder
+    with_restarts(make, lambda run: None, limit=2, note=print)
+    assert asked == [None, None]
+    asked.clear()
+    dies_at = {1, 2, 3}
+    with pytest.raises(LearnerLost):
         with_restarts(make, complete, limit=2, note=print)
-    assert asked == [None]
+    assert len(asked) == 3
 
 
 def test_not_more_often_than_allowed() -> None:
     for limit in (0, 1):
         with pytest.raises(LearnerLost):
             runs(limit + 1, limit)
+
+
+class Lost:
+    """In place of a learner's update."""
+
+    def __call__(self, *given: object) -> None:
+        raise LearnerLost("a learner died: killed")
+
+
+def made(model: Path, folder: Path) -> Any:
+    from covey.cli import build
+    from covey.cli.prepare import prepare
+    from covey.cli.words import compose_words, parse
+
+    settings = [
+        "data=sort",
+        "data.train_size=4",
+        "data.train_batch_size=2",
+        "rollout.max_tokens=4",
+        "eval.before=false",
+    ]
+    words = parse([f"model={model}", *settings, "loop.total_steps=2"], switches=(), values=())
+    return build.build(prepare(compose_words(words), folder=folder), note=print)
+
+
+@pytest.mark.parametrize(("left", "said", "status"), [(1, "restarting", "running"), (0, "failed", "failed")])
+def test_a_run_that_is_restarted_does_not_read_as_ended(
+    tiny_model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], left: int, said: str, status: str
+) -> None:
+    """Until it turns out that it cannot be built again."""
+    from covey.cli.train import _end_if_running
+
+    run = made(tiny_model_folder, tmp_path / "run")
+    run.restarts_left = left
+    run.learner.update = Lost()
+    with pytest.raises(LearnerLost):
+        asyncio.run(run.train())
+    assert f"{said} after 0 of 2 steps" in capsys.readouterr().out
+    assert json.loads((run.path / "run.json").read_text())["status"] == status
+    _end_if_running(run.path, "failed")
+    assert json.loads((run.path / "run.json").read_text())["status"] == "failed"
+
+
+def test_a_restart_without_a_checkpoint_begins_again_in_the_same_folder(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from covey.cli import train as command
+    from covey.cli.prepare import prepare
+    from covey.cli.words import compose_words, parse
+
+    monkeypatch.chdir(tmp_path)
+    folders: list[Path] = []
+    settings = ["data=sort", "data.train_size=4", "rollout.max_tokens=4", "resume=disable", "logging.to=[]"]
+    prepared = prepare(compose_words(parse([f"model={tiny_model_folder}", *settings], switches=(), values=())))
+
+    def ends(run: Any) -> None:
+        folders.append(run.path)
+        run.resources.close()
+        run.folder.release()
+        if len(folders) == 1:
+            raise LearnerLost("a learner died: killed")
+
+    command._trained_in_cluster(prepared, ends, note=lambda text: print(text))
+    assert len(folders) == 2 and folders[0] == folders[1]
+    said = capsys.readouterr().out
+    assert "restart 1 of 3" in said and "from the start: there is no checkpoint yet (loop.save_every)" in said
 
 
 def test_a_run_that_could_not_be_made_leaves_its_folder_free(

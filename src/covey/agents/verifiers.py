@@ -42,9 +42,10 @@ def require_verifiers() -> Any:
         from verifiers import v1
     except ImportError as error:
         raise InputError(f"agent=verifiers needs the package ({error})\n  pip install 'covey[verifiers]'") from error
-    from covey.agents import verifiers_bridge
+    from covey.agents import verifiers_bridge, verifiers_runtime
 
     sys.modules.setdefault(HARNESS, verifiers_bridge)  # harnesses are found by the name of a module
+    verifiers_runtime.install()
     return v1
 
 

@@ -56,10 +56,10 @@ def build(prepared: Prepared, *, note: Note) -> Run:
 
 
 def continuing(prepared: Prepared, folder: Path) -> Prepared:
-    """The same run once more: from the last checkpoint in its folder, or anew where there is none."""
+    """The same run once more, in its folder: from the last checkpoint, or from the start if there is none."""
     prepared = dataclasses.replace(prepared, algorithm=make_algorithm(prepared.config))  # it remembers the run so far
     if not list((folder / "checkpoints").glob("step-*")):
-        return prepared
+        return dataclasses.replace(prepared, folder=folder)
     config = dataclasses.replace(prepared.config, resume=str(folder))
     return dataclasses.replace(prepared, folder=None, config=config)
 

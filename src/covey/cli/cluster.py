@@ -40,14 +40,37 @@ class Remote:
 
 
 def settle_cluster(config: Config) -> tuple[Config, list[str]]:
-    """Engines that share the learners' GPUs are one to a GPU; and what to say of settings that ask for more."""
+    """Engines that share the learners' GPUs are one to a GPU; and warnings about settings that ask for more."""
     size = config.rollout.tensor_parallel
-    if config.cluster.name != "ray" or config.cluster.rollout_devices is not None or size == 1:
+    if config.cluster.name != "ray":
         return config, []
+    if config.cluster.rollout_devices is not None or size == 1:
+        return config, _crowded(config)
     rollout = dataclasses.replace(config.rollout, tensor_parallel=1)
     return dataclasses.replace(config, rollout=rollout), [
         f"rollout.tensor_parallel={size} has no effect: engines share the learners' GPUs, one to each\n"
         f"  where the model is too large for that, give them their own: cluster.rollout_devices={size} or a multiple"
+    ]
+
+
+def _crowded(config: Config) -> list[str]:
+    """A warning where more processes work at the same time than this machine has cores for them."""
+    from covey.cluster.start import address_of, in_a_cluster, own_machine
+
+    wanted = config.cluster
+    if address_of(wanted) is not None or in_a_cluster():
+        return []
+    try:
+        plan = plan_of(config, [own_machine()])
+    except InputError:  # `check_cluster` raises it
+        return []
+    if not plan.crowded:
+        return []
+    engines = f" and cluster.rollout_devices={wanted.rollout_devices}" if wanted.rollout_devices else ""
+    return [
+        f"{plan.processes} processes share {plan.cores} {'core' if plan.cores == 1 else 'cores'}: "
+        f"cluster.learner_devices={wanted.learner_devices}{engines}\n"
+        "  steps are faster with one process on a core"
     ]
 
 
@@ -72,7 +95,7 @@ def check_cluster(config: Config) -> None:
     if ":" in config.model.device:
         raise InputError(f"model.device={config.model.device} with cluster=ray, where Ray hands out GPUs\n  use cuda")
     if address_of(config.cluster) is None and not in_a_cluster():
-        plan_of(config, [own_machine(config.cluster)])
+        plan_of(config, [own_machine()])
 
 
 def plan_of(config: Config, nodes: list[Node]) -> Plan:
@@ -104,7 +127,7 @@ def start_remote(
     transport, why = choose_transport(config.cluster.transport, plan)
     carried = _carried(prepared, gpu=plan.gpu)
     load = partial(load_engine, carried, folder, plan.colocated)
-    each = max(1, threads // len(plan.engines))
+    each, per_learner = (max(1, threads // plan.busiest(seats)) for seats in (plan.engines, plan.learners))
     publisher = _publisher(transport, carried, folder)
     engine = RayEngine(
         len(plan.engines),
@@ -115,12 +138,17 @@ def start_remote(
     )
     resources.callback(engine.close)
     ranks = [spawn(LearnerActor, plan, seat, group) for seat in plan.learners]
-    learner = RemoteLearner(ranks, partial(load_learner, carried, _absolute(checkpoint)), gpu=plan.gpu, threads=threads)
+    build = partial(load_learner, carried, _absolute(checkpoint))
+    learner = RemoteLearner(ranks, build, gpu=plan.gpu, threads=per_learner)
     resources.callback(learner.close)
     if checkpoint is not None:  # here too: the algorithm's advantages are computed in this process
         prepared.algorithm.load_state_dict(checkpoint.state["algorithm"])
     where = f"; files lie in {publisher.folder}, not in memory" if _misses_memory(transport, publisher.folder) else ""
-    notes = (f"cluster=ray ({cluster.describe()}): {plan.describe()}", f"weights travel by {transport}: {why}{where}")
+    notes = (
+        f"cluster=ray ({cluster.describe()}): {plan.describe()}",
+        f"CPU threads: {per_learner} for each learner, {each} for each engine",
+        f"weights travel by {transport}: {why}{where}",
+    )
     return Remote(learner, engine, notes)
 
 

@@ -8,9 +8,9 @@ import itertools
 import json
 import sys
 import textwrap
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,12 +136,55 @@ def _trained(prepared: Prepared, note: Note) -> Run:
         run = build(prepared, note=note)
         to_its_end(run)
         return run
+    return _trained_in_cluster(prepared, to_its_end, note)
+
+
+def _trained_in_cluster(prepared: Prepared, to_its_end: Callable[[Run], None], note: Note) -> Run:
     from covey.cluster.learner import with_restarts
+    from covey.cluster.start import opening
+
+    last: Path | None = None  # the folder of the attempt before
 
     def make(folder: Path | None) -> Run:
-        return build(prepared if folder is None else continuing(prepared, folder), note=note)
+        nonlocal last
+        last = folder
+        if folder is not None:
+            note(f"the run goes on {_where_from(folder)}")
+        note(opening(prepared.config.cluster))
+        if folder is None:
+            return build(prepared, note=note)
+        with telling_how_to_go_on(folder, prepared.config.resume):
+            return build(continuing(prepared, folder), note=note)
 
-    return with_restarts(make, to_its_end, limit=prepared.config.cluster.max_restarts, note=note)
+    try:
+        run: Run = with_restarts(make, to_its_end, limit=prepared.config.cluster.max_restarts, note=note)
+        return run
+    except BaseException as error:
+        if last is not None:
+            _end_if_running(last, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+        raise
+
+
+def _where_from(path: Path) -> str:
+    from covey.loop.checkpoint import step_folders, step_of
+
+    if not (steps := step_folders(path / "checkpoints")):
+        return "from the start: there is no checkpoint yet (loop.save_every)"
+    return f"from its last checkpoint, after step {step_of(steps[-1])}"
+
+
+def _end_if_running(folder: Path, status: str) -> None:
+    """A run that is about to be started again says `running`. If it could not be built, that is no longer true."""
+    from covey.loop.folder import open_folder
+    from covey.storage import StorageFailed
+
+    with suppress(InputError, StorageFailed):  # the error that ended the run must not be hidden by this one
+        found = open_folder(folder)
+        try:
+            if found.info()["status"] == "running":
+                found.set_status(status)
+        finally:
+            found.release()
 
 
 @contextmanager

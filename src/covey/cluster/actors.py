@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from covey.cluster.messages import cause_of_death, plain
 from covey.cluster.placement import Plan, Seat
 from covey.errors import InputError
 
@@ -30,8 +31,8 @@ def reserved(plan: Plan) -> Iterator[Any]:
     if not group.wait(STARTING):
         remove_placement_group(group)
         raise InputError(
-            f"the cluster has what the run asks for ({plan.describe()}), but not free\n"
-            "  wait for who uses it, or end that: ray status, ray list actors"
+            f"the cluster is large enough for {plan.describe()}, but its devices were not free for {STARTING:g} s\n"
+            "  wait until they are, or end what uses them: ray status, ray list actors"
         )
     try:
         yield group
@@ -119,8 +120,8 @@ def untangled(error: Exception) -> Exception:
     if isinstance(error, ray.exceptions.RayTaskError):
         if not isinstance(error.cause, Exception):
             return error
-        error.cause.add_note(f"in the actor:\n{error}")
+        error.cause.add_note(f"in the actor:\n{plain(str(error))}")
         return error.cause
     if isinstance(error, ray.exceptions.TaskCancelledError):
         return error
-    return ActorLost((str(error).splitlines() or [type(error).__name__])[0])
+    return ActorLost(cause_of_death(str(error)))

@@ -174,7 +174,8 @@ class RayEngine:
                 place.pid = await answer(loading)
                 place.actor = actor
             except ActorLost as error:
-                raise RunFailed(f"engine {place.index} could not be started: {error}") from error
+                end(actor)
+                await self._start_another(place, str(error), self._load_model)
         self._loading = []
         if starting:
             self._start(self._watch())
@@ -216,22 +217,34 @@ class RayEngine:
 
     async def _replace(self, place: Place, why: str) -> None:
         try:
-            while place.actor is None:
-                place.deaths += 1
-                if place.deaths > DEATHS:
-                    raise RunFailed(f"engine {place.index} died {place.deaths} times without an answer: {why}")
-                self.warn(f"engine {place.index} died and is replaced: {why}")
-                self.replaced += 1
-                actor = self._spawn(place.index)
-                try:
-                    await self._equip(place, actor)
-                except ActorLost as error:
-                    why = str(error)
+            await self._start_another(place, why, self._equip)
         except Exception as error:
             failed = error if isinstance(error, RunFailed) else RunFailed(f"engine {place.index}: {error}")
             self._failed = failed
         finally:
             self._changed.set()
+
+    async def _start_another(
+        self, place: Place, why: str, prepare: Callable[[Place, Any], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Until one is ready, or `DEATHS` of them in a row have died."""
+        while place.actor is None:
+            place.deaths += 1
+            if place.deaths > DEATHS:
+                raise RunFailed(f"engine {place.index} died {place.deaths} times without an answer: {why}")
+            self.warn(f"engine {place.index} died and is replaced: {why}")
+            self.replaced += 1
+            actor = self._spawn(place.index)
+            try:
+                await prepare(place, actor)
+            except ActorLost as error:
+                end(actor)
+                why = str(error)
+
+    async def _load_model(self, place: Place, actor: Any) -> None:
+        """Before the first publication, which brings the weights."""
+        place.pid = await answer(self._load(place.index, actor))
+        place.actor = actor
 
     async def _equip(self, place: Place, actor: Any) -> None:
         """A model, the weights of the moment, and a seat among the others."""

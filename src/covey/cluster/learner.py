@@ -14,15 +14,11 @@ import torch
 from covey.cluster.actors import ActorLost, answer, answers, end, first_lost
 from covey.cluster.learner_actor import BuildLearner
 from covey.cluster.transport import Meeting, Notice
-from covey.errors import RunFailed
+from covey.errors import LearnerLost
 from covey.protocols import Algorithm, Metrics, Needs, TokenTrace
 from covey.types import Batch, Samples
 
 ASKING = 10.0  # seconds in which a rank that died is known to be
-
-
-class LearnerLost(RunFailed):
-    """A rank died, and with it what all of them have learned since the last checkpoint."""
 
 
 class RemoteLearner:
@@ -129,24 +125,25 @@ class RemoteLearner:
 
     def _lost(self, error: ActorLost) -> LearnerLost:
         self.close()
-        return LearnerLost(f"a learner died: {error}\n  the same command goes on from the last checkpoint")
+        return LearnerLost(f"a learner died: {error}")
 
 
 def with_restarts(
     make: Callable[[Path | None], Any], complete: Callable[[Any], None], *, limit: int, note: Callable[[str], None]
 ) -> Any:
-    """A run that has come to its end. `make(folder)` builds it, from the last checkpoint in the folder of the one
-    before where there was one; `complete` trains. A run that lost a learner, also while it was made again, is made
-    again, `limit` times at most. One that cannot be made the first time would not be the second time either."""
+    """A run that has come to its end. `make(folder)` builds it, in the folder of the attempt before if that got as far
+    as having one; `complete` trains. An attempt that lost a learner, also while it was built, is followed by another,
+    `limit` times at most."""
     folder: Path | None = None
     for restart in range(limit + 1):
         try:
             run = make(folder)
             folder = run.path
+            run.restarts_left = limit - restart
             complete(run)
             return run
         except LearnerLost as error:
-            if restart == limit or folder is None:
+            if restart == limit:
                 raise
-            note(f"{str(error).splitlines()[0]}; restart {restart + 1} of {limit} (cluster.max_restarts)")
+            note(f"{error}\nrestart {restart + 1} of {limit} (cluster.max_restarts)")
     raise AssertionError("not reached")

@@ -8,6 +8,7 @@ with half of it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -20,9 +21,10 @@ class Node:
     name: str  # its address
     cpus: int
     gpus: int = 0
+    per_core: int = 1  # processes that may share a core, where no GPU is used
 
     def devices(self, gpu: bool) -> int:
-        return min(self.gpus, self.cpus) if gpu else self.cpus  # whoever has a GPU needs a core to drive it
+        return min(self.gpus, self.cpus) if gpu else self.cpus * self.per_core  # a GPU needs a core to drive it
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Plan:
     bundles: tuple[Bundle, ...]
     learners: tuple[Seat, ...]
     engines: tuple[Seat, ...]
+    cores: int  # of the machines that are used
 
     @property
     def colocated(self) -> bool:
@@ -60,16 +63,34 @@ class Plan:
     def node(self, seat: Seat) -> str:
         return self.bundles[seat.bundle].node
 
+    @property
+    def crowded(self) -> bool:
+        """Whether processes that work at the same time share cores."""
+        return not self.gpu and self.processes > self.cores
+
+    @property
+    def processes(self) -> int:
+        """That work at the same time."""
+        return sum(bundle.devices for bundle in self.bundles)
+
+    def busiest(self, seats: Sequence[Seat]) -> int:
+        """The largest number of these on one machine."""
+        return max(Counter(self.node(seat) for seat in seats).values())
+
     def describe(self) -> str:
-        device = "GPU" if self.gpu else "CPU"
-        where = "on the learners' devices" if self.colocated else f"on {device}s of their own"
-        lines = f"{_count(len(self.learners), 'learner')}, {_count(len(self.engines), 'engine')} {where}"
-        return f"{lines}; {_count(len(self.nodes), 'machine')}: {', '.join(self.nodes)}"
+        roles = f"{_count(len(self.learners), 'learner')}, {_count(len(self.engines), 'engine')}"
+        machines = f"{_count(len(self.nodes), 'machine')}: {', '.join(self.nodes)}"
+        if self.gpu:
+            where = "the learners'" if self.colocated else "their own"
+            return f"{roles} on {where} GPUs; {machines}"
+        turns = ", which alternate with the learners" if self.colocated else ""
+        share = f"{_count(self.processes, 'process', 'es')} at a time on {_count(self.cores, 'core')}"
+        return f"{roles}{turns}; {share}; {machines}"
 
 
 def place(config: ClusterConfig, nodes: Sequence[Node], *, gpu: bool, tensor_parallel: int = 1) -> Plan:
     """Learners first, packed onto as few machines as possible, then engines on what is left."""
-    asked, found = _asked(config, gpu, tensor_parallel), _found(nodes)
+    asked, found = _asked(config, gpu, tensor_parallel), _found(nodes, gpu)
     if len(nodes) < config.nodes:
         raise _short(f"cluster.nodes={config.nodes}, but the cluster has {_count(len(nodes), 'machine')}", asked, found)
     free = {n.name: n.devices(gpu) for n in sorted(nodes, key=lambda n: (-n.devices(gpu), n.name))}
@@ -93,7 +114,7 @@ def place(config: ClusterConfig, nodes: Sequence[Node], *, gpu: bool, tensor_par
                 f"  give them some: cluster.rollout_devices={tensor_parallel} or a multiple"
             )
         engines = tuple(Seat("engine", seat.index, seat.bundle, share) for seat in learners)
-        return Plan(gpu, tuple(bundles), learners, engines)
+        return Plan(gpu, tuple(bundles), learners, engines, _cores(nodes, bundles))
     count, rest = divmod(config.rollout_devices or 0, tensor_parallel)
     if rest:
         raise InputError(
@@ -101,7 +122,12 @@ def place(config: ClusterConfig, nodes: Sequence[Node], *, gpu: bool, tensor_par
             f"{tensor_parallel}\n  every engine takes {tensor_parallel} devices of one machine"
         )
     engines = tuple(Seat("engine", i, take(tensor_parallel), share) for i in range(count))
-    return Plan(gpu, tuple(bundles), learners, engines)
+    return Plan(gpu, tuple(bundles), learners, engines, _cores(nodes, bundles))
+
+
+def _cores(nodes: Sequence[Node], bundles: Sequence[Bundle]) -> int:
+    used = {bundle.node for bundle in bundles}
+    return sum(node.cpus for node in nodes if node.name in used)
 
 
 def _asked(config: ClusterConfig, gpu: bool, tensor_parallel: int) -> str:
@@ -114,9 +140,13 @@ def _asked(config: ClusterConfig, gpu: bool, tensor_parallel: int) -> str:
     return f"{_count(config.learner_devices, device)} for learners, {engines}{machines}"
 
 
-def _found(nodes: Iterable[Node]) -> str:
-    rows = [f"{n.name}: {_count(n.cpus, 'CPU')}, {_count(n.gpus, 'GPU')}" for n in nodes]
+def _found(nodes: Iterable[Node], gpu: bool) -> str:
+    rows = [f"{n.name}: {_count(n.cpus, 'CPU')}, {_count(n.gpus, 'GPU')}{_most(n, gpu)}" for n in nodes]
     return "\n              ".join(rows) or "no machine"
+
+
+def _most(node: Node, gpu: bool) -> str:
+    return "" if gpu or node.per_core == 1 else f"; {node.per_core} processes at a time on a core, at most"
 
 
 def _short(what: str, asked: str, found: str) -> Absent:
@@ -126,5 +156,5 @@ def _short(what: str, asked: str, found: str) -> Absent:
     )
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _count(number: int, what: str, plural: str = "s") -> str:
+    return f"{number} {what}{'' if number == 1 else plural}"

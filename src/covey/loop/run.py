@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.schema import Config
+from covey.errors import LearnerLost
 from covey.learner.learner import NonFiniteError
 from covey.loop.checkpoint import Checkpoint, CheckpointStore, best_of
 from covey.loop.evaluate import Evaluator
@@ -45,6 +46,7 @@ class Run:
     evaluations: list[tuple[int, Metrics]] = field(default_factory=list)
     warned: set[str] = field(default_factory=set)
     terminated: bool = False  # SIGTERM ended it before its last step
+    restarts_left: int = 0  # how often it is started again after the loss of a learner
     services: Sequence[AbstractAsyncContextManager[Any]] = ()  # open as long as the run is: a server, for example
     resources: ExitStack = field(default_factory=ExitStack)  # what else ends with the run: workers, rewards' models
     offenders: Offenders = field(init=False)  # tasks whose updates were left out
@@ -70,6 +72,9 @@ class Run:
             status = reached
         except (KeyboardInterrupt, asyncio.CancelledError):  # asyncio turns the first Ctrl-C into a cancellation
             status = "interrupted"
+            raise
+        except LearnerLost:
+            status = "restarting" if self.restarts_left else "failed"
             raise
         finally:
             close_run(self.folder, self.telemetry, status, self.source.close, self.engine.close, self.resources.close)
@@ -173,7 +178,7 @@ def close_run(folder: RunFolder, telemetry: Telemetry, status: str, *others: Cal
     ended the run is not hidden by this one."""
     with ExitStack() as ending:
         ending.callback(folder.release)
-        ending.callback(_write_status, folder, status)
+        ending.callback(_write_status, folder, "running" if status == "restarting" else status)
         ending.callback(telemetry.close, status)
         for close in reversed(others):
             ending.callback(close)

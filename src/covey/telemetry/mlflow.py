@@ -11,7 +11,7 @@ from covey.config.schema import LoggingConfig
 from covey.telemetry.base import RunInfo, Tracker, flat, require
 
 ID_FILE = "mlflow_run_id"
-STATUSES = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
+STATUSES = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED", "restarting": "KILLED"}
 PARAMS_AT_ONCE = 100  # more are refused
 FORBIDDEN = re.compile(r"[^\w\-. :/]", re.ASCII)  # in names
 

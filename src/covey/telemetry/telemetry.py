@@ -26,7 +26,7 @@ from covey.telemetry.tensorboard import TensorboardSink
 from covey.telemetry.trackio import TrackioSink
 from covey.telemetry.wandb import WandbSink
 
-STATUSES = ("finished", "interrupted", "failed")
+STATUSES = ("finished", "interrupted", "failed", "restarting")
 MODULES = {"wandb": "wandb", "tensorboard": "torch.utils.tensorboard", "mlflow": "mlflow", "trackio": "trackio"}
 
 
@@ -116,7 +116,7 @@ class Telemetry:
         return self._files.offsets()
 
     def close(self, status: str) -> None:
-        """`finished`, `interrupted` or `failed`. Closing twice is closing once."""
+        """With one of `STATUSES`. Closing twice is closing once."""
         assert status in STATUSES, f"unknown status {status}"
         if self._closed:
             return
