@@ -220,8 +220,11 @@ def test_a_prompt_that_entered_before_an_update_is_computed_with_the_weights_of_
     first, late = Sampling(max_tokens=60, seed=1), Sampling(max_tokens=6, seed=2)
 
     async def run() -> None:
+        prompts = [[*range(3, 43)], [*range(5, 45)]]  # a cache with room for both requests below
+        await asyncio.gather(*(engine.generate(prompt, Sampling(max_tokens=24, seed=9)) for prompt in prompts))
+        before = engine.generated_tokens
         asking = asyncio.create_task(engine.generate([3, 4, 5], first))
-        while not engine.generated_tokens:
+        while engine.generated_tokens == before:
             await asyncio.sleep(0)
         entering = asyncio.create_task(engine.generate([*range(20, 40)], late))
         while 2 not in asked.admitted:
