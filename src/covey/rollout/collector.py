@@ -34,7 +34,6 @@ class Collector:
     seed: int
     max_seconds: float
     max_response_tokens: int | None = None
-    context_length: int | None = None
 
     async def groups(
         self,
@@ -84,7 +83,6 @@ class Collector:
             deadline=deadline,
             first_prompts=known,
             max_response_tokens=self.max_response_tokens,
-            context_length=self.context_length,
         )
         started, cause = time.monotonic(), "agent"
         try:
