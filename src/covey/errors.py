@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import sysconfig
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class InputError(ValueError):
@@ -38,6 +41,17 @@ class NamedFailure(EpisodeError):
 
     def __str__(self) -> str:
         return self.message
+
+
+def said(error: BaseException) -> str:
+    """An error of others' code in a line. A SystemExit says nothing of itself but a number: where it came from does."""
+    if not isinstance(error, SystemExit):
+        return f"{type(error).__name__}: {error}"
+    frames = traceback.extract_tb(error.__traceback__)
+    installed = (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), str(Path(__file__).parent))
+    own = [frame for frame in frames if not frame.filename.startswith(("<", *installed))] or frames
+    place = f" at {own[-1].filename}, line {own[-1].lineno}" if own else ""
+    return f"SystemExit: sys.exit({error.code!r}) was called{place}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

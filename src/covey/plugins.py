@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from covey.errors import InputError, nearest
+from covey.errors import InputError, nearest, said
 
 
 def load_function(kind: str, name: str) -> Any:
@@ -36,12 +38,23 @@ def load_function(kind: str, name: str) -> Any:
     raise InputError("\n".join(lines))
 
 
+@contextmanager
+def no_exit(what: str) -> Iterator[None]:
+    """Around code of the user's that runs before training: a sys.exit there must not end covey as if all were well."""
+    try:
+        yield
+    except SystemExit as error:
+        raise InputError(
+            f"{what}: {said(error)}\n  fix: return, or raise an exception that says what is wrong"
+        ) from error
+
+
 def _load_module(what: str, module: str) -> ModuleType:
     _make_importable(Path.cwd())
     try:
         return importlib.import_module(module)
-    except Exception as error:
-        raise InputError(f"{what}: importing {module} failed ({type(error).__name__}: {error})") from error
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{what}: importing {module} failed ({said(error)})") from error
 
 
 def _load_file(what: str, path: Path) -> ModuleType:
@@ -63,9 +76,9 @@ def _load_file(what: str, path: Path) -> ModuleType:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[module_name]
-        raise InputError(f"{what}: running {path} failed ({type(error).__name__}: {error})") from error
+        raise InputError(f"{what}: running {path} failed ({said(error)})") from error
     return module
 
 

@@ -2,7 +2,8 @@
 
 Known secrets are the values of variables of the environment whose names say so (WANDB_API_KEY, HF_TOKEN, ...), the
 passwords in addresses, and settings that are called api_key, token and the like. They are hidden wherever they turn up.
-Text for people also loses what looks like a secret: headers, keys of well-known forms, users in addresses.
+Text for people also loses what looks like a secret: headers, keys of well-known forms, users in addresses, addresses
+of webhooks.
 
     hide            text for people: messages, tracebacks, notes
     hide_known      records, whose words are a model's: only what is known
@@ -13,27 +14,32 @@ Text for people also loses what looks like a secret: headers, keys of well-known
 
 from __future__ import annotations
 
+import base64
 import functools
+import html
 import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, quote_plus
 
 MASK = "<hidden>"
 SHORTEST = 6  # characters; shorter words are in every text
 NOT_SECRET = frozenset({"true", "false", "token", "none", "null", "disabled", "offline", "online"})
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-_SAYS = frozenset(
-    {"apikey", "authorization", "bearer", "credential", "credentials", "passwd", "password", "passphrase", "pwd"}
-    | {"secret"}
-)
-_MAY_SAY = frozenset({"auth", "key", "pat", "token"})  # alone, in the environment, or after one of the next
+_SAYS = frozenset({"authorization", "bearer", "credential", "credentials", "pwd", "webhook"})
+# Also at the end of a word: PGPASSWORD.
+_SAYS_LAST = ("accesskey", "apikey", "passphrase", "passwd", "password", "privatekey", "secret", "secretkey")
+_MAY_SAY = frozenset({"auth", "key", "pat", "token"})  # alone, in the environment, or after one of `_OF`
+_MAY_SAY_LAST = frozenset({"pass", "sk"})  # only as the last word (not PASS_RATE), and with more words before it
 _OF = frozenset({"access", "api", "auth", "bot", "client", "hf", "openai", "private", "refresh", "session", "wandb"})
+_OF_PASS = _OF | {"db", "mail", "proxy", "root", "smtp", "ssh", "user"}
+_JOINED = re.compile(r"[A-Z]{2,}(?:TOKEN|(?<!BY|ER)(?<!COM|SUR)PASS)\d*")  # in the environment: SSHPASS, not BYPASS
 FROM_ENV = "_from_env"  # below such a setting there are names of variables, not what they hold
 _NAMES = frozenset({"env", "file", "path", "dir", "name", "mode", "sock", "id", "socket"})  # where it is, not what
+_ESCAPE = re.compile(r"%[0-9A-F]{2}")
 # What stands in front of a colon is looked at from its first letter only: it may be a megabyte.
 _ADDRESS = re.compile(r"(?P<scheme>(?<![a-z0-9+.-])[a-z0-9+.-]++://)(?P<user>[^\s/?#@'\"]*)@", re.IGNORECASE)
 _QUERY = re.compile(r"([?&](?:api_?key|key|access_token|token|password|secret|sig|signature)=)[^&\s'\"#]+", re.I)
@@ -46,13 +52,20 @@ _FORMS = re.compile(
     r"\b(?:sk-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16}|ck-[\w-]{32}|xox[abp]-[\w-]{10,})"
 )
 
+_WEBHOOK = re.compile(
+    r"""(https?://(?:hooks?\.[^\s/'"<>]{1,200}|[^\s/'"<>]{1,200}\.webhook\.office\.com|api\.telegram\.org(?=/bot)"""
+    r"""|[^\s:/'"<>]{1,200}(?::\d+)?(?:/[\w.-]{1,40}){0,6}?/(?:web)?hooks?"""
+    r"""(?=/(?:[\w.~%@-]{1,15}/){0,4}(?=[\w.~%@-]{0,200}\d)[\w.~%@-]{16}))/)[^\s'"<>]+""",
+    re.IGNORECASE,
+)
+
 _learned: set[str] = set()
 
 
 def hide(text: str) -> str:
     text = hide_known(text)
     text = hide_users(text)
-    for pattern in (_QUERY, _HEADER, _AUTHORIZATION, _FIELD):
+    for pattern in (_WEBHOOK, _QUERY, _HEADER, _AUTHORIZATION, _FIELD):
         text = pattern.sub(rf"\g<1>{MASK}", text)
     return _FORMS.sub(MASK, text)
 
@@ -122,10 +135,15 @@ def says_secret(name: str) -> bool:
     words = [word.lower() for word in _WORD.findall(last)]
     if not words or words[-1] in _NAMES or above.endswith(FROM_ENV):
         return False
-    if not _SAYS.isdisjoint(words):
+    if not _SAYS.isdisjoint(words) or any(word.endswith(_SAYS_LAST) for word in words):
         return True
-    sure = len(words) == 1 or last.isupper() or not _OF.isdisjoint(words[:-1])
-    return sure and not _MAY_SAY.isdisjoint(words)
+    sure = len(words) == 1 or last.isupper()
+    final = next((word for word in reversed(words) if not word.isdecimal()), "")
+    if final in _MAY_SAY_LAST and (sure or not _OF_PASS.isdisjoint(words)):
+        return True
+    if not _MAY_SAY.isdisjoint(words) and (sure or not _OF.isdisjoint(words[:-1])):
+        return True
+    return last.isupper() and _JOINED.search(last.rpartition("_")[2]) is not None
 
 
 def known() -> Iterator[str]:
@@ -139,6 +157,8 @@ def _secrets_of(name: str, value: str) -> Iterator[str]:
         for found in _ADDRESS.finditer(value):
             _, _, password = found["user"].partition(":")
             yield from (part for part in (found["user"], password) if len(part) >= SHORTEST)
+        if "webhook" in name.lower() and says_secret(name):  # the address itself is the secret
+            yield value
     elif says_secret(name) and len(value) >= SHORTEST and not _is_plain(value):
         yield value
 
@@ -151,15 +171,28 @@ def _is_plain(value: str) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def _pattern(secrets: frozenset[str]) -> re.Pattern[str] | None:
-    """Also as JSON, Python and an address would write them; the longest first, as one may hold another."""
+    """In every form; the longest first, as one may hold another."""
     forms = {form for secret in secrets for form in _forms(secret)}
     return re.compile("|".join(map(re.escape, sorted(forms, key=len, reverse=True)))) if forms else None
 
 
 def _forms(secret: str) -> Iterator[str]:
-    yield from (secret, quote(secret, safe=""), json.dumps(secret)[1:-1], repr(secret)[1:-1])
+    """As JSON, Python, an address, a page and base64 would write it."""
+    yield from (secret, json.dumps(secret)[1:-1], repr(secret)[1:-1], html.escape(secret))
+    for quoted in (quote(secret, safe=""), quote(secret, safe="/"), quote_plus(secret)):
+        yield from (quoted, _ESCAPE.sub(lambda found: found[0].lower(), quoted))
+    yield from _in_base64(secret.encode("utf-8", errors="surrogateescape"))
     yield secret.replace("\\", "\\\\").replace("'", "\\'")  # within a longer text that Python shows
     yield json.dumps(repr(secret)[1:-1])[1:-1]
+
+
+def _in_base64(secret: bytes) -> Iterator[str]:
+    """In whatever it may stand, such as `user:secret`: three bytes are four characters, so there are three ways. The
+    characters at either end that depend on its neighbours are no part of a form."""
+    for before in range(3):
+        encoded = base64.b64encode(bytes(before) + secret).decode()
+        inner = encoded[-(-before * 8 // 6) : (before + len(secret)) * 8 // 6]
+        yield from (inner, inner.replace("+", "-").replace("/", "_"))
 
 
 class Screen:

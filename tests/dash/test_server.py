@@ -201,6 +201,40 @@ def test_the_report_is_one_file_that_asks_for_nothing(runs: Path) -> None:
     assert {(row["step"], row["attempt"]) for row in run["rows"]} >= {(0, 0), (0, 1)}, "groups are whole"
 
 
+NASTY = (
+    "<img src=x onerror=alert(1)> [a](javascript:b) `x` ![p](http://evil.example/p) | <b>\n\n# big\n<script>1</script>"
+)
+
+
+def test_markdown_shows_words_of_others_as_they_are(tmp_path: Path) -> None:
+    """By another implementation: no HTML, links or pictures in what it reads, and every word is there."""
+    from markdown_it import MarkdownIt
+
+    from covey.telemetry.report import write_report
+
+    run = tmp_path / "run"
+    write_run(run, *healthy(12))
+    told: dict[str, Any] = dict.fromkeys(("title", "algorithm", "model", "task", "command", "trained_reward"), NASTY)
+    info = {**json.loads((run / "run.json").read_text()), **told, "reward_names": [NASTY, "other " + NASTY]}
+    (run / "run.json").write_text(json.dumps(info))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "eval":
+            line["metrics"][f"eval/greedy/{NASTY}"] = 0.5
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / ".hydra").mkdir()
+    (run / ".hydra" / "overrides.yaml").write_text(json.dumps([NASTY, "learner.lr=1"]))
+    reader = MarkdownIt("commonmark").enable("table")
+    for page, pictures in ((markdown_report(run), 0), (write_report(run).read_text(), 1)):
+        tokens = [inner for token in reader.parse(page) for inner in (token, *(token.children or ()))]
+        kinds = [token.type for token in tokens]
+        assert not {"html_inline", "html_block", "link_open"} & set(kinds)
+        assert kinds.count("image") == pictures  # our own curve
+        assert sum(token.type == "heading_open" and token.tag == "h1" for token in tokens) == pictures
+        shown = "".join(token.content for token in tokens if token.type in ("text", "code_inline", "fence"))
+        assert shown.count("<img src=x onerror=alert(1)> [a](javascript:b) `x` ![p](http://evil.example/p)") >= 5
+
+
 def test_markdown_says_what_changed_and_what_is_wrong(runs: Path) -> None:
     text = markdown_report(runs / "b")
     assert "| `eval/accuracy` |" in text and "**Reward up, held-out accuracy down.**" in text

@@ -46,7 +46,7 @@ def crowded_house(record: Any, *, ends: float, max_tokens: int) -> Iterator[Hous
     from covey.gateway.server import Server
 
     tokenizer = make_tokenizer()
-    renderer, numbers = Renderer(tokenizer), count()
+    renderer, numbers = Renderer(tokenizer, CONTEXT), count()
     engine = EmbeddedEngine(
         make_model(tokenizer, ends=ends),
         eos_ids=[tokenizer.eos_token_id],
@@ -56,7 +56,7 @@ def crowded_house(record: Any, *, ends: float, max_tokens: int) -> Iterator[Hous
 
     def new_policy() -> EpisodePolicy:
         sampling = Sampling(max_tokens=max_tokens)
-        return EpisodePolicy(engine, renderer, sampling, (0, "load", next(numbers)), context_length=CONTEXT)
+        return EpisodePolicy(engine, renderer, sampling, (0, "load", next(numbers)))
 
     over: list[Any] = []
     book = Book(Rules("tiny"), new_policy=new_policy, on_closed=record(renderer) if record else over.append)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import html
 import http.client
+import itertools
 import json
+import math
 import os
 import subprocess
 import sys
 import threading
+import urllib.parse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -229,6 +234,11 @@ def test_the_trace_of_an_error_nobody_caught(
         ("api_key_env", False), ("TOKENIZERS_PARALLELISM", False), ("max_tokens", False), ("RAY_AUTH_MODE", False),
         ("RAY_AUTH_TOKEN_PATH", False), ("SSH_AUTH_SOCK", False), ("KEYBOARD", False), ("rollout.max_tokens", False),
         ("monkey", False), ("tokenizer", False), ("author", False),
+        ("PGPASSWORD", True), ("SSHPASS", True), ("DB_PASS", True), ("ROOT_PASSWORD_2", True), ("user_pass", True),
+        ("VOLC_SK", True), ("ALIYUN_AK_SK", True), ("GHTOKEN", True), ("MINIO_SECRETKEY", True), ("MYAPIKEY", True),
+        ("SLACK_WEBHOOK_URL", True), ("alerts.webhook", True), ("DB_PASS_FILE", False), ("WEBHOOK_PATH", False),
+        ("BYPASS", False), ("COMPASS", False), ("PASS_RATE", False), ("pass_rate", False), ("first_pass", False),
+        ("TASK", False), ("DISK", False), ("mask", False), ("HOTKEY", False), ("eval.pass_at_k", False),
     ],
 )  # fmt: skip
 def test_names_that_say_secret(name: str, expected: bool) -> None:
@@ -248,10 +258,52 @@ def test_names_that_say_secret(name: str, expected: bool) -> None:
         ("mail to a@b.example. Basic training", "mail to a@b.example. Basic training"),
         ("authorization=abcdefgh", f"authorization={MASK}"),
         ("reward api_key_env=JUDGE_KEY", "reward api_key_env=JUDGE_KEY"),
+        ("to https://hooks.slack.com/services/T01/B02/x1y2z3.", f"to https://hooks.slack.com/{MASK}"),
+        ("https://discord.com/api/webhooks/1042/aB-3_" + "x" * 60, f"https://discord.com/api/webhooks/{MASK}"),
+        (
+            "'https://acme.webhook.office.com/webhookb2/1-2@3/IncomingWebhook/9f'",
+            f"'https://acme.webhook.office.com/{MASK}'",
+        ),
+        ("https://outlook.office.com/webhook/0f1e2d3c-4b5a-6978-8796/x", f"https://outlook.office.com/webhook/{MASK}"),
+        (
+            "https://open.feishu.cn/open-apis/bot/v2/hook/0f1e2d3c-4b5a-6978",
+            f"https://open.feishu.cn/open-apis/bot/v2/hook/{MASK}",
+        ),
+        ("https://api.telegram.org/bot12345:AAbbCC/sendMessage", f"https://api.telegram.org/{MASK}"),
+        (
+            "https://docs.example/webhooks/about-events-and-payloads",
+            "https://docs.example/webhooks/about-events-and-payloads",
+        ),
+        ("https://chat.example:8443/hooks/a1b2c3d4e5f6a1b2c3", f"https://chat.example:8443/hooks/{MASK}"),
     ],
 )
 def test_what_looks_like_a_secret(text: str, hidden: str) -> None:
     assert hide(text) == hidden
+
+
+def test_known_secrets_are_hidden_however_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As addresses and pages write them, and in base64, also where other text stands before and after."""
+    secret = "pa ss/word+é<&>=1"
+    monkeypatch.setenv("PGPASSWORD", secret)
+    raw = secret.encode()
+    written = [
+        urllib.parse.quote(secret), urllib.parse.quote(secret, safe=""), urllib.parse.quote_plus(secret),
+        urllib.parse.quote(secret).lower(), html.escape(secret), json.dumps(secret)[1:-1], repr(secret)[1:-1],
+    ]  # fmt: skip
+    for form in written:
+        assert hide_known(f"x={form}&y") == f"x={MASK}&y"
+    for before, after in itertools.product((b"", b"a", b"ab", b"quail:", b"user:"), (b"", b"\n", b"!!", b" and more")):
+        for encode in (base64.b64encode, base64.urlsafe_b64encode):
+            left, right = hide_known(encode(before + raw + after).decode()).split(MASK)
+            # Four characters are three bytes: what is left stands for the text around, and for bits beside it.
+            assert len(left) <= math.ceil(len(before) * 4 / 3)
+            assert len(right.rstrip("=")) <= math.ceil(len(after) * 4 / 3) + 1
+
+
+def test_a_webhook_of_the_environment_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALERTS_WEBHOOK_URL", "https://alerts.example/in/abc123")
+    assert hide_known("POST https://alerts.example/in/abc123 failed") == f"POST {MASK} failed"
+    assert hide_settings({"webhook": "https://alerts.example/in/x"}) == {"webhook": MASK}
 
 
 def test_records_lose_only_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,16 +130,19 @@ class House:
 
 
 @contextmanager
-def serving(engine: Any, sampling: Sampling | None = None, **limits: Any) -> Iterator[House]:
+def serving(
+    engine: Any, sampling: Sampling | None = None, context_length: int | None = None, **limits: Any
+) -> Iterator[House]:
     """`covey serve` without a command line."""
     from covey.agents.formats import choose_format
 
     tokens = engine.tokenizer
     numbers = count()
+    renderer = Renderer(tokens, context_length)
 
     def new_policy() -> EpisodePolicy:
         stream = (0, "test", next(numbers))
-        return EpisodePolicy(engine, Renderer(tokens), sampling or Sampling(max_tokens=200), stream, **limits)
+        return EpisodePolicy(engine, renderer, sampling or Sampling(max_tokens=200), stream, **limits)
 
     over: list[Live] = []
     rules = Rules("tiny", choose_format("auto", tokens, "llama"))

@@ -71,9 +71,11 @@ class Babbler:
         return Completion(tuple(ids), tuple(-0.1 * i for i in range(len(ids))), (0,) * len(ids), stop)
 
 
-def policy_for(tokenizer: Any, seed: int = 0, script: Sequence[str] = (), **limits: Any) -> EpisodePolicy:
+def policy_for(
+    tokenizer: Any, seed: int = 0, script: Sequence[str] = (), context_length: int | None = None, **limits: Any
+) -> EpisodePolicy:
     engine: Any = Babbler(tokenizer, seed, script)
-    return EpisodePolicy(engine, Renderer(tokenizer), Sampling(), ("test", seed), **limits)
+    return EpisodePolicy(engine, Renderer(tokenizer, context_length), Sampling(), ("test", seed), **limits)
 
 
 def talk(policy: EpisodePolicy, seed: int, turns: int, calls: bool, beside: bool = True) -> list[Mapping[str, Any]]:
@@ -333,3 +335,45 @@ def test_marks_of_calls_stay_in_the_text() -> None:
     said = tokenizer('hm [TOOL_CALLS][{"name": "f"}]<|im_end|>')["input_ids"]
     assert renderer.reply_text(said) == 'hm [TOOL_CALLS][{"name": "f"}]'
     assert renderer.reply_text(tokenizer("hm<|im_end|>")["input_ids"]) == "hm"
+
+
+# -- prompts that cannot fit -----------------------------------------------------------------------------------------
+
+
+class Counting:
+    """A tokenizer that adds up how many characters it is given."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self.characters = tokenizer, 0
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        self.characters += len(text)
+        return self._tokenizer(text, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+def long_worded() -> Any:
+    """A tokenizer with a token for each byte, and one for a word of a hundred letters."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["w" * 100])
+    return Counting(tokenizer)
+
+
+@pytest.mark.parametrize("words", [900, 990, 1500, 3000, 20_000])
+def test_only_what_is_too_long_is_refused_before_it_is_tokenised(words: int) -> None:
+    """ChatML adds a few dozen tokens to a message. What fits is refused by nobody, however many characters it has, and
+    what does not fit costs no more than a few times what would."""
+    tokenizer = long_worded()
+    messages = [{"role": "user", "content": "w" * 100 * words}]
+    whole = Renderer(tokenizer).prompt(messages)
+    assert words < len(whole) < words + 50
+    tokenizer.characters = 0
+    bounded = Renderer(tokenizer, context_length=1000)
+    if words <= 1500:  # not far from the context's length: the policy, which counts exactly, decides
+        assert bounded.prompt(messages) == whole
+    else:
+        with pytest.raises(NoRoom, match="the model's context"):
+            bounded.prompt(messages)
+        assert tokenizer.characters <= 400_000

@@ -20,7 +20,7 @@ from covey.agents.chat import ChatAgent
 from covey.agents.environment import EnvironmentAgent, beyond
 from covey.config.schema import AgentConfig
 from covey.errors import InputError
-from covey.plugins import load_function
+from covey.plugins import load_function, no_exit
 from covey.protocols import Agent, NoRoom, Policy
 from covey.types import Episode, Messages, StopReason, Task
 
@@ -80,7 +80,8 @@ def as_agent(name: str, found: Any, config: AgentConfig) -> Agent:
             return EnvironmentAgent(found, config.max_turns, config.tool_seconds)
         if not callable(getattr(found, "run", None)):
             raise InputError(f"agent {name}: a class is an environment (reset and step) or an agent (opening and run)")
-        found = found()
+        with no_exit(f"agent {name}"):
+            found = found()
     if callable(getattr(found, "run", None)):
         if not callable(getattr(found, "opening", None)):
             raise InputError(f"agent {name} has run but no opening\n  fix: def opening(self, task): messages, tools")

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
-from covey.errors import InputError, NamedFailure, RunFailed
+from covey.errors import InputError, NamedFailure, RunFailed, said
 from covey.protocols import Done, NoRoom, Policy
 from covey.types import Episode, Messages, RewardTable, StopReason, Task
 from covey.workers import WorkerError, WorkerPool, WorkerSession, WorkerTimeout
@@ -213,9 +213,8 @@ class World:
             raise
         except WorkerError as error:  # its own exception, or its end
             raise EnvironmentFailed("environment", f"{self.name}.{what}: {error}") from error
-        except Exception as error:
-            text = f"{self.name}.{what}: {type(error).__name__}: {error}"
-            raise EnvironmentFailed("environment", text) from error
+        except (Exception, SystemExit) as error:
+            raise EnvironmentFailed("environment", f"{self.name}.{what}: {said(error)}") from error
 
 
 def _messages(method: str, value: Any) -> list[Message]:

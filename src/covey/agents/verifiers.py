@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from covey.agents.environment import EnvironmentFailed, beyond
 from covey.config.schema import AgentConfig
 from covey.errors import InputError
-from covey.plugins import load_function
+from covey.plugins import load_function, no_exit
 from covey.protocols import Policy
 from covey.types import Episode, Messages, RewardTable, StopReason, Task
 
@@ -60,7 +60,8 @@ def load_environment(name: str, options: Mapping[str, Any], max_turns: int) -> A
     vf = require_verifiers()
     if ":" in name:
         found = load_function("environment", name)
-        found = found if isinstance(found, (vf.Env, vf.EnvConfig)) else found(**options)
+        with no_exit(f"environment {name}"):
+            found = found if isinstance(found, (vf.Env, vf.EnvConfig)) else found(**options)
         if isinstance(found, vf.Env):
             return found
         if not isinstance(found, vf.EnvConfig):

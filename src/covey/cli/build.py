@@ -166,13 +166,12 @@ def make_collector(prepared: Prepared, engine: RolloutEngine, rewards: RewardSet
     assert source is not None
     return Collector(
         engine,
-        Renderer(source.tokenizer),
+        Renderer(source.tokenizer, config.model.context_length or source.context_length),
         prepared.agent,
         rewards,
         config.seed,
         config.agent.max_seconds,
         max_response_tokens=config.agent.max_response_tokens,
-        context_length=config.model.context_length or source.context_length,
     )
 
 

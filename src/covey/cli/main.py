@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from covey.errors import InputError, RunFailed
+from covey.errors import InputError, RunFailed, said
 from covey.redact import Screen, hide
 
 USAGE = """\
@@ -79,6 +79,9 @@ def _run(words: list[str]) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
+    except SystemExit as error:  # of the user's code, in a task of its own: asyncio ends the event loop at once
+        print(hide(f"\n{said(error)}\n  this ended the command; return, or raise an exception"), file=sys.stderr)
+        return 1
     except BrokenPipeError:  # the reader of our output has gone
         return 0
     except Exception as error:

@@ -96,7 +96,6 @@ def make_book(bench: Bench, on_closed: Callable[[Live], None]) -> Book:
             training_sampling(config),
             (config.seed, "serve", next(numbers)),
             max_response_tokens=collector.max_response_tokens,
-            context_length=collector.context_length,
         )
 
     return Book(Rules(config.model.name, tool_format(config, source)), new_policy=new_policy, on_closed=on_closed)

@@ -16,6 +16,7 @@ from covey.dash.tail import at_home
 from covey.redact import hide_known, hide_words
 from covey.telemetry.figures import duration
 from covey.telemetry.jsonl import finite
+from covey.telemetry.markdown import code, plain
 from covey.telemetry.report import Summary, summarise
 
 EPISODES = 200  # in the file, evenly over the run's
@@ -100,10 +101,11 @@ def markdown_report(folder: Path) -> str:
     read_all(library)
     run, summary = library.runs[0], summarise(folder)
     info = run.info
-    what = f"**{info['algorithm']}** trains **{info['model']}** on **{info['task']}**"
+    what = f"**{plain(info['algorithm'])}** trains **{plain(info['model'])}** on **{plain(info['task'])}**"
+    of, status = plain(info["total_steps"]), plain(info["status"])
     parts = [
-        f"## {info['title']}",
-        f"{what}: {summary.steps} of {info['total_steps']} steps, {info['status']}, {duration(run.seconds())}.",
+        f"## {plain(info['title'])}",
+        f"{what}: {summary.steps} of {of} steps, {status}, {duration(run.seconds())}.",
         _results(summary, run),
         _signs(run),
         _changed(run),
@@ -113,7 +115,9 @@ def markdown_report(folder: Path) -> str:
 
 def _results(summary: Summary, run: Run) -> str:
     lines = ["| metric | before | after | change |", "|---|---:|---:|---:|"]
-    lines += [f"| `{key}` | {' | '.join(cells)} |" for key, *cells in (change.cells() for change in summary.changes)]
+    lines += [
+        f"| {code(key)} | {' | '.join(cells)} |" for key, *cells in (change.cells() for change in summary.changes)
+    ]
     last = run.state()["last"]
     if last is not None and "low" in last:
         lines += ["", f"95 % interval of the last `eval/accuracy`: {last['low']:.3f} to {last['high']:.3f}."]
@@ -136,4 +140,4 @@ def _changed(run: Run) -> str:
     path = run.folder / ".hydra" / "overrides.yaml"
     given = load_yaml(path) if at_home(path) else []
     given = hide_words([str(word) for word in given]) if isinstance(given, list) else []
-    return "Settings: " + " ".join(f"`{word}`" for word in given) if given else ""
+    return "Settings: " + " ".join(map(code, given)) if given else ""

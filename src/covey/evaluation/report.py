@@ -15,6 +15,7 @@ from rich.text import Text
 from covey.evaluation.compare import SURE, Comparison, p_text, sentence
 from covey.evaluation.figures import Figures
 from covey.evaluation.statistics import Estimate
+from covey.telemetry.markdown import block, plain
 
 ABSENT = "–"
 
@@ -38,11 +39,12 @@ class Report:
 
     def as_markdown(self) -> str:
         head, rows = self._cells()
-        parts = ["# Evaluation", f"```\n{self.command}\n```", _markdown(head, rows), _NOTES]
+        parts = ["# Evaluation", block(self.command), _markdown(head, rows), _NOTES]
         if failed := self.failures():
-            parts.append("\n".join(f"- {line}" for line in failed))
+            parts.append("\n".join(f"- {plain(line)}" for line in failed))
         if self.comparisons:
-            parts += ["## Side by side", _markdown(*self._compared()), "\n".join(f"- {s}" for s in self.sentences())]
+            sentences = "\n".join(f"- {plain(sentence)}" for sentence in self.sentences())
+            parts += ["## Side by side", _markdown(*self._compared()), sentences]
         return "\n\n".join(parts) + "\n"
 
     def show(self, console: Console) -> None:
@@ -196,8 +198,8 @@ def _listed(counts: Mapping[str, int]) -> str:
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    lines = [map(plain, head), ["---"] * len(head), *(map(plain, row) for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

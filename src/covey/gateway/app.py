@@ -25,6 +25,7 @@ MAX_BODY = 16 * 2**20  # bytes
 MAX_HEADERS = 32 * 2**10  # bytes
 MAX_WAIT = 300.0  # seconds that POST /episodes may wait for an attempt
 
+GONE = "the client has gone"
 MOMENT = 0.5  # seconds
 BODY_SECONDS = 60.0  # for a whole body to come in
 HEADERS = (
@@ -199,13 +200,17 @@ async def _patience(seconds: float) -> AsyncIterator[None]:
 
 async def _body(request: Request) -> dict[str, Any]:
     """JSON of a bounded size."""
-    raw = bytearray()
+    raw, whole = bytearray(), False
     try:
         async with _patience(BODY_SECONDS):
-            async for piece in request.stream():
-                raw += piece
+            while not whole:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise Refused(499, GONE)
+                raw += message.get("body", b"")
                 if len(raw) > MAX_BODY:
                     raise Refused(413, f"a request may have {MAX_BODY // 2**20} MiB")
+                whole = not message.get("more_body", False)
     except TimeoutError:
         raise Refused(408, f"the request was not whole after {BODY_SECONDS:g} s") from None
     return read_body(raw)
@@ -233,7 +238,7 @@ async def _unless_gone(request: Request, work: asyncio.Task[Found]) -> Found:
     try:
         await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
-            raise Refused(499, "the client has gone")
+            raise Refused(499, GONE)
         return work.result()
     finally:
         work.cancel()

@@ -12,6 +12,8 @@ from covey.gateway.refusal import Refused, wrong
 from covey.types import RewardTable
 
 MAX_CHOICES = 128
+MAX_STOPS, LONGEST_STOP = 64, 1000  # strings, characters: each is looked for after every token
+MAX_REWARDS, LONGEST_NAME = 64, 100  # names, characters: each is a metric of the run
 LARGEST_REWARD = sys.float_info.max  # a whole number may be beyond it
 
 
@@ -87,6 +89,8 @@ def _stop(raw: Any) -> tuple[str, ...]:
     stop = [] if raw is None else [raw] if isinstance(raw, str) else raw
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
         raise wrong("stop", "must be a string or a list of strings")
+    if len(stop) > MAX_STOPS or any(len(text) > LONGEST_STOP for text in stop):
+        raise wrong("stop", f"at most {MAX_STOPS} strings of {LONGEST_STOP} characters, got {len(stop)} strings")
     return tuple(stop)
 
 
@@ -123,6 +127,8 @@ def read_rewards(body: Mapping[str, Any]) -> RewardTable:
     table = {**(named or {}), **({"reward": body["reward"]} if "reward" in body else {})}
     if not table:
         raise Refused(400, 'give {"reward": 1.0} or {"rewards": {"name": 1.0}}', param="reward")
+    if len(table) > MAX_REWARDS or not all(0 < len(name) <= LONGEST_NAME for name in table):
+        raise wrong("rewards", f"at most {MAX_REWARDS} names of 1 to {LONGEST_NAME} characters, got {len(table)} names")
     for name, value in table.items():
         if not isinstance(value, int | float) or not abs(value) <= LARGEST_REWARD:
             raise wrong(name[:40], f"a reward must be a finite number, got {value!r:.40}")

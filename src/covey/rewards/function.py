@@ -27,7 +27,8 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, TypeVar, overload
 
-from covey.errors import EpisodeError, InputError, RunFailed, nearest, unknown
+from covey.errors import EpisodeError, InputError, RunFailed, nearest, said, unknown
+from covey.plugins import no_exit
 from covey.types import Episode, Task
 from covey.workers import RemoteError, WorkerDied, WorkerPool, WorkerTimeout
 
@@ -160,7 +161,8 @@ class RewardFunction:
     def _checked(self, own: Callable[[Task], None], task: Task) -> None:
         """A column of another type than the reward reads is told as a mistake of the data."""
         try:
-            own(task)
+            with no_exit(f"reward {self.name}"):
+                own(task)
         except InputError:
             raise
         except Exception as error:
@@ -215,8 +217,8 @@ class RewardFunction:
             raise RewardError(self.name, task.id, str(error), "reward_crash") from error
         except RemoteError as error:
             raise RewardError(self.name, task.id, str(error)) from error
-        except Exception as error:
-            raise RewardError(self.name, task.id, f"{type(error).__name__}: {error}") from error
+        except (Exception, SystemExit) as error:
+            raise RewardError(self.name, task.id, said(error)) from error
 
     async def _call(self, arguments: Mapping[str, Any]) -> Any:
         if self.pool is not None:

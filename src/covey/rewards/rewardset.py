@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from covey.errors import EpisodeError, InputError, unknown
-from covey.plugins import load_function
+from covey.plugins import load_function, no_exit
 from covey.rewards.builtin import REWARDS
 from covey.rewards.condition import Condition, apply, find_conditions
 from covey.rewards.function import FILLED_IN, Columns, RewardError, RewardFunction, check_options, reward_name
@@ -73,7 +73,9 @@ def _make(found: Callable[..., Any], options: Mapping[str, Any], sandbox: Callab
     for option, parameter in parameters.items():
         if option not in options and parameter.default is parameter.empty:
             raise InputError(f"reward {name} needs to know its {option}\n  fix: reward.options.{name}.{option}=VALUE")
-    return RewardFunction.of(found(**options))
+    with no_exit(f"reward {name}"):
+        made = found(**options)
+    return RewardFunction.of(made)
 
 
 def _find(name: RewardName, task_default: str) -> Callable[..., Any]:

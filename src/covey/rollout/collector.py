@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from covey.errors import EpisodeError, InputError, RunFailed
+from covey.errors import EpisodeError, InputError, RunFailed, said
 from covey.protocols import Agent, Reward, RolloutEngine
 from covey.redact import hide
 from covey.rollout.policy import EpisodePolicy
@@ -34,7 +34,6 @@ class Collector:
     seed: int
     max_seconds: float
     max_response_tokens: int | None = None
-    context_length: int | None = None
 
     async def groups(
         self,
@@ -84,7 +83,6 @@ class Collector:
             deadline=deadline,
             first_prompts=known,
             max_response_tokens=self.max_response_tokens,
-            context_length=self.context_length,
         )
         started, cause = time.monotonic(), "agent"
         try:
@@ -103,8 +101,8 @@ class Collector:
             raise  # a user's mistake or a dead engine ends the run, it is not one episode's bad luck
         except EpisodeError as error:
             cause, message = error.cause, str(error)
-        except Exception as error:
-            message = f"{type(error).__name__}: {error}"
+        except (Exception, SystemExit) as error:
+            message = said(error)
         seconds = time.monotonic() - started
         return Episode(task, tuple(policy.turns), task.messages, failure=Failure(cause, hide(message)), seconds=seconds)
 
@@ -119,8 +117,8 @@ class Collector:
             failure = Failure("timeout", f"scoring a group took longer than agent.max_seconds={self.max_seconds:g}")
         except EpisodeError as error:
             failure = Failure(error.cause, hide(str(error)))
-        except Exception as error:
-            failure = Failure("reward", hide(f"{type(error).__name__}: {error}"))
+        except (Exception, SystemExit) as error:
+            failure = Failure("reward", hide(said(error)))
         else:
             return [_with_rewards(e, table) for e, table in zip(episodes, tables, strict=True)]
         return [e if e.failure else replace(e, failure=failure) for e in episodes]

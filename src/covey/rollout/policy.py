@@ -19,6 +19,8 @@ from covey.rollout.rendering import Renderer, Said, Tools
 from covey.rollout.streams import stream_seed
 from covey.types import Completion, Messages, Sampling, StopReason, Turn
 
+LONG = 2**16  # characters of messages and tools that are not rendered on the event loop
+
 
 class NotFinite(EpisodeError):
     """A reply whose log-probs are no numbers: nothing can be learned from it, and its tokens mean nothing."""
@@ -39,7 +41,6 @@ class EpisodePolicy:
         deadline: asyncio.Timeout | None = None,
         first_prompts: dict[str, tuple[int, ...]] | None = None,
         max_response_tokens: int | None = None,
-        context_length: int | None = None,
     ) -> None:
         """`first_prompts`: those that other attempts have rendered; all attempts at a task begin with the same."""
         self.engine = engine
@@ -49,11 +50,12 @@ class EpisodePolicy:
         self.deadline = deadline
         self.first_prompts = {} if first_prompts is None else first_prompts
         self.max_response_tokens = max_response_tokens
-        self.context_length = context_length
         self._turns: dict[int, Turn] = {}
         self._granted: dict[int, int] = {}  # tokens that replies under way may have
         self._said: list[Said] = []
         self._asked = 0  # turns begun: several may be sampled at once, each from its own stream
+        self._rendering = asyncio.Lock()
+        self._rendered: tuple[Any, tuple[int, ...]] | None = None  # the last long messages, and their prompt
         self._waiting = 0  # how many reasons there are for the clock to stand still
         self._left = 0.0  # seconds of the episode when it was stopped
 
@@ -74,6 +76,17 @@ class EpisodePolicy:
         if key not in self.first_prompts:
             self.first_prompts[key] = self.renderer.prompt(messages, tools)
         return self.first_prompts[key]
+
+    async def _prompt(self, messages: Messages, tools: Tools) -> tuple[int, ...]:
+        """As `render`, but where there is much to render it is done in a thread, while the event loop serves others.
+        Replies to the same messages that are asked for together share one rendering."""
+        if sum(len(str(message)) for message in messages) + len(str(tools)) < LONG:
+            return self.render(messages, tools)
+        asked = (tuple(messages), tools)
+        async with self._rendering:
+            if self._rendered is None or self._rendered[0] != asked:
+                self._rendered = (asked, await asyncio.to_thread(self.render, *asked))
+            return self._rendered[1]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.renderer.decode(token_ids)
@@ -128,8 +141,8 @@ class EpisodePolicy:
         if self.max_response_tokens is not None:
             used = sum(len(turn.completion_ids) for turn in self._turns.values()) + sum(self._granted.values())
             rooms["agent.max_response_tokens"] = self.max_response_tokens - used
-        if self.context_length is not None:
-            rooms["the model's context"] = self.context_length - prompt_tokens
+        if self.renderer.context_length is not None:
+            rooms["the model's context"] = self.renderer.context_length - prompt_tokens
         limit, room = min(rooms.items(), key=lambda pair: pair[1])
         if room < 1:
             raise NoRoom(f"no room for a reply: {limit} is used up")
@@ -166,7 +179,7 @@ class EpisodePolicy:
         top_p: float | None = None,
     ) -> Reply:
         """The reply to messages; a stop string that ended it is cut off its text."""
-        prompt = self.render(messages, tools)
+        prompt = await self._prompt(messages, tools)
         turn = await self._turn(
             prompt, stop=stop, max_tokens=max_tokens, trained=trained, temperature=temperature, top_p=top_p
         )

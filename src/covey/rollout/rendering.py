@@ -16,10 +16,14 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from covey.errors import InputError
+from covey.protocols import NoRoom
 from covey.types import Messages, StopReason
 
 Tools = Sequence[Mapping[str, Any]] | None
 
+PIECE = 2**16  # characters
+ADDED_BY_A_CUT = 256  # tokens, at most: a cut through a text changes only the tokens around it
+CONTEXT_USED_UP = "no room for a reply: the model's context is used up"
 MARK = "covey-marks-this-place"
 # Some tokenizers have these as special tokens, which decoding drops.
 CALL_MARKS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<tool_call>", "</tool_call>")
@@ -78,12 +82,14 @@ def _same(message: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 class Renderer:
     """A tokenizer's chat template, in both directions."""
 
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, context_length: int | None = None) -> None:
+        """A prompt that is far longer than `context_length` raises `NoRoom` before all of it is tokenised."""
         self.tokenizer = tokenizer
+        self.context_length = context_length
 
     def prompt(self, messages: Messages, tools: Tools = None) -> tuple[int, ...]:
         """Messages → prompt ids, ready for the assistant's answer."""
-        return self._encode(self._text(messages, tools, reply_next=True))
+        return self._bounded(self._text(messages, tools, reply_next=True))
 
     def next_prompt(self, said: Said, new: Messages) -> tuple[int, ...] | None:
         """The prompt after a reply and new messages, continuing the ids of before; None where the template rewrites
@@ -230,6 +236,20 @@ class Renderer:
         """What follows the sampled ids, without the end of turn where the model sampled it."""
         if said.stop is StopReason.EOS:
             text = text.removeprefix(self.decode(said.sampled_ids[-1:], special=True))
+        return self._bounded(text)
+
+    def _bounded(self, text: str) -> tuple[int, ...]:
+        """The ids of a text; `NoRoom` where they are certainly more than the model's context.
+
+        A tokenizer takes hundreds of bytes for each character, and some texts come from strangers. So a long one is
+        first counted in pieces, until it has too many tokens: what that takes depends on the context, not on the text.
+        """
+        if self.context_length is not None and len(text) > max(4 * self.context_length, PIECE):
+            tokens = 0
+            for start in range(0, len(text), PIECE):
+                tokens += len(self._encode(text[start : start + PIECE])) - ADDED_BY_A_CUT
+                if tokens >= self.context_length:
+                    raise NoRoom(CONTEXT_USED_UP)
         return self._encode(text)
 
     def _encode(self, text: str) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-MODULES = ("kernel", "filters", "walls", "keeper", "program", "values", "solution", "tests", "start")
+MODULES = ("kernel", "filters", "walls", "keeper", "cells", "program", "values", "solution", "tests", "start")
 
 # Reads the file, makes modules of it and goes to work. It is called again by bubblewrap, hence from the beginning.
 BOOT = """
@@ -48,7 +48,11 @@ def _modules() -> tuple[tuple[str, Any], ...]:
 
 def packed(request: Mapping[str, Any]) -> int:
     """A descriptor of the sealed file; the caller closes it."""
-    needed = {"solution": {"values", "solution", "program"}, "tests": {"values", "tests", "program"}}
+    needed = {
+        "session": {"cells", "program"},
+        "solution": {"values", "solution", "program"},
+        "tests": {"values", "tests", "program"},
+    }
     wanted = needed.get(request["role"], {"program"}) | {"kernel", "filters", "walls", "keeper", "start"}
     chosen = tuple((name, code) for name, code in _modules() if name in wanted)
     return sealed(marshal.dumps((chosen, dict(request))))

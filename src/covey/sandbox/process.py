@@ -160,7 +160,7 @@ class Process:
     def _hear(self) -> None:
         self._reports.drain()
         lines = self._reports.lines()
-        # The program of a session could write here too. It can only spoil its own outcome, and not keep us busy.
+        # The process of hidden tests writes here too, and the tests are others' code: they must not keep us busy.
         if len(self._messages) + self._nonsense + len(lines) > self._most_reports:
             self._reports.stop()
             self.kill("output")

@@ -2,6 +2,9 @@
 
 The process starts with the first cell. A cell that runs past its deadline, or over its memory or output, costs the
 session: it is killed, and the next cell starts afresh and says so.
+
+Between two cells the interpreter is stopped, with its threads, and every other process that a cell started is killed:
+a session that waits for its next cell uses no processor (`inside/cells.py`).
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from covey.sandbox.outcome import Outcome
@@ -18,13 +22,16 @@ if TYPE_CHECKING:
     from covey.sandbox.sandbox import Sandbox
 
 RESTARTED = "[the session was started afresh: variables and imports of earlier cells are gone]\n"
+LEFT_ONE = "[a process that this cell left running was ended]\n"
+LEFT = "[{} processes that this cell left running were ended]\n"
 
 
 class Session:
     def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
         self._process: Process | None = None
-        self._commands = -1
+        self._commands = -1  # cells, to the interpreter
+        self._turns = -1  # a byte, to its keeper: wake the interpreter
         self._cells = 0
         self._lost = False  # what earlier cells had defined
         self._busy = asyncio.Lock()
@@ -57,11 +64,17 @@ class Session:
         await self.close()
 
     async def _start(self) -> None:
-        theirs, self._commands = os.pipe()
+        theirs: list[int] = []
         try:
-            self._process = self._sandbox.process({"role": "session", "commands": theirs}, pass_fds=(theirs,))
+            reader, self._commands = os.pipe()
+            theirs.append(reader)
+            reader, self._turns = os.pipe()
+            theirs.append(reader)
+            request = {"role": "session", "commands": theirs[0], "turns": theirs[1]}
+            self._process = self._sandbox.process(request, pass_fds=tuple(theirs))
         finally:
-            os.close(theirs)
+            for file in theirs:
+                os.close(file)
         os.set_blocking(self._commands, False)
         self._cells = 0
         await self._process.ready()
@@ -72,26 +85,29 @@ class Session:
         self._cells += 1
         timer = asyncio.get_running_loop().call_later(seconds, process.kill, "deadline")
         try:
-            await self._send(json.dumps({"code": code}).encode() + b"\n")
+            with suppress(BrokenPipeError):  # the end of the process says the rest
+                os.write(self._turns, b"\n")
+                await self._send(json.dumps({"code": code}).encode() + b"\n")
             done = await self._done(process)
         finally:
             timer.cancel()
         out, err, truncated = process.output()
         killed = process.killed or ("output" if truncated else None)
-        exit_code = None if killed else done if done is not None else process.exit_code()
+        exit_code = None if killed else done[0] if done is not None else process.exit_code()
         if killed or done is None:
             self._end()
         note = RESTARTED if self._lost else ""
+        if done is not None and done[1]:
+            err += LEFT_ONE if done[1] == 1 else LEFT.format(done[1])
         return Outcome(out, note + err, exit_code, killed == "deadline", truncated, killed, restarted=self._lost)
 
-    async def _done(self, process: Process) -> int | None:
-        """The exit code of the cell; None when the process ended instead."""
+    async def _done(self, process: Process) -> tuple[int, int] | None:
+        """The cell's exit code and how many processes were ended with it; None when the session ended instead."""
         while (message := await process.message()) is not None:
             if "killed" in message:
                 process.killed = str(message["killed"])
-            code = message.get("code")
-            if message.get("done") == self._cells and isinstance(code, int):
-                return code
+            if message.get("done") == self._cells:
+                return message["code"], message["ended"]
         return None
 
     async def _send(self, data: bytes) -> None:
@@ -108,13 +124,12 @@ class Session:
                     await writable.wait()
                 finally:
                     loop.remove_writer(self._commands)
-            except BrokenPipeError:
-                return  # the end of the process says the rest
 
     def _end(self) -> None:
         if self._process is not None:
             self._process.close()
             self._process = None
-        if self._commands >= 0:
-            os.close(self._commands)
-            self._commands = -1
+        for file in (self._commands, self._turns):
+            if file >= 0:
+                os.close(file)
+        self._commands = self._turns = -1

@@ -15,6 +15,7 @@ from covey.storage import write_whole
 from covey.telemetry.charts import compare_curves, draw_curve
 from covey.telemetry.figures import ABSENT, Curve, curve_of, duration, evaluation_form, is_stage, show
 from covey.telemetry.history import History, Points, read_history, read_run
+from covey.telemetry.markdown import block, code, plain
 
 __all__ = ["Change", "Summary", "compare_curves", "print_summary", "summarise", "write_report"]
 
@@ -167,10 +168,11 @@ def _facts(summary: Summary) -> list[str]:
 def _markdown(summary: Summary, folder: Path, status: str | None) -> str:
     run = summary.run
     blocks = [
-        [f"# {run['title']}"],
+        [f"# {plain(run['title'])}"],
         [
-            f"**{run['algorithm']}** trained **{run['model']}** on **{run['task']}**: {summary.steps} of "
-            f"{run['total_steps']} steps, {status or run['status']}, started {run['started']}.",
+            f"**{plain(run['algorithm'])}** trained **{plain(run['model'])}** on **{plain(run['task'])}**: "
+            f"{summary.steps} of {plain(run['total_steps'])} steps, {plain(status or run['status'])}, "
+            f"started {plain(run['started'])}.",
             _rewards_sentence(run),
         ],
         ["![learning curve](curve.png)"],
@@ -186,8 +188,8 @@ def _rewards_sentence(run: dict[str, Any]) -> str:
     if run.get("kind") == "sft":
         return "`eval/loss` is the mean of −log π over the demonstrated tokens that were held out."
     others = [name for name in run["reward_names"] if name != run["trained_reward"]]
-    also = f" Also measured: {', '.join(f'`{name}`' for name in others)}." if others else ""
-    return f"`eval/accuracy` is the reward `{run['trained_reward']}`.{also}"
+    also = f" Also measured: {', '.join(map(code, others))}." if others else ""
+    return f"`eval/accuracy` is the reward {code(run['trained_reward'])}.{also}"
 
 
 def _change_table(summary: Summary) -> list[str]:
@@ -196,7 +198,7 @@ def _change_table(summary: Summary) -> list[str]:
     lines = ["| metric | before | after | change |", "|---|---:|---:|---:|"]
     for change in summary.changes:
         key, *cells = change.cells()
-        lines.append(f"| `{key}` | {' | '.join(cells)} |")
+        lines.append(f"| {code(key)} | {' | '.join(cells)} |")
     return lines
 
 
@@ -205,17 +207,18 @@ def _time_table(summary: Summary) -> list[str]:
         return ["No times were recorded."]
     lines = ["| stage | time | share |", "|---|---:|---:|"]
     for name, seconds in summary.stage_seconds.items():
-        lines.append(f"| {name} | {duration(seconds)} | {100 * seconds / summary.seconds:.0f} % |")
+        lines.append(f"| {plain(name)} | {duration(seconds)} | {100 * seconds / summary.seconds:.0f} % |")
     return [*lines, f"| all | {duration(summary.seconds)} | 100 % |"]
 
 
 def _further(run: dict[str, Any], folder: Path) -> Sequence[str]:
-    return [
-        "```sh",
+    commands = [
         f"covey sample {shlex.quote(str(folder))}   # ask the trained model something",
         f"covey eval {shlex.quote(str(folder))}     # evaluate it again, or on other data",
         f"{run['command']}   # run it again",
-        "```",
+    ]
+    return [
+        block("\n".join(commands), "sh"),
         "",
         "`metrics.jsonl` holds every number of every step, `episodes.jsonl` recorded answers token by token; both are "
         "explained in docs/metrics.md.",

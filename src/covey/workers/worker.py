@@ -27,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+from covey.errors import said
 from covey.workers.frames import CHUNK, DONE, LENGTH, RAISED, Inbox, framed
 
 LONGEST = 20_000  # characters of a message or traceback
@@ -228,7 +229,7 @@ def _framed(value: Any) -> memoryview:
 def _told(error: BaseException) -> tuple[str, str, str]:
     """Type, message and traceback. An exception of the user's may refuse to be printed."""
     try:
-        message = str(error)
+        message = said(error).removeprefix("SystemExit: ") if isinstance(error, SystemExit) else str(error)
     except Exception:
         message = "(its message cannot be shown)"
     try:

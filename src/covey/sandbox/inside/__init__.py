@@ -6,6 +6,7 @@ file, so that no folder of ours is visible to the code a model wrote. They impor
     kernel.py    the system calls that Python has no names for
     filters.py   Landlock and seccomp
     keeper.py    process 1 of a sandbox: reaps, watches memory, ends everything
+    cells.py     the keeper of a session: when a cell is over, and that nothing runs until the next one
     program.py   one program, or a session that keeps its state
     values.py    plain values as text, and back
     solution.py  a solution that answers calls

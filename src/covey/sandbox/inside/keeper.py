@@ -16,12 +16,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import NoReturn
 
+    from covey.sandbox.inside.cells import Cells
+
 INTERVAL = 0.05  # seconds between two looks at the memory
 OWN = (b"RssAnon:", b"RssShmem:")  # what of its memory is no file's
 SOCKET = 208 * 1024  # bytes that may lie unread in a socket, which are no process's
+DEAD = frozenset({b"Z", b"X"})  # states of a thread that will never run again
 
 
-def keep(program: Callable[[], None], *, memory_mb: int, control: int, alone: bool) -> None:
+def keep(program: Callable[[], None], *, memory_mb: int, control: int, alone: bool, cells: Cells | None) -> None:
     """Returns in the child, which is the program; never in the keeper. `alone`: in a process namespace."""
     if not alone:
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
@@ -34,60 +37,96 @@ def keep(program: Callable[[], None], *, memory_mb: int, control: int, alone: bo
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # nobody inside may look into it
     for standard in (0, 1, 2):
         os.close(standard)
-    _watch(child, memory_mb * 2**20, control, alone)
+    if not alone:  # a namespace is simply killed from outside
+        import signal
+
+        signal.signal(signal.SIGTERM, lambda *_: end(137, alone))
+    if cells is None:
+        _watch(child, memory_mb * 2**20, control, alone)
+    else:
+        cells.watch(child, memory_mb * 2**20, control, alone)
 
 
 def _watch(child: int, memory: int, control: int, alone: bool) -> NoReturn:
     ended = select.poll()
     ended.register(os.pidfd_open(child), select.POLLIN)
-    if not alone:  # a namespace is simply killed from outside
-        import signal
-
-        signal.signal(signal.SIGTERM, lambda *_: _end(137, alone))
     while True:
         ended.poll(INTERVAL * 1000)
-        if (code := _reap(child)) is not None:
-            _end(code, alone)
-        if sum(map(_resident, _inside(alone))) + (_sockets() if alone else 0) > memory:
-            os.write(control, b'{"killed": "memory"}\n')
-            _end(137, alone)
+        reap(child, alone)
+        check_memory(memory, control, alone)
 
 
-def _reap(child: int) -> int | None:
-    """The exit code of the program, once it has ended; whatever else has ended is forgotten."""
-    found = None
+def reap(child: int, alone: bool) -> None:
+    """Forget what has ended, and end with the program once it has ended."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return found
+            return
         if pid == 0:
-            return found
+            return
         if pid == child:
             code = os.waitstatus_to_exitcode(status)
-            found = code if code >= 0 else 128 - code
+            end(code if code >= 0 else 128 - code, alone)
 
 
-def _end(code: int, alone: bool) -> NoReturn:
-    while not alone and (living := _inside(alone)):
+def check_memory(memory: int, control: int, alone: bool) -> None:
+    if sum(map(_resident, inside(alone))) + (_sockets() if alone else 0) > memory:
+        os.write(control, b'{"killed": "memory"}\n')
+        end(137, alone)
+
+
+def end(code: int, alone: bool) -> NoReturn:
+    while not alone and (living := inside(alone)):
         for pid in living:
-            try:
-                os.kill(pid, kernel.SIGKILL)
-            except ProcessLookupError:
-                continue
-        _reap(0)
+            send(pid, kernel.SIGKILL)
+        reap(0, alone)
     os._exit(code)
+
+
+def send(pid: int, signal: int) -> None:
+    try:
+        os.kill(pid, signal)
+    except ProcessLookupError:
+        return  # it has ended
+
+
+def states(pid: int) -> set[bytes]:
+    """The states of all threads of a process. The first thread alone says little: it may have ended before others."""
+    found = set()
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            try:
+                with open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:
+                    found.add(file.read().rpartition(b")")[2].split()[0])
+            except OSError:  # this thread has ended
+                continue
+    except OSError:  # the process has
+        return set()
+    return found
 
 
 def _resident(pid: int) -> int:
     """Bytes of memory that this process holds. What it shares with others counts for each: its proportion can be
     hidden from us, this cannot."""
+    found = _own(f"/proc/{pid}/status")
+    if found is None:  # the first thread has ended and shows no memory: any other one does
+        try:
+            threads = os.listdir(f"/proc/{pid}/task")
+        except OSError:
+            return 0
+        found = max((_own(f"/proc/{pid}/task/{thread}/status") or 0 for thread in threads), default=0)
+    return found
+
+
+def _own(path: str) -> int | None:
+    """None where there is no such process or thread, or where it has ended."""
     try:
-        with open(f"/proc/{pid}/status", "rb") as file:
-            lines = file.read().split(b"\n")
-    except OSError:  # it has ended
-        return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith(OWN)) * 1024
+        with open(path, "rb") as file:
+            lines = [line for line in file.read().split(b"\n") if line.startswith(OWN)]
+    except OSError:
+        return None
+    return sum(int(line.split()[1]) for line in lines) * 1024 if lines else None
 
 
 def _sockets() -> int:
@@ -99,8 +138,8 @@ def _sockets() -> int:
         return 0
 
 
-def _inside(alone: bool) -> list[int]:
-    """All processes of the sandbox but this one."""
+def inside(alone: bool) -> list[int]:
+    """All processes of the sandbox but this one; where it is alone, also those that ended and were not reaped yet."""
     me = os.getpid()
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     if alone:
@@ -115,7 +154,7 @@ def _parent(pid: int) -> int | None:
             state, parent = file.read().rpartition(b")")[2].split()[:2]
     except OSError:
         return None
-    return None if state == b"Z" else int(parent)
+    return None if state in DEAD and states(pid) <= DEAD else int(parent)
 
 
 def _descends(pid: int, ancestor: int, parents: dict[int, int]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import itertools
 import os
 import sys
 
@@ -31,18 +32,27 @@ def run(request: dict[str, Any]) -> None:
 
 
 def session(request: dict[str, Any]) -> None:
+    """Runs a cell, leaves its exit code to the keeper and stops; the keeper wakes it for the next one (cells.py)."""
     import json
+    import signal
 
+    os.close(request["control"])
     space = _main(request)
+    me, code = os.getpid(), 0
     with open(request["commands"], encoding="utf-8") as commands:
-        for number, line in enumerate(commands, 1):
+        for number in itertools.count(1):
+            os.write(request["codes"], bytes([code & 0xFF]))
+            os.kill(me, signal.SIGSTOP)
+            if not (line := commands.readline()):
+                return
             code = _cell(json.loads(line)["code"], f"<cell {number}>", space)
             for stream in (sys.stdout, sys.stderr):
                 try:
                     stream.flush()
                 except Exception:  # noqa: S112 - the program closed or replaced it: what it loses is its own
                     continue
-            os.write(request["control"], (json.dumps({"done": number, "code": code}) + "\n").encode())
+            if os.getpid() != me:  # a child that the cell forked and that came here: it is not the session
+                os._exit(code & 0xFF)
 
 
 def _cell(source: str, name: str, space: dict[str, Any]) -> int:

@@ -20,6 +20,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from covey.sandbox.inside.cells import Cells
+
 OPEN_FILES = 256
 
 
@@ -36,11 +38,13 @@ def start(stage: str, request: dict[str, Any]) -> None:
         if stage == "walls":
             walls.build(request["view"], request["limits"]["disk_mb"])
         os.chdir(request["folder"])
+        cells = _cells(request) if request["role"] == "session" else None
         keeper.keep(
-            lambda: _harden(request),
+            lambda: _harden(request, cells),
             memory_mb=request["limits"]["memory_mb"],
             control=request["control"],
             alone=stage != "limits",
+            cells=cells,
         )
     except Exception as error:  # the host hears of it; nothing of the model's has run
         import json
@@ -54,7 +58,17 @@ def report(request: dict[str, Any], message: str) -> None:
     os.write(request["control"], message.encode() + b"\n")
 
 
-def _harden(request: dict[str, Any]) -> None:
+def _cells(request: dict[str, Any]) -> Cells:
+    from covey.sandbox.inside.cells import Cells
+
+    made = Cells(request)
+    request["codes"] = made.codes
+    return made
+
+
+def _harden(request: dict[str, Any], cells: Cells | None) -> None:
+    if cells is not None:
+        cells.enter()
     walls.die_with_parent()
     _limit(request["limits"])
     kernel.leave_keyrings()

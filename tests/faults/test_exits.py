@@ -1,0 +1,144 @@
+"""Code of the user's that calls sys.exit: told as a mistake, with file and line, and never the silent end of covey."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from covey.agents.custom import resolve_agent
+from covey.cli.main import main
+from covey.errors import InputError
+from covey.rewards import resolve_rewards
+from covey.types import Task
+from covey.workers import RemoteError, WorkerPool
+from tests.agents.scripted import Script, scored
+
+TASK = Task("t", ({"role": "user", "content": "q"},), answer="a")
+FILE = """import sys
+from covey.rewards import reward
+
+def score(final_answer):
+    sys.exit(0)
+
+def look(task):
+    sys.exit(0)
+
+@reward(check=look)
+def checked(final_answer):
+    return 1.0
+
+class Scorer:
+    def __init__(self):
+        sys.exit(0)
+
+class Agent(Scorer):
+    def opening(self, task): ...
+    async def run(self, policy, task): ...
+
+async def play(policy, task):
+    await policy.chat(task.messages)
+    sys.exit(0)
+
+async def divided(policy, task):
+    import asyncio
+    async def part():
+        sys.exit(0)
+    await policy.chat(task.messages)
+    await asyncio.create_task(part())
+
+class World:
+    def reset(self, task):
+        return "hello"
+
+    def step(self, reply):
+        sys.exit(0)
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    path = tmp_path / "mine.py"
+    path.write_text(FILE)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("setting", "code"),
+    [
+        *(("reward={}:score", code) for code in ("0", "None", "1", "'enough'")),
+        *((setting, "0") for setting in ("agent={}:play", "agent.tools=[{}:score]", "reward=whole:score")),
+    ],
+)
+def test_a_file_that_exits_when_it_is_imported(
+    tmp_path: Path,
+    tiny_model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    setting: str,
+    code: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    (tmp_path / "whole.py").write_text(f"import sys\ndef score(x): ...\n\nsys.exit({code})\n")
+    assert main(["train", f"model={tiny_model_folder}", "data=sort", setting.format("whole.py")]) == 2
+    told = capsys.readouterr().err
+    assert f"sys.exit({code})" in told and f"{tmp_path / 'whole.py'}, line 4" in told and "nothing was started" in told
+
+
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (lambda path: resolve_rewards(f"{path}:Scorer", None, {}), 16),
+        (lambda path: resolve_rewards(f"{path}:checked", None, {}).check(TASK), 8),
+        (lambda path: resolve_agent(f"{path}:Agent"), 16),
+    ],
+)
+def test_what_exits_before_training(mine: Path, make: Callable[[Path], Any], line: int) -> None:
+    with pytest.raises(InputError, match=rf"sys\.exit\(0\) was called at {mine}, line {line}"):
+        make(mine)
+
+
+@pytest.mark.parametrize(
+    ("agent", "reward", "cause", "line"),
+    [
+        ("chat", "score", "reward", 5),
+        ("play", None, "agent", 24),
+        ("World", None, "environment", 38),
+    ],
+)
+def test_what_exits_in_an_episode_is_a_failure_of_that_episode(
+    mine: Path, agent: str, reward: str | None, cause: str, line: int
+) -> None:
+    """As any exception there would be."""
+    player = resolve_agent(agent if agent == "chat" else f"{mine}:{agent}")
+    episode = asyncio.run(scored(player, TASK, Script("hi"), reward=f"{mine}:{reward}" if reward else "given"))
+    assert episode.failure is not None and episode.failure.cause == cause
+    assert f"sys.exit(0) was called at {mine}, line {line}" in episode.failure.message
+
+
+def test_what_exits_in_a_worker(mine: Path) -> None:
+    from covey.plugins import load_function
+
+    pool = WorkerPool({"score": load_function("reward", f"{mine}:score")})
+    try:
+        with pytest.raises(RemoteError, match=rf"SystemExit: sys\.exit\(0\) was called at {mine}, line 5"):
+            asyncio.run(pool.call("score", "x", seconds=20.0))
+    finally:
+        pool.close()
+
+
+def test_what_exits_in_a_task_of_an_agents_own(
+    mine: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """asyncio then ends the event loop at once, past every handler: the command line has the last word."""
+    small = ["data.val_size=2", "data.train_batch_size=2", "rollout.group_size=2", "rollout.max_tokens=2"]
+    words = [f"model={tiny_model_folder}", "data=sort", f"agent={mine}:divided", "eval.before=false", *small]
+    assert main(["train", *words, "loop.total_steps=1"]) == 1
+    assert f"sys.exit(0) was called at {mine}, line 29" in capsys.readouterr().err
