@@ -52,6 +52,22 @@ def test_updates_that_are_left_out_are_counted_and_told_once(
     assert "step 2:" in told and "optim/skipped" in told and "learner.max_skipped=5" in told
 
 
+@pytest.mark.parametrize("broken", [1, 2])
+def test_a_step_of_two_updates_one_of_which_is_skipped(
+    tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, broken: int
+) -> None:
+    """The critic reports its learning rate only for the update that was made; the step reports that one."""
+    break_losses(monkeypatch, broken)
+    folder = prepare(tmp_path)
+    words = ("algorithm=ppo", "learner.epochs=2", "critic.lr=1e-4", "loop.total_steps=2")
+    assert train(folder, tiny_model_folder, *words) == 0
+    first, second = metrics_of(folder)
+    assert first["optim/skipped"] == second["optim/skipped"] == 1
+    assert first["value/lr"] == second["value/lr"] == 1e-4
+    assert first["grad/norm"] > 0 and math.isfinite(first["value/grad_norm"])
+    assert second.keys() - first.keys() <= {"timing/checkpoint"} and not first.keys() - second.keys()
+
+
 def test_too_many_in_a_row_save_their_tasks_and_say_how_to_read_them(
     tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
