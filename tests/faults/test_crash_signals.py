@@ -53,6 +53,37 @@ def test_sigterm_saves_exits_with_143_and_says_so(yard: Yard, mode: str) -> None
     assert crashed.outcome(folder) == yard.expected(words)
 
 
+@pytest.mark.parametrize(("mode", "done"), [("sync", 0), ("sync", 3), ("sft", 0), ("sft", 3), ("async-fifo", 0)])
+def test_sigterm_during_an_evaluation_costs_no_further_step(yard: Yard, mode: str, done: int) -> None:
+    """Before the first step, or after the third: the evaluation is finished and recorded, and a checkpoint written."""
+    words, folder = crashed.MODES[mode], yard.folder()
+    place = "sft-evaluate" if mode == "sft" else "evaluate"
+    at = 1 if done == 0 else 3  # each evaluation passes a moment before it and one after it
+    assert yard.nest.run(folder, words, Plan(places=[place], at=at, signal=signal.SIGTERM)) == 143
+    run = only_run(folder)
+    assert crashed.status(run) == "interrupted"
+    assert [r["step"] for r in crashed.records(run) if r["kind"] == "step"] == [*range(done)]
+    assert [r["step"] for r in crashed.records(run) if r["kind"] == "eval"] == ([0] if done == 0 else [0, 3])
+    assert (run / "checkpoints" / f"step-{done:06d}").is_dir()
+    told = (folder / "log.txt").read_text()
+    assert f"goes on from the last checkpoint, after step {done}\n" in told
+    assert yard.nest.run(folder, words) == 0, (folder / "log.txt").read_text()
+    if mode == "async-fifo":  # sampled by weights of whatever age: every group once
+        assert crashed.steps_once(folder)
+    else:
+        assert crashed.outcome(folder) == yard.expected(words)
+
+
+def test_sigterm_while_a_planned_checkpoint_is_written_costs_no_further_step(yard: Yard) -> None:
+    words, folder = SYNC, yard.folder()
+    assert yard.nest.run(folder, words, Plan(places=["checkpoint"], at=1, signal=signal.SIGTERM)) == 143
+    run = only_run(folder)
+    assert [r["step"] for r in crashed.records(run) if r["kind"] == "step"] == [0, 1]
+    assert [path.name for path in run.glob("checkpoints/*")] == ["step-000002"]
+    assert yard.nest.run(folder, words) == 0, (folder / "log.txt").read_text()
+    assert crashed.outcome(folder) == yard.expected(words)
+
+
 def test_sigterm_ends_a_whole_sweep(yard: Yard) -> None:
     folder = yard.folder()
     words = ["train", "--multirun", *SYNC[1:], "seed=1,2"]
