@@ -7,6 +7,7 @@ its text. Here both become one `StorageFailed`, which names the path, what is ne
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import re
@@ -117,6 +118,27 @@ def write_whole(path: Path, data: str | bytes) -> None:
             with suppress(OSError):
                 work.unlink()
             raise
+
+
+LOCK = ".lock"  # in a run's folder: locked as long as a process writes there
+
+
+def is_locked(folder: Path) -> bool | None:
+    """Whether a process writes to a folder; None where that cannot be told. The look takes a shared lock for a moment:
+    whoever locks a folder must try more than once."""
+    try:
+        handle = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return None
+    finally:
+        os.close(handle)
 
 
 def sha256(path: Path) -> str:

@@ -43,6 +43,15 @@ def test_whole_numbers_are_rewards_too(name: str) -> None:
     torch.testing.assert_close(found, advantages(name, rewards.float(), [0, 0, 1, 1], **options))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool])
+def test_a_fractional_baseline_is_kept_beside_whole_number_rewards(dtype: torch.dtype) -> None:
+    """ReMax: A = R − R(greedy), with the greedy answers' rewards 1/4 and 3/4."""
+    rewards = torch.tensor([1, 0, 1, 0]).to(dtype)
+    baseline = torch.tensor([0.25, 0.25, 0.75, 0.75])
+    found = advantages("remax", rewards, [0, 0, 1, 1], baseline_rewards=baseline)
+    assert found.tolist() == [0.75, -0.25, 0.25, -0.75]
+
+
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
 def test_the_precision_is_that_of_the_rewards(name: str) -> None:
     for dtype in (torch.float32, F64):

@@ -224,6 +224,15 @@ def test_where_a_run_stands(tmp_path: Path) -> None:
     assert state["silent"] is None
 
 
+def test_a_reward_beyond_one_is_no_accuracy_and_has_no_interval_of_a_share(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", healthy(20)[0], {0: 1.125, 20: 0.6})
+    run = Run(0, folder, "a")
+    run.poll()
+    state = run.state()
+    assert state["curve"]["measure"] == "reward"
+    assert state["best"] == {"step": 0, "value": 1.125} and state["last"] == {"step": 20, "value": 0.6}
+
+
 def test_a_running_run_that_says_nothing_is_silent(tmp_path: Path) -> None:
     import os
 

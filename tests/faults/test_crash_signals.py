@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
+import threading
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
+from covey.cli import watch
+from covey.cli.main import main
 from covey.cli.train import _new_base
 from covey.loop.folder import lock_folder
+from covey.storage import is_locked
+from covey.telemetry.history import read_run
 from tests.faults.here import Plan, Yard, crashed
 
 SYNC, AHEAD = crashed.MODES["sync"], crashed.MODES["async-fifo"]
@@ -50,6 +56,37 @@ def test_sigterm_saves_exits_with_143_and_says_so(yard: Yard, mode: str) -> None
     told = (folder / "log.txt").read_text()
     assert "SIGTERM came; all is saved, and the same command goes on from the last checkpoint, after step 1\n" in told
     assert yard.nest.run(folder, words) == 0
+    assert crashed.outcome(folder) == yard.expected(words)
+
+
+@pytest.mark.parametrize(("mode", "done"), [("sync", 0), ("sync", 3), ("sft", 0), ("sft", 3), ("async-fifo", 0)])
+def test_sigterm_during_an_evaluation_costs_no_further_step(yard: Yard, mode: str, done: int) -> None:
+    """Before the first step, or after the third: the evaluation is finished and recorded, and a checkpoint written."""
+    words, folder = crashed.MODES[mode], yard.folder()
+    place = "sft-evaluate" if mode == "sft" else "evaluate"
+    at = 1 if done == 0 else 3  # each evaluation passes a moment before it and one after it
+    assert yard.nest.run(folder, words, Plan(places=[place], at=at, signal=signal.SIGTERM)) == 143
+    run = only_run(folder)
+    assert crashed.status(run) == "interrupted"
+    assert [r["step"] for r in crashed.records(run) if r["kind"] == "step"] == [*range(done)]
+    assert [r["step"] for r in crashed.records(run) if r["kind"] == "eval"] == ([0] if done == 0 else [0, 3])
+    assert (run / "checkpoints" / f"step-{done:06d}").is_dir()
+    told = (folder / "log.txt").read_text()
+    assert f"goes on from the last checkpoint, after step {done}\n" in told
+    assert yard.nest.run(folder, words) == 0, (folder / "log.txt").read_text()
+    if mode == "async-fifo":  # sampled by weights of whatever age: every group once
+        assert crashed.steps_once(folder)
+    else:
+        assert crashed.outcome(folder) == yard.expected(words)
+
+
+def test_sigterm_while_a_planned_checkpoint_is_written_costs_no_further_step(yard: Yard) -> None:
+    words, folder = SYNC, yard.folder()
+    assert yard.nest.run(folder, words, Plan(places=["checkpoint"], at=1, signal=signal.SIGTERM)) == 143
+    run = only_run(folder)
+    assert [r["step"] for r in crashed.records(run) if r["kind"] == "step"] == [0, 1]
+    assert [path.name for path in run.glob("checkpoints/*")] == ["step-000002"]
+    assert yard.nest.run(folder, words) == 0, (folder / "log.txt").read_text()
     assert crashed.outcome(folder) == yard.expected(words)
 
 
@@ -124,6 +161,45 @@ def test_two_processes_on_one_folder_and_workers_that_outlive_a_kill(yard: Yard)
         with suppress(ProcessLookupError):
             os.kill(workers[0], signal.SIGCONT)
     assert crashed.outcome(folder) == yard.expected(SYNC)
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_is_shown_as_killed(
+    yard: Yard, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = yard.folder()
+    assert yard.nest.run(folder, SYNC, Plan(places=["update"], at=1)) == -signal.SIGKILL
+    run = only_run(folder)
+    assert crashed.status(run) == "running", "the process could not write another one"
+    lock = lock_folder(run)  # as if the process lived
+    assert read_run(run)["status"] == "running"
+    lock.close()
+    assert read_run(run)["status"] == "killed"
+    assert main(["runs", str(folder / "outputs")]) == 0
+    shown = capsys.readouterr().out
+    assert "killed" in shown and "running" not in shown
+    watch.watch(run, lambda: pytest.fail("there is nothing to wait for"))
+    assert capsys.readouterr().out.splitlines()[-1] == f"killed after 0 of {crashed.STEPS} steps"
+    assert main(["report", str(run), "--markdown"]) == 0
+    assert f"0 of {crashed.STEPS} steps, killed" in capsys.readouterr().out
+
+    assert yard.nest.run(folder, SYNC) == 0, (folder / "log.txt").read_text()
+    assert crashed.status(run) == "killed", "written down by the next run"
+    (other,) = set(crashed.runs(folder)) - {run}
+    assert crashed.status(other) == "finished"
+    told = (folder / "log.txt").read_text()
+    assert told.count("was killed before its first checkpoint; a new run begins") == 1 and run.name in told
+
+
+def test_looking_at_a_run_does_not_keep_it_from_starting(tmp_path: Path) -> None:
+    """A look holds a shared lock for a moment; whoever wants to write tries again."""
+    lock_folder(tmp_path).close()
+    look = os.open(tmp_path / ".lock", os.O_RDONLY)
+    fcntl.flock(look, fcntl.LOCK_SH)
+    assert is_locked(tmp_path) is False, "two may look at once"
+    threading.Timer(0.02, os.close, [look]).start()
+    with lock_folder(tmp_path):
+        assert is_locked(tmp_path) is True
+    assert is_locked(tmp_path / "nothing") is None
 
 
 def test_a_fork_does_not_hold_the_lock(tmp_path: Path) -> None:

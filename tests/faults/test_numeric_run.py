@@ -14,11 +14,12 @@ import torch
 
 from covey.algorithms.algorithm import Algorithm
 from covey.cli.main import main
+from covey.learner.learner import Learner
 from covey.loop.checkpoint import best_of
 from covey.protocols import LossTerm
 from covey.rollout.embedded import EmbeddedEngine
 from covey.types import Completion, StopReason
-from tests.faults.storage import prepare, the_run, train
+from tests.faults.storage import outcome, prepare, the_run, train
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
@@ -50,6 +51,22 @@ def test_updates_that_are_left_out_are_counted_and_told_once(
     told = " ".join(capsys.readouterr().out.split())
     assert told.count("1 update left out, whose loss or gradient is not finite") == 1
     assert "step 2:" in told and "optim/skipped" in told and "learner.max_skipped=5" in told
+
+
+@pytest.mark.parametrize("broken", [1, 2])
+def test_a_step_of_two_updates_one_of_which_is_skipped(
+    tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, broken: int
+) -> None:
+    """The critic reports its learning rate only for the update that was made; the step reports that one."""
+    break_losses(monkeypatch, broken)
+    folder = prepare(tmp_path)
+    words = ("algorithm=ppo", "learner.epochs=2", "critic.lr=1e-4", "loop.total_steps=2")
+    assert train(folder, tiny_model_folder, *words) == 0
+    first, second = metrics_of(folder)
+    assert first["optim/skipped"] == second["optim/skipped"] == 1
+    assert first["value/lr"] == second["value/lr"] == 1e-4
+    assert first["grad/norm"] > 0 and math.isfinite(first["value/grad_norm"])
+    assert second.keys() - first.keys() <= {"timing/checkpoint"} and not first.keys() - second.keys()
 
 
 def test_too_many_in_a_row_save_their_tasks_and_say_how_to_read_them(
@@ -85,6 +102,34 @@ def test_a_disk_that_cannot_take_the_tasks_does_not_hide_the_error(
     assert train(prepare(tmp_path), tiny_model_folder, "learner.max_skipped=1") == 1
     told = capsys.readouterr().err
     assert "1 updates in a row" in told and "could not be saved" in told and "No space left" in told
+
+
+def test_weights_that_are_not_finite_are_not_saved(
+    tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The third update spoils one weight: the checkpoint of the second step stays the last, and is gone on from."""
+    whole, folder = prepare(tmp_path / "whole"), prepare(tmp_path / "spoiled")
+    assert train(whole, tiny_model_folder) == 0
+    update, made = Learner.update, 0
+
+    def spoiling(self: Learner, *given: Any) -> Any:
+        nonlocal made
+        made += 1
+        found = update(self, *given)
+        if made == 3:
+            with torch.no_grad():
+                self.model.model.layers[1].mlp.up_proj.weight[3, 2] = math.inf
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "update", spoiling)
+        assert train(folder, tiny_model_folder) == 1
+    told = capsys.readouterr().err
+    assert "no checkpoint was written: model.layers.1.mlp.up_proj.weight is not finite" in told
+    assert "after step 2" in told and "Traceback" not in told
+    assert [path.name for path in (the_run(folder) / "checkpoints").iterdir()] == ["step-000002"]
+    assert train(folder, tiny_model_folder) == 0
+    assert outcome(the_run(folder)) == outcome(the_run(whole))
 
 
 @pytest.mark.parametrize("value", ["float('nan')", "-1e999", "'text'", "10**400"])

@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from covey.algorithms import make
+from covey.config.schema import LearnerConfig
+from covey.learner.learner import Learner
 from covey.learner.ranks import Ranks
-from covey.learner.saving import load_state, save_state
+from covey.learner.saving import NonFiniteWeights, load_state, save_state
+from tests.conftest import tiny_llama
+from tests.learner.test_critic import make_learner, valued_batch
 
 
 @pytest.mark.parametrize("readers", [1, 2, 3, 5])
@@ -59,9 +64,42 @@ def test_adapters_are_written_in_one_order(tmp_path: Path) -> None:
 
     from covey.learner.ranks import ALONE
     from covey.learner.saving import save_model
-    from tests.conftest import tiny_llama
 
     names = ["v_proj", "up_proj", "q_proj", "o_proj", "k_proj", "gate_proj", "down_proj"]
     model = peft.get_peft_model(tiny_llama(), peft.LoraConfig(r=2, target_modules=names, task_type="CAUSAL_LM"))
     save_model(model, tmp_path, ALONE, sharded=False)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"] == sorted(names)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lm_head.weight",
+        "optimizer: exp_avg/model.norm.weight",
+        "optimizer: exp_avg_sq/lm_head.weight",
+        "critic: weight/head.bias",
+        "critic: backbone/exp_avg/norm.weight",
+    ],
+)
+def test_what_is_not_finite_is_named_and_not_saved(tmp_path: Path, name: str, value: float) -> None:
+    learner = make_learner()
+    learner.update(valued_batch(), make("ppo"))
+    assert learner.critic is not None
+    tensors = dict(learner.model.named_parameters())
+    tensors |= {f"optimizer: {key}": tensor for key, tensor in learner.optimizer.tensors().items()}
+    tensors |= {f"critic: {key}": tensor for key, tensor in learner.critic.tensors().items()}
+    with torch.no_grad():
+        tensors[name].view(-1)[-1] = value
+    with pytest.raises(NonFiniteWeights) as caught:
+        learner.save(tmp_path)
+    assert str(caught.value).splitlines()[0] == f"no checkpoint was written: {name} is not finite"
+    assert not list(tmp_path.iterdir())
+
+
+def test_masters_of_half_precision_weights_are_checked_too(tmp_path: Path) -> None:
+    learner = Learner(tiny_llama(dtype=torch.bfloat16), LearnerConfig(), total_updates=1)
+    learner.save(tmp_path)  # before the first update there are no moments yet
+    learner.optimizer.masters["lm_head.weight"][0, 0] = torch.nan
+    with pytest.raises(NonFiniteWeights, match=r"optimizer: master/lm_head\.weight is not finite"):
+        learner.save(tmp_path)

@@ -151,7 +151,9 @@ def test_the_tokens_are_those_of_an_episode_that_says_the_same(template: str, me
         said: list[dict[str, Any]] = []
         for message in messages:
             if message["role"] == "assistant":
-                message = {"role": "assistant", "content": (await policy.ask(said)).text}
+                text = (await policy.ask(said)).text
+                assert message["content"].endswith(text)  # without the mark of thinking that the prompt opened
+                policy.remember(message)
             said.append(message)
 
     asyncio.run(play())

@@ -219,6 +219,31 @@ def test_only_what_was_prepared_is_replaced(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "train.jsonl"]
 
 
+def test_a_split_that_was_prepared_before_is_not_lost(tmp_path: Path) -> None:
+    train, test = write(tmp_path / "train.jsonl", row("1+1")), write(tmp_path / "test.jsonl", row("5+5"))
+    out = tmp_path / "out"
+    prepare(GSM8K, [train, test], out)
+    write(tmp_path / "train.jsonl", row("2+2"))
+    with pytest.raises(InputError) as caught:
+        prepare(GSM8K, [train], out)
+    assert str(caught.value) == (
+        f"{out} holds test rows of an earlier preparation (1), which the files given have none of: they would be lost\n"
+        "  fix: give their files too, or another folder with --out, or delete that one"
+    )
+    assert questions(out / "train.parquet") == ["1+1"] and questions(out / "test.parquet") == ["5+5"]
+    prepare(GSM8K, [train, test], out)
+    assert questions(out / "train.parquet") == ["2+2"] and questions(out / "test.parquet") == ["5+5"]
+
+
+def test_a_damaged_preparation_can_be_replaced(tmp_path: Path) -> None:
+    train, test = write(tmp_path / "train.jsonl", row("1+1")), write(tmp_path / "test.jsonl", row("5+5"))
+    out = tmp_path / "out"
+    prepare(GSM8K, [train, test], out)
+    (out / "manifest.json").write_text("{")
+    prepare(GSM8K, [train], out)
+    assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "train.parquet"]
+
+
 def test_an_earlier_one_stays_when_writing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(tmp_path / "train.jsonl", row("1+1"))
     prepare(GSM8K, [file], tmp_path / "out")

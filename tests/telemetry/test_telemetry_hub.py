@@ -220,6 +220,7 @@ def test_tensorboard_drops_what_a_resumed_run_repeats_and_keeps_the_evaluation_a
 
     def writer(**options: Any) -> SimpleNamespace:
         opened.append(options)
+        Path(options["log_dir"]).mkdir(exist_ok=True)  # as the real one does
         return SimpleNamespace(
             add_scalar=lambda *scalar: written.append(scalar), flush=lambda: None, close=lambda: None
         )
@@ -239,6 +240,11 @@ def test_tensorboard_drops_what_a_resumed_run_repeats_and_keeps_the_evaluation_a
     Telemetry.open(resumed, logging, metrics_offset=metrics_offset, episodes_offset=episodes_offset).close("finished")
     assert [options["purge_step"] for options in opened] == [None, 1]
     assert written == [("eval/accuracy", 0.2, 1)]
+
+    written.clear()  # from a checkpoint of step 0, after the evaluation before training
+    Telemetry.open(info, logging, metrics_offset=metrics_offset, episodes_offset=episodes_offset).close("finished")
+    assert opened[-1]["purge_step"] == 0
+    assert written == [("eval/accuracy", 0.1, 0), ("eval/accuracy", 0.2, 1)]
 
 
 class FakeMlflow:

@@ -87,6 +87,41 @@ def test_a_single_evaluation_has_no_before(make_run: MakeRun) -> None:
     assert [change.cells() for change in summarise(folder).changes] == [("eval/accuracy", "–", "50.0 %", "–")]
 
 
+def test_an_evaluation_before_the_first_step_is_not_one_after_training(make_run: MakeRun, records: Records) -> None:
+    """With eval.after=false it is the only one."""
+    folder = make_run(records[:-1])
+    assert ("eval/accuracy", "12.5 %", "–", "–") in [change.cells() for change in summarise(folder).changes]
+    text = write_report(folder).read_text(encoding="utf-8")
+    assert "| `eval/accuracy` | 12.5 % | – | – |" in text
+    assert "The last evaluation was made before training." in text
+
+
+def test_without_an_evaluation_before_training_nothing_is_called_before(make_run: MakeRun) -> None:
+    """eval.before=false, eval.every=4, eval.after=false, 12 steps of which 10 were made."""
+    steps = [{"kind": "step", "step": index, "metrics": {"reward/mean": 0.5}} for index in range(10)]
+    evaluations = [{"kind": "eval", "step": s, "metrics": {"eval/accuracy": s / 16}} for s in (4, 8)]
+    folder = make_run([*steps[:4], evaluations[0], *steps[4:8], evaluations[1], *steps[8:]])
+    assert [change.cells() for change in summarise(folder).changes] == [("eval/accuracy", "–", "50.0 %", "–")]
+    out = io.StringIO()
+    print_summary(folder, Console(file=out, width=100))
+    assert "The last evaluation was made after 8 of 10 updates." in out.getvalue()
+
+
+def test_a_mean_reward_beyond_one_is_not_called_accuracy(make_run: MakeRun) -> None:
+    records = [
+        {"kind": "eval", "step": step, "metrics": {"eval/accuracy": value, "eval/greedy/points": value}}
+        for step, value in ((0, 0.5), (12, 1.125))
+    ]
+    folder = make_run(records, trained_reward="points", reward_names=["points"])
+    out = io.StringIO()
+    print_summary(folder, Console(file=out, width=100))
+    text = write_report(folder).read_text(encoding="utf-8")
+    assert "accuracy" not in text and "accuracy" not in out.getvalue()
+    assert "| `eval/greedy/points` | 0.50 | 1.12 | +0.62 |" in text
+    assert "`eval/greedy/points` is the mean of the trained reward `points`." in text
+    assert "- Best evaluation: after 12 updates, eval/greedy/points 1.125." in text
+
+
 def test_the_first_of_equally_good_steps_is_the_best_and_null_rewards_are_passed_over(make_run: MakeRun) -> None:
     rewards = [0.5, None, 0.9, 0.9]
     folder = make_run(

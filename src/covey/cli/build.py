@@ -125,6 +125,7 @@ def _joined(
         tokenizer=collector.renderer.tokenizer,
         total_steps=prepared.total_steps,
         first_step=first_step,
+        resumed=checkpoint is not None,
         best=checkpoint.state["best"] if checkpoint is not None else None,
         services=services(prepared.agent),
         resources=resources.pop_all(),
@@ -255,7 +256,7 @@ def open_telemetry(prepared: Startable, path: Path, checkpoint: Checkpoint | Non
         telemetry.warn(text)
     if prepared.engine_reason:
         telemetry.note(f"rollout={prepared.config.rollout.name}: {prepared.engine_reason}")
-    if first_step:
+    if checkpoint is not None:
         telemetry.note(f"resumed at step {first_step} of {prepared.total_steps} in {path}")
     return telemetry
 

@@ -150,6 +150,7 @@ def _joined(prepared: PreparedSft, folder: RunFolder, checkpoint: Checkpoint | N
         validation=prepared.validation,
         total_steps=prepared.total_steps,
         first_step=checkpoint.step if checkpoint is not None else 0,
+        resumed=checkpoint is not None,
         best=checkpoint.state["best"] if checkpoint is not None else None,
     )
 

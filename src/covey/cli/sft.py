@@ -24,8 +24,8 @@ covey sft [--config-name RECIPE | --config FILE] [flags] [key=value ...]
   --dry-run         the same, and show the first demonstration with what is learned of it in «»
   --strict          with --validate-only: what is missing on this machine is an error, not a warning
 
-SIGTERM ends a run after the step under way, with a checkpoint (exit code 143); Ctrl-C stops it at once, never in the
-middle of a write (130). After both, and after a kill, the same command goes on from the last checkpoint.
+SIGTERM ends a run after its step or evaluation, with a checkpoint (exit code 143); Ctrl-C stops it at once, never in
+the middle of a write (130). After both, and after a kill, the same command goes on from the last checkpoint.
 
 A row of a file is a conversation, {"messages": [...], "tools": [...]}, in OpenAI's form, tool calls included; or it has
 question (or prompt) and answer (or response, completion).

@@ -58,7 +58,7 @@ Settings most people touch (all of them: covey config; one of them: covey config
 
 verl's, AgentFly's and TorchRL's names for these work too (algorithm.adv_estimator, actor_rollout_ref.*, trainer.*,
 optimizer.lr ...).
-SIGTERM ends a run after its step, with a checkpoint; Ctrl-C stops it, a second one at once. The same command goes on.
+SIGTERM ends a run after its step or evaluation, with a checkpoint; Ctrl-C stops it. The same command goes on.
 
 Recipes
 {recipes}

@@ -193,7 +193,7 @@ def unpaired(first: Run, second: Run) -> dict[str, Any] | None:
     shared = [int(step) for step in np.intersect1d(steps, there) if step > 0]
     at, other = (shared[-1], shared[-1]) if shared else (int(steps[-1]), int(there[-1]))
     a, b = float(ours[steps == at][-1]), float(theirs[there == other][-1])
-    if not (0 <= a <= 1 and 0 <= b <= 1):
+    if {first.measure(), second.measure()} != {"accuracy"}:  # the interval is that of shares
         return None
     (al, ah), (bl, bh) = wilson(a, first.tasks), wilson(b, second.tasks)
     low, high = b - a - math.hypot(b - bl, ah - a), b - a + math.hypot(bh - b, a - al)

@@ -126,7 +126,8 @@ class Run:
                 "id": self.number,
                 "name": self.name,
                 "kind": info.get("kind", "rl"),
-                "curve": {"key": curve.key, "best": curve.best, "name": curve.name, "falls": curve.falls},
+                "curve": {"key": curve.key, "best": curve.best, "name": curve.name, "falls": curve.falls}
+                | {"measure": self.measure()},
                 "done": done,
                 "total": total,
                 "seconds": self.seconds(),
@@ -161,6 +162,10 @@ class Run:
         causes = [name for name in table.names() if name.startswith(start)]
         return {name.removeprefix(start): float(table.points(name)[1].sum()) for name in causes}
 
+    def measure(self) -> str:
+        """What its evaluations' numbers are called."""
+        return self.curve.measure(self.metrics.tables["eval"].points(self.curve.best)[1])
+
     def _best(self) -> tuple[dict[str, float] | None, dict[str, float] | None]:
         steps, values = self.metrics.tables["eval"].points(self.curve.best)
         if not len(values):
@@ -170,7 +175,7 @@ class Run:
 
     def _point(self, step: int, value: float) -> dict[str, float]:
         found = {"step": int(step), "value": float(value)}
-        if self.tasks and not self.curve.falls and 0 <= value <= 1:
+        if self.tasks and self.measure() == "accuracy":
             found["low"], found["high"] = wilson(float(value), self.tasks)
         return found
 

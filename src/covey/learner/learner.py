@@ -33,9 +33,9 @@ from covey.learner.models import Reference
 from covey.learner.optimizer import MasterAdamW
 from covey.learner.packing import Bunch, Packed, in_step, pack, share_out
 from covey.learner.ranks import ALONE, Ranks
-from covey.learner.saving import load_state, load_tensors, save_model, save_state, save_tensors
+from covey.learner.saving import check_finite, load_state, load_tensors, save_model, save_state, save_tensors
 from covey.learner.saying import Ask, say
-from covey.learner.sharding import at_rest, bytes_to_train, inside, shard, shards
+from covey.learner.sharding import at_rest, bytes_to_train, inside, own_part, shard, shards
 from covey.protocols import Algorithm, Couples, LossTerm, Metrics, Needs, TokenOutputs, TokenTrace
 from covey.types import Batch, Sample, Samples
 
@@ -356,13 +356,22 @@ class Learner:
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """Model, optimiser and critic into a folder that all ranks see; all must be called."""
+        """Model, optimiser and critic into a folder that all ranks see; all must be called. Raises `NonFiniteWeights`
+        before anything is written."""
         optimizer = self.optimizer
+        check_finite(self._saved_tensors(), self.ranks)
         save_model(self.model, folder / "model", self.ranks, sharded=self.sharded)
         save_state(optimizer.tensors(), optimizer.blocks(), folder, self.ranks, optimizer.twice())
         if self.critic is not None and self.ranks.first:
             save_tensors(self.critic.tensors(), folder / "critic.safetensors")
         self.ranks.wait_for_all()
+
+    def _saved_tensors(self) -> dict[str, Tensor]:
+        """This rank's part of all that is trained, by name: weights, optimiser state and critic."""
+        found = {name: own_part(weight) for name, weight in self.optimizer.working.items()}
+        found |= {f"optimizer: {name}": tensor for name, tensor in self.optimizer.tensors().items()}
+        critic = {} if self.critic is None else self.critic.tensors()
+        return found | {f"critic: {name}": tensor for name, tensor in critic.items()}
 
     def counters(self) -> dict[str, Any]:
         """What else there is to know, as JSON."""

@@ -24,8 +24,32 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from covey.errors import RunFailed
 from covey.learner.ranks import Ranks
 from covey.learner.sharding import Block, Span, full_weights
+
+
+class NonFiniteWeights(RunFailed):
+    """Weights or optimiser state have become NaN or infinite: nothing could go on from a checkpoint of them."""
+
+
+def check_finite(tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
+    """Raises `NonFiniteWeights` with the name of the first tensor that is not finite, the same on all ranks: each has
+    tensors of the same names in the same order."""
+    names = list(tensors)
+    bad = next((place for place, name in enumerate(names) if not _is_finite(tensors[name])), len(names))
+    first = ranks.smallest(bad)
+    if first < len(names):
+        raise NonFiniteWeights(
+            f"no checkpoint was written: {names[first]} is not finite\n"
+            "  likely causes: learner.lr (or critic.lr) too high, or float16 (try model.dtype=bfloat16)"
+        )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """By the extremes, which a NaN turns into NaN: `isfinite` would make a copy."""
+    return not tensor.numel() or all(bool(extreme.isfinite()) for extreme in tensor.detach().aminmax())
+
 
 Blocks = Mapping[str, Block]  # of weights
 

@@ -7,8 +7,9 @@
         state.json               step, counters, algorithm state, offsets of the run's files
         manifest.json            sha256 of every file
 
-Written beside, fsynced, renamed. A damaged one is named, set aside as damaged-step-000020, and the one before it is
-used; where all are damaged, the run is refused and nothing is touched. Nothing is ever unpickled.
+Written beside, fsynced, renamed; weights that are not finite are refused (learner/saving.py). A damaged one is
+named, set aside as damaged-step-000020, and the one before it is used; where all are damaged, the run is refused and
+nothing is touched. Nothing is ever unpickled.
 """
 
 from __future__ import annotations

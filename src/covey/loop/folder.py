@@ -9,8 +9,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -19,9 +21,11 @@ from typing import IO, Any
 from covey.errors import InputError
 from covey.loop.checkpoint import step_folders
 from covey.redact import hide_settings
-from covey.storage import write_whole
+from covey.storage import LOCK, StorageFailed, is_locked, write_whole
+from covey.telemetry.history import KILLED
 
 INFO = "run.json"
+ATTEMPTS, PAUSE = 10, 0.01  # at a lock, and the seconds between them
 KEYS = ("project", "experiment", "fingerprint", "status")  # that a run is recognised by
 
 
@@ -120,15 +124,19 @@ def find_unfinished(
         if not (checkpoints.parent / INFO).exists() and step_folders(checkpoints):
             warn(f"{checkpoints.parent} has checkpoints, but its {INFO} is missing; that run is not resumed")
     for info_file in sorted(output_dir.glob("*/*/run.json"), key=_order, reverse=True):
-        if not step_folders(info_file.parent / "checkpoints"):
-            continue  # nothing to go on from: it is left as it is
+        resumable = bool(step_folders(info_file.parent / "checkpoints"))
         try:
             info = read_info(info_file.parent)
         except InputError as error:
-            warn(f"{str(error).splitlines()[0]}; that run is not resumed")
+            if resumable:
+                warn(f"{str(error).splitlines()[0]}; that run is not resumed")
             continue
         ours = (info["project"], info["experiment"], info["fingerprint"]) == (project, experiment, fingerprint)
         if not ours or info["status"] == "finished":
+            continue
+        if not resumable:
+            if info["status"] == "running" and is_locked(info_file.parent) is False:
+                _close_killed(info_file.parent, warn)
             continue
         try:
             return RunFolder(info_file.parent, lock_folder(info_file.parent))
@@ -137,6 +145,13 @@ def find_unfinished(
         except OSError as error:
             raise _no_place(info_file.parent, error) from error
     return None
+
+
+def _close_killed(path: Path, warn: Callable[[str], None]) -> None:
+    """A run without a checkpoint whose process is gone: its run.json says so from now on, where it can be written."""
+    with suppress(OSError, StorageFailed), lock_folder(path) as lock:
+        RunFolder(path, lock).set_status(KILLED)
+        warn(f"{path} was killed before its first checkpoint; a new run begins")
 
 
 def next_number(output_dir: Path) -> int:
@@ -153,14 +168,18 @@ def _order(info_file: Path) -> tuple[int, str]:
 
 
 def lock_folder(path: Path) -> IO[str]:
-    """Held by who writes to a folder; BlockingIOError where somebody else does."""
+    """The lock of the process that writes to a folder; BlockingIOError where another process holds it."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC  # what a link in its place points to stays as it is
-    file = os.fdopen(os.open(path / ".lock", flags, 0o666), "r+")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise
+    file = os.fdopen(os.open(path / LOCK, flags, 0o666), "r+")
+    for attempt in range(ATTEMPTS):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:  # perhaps only `is_locked`, for a moment
+            if attempt == ATTEMPTS - 1:
+                file.close()
+                raise
+            time.sleep(PAUSE)
     _locks.add(file)
     return file
 

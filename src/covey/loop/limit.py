@@ -1,7 +1,8 @@
 """How long a process may train, and who may end it sooner.
 
     loop.max_minutes   the step in which they pass is the last; a checkpoint follows
-    SIGTERM            with which clusters announce the end of a job: the same, from the step under way
+    SIGTERM            with which clusters announce the end of a job: the step in progress is the last. Its evaluation,
+                       or the one before the first step, is finished; no further step follows
     Ctrl-C (SIGINT)    the first stops the run in the middle of a step, never in the middle of a write: the same command
                        goes on from the last checkpoint. The second leaves at once, as a kill would
 
@@ -25,7 +26,7 @@ TERMINATED = 128 + signal.SIGTERM
 
 
 class TimeLimit:
-    """Looked at once a step: what it says then holds for the whole of it."""
+    """`passed` is asked once a step, at its very end; `reached` keeps the answer."""
 
     def __init__(self, minutes: float | None) -> None:
         self.end = None if minutes is None else time.monotonic() + 60 * minutes
@@ -43,7 +44,7 @@ class TimeLimit:
         return self.reached
 
     def now(self) -> None:
-        """The step under way is the last."""
+        """The step in progress is the last."""
         self.terminated = True
         self.end = time.monotonic()
 
@@ -94,7 +95,7 @@ def time_limit(minutes: float | None) -> Iterator[TimeLimit]:
 
     def over(number: int, frame: FrameType | None) -> None:
         limit.now()
-        _say("SIGTERM: the run ends after this step, with a checkpoint")
+        _say("SIGTERM: the run ends after this step or evaluation, with a checkpoint")
 
     before = signal.signal(signal.SIGTERM, over)
     with limit.interruptible():

@@ -42,6 +42,7 @@ class Run:
     tokenizer: Any
     total_steps: int
     first_step: int = 0
+    resumed: bool = False  # from a checkpoint, which may be of step 0: the evaluation before training is then recorded
     best: dict[str, float] | None = None  # the best evaluation among the checkpoints
     evaluations: list[tuple[int, Metrics]] = field(default_factory=list)
     warned: set[str] = field(default_factory=set)
@@ -81,13 +82,17 @@ class Run:
         return self
 
     async def _all_steps(self) -> bool:
-        """Whether all were made, or `loop.max_minutes` or SIGTERM ended them, with a checkpoint to go on from."""
+        """False where `loop.max_minutes` or SIGTERM ended the run before its last step, with a checkpoint."""
         with time_limit(self.config.loop.max_minutes) as limit, set_aside():
-            if self.first_step:  # a run that was killed may have come no further than to write
+            if self.resumed:  # the earlier process may have been killed before it deleted old checkpoints
                 self.checkpoints.delete_old(self.first_step, self.best)
             await publish(self.road, self.first_step)
-            if self.config.eval.before and self.first_step == 0:
+            if self.config.eval.before and not self.resumed:
                 await self.evaluate(0)
+                if limit.terminated:
+                    self.terminated = True
+                    self._save(0, planned=False)
+                    return False
             for index in range(self.first_step, self.total_steps):
                 await self._step(index, limit)
                 self.terminated = limit.terminated  # also in the last step: what would follow this run does not
@@ -105,15 +110,20 @@ class Run:
             raise
         generated = self.engine.generated_tokens - tokens_before
         self._record(index, result, generated)
-        done, every = index + 1, self.config.eval.every
-        last, over = done == self.total_steps, limit.passed()
+        done, every, save = index + 1, self.config.eval.every, self.config.loop.save_every
+        last = done == self.total_steps
         if (last and self.config.eval.after) or (every and done % every == 0):
             await self.evaluate(done)
-        save = self.config.loop.save_every
         planned = (last and self.config.loop.save_final) or bool(save and done % save == 0)
-        if planned or (over and not last):
-            with self.telemetry.stage("checkpoint"):
-                self.checkpoint(done, planned=planned)
+        if planned:
+            self._save(done, planned=True)
+        # Only now: a signal during the evaluation or the checkpoint must not cost another step.
+        if limit.passed() and not planned and not last:
+            self._save(done, planned=False)
+
+    def _save(self, done: int, *, planned: bool) -> None:
+        with self.telemetry.stage("checkpoint"):
+            self.checkpoint(done, planned=planned)
 
     def _record(self, index: int, result: StepResult, generated: int) -> None:
         metrics = step_metrics(result) | self.engine.metrics()

@@ -47,6 +47,7 @@ class SftRun:
     validation: Sequence[Episode]
     total_steps: int
     first_step: int = 0
+    resumed: bool = False  # from a checkpoint, which may be of step 0: the evaluation before training is then recorded
     best: dict[str, float] | None = None  # the lowest validation loss among the checkpoints
     evaluations: list[tuple[int, Metrics]] = field(default_factory=list)
     terminated: bool = False  # SIGTERM ended it before its last step
@@ -77,12 +78,16 @@ class SftRun:
         return self
 
     def _all_steps(self) -> bool:
-        """Whether all were made, or `loop.max_minutes` or SIGTERM ended them, with a checkpoint to go on from."""
+        """False where `loop.max_minutes` or SIGTERM ended the run before its last step, with a checkpoint."""
         with time_limit(self.config.loop.max_minutes) as self.limit, set_aside():
-            if self.first_step:  # a run that was killed may have come no further than to write
+            if self.resumed:  # the earlier process may have been killed before it deleted old checkpoints
                 self.checkpoints.delete_old(self.first_step, self.best)
-            if self.config.eval.before and self.first_step == 0:
+            if self.config.eval.before and not self.resumed:
                 self.evaluate(0)
+                if self.limit.terminated:
+                    self.terminated = True
+                    self._save(0, planned=False)
+                    return False
             for index in range(self.first_step, self.total_steps):
                 self._step(index)
                 self.terminated = self.limit.terminated  # also in the last step: what would follow this run does not
@@ -109,13 +114,19 @@ class SftRun:
             self.telemetry.step(index, metrics | figures, None, ())
         self.offenders.after(index, metrics["optim/skipped"], [episode.task for episode in episodes])
         done, every, save = index + 1, self.config.eval.every, self.config.loop.save_every
-        last, over = done == self.total_steps, self.limit.passed()
+        last = done == self.total_steps
         if (last and self.config.eval.after) or (every and done % every == 0):
             self.evaluate(done)
         planned = (last and self.config.loop.save_final) or bool(save and done % save == 0)
-        if planned or (over and not last):
-            with self.limit.whole(), self.telemetry.stage("checkpoint"):
-                self.checkpoint(done, planned=planned)
+        if planned:
+            self._save(done, planned=True)
+        # Only now: a signal during the evaluation or the checkpoint must not cost another step.
+        if self.limit.passed() and not planned and not last:
+            self._save(done, planned=False)
+
+    def _save(self, done: int, *, planned: bool) -> None:
+        with self.limit.whole(), self.telemetry.stage("checkpoint"):
+            self.checkpoint(done, planned=planned)
 
     def _batch(self, index: int) -> tuple[int, list[Episode]]:
         data = self.config.data

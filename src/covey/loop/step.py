@@ -139,11 +139,12 @@ def write_trace(trace: TokenTrace, row_R: torch.Tensor, seen: TokenTrace) -> Non
 
 
 def merge(updates: Sequence[Metrics]) -> Metrics:
-    """Of the optimiser steps: extremes of extremes, means of the rest (a skipped update has no gradient norm), the last
-    of what counts up."""
+    """The metrics of a step's optimiser updates: the largest of maxima, the smallest of minima, the mean of the rest.
+    Updates may report different metrics: a skipped one has no gradient norm and no learning rate of the critic. Each
+    metric is taken over the updates in which it is finite. Counters keep their last value."""
     found: Metrics = {}
-    for name in updates[0]:
-        values = [u[name] for u in updates if math.isfinite(u[name])]
+    for name in dict.fromkeys(name for update in updates for name in update):
+        values = [value for update in updates if math.isfinite(value := update.get(name, math.nan))]
         pick = extreme(name)
         found[name] = math.nan if not values else reduce(pick, values) if pick else sum(values) / len(values)
     return found | {"optim/skipped": updates[-1]["optim/skipped"], "optim/updates": float(len(updates))}

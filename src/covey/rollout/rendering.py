@@ -4,8 +4,12 @@ The first prompt of a conversation is rendered whole. A later one is what is the
 sampled ids) followed by what the chat template adds: the end of the reply where the model did not sample it, the new
 messages, and the beginning of the next reply. That addition is the difference of two renderings, so earlier turns are
 never tokenised again. Templates write replies in a form of their own (trimmed, JSON spaced otherwise): that changes
-nothing here. A template that leaves out part of a reply once it is history (past thinking, for example) is another
-matter: the next prompt must be what the model will be given in use, so it is rendered whole, and the episode forks.
+nothing here.
+
+A template may also rewrite the past: leave out thinking or the words beside a call, shorten old tool results, or write
+a reply without the `<think>` that opened it in the prompt. The next prompt must then be what the model will be given in
+use, so it is rendered whole, and the episode forks. A prompt continues an earlier one only if the rendering of all
+messages begins with the rendering that the policy was given, goes on with the whole reply, and ends with what is added.
 """
 
 from __future__ import annotations
@@ -92,20 +96,30 @@ class Renderer:
         return self._bounded(self._text(messages, tools, reply_next=True))
 
     def next_prompt(self, said: Said, new: Messages) -> tuple[int, ...] | None:
-        """The prompt after a reply and new messages, continuing the ids of before; None where the template rewrites
-        the reply, so that the conversation must be rendered anew."""
+        """The prompt after a reply and new messages, continuing the ids of before; None where the template now writes
+        the earlier messages or the reply differently, so that the conversation must be rendered anew."""
+        given = self._text(said.messages, said.tools, reply_next=True)
         raw = self.decode(said.sampled_ids[:-1] if said.stop is StopReason.EOS else said.sampled_ids, special=True)
-        spoken = self._text(said.messages, said.tools, reply_next=True) + raw
-        for written in ({"role": "assistant", "content": raw}, said.message):
-            after = self._try([*said.messages, written, *new], said.tools, reply_next=True)
-            if after is None:
-                continue
-            if after.startswith(spoken):
-                return said.ids + self._addition(after[len(spoken) :], said)
-            before = self._try([*said.messages, written], said.tools, reply_next=False)
-            if before is not None and after.startswith(before) and _holds(before, written):
-                return said.ids + self._addition(self.tail + after[len(before) :], said)
+        forms = [
+            (written, text)
+            for written in (said.message, {"role": "assistant", "content": raw})
+            if (text := self._try([*said.messages, written, *new], said.tools, reply_next=True)) is not None
+        ]
+        for written, after in forms:
+            addition = self._after_reply(said, written, after, given + raw)
+            # Compared with the message itself; with its text alone only where the template refuses the message.
+            if addition is not None and _joins(forms[0][1], given, raw, forms[0][0], addition):
+                return said.ids + self._addition(addition, said)
         return None
+
+    def _after_reply(self, said: Said, written: Mapping[str, Any], after: str, spoken: str) -> str | None:
+        """What the rendering `after` has behind the reply: its end, the new messages, the beginning of the next reply.
+        None where the end of the reply is not found."""
+        before = self._try([*said.messages, written], said.tools, reply_next=False)
+        if before is not None and after.startswith(before):
+            return self.tail + after[len(before) :]
+        # Some templates write the last reply differently from one that is followed by something.
+        return after[len(spoken) :] if after.startswith(spoken + self.tail) else None
 
     def reply(
         self, messages: Messages, message: Mapping[str, Any], tools: Tools, ends: Sequence[int]
@@ -260,9 +274,20 @@ class TemplateError(InputError):
     """The chat template refused a conversation."""
 
 
+def _joins(now: str, given: str, raw: str, message: Mapping[str, Any], addition: str) -> bool:
+    """Whether the rendering `now` is what the policy was given, the whole reply in whatever form, and the addition."""
+    if not (now.startswith(given) and now[len(given) :].endswith(addition)):
+        return False
+    reply = now[len(given) :].removesuffix(addition)
+    return reply == raw or _holds(reply, message)
+
+
 def _holds(shown: str, message: Mapping[str, Any]) -> bool:
-    """Whether a rendering has all that a message says, but for white space."""
-    return "".join(str(message.get("content") or "").split()) in "".join(shown.split())
+    """Whether a rendering has all that a message says, but for white space: its content, and the names it calls."""
+    calls = (call.get("function", call) for call in message.get("tool_calls") or ())
+    parts = (str(message.get("content") or ""), *(str(call.get("name")) for call in calls))
+    squeezed = "".join(shown.split())
+    return all("".join(part.split()) in squeezed for part in parts)
 
 
 def _going_on(asked: str, content: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,6 +32,10 @@ class Curve:
     best: str  # the metric that tells the best evaluation
     form: Form
     falls: bool  # whether less is better
+
+    def measure(self, values: Iterable[float]) -> str:
+        """What the best evaluations' numbers may be called: an accuracy only where all could be shares."""
+        return "loss" if self.falls else "accuracy" if all(0 <= value <= 1 for value in values) else "reward"
 
 
 def curve_of(kind: str, trained_reward: str) -> Curve:

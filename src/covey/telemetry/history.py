@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import InputError
+from covey.storage import is_locked
 from covey.telemetry.jsonl import METRICS_FILE, read_record
+
+KILLED = "killed"  # the status of a run whose process ended before it could write another one
 
 Points = list[tuple[int, float]]
 
@@ -68,7 +71,7 @@ def read_history(folder: Path) -> History:
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """run.json: what the loop wrote about the run."""
+    """run.json: what the loop wrote about the run. One that says `running`, and whose process is gone, was killed."""
     path = folder / "run.json"
     try:
         if not path.exists():
@@ -85,6 +88,8 @@ def read_run(folder: Path) -> dict[str, Any]:
         if not isinstance(run, dict) or not isinstance(run.get(name), kind):
             what = run.get(name) if isinstance(run, dict) else run
             raise InputError(f"{path}: not what a run writes: {name} must be {kind.__name__}, not {what!r:.40}")
+    if run["status"] == "running" and is_locked(folder) is False:
+        run["status"] = KILLED
     found: dict[str, Any] = run
     return found
 

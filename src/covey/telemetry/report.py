@@ -24,11 +24,12 @@ ENDS = 5  # steps whose mean reward stands for the beginning and the end of a ru
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An evaluation metric before and after. Shares (all values in [0, 1]) read in percent, others as they are."""
+    """An evaluation metric before training and at the last evaluation after it began; None where there was none. Shares
+    (all values in [0, 1]) read in percent, others as they are."""
 
     key: str
-    before: float | None  # None: evaluated only once
-    after: float
+    before: float | None
+    after: float | None
     share: bool
 
     def cells(self) -> tuple[str, str, str, str]:
@@ -40,7 +41,7 @@ class Change:
         return f"{100 * value:.1f} %" if self.share else f"{value:.2f}"
 
     def _difference(self) -> str:
-        if self.before is None:
+        if self.before is None or self.after is None:
             return ABSENT
         change = self.after - self.before
         return f"{100 * change:+.1f} points" if self.share else f"{change:+.2f}"
@@ -58,7 +59,9 @@ class Summary:
     first: float | None
     last: float | None
     best_step: tuple[int, float] | None  # counted from 1, and its mean reward, or its loss
-    best_evaluation: tuple[int, float] | None  # updates done, and eval/accuracy, or eval/loss
+    best_evaluation: tuple[int, float] | None  # updates done, and the value of `headline`
+    headline: str  # eval/accuracy, or eval/loss; for a reward that is not a share, the metric itself
+    last_evaluation: int | None  # updates done
     tokens: float
     stage_seconds: dict[str, float]  # longest first
 
@@ -73,16 +76,19 @@ def summarise(folder: Path) -> Summary:
     steps = history.training(curve.key)
     ends = min(ENDS, max(1, len(steps) // 2))
     best = _best(steps, curve)
+    headline = _headline(history, curve)
     return Summary(
         run=run,
         curve=curve,
         steps=len(history.steps),
-        changes=_changes(history),
+        changes=_changes(history, without=curve.best if headline != curve.best else ""),
         ends=ends,
         first=_mean(steps[:ends]),
         last=_mean(steps[-ends:]),
         best_step=(best[0] + 1, best[1]) if best else None,
         best_evaluation=_best(history.evaluated(curve.best), curve),
+        headline=headline,
+        last_evaluation=max((record.step for record in history.evaluations), default=None),
         tokens=history.total("perf/generated_tokens"),
         stage_seconds=_stage_seconds(history),
     )
@@ -105,7 +111,7 @@ def print_summary(folder: Path, console: Console | None = None) -> None:
     for heading in ("before", "after", "change"):
         table.add_column(heading, justify="right")
     for change in summary.changes:
-        table.add_row(*change.cells(), style="" if change.key == summary.curve.best else "dim")
+        table.add_row(*change.cells(), style="" if change.key == summary.headline else "dim")
     console.print()
     if summary.changes:
         console.print(table)
@@ -114,15 +120,23 @@ def print_summary(folder: Path, console: Console | None = None) -> None:
     console.print(f"report: {folder / 'summary.md'}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _changes(history: History) -> tuple[Change, ...]:
+def _headline(history: History, curve: Curve) -> str:
+    """`eval/accuracy` where it is one; otherwise the metric of the trained reward that it stands for."""
+    if curve.measure(value for _, value in history.evaluated(curve.best)) != "reward":
+        return curve.best
+    return next((key for key in curve.evaluations.values() if history.evaluated(key)), curve.best)
+
+
+def _changes(history: History, without: str) -> tuple[Change, ...]:
     changes = []
     for key in history.names():
         points = history.evaluated(key)
-        if not key.startswith("eval/") or not points:
+        if not key.startswith("eval/") or not points or key == without:
             continue
-        values = [value for _, value in points]
-        share = evaluation_form(key) != "number" and all(0 <= value <= 1 for value in values)
-        changes.append(Change(key, values[0] if len(values) > 1 else None, values[-1], share))
+        share = evaluation_form(key) != "number" and all(0 <= value <= 1 for _, value in points)
+        before = next((value for step, value in points if step == 0), None)
+        after = next((value for step, value in reversed(points) if step > 0), None)
+        changes.append(Change(key, before, after, share))
     return tuple(changes)
 
 
@@ -157,7 +171,10 @@ def _facts(summary: Summary) -> list[str]:
         )
     if summary.best_evaluation:
         updates, value = summary.best_evaluation
-        lines.append(f"Best evaluation: after {updates} updates, {summary.curve.best} {show(value, form)}.")
+        lines.append(f"Best evaluation: after {updates} updates, {summary.headline} {show(value, form)}.")
+    if summary.last_evaluation is not None and summary.last_evaluation < summary.steps:
+        when = f"after {summary.last_evaluation} of {summary.steps} updates"
+        lines.append(f"The last evaluation was made {when if summary.last_evaluation else 'before training'}.")
     if summary.tokens and summary.seconds:
         lines.append(
             f"{summary.tokens:,.0f} tokens generated for training; {duration(summary.seconds)} of measured time."
@@ -173,7 +190,7 @@ def _markdown(summary: Summary, folder: Path, status: str | None) -> str:
             f"**{plain(run['algorithm'])}** trained **{plain(run['model'])}** on **{plain(run['task'])}**: "
             f"{summary.steps} of {plain(run['total_steps'])} steps, {plain(status or run['status'])}, "
             f"started {plain(run['started'])}.",
-            _rewards_sentence(run),
+            _rewards_sentence(run, summary),
         ],
         ["![learning curve](curve.png)"],
         ["## Before and after", "", *_change_table(summary)],
@@ -184,12 +201,13 @@ def _markdown(summary: Summary, folder: Path, status: str | None) -> str:
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 
-def _rewards_sentence(run: dict[str, Any]) -> str:
+def _rewards_sentence(run: dict[str, Any], summary: Summary) -> str:
     if run.get("kind") == "sft":
         return "`eval/loss` is the mean of −log π over the demonstrated tokens that were held out."
     others = [name for name in run["reward_names"] if name != run["trained_reward"]]
     also = f" Also measured: {', '.join(map(code, others))}." if others else ""
-    return f"`eval/accuracy` is the reward {code(run['trained_reward'])}.{also}"
+    what = "the reward" if summary.headline == summary.curve.best else "the mean of the trained reward"
+    return f"{code(summary.headline)} is {what} {code(run['trained_reward'])}.{also}"
 
 
 def _change_table(summary: Summary) -> list[str]:

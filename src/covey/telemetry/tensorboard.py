@@ -10,9 +10,10 @@ from covey.telemetry.history import History
 
 class TensorboardSink(Tracker):
     def __init__(self, info: RunInfo, history: History) -> None:
-        resumed = info.first_step > 0
+        folder = info.folder / "tensorboard"
+        resumed = folder.exists()
         self._writer = require("torch.utils.tensorboard", "tensorboard").SummaryWriter(
-            log_dir=str(info.folder / "tensorboard"), purge_step=info.first_step if resumed else None
+            log_dir=str(folder), purge_step=info.first_step if resumed else None
         )
         # Purging also hides the evaluation made at the checkpoint itself, which is part of the record.
         for record in history.evaluations:

@@ -20,7 +20,8 @@
         input.checked = state.picked.includes(run.id);
         return h("label", {}, input, ` ${run.name} `, covey.pill(run));
       };
-      this.charts = ["Reward", "Held-out accuracy", "Metric"].map((title) => new covey.Chart({ title }));
+      const measures = [...new Set(state.runs.map((run) => run.curve.measure))];
+      this.charts = ["Reward", `Held-out ${measures.length === 1 ? measures[0] : "score"}`, "Metric"].map((title) => new covey.Chart({ title }));
       this.choice = h("select", { "aria-label": "Metric to compare", onchange: () => { this.metric = this.choice.value; this.update(); } });
       this.tables = h("div");
       this.root.replaceChildren(

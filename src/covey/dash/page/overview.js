@@ -44,7 +44,7 @@
     const sft = run.kind === "sft";
     return [
       { title: sft ? "Loss" : "Reward", about: sft ? "surprise per demonstrated token" : "mean score of a step's answers", names: [run.curve.key] },
-      { title: sft ? "Held-out loss" : "Held-out accuracy", about: "unseen tasks, with 95 % intervals", kind: "eval", names: modes.length ? modes : [run.curve.best] },
+      { title: `Held-out ${run.curve.measure}`, about: "unseen tasks" + (run.curve.measure === "accuracy" ? ", with 95 % intervals" : ""), kind: "eval", names: modes.length ? modes : [run.curve.best] },
       { title: "KL", about: "distance from the reference, or the sampler", names: has(["kl/reference", "kl/samples", "gvpo/mean_log_ratio", "policy/kl_old"]).slice(0, 2) },
       { title: "Entropy", about: "doubt per token; near 0: no exploring", names: ["policy/entropy"] },
       { title: "Length", about: "tokens per answer", names: has(["response/length_mean", "response/length_max", "sft/tokens"]) },

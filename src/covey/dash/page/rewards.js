@@ -41,7 +41,7 @@
     // Weights that do not move, from the settings.
     fixed() {
       const start = "reward.weights.", found = Object.entries(this.found.config).filter(([key]) => key.startsWith(start));
-      if (this.weights.length || !found.length) return h("p", { class: "quiet", text: `Rewards: ${(this.found.state.reward_names || []).join(", ") || "none"}. Held-out accuracy is ${this.found.state.trained_reward || "the loss"}.` });
+      if (this.weights.length || !found.length) return h("p", { class: "quiet", text: `Rewards: ${(this.found.state.reward_names || []).join(", ") || "none"}. Held-out evaluations score ${this.found.state.trained_reward || "the loss"}.` });
       return h("p", { class: "quiet", text: "Weights: " + found.map(([key, value]) => `${key.slice(start.length)} × ${value}`).join(", ") });
     },
 

@@ -13,7 +13,7 @@ from typing import Any
 from covey.errors import InputError
 from covey.storage import sha256, sync_tree, writing
 from covey.tasks.datasets.dataset import Dataset
-from covey.tasks.datasets.load import MANIFEST
+from covey.tasks.datasets.load import MANIFEST, read_manifest
 
 
 def write_set(
@@ -24,6 +24,7 @@ def write_set(
     folder: Path,
 ) -> dict[str, Any]:
     _check_place(folder)
+    _check_splits(dataset, rows, folder)
     with writing(folder):
         return _write_beside(dataset, rows, passages, manifest, folder)
 
@@ -60,6 +61,20 @@ def _check_place(folder: Path) -> None:
         raise InputError(f"{folder} holds other files, which would be lost\n  fix: give another folder with --out")
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file\n  fix: give a folder with --out")
+
+
+def _check_splits(dataset: Dataset, rows: Mapping[str, object], folder: Path) -> None:
+    """Files for one split do not replace a set that has others too."""
+    try:
+        before = read_manifest(dataset.name, folder)["rows"]
+    except InputError:  # nothing is there, or it is damaged, and preparing it again is the way to mend it
+        return
+    if lost := {split: count for split, count in before.items() if split not in rows}:
+        what = " and ".join(f"{split} rows of an earlier preparation ({count})" for split, count in lost.items())
+        raise InputError(
+            f"{folder} holds {what}, which the files given have none of: they would be lost\n"
+            "  fix: give their files too, or another folder with --out, or delete that one"
+        )
 
 
 def _write_parquet(path: Path, dataset: Dataset, rows: Sequence[Mapping[str, Any]]) -> None:
