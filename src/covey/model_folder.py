@@ -308,14 +308,17 @@ def _output_layer(model: Any) -> tuple[str, ...]:
 
 def _is_of_layers(model: Any, key: str) -> bool:
     """Whether a tensor that the model does not have would be part of a layer it has, or of one more such layer. Others
-    do no harm: the head of another task, a part that looks at pictures."""
+    do no harm: the head of another task, a part that looks at pictures, layers that predict further tokens."""
     import torch
 
     modules = dict(model.named_modules())
-    parents = [key[: at + 1] for at, sign in enumerate(key) if sign == "."]
-    if any(isinstance(modules.get(parent[:-1]), torch.nn.ModuleList) for parent in parents):
-        return True
-    owner = modules.get(key.rpartition(".")[0])
+    ahead = getattr(model.config.get_text_config(decoder=True), "num_nextn_predict_layers", None) or 0
+    parts = key.split(".")
+    for at in range(1, len(parts)):
+        layers = modules.get(".".join(parts[:at]))
+        if isinstance(layers, torch.nn.ModuleList):
+            return not (parts[at].isdecimal() and len(layers) <= int(parts[at]) < len(layers) + ahead)
+    owner = modules.get(".".join(parts[:-1]))
     return owner is not None and any(True for _ in owner.parameters(recurse=False))
 
 

@@ -155,6 +155,7 @@ UNREADABLE: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         {"numbers": [1, 2], "target": 3},
         [{"numbers": "1 2", "target": 3}, {"numbers": [1, 2], "target": "three"}, {"numbers": [1, "2"], "target": 3}],
     ),
+    "qa_f1_reward": ({"answer": ["Paris"]}, [{"answer": {"words": ["Paris"]}}]),
     "sorted": ({"numbers": [2, 1]}, [{"numbers": "2 1"}, {"numbers": [2, None]}]),
 }
 
@@ -168,8 +169,8 @@ def test_an_answer_that_the_reward_cannot_read(
     readable = UNREADABLE[reward][0]
     rows = [{"question": f"{number}?", **one} for number, one in enumerate([readable, unreadable, readable])]
     Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    said = [f"data.jsonl, line 2: reward {reward} cannot read "]
-    if "answer" in unreadable:
+    said = ["data.jsonl, line 2: ", reward, "cannot read "]
+    if getattr(REWARDS[reward], "reward_gold", None) is not None:
         said += [f"the answer {unreadable['answer']!r} (", "fix: correct the answer, take the task out"]
     model = f"model={tiny_model_folder}"
     refused(

@@ -208,6 +208,10 @@ UNUSUAL: dict[str, Damage] = {
     "a value head beside it": with_also(v_head__summary__weight=torch.ones(1, 32)),
     "a classifier's head beside it": with_also(score__weight=torch.ones(1, 32)),
     "a part for pictures": with_also(vision_tower__layers__0__weight=torch.ones(2, 2)),
+    "a layer that predicts further tokens": lambda folder: (
+        config(num_nextn_predict_layers=1)(folder),
+        with_also(model__layers__2__eh_proj__weight=torch.ones(2, 2))(folder),
+    ),
     "half precision": tensors(lambda found: {name: tensor.bfloat16() for name, tensor in found.items()}),
     "several files": in_two_files,
     "more rows than tokens": lambda folder: (

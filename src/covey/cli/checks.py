@@ -204,7 +204,7 @@ def check_prompts(config: Config, tasks: TaskSet, source: ModelSource, agent: Ag
         prompt = len(ids)
         if limit is not None and prompt + answer > limit:
             raise InputError(
-                f"task {task.id}: prompt of {prompt} tokens + {setting}={answer} is longer than the context of "
+                f"{task.where}: prompt of {prompt} tokens + {setting}={answer} is longer than the context of "
                 f"{limit}\n"
                 f"  shorten the prompt, lower {setting}, or take that task out"
             )
