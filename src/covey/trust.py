@@ -16,6 +16,7 @@ from typing import Any
 from covey.errors import InputError
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+ADAPTER = "adapter_model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz")
 FIX = (
     "  a pickle can run any program when it is read; Covey reads safetensors\n"
@@ -29,21 +30,25 @@ def split_revision(name: str) -> tuple[str, str | None]:
     return place, revision or None
 
 
-def check_weights(folder: Path, config: Any = None) -> None:
-    """Before anything is read: a folder whose weights are safetensors, by names that stay in it. `config`: the model's
-    own, which may name a file too."""
+def weight_files(folder: Path, config: Any = None) -> list[Path]:
+    """The safetensors files with a folder's weights, by names that stay in it. `config`: the model's own, which may
+    name a file too. Other kinds of files are refused; a file that is named need not be there."""
     named = getattr(config, "transformers_weights", None)
-    index = folder / (named if isinstance(named, str) and named.endswith(".index.json") else WEIGHTS[1])
-    names = [named] if isinstance(named, str) and not named.endswith(".index.json") else []
-    if not (folder / WEIGHTS[0]).is_file() and index.is_file():
-        names += sorted(set(_shards(index)))
+    if isinstance(named, str):
+        names = _shards(folder / named) if named.endswith(".index.json") else [named]
+    elif (folder / WEIGHTS[0]).is_file() or not (folder / WEIGHTS[1]).is_file():
+        names = [WEIGHTS[0]]
+    else:
+        names = _shards(folder / WEIGHTS[1])
     for name in names:
         if not name.endswith(".safetensors") or Path(name).name != name:
             raise InputError(
                 f"{folder}: its weights are said to be in {name}, which is no safetensors file here\n{FIX}"
             )
-    if not any((folder / name).is_file() for name in (*WEIGHTS, *names)):
+    if names == [WEIGHTS[0]] and not (folder / WEIGHTS[0]).is_file():
         _refuse_pickles(folder)
+        raise InputError(f"{folder} has no weights: {WEIGHTS[0]} is missing\n  fix: copy or download it again")
+    return [folder / name for name in names]
 
 
 def check_config(name: str, config: Any) -> None:
@@ -57,8 +62,9 @@ def check_config(name: str, config: Any) -> None:
 
 
 def check_adapter(folder: Path) -> None:
-    if not (folder / "adapter_model.safetensors").is_file():
+    if not (folder / ADAPTER).is_file():
         _refuse_pickles(folder)
+        raise InputError(f"{folder} has no weights: {ADAPTER} is missing\n  fix: copy or download it again")
 
 
 def _refuse_pickles(folder: Path) -> None:
@@ -69,10 +75,12 @@ def _refuse_pickles(folder: Path) -> None:
 
 def _shards(index: Path) -> list[str]:
     try:
-        found = list(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        found = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{index}: no list of a model's files ({type(error).__name__})") from error
-    return [str(name) for name in found]
+    if not found:
+        raise InputError(f"{index}: it names no files\n  fix: copy or download it again")
+    return sorted(found)
 
 
 @contextmanager

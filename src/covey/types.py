@@ -86,6 +86,12 @@ class Task:
     messages: tuple[Mapping[str, Any], ...]
     answer: Any = None
     columns: Mapping[str, Any] = field(default_factory=dict)
+    place: str = field(default="", compare=False)  # where it stands, for messages: "train.jsonl, line 3"
+
+    @property
+    def where(self) -> str:
+        """For messages: the place in a file, or else its id."""
+        return self.place or f"task {self.id}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,7 +212,7 @@ def test_a_model_whose_weights_are_cut(
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
     assert train(prepare(tmp_path / "work"), model) == 2
-    assert f"the weights of {model} are damaged" in capsys.readouterr().err
+    assert f"{weights} is damaged: 5,000 bytes" in capsys.readouterr().err
 
 
 def test_another_model_s_checkpoint_in_the_run(

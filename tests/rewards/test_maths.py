@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from covey.errors import Absent
-from covey.rewards import RewardError, math_process
+from covey.errors import Absent, InputError
+from covey.rewards import math_process
 from covey.rewards.answers import boxed, labelled, stated
 from covey.rewards.math_process import MathProcess, ProcessError
-from covey.rewards.maths import equal, final_expression, gold_texts
+from covey.rewards.maths import equal, final_expression, gold_texts, math_equal
 from tests.rewards.replies import score
 
 MATH_VERIFY = importlib.util.find_spec("math_verify") is not None
@@ -206,8 +206,10 @@ def test_different(answer: Any, reply: str) -> None:
 
 def test_an_empty_answer_is_never_a_silent_zero() -> None:
     for answer in ("", " ", []):
-        with pytest.raises(RewardError, match="the answer is empty"):
+        with pytest.raises(InputError, match="the answer is empty"):
             score("math_equal", "5", answer)
+        with pytest.raises(ValueError, match="the answer is empty"):
+            math_equal(answer, "5")
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def _build(prepared: Prepared, workers: WorkerPool | None, resources: ExitStack,
     try:
         return _joined(prepared, folder, checkpoint, workers, resources)
     except BaseException:
-        folder.release()  # who tries again finds it free
+        folder.abandon()  # the lock is released, so a retry can acquire it
         raise
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,7 +120,7 @@ def build_sft(prepared: PreparedSft, *, note: Note) -> SftRun:
     try:
         return _joined(prepared, folder, checkpoint)
     except BaseException:
-        folder.release()  # who tries again finds it free
+        folder.abandon()  # the lock is released, so a retry can acquire it
         raise
 
 
@@ -159,9 +160,11 @@ class Shower:
     """Demonstrations → episodes, as this model would have played them."""
 
     def __init__(self, config: Config, source: ModelSource, found: DemonstrationSet) -> None:
+        from covey.model_folder import check_ids
         from covey.rollout.rendering import Renderer
 
         self.renderer = Renderer(source.tokenizer)
+        self.check_ids = partial(check_ids, source.name, source.tokenizer, source.config)
         self.ends = source.eos_ids()
         self.limit = config.model.context_length or source.context_length
         self.schemas = _schemas(config, found)
@@ -176,7 +179,9 @@ class Shower:
         long: list[str] = []
         for demonstration in demonstrations:
             episode = self.episode(demonstration)
-            length = max(row.length for row in episode_rows(episode, 0))
+            rows = episode_rows(episode, 0)
+            self.check_ids(id for row in rows for ids in (row.prompt_ids, row.response_ids) for id in ids)
+            length = max(row.length for row in rows)
             if self.limit is None or length <= self.limit:
                 found.append(episode)
             else:

@@ -191,18 +191,20 @@ def check_sizes(config: Config, tasks: TaskSet) -> list[str]:
 
 
 def check_prompts(config: Config, tasks: TaskSet, source: ModelSource, agent: Agent) -> None:
-    """The longest prompt and the longest answer must fit into the model's context."""
+    """The model must have an embedding of every token; the longest prompt and answer must fit into its context."""
+    from covey.model_folder import check_ids
+
     limit = config.model.context_length or source.context_length
-    if limit is None:
-        return
     answer = max(config.rollout.max_tokens, config.eval.max_tokens or 0)
     setting = "rollout.max_tokens" if answer == config.rollout.max_tokens else "eval.max_tokens"
     renderer = Renderer(source.tokenizer)
     for task in (*tasks.train, *tasks.validation):
-        prompt = len(renderer.prompt(*agent.opening(task)))
-        if prompt + answer > limit:
+        ids = renderer.prompt(*agent.opening(task))
+        check_ids(source.name, source.tokenizer, source.config, ids)
+        prompt = len(ids)
+        if limit is not None and prompt + answer > limit:
             raise InputError(
-                f"task {task.id}: prompt of {prompt} tokens + {setting}={answer} is longer than the context of "
+                f"{task.where}: prompt of {prompt} tokens + {setting}={answer} is longer than the context of "
                 f"{limit}\n"
                 f"  shorten the prompt, lower {setting}, or take that task out"
             )

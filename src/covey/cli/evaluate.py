@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
         folder = EvalFolder(_place(request, candidates), _settings(candidates), command)
         resources.callback(folder.close)
         _say(f"writing to {folder.path}")
-        with _telling_how_to_go_on(command, request, folder.path):
+        with _telling_how_to_go_on(command, request, folder):
             _ask_all(candidates, folder)
         report = _report(candidates, folder, command)
     _tell(report, folder.path)
@@ -193,10 +193,13 @@ def _refuse_nothing(found: Sequence[Figures]) -> None:
 
 
 @contextmanager
-def _telling_how_to_go_on(command: str, request: Request, path: Path) -> Iterator[None]:
-    named = command if request.out is not None else f"{command} --out {shlex.quote(str(path))}"
+def _telling_how_to_go_on(command: str, request: Request, folder: EvalFolder) -> Iterator[None]:
+    named = command if request.out is not None else f"{command} --out {shlex.quote(str(folder.path))}"
     try:
         yield
+    except InputError:
+        folder.abandon()
+        raise
     except KeyboardInterrupt:
         _say(f"\nto go on from here:  {named}")
         raise

@@ -125,7 +125,7 @@ def _load_critic(prepared: Parts, ranks: Ranks) -> Any:
     assert source is not None
     plain = dataclasses.replace(config.model, name=config.critic.model or config.model.name, lora=LoraConfig())
     plain = plain if ranks.device is None else dataclasses.replace(plain, device=str(ranks.device))
-    source = open_source(plain) if config.critic.model is not None else source
+    source = open_source(plain, headless=True) if config.critic.model is not None else source
     return load_policy(dataclasses.replace(source, adapter=None), plain)
 
 

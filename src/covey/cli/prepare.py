@@ -197,8 +197,9 @@ def make_algorithm(config: Config) -> Algorithm:
 
 def open_model(config: Config) -> ModelSource:
     """Tokenizer and configuration of the model, and whether it can run here as asked."""
+    from covey.learner.adapters import require_peft
     from covey.learner.forward import check_layers
-    from covey.learner.models import open_source, pick_device, require_peft
+    from covey.learner.models import open_source, pick_device
 
     pick_device(config.model.device)
     if config.model.lora.rank > 0:
@@ -212,7 +213,8 @@ def check_critic(config: Config, policy: ModelSource | None) -> None:
     """critic.model must read the policy's tokens."""
     from covey.learner.models import open_source
 
-    critic = open_source(dataclasses.replace(config.model, name=config.critic.model or config.model.name))
+    named = dataclasses.replace(config.model, name=config.critic.model or config.model.name)
+    critic = open_source(named, headless=True)
     if critic.adapter is not None:
         raise InputError(f"critic.model={config.critic.model} is an adapter\n  give a whole model")
     sizes = [len(source.tokenizer) for source in (critic, policy or critic)]

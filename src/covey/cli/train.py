@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import itertools
 import json
@@ -304,13 +305,13 @@ def _multirun(words: Words) -> int:
         for composed in jobs:
             (_dry_run if words.on("--dry-run") else lambda c: _validate(c, strict=words.on("--strict")))(composed)
         return 0
-    base = _new_base(Path("multirun"))
     if launcher := words.text("--launcher"):
-        return _launch(words, launcher, combinations, jobs, base)
-    prepared = [prepare(job, folder=base / str(number)) for number, job in enumerate(jobs)]
+        return _launch(words, launcher, combinations, jobs)
+    prepared = [prepare(job) for job in jobs]
+    base = _new_base(Path("multirun"))
     for number, (settings, job) in enumerate(zip(combinations, prepared, strict=True)):
         print(f"[{number + 1}/{len(jobs)}] {' '.join(settings)}")
-        if run_to_end(job).terminated:  # SIGTERM is for the whole sweep
+        if run_to_end(dataclasses.replace(job, folder=base / str(number))).terminated:  # SIGTERM is for the whole sweep
             return TERMINATED
         gc.collect()  # the models of the last job
     return 0
@@ -329,13 +330,14 @@ def _new_base(folder: Path) -> Path:
     raise AssertionError("not reached")
 
 
-def _launch(words: Words, launcher: str, combinations: list[list[str]], jobs: list[Composed], base: Path) -> int:
+def _launch(words: Words, launcher: str, combinations: list[list[str]], jobs: list[Composed]) -> int:
     """Checked here as far as this machine can tell, and run elsewhere."""
     from covey.cli.launch import read_options, submit
 
     options = read_options(words.text("--launcher-options"))
     for job in jobs:
         prepare(job, tolerate_absent=True)
+    base = _new_base(Path("multirun"))
     source = {flag: value for flag, value in words.flags.items() if flag in ("--config", "--config-name")}
     ids = submit(launcher, combinations, base, source, options)
     for number, (settings, job_id) in enumerate(zip(combinations, ids, strict=True)):

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from covey.errors import InputError
 from covey.evaluation.figures import Answer, Subject
-from covey.loop.folder import lock_folder
+from covey.loop.folder import lock_folder, missing_folders, remove_unused
 from covey.redact import hide, hide_known, hide_settings
 from covey.storage import write_whole, writing
 from covey.telemetry.jsonl import finite, read_jsonl
@@ -36,6 +36,7 @@ class EvalFolder:
         found = _read_settings(path)
         if found is not None and found["settings"] != settings:
             raise _other(path, found, settings)
+        self._made = missing_folders(path)
         path.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._lock = _locked(path)
@@ -78,6 +79,10 @@ class EvalFolder:
             return [Answer(**record) for record in read_jsonl(path)]
         except TypeError as error:
             raise InputError(f"{path} is damaged: {error}\n  fix: take that line out, or name a new --out") from error
+
+    def abandon(self) -> None:
+        """After a start that failed: a new folder without answers is removed."""
+        remove_unused(self.path, self._made, files=(SETTINGS_FILE,))
 
     def close(self) -> None:
         self._lock.close()

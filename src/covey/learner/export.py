@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -10,10 +9,13 @@ from typing import Any
 
 import torch
 
+from covey.config.schema import ModelConfig
 from covey.errors import InputError
-from covey.learner.models import MAIN, Located, locate, require_peft
+from covey.learner.adapters import require_peft
+from covey.learner.models import Located, locate, open_source
+from covey.model_folder import MAIN, OwnCode, check_file, explained, load_weights
 from covey.storage import sync_tree, writing
-from covey.trust import check_adapter, check_weights, no_pickles
+from covey.trust import ADAPTER, check_adapter, no_pickles
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FILE_SIZE = "5GB"  # larger models lie in several files
@@ -48,25 +50,11 @@ def _export_beside(folder: Path, out: Path, dtype: str | None, merge: bool) -> N
 
 def _loaded(place: Located, dtype: str | None) -> Any:
     from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
-    try:
-        with no_pickles(place.path):
-            return AutoModelForCausalLM.from_pretrained(
-                place.path,
-                dtype=dtype or "auto",
-                trust_remote_code=False,
-                use_safetensors=True,
-                revision=place.revision or MAIN,
-            )
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        raise InputError(
-            f"{place.path} needs Python code that comes with the model, which covey export does not run\n"
-            "  its checkpoint is a model folder already: copy it"
-        ) from error
+    with explained(place.path):
+        return load_weights(
+            AutoModelForCausalLM, place.path, place.path, revision=place.revision, dtype=dtype or "auto"
+        )
 
 
 def _merged(folder: Path, dtype: str | None) -> Any:
@@ -104,21 +92,17 @@ def check_export(folder: Path, out: Path, *, dtype: str | None, merge: bool) -> 
         raise InputError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} is there already\n  name a folder that is not there, or an empty one")
-    if (folder / "adapter_config.json").is_file():
-        check_adapter(folder)
-        if merge:
-            require_peft()
-            _check_base(folder)
-    elif not (folder / "config.json").is_file():
-        raise InputError(f"{folder} holds no model: config.json is missing")
-    elif merge:
+    is_adapter = (folder / "adapter_config.json").is_file()
+    if merge and not is_adapter:
         raise InputError(f"{folder} has no adapter to merge\n  leave --merge-lora out")
-    else:
-        check_weights(folder)
-
-
-def _check_base(folder: Path) -> None:
-    base = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
-    if not base:
-        raise InputError(f"{folder / 'adapter_config.json'} does not say which model the adapter is for")
-    locate(base)
+    if is_adapter and not merge:  # copied as it is: the model below need not be here
+        check_adapter(folder)
+        check_file(folder / ADAPTER)
+        return
+    try:
+        open_source(ModelConfig(name=str(folder)))
+    except OwnCode as error:
+        raise InputError(
+            f"{folder} needs Python code that comes with the model, which covey export does not run\n"
+            "  its checkpoint is a model folder already: copy it"
+        ) from error

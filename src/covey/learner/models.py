@@ -14,15 +14,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 
 from covey.config.schema import ModelConfig
 from covey.errors import Absent, InputError, nearest, unknown
+from covey.learner.adapters import adapter_base, check_adapter_fits, with_new_adapter, with_saved_adapter
 from covey.learner.builtin import BUILTIN, builtin_folder
 from covey.learner.memory import keep_freed_memory, without_plans_by_shape
-from covey.trust import FIX, check_adapter, check_config, check_weights, no_pickles, split_revision
-
-MAIN = "main"  # the hub's name for what is current
+from covey.model_folder import (
+    MAIN,
+    check_buildable,
+    check_generation,
+    check_weights_fit,
+    explained,
+    load_weights,
+    read_config,
+    read_tokenizer,
+)
+from covey.trust import split_revision
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,7 @@ class ModelSource:
     config: Any
     adapter: Path | None = None  # a peft adapter folder on top of `path`
     revision: str | None = None  # of the hub: the commit that all parts are read at
+    headless: bool = False  # its output layer is not used, and may be missing
 
     @property
     def context_length(self) -> int | None:
@@ -73,7 +82,7 @@ def trained_count(source: ModelSource, config: ModelConfig) -> int:
     if config.lora.rank == 0:
         return parameter_count(source)
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        model = _with_new_adapter(AutoModelForCausalLM.from_config(source.config), config, seed=0)
+        model = with_new_adapter(AutoModelForCausalLM.from_config(source.config), config, seed=0)
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
@@ -88,7 +97,7 @@ def locate(name: str) -> Located:
     folder = Path(name).expanduser()
     if folder.is_dir():
         if (folder / "adapter_config.json").is_file():
-            base = _adapter_base(folder)
+            base = adapter_base(folder)
             if Path(base).expanduser().resolve() == folder.resolve():
                 raise InputError(f"{folder} is an adapter for itself\n  its adapter_config.json must name a model")
             return locate(base)._replace(adapter=folder)
@@ -107,31 +116,26 @@ def locate(name: str) -> Located:
     raise InputError("\n".join(lines))
 
 
-def _adapter_base(folder: Path) -> str:
-    import json
-
-    about = json.loads((folder / "adapter_config.json").read_text())
-    base, revision = str(about["base_model_name_or_path"]), about.get("revision")
-    return f"{base}@{revision}" if revision and not Path(base).expanduser().is_dir() and base not in BUILTIN else base
-
-
-def open_source(config: ModelConfig, revision: str | None = None) -> ModelSource:
-    """Tokenizer and configuration; weights are not read yet. `revision`: where a run began, if it goes on."""
-    from transformers import AutoConfig, AutoTokenizer
+def open_source(config: ModelConfig, revision: str | None = None, *, headless: bool = False) -> ModelSource:
+    """Tokenizer and configuration, and all that can be checked before weights are read. `revision`: where a run began,
+    if it goes on. `headless`: the output layer is not used, and may be missing."""
+    from transformers import AutoModelForCausalLM
 
     path, adapter, named = locate(config.name)
     trusted = config.trust_remote_code
-    with _explain_unreachable(config.name):
+    with explained(config.name):
         revision = _commit(path, revision or named)
-        model_config = AutoConfig.from_pretrained(path, trust_remote_code=trusted, revision=revision or MAIN)
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusted, revision=revision or MAIN)
-    if not config.trust_remote_code:
-        check_config(config.name, model_config)
+    model_config = read_config(config.name, path, revision=revision, trusted=trusted)
+    tokenizer = read_tokenizer(config.name, path, model_config, revision=revision, trusted=trusted)
     if Path(path).is_dir():
-        check_weights(Path(path), model_config)
+        folder = Path(path)
+        check_generation(folder)
+        check_weights_fit(AutoModelForCausalLM, path, folder, model_config, headless=headless, trusted=trusted)
+    else:
+        check_buildable(AutoModelForCausalLM, config.name, model_config, trusted=trusted)
     if adapter is not None:
-        check_adapter(adapter)
-    return ModelSource(config.name, path, tokenizer, model_config, adapter, revision)
+        check_adapter_fits(adapter, model_config, trusted=trusted)
+    return ModelSource(config.name, path, tokenizer, model_config, adapter, revision, headless)
 
 
 def _commit(path: str, revision: str | None) -> str | None:
@@ -143,30 +147,6 @@ def _commit(path: str, revision: str | None) -> str | None:
         return None
     found = Path(str(cached_file(path, "config.json", revision=revision or MAIN)))
     return found.parent.name if found.parent.parent.name == "snapshots" else revision
-
-
-@contextmanager
-def _explain_unreachable(name: str) -> Iterator[None]:
-    try:
-        yield
-    except SafetensorError as error:
-        raise InputError(f"the weights of {name} are damaged: {error}\n  bring them back from a copy") from error
-    except OSError as error:
-        if "use_safetensors" in str(error):
-            raise InputError(f"{name} has its weights as a pickle only, which is not loaded\n{FIX}") from error
-        raise Absent(
-            f"cannot load model  {name}\n  {str(error).splitlines()[0]}\n"
-            "  a private or gated model needs HF_TOKEN in the environment\n"
-            "  no connection to the hub? copy the model's folder here and use model=/path/to/folder,\n"
-            "  or use the built-in model=smollm2-135m"
-        ) from error
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        raise InputError(
-            f"{name} brings Python code of its own, which is not run\n"
-            "  read it, and where you trust it: model.trust_remote_code=true"
-        ) from error
 
 
 def pick_device(name: str) -> torch.device:
@@ -196,28 +176,28 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 def load_policy(source: ModelSource, config: ModelConfig, *, seed: int = 0) -> Any:
     """The model to train, on its device, without dropout (it would part the learner from the sampler)."""
     from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
     device = pick_device(config.device)
     if device.type == "cpu":
         keep_freed_memory()
     else:
         without_plans_by_shape()
-    with _explain_unreachable(source.name), no_pickles(source.name):
-        model = AutoModelForCausalLM.from_pretrained(
+    with explained(source.name):
+        model = load_weights(
+            AutoModelForCausalLM,
+            source.name,
             source.path,
+            revision=source.revision,
+            headless=source.headless,
+            trusted=config.trust_remote_code,
             dtype=pick_dtype(config.dtype, device),
-            trust_remote_code=config.trust_remote_code,
             attn_implementation="sdpa",  # ours, also because a model's own may name code of the hub
-            use_safetensors=True,
-            revision=source.revision or MAIN,
         )
     model = model.to(device)
     if source.adapter is not None:
-        model = _with_saved_adapter(model, source.adapter)
+        model = with_saved_adapter(model, source.adapter)
     elif config.lora.rank > 0:
-        model = _with_new_adapter(model, config, seed, source.revision)
+        model = with_new_adapter(model, config, seed, source.revision)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -227,33 +207,6 @@ def load_policy(source: ModelSource, config: ModelConfig, *, seed: int = 0) -> A
             model.enable_input_require_grads()
     # Gradient checkpointing works in training mode only; without dropout the modes do not differ otherwise.
     return model.train(config.gradient_checkpointing)
-
-
-def require_peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise InputError("model.lora needs peft:  pip install 'covey[lora]'") from error
-    return peft
-
-
-def _with_new_adapter(model: Any, config: ModelConfig, seed: int, revision: str | None = None) -> Any:
-    peft = require_peft()
-    torch.manual_seed(seed)  # the adapter's A matrices start random
-    lora = peft.LoraConfig(
-        r=config.lora.rank,
-        lora_alpha=config.lora.alpha,
-        target_modules=config.lora.target_modules,
-        lora_dropout=0.0,
-        task_type="CAUSAL_LM",
-        revision=revision,  # of the model below: who loads the adapter finds the same
-    )
-    return peft.get_peft_model(model, lora)
-
-
-def _with_saved_adapter(model: Any, folder: Path) -> Any:
-    with no_pickles(str(folder)):
-        return require_peft().PeftModel.from_pretrained(model, folder, is_trainable=True)
 
 
 class Reference:

@@ -11,7 +11,7 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -33,6 +33,7 @@ KEYS = ("project", "experiment", "fingerprint", "status")  # that a run is recog
 class RunFolder:
     path: Path
     lock: IO[str]  # held while the run lives; the system lets go of it however the run ends
+    made: tuple[Path, ...] = ()  # the folders that did not exist before, innermost first
 
     def write_info(self, info: dict[str, Any]) -> None:
         """run.json, whole or as it was."""
@@ -48,6 +49,29 @@ class RunFolder:
     def release(self) -> None:
         self.lock.close()
 
+    def abandon(self) -> None:
+        """After a start that failed: nothing is left of a folder that nothing was written to."""
+        remove_unused(self.path, self.made)
+        self.release()
+
+
+def missing_folders(path: Path) -> tuple[Path, ...]:
+    """Those that must be made so that `path` exists, innermost first."""
+    return tuple(folder for folder in (path, *path.parents) if not folder.exists())
+
+
+def remove_unused(path: Path, made: Sequence[Path], *, files: Sequence[str] = ()) -> None:
+    """Remove the folders that were made for `path`, if it holds nothing but its lock and `files`."""
+    if path not in made or {entry.name for entry in path.iterdir()} - {LOCK, *files}:
+        return
+    for name in (*files, LOCK):
+        (path / name).unlink(missing_ok=True)
+    for folder in made:
+        try:
+            folder.rmdir()
+        except OSError:  # another run has begun beside this one
+            return
+
 
 def new_folder(output_dir: Path, now: datetime | None = None) -> RunFolder:
     """output_dir/DATE/TIME; a second run in the same second gets a number."""
@@ -55,6 +79,7 @@ def new_folder(output_dir: Path, now: datetime | None = None) -> RunFolder:
     base = output_dir / now.strftime("%Y-%m-%d") / now.strftime("%H-%M-%S")
     for attempt in range(1000):
         path = base if attempt == 0 else base.with_name(f"{base.name}-{attempt}")
+        made = missing_folders(path)
         try:
             path.mkdir(parents=True)
         except FileExistsError:
@@ -63,7 +88,7 @@ def new_folder(output_dir: Path, now: datetime | None = None) -> RunFolder:
             continue
         except OSError as error:
             raise _no_place(output_dir, error) from error
-        return RunFolder(path, lock_folder(path))
+        return RunFolder(path, lock_folder(path), made)
     raise InputError(f"cannot make a run folder in {output_dir}")
 
 
@@ -92,9 +117,10 @@ _MEND = "fix: bring it back from a copy, or start anew with resume=disable and m
 
 def exact_folder(path: Path) -> RunFolder:
     """A folder whose name is settled, for one of many runs. It is there already where the run is started again."""
+    made = missing_folders(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        return RunFolder(path, lock_folder(path))
+        return RunFolder(path, lock_folder(path), made)
     except BlockingIOError as error:
         raise InputError(f"{path}: a run is still running there") from error
     except OSError as error:

@@ -35,17 +35,17 @@ IGNORED = re.compile(r"[ ,./\-_*^]")
 def _check(task: Task) -> None:
     category = str(task.columns["category"])
     if "java" in category:
-        raise InputError(f"task {task.id}: category {category}: only calls of Python functions can be matched")
+        raise InputError(f"{task.where}: category {category}: only calls of Python functions can be matched")
     if "relevance" in category:
         return
     schemas = _schemas(decoded(task.columns["function"]))
     wanted = decoded(task.columns["ground_truth"])
     if not wanted:
-        raise InputError(f"task {task.id}: ground_truth is empty, and category {category} asks for calls")
+        raise InputError(f"{task.where}: ground_truth is empty, and category {category} asks for calls")
     for one in wanted:
         for name in one:
             if name not in schemas:
-                raise InputError(f"task {task.id}: ground_truth calls {name}, which `function` does not describe")
+                raise InputError(f"{task.where}: ground_truth calls {name}, which `function` does not describe")
 
 
 @reward(check=_check)

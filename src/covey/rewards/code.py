@@ -39,7 +39,7 @@ def _check(task: Task) -> None:
     try:
         tests_in(task)
     except InputError as error:
-        raise InputError(f"task {task.id}: {error}") from error
+        raise InputError(f"{task.where}: {error}") from error
 
 
 @reward(check=_check)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import operator
 import re
 import warnings
@@ -11,6 +12,8 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from covey.rewards.function import reward
+from covey.rewards.numbers import whole_numbers
+from covey.types import Task
 
 MAX_LENGTH = 200  # characters of an expression; bounds the depth of its tree and the size of its numbers
 OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -24,7 +27,14 @@ PRINTED = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-"})
 RUN = re.compile(r"-?[(0-9][0-9+\-*/(). \t]*")
 
 
-@reward
+def _check(task: Task) -> None:
+    whole_numbers(task)
+    target = task.columns["target"]
+    if not isinstance(target, int | float) or not math.isfinite(target):
+        raise ValueError(f"target must be a number, got {target!r:.60}")
+
+
+@reward(check=_check)
 def countdown(numbers: Sequence[int], target: int, final_answer: str) -> float:
     """1 if the last expression of the reply makes the target and uses each number at most once."""
     expression = last_expression(final_answer)

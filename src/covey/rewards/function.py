@@ -61,19 +61,31 @@ def reward(fn: Function) -> Function: ...
 
 @overload
 def reward(
-    fn: None = None, *, name: str | None = None, check: Callable[[Task], None] | None = None
+    fn: None = None,
+    *,
+    name: str | None = None,
+    check: Callable[[Task], None] | None = None,
+    gold: Callable[[Any], Any] | None = None,
 ) -> Callable[[Function], Function]: ...
 
 
-def reward(fn: Any = None, *, name: str | None = None, check: Callable[[Task], None] | None = None) -> Any:
+def reward(
+    fn: Any = None,
+    *,
+    name: str | None = None,
+    check: Callable[[Task], None] | None = None,
+    gold: Callable[[Any], Any] | None = None,
+) -> Any:
     """Mark a function as a reward, and name it if its own name will not do. It stays a plain function.
 
     `check` is called with each task before training: it raises InputError if the reward cannot score that task, Absent
-    if it needs a package that is not here."""
+    if it needs a package that is not here. `gold` is called with each task's answer: the function with which the reward
+    itself reads it, which raises ValueError where it cannot."""
 
     def mark(function: Function) -> Function:
         function.reward_name = name or function.__name__  # type: ignore[attr-defined]
         function.reward_check = check  # type: ignore[attr-defined]
+        function.reward_gold = gold  # type: ignore[attr-defined]
         return function
 
     return mark if fn is None else mark(fn)
@@ -148,8 +160,10 @@ class RewardFunction:
         if not missing:
             if (own := getattr(self.call, "reward_check", None)) is not None:
                 self._checked(own, task)
+            if (read := getattr(self.call, "reward_gold", None)) is not None:
+                self._read_gold(read, task)
             return
-        lines = [f"reward {self.name} asks for `{missing[0]}`, which task {task.id} does not have"]
+        lines = [f"reward {self.name} asks for `{missing[0]}`, which {task.where} does not have"]
         if self.groupwise and missing[0] in OF_EPISODE:
             lines.append("  fix: a group reward looks at its `episodes`: [e.final_answer for e in episodes]")
         elif guess := nearest(missing[0], task.columns if missing[0] == "answer" else known):
@@ -167,8 +181,17 @@ class RewardFunction:
             raise
         except Exception as error:
             raise InputError(
-                f"reward {self.name} cannot read the columns of task {task.id} ({type(error).__name__}: {error!s:.200})"
+                f"{task.where}: reward {self.name} cannot read its columns ({type(error).__name__}: {error!s:.200})"
                 f"\n  columns of the data: {', '.join(sorted(task.columns)) or 'none'}"
+            ) from error
+
+    def _read_gold(self, read: Callable[[Any], Any], task: Task) -> None:
+        try:
+            read(task.answer)
+        except (ValueError, TypeError) as error:
+            raise InputError(
+                f"{task.where}: reward {self.name} cannot read the answer {task.answer!r:.60} ({error!s:.200})\n"
+                "  fix: correct the answer, take the task out, or use another reward (docs/rewards.md)"
             ) from error
 
     async def score(self, task: Task, episode: Episode) -> Columns:

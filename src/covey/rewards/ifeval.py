@@ -33,18 +33,18 @@ def _check(task: Task) -> None:
     kinds = list(task.columns["instruction_id_list"])
     settings = _settings(task.id, kinds, task.columns["kwargs"])
     if not kinds:
-        raise InputError(f"task {task.id}: instruction_id_list is empty, there is nothing to follow")
+        raise InputError(f"{task.where}: instruction_id_list is empty, there is nothing to follow")
     for kind, given in zip(kinds, settings, strict=True):
         if kind not in KINDS:
-            raise InputError(f"task {task.id}: {unknown('instruction of IFEval', kind, KINDS)}")
+            raise InputError(f"{task.where}: {unknown('instruction of IFEval', kind, KINDS)}")
         needed = list(inspect.signature(KINDS[kind]).parameters)[1:]
         if sorted(needed) != sorted(given):
             wanted, found = ", ".join(needed) or "nothing", ", ".join(given) or "nothing"
-            raise InputError(f"task {task.id}: kwargs of {kind} must give {wanted}; they give {found}")
+            raise InputError(f"{task.where}: kwargs of {kind} must give {wanted}; they give {found}")
     if DETECTING & set(kinds) and importlib.util.find_spec("langdetect") is None:
         (kind, *_) = DETECTING & set(kinds)
         raise Absent(
-            f"reward ifeval: task {task.id} asks for a language ({kind}), which the package langdetect detects\n"
+            f"reward ifeval: {task.where} asks for a language ({kind}), which the package langdetect detects\n"
             "  fix: pip install 'covey[ifeval]'"
         )
 

@@ -41,7 +41,7 @@ LONGEST = 2000  # characters of an answer, and in which one without a mark is lo
 CLOSE = Fraction(1, 10_000)  # numbers nearer than this may be roundings of each other
 
 
-@reward
+@reward(gold=lambda answer: gold_texts(answer))
 def math_equal(answer: Any, final_answer: str) -> float:
     """1 if the final answer of the reply equals the answer, exactly. `answer` may be a list of acceptable ones."""
     reply = final_expression(final_answer)
@@ -53,7 +53,7 @@ def _check(task: Task) -> None:
         raise Absent("reward math_verify needs the package math-verify\n  fix: pip install 'covey[math]'")
 
 
-@reward(check=_check)
+@reward(check=_check, gold=lambda answer: gold_texts(answer))
 async def math_verify(answer: Any, final_answer: str, deadline: float = 5.0) -> dict[str, float]:
     """The same, and where that leaves it open, what math-verify says within `deadline` seconds.
 

@@ -8,6 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 from covey.rewards.function import reward
+from covey.types import Task
 
 # A minus is a sign unless it stands right behind something it could be subtracted from: 10-5 holds 10 and 5.
 # Commas belong to the number where they part thousands: 1,234 is one number, 1,2 are two.
@@ -19,7 +20,7 @@ NUMBER = re.compile(
 )
 
 
-@reward
+@reward(gold=lambda answer: gold_number(answer))
 def number(answer: Any, final_answer: str) -> dict[str, float]:
     """1 if the reply is the number and nothing else; a full stop behind it is allowed.
 
@@ -33,13 +34,21 @@ def number(answer: Any, final_answer: str) -> dict[str, float]:
     }
 
 
-@reward
+@reward(gold=lambda answer: gold_number(answer))
 def math_reward_string_equal(answer: Any, final_answer: str) -> float:
     """1 if the last number of the final answer is the answer's, which may be written as GSM8K does (`#### 72`)."""
     return float(last_number(final_answer) == gold_number(answer))
 
 
-@reward(name="sorted")
+def whole_numbers(task: Task) -> None:
+    """A column `numbers` that is a list of them. One of text, as in a CSV file, would be read letter by letter."""
+    found = task.columns["numbers"]
+    is_list = isinstance(found, Sequence) and not isinstance(found, str)
+    if not is_list or not all(isinstance(one, int) and not isinstance(one, bool) for one in found):
+        raise ValueError(f"numbers must be a list of whole numbers, got {found!r:.60}")
+
+
+@reward(name="sorted", check=whole_numbers)
 def sorted_numbers(numbers: Sequence[int], final_answer: str) -> dict[str, float]:
     """1 if the reply is the sorted numbers, written `1 2 3`.
 

@@ -39,13 +39,13 @@ class Overlap:
 def _check(task: Task) -> None:
     if task.answer is None and not task.columns.get("answers"):
         raise InputError(
-            f"task {task.id} has no gold answer for qa_f1_reward or qa_em_reward\n"
+            f"{task.where} has no gold answer for qa_f1_reward or qa_em_reward\n"
             "  fix: a column `answer` (a string, or a list of acceptable ones) or `answers` (a list)"
         )
     given = task.columns.get("answers") if task.answer is None else task.answer
     if isinstance(given, Mapping) and not _is_list(given.get("text")):
         raise InputError(
-            f"task {task.id}: qa_f1_reward and qa_em_reward cannot read its gold answer, a table with the keys "
+            f"{task.where}: qa_f1_reward and qa_em_reward cannot read its gold answer, a table with the keys "
             f"{', '.join(map(str, given))}\n"
             "  fix: a string, a list of acceptable ones, or SQuAD's table with a list under `text`"
         )

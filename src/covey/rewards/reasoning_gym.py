@@ -18,7 +18,7 @@ from covey.types import Task
 
 def _check(task: Task) -> None:
     if "entry" not in task.columns or "dataset" not in task.columns:
-        raise InputError(f"task {task.id} is not of reasoning-gym\n  fix: the reward reasoning_gym goes with its data")
+        raise InputError(f"{task.where} is not of reasoning-gym\n  fix: the reward reasoning_gym goes with its data")
     try:
         import reasoning_gym  # noqa: F401
     except ImportError as error:

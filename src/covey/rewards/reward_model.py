@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from covey.errors import Absent, InputError, unknown
+from covey.model_folder import Misfit, check_buildable, check_weights_fit, load_weights, read_config, read_tokenizer
 from covey.rewards.function import inline
 from covey.rewards.waiting import result_of
-from covey.trust import check_config, check_weights, no_pickles, split_revision
+from covey.trust import split_revision
 from covey.types import Episode
 
 if TYPE_CHECKING:
@@ -57,19 +58,26 @@ class RewardModel:
 
     def verify(self) -> None:
         """That it is there, and a classifier with such a label."""
-        from transformers import AutoConfig
-
         with self._found():
-            config = AutoConfig.from_pretrained(self._path(), trust_remote_code=False, revision=self._revision())
-            check_config(self.model, config)
-            if Path(self._path()).is_dir():
-                check_weights(Path(self._path()), config)
+            config = read_config(self.model, self._path(), revision=self._revision())
         kinds = config.architectures or []
         if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
             kind = ", ".join(kinds) or "something without a name"
             raise InputError(f"{OPTION}.model={self.model} is no sequence classifier but {kind}")
         if not 0 <= self.label < config.num_labels:
             raise InputError(f"{OPTION}.label={self.label}, but {self.model} has {config.num_labels} labels, from 0 on")
+        self._check_files(config)
+
+    def _check_files(self, config: Any) -> None:
+        from transformers import AutoModelForSequenceClassification as Classifier
+
+        path = self._path()
+        with self._found():
+            read_tokenizer(self.model, path, config, revision=self._revision())
+            if Path(path).is_dir():
+                check_weights_fit(Classifier, self.model, Path(path), config)
+            else:
+                check_buildable(Classifier, self.model, config)
 
     def open(self, *, seconds: float, device: str) -> None:
         with self._found():
@@ -106,11 +114,16 @@ class RewardModel:
     def _found(self) -> Iterator[None]:
         try:
             yield
-        except InputError:
-            raise
+        except Misfit as error:
+            if not error.missing_heads:
+                raise
+            lacks = f"its weights lack {error.missing_heads[0]}: it was not trained to classify"
+            raise InputError(f"{OPTION}.model={self.model}: {lacks}") from error
         except (OSError, ValueError) as error:
-            why = str(error).splitlines()[0]
-            raise Absent(f"{OPTION}.model={self.model} cannot be loaded\n  {why}") from error
+            cause = error.__cause__ if isinstance(error, Absent) else error
+            if isinstance(error, InputError) and not isinstance(error, Absent):
+                raise
+            raise Absent(f"{OPTION}.model={self.model} cannot be loaded\n  {str(cause).splitlines()[0]}") from error
 
 
 def _sigmoid(logit: float) -> float:
@@ -130,26 +143,14 @@ class _Scorer:
     def __init__(self, path: str, device: str, label: int, max_length: int | None, revision: str = "main") -> None:
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
-        from transformers.utils.logging import disable_progress_bar
 
-        disable_progress_bar()
         self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, revision=revision)
         added = self.tokenizer.added_tokens_decoder.values()
         special = {str(token) for token in added if token.special} | {*self.tokenizer.all_special_tokens}
         self.control = sorted(special)
         dtype = torch.float32 if torch.device(device).type == "cpu" else "auto"
         torch.backends.cuda.enable_cudnn_sdp(False)  # it would keep a plan for every shape: see learner/memory.py
-        with no_pickles(path):
-            self.model, info = AutoModelForSequenceClassification.from_pretrained(
-                path,
-                dtype=dtype,
-                output_loading_info=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                revision=revision,
-            )
-        if missing := sorted(info["missing_keys"]):
-            raise InputError(f"{OPTION}.model={path}: its weights lack {missing[0]}: it was not trained to classify")
+        self.model = load_weights(AutoModelForSequenceClassification, path, path, revision=revision, dtype=dtype)
         self.model = self.model.to(device).eval().requires_grad_(False)
         self.label = label
         longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)

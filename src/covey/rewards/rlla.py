@@ -39,7 +39,7 @@ def _check(task: Task) -> None:
         gold_calls(str(task.answer))
     except ValueError as error:
         raise InputError(
-            f"task {task.id}: the answer's <tool_call> cannot be read: {error}\n"
+            f"{task.where}: the answer's <tool_call> cannot be read: {error}\n"
             '  fix: one {"name": ..., "parameters": {...}} on each line between <tool_call> and </tool_call>'
         ) from error
 

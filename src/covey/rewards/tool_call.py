@@ -18,7 +18,7 @@ def _check(task: Task) -> None:
         _calls(task.columns.get("tool_calls") or [])
     except ValueError as error:
         raise InputError(
-            f"task {task.id}: {error}\n"
+            f"{task.where}: {error}\n"
             '  fix: column tool_calls is a list of {"name": ..., "arguments": {...}}; [] where no tool should be called'
         ) from error
 

@@ -9,6 +9,7 @@ any other column                travels in `Task.columns` to the rewards
 from __future__ import annotations
 
 import difflib
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from glob import glob
@@ -73,17 +74,31 @@ def _reason(error: Exception) -> str:
 def _found(setting: str, pattern: str, path: Path) -> list[Path]:
     if path.is_file():
         return [path]
-    if path.is_dir():
-        raise InputError(f"{setting}: {path} is a folder\n  fix: name the files in it, for example {path}/*.jsonl")
+    if path.exists():
+        raise _not_a_file(setting, path)
     if any(wildcard in pattern for wildcard in "*?["):
         found = [Path(name) for name in sorted(glob(str(path), recursive=True))]
         if files := [name for name in found if name.is_file()]:
             return files
+        if found:
+            raise _not_a_file(setting, found[0])
         raise Absent(f"{setting}: no file matches {pattern}")
     raise _not_found(setting, path)
 
 
+def _not_a_file(setting: str, path: Path) -> InputError:
+    """Reading it would wait for a writer, or never end. Data is also read more than once: for its contents, and to
+    know on resuming whether it is the same."""
+    if path.is_dir():
+        return InputError(f"{setting}: {path} is a folder\n  fix: name the files in it, for example {path}/*.jsonl")
+    kinds = {"a named pipe": path.is_fifo, "a socket": path.is_socket, "a device": path.is_char_device}
+    kind = next((kind for kind, is_one in kinds.items() if is_one()), "a device")
+    return InputError(f"{setting}: {path} is {kind}, not a file\n  fix: write the data to a file first, and name that")
+
+
 def _not_found(setting: str, path: Path) -> Absent:
+    if path.is_symlink():
+        return Absent(f"{setting}: {path} is a link to {path.readlink()}, which does not exist")
     lines = [f"{setting}: no such file {path}"]
     if not path.parent.is_dir():
         lines.append(f"  there is no folder {path.parent} either")
@@ -110,10 +125,13 @@ def task_of(table: Table, row: Row, default_id: str) -> Task:
     answer = columns.pop("answer", None)
     if answer is None and isinstance(reward_model := columns.get("reward_model"), Mapping):
         answer = reward_model.get("ground_truth")
+    if isinstance(answer, float) and not math.isfinite(answer):
+        raise table.mistake(row, f"answer is {answer}, which is no number", "give the answer, or take the row out")
     data_id = columns.pop("data_id", None)
     if data_id is not None and (isinstance(data_id, bool) or not isinstance(data_id, str | int)):
         raise table.mistake(row, f"data_id must be a string or a whole number, got {kind(data_id)}")
-    return Task(default_id if data_id is None else str(data_id), messages, answer, columns)
+    place = f"{table.path}, {table.unit} {row.number}"
+    return Task(default_id if data_id is None else str(data_id), messages, answer, columns, place)
 
 
 def _no_question(table: Table, row: Row) -> InputError:

@@ -34,6 +34,15 @@ HALF = re.compile(r"\\u[dD][89a-fA-F]")  # may be half of a surrogate pair
 DIGITS = re.compile(r"\d{4301}")  # Python reads no longer numbers
 
 
+class RepeatedKey(json.JSONDecodeError):
+    """An object with a key that is given twice: which value counts is not defined."""
+
+    def __init__(self, key: str, text: str, within: dict[str, Any], value: Any) -> None:
+        super().__init__(f"An object has the key {names([key])!r} twice", text, max(0, text.rfind(json.dumps(key))))
+        self.within = within  # the object
+        self.value = value  # all that was read
+
+
 class RowMistake(InputError):
     """A mistake at a known place of a file."""
 
@@ -111,9 +120,18 @@ def _object(path: Path, lines: Sequence[str], number: int) -> dict[str, Any]:
 
 def read_json(text: str) -> Any:
     """The value of a text. What JSON allows, but nothing after it can take, is a mistake in it too: numbers and nesting
-    without end, and half characters, which no tokenizer reads."""
+    without end, a key that is given twice, and half characters, which no tokenizer reads."""
+    repeated: list[tuple[str, dict[str, Any]]] = []
+
+    def of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            repeated.append((next(key for key in keys if keys.count(key) > 1), found))
+        return found
+
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=of_pairs)
     except json.JSONDecodeError:
         raise
     except RecursionError:
@@ -123,6 +141,8 @@ def read_json(text: str) -> Any:
         raise json.JSONDecodeError("A number has too many digits", text, found.start() if found else 0) from None
     if text.count("[") + text.count("{") > DEEPEST and not shallow(value):
         raise json.JSONDecodeError(TOO_DEEP, text, 0)
+    if repeated:
+        raise RepeatedKey(repeated[0][0], text, repeated[0][1], value)
     if HALF.search(text) and (half := _half_character(value, text)) is not None:
         raise json.JSONDecodeError("A string has half of a surrogate pair", text, half)
     return value
@@ -144,6 +164,8 @@ def _read_json(path: Path) -> Table:
         return Table(path, "item", [])
     try:
         items = read_json(text)
+    except RepeatedKey as error:
+        raise _repeated_in(path, error) from error
     except json.JSONDecodeError as error:
         fixes = []
         if error.msg == "Extra data" and text[error.pos] == "{":
@@ -159,6 +181,23 @@ def _read_json(path: Path) -> Table:
             text = f"expected an object, got {kind(values)}"
             raise _mistake(path, "item", number, text, [f"  {number} | {shown}"], [OBJECT_FIX])
     return Table(path, "item", [Row(number, values) for number, values in enumerate(items, start=1)])
+
+
+def _repeated_in(path: Path, error: RepeatedKey) -> InputError:
+    """In which item of a list, if it is in one: the text has no lines to point at."""
+    items = error.value if isinstance(error.value, list) else list(error.value.values())
+    lists = [items] if isinstance(error.value, list) else [one for one in items if isinstance(one, list)]
+    reason = error.msg[0].lower() + error.msg[1:]
+    for number, item in enumerate((item for one in lists for item in one), start=1):
+        if _holds(item, error.within):
+            shown = _clip(json.dumps(item, ensure_ascii=False))
+            return _mistake(path, "item", number, reason, [f"  {number} | {shown}"], [KEY_FIX])
+    return InputError(f"{path}: {reason}\n  fix: {KEY_FIX}")
+
+
+def _holds(value: Any, wanted: dict[str, Any]) -> bool:
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return value is wanted or any(_holds(one, wanted) for one in inside)
 
 
 def _only_list(path: Path, values: dict[str, Any]) -> list[Any]:
@@ -209,13 +248,33 @@ def _read_parquet(path: Path) -> Table:
     import pyarrow.parquet
 
     try:
-        rows = pyarrow.parquet.ParquetFile(path).read().to_pylist()
+        table = pyarrow.parquet.ParquetFile(path).read()
+        _check_columns(path, table.schema)
+        rows = table.to_pylist()
+    except InputError:
+        raise
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # also text and dates that are none
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise InputError(
             f"{path}: not a readable Parquet file ({reason})\n  fix: write or download it again"
         ) from error
     return Table(path, "row", [Row(number, values) for number, values in enumerate(rows, start=1)])
+
+
+def _check_columns(path: Path, fields: Iterable[Any], within: str = "") -> None:
+    """Parquet allows two columns of one name, and two such fields of a structure."""
+    import pyarrow
+
+    found = list(fields)
+    seen = [field.name for field in found]
+    if twice := sorted({name for name in seen if seen.count(name) > 1}):
+        raise InputError(f"{path}: two columns are called {names([within + twice[0]])}\n  fix: rename one")
+    for field in found:
+        kind = field.type
+        while pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+            kind = kind.value_type
+        if pyarrow.types.is_struct(kind):
+            _check_columns(path, list(kind), f"{within}{field.name}.")
 
 
 def _text(path: Path) -> str:
@@ -253,6 +312,8 @@ def _not_json(path: Path, lines: Sequence[str], number: int, error: json.JSONDec
     reason = error.msg.replace("Expecting value", "expected a value").replace("Expecting", "expected")
     reason = reason[0].lower() + reason[1:].removesuffix(" at")
     excerpt = _excerpt(lines, number, error.colno)
+    if isinstance(error, RepeatedKey):
+        return _mistake(path, "line", number, reason, excerpt, [KEY_FIX])
     return _mistake(path, "line", number, f"not JSON ({reason} at column {error.colno})", excerpt, fixes)
 
 
@@ -295,6 +356,7 @@ def kind(value: Any) -> str:
     return names.get(type(value), f"a {type(value).__name__}")
 
 
+KEY_FIX = "keep one of the two"
 OBJECT_FIX = 'a row looks like {"question": "1+1", "answer": "2"}'
 
 READERS: dict[str, Callable[[Path], Table]] = {
