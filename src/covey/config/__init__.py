@@ -1,5 +1,6 @@
 """Settings: what there are (`schema`), how they are written (`aliases`), and how a run gets its own (`compose`)."""
 
+from covey.config.check import WrongValues
 from covey.config.compose import Composed, compose, fingerprint, recipe_names
 from covey.config.explain import explain
 from covey.config.read import expand_sweep, read_yaml
@@ -10,6 +11,7 @@ __all__ = [
     "Composed",
     "Config",
     "Setting",
+    "WrongValues",
     "all_keys",
     "compose",
     "expand_sweep",

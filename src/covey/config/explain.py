@@ -114,6 +114,8 @@ def _block(setting: Setting, algorithms: Algorithms) -> str:
     head = setting.key + (f"  ({', '.join(names[:SHOWN])}{more})" if names else "")
     lines = [head, *textwrap.wrap(setting.explanation, WIDTH, initial_indent="  ", subsequent_indent="  ")]
     lines += [f"  type     {setting.type}", f"  default  {literal(setting.default)}"]
+    if setting.allowed is not None:
+        lines.append(f"  allowed  {setting.allowed}")
     if written := _spellings(setting, algorithms):
         lines.append(textwrap.fill(", ".join(written), WIDTH, initial_indent="  aliases  ", subsequent_indent=" " * 11))
     return "\n".join(lines)
