@@ -168,7 +168,8 @@ def ranges_of(cls: type) -> dict[str, Allowed]:
 def check_ranges(section: Any, prefix: str) -> None:
     """Raise an InputError that names every field of a dataclass whose value is out of range. Its settings are called
     `prefix` + field."""
-    values = ((name, getattr(section, name), what) for name, what in ranges_of(type(section)).items())
+    cls: type = type(section)
+    values = ((name, getattr(section, name), what) for name, what in ranges_of(cls).items())
     wrong = [refusal(f"{prefix}{name}", value, what) for name, value, what in values if value not in what]
     if wrong:
         raise InputError("\n".join(wrong))

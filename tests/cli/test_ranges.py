@@ -85,6 +85,9 @@ def test_a_sweep_is_refused_before_its_first_run(capsys: pytest.CaptureFixture[s
 def test_flags_that_are_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "smollm2-135m", "--n", "99999999999999999999"]) == 2
     assert "eval.n must be a whole number from 1 to 65,536, got 99999999999999999999" in capsys.readouterr().err
+    for text in ("0", "65537", "9" * 5000, "²", "many"):
+        assert main(["sample", "smollm2-135m", "-n", text]) == 2
+        assert capsys.readouterr().err.startswith("-n must be a whole number from 1 to 65,536, got ")
 
 
 def test_from_python() -> None:
