@@ -2,7 +2,7 @@
 
 from covey.config.check import WrongValues
 from covey.config.compose import Composed, compose, fingerprint, recipe_names
-from covey.config.explain import explain
+from covey.config.explain import explain, settings_page
 from covey.config.read import expand_sweep, read_yaml
 from covey.config.schema import Config
 from covey.config.settings import Setting, all_keys
@@ -19,4 +19,5 @@ __all__ = [
     "fingerprint",
     "read_yaml",
     "recipe_names",
+    "settings_page",
 ]
