@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from covey.ranges import AnyTemperature, PositiveShare, ShareBelowOne, StopText, Tokens, TopK, check_ranges
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -46,25 +48,16 @@ class Failure:
 class Sampling:
     """How to draw tokens. `seed` is the request's own random stream; `temperature=0` is greedy."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: no limit
-    min_p: float = 0.0
-    max_tokens: int = 256
-    stop: tuple[str, ...] = ()
+    temperature: AnyTemperature = 1.0
+    top_p: PositiveShare = 1.0
+    top_k: TopK = 0  # 0: no limit
+    min_p: ShareBelowOne = 0.0
+    max_tokens: Tokens = 256
+    stop: tuple[StopText, ...] = ()
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
-        if not 0 <= self.min_p < 1:
-            raise ValueError(f"min_p must lie in [0, 1), got {self.min_p}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be 0 (no limit) or positive, got {self.top_k}")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        check_ranges(self, "")
 
 
 @dataclass(frozen=True, slots=True)

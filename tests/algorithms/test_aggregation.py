@@ -68,5 +68,5 @@ def test_nothing_sampled_is_no_loss() -> None:
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="must be one of token-mean, seq-mean-token-sum"):
         Aggregation("mean")
-    with pytest.raises(ValueError, match="norm_length must be at least 1"):
+    with pytest.raises(ValueError, match="norm_length must be a whole number from 1"):
         Aggregation("token-mean", norm_length=0)

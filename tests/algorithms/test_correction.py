@@ -175,7 +175,7 @@ def test_what_is_needed_and_what_cannot_be() -> None:
     assert not make("grpo", correction="none").needs.proximal and not make("grpo").needs.proximal
     with pytest.raises(ValueError, match="correction must be none, token, sequence or auto"):
         make("grpo", correction="tokens")
-    with pytest.raises(ValueError, match="correction_cap must be positive"):
+    with pytest.raises(ValueError, match="correction_cap must be a number above 0"):
         make("grpo", correction_cap=0.0)
     with pytest.raises(ValueError, match="need correction=token or sequence"):
         make("grpo", correction="none", reject_above=2.0)

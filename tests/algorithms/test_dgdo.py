@@ -265,7 +265,7 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match=r"importance_priors names \['c'\]; the rewards are \['a', 'b'\]"):
         Dgdo(importance_priors={"c": 1.0}).advantages(random_step(0))
     for name in ("beta", "beta_start", "min_weight"):
-        with pytest.raises(ValueError, match=f"algorithm.{name} must lie"):
+        with pytest.raises(ValueError, match=f"algorithm.{name} must be a number from 0 to 1, got"):
             Dgdo(**{name: 1.1})  # type: ignore[arg-type]
 
 

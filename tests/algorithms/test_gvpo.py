@@ -249,7 +249,7 @@ def test_an_empty_answer_does_not_count() -> None:
         ({"groups": None}, "pass groups="),
         ({"ref_logprobs": None}, "needs ref_logprobs"),
         ({"aggregation": "token-mean"}, "sums over tokens by its theory"),
-        ({"beta": 0.0}, "beta must be positive"),
+        ({"beta": 0.0}, "beta must be a number above 0"),
         ({"reference": "yesterday"}, "initial or old"),
         ({"clip_weight": -1.0}, "clip_weight"),
     ],

@@ -248,7 +248,7 @@ def test_a_step_larger_than_the_horizon_moves_it_by_a_fifth_at_most() -> None:
     steered = Kl(kl_coef=0.5, kl_estimator="k1", kl_target=0.1, kl_horizon=1.0)
     steered.shape(step_of(0.0001))
     assert steered.coef == pytest.approx(0.4)
-    with pytest.raises(ValueError, match="kl_horizon must be positive"):
+    with pytest.raises(ValueError, match="kl_horizon must be a number above 0"):
         Kl(kl_horizon=0)
 
 
@@ -315,10 +315,10 @@ def test_the_estimator_of_auto() -> None:
     ("options", "message"),
     [
         ({"kl_in": "prompt"}, "kl_in must be loss or reward"),
-        ({"kl_coef": -0.1}, "must not be negative"),
-        ({"kl_old_coef": -0.1}, "must not be negative"),
+        ({"kl_coef": -0.1}, "algorithm.kl_coef must be a number from 0"),
+        ({"kl_old_coef": -0.1}, "algorithm.kl_old_coef must be a number from 0"),
         ({"kl_target": 0.1}, "kl_target steers kl_coef"),
-        ({"kl_coef": 0.1, "kl_target": 0.0}, "kl_target steers kl_coef"),
+        ({"kl_coef": 0.1, "kl_target": 0.0}, "kl_target must be a number above 0"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:

@@ -232,12 +232,12 @@ def test_extreme_ratios_stay_finite(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("ppo_clip", {"clip_low": -0.1}, "must not be negative"),
-        ("ppo_clip", {"clip_high": -0.1}, "must not be negative"),
-        ("ppo_clip", {"dual_clip": 1.0}, "dual_clip must be greater than 1"),
-        ("gspo", {"clip_low": -0.1}, "must not be negative"),
-        ("cispo", {"clip_high": -0.1}, "must not be negative"),
-        ("sapo", {"tau_neg": 0.0}, "must be positive"),
+        ("ppo_clip", {"clip_low": -0.1}, "algorithm.clip_low must be a number from 0"),
+        ("ppo_clip", {"clip_high": -0.1}, "algorithm.clip_high must be a number from 0"),
+        ("ppo_clip", {"dual_clip": 1.0}, "dual_clip must be a number above 1"),
+        ("gspo", {"clip_low": -0.1}, "algorithm.clip_low must be a number from 0"),
+        ("cispo", {"clip_high": -0.1}, "algorithm.clip_high must be a number from 0"),
+        ("sapo", {"tau_neg": 0.0}, "tau_neg must be a number above 0"),
     ],
 )
 def test_what_cannot_be_is_refused(name: str, options: dict[str, float], message: str) -> None:

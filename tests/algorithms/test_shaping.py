@@ -109,10 +109,10 @@ def test_a_reward_of_the_same_name_is_refused(name: str, options: dict[str, Any]
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"overlong_buffer": -1.0}, "must not be negative"),
-        ({"overlong_penalty": -1.0}, "must not be negative"),
+        ({"overlong_buffer": -1.0}, "overlong_buffer must be a number from 0"),
+        ({"overlong_penalty": -1.0}, "overlong_penalty must be a number from 0"),
         ({"truncated": "drop"}, "truncated must be keep, mask or penalise"),
-        ({"max_refills": -1}, "max_refills must not be negative"),
+        ({"max_refills": -1}, "max_refills must be a whole number from 0"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:

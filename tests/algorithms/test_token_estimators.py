@@ -170,9 +170,9 @@ def test_garbage_under_no_mask_never_counts() -> None:
 def test_a_critic_is_needed() -> None:
     with pytest.raises(ValueError, match="ppo needs values="):
         advantages("ppo", tensor(1.0), [0])
-    with pytest.raises(ValueError, match="gamma must lie"):
+    with pytest.raises(ValueError, match="gamma must be a number from 0 to 1"):
         make("ppo", gamma=1.1)
-    with pytest.raises(ValueError, match="lam must lie"):
+    with pytest.raises(ValueError, match="lam must be a number from 0 to 1"):
         make("ppo", lam=-0.1)
     assert make("ppo").needs.values and make("ppo").needs.min_group_size == 1
     assert make("reinforce_plus_plus").needs.min_group_size == 1

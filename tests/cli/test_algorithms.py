@@ -178,7 +178,7 @@ def test_a_run_in_which_nothing_ever_differs_goes_on_and_says_so(tiny_model_fold
             "rename yours",
         ),
         (["algorithm=ppo", "critic.model=nowhere"], "unknown model  nowhere"),
-        (["algorithm=ppo", "algorithm.gamma=1.5"], "algorithm.gamma must lie in [0, 1]"),
+        (["algorithm=ppo", "algorithm.gamma=1.5"], "algorithm.gamma must be a number from 0 to 1, got 1.5"),
         (["algorithm=grpo", "algorithm.reject_below=2", "algorithm.reject_above=1"], "every sample would be left out"),
         (["algorithm=grpo", "algorithm.overlong_buffer=9"], "is more than rollout.max_tokens=8"),
         (

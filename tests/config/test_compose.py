@@ -304,11 +304,11 @@ def test_unknown_settings_name_the_nearest(run, word, guess, listing):
         (["mode=syncc"], "unknown mode  syncc\n  did you mean   sync?\n  known: async, sync"),
         (["agent=chatt"], "unknown agent  chatt\n  did you mean   chat?\n  known: chat, code, flow"),
         (["rollout=embed"], "unknown rollout  embed\n  did you mean   embedded?\n  known: auto, embedded, vllm"),
-        (["learner.lr=abc"], "learner.lr must be float, got 'abc'"),
-        (["optimizer.lr=abc"], "optimizer.lr must be float, got 'abc'  (= learner.lr)"),
-        (["loop.total_steps=1.5"], "loop.total_steps must be int | None, got 1.5"),
-        (["seed=null"], "seed must be int, got None"),
-        (["reward.weights.a=high"], "reward.weights.a must be dict[str, float], got 'high'"),
+        (["learner.lr=abc"], "learner.lr must be a number from 0 to 10, got 'abc'\n  the default is 1e-05"),
+        (["optimizer.lr=abc"], "optimizer.lr must be a number from 0 to 10, got 'abc'  (= learner.lr)\n"),
+        (["loop.total_steps=1.5"], "loop.total_steps must be a whole number from 1 to 1,000,000,000, or null, got 1.5"),
+        (["seed=null"], "seed must be a whole number from -1e+18 to 1e+18, got null"),
+        (["reward.weights.a=high"], "reward.weights.a must be a number from -1,000,000 to 1,000,000, got 'high'"),
         (
             ["algorithm=grpo", "algorithm.beta=1"],
             "algorithm.beta is a setting of gvpo and dgdo, and the algorithm is grpo\n  all",
@@ -320,7 +320,10 @@ def test_unknown_settings_name_the_nearest(run, word, guess, listing):
         (["algorithm@x=grpo"], "algorithm@x=grpo  names a package\n  write algorithm="),
         (["seed=${nothing.here}"], "Interpolation key 'nothing.here' not found"),
         (["model.dtype=float33"], "unknown value of model.dtype  float33\n  did you mean   float32?"),
-        (["rollout.temperature=0"], "rollout.temperature must be positive, got 0.0\n  a group of greedy answers"),
+        (
+            ["rollout.temperature=0"],
+            "rollout.temperature must be a number from 0.001 to 100, got 0.0\n  greedy answers",
+        ),
     ],
 )
 def test_mistakes_are_told_with_their_fix(run, words, text):

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import covey
 from covey.cli.main import main
 from covey.config.dotenv import export, read_env_file
 from covey.errors import InputError
 
+SOURCE = str(Path(covey.__file__).parents[1])
 FILE = """\
 # keys
 
@@ -81,10 +84,44 @@ def test_a_line_that_is_no_variable(line: str, text: str) -> None:
         read_env_file(Path(".env"))
 
 
+NEVER_ENDING = """
+from pathlib import Path
+from covey.config.dotenv import InputError, read_env_file
+for value in ('"' + "a" * 5000, '"' + "a\\\\n" * 5000, "'" + "a" * 5000, "a " * 5000 + "'", "a" + " " * 5000 + "'"):
+    Path(".env").write_text(f"KEY={value}\\n")
+    try:
+        read_env_file(Path(".env"))
+    except InputError:
+        continue
+    raise AssertionError(value[:10])
+print("read")
+"""
+
+
+def test_a_quote_without_an_end_is_looked_at_once() -> None:
+    """A pattern such as "(?:[^"]+|x)*" tries 2^5000 ways to divide what stands before the missing quote. It would never
+    come back, and holds the interpreter meanwhile: so in a process of its own, which is killed then."""
+    words = [sys.executable, "-c", NEVER_ENDING]
+    child = subprocess.run(words, env={**os.environ, "PYTHONPATH": SOURCE}, capture_output=True, text=True, timeout=60)
+    assert (child.stdout, child.stderr) == ("read\n", "")
+
+
 def test_the_shell_wins() -> None:
     os.environ["HF_HOME"] = "/mine"
     export({"HF_HOME": "/theirs", "HF_TOKEN": "t"})
     assert (os.environ["HF_HOME"], os.environ["HF_TOKEN"]) == ("/mine", "t")
+
+
+def test_the_shell_wins_inside_a_value_too() -> None:
+    """A file that sets BASE and then uses it means the BASE that will be in force: the shell's, which is never
+    replaced. Only a name that the shell has not is the file's own."""
+    Path(".env").write_text(
+        'BASE=/of_the_file\nHF_HOME=$BASE/hub\nOWN=/own\nDATA_DIR="${OWN}/data:${BASE}"\nNONE=a$MISSING\n'
+    )
+    found = read_env_file(Path(".env"))
+    assert (found["HF_HOME"], found["DATA_DIR"], found["NONE"]) == ("/base/hub", "/own/data:/base", "a")
+    export(found)
+    assert os.environ["HF_HOME"] == f"{os.environ['BASE']}/hub"
 
 
 def test_every_command_reads_it(capsys: pytest.CaptureFixture[str]) -> None:

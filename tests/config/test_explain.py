@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from covey.cli.settings import main_config
@@ -68,6 +70,7 @@ def test_explain_a_setting(algorithms):
         "  learning rate after the warm-up\n"
         "  type     float\n"
         "  default  1e-05\n"
+        "  allowed  a number from 0 to 10\n"
         "  aliases  actor_rollout_ref.actor.optim.lr, actor.optim.lr, optimizer.lr"
     )
     assert explain("optimizer.lr", algorithms) == text
@@ -129,6 +132,16 @@ def test_every_setting_of_every_algorithm_with_every_loss_is_explained(algorithm
         for other in (schema, *schema.losses.values()):
             for key, setting in algorithm_settings(name, {name: other}).items():
                 assert setting.explanation, f"{key} of {name}"
+
+
+def test_the_page_of_all_settings_is_what_the_command_writes(capsys):
+    assert main_config(["explain", "--markdown"]) == 0
+    page = capsys.readouterr().out
+    write_it = "covey config explain --markdown > docs/settings.md"
+    assert (Path(__file__).parents[2] / "docs" / "settings.md").read_text() == page, write_it
+    assert "| `learner.lr` | `1e-05` | a number from 0 to 10 | learning rate after the warm-up |" in page
+    assert "| `algorithm.beta` | dgdo | a number from 0 to 1 | how much of the old weights is kept each step |" in page
+    assert [key for key in schema_settings() if f"| `{key}` |" not in page] == []
 
 
 def test_explain_a_section_and_everything(algorithms):

@@ -162,7 +162,7 @@ def test_a_missing_file(tmp_path):
     [
         ("a: 1\nlearner:\n  lrr: 1", "unknown setting  a\n"),
         ("seed: 1\nlearner:\n  lrr: 1", "line 3: unknown setting  learner.lrr\n  did you mean   learner.lr"),
-        ("seed: 1\nlearner:\n  lr: abc", "line 3: learner.lr must be float, got 'abc'"),
+        ("seed: 1\nlearner:\n  lr: abc", "line 3: learner.lr must be a number from 0 to 10, got 'abc'"),
         (
             "algorithm: grpo\nalgorithm.beta: 1",
             "line 2: algorithm.beta is a setting of gvpo and dgdo, and the algorithm is grpo",

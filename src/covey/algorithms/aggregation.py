@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from covey.protocols import LossTerm
+from covey.ranges import Tokens, check_ranges
 from covey.types import Batch
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -27,15 +28,14 @@ AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-
 @dataclass(frozen=True, slots=True)
 class Aggregation:
     aggregation: str = "token-mean"  # or seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm
-    norm_length: int | None = None  # the constant of seq-mean-token-sum-norm; null: rollout.max_tokens
+    norm_length: Tokens | None = None  # the constant of seq-mean-token-sum-norm; null: rollout.max_tokens
 
     def __post_init__(self) -> None:
         if self.aggregation not in AGGREGATIONS:
             raise ValueError(
                 f"algorithm.aggregation must be one of {', '.join(AGGREGATIONS)}, got {self.aggregation!r}"
             )
-        if self.norm_length is not None and self.norm_length < 1:
-            raise ValueError(f"algorithm.norm_length must be at least 1, got {self.norm_length}")
+        check_ranges(self, "algorithm.")
 
     def __call__(self, x_RT: Tensor, batch: Batch) -> LossTerm:
         x_RT = torch.where(batch.mask_RT, x_RT, torch.zeros_like(x_RT))

@@ -62,7 +62,7 @@ def settings(name: str, loss: str | None = None) -> dict[str, tuple[Any, Any]]:
     changed = {**usual[0], **usual[1]} if loss == entry.loss else {**usual[1], **usual[0]}
     found: dict[str, tuple[Any, Any]] = {"loss": (str, loss)}
     for part in parts(name, loss):
-        hints = typing.get_type_hints(part)
+        hints = typing.get_type_hints(part, include_extras=True)
         found |= {f.name: (hints[f.name], changed.get(f.name, f.default)) for f in _fields(part)}
     return found
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from covey.algorithms.ops import masked_mean, probability_ratio
 from covey.protocols import Couples, Metrics, TokenOutputs
+from covey.ranges import Cap, check_ranges
 from covey.types import Batch
 
 
@@ -30,12 +31,11 @@ class Cispo:
     couples: ClassVar[Couples] = "nothing"
     on_policy_only: ClassVar[bool] = False
 
-    clip_low: float = 1.0  # the weight of a token is at least 1 − clip_low
-    clip_high: float = 4.0  # the weight of a token is at most 1 + clip_high
+    clip_low: Cap = 1.0  # the weight of a token is at least 1 − clip_low
+    clip_high: Cap = 4.0  # the weight of a token is at most 1 + clip_high
 
     def __post_init__(self) -> None:
-        if self.clip_low < 0 or self.clip_high < 0:
-            raise ValueError("algorithm.clip_low and clip_high must not be negative")
+        check_ranges(self, "algorithm.")
 
     def loss(self, out: TokenOutputs, batch: Batch) -> Tensor:
         ratio = probability_ratio(out.logprobs.detach(), batch.old_logprobs_RT)

@@ -24,20 +24,20 @@ from torch import Tensor
 
 from covey.algorithms.ops import effective_sample_size, episode_sum, masked_mean
 from covey.protocols import Metrics, Needs
+from covey.ranges import Cap, PositiveCap, check_ranges
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
     correction: str = "auto"  # none | token | sequence; auto: token if sampling is cut (top_p ...), by vllm or async
-    correction_cap: float = 2.0  # largest importance weight
-    reject_below: float | None = None  # samples with a smaller ratio than this are left out
-    reject_above: float | None = None  # samples with a larger ratio than this are left out
+    correction_cap: PositiveCap = 2.0  # largest importance weight
+    reject_below: Cap | None = None  # samples with a smaller ratio than this are left out
+    reject_above: Cap | None = None  # samples with a larger ratio than this are left out
 
     def __post_init__(self) -> None:
         if self.correction not in ("auto", "none", "token", "sequence"):
             raise ValueError(f"algorithm.correction must be none, token, sequence or auto, got {self.correction!r}")
-        if self.correction_cap <= 0:
-            raise ValueError(f"algorithm.correction_cap must be positive, got {self.correction_cap}")
+        check_ranges(self, "algorithm.")
         if (self.reject_below or 0.0) > (torch.inf if self.reject_above is None else self.reject_above):
             raise ValueError("algorithm.reject_below is above reject_above: every sample would be left out")
         if self.correction == "none" and (self.reject_below, self.reject_above) != (None, None):

@@ -29,6 +29,7 @@ from torch import Tensor
 from covey.algorithms.gdpo import combined, reward_metrics, trained
 from covey.algorithms.ops import mean_and_variance, simplex_with_floor
 from covey.protocols import Advantages, Metrics, Needs
+from covey.ranges import Cap, Coefficient, Epsilon, Share, Steps, check_ranges
 from covey.types import Samples
 
 SMALLEST = 1e-12  # mean that a spread is divided by, also with epsilon=0
@@ -39,26 +40,22 @@ class Dgdo:
     needs: ClassVar[Needs] = Needs(min_group_size=2)
     columns: ClassVar[bool] = True
 
-    beta: float = 0.9  # how much of the old weights is kept each step
-    epsilon: float = 1e-6  # added to standard deviations and to |μ|
-    warmup_steps: int = 30  # steps with uniform weights
-    beta_start: float = 0.5  # β right after the warm-up
-    beta_warmup_steps: int = 200  # steps in which β rises to its final value
-    min_weight: float = 0.15  # no reward's weight falls below this
+    beta: Share = 0.9  # how much of the old weights is kept each step
+    epsilon: Epsilon = 1e-6  # added to standard deviations and to |μ|
+    warmup_steps: Steps = 30  # steps with uniform weights
+    beta_start: Share = 0.5  # β right after the warm-up
+    beta_warmup_steps: Steps = 200  # steps in which β rises to its final value
+    min_weight: Share = 0.15  # no reward's weight falls below this
     invert: bool = False  # give weight to stable rewards instead
-    importance_priors: dict[str, float] | None = None  # by reward name: multiplies the target; 1 where not given
-    max_instability: float = 10.0  # cap on D
+    importance_priors: dict[str, Coefficient] | None = None  # by reward name: multiplies the target; 1 where not given
+    max_instability: Cap = 10.0  # cap on D
     paper_exact: bool = False  # no cap, and constant rewards count as unstable
 
     step: int = field(default=0, init=False)
     weights: dict[str, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        for name in ("beta", "beta_start", "min_weight"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"algorithm.{name} must lie in [0, 1], got {getattr(self, name)}")
-        if min(self.epsilon, self.warmup_steps, self.beta_warmup_steps, self.max_instability) < 0:
-            raise ValueError("algorithm.epsilon, warmup_steps, beta_warmup_steps, max_instability must not be negative")
+        check_ranges(self, "algorithm.")
 
     def advantages(self, samples: Samples) -> Advantages:
         names = trained(samples)
@@ -106,8 +103,8 @@ class Dgdo:
         priors = self.importance_priors or {}
         if strange := set(priors) - set(names):
             raise ValueError(f"algorithm.importance_priors names {sorted(strange)}; the rewards are {names}")
-        if min(priors.values(), default=0) < 0 or not any(priors.get(name, 1.0) for name in names):
-            raise ValueError("algorithm.importance_priors must not be negative, nor all zero")
+        if not any(priors.get(name, 1.0) for name in names):
+            raise ValueError("algorithm.importance_priors must not be all zero")
         if self.weights and set(self.weights) != set(names):
             raise ValueError(f"DGDO's weights are for {sorted(self.weights)}, and the rewards are {sorted(names)}")
 

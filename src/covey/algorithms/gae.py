@@ -24,6 +24,7 @@ from torch import Tensor
 
 from covey.algorithms.ops import along, back, backward_sum, masked_mean, timeline, token_rewards, whiten
 from covey.protocols import Advantages, Needs
+from covey.ranges import Share, check_ranges
 from covey.types import Samples
 
 
@@ -31,13 +32,11 @@ from covey.types import Samples
 class Gae:
     needs: ClassVar[Needs] = Needs(values=True)
 
-    gamma: float = 1.0  # discount of each token
-    lam: float = 1.0  # λ: 1 trusts the rewards (no bias), 0 the critic (no variance)
+    gamma: Share = 1.0  # discount of each token
+    lam: Share = 1.0  # λ: 1 trusts the rewards (no bias), 0 the critic (no variance)
 
     def __post_init__(self) -> None:
-        for name, value in (("gamma", self.gamma), ("lam", self.lam)):
-            if not 0 <= value <= 1:
-                raise ValueError(f"algorithm.{name} must lie in [0, 1], got {value}")
+        check_ranges(self, "algorithm.")
 
     def advantages(self, samples: Samples) -> Advantages:
         assert samples.values_RT is not None, "generalised advantage estimation needs a critic's values"

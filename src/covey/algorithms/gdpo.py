@@ -24,6 +24,7 @@ from torch import Tensor
 
 from covey.algorithms.ops import group_std, normalised
 from covey.protocols import Advantages, Metrics, Needs
+from covey.ranges import Epsilon, check_ranges
 from covey.types import Samples
 
 
@@ -32,11 +33,10 @@ class Gdpo:
     needs: ClassVar[Needs] = Needs(min_group_size=2)
     columns: ClassVar[bool] = True  # reads the named rewards, so a KL in the reward has no place
 
-    epsilon: float = 1e-6  # added to standard deviations
+    epsilon: Epsilon = 1e-6  # added to standard deviations
 
     def __post_init__(self) -> None:
-        if self.epsilon < 0:
-            raise ValueError(f"algorithm.epsilon must not be negative, got {self.epsilon}")
+        check_ranges(self, "algorithm.")
 
     def advantages(self, samples: Samples) -> Advantages:
         weights = {name: samples.weights[name] for name in trained(samples)}

@@ -19,6 +19,7 @@ import torch
 
 from covey.algorithms.ops import group_std
 from covey.protocols import Advantages, Needs
+from covey.ranges import Epsilon, check_ranges
 from covey.types import Samples
 
 
@@ -27,11 +28,10 @@ class GrpoPassk:
     needs: ClassVar[Needs] = Needs(min_group_size=2)
 
     std_normalize: bool = True  # divide by the group's standard deviation
-    epsilon: float = 1e-6  # added to the standard deviation
+    epsilon: Epsilon = 1e-6  # added to the standard deviation
 
     def __post_init__(self) -> None:
-        if self.epsilon < 0:
-            raise ValueError(f"algorithm.epsilon must not be negative, got {self.epsilon}")
+        check_ranges(self, "algorithm.")
 
     def advantages(self, samples: Samples) -> Advantages:
         rewards_N, group_N = samples.total_reward(), samples.group_N

@@ -25,6 +25,7 @@ from torch import Tensor
 from covey.algorithms.ops import policy_sum
 from covey.algorithms.ppo_clip import clip_fractions
 from covey.protocols import Couples, Metrics, Needs, TokenOutputs
+from covey.ranges import Cap, check_ranges
 from covey.types import Batch
 
 
@@ -36,12 +37,11 @@ class Gspo:
     # The bounds are tighter than the rounding between a half-precision sampler and the learner.
     needs: ClassVar[Needs] = Needs(proximal=True)
 
-    clip_low: float = 3e-4  # the ratio of an answer counts down to 1 − clip_low
-    clip_high: float = 4e-4  # the ratio of an answer counts up to 1 + clip_high
+    clip_low: Cap = 3e-4  # the ratio of an answer counts down to 1 − clip_low
+    clip_high: Cap = 4e-4  # the ratio of an answer counts up to 1 + clip_high
 
     def __post_init__(self) -> None:
-        if self.clip_low < 0 or self.clip_high < 0:
-            raise ValueError("algorithm.clip_low and clip_high must not be negative")
+        check_ranges(self, "algorithm.")
 
     def loss(self, out: TokenOutputs, batch: Batch) -> Tensor:
         ratio, advantage = self.ratio(out, batch), batch.advantages_RT

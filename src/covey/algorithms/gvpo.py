@@ -30,6 +30,7 @@ from torch import Tensor
 
 from covey.algorithms.ops import centred, group_mean, group_size, policy_sum
 from covey.protocols import Advantages, Couples, Metrics, Needs, TokenOutputs
+from covey.ranges import Positive, PositiveCap, check_ranges
 from covey.types import Batch, Samples
 
 
@@ -39,17 +40,14 @@ class Gvpo:
     couples: ClassVar[Couples] = "groups"
     on_policy_only: ClassVar[bool] = False
 
-    beta: float = 0.1  # strength of the KL constraint
+    beta: Positive = 0.1  # strength of the KL constraint
     use_bessel_correction: bool = True  # divide by k − 1 (unbiased variance); else by k
-    clip_weight: float | None = None  # clip w to ±this
+    clip_weight: PositiveCap | None = None  # clip w to ±this
     normalize_weights: bool = True  # re-centre w in each group after clipping, so that it still sums to zero
     reference: str = "initial"  # the anchor π': initial (the frozen start model) or old (the sampling policy)
 
     def __post_init__(self) -> None:
-        if self.beta <= 0:
-            raise ValueError(f"algorithm.beta must be positive, got {self.beta}: β scales the whole loss")
-        if self.clip_weight is not None and self.clip_weight <= 0:
-            raise ValueError(f"algorithm.clip_weight must be positive or null, got {self.clip_weight}")
+        check_ranges(self, "algorithm.")
         if self.reference not in ("initial", "old"):
             raise ValueError(f"algorithm.reference must be initial or old, got {self.reference!r}")
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from covey.algorithms.ops import episode_sum, masked_mean
 from covey.protocols import LossTerm, Metrics, Needs, TokenOutputs
+from covey.ranges import Coefficient, Positive, PositiveCap, check_ranges
 from covey.types import Batch, Samples
 
 KL_NAMES = {"k1": "k1", "kl": "k1", "abs": "abs", "k2": "k2", "mse": "k2", "k3": "k3", "low_var_kl": "k3"}
@@ -53,16 +54,17 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, name: str) -> Tensor:
 
 @dataclass(slots=True)
 class Kl:
-    kl_coef: float = 0.0  # weight of the KL to the start model; 0: none, and no reference model is kept
+    kl_coef: Coefficient = 0.0  # weight of the KL to the start model; 0: none, and no reference model is kept
     kl_in: str = "loss"  # or reward: what it is added to
     kl_estimator: str = "auto"  # k1 (kl) | abs | k2 (mse) | k3 (low_var_kl) | full; auto: k3 in the loss, else k1
-    kl_target: float | None = None  # steer kl_coef so that the KL per token stays near this; null: fixed
-    kl_horizon: float = 10_000.0  # episodes over which kl_coef is steered
-    kl_old_coef: float = 0.0  # weight of the KL to the sampling policy in the loss
+    kl_target: Positive | None = None  # steer kl_coef so that the KL per token stays near this; null: fixed
+    kl_horizon: PositiveCap = 10_000.0  # episodes over which kl_coef is steered
+    kl_old_coef: Coefficient = 0.0  # weight of the KL to the sampling policy in the loss
 
     coef: float = field(init=False)  # what kl_coef has become
 
     def __post_init__(self) -> None:
+        check_ranges(self, "algorithm.")
         self.coef = self.kl_coef
         if self.kl_estimator == "auto":
             self.kl_estimator = "k3" if self.kl_in == "loss" else "k1"
@@ -71,11 +73,7 @@ class Kl:
             raise ValueError(f"algorithm.kl_estimator must be one of {known}, got {self.kl_estimator!r}")
         if self.kl_in not in ("loss", "reward"):
             raise ValueError(f"algorithm.kl_in must be loss or reward, got {self.kl_in!r}")
-        if self.kl_coef < 0 or self.kl_old_coef < 0:
-            raise ValueError("algorithm.kl_coef and kl_old_coef must not be negative: a KL is a cost")
-        if self.kl_horizon <= 0:
-            raise ValueError(f"algorithm.kl_horizon must be positive, got {self.kl_horizon}")
-        if self.kl_target is not None and (self.kl_target <= 0 or self.kl_coef == 0):
+        if self.kl_target is not None and self.kl_coef == 0:
             raise ValueError("algorithm.kl_target steers kl_coef: both must be positive")
 
     @property

@@ -16,14 +16,17 @@ Shapes: R rows, T tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
 from covey.algorithms.ops import masked_mean, probability_ratio
 from covey.protocols import Couples, Metrics, TokenOutputs
+from covey.ranges import Cap, Range, check_ranges
 from covey.types import Batch
+
+AboveOne = Annotated[float, Range(1, 1e30, above=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +35,12 @@ class PpoClip:
     couples: ClassVar[Couples] = "nothing"
     on_policy_only: ClassVar[bool] = False
 
-    clip_low: float = 0.2  # the ratio counts down to 1 − clip_low
-    clip_high: float = 0.2  # the ratio counts up to 1 + clip_high
-    dual_clip: float | None = 3.0  # bound on the loss of bad answers whose ratio explodes; null: none
+    clip_low: Cap = 0.2  # the ratio counts down to 1 − clip_low
+    clip_high: Cap = 0.2  # the ratio counts up to 1 + clip_high
+    dual_clip: AboveOne | None = 3.0  # bound on the loss of bad answers whose ratio explodes; null: none
 
     def __post_init__(self) -> None:
-        if self.clip_low < 0 or self.clip_high < 0:
-            raise ValueError("algorithm.clip_low and clip_high must not be negative")
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ValueError(f"algorithm.dual_clip must be greater than 1, got {self.dual_clip}")
+        check_ranges(self, "algorithm.")
 
     def loss(self, out: TokenOutputs, batch: Batch) -> Tensor:
         ratio, advantage = probability_ratio(out.logprobs, batch.old_logprobs_RT), batch.advantages_RT

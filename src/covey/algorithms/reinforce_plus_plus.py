@@ -22,6 +22,7 @@ from typing import ClassVar
 
 from covey.algorithms.ops import along, back, backward_sum, centred, timeline, token_rewards, whiten
 from covey.protocols import Advantages, Needs
+from covey.ranges import Share, check_ranges
 from covey.types import Samples
 
 
@@ -29,7 +30,10 @@ from covey.types import Samples
 class ReinforcePlusPlus:
     needs: ClassVar[Needs] = Needs()
 
-    gamma: float = 1.0  # discount of each token
+    gamma: Share = 1.0  # discount of each token
+
+    def __post_init__(self) -> None:
+        check_ranges(self, "algorithm.")
 
     def advantages(self, samples: Samples) -> Advantages:
         places = timeline(samples.mask_RT, samples.episode_R, samples.episodes)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from covey.algorithms.ops import masked_mean, probability_ratio
 from covey.protocols import Couples, Metrics, TokenOutputs
+from covey.ranges import Positive, check_ranges
 from covey.types import Batch
 
 
@@ -30,12 +31,11 @@ class Sapo:
     couples: ClassVar[Couples] = "nothing"
     on_policy_only: ClassVar[bool] = False
 
-    tau_pos: float = 1.0  # how fast the gate closes for good answers
-    tau_neg: float = 1.05  # how fast it closes for bad ones
+    tau_pos: Positive = 1.0  # how fast the gate closes for good answers
+    tau_neg: Positive = 1.05  # how fast it closes for bad ones
 
     def __post_init__(self) -> None:
-        if self.tau_pos <= 0 or self.tau_neg <= 0:
-            raise ValueError("algorithm.tau_pos and tau_neg must be positive")
+        check_ranges(self, "algorithm.")
 
     def loss(self, out: TokenOutputs, batch: Batch) -> Tensor:
         return -self._sigmoid(out, batch) * 4 / self._tau(batch) * batch.advantages_RT

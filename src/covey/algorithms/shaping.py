@@ -15,21 +15,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 from torch import Tensor
 
+from covey.ranges import Coefficient, Range, check_ranges
 from covey.types import Samples
+
+Buffer = Annotated[float, Range(0, 10_000_000)]  # tokens, or a share
+Refills = Annotated[int, Range(0, 1_000_000)]
 
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    overlong_buffer: float = 0.0  # last tokens before rollout.max_tokens that cost: below 1 a share of it; 0: none
-    overlong_penalty: float = 1.0  # what an answer of full length costs
+    overlong_buffer: Buffer = 0.0  # last tokens before rollout.max_tokens that cost: below 1 a share of it; 0: none
+    overlong_penalty: Coefficient = 1.0  # what an answer of full length costs
     truncated: str = "keep"  # answers cut off by the limit: keep | mask (do not learn from them) | penalise (reward −1)
 
     def __post_init__(self) -> None:
-        if self.overlong_buffer < 0 or self.overlong_penalty < 0:
-            raise ValueError("algorithm.overlong_buffer and overlong_penalty must not be negative")
+        check_ranges(self, "algorithm.")
         if self.truncated not in ("keep", "mask", "penalise"):
             raise ValueError(f"algorithm.truncated must be keep, mask or penalise, got {self.truncated!r}")
 
@@ -80,8 +84,7 @@ def _with_reward(samples: Samples, name: str, score: Callable[[Tensor, Tensor], 
 class GroupFilter:
     filter_groups: bool = False  # replace groups whose rewards are all equal by fresh ones
     filter_metric: str | None = None  # the reward that must differ within a group; null: any that is trained on
-    max_refills: int = 3  # times to sample again before going on with what there is; 0: flat groups are only left out
+    max_refills: Refills = 3  # times to sample again before going on with what there is; 0: equal groups are left out
 
     def __post_init__(self) -> None:
-        if self.max_refills < 0:
-            raise ValueError(f"algorithm.max_refills must not be negative, got {self.max_refills}")
+        check_ranges(self, "algorithm.")

@@ -127,8 +127,7 @@ def prepare(
             warnings.append(f"not here: {error}")
             return None
 
-    make_algorithm(config)  # these two refuse impossible settings before anything is looked for
-    training_sampling(config)
+    make_algorithm(config)  # refuses settings that contradict each other before anything is looked for
     sandbox = sandbox_of(config)
     toolbox = unless_absent(lambda: make_toolbox(config, sandbox))
     unless_absent(lambda: check_logging(config.logging))
@@ -243,7 +242,4 @@ def ahead(config: Config) -> bool:
 
 def training_sampling(config: Config) -> Sampling:
     r = config.rollout
-    try:
-        return Sampling(r.temperature, r.top_p, r.top_k, r.min_p, r.max_tokens, tuple(r.stop))
-    except ValueError as error:
-        raise InputError(f"rollout: {error}") from error
+    return Sampling(r.temperature, r.top_p, r.top_k, r.min_p, r.max_tokens, tuple(r.stop))

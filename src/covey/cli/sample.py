@@ -12,7 +12,9 @@ from rich.console import Console
 from covey.cli.bench import Bench, open_bench, sampling
 from covey.cli.prepare import training_sampling
 from covey.cli.words import Words, parse
+from covey.config.schema import EvalConfig
 from covey.errors import InputError
+from covey.ranges import ranges_of, refusal
 from covey.types import Group, Sampling, Task, ToolUse
 
 USAGE = """\
@@ -97,6 +99,8 @@ def _count(words: Words, flag: str, default: int) -> int:
     text = words.text(flag)
     if text is None:
         return default
-    if not text.isdigit() or int(text) < 1:
-        raise InputError(f"{flag} wants a number from 1, got {text!r}")
-    return int(text)
+    what = ranges_of(EvalConfig)["n"]
+    count = int(text) if text.isdecimal() and len(text) < 20 else text
+    if count not in what:
+        raise InputError(refusal(flag, count, what))
+    return int(count)

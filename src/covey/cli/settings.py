@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from covey.cli.prepare import algorithm_schemas
 from covey.cli.words import compose_words, parse
-from covey.config import explain
+from covey.config import explain, settings_page
 from covey.errors import InputError
 from covey.redact import hide_settings
 
 CONFIG_USAGE = """\
 covey config [--config-name RECIPE | --config FILE] [key=value ...]     print the resolved settings as YAML
-covey config explain KEY ...                                            what a setting means, its default, its aliases
+covey config explain KEY ...                                            what a setting means, its range, its aliases
 covey config explain SECTION | algorithm=NAME | (nothing)               all settings of a section, an algorithm, a run
 covey config explain algorithm=NAME algorithm.loss=LOSS                 all settings of an algorithm with another loss
+covey config explain --markdown                                         docs/settings.md: all settings and their ranges
 """
 
 
 def main_config(argv: list[str]) -> int:
     import yaml
 
-    words = parse(argv, values=("--config-name", "--config"))
+    words = parse(argv, switches=("--markdown",), values=("--config-name", "--config"))
     if words.help:
         print(CONFIG_USAGE)
+        return 0
+    if words.places == ["explain"] and words.on("--markdown"):
+        print(settings_page(algorithm_schemas()))
         return 0
     if words.places[:1] == ["explain"]:
         print("\n\n".join(_explained([*words.places[1:], *words.settings])))

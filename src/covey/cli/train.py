@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from covey.cli.build import Note, build, continuing
 from covey.cli.prepare import Prepared, prepare
 from covey.cli.words import Words, compose_words, parse
-from covey.config import Composed, expand_sweep, recipe_names
+from covey.config import Composed, WrongValues, expand_sweep, recipe_names
 from covey.errors import InputError, RunFailed
 from covey.redact import hide_settings
 
@@ -300,7 +300,7 @@ def _multirun(words: Words) -> int:
     from covey.loop.limit import TERMINATED
 
     combinations = expand_sweep(words.settings)
-    jobs = [compose_words(words, settings=settings) for settings in combinations]
+    jobs = _compose_all(words, combinations)
     if words.on("--validate-only") or words.on("--dry-run"):
         for composed in jobs:
             (_dry_run if words.on("--dry-run") else lambda c: _validate(c, strict=words.on("--strict")))(composed)
@@ -315,6 +315,20 @@ def _multirun(words: Words) -> int:
             return TERMINATED
         gc.collect()  # the models of the last job
     return 0
+
+
+def _compose_all(words: Words, combinations: list[list[str]]) -> list[Composed]:
+    """The configuration of every run of a sweep. Wrong values of all runs are reported together."""
+    found: list[Composed] = []
+    wrong: list[str] = []
+    for settings in combinations:
+        try:
+            found.append(compose_words(words, settings=settings))
+        except WrongValues as error:
+            wrong += error.problems
+    if wrong:
+        raise WrongValues(wrong)
+    return found
 
 
 def _new_base(folder: Path) -> Path:

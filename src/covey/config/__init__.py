@@ -1,7 +1,8 @@
 """Settings: what there are (`schema`), how they are written (`aliases`), and how a run gets its own (`compose`)."""
 
+from covey.config.check import WrongValues
 from covey.config.compose import Composed, compose, fingerprint, recipe_names
-from covey.config.explain import explain
+from covey.config.explain import explain, settings_page
 from covey.config.read import expand_sweep, read_yaml
 from covey.config.schema import Config
 from covey.config.settings import Setting, all_keys
@@ -10,6 +11,7 @@ __all__ = [
     "Composed",
     "Config",
     "Setting",
+    "WrongValues",
     "all_keys",
     "compose",
     "expand_sweep",
@@ -17,4 +19,5 @@ __all__ = [
     "fingerprint",
     "read_yaml",
     "recipe_names",
+    "settings_page",
 ]

@@ -13,6 +13,7 @@ A key ends up as one of four things, and `translate` says which key stands for i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -196,12 +197,12 @@ VERL_LOSS = tuple(key for key in ALIASES if key.endswith("policy_loss.loss_mode"
 
 
 def _zero_if_negative(value: Any) -> Any:
-    return 0 if number(value) < 0 else value
+    return 0 if -math.inf < number(value) < 0 else value
 
 
 def _limit(batches: Any) -> Any:
     """0 is how verl writes "no limit" here."""
-    return 1000 if off(batches) or number(batches) < 0 else batches
+    return 1000 if off(batches) or -math.inf < number(batches) < 0 else batches
 
 
 def _any_reward(metric: Any) -> Any:

@@ -29,6 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from covey.config import derive
+from covey.config.check import Checker, WrongValues
 from covey.config.read import Given, literal, read_overrides, read_yaml
 from covey.config.schema import AgentConfig, ClusterConfig, Config, ModeConfig, RolloutConfig
 from covey.config.settings import Algorithms, Setting, algorithm_settings, find, losses_of, schema_settings
@@ -86,20 +87,18 @@ def compose(
     tree = _tree(recipe, settled)
     settings = schema_settings() | algorithm_settings(settled.algorithm, settled.algorithms)
     applied = settled.native(settings)
-    for key, given in applied.items():
-        _assign(tree, key, given, settings)
-    with _references_in_words():
-        for rule in derive.rules():
-            for derived in rule(settled.parts(), tree):
-                if given_by_parts := settle_derived(settled, derived):
-                    _assign(tree, derived.key, given_by_parts, settings)
-                    applied[derived.key] = given_by_parts
+    checker = Checker(settings, applied, settled.parts())
+    wrong = [text for key, given in applied.items() for text in _assign(tree, key, given, checker)]
+    wrong += _derive(tree, settled, applied, checker)
     if place := _place_of_runs(settled):
-        _assign(tree, "logging.output_dir", place, settings)
+        wrong += _assign(tree, "logging.output_dir", place, checker)
         applied["logging.output_dir"] = place
     warnings = [*settled.warnings, *derive.remarks(settled.parts()), *_unused_variables(settled)]
-    config, plain = _freeze(tree)
+    plain = _plain(tree)
     _check_references(plain, settings)
+    if wrong := [*wrong, *checker.out_of_range(plain)]:
+        raise WrongValues(wrong)
+    config = _freeze(tree)
     learn(plain)
     if (hidden := missing(plain)) and not tolerant:
         raise InputError(f"{hidden}: a secret, which is not kept in a run's folder\n  give it again: {hidden}=...")
@@ -238,8 +237,24 @@ def _tree(recipe: Mapping[str, Any], settled: Settled) -> DictConfig:
     return merged
 
 
-def _assign(tree: DictConfig, key: str, given: Given, settings: Mapping[str, Setting]) -> None:
-    setting = find(key, settings)
+def _derive(tree: DictConfig, settled: Settled, applied: dict[str, Given], checker: Checker) -> list[str]:
+    """Fill in what foreign settings make together. Returns errors about their values."""
+    wrong = []
+    with _references_in_words():
+        for rule in derive.rules():
+            try:
+                for derived in rule(checker.parts, tree):
+                    if given := settle_derived(settled, derived):
+                        wrong += _assign(tree, derived.key, given, checker)
+                        applied[derived.key] = given
+            except derive.NotACount as error:
+                wrong.append(str(error))
+    return wrong
+
+
+def _assign(tree: DictConfig, key: str, given: Given, checker: Checker) -> list[str]:
+    """Set a value in the tree. Returns the error about a value of the wrong type, which leaves the tree as it is."""
+    setting = find(key, checker.settings)
     assert setting is not None
     value = given.value
     if setting.type.startswith("list") and isinstance(value, str):
@@ -251,8 +266,8 @@ def _assign(tree: DictConfig, key: str, given: Given, settings: Mapping[str, Set
             OmegaConf.update(tree, setting.key, {}, merge=False)  # the first key of a dict that was null
         OmegaConf.update(tree, key, value, merge=True)
     except (OmegaConfBaseException, OverflowError):  # OverflowError: a whole number beyond all floats
-        native = "" if given.key in (key, key.removesuffix(".name")) else f"  (= {key})"
-        raise InputError(f"{given.place}{given.key} must be {setting.type}, got {given.value!r:.200}{native}") from None
+        return [checker.wrong_type(key, given)]
+    return []
 
 
 @contextmanager
@@ -264,12 +279,19 @@ def _references_in_words() -> Iterator[None]:
         raise InputError(str(error)) from None
 
 
-def _freeze(tree: DictConfig) -> tuple[Config, dict[str, Any]]:
+def _plain(tree: DictConfig) -> dict[str, Any]:
+    """The whole configuration as plain data, every `${...}` followed."""
     with _references_in_words():
-        plain = OmegaConf.to_container(tree, resolve=True)
+        plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def _freeze(tree: DictConfig) -> Config:
+    with _references_in_words():
         config = OmegaConf.to_object(tree)
-    assert isinstance(config, Config) and isinstance(plain, dict)
-    return config, {str(key): value for key, value in plain.items()}
+    assert isinstance(config, Config)
+    return config
 
 
 def _check_references(plain: Mapping[str, Any], settings: Mapping[str, Setting]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from covey.config.not_yet import number, true
-from covey.config.read import Given
+from covey.config.read import Given, literal
 from covey.errors import InputError, unknown
 
 _KL, _KL_COEF, _KL_TYPE = "actor.use_kl_loss", "actor.kl_loss_coef", "actor.kl_loss_type"
@@ -65,6 +65,10 @@ PARTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     _SYNC_ITER: (("mode.name", "mode.max_staleness"), "false: async, one update behind at most"),
     _PUSHES: (("mode.publish_every", "mode.max_staleness"), "the latter at least one less, unless it is given"),
 }
+
+
+class NotACount(InputError):
+    """A foreign setting that counts something, and is no whole number from 1."""
 
 
 @dataclass(frozen=True)
@@ -127,14 +131,14 @@ def _mode(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
 def _devices(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
     """One device is cluster=local, and engine and learner share it whatever is said of each."""
     given = {name: parts[name] for name in (_NODES, _PER_NODE, _LEARNERS, _ENGINES) if name in parts}
-    count = {name: max(1, int(number(part.value))) for name, part in given.items()}
+    count = {name: _count(part) for name, part in given.items()}
     if max(count.values(), default=1) == 1:
         return
     yield Derived("cluster.name", "ray", tuple(given.values()), weak=True)
     if _NODES in given:
         yield Derived("cluster.nodes", count[_NODES], (given[_NODES],))
     if _PER_NODE in given:
-        machines = tuple(given[name] for name in (_PER_NODE, _NODES) if name in given)
+        machines = tuple(given[name] for name in (_NODES, _PER_NODE) if name in given)
         yield Derived("cluster.learner_devices", count[_PER_NODE] * count.get(_NODES, 1), machines)
     if _LEARNERS in given:
         yield Derived("cluster.learner_devices", count[_LEARNERS], (given[_LEARNERS],))
@@ -267,8 +271,8 @@ def _in_groups(key: str, turns: Given, group_size: int) -> Derived:
 
 def _count(given: Given) -> int:
     count = number(given.value)
-    if count < 1 or not count.is_integer():
-        raise InputError(f"{given.place}{given.key} must be a whole number from 1, got {given.value}")
+    if not count >= 1 or not count.is_integer():
+        raise NotACount(f"{given.place}{given.key} must be a whole number from 1, got {literal(given.value)}")
     return int(count)
 
 

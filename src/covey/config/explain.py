@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from covey.config.aliases import accepted, spellings, translate
 from covey.config.derive import PARTS
 from covey.config.not_yet import NOT_YET
 from covey.config.read import Given, literal
+from covey.config.schema import EPISODES_PER_STEP
 from covey.config.settings import (
     Algorithms,
     Setting,
@@ -26,10 +27,18 @@ from covey.config.settings import (
 from covey.config.settle import check_loss, unknown_setting
 from covey.errors import unknown
 
-__all__ = ["Setting", "all_keys", "explain"]
+__all__ = ["Setting", "all_keys", "explain", "settings_page"]
 
 WIDTH = 110
 SHOWN = 3  # algorithms named where many share a setting
+PAGE = f"""\
+# All settings
+
+Written by `covey config explain --markdown` from the annotations beside the settings, which every command and
+`covey.train` check. NaN and infinity are never allowed. Other names of a setting (verl's, AgentFly's, TorchRL's) have
+the same range: `covey config explain KEY` lists them. `data.train_batch_size` × `rollout.group_size` may be at most
+{EPISODES_PER_STEP:,} episodes a step. Of an algorithm's settings, the numbers are here; `covey algorithms NAME` lists
+all of them with their defaults."""
 
 
 def explain(key: str, algorithms: Algorithms, loss: str | None = None) -> str:
@@ -52,6 +61,35 @@ def _everything(algorithms: Algorithms) -> str:
     return "\n\n".join(
         [*(explain(name, algorithms) for name in names), explain("algorithm", algorithms), _listing("run", top)]
     )
+
+
+def settings_page(algorithms: Algorithms) -> str:
+    """Every setting with its range, in Markdown: docs/settings.md."""
+    lines = [PAGE]
+    tops = {key: setting for key, setting in schema_settings().items() if "." not in key}
+    for name in sections():
+        if name != "algorithm":
+            lines += _table(name, [s for k, s in schema_settings().items() if k.startswith(f"{name}.")])
+    found = [s for name in algorithms for s in algorithm_settings(name, algorithms).values()]
+    lines += _table("algorithm", [s for s in _merged(replace(s, default=None) for s in found) if s.allowed])
+    lines += _table("the run", list(tops.values()))
+    return "\n".join(lines)
+
+
+def _table(title: str, settings: Sequence[Setting]) -> list[str]:
+    """Algorithms that share a setting may have different defaults, so they are named instead."""
+    second = "of" if settings[0].algorithms else "default"
+    lines = ["", f"## {title}", "", f"| setting | {second} | allowed | |", "|---|---|---|---|"]
+    for setting in settings:
+        default = _owners(setting) if setting.algorithms else f"`{literal(setting.default)}`"
+        cells = (f"`{setting.key}`", default, str(setting.allowed or setting.type), setting.explanation)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return lines
+
+
+def _owners(setting: Setting) -> str:
+    names = setting.algorithms
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def _algorithm(name: str, algorithms: Algorithms, loss: str | None = None) -> str:
@@ -109,11 +147,11 @@ def _merged(settings: Iterable[Setting]) -> Iterable[Setting]:
 
 
 def _block(setting: Setting, algorithms: Algorithms) -> str:
-    names = setting.algorithms
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    head = setting.key + (f"  ({', '.join(names[:SHOWN])}{more})" if names else "")
+    head = setting.key + (f"  ({_owners(setting)})" if setting.algorithms else "")
     lines = [head, *textwrap.wrap(setting.explanation, WIDTH, initial_indent="  ", subsequent_indent="  ")]
     lines += [f"  type     {setting.type}", f"  default  {literal(setting.default)}"]
+    if setting.allowed is not None:
+        lines.append(f"  allowed  {setting.allowed}")
     if written := _spellings(setting, algorithms):
         lines.append(textwrap.fill(", ".join(written), WIDTH, initial_indent="  aliases  ", subsequent_indent=" " * 11))
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """The catalogue of native settings, read from the dataclasses themselves.
 
-A field is a setting, its annotation the type, its default the default, and the comment behind it the explanation, so
-that there is one place to write each of them.
+A field is a setting, its annotation the type and the range, its default the default, and the comment behind it the
+explanation, so that there is one place to write each of them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any
 
 from covey.config.schema import Config
+from covey.ranges import Allowed, allowed, type_text
 
 Algorithms = Mapping[str, type]  # name → the frozen dataclass whose fields are the algorithm's settings
 
@@ -31,6 +32,7 @@ class Setting:
     default: Any
     explanation: str
     algorithms: tuple[str, ...] = ()
+    allowed: Allowed | None = None  # the range of a number
 
     @property
     def free(self) -> bool:
@@ -123,14 +125,15 @@ def _class_settings(cls: type) -> tuple[Setting, ...]:
 
 
 def _settings(cls: type, prefix: str) -> Iterator[Setting]:
-    types, comments = typing.get_type_hints(cls), _comments(cls)
+    types, comments = typing.get_type_hints(cls, include_extras=True), _comments(cls)
     for item in fields(cls):
         kind = types[item.name]
         if is_dataclass(kind) and isinstance(kind, type):
             yield from _settings(kind, f"{prefix}{item.name}.")
         else:
             explanation = comments.get(item.name, "")
-            yield Setting(f"{prefix}{item.name}", _type_text(item.type), _default(item), explanation)
+            key = f"{prefix}{item.name}"
+            yield Setting(key, type_text(kind), _default(item), explanation, allowed=allowed(kind))
 
 
 def _default(item: Field[Any]) -> Any:
@@ -140,25 +143,26 @@ def _default(item: Field[Any]) -> Any:
     return item.default
 
 
-def _type_text(annotation: Any) -> str:
-    return annotation.__name__ if type(annotation) is type else str(annotation)
-
-
 def _comments(cls: type) -> dict[str, str]:
     """Field name → the comment on the last line of its definition. A class put together at run time names the classes
     that its fields were written down in as `parts`."""
     found: dict[str, str] = {}
     for base in (*reversed(cls.__mro__), *getattr(cls, "parts", ())):
-        if not is_dataclass(base) or not isinstance(base, type):
-            continue
-        try:
-            source = textwrap.dedent(inspect.getsource(base))
-        except OSError:  # a class made at run time has no source, and so no comments
-            continue
-        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-        by_line = {t.start[0]: t.string.lstrip("# ").strip() for t in tokens if t.type == tokenize.COMMENT}
-        body = typing.cast(ast.ClassDef, ast.parse(source).body[0]).body
-        for statement in body:
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                found[statement.target.id] = by_line.get(statement.end_lineno or 0, "")
+        if is_dataclass(base) and isinstance(base, type):
+            found |= _own_comments(base)
+    return found
+
+
+@cache  # algorithms share their parts
+def _own_comments(cls: type) -> dict[str, str]:
+    try:
+        source = textwrap.dedent(inspect.getsource(cls))
+    except OSError:  # a class made at run time has no source, and so no comments
+        return {}
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    by_line = {t.start[0]: t.string.lstrip("# ").strip() for t in tokens if t.type == tokenize.COMMENT}
+    found: dict[str, str] = {}
+    for statement in typing.cast(ast.ClassDef, ast.parse(source).body[0]).body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            found[statement.target.id] = by_line.get(statement.end_lineno or 0, "")
     return found

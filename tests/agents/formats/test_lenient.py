@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -119,3 +121,25 @@ def test_long_texts_come_to_an_end(text: str) -> None:
         read(text)
     except Unreadable as problem:
         assert len(str(problem)) < 300
+
+
+NEVER_ENDING = """
+from covey.agents.formats.lenient import Unreadable, read, value_end
+for quote in ('"', "'"):
+    for inside in ("a" * 5000, "a\\\\n" * 5000, "\\\\" * 5001):
+        text = "{" + quote + inside
+        assert value_end(text, 0) is None
+        try:
+            read(text)
+        except Unreadable:
+            continue
+        raise AssertionError(text[:10])
+print("read")
+"""
+
+
+def test_a_string_without_an_end_is_looked_at_once() -> None:
+    """A pattern such as "(?:[^"]+|x)*" tries 2^5000 ways to divide what stands before the missing quote. It would never
+    come back, and holds the interpreter meanwhile: so in a process of its own, which is killed then."""
+    child = subprocess.run([sys.executable, "-c", NEVER_ENDING], capture_output=True, text=True, timeout=60)
+    assert (child.stdout, child.stderr) == ("read\n", "")
