@@ -183,7 +183,7 @@ def _equal(math_verify: Any, gold: str, reply: str) -> bool:
     """Its own time limits are off: they do not interrupt everything, the owner's does. Each text is read as a whole or
     not at all: by default the package goes on to look for a part that it can read, such as the fraction in
     `\\neq\\frac{1}{6}`."""
-    whole = {"extraction_config": [math_verify.LatexExtractionConfig(boxed_match_priority=0)]}
+    whole: dict[str, Any] = {"extraction_config": [math_verify.LatexExtractionConfig(boxed_match_priority=0)]}
     whole |= {"extraction_mode": "first_match", "parsing_timeout": None, "raise_on_error": False}
     try:
         # A bare % would start a comment.

@@ -6,8 +6,8 @@ spelling. `math_verify` asks the package of that name about expressions that are
 killed.
 
 Deliberate: an unknown unit, or one that only one side writes, does not count; two known units must be the same. `50%`
-is met by 50 and by 0.5. `x = 5` is met by 5, and 5 by `2+3 = 5`. Lists without brackets, and sets, have no order; a reply
-must hold each item as often as the gold answer does. Decimals are exact: 0.33 is not 1/3. `52_8` is not met by 52.
+is met by 50 and by 0.5. `x = 5` is met by 5, and 5 by `2+3 = 5`. Lists without brackets, and sets, have no order; a
+reply must hold each item as often as the gold answer. Decimals are exact: 0.33 is not 1/3. `52_8` is not met by 52.
 """
 
 from __future__ import annotations
