@@ -63,17 +63,34 @@ def test_several_calls_in_any_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reply", "attempted"),
+    ("reply", "irrelevance", "relevance"),
     [
-        ("I cannot do that.", False),
-        ("[w.get(city='Rome')]", True),
-        ("[any()]", True),
-        ("<tool_call>{</tool_call>", True),
+        ("I cannot do that.", 1, 0),
+        ("<think>f() will not do.</think> I cannot do that.", 1, 0),
+        ("[w.get(city='Rome')]", 0, 1),
+        ("[any()]", 0, 1),
+        ('<tool_call>{"name": "w.get", "arguments": {}}</tool_call>', 0, 1),
+        # not a call that can be read, and not a refusal
+        ("<tool_call>", 0, 0),
+        ("<tool_call></tool_call>", 0, 0),
+        ("<tool_call>{</tool_call>", 0, 0),
+        ("<tool_call>{}</tool_call>", 0, 0),
+        ('<tool_call>{"name": ""}</tool_call>', 0, 0),
+        ('<tool_call>{"name": "w.get"}</tool_call><tool_call>', 0, 0),
+        ("", 0, 0),
+        ("<think>Hm.</think>\n", 0, 0),
     ],
 )
-def test_relevance(reply: str, attempted: bool) -> None:
-    assert judged(reply, [], "live_irrelevance")["reward"] == float(not attempted)
-    assert judged(reply, [], "live_relevance")["reward"] == float(attempted)
+def test_relevance(reply: str, irrelevance: float, relevance: float) -> None:
+    assert judged(reply, [], "live_irrelevance")["reward"] == irrelevance
+    assert judged(reply, [], "live_relevance")["reward"] == relevance
+
+
+def test_relevance_of_calls_that_the_episode_made() -> None:
+    made = [{"function": {"name": "w.get", "arguments": "{}"}}]
+    for calls, right in ((made, 1), ([{"function": {"name": "w.get", "arguments": "{"}}], 0), ([{"name": 5}], 0)):
+        assert judged("Here you are.", [], "live_relevance", tool_calls=calls)["reward"] == right
+        assert judged("Here you are.", [], "live_irrelevance", tool_calls=calls)["reward"] == 0
 
 
 def test_calls_that_the_episode_made_come_first() -> None:
