@@ -78,6 +78,7 @@ RIGHT = [
     *[("x>5", "5<x"), (r"\text{(B)}", "B"), (r"\{1,2\}", r"A=\{2,1\}")],
 ]
 ONLY_WITH_MATH_VERIFY = [
+    *[("{(P)}", r"\text{(P)}"), ("({H})", r"(\text{H})"), ("{(E)},", r"\text{(E)},")],  # as one data set has them
     *[("x>5", r"(5,\infty)"), (r"120 < n \leq 130", "(120,130]"), (r"(-\infty,\infty)", r"(-\infty,0)\cup[0,\infty)")],
     *[(r"(\sin 2x,1)", r"(2\sin x\cos x,1)"), (r"1,\sin 2x", r"2\sin x\cos x,1"), ("x^2+y^2=1", "y^2+x^2-1=0")],
     *[(r"\begin{pmatrix}\sin 2x\\1\end{pmatrix}", r"\begin{pmatrix}2\sin x\cos x\\1\end{pmatrix}")],

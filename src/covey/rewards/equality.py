@@ -364,7 +364,7 @@ def _relations(text: str) -> set[str]:
 
 def _overlooked(text: str) -> set[str]:
     """What equal expressions share and math-verify overlooks: primes, dots, texts, and words that change a number."""
-    inside = " ".join(TEXT.findall(text)).lower().split()
+    inside = re.findall(r"[a-z]{2,}", " ".join(TEXT.findall(text)).lower())  # (P) is a letter, with or without \text
     plain = re.findall(r"[a-z]+", re.sub(r"\\[A-Za-z]+", " ", text.lower()))
     return {*OVERLOOKED.findall(text), *inside, *(CHANGING & set(plain))}
 
