@@ -98,11 +98,30 @@ DOCSTRING = '''def f(a):
         ("<think>```python\nx = 0\n```</think>x = 1", "x = 1"),  # thinking is not the answer
         ("easy\n</think>\n```python\nx = 1\n```", "x = 1\n"),  # the prompt opened it
         ("```python\ns = '</think>'\n```", "s = '</think>'\n"),
+        ("```python\nx = 0\n```\n</think>\nx = 1", "\nx = 1"),
+        ("<think>\n```python\nx = 1\n```", "x = 1\n"),  # thinking that never ends
+        ("```text\na\n    ```\nb\n```", "a\n    ```\nb\n"),  # four spaces: not a fence
+        ("```text\na\n   ```\nb\n```", "a\n"),  # three are one, and the last one opens nothing
+        ("```python\nx = 1\n```\n```", "x = 1\n"),
+        ("```text\na\n      ```\nb", "a\n"),  # unless there is no other
+        ("- x\n\n  ```text\n  a\n      ```\n  b\n  ```", "a\n    ```\nb\n"),
+        ("```python\nx = 1\r\ny = 2\n```", "x = 1\r\ny = 2\n"),  # not a reply with CRLF
         ("", ""),
     ],
 )
 def test_the_last_block_of_python(reply: str, code: str) -> None:
     assert last_code(reply) == code
+
+
+@pytest.mark.parametrize(
+    ("text", "start"),
+    [
+        *[("5", 0), ("<think>a</think>5", 16), (" \n<think>a</think>5", 18), ("<think>a", None)],
+        *[("a</think>\n5", 9), ("a\n</think> 5", 10), ("a </think> b", 0), ("Say <think>\n</think>\n5", 0)],
+    ],
+)
+def test_where_speech_begins(text: str, start: int | None) -> None:
+    assert covey.replies.speech_start(text) == start
 
 
 def test_many_fences_are_read_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:

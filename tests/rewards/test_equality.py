@@ -13,7 +13,7 @@ import pytest
 
 from covey.rewards import math_process
 from covey.rewards.algebra import Ratio
-from covey.rewards.bases import Numeral, numeral
+from covey.rewards.bases import Numeral, numeral, same_numeral
 from covey.rewards.equality import Comparison, compare, equal
 from covey.rewards.maths import gold_texts
 from tests.rewards.replies import score
@@ -48,6 +48,7 @@ WRONG = [
     # words behind a number
     *[("5", f"5 {word}") for word in ("hundred", "dozen", "squared", "cubed", "thirds", "factorial", "twelve")],
     *[("5", rf"5\text{{ {word}}}") for word in ("hundred", "dozen", "squared", "million", "or less", "hundred twenty")],
+    *[("5", "5 or more"), ("12 inches", "12 Feet")],
     *[("x^2+1", "x^2+1 hundred"), ("5", "5 hundred thousand"), ("12 feet", "12 feet squared")],
     # letters and dots
     *[("A", "A'"), ("f(x)=2x", "f'(x)=2x"), (r"1 \frac12", r"1\cdot\frac12"), ("5", r"5\ldots")],
@@ -189,6 +190,30 @@ def test_deep_nesting_ends() -> None:
 )
 def test_numbers_with_a_base(text: str, expected: Numeral | None) -> None:
     assert numeral(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("gold", "reply", "verdict"),
+    [
+        *[("5", "2_3+3_4", False), ("2_3+3_4", "5", False), ("x_1", "x_2", None), ("52", "42", None)],
+        *[
+            ("52_8", "42", False),
+            ("24_{10}", "24", True),
+            ("24_8", "24", False),
+            ("7", "7_8", True),
+            ("7", "8_9", False),
+        ],
+    ],
+)
+def test_a_base_on_either_side(gold: str, reply: str, verdict: bool | None) -> None:
+    assert same_numeral(gold, reply) is verdict
+
+
+def test_sides_of_an_equation() -> None:
+    assert equal("100", "104=100") is True  # rounded
+    assert equal("100", "106=100") is False
+    assert equal("0.1", "0.14=0.1") is True
+    assert equal("0.1", "0.2=0.1") is False
 
 
 # -- gold answers of real problems -------------------------------------------------------------------------------------

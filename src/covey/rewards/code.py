@@ -57,7 +57,7 @@ def last_code(reply: str) -> str:
     """The last fenced block of Python, else the last fenced block, else all of the reply, each behind the thinking.
     Indentation behind that of the fence stays: it may continue a function."""
     said = reply[speech_start(reply) or 0 :]
-    found = blocks(said)
+    found = [block for block in blocks(said) if block.code.strip()]  # a stray fence at the end opens an empty one
     chosen = [block.code for block in found if block.language in PYTHON] or [block.code for block in found]
     return chosen[-1] if chosen else said
 
