@@ -456,4 +456,9 @@ def test_what_the_sandbox_does_wrong_is_a_failure() -> None:
 
 def test_fences_around_code() -> None:
     assert without_fence("```py\na\nb\n```\n") == "a\nb"
+    assert without_fence("```python3\r\na\r\nb\r\n```") == "a\nb"
+    assert without_fence("````\na\n````") == "a"
+    assert without_fence("```text\na\n```") == "```text\na\n```"
+    assert without_fence("```\na\n```\n```\nb\n```") == "```\na\n```\n```\nb\n```"
+    assert without_fence("```\na") == "```\na"
     assert without_fence("x = '''\n```\n'''") == "x = '''\n```\n'''"

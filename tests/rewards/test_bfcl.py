@@ -63,17 +63,40 @@ def test_several_calls_in_any_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reply", "attempted"),
+    ("reply", "irrelevance", "relevance"),
     [
-        ("I cannot do that.", False),
-        ("[w.get(city='Rome')]", True),
-        ("[any()]", True),
-        ("<tool_call>{</tool_call>", True),
+        ("I cannot do that.", 1, 0),
+        ("<think>f() will not do.</think> I cannot do that.", 1, 0),
+        ("[w.get(city='Rome')]", 0, 1),
+        ("[any()]", 0, 1),
+        ('<tool_call>{"name": "w.get", "arguments": {}}</tool_call>', 0, 1),
+        # not a call that can be read, and not a refusal
+        ("<tool_call>", 0, 0),
+        ("<tool_call></tool_call>", 0, 0),
+        ("<tool_call>{</tool_call>", 0, 0),
+        ("<tool_call>{}</tool_call>", 0, 0),
+        ('<tool_call>{"name": ""}</tool_call>', 0, 0),
+        ('<tool_call>{"name": "w.get"}</tool_call><tool_call>', 0, 0),
+        ("", 0, 0),
+        ("<think>Hm.</think>\n", 0, 0),
     ],
 )
-def test_relevance(reply: str, attempted: bool) -> None:
-    assert judged(reply, [], "live_irrelevance")["reward"] == float(not attempted)
-    assert judged(reply, [], "live_relevance")["reward"] == float(attempted)
+def test_relevance(reply: str, irrelevance: float, relevance: float) -> None:
+    assert judged(reply, [], "live_irrelevance")["reward"] == irrelevance
+    assert judged(reply, [], "live_relevance")["reward"] == relevance
+
+
+def test_relevance_of_calls_that_the_episode_made() -> None:
+    made = [{"function": {"name": "w.get", "arguments": "{}"}}]
+    listed = [{"function": {"name": "w.get", "arguments": "[1]"}}]
+    for calls, right in (
+        (made, 1),
+        ([{"function": {"name": "w.get", "arguments": "{"}}], 0),
+        (listed, 0),
+        ([{"name": 5}], 0),
+    ):
+        assert judged("Here you are.", [], "live_relevance", tool_calls=calls)["reward"] == right
+        assert judged("Here you are.", [], "live_irrelevance", tool_calls=calls)["reward"] == 0
 
 
 def test_calls_that_the_episode_made_come_first() -> None:
@@ -82,6 +105,11 @@ def test_calls_that_the_episode_made_come_first() -> None:
     assert judged("[w.get(city='NYC')]", tool_calls=[{"name": "w.get", "arguments": {"city": "Rome"}}])["reward"] == 0
     assert judged("Here you are.", tool_calls=[{"name": "w.get", "arguments": "{"}])["reward"] == 0
     assert judged("Here you are.", [], "irrelevance", tool_calls=made)["reward"] == 0
+
+
+def test_a_parameter_that_is_described_but_not_expected() -> None:
+    assert judged("[w.get(city='Rome', days=3)]", OTHER)["reward"] == 0
+    assert judged("[w.get(city='Rome')]", OTHER)["reward"] == 1
 
 
 def test_columns_may_be_json_text() -> None:
@@ -96,6 +124,7 @@ def test_columns_may_be_json_text() -> None:
         ({"type": "boolean"}, [True], [True], [False, 1, "True"]),
         ({"type": "integer"}, [1], [1], [True, 1.0, 2]),
         ({"type": "string"}, ["It's", ""], ['it"s', " IT'S ", ""], ["its", 1]),
+        ({"type": "any"}, ["", 5], [5], [6]),  # "" only says that it may be left out
         ({"type": "any"}, [5], [5], [6, "5"]),  # of the type that the ground truth has
         ({"type": "string"}, [None, "x"], [None], ["y"]),
         ({"type": "tuple", "items": {"type": "float"}}, [[1.0, 2.0]], [[1.0, 2.0], (1.0, 2.0)], [[1, 2], [2.0, 1.0]]),

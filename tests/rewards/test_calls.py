@@ -24,6 +24,9 @@ ONE = ("f", {"a": 1})
         ("[f(a=1), m.g()]", [ONE, ("m.g", {})]),
         ("f(a=1)", [ONE]),
         ("```python\n[f(a=1)]\n```", [ONE]),
+        ('````json\r\n[{"name": "f",\r\n"arguments": {"a": 1}}]\r\n````\r\n', [ONE]),
+        ("```tool_call\n[f(a=1)]\n```", [ONE]),
+        ("```python\n[f(a=1)]\n```\nThat is it.", []),
         ("[f(a=-1.5, b='x', c=[True, None], d=(1, 2), e={'k': [1]})]", [
             ("f", {"a": -1.5, "b": "x", "c": [True, None], "d": (1, 2), "e": {"k": [1]}})
         ]),
@@ -38,6 +41,7 @@ ONE = ("f", {"a": 1})
         ("f", []),
         ("(lambda: 1)(a=2)", []),
         ("[f(a={[]: 1})]", []),
+        ("[f(a={'k': 1, **m})]", [("f", {"a": "{'k': 1, **m}"})]),
         ("I would call f(a=1) here.", []),
         ("(" * 10_000 + "f()" + ")" * 10_000, []),
         ("[" * 10_000, []),
@@ -53,6 +57,7 @@ def test_calls_in_replies(reply: str, calls: list[Any]) -> None:
     "inside",
     [
         "",
+        " \n",
         "{",
         '{"name": 1}',
         '{"arguments": {}}',
@@ -63,9 +68,6 @@ def test_calls_in_replies(reply: str, calls: list[Any]) -> None:
     ],
 )
 def test_a_tool_call_that_cannot_be_read(inside: str) -> None:
-    if inside == "":
-        assert calls_in("<tool_call></tool_call>") == []
-        return
     with pytest.raises(NotCalls):
         calls_in(f"<tool_call>{inside}</tool_call>")
     with pytest.raises(NotCalls):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import covey.replies
 import covey.sandbox
 from covey.errors import InputError
 from covey.rewards import RewardError
@@ -52,6 +53,17 @@ def score(reply: str, sandbox: Any, task: Task | None = None, **options: Any) ->
     return scored("code_reward", task, episode_of(task, reply), sandbox=sandbox, **options)
 
 
+DOCSTRING = '''def f(a):
+    """Add one.
+
+    ```
+    f(1) == 2
+    ```
+    """
+    return a + 1
+'''
+
+
 @pytest.mark.parametrize(
     ("reply", "code"),
     [
@@ -63,12 +75,68 @@ def score(reply: str, sandbox: Any, task: Task | None = None, **options: Any) ->
         ("    return x", "    return x"),  # continues a function
         ("```Python title='a'\n    return x\n```", "    return x\n"),
         ('```python\ns = "```"\ny = 2\n```', 's = "```"\ny = 2\n'),  # a fence stands on a line of its own
-        ("- so:\n  ```python\n  x = 1\n  ```", "  x = 1\n"),
+        ("- so:\n  ```python\n  x = 1\n  ```", "x = 1\n"),
+        ("1. a\n\n   - b\n\n     ```python\n     if x:\n         y()\n     ```\n", "if x:\n    y()\n"),
+        ("- ```python\n  x = 1\n\n  y = 2\n  ```", "x = 1\n\ny = 2\n"),  # on the line of the list's mark
+        ("1. so\n\t```python\n\tx = 1\n\t```", "x = 1\n"),
+        ("  ```python\ndef f():\n  return 1\n  ```", "def f():\n  return 1\n"),  # only the fence is indented
+        ("  ```python\n      return x\n  ```", "    return x\n"),
+        ("Here:\r\n```python\r\nx = 1\r\ny = 2\r\n```\r\nDone.\r\n", "x = 1\ny = 2\n"),
+        ("````python\nx = 1\n````", "x = 1\n"),
+        ('````python\ns = """\n```\n"""\n````', 's = """\n```\n"""\n'),
+        ("~~~python\nx = 1\n~~~", "x = 1\n"),
+        ("~~~python\ns = '''\n```\n'''\n~~~~", "s = '''\n```\n'''\n"),
+        ("```{.python}\nx = 1\n```", "x = 1\n"),
+        ("```python\nx = 1\n`````\nthen ``` is no fence", "x = 1\n"),
+        ("```python\nx = 1\n      ```\nDone.", "x = 1\n"),  # a fence that is indented too far, where there is no other
+        ("Use ```python x = 1``` so.", "Use ```python x = 1``` so."),  # not a fence
+        ("```python\n" + DOCSTRING + "```\nIt adds.", DOCSTRING),
+        ('```python\n"""\n```\nf(1)\n```\n"""\nx = 1\n```', '"""\n```\nf(1)\n```\n"""\nx = 1\n'),
+        ("```python\nx = (\n```\nor\n```text\n1\n```", "x = (\n"),  # wrong, and still only the first block
+        ("<think>easy</think>```python\nx = 1\n```", "x = 1\n"),
+        ("<think>\n```python\nx = 0\n```\n</think>\n\n```python\nx = 1\n```", "x = 1\n"),
+        ("<think>```python\nx = 0\n```</think>x = 1", "x = 1"),  # thinking is not the answer
+        ("easy\n</think>\n```python\nx = 1\n```", "x = 1\n"),  # the prompt opened it
+        ("```python\ns = '</think>'\n```", "s = '</think>'\n"),
+        ("```python\nx = 0\n```\n</think>\nx = 1", "\nx = 1"),
+        ("<think>\n```python\nx = 1\n```", "x = 1\n"),  # thinking that never ends
+        ("```text\na\n    ```\nb\n```", "a\n    ```\nb\n"),  # four spaces: not a fence
+        ("```text\na\n   ```\nb\n```", "a\n"),  # three are one, and the last one opens nothing
+        ("```python\nx = 1\n```\n```", "x = 1\n"),
+        ("```text\na\n      ```\nb", "a\n"),  # unless there is no other
+        ("- x\n\n  ```text\n  a\n      ```\n  b\n  ```", "a\n    ```\nb\n"),
+        ("```python\nx = 1\r\ny = 2\n```", "x = 1\r\ny = 2\n"),  # not a reply with CRLF
         ("", ""),
     ],
 )
 def test_the_last_block_of_python(reply: str, code: str) -> None:
     assert last_code(reply) == code
+
+
+@pytest.mark.parametrize(
+    ("text", "start"),
+    [
+        *[("5", 0), ("<think>a</think>5", 16), (" \n<think>a</think>5", 18), ("<think>a", None)],
+        *[("a</think>\n5", 9), ("a\n</think> 5", 10), ("a </think> b", 0), ("Say <think>\n</think>\n5", 0)],
+    ],
+)
+def test_where_speech_begins(text: str, start: int | None) -> None:
+    assert covey.replies.speech_start(text) == start
+
+
+def test_many_fences_are_read_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block looks at a few fences behind it, not at all of them."""
+    tried = 0
+    parses = covey.replies._parses
+
+    def counted(code: str) -> bool:
+        nonlocal tried
+        tried += 1
+        return parses(code)
+
+    monkeypatch.setattr(covey.replies, "_parses", counted)
+    assert last_code("```python\n(\n```\n" * 200) == "(\n"
+    assert tried <= 200 * covey.replies.MAX_TRIED
 
 
 def test_the_share_of_tests_or_all_of_them() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from covey.errors import Absent, InputError
 from covey.rewards import math_process
-from covey.rewards.answers import boxed, labelled, stated
+from covey.rewards.answers import boxed, labelled, stated, tagged
 from covey.rewards.math_process import MathProcess, ProcessError
 from covey.rewards.maths import equal, final_expression, gold_texts, math_equal
 from tests.rewards.replies import score
@@ -247,6 +247,14 @@ def test_a_long_run_of_blanks_is_read_once(blanks: str) -> None:
     assert stated(f"answer{blanks}**{blanks}x") is labelled(f"final{blanks}answer{blanks}x") is None
     assert stated(f"the answer{blanks}to it{blanks}is{blanks}7") == "7"
     assert labelled(f"Final{blanks}Answer{blanks}:{blanks}7") == "7"
+
+
+def test_the_text_in_answer_tags() -> None:
+    assert tagged("<answer>5</answer>") == "5"
+    assert tagged("so <ANSWER> 4 </answer>, no: <answer>5</answer> <answer>") == "5"
+    assert tagged("<answer></answer>") == ""
+    for none in ("5</answer>", "<answer>5", "</answer><answer>", "5"):
+        assert tagged(none) is None
 
 
 def test_a_label_is_looked_for_near_the_end() -> None:

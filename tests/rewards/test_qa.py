@@ -102,6 +102,8 @@ def test_a_column_of_answers_and_its_absence() -> None:
     assert score("qa_em_reward", "b", answers=["a", "b"])["qa_em_reward"] == 1
     with pytest.raises(InputError, match="no gold answer"):
         score("qa_em_reward", "b", gold="b")
+    with pytest.raises(InputError, match="no gold answer"):
+        score("qa_em_reward", "b", answers=[])
 
 
 def test_answers_as_squad_has_them() -> None:

@@ -55,6 +55,42 @@ def test_exact(reply: str, answer: Any, expected: float) -> None:
         ("1,000", "1000", 1, 1),
         ("eighty-five", "85", 0, 0),
         ("", "85", 0, 0),
+        # percentages: as math_equal reads them
+        ("50%", "50%", 1, 1),
+        ("50 %.", "50%", 1, 1),
+        ("50\\%", "50%", 1, 1),
+        ("50", "50%", 1, 1),
+        ("0.5", "50%", 1, 1),
+        ("1/2", "50%", 1, 1),
+        ("50%", "50", 1, 1),
+        ("50%", 0.5, 1, 1),
+        ("50%", "49%", 0, 0),
+        ("0.5%", "50%", 0, 0),
+        ("0.4", "50%", 0, 0),
+        ("49%", "50", 0, 0),
+        ("5000%", "50", 1, 1),
+        ("0.5", "50", 0, 0),
+        # fractions
+        ("3/4", "3/4", 1, 1),
+        ("0.75", "3/4", 1, 1),
+        ("6 / 8", "3/4", 1, 1),
+        ("-3/4", "-3/4", 1, 1),
+        ("3/4", "0.75", 1, 1),
+        ("4", "3/4", 0, 0),
+        ("4/3", "3/4", 0, 0),
+        ("3/4", "4", 0, 0),
+        ("so it is 3/4", "3/4", 0, 1),
+        ("1/0", "1", 0, 0),
+        ("1/2/2024", "0.5", 0, 0),
+        # powers of ten
+        ("1e3", "1e3", 1, 1),
+        ("1000", "1e3", 1, 1),
+        ("1,000", 1e3, 1, 1),
+        ("1E-3", "0.001", 1, 1),
+        ("1e4", "1e3", 0, 0),
+        ("1e3000", "1e3", 0, 0),
+        ("9" * 5000, "9", 0, 0),
+        ("1/" + "9" * 5000, "1", 0, 0),
     ],
 )
 def test_number(reply: str, answer: Any, strict: float, lenient: float) -> None:
@@ -84,11 +120,21 @@ def test_number(reply: str, answer: Any, strict: float, lenient: float) -> None:
         ("1,2345", "12345", 0),
         ("1,2345", "2345", 1),
         ("no number", "0", 0),
+        ("It is 3/4", "3/4", 1),
+        ("It is 3/4", "4", 0),
+        ("about 50%", "50%", 1),
+        ("48/2 = 24", "24", 1),
         ("٧٢", "72", 0),
     ],
 )
 def test_math_reward_string_equal(reply: str, answer: Any, expected: float) -> None:
     assert score("math_reward_string_equal", reply, answer) == {"math_reward_string_equal": expected}
+
+
+@pytest.mark.parametrize("answer", ["1/0", "1e1000", "50%%", "1/2/3", "nan", "three sevenths"])
+def test_what_is_not_a_number(answer: str) -> None:
+    with pytest.raises(RewardError, match="is not a number"):
+        score("number", "1", answer)
 
 
 @pytest.mark.parametrize("name", ["number", "math_reward_string_equal"])

@@ -37,6 +37,8 @@ def rlla(gold: str, said: str) -> tuple[float, float]:
         (reply('{"name": "get", "parameters": {"city": "Oslo", "days": 1}}', CALL), 1 / 2 + 3),  # the better of the two
         (reply('{"name": "get", "parameters": {}}'), 1),
         (reply('{"name": "get"}'), 0),
+        (reply('{"name": 5, "parameters": {}}'), 0),
+        (reply("[]"), 0),
         (reply("[" * 5000), 0),
         (reply("no JSON"), 0),
         ("", 0),

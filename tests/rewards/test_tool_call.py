@@ -45,6 +45,9 @@ def test_without_gold_every_call_must_succeed_and_there_must_be_one() -> None:
         ([{"name": "find", "arguments": SEARCH["arguments"]}], [SEARCH], 0),
         ([{"name": "add", "arguments": {"a": True, "b": [2, 3]}}], [ADD], 0),  # true is not 1
         ([{"name": "add", "arguments": {"a": 1, "b": [3, 2]}}], [ADD], 0),
+        ([{"name": "f", "arguments": {"a": True}}], [{"name": "f", "arguments": {"a": True}}], 1),
+        ([{"name": "f", "arguments": {"a": 1}}], [{"name": "f", "arguments": {"a": "1"}}], 0),
+        ([{"name": "f", "arguments": {"a": "x"}}], [{"name": "f", "arguments": {"a": {"x": 1}}}], 0),
         ([{"name": "add", "arguments": "{a: 1"}], [ADD], 0),
         ([], [], 1),
         ([SEARCH], [], 0),

@@ -34,6 +34,8 @@ def test_numbers_vote_by_value_where_the_reward_reads_them() -> None:
     assert camps("number", "7", "7.0", "it is 12", "12", "12") == 0  # strict: words around it make another answer
     assert camps("math_reward_string_equal", "7", "it is 1,200", "1200 or so") == 1
     assert camps("math_reward_string_equal", "none", "nothing") is None
+    assert camps("number", "50%", "3/4", "0.75") == 1
+    assert camps("number", "4", "9" * 5000, "9" * 5000) == 1
 
 
 def test_short_answers_vote_without_case_and_articles() -> None:

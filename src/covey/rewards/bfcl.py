@@ -8,8 +8,9 @@ is among the acceptable ones: of the type that the function's description names 
 not inside a list), or else of the type of the first acceptable value. Strings are compared without case, spaces and
 `,./-_*^`, and with one kind of quote. "" among the acceptable values: the parameter may be left out.
 
-Deviations: a <tool_call> that cannot be read is an attempt at a call, so it is wrong where none was wanted; true is
-never 1; an empty list does not pass for a parameter that is left out.
+Deviations: a <tool_call> that cannot be read earns nothing, neither where a call was wanted nor where none was, and
+neither does an empty reply where none was; true is never 1; an empty list does not pass for a parameter that is left
+out.
 """
 
 from __future__ import annotations
@@ -51,29 +52,32 @@ def _check(task: Task) -> None:
 @reward(check=_check)
 def bfcl(episode: Episode, final_answer: str, function: Any, category: str, ground_truth: Any = ()) -> dict[str, float]:
     """1 if the calls are those of the ground truth: as many, in any order where there are several. In the categories
-    of irrelevance, 1 if there is no call; in those of relevance, 1 if there is one.
+    of irrelevance, 1 if the reply says something and calls nothing; in those of relevance, 1 if it makes calls that
+    can be read.
 
     The calls are those of the episode's messages if it made any, else those that the final answer holds.
     Extras: calls, and matched, the share of the expected calls that were made.
     """
-    attempted, calls = _calls(episode, final_answer)
+    calls = _calls(episode, final_answer)
     if "relevance" in category:
-        return {"reward": float(attempted != ("irrelevance" in category)), "calls": len(calls), "matched": 0.0}
+        declined = not calls and bool(final_answer.rpartition("</think>")[2].strip())
+        called = bool(calls) and all(name for name, _ in calls)
+        right = declined if "irrelevance" in category else called
+        return {"reward": float(right), "calls": len(calls), "matched": 0.0}
     wanted, schemas = decoded(ground_truth), _schemas(decoded(function))
     matched = _matched(calls, wanted, schemas)
     right = matched == len(wanted) == len(calls)
     return {"reward": float(right), "calls": len(calls), "matched": matched / len(wanted)}
 
 
-def _calls(episode: Episode, reply: str) -> tuple[bool, list[Call]]:
-    """Whether a call was attempted, and the calls. One that cannot be read has no name, and fits nothing."""
+def _calls(episode: Episode, reply: str) -> list[Call]:
+    """The calls. One that cannot be read has no name, and fits nothing."""
     if made := made_calls(episode):
-        return True, [(name, arguments if isinstance(arguments, Mapping) else {}) for name, arguments in made]
+        return [(name, arguments) if isinstance(arguments, Mapping) else ("", {}) for name, arguments in made]
     try:
-        calls = calls_in(reply)
+        return calls_in(reply)
     except NotCalls:
-        return True, [("", {})]
-    return bool(calls), calls
+        return [("", {})]
 
 
 def decoded(column: Any) -> Any:

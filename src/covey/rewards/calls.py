@@ -17,11 +17,12 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from covey.replies import unfenced
+
 Call = tuple[str, Mapping[str, Any]]
 
 LONGEST = 50_000  # characters that are read; nobody's calls are longer
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-FENCED = re.compile(r"```[ \t]*\w*[ \t]*\n(.*?)\n?[ \t]*```", re.DOTALL)
 
 
 class NotCalls(ValueError):
@@ -35,8 +36,8 @@ def calls_in(reply: str) -> list[Call]:
         return _in_blocks(text)
     if len(text) > LONGEST:
         return []
-    if (fenced := FENCED.fullmatch(text)) is not None:
-        text = fenced[1].strip()
+    if (inside := unfenced(text)) is not None:
+        text = inside.strip()
     try:
         return read_json(text)
     except NotCalls:
@@ -45,8 +46,8 @@ def calls_in(reply: str) -> list[Call]:
 
 def _in_blocks(text: str) -> list[Call]:
     parts = [part.partition(CLOSE) for part in text.split(OPEN)[1:]]
-    if len(text) > LONGEST or not all(end for _, end, _ in parts):
-        raise NotCalls("a <tool_call> without its end, or endless")
+    if len(text) > LONGEST or not all(end and block.strip() for block, end, _ in parts):
+        raise NotCalls("a <tool_call> that is empty, without its end, or endless")
     return [call for block, _, _ in parts for call in read_json(block)]
 
 

@@ -7,18 +7,14 @@ infrastructure's failure: its exception goes on, and the episode is left out.
 from __future__ import annotations
 
 import ast
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeGuard
 
 from covey.errors import InputError
+from covey.replies import PYTHON, blocks, speech_start
 from covey.rewards.function import reward
 from covey.types import Task
-
-# A block ends at its closing fence, or where the reply was cut off.
-BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
-PYTHON = ("python", "py", "python3")
 
 
 class Verdict(Protocol):
@@ -58,11 +54,12 @@ async def code_reward(
 
 
 def last_code(reply: str) -> str:
-    """The last fenced block of Python, else the last fenced block, else all of the reply. Indentation stays: it may
-    continue a function."""
-    blocks = [(found[1].lower(), found[2]) for found in BLOCK.finditer(reply)]
-    chosen = [code for language, code in blocks if language in PYTHON] or [code for _, code in blocks]
-    return chosen[-1] if chosen else reply
+    """The last fenced block of Python, else the last fenced block, else all of the reply, each behind the thinking.
+    Indentation behind that of the fence stays: it may continue a function."""
+    said = reply[speech_start(reply) or 0 :]
+    found = [block for block in blocks(said) if block.code.strip()]  # a stray fence at the end opens an empty one
+    chosen = [block.code for block in found if block.language in PYTHON] or [block.code for block in found]
+    return chosen[-1] if chosen else said
 
 
 def tests_in(task: Task) -> Any:

@@ -5,15 +5,28 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 
 UNICODE = str.maketrans(
     {
         **{"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "∕": "/", "π": r"\pi ", "∞": r"\infty "},
         **{"θ": r"\theta ", "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup ", "±": r"\pm ", "\u00a0": " "},
         **{"½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}"},
-        **{"²": "^2", "³": "^3", "∈": r"\in ", "，": ",", "（": "(", "）": ")"},
+        **{
+            "²": "^2",
+            "³": "^3",
+            "∈": r"\in ",
+            "，": ",",
+            "（": "(",
+            "）": ")",
+            "≠": r"\ne ",
+            "≈": "=",
+            "′": "'",
+            "’": "'",
+        },
     }
 )
 WRAPPED = re.compile(r"^(?:\$\$(.+)\$\$|\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]|\*\*(.+)\*\*|`(.+)`)$", re.DOTALL)
@@ -28,6 +41,7 @@ TEXT = re.compile(
 )
 NAMES = {"dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "times": "*", "cdot": "*", "ast": "*", "leq": "le"}
 NAMES |= {"geq": "ge", "div": "/", "lbrace": "\\{", "rbrace": "\\}", "lbrack": "[", "rbrack": "]", "degree": "^\\circ"}
+NAMES |= {"neq": "ne", "leqslant": "le", "geqslant": "ge", "lt": "<", "gt": ">", "prime": "'", "approx": "="}
 NAMES |= {"bmatrix": "pmatrix", "Bmatrix": "pmatrix", "infinity": "\\infty", "lvert": "|", "rvert": "|", "colon": ":"}
 RENAMED = re.compile(r"\\(" + "|".join(NAMES) + r")(?![A-Za-z])")
 DEGREES = re.compile(r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})")
@@ -38,7 +52,27 @@ TRAILING = re.compile(
     r"(?:\s*\^\s*\{?([23])\}?)?$"
 )
 NOT_UNITS = {"and", "or", "mod", "times", "plus", "minus", "over", "sqrt", "pi", "log", "sin", "cos", "tan", "choose"}
-SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+SCALES: dict[str, int | Fraction] = {
+    "hundred": 10**2,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+    "dozen": 12,
+}
+SCALES |= {f"{name}s": size for name, size in SCALES.items()}
+# Not quarters: those are also coins.
+PARTS = {"half": 2, "halves": 2, "thirds": 3, "fourths": 4, "fifths": 5, "sixths": 6, "sevenths": 7, "eighths": 8}
+PARTS |= {"ninths": 9, "tenths": 10, "hundredths": 100, "thousandths": 1000}
+SCALES |= {name: Fraction(1, size) for name, size in PARTS.items()}
+POWERS = {"squared": "2", "cubed": "3"}
+NUMERALS = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+NUMERALS += "eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety"
+# Words that make another number of the one before them, so they do not name what is counted: 5 hundred twenty.
+CHANGING = frozenset([*NUMERALS.split(), *SCALES, "factorial", "divided", "multiplied", "modulo", "to"])
+UNEQUAL = re.compile(r"\\not\s*=|(?:(?<=[\sA-Za-z])|^)!=")  # 5!=120 is a factorial
+POWER_WORD = re.compile(r"(?<=[^\s%])\s*\\text\{(squared|cubed)\}")
+SHORT_FRACTION = re.compile(r"\\frac(\d)(\d|(?=\{))")
 UNIT = re.compile(r"\\text\{([^{}]*)\}(?:\^\{?([23])\}?)?$")
 CURRENCY = re.compile(r"^([-+]?)\s*(?:\\?\$|[€£¥])\s*(?=[-\d.\\(])|\s*(?:\\\$|[€£¥])$")
 
@@ -83,13 +117,14 @@ class Quantity:
     body: str
     unit: str | None = None
     percent: bool = False
-    scale: int = 1
+    scale: Fraction = Fraction(1)
 
 
 def tidy(text: str) -> str:
     """Without what only changes the look, and without spaces, except between digits (2 3 is not 23)."""
     text = _unwrapped(text.translate(UNICODE))
     text = re.sub(r"(?<=\d)(?:\{,\}|,\s*\\!|\\,|\\!|\\ )(?=\d{3}(?!\d))", "", text)  # 10{,}080  10,\!080  10\,080
+    text = UNEQUAL.sub(r"\\ne ", text).replace("<=", "\\le ").replace(">=", "\\ge ")
     text = RENAMED.sub(lambda found: _renamed(NAMES[found[1]]), LOOKS.sub(lambda found: found[1] or " ", text))
     text = text.replace("\\begin{matrix}", "\\begin{pmatrix}").replace("\\end{matrix}", "\\end{pmatrix}")
     text = re.sub(r"\\(begin|end)\{[bBvV]matrix\}", r"\\\1{pmatrix}", text)
@@ -97,6 +132,7 @@ def tidy(text: str) -> str:
     text = TEXT.sub(lambda found: rf"\text{{{found[1].strip()}}}", text.strip())
     text = re.sub(r"(?<![A-Za-z])\{(and|or)\}", r"\\text{\1}", text)  # some data lost the \text before it
     text = TRAILING.sub(_as_text, text.rstrip(" .,;:"))
+    text = POWER_WORD.sub(lambda found: f"^{POWERS[found[1]]}", text)
     return _close(text)
 
 
@@ -113,10 +149,14 @@ def _unwrapped(text: str) -> str:
 
 
 def _as_text(found: re.Match[str]) -> str:
-    words = found[1].split()
-    if words[0].lower() in NOT_UNITS or any(word.lower() in ("and", "or") for word in words):
+    if _joins(found[1].split()):
         return found[0]
     return rf"\text{{{found[1]}}}" + (f"^{found[2]}" if found[2] else "")
+
+
+def _joins(words: list[str]) -> bool:
+    """Words behind a number that lead to another one: `5 and`, `5 or more`, `5 mod 7`."""
+    return words[0].lower() in NOT_UNITS or any(word.lower() in ("and", "or") for word in words)
 
 
 def _close(text: str) -> str:
@@ -128,23 +168,28 @@ def _close(text: str) -> str:
         closed = re.sub(r"(\\[A-Za-z]+)\s+(?=[A-Za-z])", "\\1\0", closed)
         parts[place] = re.sub(r"\s+", "", closed).replace("\0", " ")
     closed = re.sub(r"([_^])\{(\w)\}", r"\1\2", "".join(parts))
+    closed = SHORT_FRACTION.sub(lambda found: rf"\frac{{{found[1]}}}" + (found[2] and f"{{{found[2]}}}"), closed)
     return re.sub(r"\\(sin|cos|tan|cot|sec|csc|log|ln)(?:\{(\w)\}|\((\w)\))", r"\\\1 \2\3", closed).removeprefix("=")
 
 
+@functools.lru_cache(maxsize=1024)
 def quantity(text: str) -> Quantity:
     """A tidy text, parted into its body and its unit."""
-    unit, percent, scale = None, False, 1
+    unit, percent, scale = None, False, Fraction(1)
     if DEGREES.search(text):
         text, unit = DEGREES.sub("", text), "degree"
     if (found := UNIT.search(text)) is not None and found.start() > 0:
-        text = text[: found.start()]
         words = found[1].replace(".", " ").split()
-        if words and words[0].lower() in SCALES:
-            scale = SCALES[words.pop(0).lower()]
-        if words and words[0].lower() in ("percent", "percentage"):
-            percent = True
+        while words and words[0].lower() in SCALES:
+            scale *= SCALES[words.pop(0).lower()]
+        if words and (_joins(words) or words[0].lower() in CHANGING or found[1] in POWERS):
+            scale = Fraction(1)  # not a unit: the words stay in the body
         else:
-            unit = _unit(words, found[2]) or unit
+            text = text[: found.start()]
+            if words and words[0].lower() in ("percent", "percentage"):
+                percent = True
+            else:
+                unit = _unit(words, found[2]) or unit
     stripped = CURRENCY.sub(r"\1", text)
     if stripped != text and "$" in text:
         unit = unit or "dollar"
@@ -154,9 +199,11 @@ def quantity(text: str) -> Quantity:
 
 def _unit(words: list[str], power: str | None) -> str | None:
     """`square inches` is `inches^2`; of `miles per hour` only the whole is known, and not in the table."""
-    powers = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
+    powers = {"square": "2", "sq": "2", "cubic": "3", "cu": "3", **POWERS}
     if words and words[0].lower() in powers:
         power = powers[words.pop(0).lower()]
+    elif words and words[-1].lower() in POWERS:
+        power = POWERS[words.pop().lower()]
     known = UNITS.get(words[0]) or UNITS.get(words[0].lower()) if len(words) == 1 else None
     return f"{known}^{power}" if known and power else known
 

@@ -180,11 +180,15 @@ def _serve() -> None:
 
 
 def _equal(math_verify: Any, gold: str, reply: str) -> bool:
-    """Its own time limits are off: they do not interrupt everything, the owner's does."""
+    """Its own time limits are off: they do not interrupt everything, the owner's does. Each text is read as a whole or
+    not at all: by default the package goes on to look for a part that it can read, such as the fraction in
+    `\\neq\\frac{1}{6}`."""
+    whole: dict[str, Any] = {"extraction_config": [math_verify.LatexExtractionConfig(boxed_match_priority=0)]}
+    whole |= {"extraction_mode": "first_match", "parsing_timeout": None, "raise_on_error": False}
     try:
         # A bare % would start a comment.
         boxes = ["\\boxed{" + re.sub(r"(?<!\\)%", r"\%", text) + "}" for text in (gold, reply)]
-        parsed = [math_verify.parse(box, parsing_timeout=None, raise_on_error=False) for box in boxes]
+        parsed = [math_verify.parse(box, **whole) for box in boxes]
         return bool(math_verify.verify(*parsed, timeout_seconds=None, raise_on_error=False))
     except Exception:  # out of memory or of depth: nothing that would show them equal
         return False

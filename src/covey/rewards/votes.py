@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from covey.rewards.builtin import REWARDS
 from covey.rewards.maths import equal, final_expression
-from covey.rewards.numbers import NUMBER, last_number
+from covey.rewards.numbers import Number, last_number, whole_number
 from covey.rewards.qa import normal, short_answer
 
 LONGEST = 200  # characters of two formulas that are compared as such: a vote has no trusted side that is small
@@ -38,13 +38,15 @@ def _same_expression(one: str, other: str) -> bool:
 
 def _strict_number(reply: str) -> str:
     """A reply that is a number and nothing else in one spelling (1,200. is 1200); others as they are."""
-    text = reply.strip().removesuffix(".")
-    return _last_number(text) if NUMBER.fullmatch(text) else reply.strip()
+    return _spelled(whole_number(reply)) or reply.strip()
 
 
 def _last_number(reply: str) -> str:
-    found = last_number(reply)
-    return "" if found is None else f"{found.normalize():f}"
+    return _spelled(last_number(reply))
+
+
+def _spelled(found: Number | None) -> str:
+    return "" if found is None else f"{found.size}{'%' * found.percent}"
 
 
 TEXT = Votes(str.strip, _same_text)

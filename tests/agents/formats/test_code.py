@@ -9,6 +9,9 @@ from tests.agents.formats.test_hermes import called
 FORMAT = CodeFormat()
 
 
+DOCUMENTED = 'def f():\n    """\n    ```\n    f()\n    ```\n    """'
+
+
 @pytest.mark.parametrize(
     ("text", "code"),
     [
@@ -24,6 +27,9 @@ FORMAT = CodeFormat()
         ("<think>\n```python\nno\n```\n</think>\n```python\nprint(1)\n```", "print(1)"),
         ("```python\nprint('```')\n```", "print('```')"),
         ("```python\n    indented\n```", "    indented"),
+        ("<think>I add.</think>```python\nprint(1)\n```", "print(1)"),
+        ('```python\ndef f():\n    """\n    ```\n    f()\n    ```\n    """\n```', DOCUMENTED),
+        ("~~~python\nprint(1)\n~~~", "print(1)"),
     ],
 )
 def test_a_block_is_run(text: str, code: str) -> None:

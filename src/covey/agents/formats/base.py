@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 from covey.agents.calls import Call
 from covey.agents.formats.lenient import Unreadable, read, skip_space, value_end
+from covey.replies import SPEAK
+from covey.replies import speech_start as speech_start
 
 Schemas = Sequence[Mapping[str, Any]]
 Results = Sequence[tuple[Call, str]]
@@ -19,9 +21,6 @@ MAX_CALLS = 32  # of one reply; a model that repeats itself does not start a tho
 LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 MAX_NAME = 128
 ARGUMENTS = ("arguments", "parameters")
-THINK, SPEAK = "<think>", "</think>"
-# Where the prompt opened the thinking, a reply only closes it: a mark on a line's edge, not one in a JSON string.
-ONLY_CLOSED = re.compile(rf"^[ \t]*+{SPEAK}|{SPEAK}[ \t]*+$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,19 +173,6 @@ def too_many(text: str) -> Call:
 
 
 # -- thinking --------------------------------------------------------------------------------------------------------
-
-
-def speech_start(text: str) -> int | None:
-    """Where a reply's thinking is over: 0 if there is none, None if it never ends. Only thinking that opens the reply
-    counts, written `<think>…</think>`; where the prompt has opened it, `</think>` at the edge of a line."""
-    begin = skip_space(text, 0)
-    if text.startswith(THINK, begin):
-        end = text.find(SPEAK, begin)
-        return None if end < 0 else end + len(SPEAK)
-    closed = ONLY_CLOSED.search(text)
-    if closed is None or THINK in text[: closed.start()]:
-        return 0
-    return closed.end()
 
 
 def still_thinking(text: str) -> Parsed:

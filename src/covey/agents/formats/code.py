@@ -29,9 +29,9 @@ from covey.agents.formats.base import (
     speech_start,
     still_thinking,
 )
+from covey.replies import OPENING, block_at, is_python
 
 TOOLS = ("python_executor", "code_interpreter")  # two names of one tool
-OPENING = re.compile(r"^([ \t]*+)(`{3,}+)(?:python3?|py)[ \t\r]*+$", re.IGNORECASE | re.MULTILINE)
 HOW = "Write the code between a line ```python and a line ```"
 INSTRUCTIONS = """You can run Python. Write the code in one block, and stop after it:
 ```python
@@ -56,20 +56,20 @@ class CodeFormat:
         message = assistant(text)
         start = speech_start(text)
         if start is None:
-            return still_thinking(text) if OPENING.search(text) else Parsed(message)
-        first = OPENING.search(text, start)
+            return still_thinking(text) if _opening(text, 0) else Parsed(message)
+        first = _opening(text, start)
         return Parsed(message, self._calls(text, first) if first else ())
 
     def _calls(self, text: str, first: re.Match[str]) -> tuple[Call, ...]:
-        closing = re.compile(rf"^[ \t]*+{first[2]}`*+[ \t\r]*+$", re.MULTILINE).search(text, first.end())
-        if closing is None:
+        block = block_at(text, first)
+        if not block.closed:
             return (malformed(text, first.start(), f"The block of code is not closed. {HOW}", self.tool),)
-        code = text[first.end() + 1 : closing.start() - 1]
-        code = textwrap.dedent(code) if first[1] else code
+        code = block.code.removesuffix("\n")
+        code = textwrap.dedent(code) if first["indent"] else code
         if not code.strip():
             return (malformed(text, first.start(), f"The block of code is empty. {HOW}", self.tool),)
         call = Call(self.tool, {"code": code}, call_id(code, first.start()))
-        more = sum(1 for _ in OPENING.finditer(text, closing.end()))
+        more = sum(1 for one in OPENING.finditer(text, block.end) if is_python(one))
         if not more:
             return (call,)
         blocks = "1 more block of your reply was" if more == 1 else f"{more} more blocks of your reply were"
@@ -79,6 +79,10 @@ class CodeFormat:
         if not results:
             return []
         return [{"role": "user", "content": "\n".join(_shown(call, text) for call, text in results)}]
+
+
+def _opening(text: str, start: int) -> re.Match[str] | None:
+    return next((one for one in OPENING.finditer(text, start) if is_python(one)), None)
 
 
 def _shown(call: Call, text: str) -> str:

@@ -12,6 +12,7 @@ from covey.agents.tools.errors import Kind, ToolFailure, ToolMistake
 from covey.agents.tools.output import NOTHING
 from covey.agents.tools.tool import Tool, tool
 from covey.errors import InputError
+from covey.replies import PYTHON, unfenced
 
 SESSION = "python_executor"  # its place in the episode's state
 TAIL = 600  # characters of what was printed before an error: the error itself must not be cut off
@@ -79,9 +80,8 @@ def make_python(options: PythonOptions, sandbox: Sandbox | None) -> Tool:
 
 def without_fence(code: str) -> str:
     """Models like to write ```python around code, also where nothing else is expected."""
-    lines = code.strip().split("\n")
-    fenced = len(lines) > 1 and lines[0].strip() in ("```", "```python", "```py") and lines[-1].strip() == "```"
-    return "\n".join(lines[1:-1]) if fenced else code
+    inside = unfenced(code, ("", *PYTHON))
+    return code if inside is None else inside
 
 
 def told(outcome: Outcome) -> str:

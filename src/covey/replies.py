@@ -1,0 +1,119 @@
+"""What is read in the text of a reply by agents and by rewards alike: where thinking ends, and fenced blocks of code.
+
+Fences follow CommonMark: three or more backticks or tildes, then perhaps a language; the block ends at a line of at
+least as many of the same sign, indented by less than four spaces, or where the text ends. The indentation of the
+opening fence, which may stand in a list, is taken from every line. Deviations: a fence may be indented by more than
+three spaces and may follow `</think>` on its line, and a block of Python ends at the first fence at which its code is
+complete: one in a docstring does not end it.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+import textwrap
+import warnings
+from collections.abc import Collection
+from dataclasses import dataclass
+
+THINK, SPEAK = "<think>", "</think>"
+# Where the prompt opened the thinking, a reply only closes it: a mark on a line's edge, not one in a JSON string.
+ONLY_CLOSED = re.compile(rf"^[ \t]*+{SPEAK}|{SPEAK}[ \t]*+$", re.MULTILINE)
+
+PYTHON = ("python", "py", "python3")
+OPENING = re.compile(
+    rf"(?:^|(?<={SPEAK}))(?P<indent>[ \t]*+(?:(?:[-*+]|\d{{1,9}}[.)])[ \t]++)*+)"  # - ```python
+    r"(?P<fence>`{3,}+(?=[^`\n]*$)|~{3,}+)[ \t]*+[{.]*+(?P<language>\w*+)[^\n]*+$",
+    re.MULTILINE,
+)
+CLOSING = re.compile(r"^([ \t]*+)(`{3,}+|~{3,}+)[ \t\r]*+$", re.MULTILINE)
+MAX_PARSED = 50_000  # characters of code
+MAX_TRIED = 10  # fences that may end a block
+
+
+def speech_start(text: str) -> int | None:
+    """Where a reply's thinking is over: 0 if there is none, None if it never ends. Only thinking that opens the reply
+    counts, written `<think>…</think>`; where the prompt has opened it, `</think>` at the edge of a line."""
+    begin = len(text) - len(text.lstrip())
+    if text.startswith(THINK, begin):
+        end = text.find(SPEAK, begin)
+        return None if end < 0 else end + len(SPEAK)
+    closed = ONLY_CLOSED.search(text)
+    if closed is None or THINK in text[: closed.start()]:
+        return 0
+    return closed.end()
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    language: str  # in small letters; "" if none is named
+    code: str  # its lines, each with its end
+    start: int  # of the line of its opening fence
+    end: int  # behind its closing fence, or of the text
+    closed: bool
+
+
+def blocks(text: str, start: int = 0) -> list[Block]:
+    """The fenced blocks of a text, in order."""
+    found, opening = [], OPENING.search(text, start)
+    while opening is not None:
+        found.append(block_at(text, opening))
+        opening = OPENING.search(text, found[-1].end)
+    return found
+
+
+def unfenced(text: str, languages: Collection[str] | None = None) -> str | None:
+    """The code of a text that is one closed block and nothing else; in one of these languages, if they are given."""
+    text = text.strip()
+    opening = OPENING.match(text)
+    if opening is None or (languages is not None and opening["language"].lower() not in languages):
+        return None
+    block = block_at(text, opening)
+    return block.code.removesuffix("\n") if block.closed and block.end == len(text) else None
+
+
+def is_python(opening: re.Match[str]) -> bool:
+    """Whether a match of OPENING begins a block of Python."""
+    return opening["language"].lower() in PYTHON
+
+
+def block_at(text: str, opening: re.Match[str]) -> Block:
+    """The block that a match of OPENING begins."""
+    begin, indent = min(opening.end() + 1, len(text)), len(opening["indent"].expandtabs(4))
+    same = (one for one in CLOSING.finditer(text, begin) if one[2].startswith(opening["fence"]))
+    closings = list(itertools.islice(same, MAX_TRIED))
+    strict = [one for one in closings if len(one[1].expandtabs(4)) < indent + 4]
+    closing = next(iter(strict or closings), None)
+    if is_python(opening):
+        whole = (one for one in closings if _parses(_code(text[begin : one.start()], indent)))
+        closing = next(whole, closing)
+    code = _code(text[begin : len(text) if closing is None else closing.start()], indent)
+    if opening[0].endswith("\r"):
+        code = code.replace("\r\n", "\n")
+    end = len(text) if closing is None else closing.end()
+    return Block(opening["language"].lower(), code, opening.start(), end, closing is not None)
+
+
+def _parses(code: str) -> bool:
+    if len(code) > MAX_PARSED:
+        return False
+    try:
+        with warnings.catch_warnings(action="ignore", category=SyntaxWarning):
+            ast.parse(textwrap.dedent(code))  # it may be the inside of a function
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+def _code(lines: str, indent: int) -> str:
+    """Without up to `indent` columns of white space before each line; as it is, if only its fence was indented."""
+    first = next((line for line in lines.split("\n") if line.strip()), "")
+    if indent == 0 or not first.startswith((" ", "\t")):
+        return lines
+    return "\n".join(_cut(line, indent) for line in lines.split("\n"))
+
+
+def _cut(line: str, indent: int) -> str:
+    plain = line.lstrip(" \t")
+    return line[: len(line) - len(plain)].expandtabs(4)[indent:] + plain
