@@ -168,7 +168,7 @@ def loads(chosen: Any) -> dict[str, dict[str, Any]]:
 
         common = {"dtype": "float32", "prompt_tokens": 64, "batches": chosen.batches or [1, 8, 32, 64]}
         common |= {"lengths": chosen.lengths or [64], "repeats": chosen.repeats}
-        models = {"smollm2-135m": locate("smollm2-135m")[0]}
+        models = {"smollm2-135m": locate("smollm2-135m").path}
     return {name: {**common, "model": model, "device": chosen.device} for name, model in models.items()}
 
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 ALGORITHMS = ("grpo", "gvpo")
-SYSTEM = '"Solve the problem step by step. Put the final answer in \\\\boxed{}."'
+# In quotes Hydra takes a backslash as it is, unless a quote follows.
+SYSTEM = r'"Solve the problem step by step. Put the final answer in \boxed{}."'
 SETTINGS = [
     *("reward=math_equal", f"data.system_prompt={SYSTEM}", "data.train_batch_size=64"),
     *("rollout.group_size=8", "rollout.max_tokens=400", "rollout.max_sequences=512", "rollout.memory=0.25"),

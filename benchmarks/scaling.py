@@ -88,7 +88,7 @@ def loads(chosen: Any) -> dict[str, Any]:
 
     points = grid(Load(2, 4, 64, 32), groups=(2, 4, 8), prompts=(1, 64, 256), answers=(16, 32, 64))
     points += sharing(1, 16, 1024, (256,))
-    model = locate("smollm2-135m")[0]
+    model = locate("smollm2-135m").path
     return common | {"name": "smollm2-135m", "model": model, "dtype": "float32", "points": points}
 
 

@@ -80,7 +80,7 @@ def make_model(folder: Path) -> None:
 
     from covey.learner.models import locate
 
-    tokenizer = AutoTokenizer.from_pretrained(locate("smollm2-135m")[0])
+    tokenizer = AutoTokenizer.from_pretrained(locate("smollm2-135m").path)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,

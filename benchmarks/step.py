@@ -100,7 +100,7 @@ def cases(options: Any) -> list[dict[str, Any]]:
         ]
     from covey.learner.models import locate
 
-    folder, _ = locate("smollm2-135m")
+    folder = locate("smollm2-135m").path
     load = {"model": folder, "dtype": "float32", "group": 8, "max_tokens": 64, "prompts": questions(8)}
     load |= {"micro_batch": 64}
     return [
