@@ -37,9 +37,5 @@ def test_an_example_runs(
     figures = [dict(re.findall(r"(\S+)=(-?[\d.]+)", line)) for line in capsys.readouterr().out.splitlines()]
     spread = [float(figure["gvpo/std_weight"]) for figure in figures if figure]
     # One reward of 1 among four: R − R̄ is ¾ and three times −¼ at first. What is learned is taken off.
-    assert (
-        len(spread) == 5
-        and spread[0] == pytest.approx(0.1875**0.5, abs=1e-3)
-        and spread == sorted(spread, reverse=True)
-    )
-    assert spread[-1] < spread[0]
+    assert len(spread) == 5 and spread[0] == pytest.approx(0.1875**0.5, abs=1e-3)
+    assert spread == sorted(spread, reverse=True) and spread[-1] < spread[0]

@@ -45,7 +45,18 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "raw/gsm8k/train.jsonl": GRADE_SCHOOL,
     "raw/gsm8k/test.jsonl": [{"question": f"Bob eats {i} figs.", "answer": f"#### {i}"} for i in range(2)],
 }
-ARRAYS = {  # JSON files that hold one list
+MEASURED = {  # as benchmarks/decode.py writes it
+    "name": "decode",
+    "device": "NVIDIA H200",
+    "settings": {},
+    "rows": [
+        {"model": model, "side": "covey", "batch": batch, "decode_tokens_per_s": 100.0 * batch}
+        for model in ("qwen2.5-0.5b", "qwen2.5-1.5b")  # its default ones
+        for batch in (1, 8, 64)
+    ],
+}
+WHOLE: dict[str, Any] = {  # JSON files that hold one value
+    "benchmarks/results/decode-nvidia-h200.json": MEASURED,
     "data/rlhf/math/gsm8k_train.json": QUESTIONS,
     "data/rlhf/math/gsm8k_test.json": HELD_OUT,
     "data/rlhf/qa/train_random_8000.json": QUESTIONS,
@@ -87,8 +98,8 @@ def furnish(folder: Path, model: Path) -> None:
     """All files that pages name. Made once, in a folder that is then copied."""
     for name, rows in ROWS.items():
         _write(folder / name, "\n".join(map(json.dumps, rows)) + "\n")
-    for name, rows in ARRAYS.items():
-        _write(folder / name, json.dumps(rows))
+    for name, value in WHOLE.items():
+        _write(folder / name, json.dumps(value))
     for name, text in TEXTS.items():
         _write(folder / name, text)
     with pytest.MonkeyPatch.context() as patch:
