@@ -1,9 +1,10 @@
-"""Every other command line of the pages: `covey eval`, `covey data`, ..., `make` and scripts. None is left out unless its
-block says why."""
+"""Every other command line of the pages: `covey eval`, `covey data`, ..., `make` and `pip`. Scripts are run in
+test_scripts.py. None is left out unless its block says why."""
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shutil
@@ -16,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from covey.agents.formats import FORMATS
 from covey.cli.main import main
 from covey.config import recipe_names
 from tests.conftest import shared_folder
@@ -52,12 +55,23 @@ def test_a_shell_block_holds_commands_and_nothing_else() -> None:
             assert len(lines) == len(read_commands(block)), block.place
 
 
+def test_blocks_of_other_languages_are_known() -> None:
+    """Formats of tool calls: tests/agents/formats/test_formats_page.py. JSON and YAML must be that."""
+    for block in BLOCKS:
+        if block.language == "json":
+            json.loads(block.text)
+        elif block.language == "yaml":
+            yaml.safe_load(block.text)
+        elif block.excuse is None:
+            assert block.language in ("", "sh", "python", *FORMATS), block.place
+
+
 def test_whoever_says_why_not_is_there() -> None:
     for block in BLOCKS:
         texts = [command.text for command in read_commands(block)]
         for words in filter(None, block.excuses):
             assert any(text.startswith(words) for text in texts), f"{block.place}: no line begins with {words}"
-        assert not block.excuse or texts or block.language == "python", f"{block.place}: is not run in any case"
+        assert not block.excuse or texts or block.language in ("python", "sql"), f"{block.place}: needs no reason"
 
 
 # -- covey -----------------------------------------------------------------------------------------------------------
@@ -131,20 +145,9 @@ def unreachable(address: str, timeout: float) -> Any:
 
 def nearby(address: str, timeout: float) -> Any:
     """The small files that lie in raw/, as if they came from a set's home."""
-    name = address.rpartition("/")[2]
-    reply: Any = Path("raw/gsm8k", name).open("rb")
-
-    class Reply:
-        headers: dict[str, str] = {}  # noqa: RUF012
-        read = staticmethod(reply.read)
-
-        def __enter__(self) -> Reply:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            reply.close()
-
-    return Reply()
+    reply: Any = io.BytesIO(Path("raw/gsm8k", address.rpartition("/")[2]).read_bytes())
+    reply.headers = {"Content-Length": str(len(reply.getvalue()))}
+    return reply
 
 
 class EndsServers(io.StringIO):
