@@ -27,21 +27,22 @@ IF_GIVEN = {  # only where the line says more
 }
 SAME = {"actor_rollout_ref.rollout.n": "rollout.group_size", "agent.num_chains": "rollout.group_size"}
 SAME |= {"trainer.total_training_steps": "loop.total_steps", "loop.total_epochs": "loop.total_steps"}
-ALWAYS = ("data.val_size=2", "rollout.max_sequences=8", "loop.save_final=false", "model.context_length=4096")
-ALWAYS += ("eval.before=false", "eval.after=false", "logging.to=[]")
+ALWAYS = ("data.val_size=2", "rollout.max_sequences=8", "model.context_length=4096", "logging.to=[]")
+SHORT = ("loop.save_final=false", "eval.before=false", "eval.after=false")
 
 
-def scaled(words: Sequence[str]) -> list[str]:
+def scaled(words: Sequence[str], *, whole: bool = False, keep: Sequence[str] = ()) -> list[str]:
+    """`whole`: with its evaluations and its last checkpoint. `keep`: keys whose values are needed as they are."""
     given = dict(word.partition("=")[::2] for word in words if "=" in word and not word.startswith("-"))
-    found = [word for word in words if not _too_large(word)]
+    found = [word for word in words if word.partition("=")[0] in keep or not _too_large(word)]
     for key, most in IF_GIVEN.items():
         if key in given and key not in {word.partition("=")[0] for word in found}:
             found.append(f"{key}={most}")
     spoken = {SAME.get(key, key) for key in given}
     for key, most in MOST.items():
-        if key not in spoken or (key in given and _too_large(f"{key}={given[key]}")):
+        if key not in spoken or (key in given and key not in keep and _too_large(f"{key}={given[key]}")):
             found.append(f"{key}={most}")
-    return [*found, *(word for word in ALWAYS if word.partition("=")[0] not in given)]
+    return [*found, *(word for word in (*ALWAYS, *(() if whole else SHORT)) if word.partition("=")[0] not in given)]
 
 
 def _too_large(word: str) -> bool:
