@@ -22,6 +22,7 @@ MARK = "COVEY_TEST_PROCESS"  # an environment variable by which a process is fou
 SLOW_SECONDS = 3600  # of a test that is marked slow; the others have `timeout` of pyproject.toml
 UNRESPONSIVE_SECONDS = float(os.environ.get("COVEY_TEST_UNRESPONSIVE", 60))  # after a test's time limit
 GRACE = float(os.environ.get("COVEY_TEST_GRACE", 10))  # seconds that a process may take to end after its module
+SHOWN = 300  # characters of a command line
 LIVE_LONGER = (  # helpers that Python, torch and the session's own fixtures keep until the test process ends
     "multiprocessing.resource_tracker",
     "multiprocessing.forkserver",
@@ -101,7 +102,7 @@ def running() -> dict[int, str]:
     for pid in {*descendants(os.getpid()), *marked} - {os.getpid()}:
         words = _read(PROC / str(pid) / "cmdline").replace("\0", " ").strip()  # a process that has ended has none
         if words and not any(name in words for name in LIVE_LONGER):
-            found[pid] = words
+            found[pid] = words if len(words) <= SHOWN else words[:SHOWN] + " …"
     return found
 
 
