@@ -117,7 +117,7 @@ $(ORACLES)/stamp: pyproject.toml constraints.txt tests/oracles/requirements.txt 
 $(VERIFIERS)/stamp: pyproject.toml constraints.txt
 	test -x $(VERIFIERS)/bin/python || $(PYTHON) -m venv $(VERIFIERS)
 	$(VERIFIERS_PIP) install -c constraints.txt torch
-	$(VERIFIERS_PIP) install -c constraints.txt -e '.[verifiers]' pytest
+	$(VERIFIERS_PIP) install -c constraints.txt -e '.[verifiers]' pytest pytest-timeout
 	touch $@
 
 $(VLLM)/stamp: pyproject.toml tests/integration/requirements.txt tests/integration/requirements-no-deps.txt

@@ -12,11 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from kit.command import run_covey
 
 SFT = ["data=calculator", "data.train_size=200", "data.val_size=8", "data.train_batch_size=25", "learner.lr=1.5e-5"]
 SFT += ["eval.before=false", "logging.experiment=calculator-sft"]
@@ -27,8 +27,7 @@ def covey(command: str, words: list[str], out: Path) -> tuple[Path, float]:
     """The run's folder, and how long the whole command took."""
     before = set(out.glob("*/*"))
     start = time.perf_counter()
-    line = [sys.executable, "-m", "covey.cli.main", command, *words, f"logging.output_dir={out}", "resume=disable"]
-    subprocess.run(line, check=True)
+    run_covey([command, *words, f"logging.output_dir={out}", "resume=disable"])
     (folder,) = set(out.glob("*/*")) - before
     return folder, time.perf_counter() - start
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from kit.command import run_covey
 from tiny import table
 
 SMALLER = ["data.train_batch_size=4", "rollout.group_size=8", "data.val_size=100"]
@@ -27,7 +27,7 @@ LAST = 5  # steps whose reward is shown
 def run(words: list[str], out: Path) -> tuple[list[dict[str, Any]], float]:
     """The records of a run, and how long the command took."""
     before = set(out.glob("*/*"))
-    command = [sys.executable, "-m", "covey.cli.main", "train", "--config-name", "demo", f"logging.output_dir={out}"]
+    command = ["train", "--config-name", "demo", f"logging.output_dir={out}"]
     command += [
         "resume=disable",
         "loop.save_final=false",
@@ -37,7 +37,7 @@ def run(words: list[str], out: Path) -> tuple[list[dict[str, Any]], float]:
         *words,
     ]
     start = time.perf_counter()
-    subprocess.run(command, check=True, stdout=sys.stderr)
+    run_covey(command, stdout=sys.stderr)
     (folder,) = set(out.glob("*/*")) - before
     return [
         json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()

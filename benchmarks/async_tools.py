@@ -12,18 +12,20 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from kit.command import run_covey
+
+LOW, HIGH = 1.0, 20.0  # seconds of the tool
 AGENT = """
 import asyncio, collections, zlib
 attempts = collections.Counter()
 async def agent(policy, task):
     attempts[task.id] += 1
-    wait = 1 + 19 * (zlib.crc32(f"{task.id} {attempts[task.id]}".encode()) % 1000) / 1000
+    wait = LOW + (HIGH - LOW) * (zlib.crc32(f"{task.id} {attempts[task.id]}".encode()) % 1000) / 1000
     reply = await policy.ask(task.messages)
     await asyncio.sleep(wait)
     said = {"role": "assistant", "content": reply.text}
@@ -37,10 +39,10 @@ SETTINGS = [
 
 def measure(mode: list[str], steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "tool.py").write_text(AGENT)
-        line = [sys.executable, "-m", "covey.cli.main", "train", *SETTINGS, *mode, f"loop.total_steps={steps}"]
+        Path(folder, "tool.py").write_text(f"LOW, HIGH = {LOW}, {HIGH}\n{AGENT}")
+        line = ["train", *SETTINGS, *mode, f"loop.total_steps={steps}"]
         start = time.perf_counter()
-        subprocess.run(line, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        run_covey(line, cwd=folder, stdout=subprocess.DEVNULL)
         whole = time.perf_counter() - start
         (path,) = Path(folder).glob("outputs/*/*/metrics.jsonl")
         records = [json.loads(record) for record in path.read_text().splitlines()]
@@ -49,7 +51,7 @@ def measure(mode: list[str], steps: int) -> dict[str, Any]:
     return {
         "seconds": seconds,
         "with_start": whole,
-        "episodes_per_minute": 60 * 16 * len(found) / seconds,
+        "episodes_per_minute": 60 * sum(step["episodes/total"] for step in found) / seconds,
         "age": sum(step.get("policy/age", 0.0) for step in found) / len(found),
         "age_max": max(step.get("policy/age_max", 0.0) for step in found),
     }

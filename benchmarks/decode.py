@@ -21,7 +21,7 @@ from kit.child import ChildFailed, Children, has_package, serve
 from kit.floors import Rates, Shape, decode_seconds
 from kit.measure import about, machine, merged, now, prepare
 from kit.models import load_config, load_model, random_ids
-from kit.report import Plot, Result, command_line, number, options, publish, ratio
+from kit.report import Plot, Result, command_line, measured_on, number, options, publish, ratio
 
 Call = Callable[[list[list[int]], int], int]  # prompts, tokens of each answer → tokens sampled
 SIDES = {
@@ -155,10 +155,7 @@ def picture(rows: Sequence[dict[str, Any]]) -> Plot:
 
 def loads(chosen: Any) -> dict[str, dict[str, Any]]:
     """Settings by model."""
-    if chosen.tiny:
-        common = {"dtype": "float32", "prompt_tokens": 8, "batches": [1, 2], "lengths": [4], "repeats": 1}
-        models = {"tiny": "tiny"}
-    elif chosen.device == "cuda":
+    if chosen.device == "cuda":
         batches = chosen.batches or [1, 8, 32, 64, 256]
         common = {"dtype": "bfloat16", "prompt_tokens": 256, "batches": batches, "lengths": chosen.lengths or [256]}
         common |= {"repeats": chosen.repeats}
@@ -168,8 +165,11 @@ def loads(chosen: Any) -> dict[str, dict[str, Any]]:
 
         common = {"dtype": "float32", "prompt_tokens": 64, "batches": chosen.batches or [1, 8, 32, 64]}
         common |= {"lengths": chosen.lengths or [64], "repeats": chosen.repeats}
-        models = {"smollm2-135m": locate("smollm2-135m")[0]}
-    return {name: {**common, "model": model, "device": chosen.device} for name, model in models.items()}
+        models = {"smollm2-135m": locate("smollm2-135m").path}
+    if chosen.tiny:
+        common |= {"dtype": "float32", "prompt_tokens": 8, "batches": [1, 2], "lengths": [4], "repeats": 1}
+        models = {"tiny": "tiny"}
+    return {name: {**common, "model": model, "device": measured_on(chosen)} for name, model in models.items()}
 
 
 def measure(

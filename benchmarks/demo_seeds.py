@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
+
+from kit.command import run_covey
 
 from covey.telemetry import compare_curves
 
@@ -23,10 +23,10 @@ COLUMNS = ["greedy/number", "sampled/number", "greedy/number/lenient", "sampled/
 def run(algorithm: str, seed: int, out: Path) -> tuple[Path, float]:
     """The run's folder, and how long the whole command took."""
     before = set(out.glob("*/*"))
-    command = [sys.executable, "-m", "covey.cli.main", "train", "--config-name", "demo", f"algorithm={algorithm}"]
+    command = ["train", "--config-name", "demo", f"algorithm={algorithm}"]
     command += [f"seed={seed}", f"logging.output_dir={out}", "resume=disable", "loop.save_final=false"]
     start = time.perf_counter()
-    subprocess.run(command, check=True)
+    run_covey(command)
     (folder,) = set(out.glob("*/*")) - before
     return folder, time.perf_counter() - start
 

@@ -28,6 +28,7 @@ from kit.load import Crowd, Session, wrongs
 from kit.processes import Seen, look
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 TOKEN = "a-token-for-this-benchmark-only"
 SETTINGS = ["rollout.max_tokens=64", "gateway.port=0", "loop.threads=1"]
 
@@ -181,9 +182,8 @@ def main() -> int:
             found = asyncio.run(measure(house, given.clients, given.rounds, given.turns))
         finally:
             house.close()
-    results = ROOT / "benchmarks" / "results"
-    results.mkdir(exist_ok=True)
-    (results / f"gateway-load-{time.strftime('%Y%m%d-%H%M%S')}.json").write_text(json.dumps(found, indent=1))
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"gateway-load-{time.strftime('%Y%m%d-%H%M%S')}.json").write_text(json.dumps(found, indent=1))
     print(table(found))
     print("\n".join(found["wrongs"][:20]))
     return 1 if found["wrongs"] else 0

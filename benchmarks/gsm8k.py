@@ -12,14 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from kit.command import run_covey
+
 ALGORITHMS = ("grpo", "gvpo")
-SYSTEM = '"Solve the problem step by step. Put the final answer in \\\\boxed{}."'
+# In quotes Hydra takes a backslash as it is, unless a quote follows.
+SYSTEM = r'"Solve the problem step by step. Put the final answer in \boxed{}."'
 SETTINGS = [
     *("reward=math_equal", f"data.system_prompt={SYSTEM}", "data.train_batch_size=64"),
     *("rollout.group_size=8", "rollout.max_tokens=400", "rollout.max_sequences=512", "rollout.memory=0.25"),
@@ -29,10 +30,10 @@ SETTINGS = [
 EVAL = "eval/greedy/math_equal"
 
 
-def covey(command: str, words: list[str], log: Path) -> list[str]:
-    """A shell line for one command of Covey's, what it prints added to a file."""
-    line = [sys.executable, "-m", "covey.cli.main", command, *words]
-    return ["bash", "-c", '"$@" >> "$0" 2>&1', str(log), *line]
+def covey(command: str, words: list[str], log: Path) -> None:
+    """What it prints is added to a file."""
+    with log.open("ab") as file:
+        run_covey([command, *words], stdout=file, stderr=file)
 
 
 def one(algorithm: str, model: Path, data: Path, minutes: list[float], out: Path) -> None:
@@ -41,9 +42,9 @@ def one(algorithm: str, model: Path, data: Path, minutes: list[float], out: Path
     words += [f"data.train_files={data / 'train.jsonl'}", f"data.val_files={data / 'test.jsonl'}"]
     log = out / f"{algorithm}.log"
     for part in minutes:
-        subprocess.run(covey("train", [*words, f"loop.max_minutes={part}"], log), check=True)
+        covey("train", [*words, f"loop.max_minutes={part}"], log)
     last = max((out / algorithm).glob("*/*/checkpoints/step-*"))
-    subprocess.run(covey("eval", [str(last), "--json", str(out / f"{algorithm}-after.json")], log), check=True)
+    covey("eval", [str(last), "--json", str(out / f"{algorithm}-after.json")], log)
     (metrics,) = (out / algorithm).glob("*/*/metrics.jsonl")
     (out / f"{algorithm}-metrics.jsonl").write_text(metrics.read_text())
 

@@ -15,7 +15,7 @@ from typing import Any
 from kit.child import ChildFailed, Children, serve
 from kit.measure import GIB, about, peak_memory, prepare
 from kit.models import SHAPES, as_text, load_model, load_tokenizer, random_ids
-from kit.report import Plot, Result, command_line, number, options, publish
+from kit.report import Plot, Result, command_line, measured_on, number, options, publish
 
 
 def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
@@ -63,10 +63,11 @@ HEADER = ("model", "cap GiB", "peak GiB", "reserved GiB", "sampling s", "learnin
 
 
 def loads(chosen: Any) -> dict[str, Any]:
-    common = {"device": chosen.device, "cap": chosen.cap, "rank": 16, "group": 8, "warmup": 1, "steps": 2}
+    found = {"device": measured_on(chosen), "cap": chosen.cap, "rank": 16, "group": 8, "warmup": 1, "steps": 2}
+    found |= {"model": chosen.model, "dtype": "bfloat16", "prompt_tokens": 512, "answer_tokens": 1024}
     if chosen.tiny:
-        return common | {"model": "tiny", "dtype": "float32", "prompt_tokens": 8, "answer_tokens": 8, "steps": 1}
-    return common | {"model": chosen.model, "dtype": "bfloat16", "prompt_tokens": 512, "answer_tokens": 1024}
+        found |= {"model": "tiny", "dtype": "float32", "prompt_tokens": 8, "answer_tokens": 8, "steps": 1}
+    return found
 
 
 def parse(argv: Sequence[str] | None) -> Any:
@@ -106,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{settings['group']} answers of {settings['answer_tokens']} tokens to a prompt of "
             f"{settings['prompt_tokens']}; adapters of rank {settings['rank']}: {row['trained']:,} trained weights; "
             f"{settings['dtype']}, gradient checkpointing.",
-            *([] if chosen.device == "cuda" else ["On a CPU nothing is capped; the peak is that of the process."]),
+            *([] if settings["device"] == "cuda" else ["On a CPU nothing is capped; the peak is that of the process."]),
         ],
         settings=settings,
         command=command_line(),

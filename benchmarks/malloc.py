@@ -28,8 +28,9 @@ def measure(keep: bool) -> float:
         models.keep_freed_memory = lambda: False
     config = ModelConfig()
     model = models.load_policy(models.open_source(config), config)
-    prompts = random_ids(49000, 5, 69, "prompts")
-    answers = [random_ids(49000, 16, 9, ("answers", number)) for number in range(5)]
+    vocabulary = model.config.vocab_size
+    prompts = random_ids(vocabulary, 5, 69, "prompts")
+    answers = [random_ids(vocabulary, 16, 9, ("answers", number)) for number in range(5)]
     samples = to_samples(made_up(prompts, answers), {"checksum": 1.0})
     algorithm = make("gvpo", reference="old")
     learner = Learner(model, LearnerConfig(lr=1e-6), total_updates=10)

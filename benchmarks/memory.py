@@ -16,7 +16,7 @@ from typing import Any
 from kit.child import ChildFailed, Children, serve
 from kit.measure import GIB, about, peak_memory, prepare, reset_peak
 from kit.models import SHAPES, model_config, random_ids, random_model
-from kit.report import Plot, Result, command_line, number, options, publish
+from kit.report import Plot, Result, command_line, measured_on, number, options, publish
 
 
 def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
@@ -69,19 +69,19 @@ def held(device: str) -> float:
 
 
 def loads(chosen: Any) -> dict[str, Any]:
-    if chosen.tiny:
-        found = {"shape": "tiny", "dtype": "float32", "prompt_tokens": 4, "answer_tokens": 8}
-        vocabularies, tokens = (256, 1024), (16, 64)
-    elif chosen.device == "cuda":
+    if chosen.device == "cuda":
         found = {"shape": chosen.shape, "dtype": "bfloat16", "prompt_tokens": 256, "answer_tokens": 256}
         vocabularies, tokens = (32768, SHAPES[chosen.shape]["vocab_size"]), (4096, 8192, 16384, 32768)
     else:
         found = {"shape": "tiny", "dtype": "float32", "prompt_tokens": 64, "answer_tokens": 128}
         vocabularies, tokens = (16384, 65536), (4096, 8192, 16384)
+    if chosen.tiny:
+        found |= {"shape": "tiny", "dtype": "float32", "prompt_tokens": 4, "answer_tokens": 8}
+        vocabularies, tokens = (256, 1024), (16, 64)
     points = [
         {"vocabulary": v, "tokens": t} for v in chosen.vocabularies or vocabularies for t in chosen.tokens or tokens
     ]
-    return found | {"device": chosen.device, "points": points}
+    return found | {"device": measured_on(chosen), "points": points}
 
 
 HEADER = (
@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     children = Children(__file__, chosen.limit)
     settings = loads(chosen)
     # A process remembers its peak: on a CPU every point needs a new one.
-    parts = [settings["points"]] if chosen.device == "cuda" else [[point] for point in settings["points"]]
+    parts = [settings["points"]] if settings["device"] == "cuda" else [[point] for point in settings["points"]]
     try:
         done = [children.run("covey", settings | {"points": part}) for part in parts]
     except ChildFailed as error:

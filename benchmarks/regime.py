@@ -23,7 +23,7 @@ from kit.child import ChildFailed, Children, has_package, serve
 from kit.floors import Load, Rates, Shape, decode_seconds, prefill_seconds
 from kit.measure import about, machine, merged, now, peak_memory, prepare
 from kit.models import load_config, load_model, random_ids
-from kit.report import Plot, Result, command_line, number, options, publish, ratio
+from kit.report import Plot, Result, command_line, measured_on, number, options, publish, ratio
 
 WARM_UP = 64  # answers are so many times shorter
 SIDES = {"covey": "Covey, with log-probs", "vllm-logprobs": "vLLM, with log-probs", "vllm": "vLLM, without"}
@@ -111,11 +111,12 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def loads(chosen: Any) -> dict[str, Any]:
+    lengths = answer_lengths(chosen.answers, 1000, 0.9, 8192)
+    found = {"model": chosen.model, "dtype": "bfloat16", "prompt_tokens": 1024, "group": 8, "lengths": lengths}
     if chosen.tiny:
         lengths = answer_lengths(8, 4, 0.9, 12)
-        return {"model": "tiny", "dtype": "float32", "prompt_tokens": 8, "group": 4, "lengths": lengths}
-    lengths = answer_lengths(chosen.answers, 1000, 0.9, 8192)
-    return {"model": chosen.model, "dtype": "bfloat16", "prompt_tokens": 1024, "group": 8, "lengths": lengths}
+        found |= {"model": "tiny", "dtype": "float32", "prompt_tokens": 8, "group": 4, "lengths": lengths}
+    return found | {"device": measured_on(chosen), "plain": chosen.plain}
 
 
 def parse(argv: Sequence[str] | None) -> Any:
@@ -135,7 +136,7 @@ def parse(argv: Sequence[str] | None) -> Any:
 def main(argv: Sequence[str] | None = None) -> int:
     chosen = parse(argv)
     children = Children(__file__, chosen.limit)
-    settings = loads(chosen) | {"device": chosen.device, "plain": chosen.plain}
+    settings = loads(chosen)
     here = children.run("machine", settings | {"quick": chosen.tiny})
     found: dict[str, Any] = {}
     versions: dict[str, Any] = {"covey": here["versions"]}

@@ -19,7 +19,7 @@ from kit.child import ChildFailed, Children, serve
 from kit.floors import Load, Rates, Shape, learning_seconds, sampling_seconds
 from kit.measure import about, machine, prepare
 from kit.models import load_config, load_model, random_ids, word_tokenizer
-from kit.report import Plot, Result, command_line, number, options, publish, ratio
+from kit.report import Plot, Result, command_line, measured_on, number, options, publish, ratio
 
 SHARED = "prompt shared"  # the rows that the figure is made of
 KINDS = ("group", "prompt", "answer", SHARED)
@@ -76,20 +76,27 @@ def sharing(prompts: int, group: int, prompt_tokens: int, answers: Sequence[int]
 
 
 def loads(chosen: Any) -> dict[str, Any]:
-    common = {"device": chosen.device, "warmup": chosen.warmup, "steps": chosen.steps}
+    common = {"device": measured_on(chosen), "warmup": chosen.warmup, "steps": chosen.steps}
+    found = common | (gpu_load(chosen.model) if chosen.device == "cuda" else cpu_load())
     if chosen.tiny:
         points = grid(Load(2, 2, 4, 4), groups=(2, 4), prompts=(1, 8), answers=(2, 4)) + sharing(1, 4, 32, (8,))
-        return common | {"name": "tiny", "model": "tiny", "dtype": "float32", "points": points}
-    if chosen.device == "cuda":
-        points = grid(Load(32, 8, 256, 256), groups=(2, 4, 8, 16), prompts=(1, 256, 1024), answers=(64, 256, 512))
-        points += sharing(8, 16, 1024, (256, 1024))
-        return common | {"name": chosen.model, "model": chosen.model, "dtype": "bfloat16", "points": points}
+        found |= {"name": "tiny", "model": "tiny", "dtype": "float32", "points": points}
+    return found
+
+
+def gpu_load(model: str) -> dict[str, Any]:
+    points = grid(Load(32, 8, 256, 256), groups=(2, 4, 8, 16), prompts=(1, 256, 1024), answers=(64, 256, 512))
+    points += sharing(8, 16, 1024, (256, 1024))
+    return {"name": model, "model": model, "dtype": "bfloat16", "points": points}
+
+
+def cpu_load() -> dict[str, Any]:
     from covey.learner.models import locate
 
     points = grid(Load(2, 4, 64, 32), groups=(2, 4, 8), prompts=(1, 64, 256), answers=(16, 32, 64))
     points += sharing(1, 16, 1024, (256,))
-    model = locate("smollm2-135m")[0]
-    return common | {"name": "smollm2-135m", "model": model, "dtype": "float32", "points": points}
+    model = locate("smollm2-135m").path
+    return {"name": "smollm2-135m", "model": model, "dtype": "float32", "points": points}
 
 
 # -- the report ------------------------------------------------------------------------------------------------------

@@ -19,19 +19,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kit.command import run_covey
 from tiny import table
 
 LOW, HIGH = 1.0, 6.0  # seconds of the tool
-AGENT = f"""
+AGENT = """
 import asyncio, collections, zlib
 attempts = collections.Counter()
 async def agent(policy, task):
     attempts[task.id] += 1
-    share = zlib.crc32(f"{{task.id}} {{attempts[task.id]}}".encode()) % 1000 / 1000
+    share = zlib.crc32(f"{task.id} {attempts[task.id]}".encode()) % 1000 / 1000
     reply = await policy.ask(task.messages)
-    await asyncio.sleep({LOW} + {HIGH - LOW} * share)
-    said = {{"role": "assistant", "content": reply.text}}
-    return (await policy.ask([*task.messages, said, {{"role": "user", "content": "Are you sure?"}}])).text
+    await asyncio.sleep(LOW + (HIGH - LOW) * share)
+    said = {"role": "assistant", "content": reply.text}
+    return (await policy.ask([*task.messages, said, {"role": "user", "content": "Are you sure?"}])).text
 """
 SETTINGS = [
     *("data=sort", "algorithm=grpo", "agent=tool.py:agent", "learner.lr=1e-6", "logging.episodes_per_step=16"),
@@ -80,7 +81,7 @@ def make_model(folder: Path) -> None:
 
     from covey.learner.models import locate
 
-    tokenizer = AutoTokenizer.from_pretrained(locate("smollm2-135m")[0])
+    tokenizer = AutoTokenizer.from_pretrained(locate("smollm2-135m").path)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -102,9 +103,9 @@ def run(folder: Path, setting: Setting, steps: int, number: int) -> Path:
     place = folder / "-".join(
         map(str, ("run", number, setting.groups, setting.attempts, setting.tokens, setting.staleness))
     )
-    line = [sys.executable, "-m", "covey.cli.main", "train", *SETTINGS, *setting.words()]
+    line = ["train", *SETTINGS, *setting.words()]
     line += [f"loop.total_steps={steps}", f"logging.output_dir={place}"]
-    subprocess.run(line, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    run_covey(line, cwd=folder, stdout=subprocess.DEVNULL)
     (found,) = place.glob("*/*")
     return found
 
@@ -210,7 +211,7 @@ def main() -> None:
     steps = parser.parse_args().steps
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "tool.py").write_text(AGENT)
+        (folder / "tool.py").write_text(f"LOW, HIGH = {LOW}, {HIGH}\n{AGENT}")
         make_model(folder / "model")
         rows = []
         for number, setting in enumerate(OTHERS):

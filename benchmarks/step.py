@@ -20,7 +20,7 @@ from typing import Any
 from kit.child import ROOT, ChildFailed, Children, has_package, serve
 from kit.floors import Load, Rates, Shape, learning_seconds, sampling_seconds
 from kit.measure import about, machine, merged, peak_memory, prepare
-from kit.report import Plot, Result, command_line, number, options, publish, ratio
+from kit.report import Plot, Result, command_line, measured_on, number, options, publish, ratio
 
 TRL_MICRO_BATCH = {"qwen2.5-0.5b": 64, "qwen2.5-1.5b": 32}  # the largest that fit on an H200
 NOTES = {
@@ -86,26 +86,32 @@ def trl_side(settings: dict[str, Any]) -> dict[str, Any]:
 def cases(options: Any) -> list[dict[str, Any]]:
     """Settings of every comparison; `name` is its row in the table."""
     common = {"device": options.device, "lr": 1e-6, "warmup": options.warmup, "steps": options.steps}
-    if options.tiny:
-        load = {"model": "tiny", "dtype": "float32", "group": 2, "max_tokens": 4, "micro_batch": 4}
-        load |= {"prompts": words("tiny", 2, 8)}
-        return [common | load | {"name": f"tiny, {kind}", "fixed": kind == "fixed"} for kind in ("fixed", "natural")]
-    if options.device == "cuda":
-        return [
-            common
-            | {"name": model, "model": model, "dtype": "bfloat16", "fixed": True}
-            | {"prompts": words(model, 32, 256), "group": 8, "max_tokens": 256}
-            | {"micro_batch": TRL_MICRO_BATCH[model]}
-            for model in options.models or TRL_MICRO_BATCH
-        ]
+    found = [common | case for case in (gpu_cases(options) if options.device == "cuda" else cpu_cases())]
+    return [case | tiny(case, options) for case in found] if options.tiny else found
+
+
+def tiny(case: dict[str, Any], options: Any) -> dict[str, Any]:
+    """What changes where a case is only tried."""
+    load = {"model": "tiny", "dtype": "float32", "group": 2, "max_tokens": 4, "micro_batch": 4}
+    name = f"tiny, {case['name'].rpartition(', ')[2]}"
+    return load | {"name": name, "device": measured_on(options), "prompts": words("tiny", 2, 8)}
+
+
+def gpu_cases(options: Any) -> list[dict[str, Any]]:
+    return [
+        {"name": model, "model": model, "dtype": "bfloat16", "fixed": True}
+        | {"prompts": words(model, 32, 256), "group": 8, "max_tokens": 256, "micro_batch": TRL_MICRO_BATCH[model]}
+        for model in options.models or TRL_MICRO_BATCH
+    ]
+
+
+def cpu_cases() -> list[dict[str, Any]]:
     from covey.learner.models import locate
 
-    folder, _ = locate("smollm2-135m")
+    folder = locate("smollm2-135m").path
     load = {"model": folder, "dtype": "float32", "group": 8, "max_tokens": 64, "prompts": questions(8)}
     load |= {"micro_batch": 64}
-    return [
-        common | load | {"name": f"smollm2-135m, {kind}", "fixed": kind == "fixed"} for kind in ("fixed", "natural")
-    ]
+    return [load | {"name": f"smollm2-135m, {kind}", "fixed": kind == "fixed"} for kind in ("fixed", "natural")]
 
 
 def words(model: str, count: int, tokens: int) -> list[str]:
@@ -252,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sides = {name: pythons[side] for side in chosen.sides for name in names(side, chosen.trl_micro_batch)}
     todo = cases(chosen)
     failures: list[str] = []
-    ask = {"device": chosen.device, "dtype": todo[0]["dtype"], "quick": chosen.tiny}
+    ask = {"device": todo[0]["device"], "dtype": todo[0]["dtype"], "quick": chosen.tiny}
     here = children.run("machine", ask)
     rates = Rates(**here["rates"])
     rows: list[dict[str, Any]] = []

@@ -21,7 +21,7 @@ def reward_function(prompt: str, completion: str) -> float:
 
 
 def main() -> None:
-    name, _ = locate(sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m")
+    name = locate(sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m").path
     model = AutoModelForCausalLM.from_pretrained(name)
     ref_model = AutoModelForCausalLM.from_pretrained(name)
     tokenizer = AutoTokenizer.from_pretrained(name)

@@ -9,6 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.hygiene import (  # noqa: F401  (hooks and fixtures of every test)
+    _seen_processes,
+    no_process_is_left,
+    pytest_collection_modifyitems,
+    pytest_timeout_cancel_timer,
+    pytest_timeout_set_timer,
+)
+
 ROOT = Path(__file__).parent.parent
 
 

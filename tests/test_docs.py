@@ -1,13 +1,13 @@
-"""The documentation against the code: pages, options and their defaults, metrics, command lines, links, the example."""
+"""The documentation against the code: pages, options and their defaults, metrics, links, the example.
+
+Command lines and Python blocks: tests/docs."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 import json
 import re
-import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,6 @@ from covey.algorithms.aggregation import Aggregation
 from covey.algorithms.correction import Correction
 from covey.algorithms.kl import Kl
 from covey.algorithms.shaping import GroupFilter, Shaping
-from covey.cli import words
 from covey.cli.main import main
 from covey.cluster.engine import RayEngine
 from covey.config.schema import Config, CriticConfig
@@ -31,7 +30,6 @@ from tests.rollout.no_vllm import without_vllm
 DOCS = Path(__file__).parent.parent / "docs"
 README = DOCS / "algorithms" / "README.md"
 PAGES = {path.stem: path for path in sorted((DOCS / "algorithms").glob("*.md")) if path != README}
-WRITTEN = (*PAGES.values(), README, DOCS / "papers.md", DOCS / "metrics.md", DOCS / "rollout.md", DOCS / "rewards.md")
 SHARED = (Aggregation, Kl, Correction, Shaping, GroupFilter)
 
 
@@ -70,16 +68,6 @@ def value(text: str) -> Any:
 def blocks(path: Path) -> list[tuple[str, str]]:
     """Fenced blocks: language and text."""
     return re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text(), re.DOTALL | re.MULTILINE)
-
-
-def commands() -> list[Any]:
-    found = []
-    for path in WRITTEN:
-        for _, text in blocks(path):
-            for line in text.replace("\\\n", " ").splitlines():
-                if line.startswith("covey train "):
-                    found.append(pytest.param(line, id=f"{path.stem}-{len(found)}"))
-    return found
 
 
 # -- pages and options -----------------------------------------------------------------------------------------------
@@ -244,30 +232,7 @@ def test_the_metrics_of_a_page_are_documented(name: str) -> None:
     assert [metric for metric in shown if not any(p.fullmatch(metric) for p in patterns)] == []
 
 
-# -- command lines ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def quick(tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """In an empty folder, without the hub. What the schemas are made of does not change between commands."""
-    import huggingface_hub.constants
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(words, "algorithm_schemas", _schemas)
-    monkeypatch.chdir(tmp_path)
-    return [f"model={tiny_model_folder}", "model.context_length=65536", "data.train_size=256", "data.val_size=2"]
-
-
-_schemas = functools.cache(words.algorithm_schemas)
-
-
-@pytest.mark.parametrize("line", commands())
-def test_a_command_line_is_valid(line: str, quick: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    given = shlex.split(line)[2:]
-    unless_given = [word for word in quick if not any(g.startswith(word.partition("=")[0] + "=") for g in given)]
-    assert main(["train", "--validate-only", *unless_given, *given]) == 0
-    warnings = re.findall(r"^warning: (.*)", capsys.readouterr().out, re.MULTILINE)
-    assert [text for text in warnings if not text.startswith("not here: ")] == []
+# -- the example ------------------------------------------------------------------------------------------------------
 
 
 def test_the_example_of_a_new_algorithm_works(

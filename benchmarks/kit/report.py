@@ -84,9 +84,16 @@ def options(doc: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file and the picture")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, seconds: shows that the benchmark works")
+    parser.add_argument("--tiny", action="store_true", help="seconds, a tiny model, also without a GPU")
     parser.add_argument("--limit", type=float, default=6 * 3600, help="seconds; what is not measured then is left out")
     return parser
+
+
+def measured_on(chosen: argparse.Namespace) -> str:
+    """A tiny run of what is measured on a GPU goes through the same code on a CPU where there is no GPU."""
+    import torch
+
+    return "cpu" if chosen.tiny and not torch.cuda.is_available() else str(chosen.device)
 
 
 def command_line(argv: Sequence[str] | None = None) -> str:

@@ -20,19 +20,6 @@ ORACLES = ROOT / ".venv-oracles" / "bin" / "python"
 ALWAYS = {"name", "device", "versions", "header", "cells", "rows", "plot", "notes", "settings", "command", "tiny"}
 
 
-@pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sides run here, not in processes of their own: importing torch takes longer than all of this."""
-    from kit import child
-
-    def run(self: Any, side: str, settings: Any, python: Any = None) -> Any:
-        script = importlib.import_module(Path(self.script).stem)
-        sides = {"machine": script.machine} if side == "machine" else {side: getattr(script, f"{side}_side")}
-        return json.loads(json.dumps(sides[side](json.loads(json.dumps(settings)))))
-
-    monkeypatch.setattr(child.Children, "run", run)
-
-
 def outcome(name: str, out: Path, *words: str) -> dict[str, Any]:
     script = importlib.import_module(name)
     assert script.main(["--tiny", "--out", str(out), *words]) == 0

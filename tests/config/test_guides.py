@@ -6,23 +6,19 @@ PYTHONPATH=src python -m tests.config.test_guides       write the tables anew
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from covey.cli.main import main
 from covey.config import recipe_names
 from covey.config.aliases import ACCEPTED, ALIASES, accepted, translate
 from covey.config.derive import PARTS
 from covey.config.not_yet import NOT_YET
 from covey.config.settings import find, owners, schema_settings
 from tests.config.conftest import ALGORITHMS
-from tests.config.test_source_commands import quick as quick
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = [DOCS / "recipes.md", *sorted((DOCS / "guides").glob("*.md"))]
 BEGIN, END = "<!-- keys: begin -->\n", "<!-- keys: end -->\n"
 GVPO = [f"algorithm.gvpo_{name}" for name in ("beta", "use_bessel_correction", "clip_weight", "normalize_weights")]
 DGDO = [
@@ -106,27 +102,6 @@ def test_the_arguments_of_the_minimal_script() -> None:
         "reward_function": "reward.name",
     }
     assert all(_native(key) for _, key in rows)
-
-
-def _commands() -> list[object]:
-    found = []
-    for page in PAGES:
-        for block in re.findall(r"^```\w*\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
-            lines = block.replace("\\\n", " ").splitlines()
-            found += [
-                pytest.param(line, id=f"{page.stem}-{i}") for i, line in enumerate(lines) if "covey train" in line
-            ]
-    return found
-
-
-@pytest.mark.parametrize("line", _commands())
-def test_a_command_of_the_guides_is_valid(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = shlex.split(line.partition("covey train")[2], comments=True)
-    if "--config" in words:
-        Path(words[words.index("--config") + 1]).write_text(
-            "env:\n  N_GPUS: 8\npython_args:\n  algorithm.gvpo_beta: 0.1\n"
-        )
-    assert main(["train", *words, "--validate-only"]) == 0, capsys.readouterr().err
 
 
 def test_every_recipe_has_a_line() -> None:

@@ -33,6 +33,15 @@ sys.exit(3)
     assert not outcome.ok
 
 
+def test_signals_are_the_default_ones_whatever_covey_was_started_with(sandbox: Sandbox) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does for a command in the background
+    try:
+        outcome = run(sandbox.run("import signal; print(signal.getsignal(2) is signal.default_int_handler)"))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert outcome == Outcome("True\n", "", 0)
+
+
 def test_a_traceback_shows_the_program_and_nothing_of_ours(sandbox: Sandbox) -> None:
     outcome = run(sandbox.run("def f():\n    return 1 / 0\n\nf()\n"))
     lines = outcome.stderr.splitlines()

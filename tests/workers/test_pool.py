@@ -628,14 +628,19 @@ asyncio.run(main())
 def test_everything_ends_with_the_process_of_the_pool(how: str) -> None:
     reader, writer = os.pipe()
     started = time.monotonic()
-    subprocess.run(
-        [sys.executable, "-c", PARENT, how, str(writer)], pass_fds=[writer], stdin=subprocess.DEVNULL, stderr=-3
+    words = [sys.executable, "-c", PARENT, how, str(writer)]
+    parent = subprocess.Popen(
+        words, pass_fds=[writer], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
-    pids = [int(line) for line in os.read(reader, 1000).split()]
-    os.close(reader)
-    os.close(writer)
-    assert len(pids) == 6 and gone(*pids)
-    assert time.monotonic() - started < 20
+    try:
+        parent.wait(60)
+        pids = [int(line) for line in os.read(reader, 1000).split()]
+        assert len(pids) == 6 and gone(*pids)
+        assert time.monotonic() - started < 20
+    finally:
+        os.killpg(parent.pid, signal.SIGKILL)  # the fork that outlives it
+        os.close(reader)
+        os.close(writer)
 
 
 def test_without_standard_streams() -> None:

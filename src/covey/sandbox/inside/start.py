@@ -10,6 +10,7 @@ Then, in every tier: a keeper, and under it the program with limits, no privileg
 
 from __future__ import annotations
 
+import _signal  # not signal, which imports enum
 import os
 import resource
 
@@ -70,6 +71,7 @@ def _harden(request: dict[str, Any], cells: Cells | None) -> None:
     if cells is not None:
         cells.enter()
     walls.die_with_parent()
+    _signal.signal(_signal.SIGINT, _signal.default_int_handler)  # Covey may run in the background, where it is ignored
     _limit(request["limits"])
     kernel.leave_keyrings()
     kernel.drop_capabilities()
