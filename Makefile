@@ -16,7 +16,7 @@ VERIFIERS_PIP := $(VERIFIERS)/bin/python -m pip --disable-pip-version-check -q
 VLLM     := .venv-vllm
 VLLM_PIP := $(VLLM)/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo test fuzz dash-test test-kernels test-slow check format bench bench-gpu bench-gpu-packages experiments oracles verifiers vllm clean
+.PHONY: demo test fuzz dash-test test-kernels test-gpu test-slow check format bench bench-gpu bench-gpu-packages experiments oracles verifiers vllm clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/covey train --config-name demo
@@ -29,7 +29,14 @@ FUZZ_MINUTES ?= 20
 fuzz: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/fuzz.py --minutes $(FUZZ_MINUTES)
 
-# The GPU's kernels by Triton's interpreter, on a CPU. On a GPU make test runs them for real.
+# On a GPU machine, with the Python that has its torch and pytest: kernels, captured graphs, and random traffic with
+# changing weights against plain forward passes.
+GPU_PYTHON ?= python3
+test-gpu:
+	PYTHONPATH=src:$(PYTHONPATH) $(GPU_PYTHON) -m pytest tests/rollout/test_kernels.py tests/rollout/test_graphs.py \
+		tests/rollout/test_traffic.py tests/learner/test_logprobs.py
+
+# The GPU's kernels by Triton's interpreter, on a CPU. On a GPU make test-gpu runs them for real.
 test-kernels: $(VENV)/triton.stamp
 	TRITON_INTERPRET=1 PYTHONPATH=$(VENV)/triton $(BIN)/python -m pytest \
 		tests/rollout/test_kernels.py tests/rollout/test_graphs.py tests/learner/test_logprobs.py
@@ -75,7 +82,6 @@ bench: $(VENV)/run.stamp $(ORACLES)/stamp
 	$(BIN)/python benchmarks/agent_seeds.py --picture docs/images/calculator.png
 
 # On a GPU machine, with the Python that has its torch; and what it needs beside that, in one archive to take along.
-GPU_PYTHON ?= python3
 GPU_PYTHON_VERSION ?= 3.12
 bench-gpu:
 	$(GPU_PYTHON) benchmarks/gpu.py --parts step,decode,memory,scaling,regime,lora
