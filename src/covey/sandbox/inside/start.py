@@ -10,7 +10,7 @@ Then, in every tier: a keeper, and under it the program with limits, no privileg
 
 from __future__ import annotations
 
-import _signal  # not signal, which imports enum
+import _signal  # type: ignore[import-not-found]  # not signal, which imports enum
 import os
 import resource
 
