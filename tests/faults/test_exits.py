@@ -142,3 +142,21 @@ def test_what_exits_in_a_task_of_an_agents_own(
     words = [f"model={tiny_model_folder}", "data=sort", f"agent={mine}:divided", "eval.before=false", *small]
     assert main(["train", *words, "loop.total_steps=1"]) == 1
     assert f"sys.exit(0) was called at {mine}, line 29" in capsys.readouterr().err
+
+
+def test_a_mistake_that_only_a_step_shows_is_not_said_to_have_started_nothing(
+    tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a model whose own code ignores the attention interface: its first forward pass shows that."""
+    monkeypatch.chdir(tmp_path)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise InputError("this model cannot be trained")
+
+    monkeypatch.setattr("covey.loop.run.step", refuse)
+    words = [f"model={tiny_model_folder}", "data=sort", "loop.total_steps=1", "eval.before=false"]
+    assert main(["train", *words]) == 1
+    told = capsys.readouterr().err
+    assert "this model cannot be trained" in told and "nothing was started" not in told
+    (info,) = tmp_path.glob("outputs/*/*/run.json")
+    assert '"failed"' in info.read_text()

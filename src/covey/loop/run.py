@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.schema import Config
-from covey.errors import LearnerLost
+from covey.errors import InputError, LearnerLost, RunFailed
 from covey.learner.learner import NonFiniteError
 from covey.loop.checkpoint import Checkpoint, CheckpointStore, best_of
 from covey.loop.evaluate import Evaluator
@@ -77,6 +77,8 @@ class Run:
         except LearnerLost:
             status = "restarting" if self.restarts_left else "failed"
             raise
+        except InputError as error:  # a mistake that only a step could show: the run had started
+            raise RunFailed(str(error)) from error
         finally:
             close_run(self.folder, self.telemetry, status, self.source.close, self.engine.close, self.resources.close)
         return self

@@ -13,6 +13,7 @@ from typing import Any
 
 from covey.algorithms.likelihood import Likelihood
 from covey.config.schema import Config
+from covey.errors import InputError, RunFailed
 from covey.learner.learner import Ask, Learner, NonFiniteError
 from covey.loop.checkpoint import Checkpoint, CheckpointStore, best_of
 from covey.loop.folder import RunFolder
@@ -73,6 +74,8 @@ class SftRun:
         except KeyboardInterrupt:
             status = "interrupted"
             raise
+        except InputError as error:  # a mistake that only a step could show: the run had started
+            raise RunFailed(str(error)) from error
         finally:
             close_run(self.folder, self.telemetry, status)
         return self
