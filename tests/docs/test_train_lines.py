@@ -22,7 +22,9 @@ TRAIN = [c for c in COMMANDS if c.words[:2] == ["covey", "train"] and c.excuse i
 NEW = ("algorithm", "algorithm.loss", "algorithm.adv_estimator", "agent", "agent.agent_type", "mode", "data", "reward")
 NEW += ("rollout", "critic.shared", "--multirun", "--dry-run", "--validate-only", "--config")
 # Warnings that a page's line is meant to have.
-MEANT = ("rollout.group_size=2: gvpo is noisy below 4 attempts per task",)
+MEANT = re.compile(  # warnings that are right: of the line itself, or of the machine that checks it
+    r"not here: |rollout\.group_size=2: gvpo is noisy below 4 attempts per task$|\d+ processes share \d+ cores: "
+)
 
 
 def only_checked(words: list[str]) -> str | None:
@@ -68,7 +70,7 @@ def test_a_line_is_valid(
     told = capsys.readouterr()
     assert code == 0, told.err
     warnings = re.findall(r"^warning: (.*)", told.out, re.MULTILINE)
-    assert [text for text in warnings if not text.startswith("not here: ") and text not in MEANT] == []
+    assert [text for text in warnings if not MEANT.match(text)] == []
     assert not Path("multirun").exists()
 
 
