@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from covey.errors import InputError
 from covey.rewards import RewardError, resolve_rewards
 from covey.types import Episode, Task
 from kit.perturb import gold_arguments, wrong_answers, wrong_calls, wrong_test
@@ -64,13 +65,15 @@ def judge(data: str, what: str, reward: Any, tries: Iterable[Try], at_once: int 
         async def some() -> None:
             nonlocal done
             for one in left:
-                rewards.check(one.task)
                 episode = Episode(one.task, (), (*one.task.messages, {"role": "assistant", "content": one.reply}))
                 try:
+                    rewards.check(one.task)
                     score = (await rewards(one.task, episode))[name]
                     said = f"{score:g}"
                 except RewardError as error:
                     score, said = None, error.why
+                except InputError as error:  # an answer that the reward cannot read
+                    score, said = None, str(error).splitlines()[0]
                 done += 1
                 if score is None or abs(score - one.wanted) > 1e-9:
                     wrong.append(f"{one.name}: {said} for {one.reply[-60:]!r}")
