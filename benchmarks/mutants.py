@@ -10,7 +10,8 @@ a function that may return None returns None. --sample mutants of each file are 
 Each mutant is written into a copy of the package in a temporary folder, and the tests of its module run with `-x` in
 a fork of this process, which has imported torch, transformers and pytest but not Covey. A mutant survives if they
 pass; a failed test, an error and a hang (--timeout) kill it. The unchanged package goes first and must pass.
-Printed are a table of the files, and the place and change of each survivor. Exit status 1: an unchanged file fails.
+Each survivor is printed when it is found, as place and change; then a table of the files. Exit status 1: tests fail
+without a change.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
 ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult},
 }
+Constants = tuple[str, ...]
 LARGEST_CONSTANT = 16  # larger ones are seeds and sizes
 
 
@@ -103,31 +105,42 @@ def mutants_of(file: str, source: str) -> Iterator[Mutant]:
     for text in lines:
         starts.append(starts[-1] + len(text))
     whole = b"".join(lines)
-    for node in code_nodes(ast.parse(source)):
+    for node, constants in code_nodes(ast.parse(source)):
         begin = starts[node.lineno - 1] + node.col_offset
         end = starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
         before = whole[begin:end].decode()
-        for after in changes(node):
+        for after in (*changes(node), *constants):
             changed = (whole[:begin] + after.encode() + whole[end:]).decode()
             yield Mutant(file, node.lineno, " ".join(before.split()), after, changed)
 
 
-def code_nodes(tree: ast.AST) -> Iterator[ast.expr | ast.stmt]:
-    """Expressions and statements, without annotations, f-strings (messages), asserts and the names of literals."""
+def code_nodes(tree: ast.AST, optional: bool = False) -> Iterator[tuple[ast.expr | ast.stmt, Constants]]:
+    """Expressions and statements, without annotations, f-strings (messages), asserts and errors, and the constants that
+    may replace each. `optional`: inside of a function that may return None."""
+    if isinstance(tree, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        optional = "None" in ast.unparse(getattr(tree, "returns", None) or ast.Pass())
     for name, value in ast.iter_fields(tree):
         if name in ("annotation", "returns") or isinstance(tree, ast.JoinedStr | ast.Assert | ast.Raise):
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.expr | ast.stmt):
-                yield child
+                yield child, () if isinstance(child, ast.Constant) else constants_for(tree, name, optional)
             if isinstance(child, ast.AST):
-                yield from code_nodes(child)
+                yield from code_nodes(child, optional)
+
+
+def constants_for(parent: ast.AST, name: str, optional: bool) -> Constants:
+    if isinstance(parent, ast.If | ast.IfExp) and name == "test":
+        return ("True", "False")
+    if isinstance(parent, ast.While) and name == "test":
+        return ("False",)  # True only hangs
+    return ("None",) if isinstance(parent, ast.Return) and optional else ()
 
 
 def changes(node: ast.expr | ast.stmt) -> Iterator[str]:
     """The texts that may stand in its place."""
     changed = copy.deepcopy(node)
-    if isinstance(changed, ast.Compare) and type(changed.ops[0]) in COMPARISONS:
+    if isinstance(changed, ast.Compare):
         changed.ops[0] = COMPARISONS[type(changed.ops[0])]()
         yield f"({ast.unparse(changed)})"
     elif isinstance(changed, ast.BinOp | ast.AugAssign) and type(changed.op) in ARITHMETIC:
@@ -140,34 +153,8 @@ def changes(node: ast.expr | ast.stmt) -> Iterator[str]:
         yield f"({ast.unparse(changed.operand)})"
     elif isinstance(changed, ast.Constant) and type(changed.value) is int and changed.value <= LARGEST_CONSTANT:
         yield from (str(changed.value + 1), f"({changed.value - 1})")
-    elif isinstance(changed, ast.If | ast.IfExp | ast.While) and not isinstance(changed.test, ast.Constant):
-        for value in (True, False)[isinstance(changed, ast.While) :]:  # `while True` only hangs
-            changed.test = ast.Constant(value)
-            text = ast.unparse(changed) if isinstance(changed, ast.IfExp) else indented(changed)
-            yield f"({text})" if isinstance(changed, ast.IfExp) else text
-    elif isinstance(changed, ast.FunctionDef | ast.AsyncFunctionDef) and may_return_none(changed):
-        for number, statement in enumerate(ast.walk(changed)):
-            if isinstance(statement, ast.Return) and statement.value and not is_none(statement.value):
-                one = copy.deepcopy(changed)
-                next(n for i, n in enumerate(ast.walk(one)) if i == number).value = ast.Constant(None)  # type: ignore
-                yield indented(one, decorated=False)
     if isinstance(node, ast.AugAssign) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call | ast.Await)):
         yield "pass"
-
-
-def indented(node: ast.stmt, *, decorated: bool = True) -> str:
-    """A statement of several lines in its place: the first line stands where the old one did."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not decorated:
-        node.decorator_list = []  # they stand before the place of the definition
-    return ast.unparse(node).replace("\n", "\n" + " " * node.col_offset)
-
-
-def may_return_none(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return function.returns is not None and "None" in ast.unparse(function.returns) and not is_none(function.returns)
-
-
-def is_none(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
 
 
 # -- running tests -----------------------------------------------------------------------------------------------------
@@ -190,12 +177,15 @@ def passes(scratch: Path, file: str, source: str, timeout: float) -> bool:
     if child == 0:
         os.setsid()  # so that a hang ends with all it has started
         os._exit(run_tests(scratch, test_files(file)))
-    end = time.monotonic() + timeout
-    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < end:
-        time.sleep(0.02)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)
-    if ended[0] == 0:
+    end, ended = time.monotonic() + timeout, (0, 0)
+    try:
+        while not ended[0] and time.monotonic() < end:
+            time.sleep(0.02)
+            ended = os.waitpid(child, os.WNOHANG)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+    if not ended[0]:
         os.waitpid(child, 0)
     return ended[0] != 0 and os.waitstatus_to_exitcode(ended[1]) == 0
 
@@ -210,8 +200,9 @@ def run_tests(scratch: Path, files: Sequence[str]) -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(scratch), str(ROOT)])  # for processes that tests start
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     os.chdir(ROOT)
-    try:
-        return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "pytest_timeout", *files]))
+    options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "pytest_timeout"]
+    try:  # one after the other: pytest would sort a file into the order of its folder
+        return next((int(code) for file in files if (code := pytest.main([*options, file]))), 0)
     except BaseException:
         traceback.print_exc()
         return 1
@@ -227,16 +218,25 @@ def unchanged_passes(scratch: Path, file: str, source: str, timeout: float) -> b
     return tests in _passed
 
 
-def test_file(scratch: Path, file: str, asked: argparse.Namespace) -> tuple[list[Mutant], int] | None:
-    """The survivors and the number of mutants; None where the tests fail without a change."""
+def test_file(scratch: Path, file: str, asked: argparse.Namespace) -> tuple[int, int] | None:
+    """How many mutants were tried and survived, which are printed; None where the tests fail without a change."""
     source = (PACKAGE / file).read_text()
     found = list(mutants_of(file, source))
     chosen = random.Random(f"{asked.seed} {file}").sample(found, min(asked.sample or len(found), len(found)))
     if chosen and not unchanged_passes(scratch, file, source, asked.timeout):
         return None
-    survivors = [one for one in chosen if passes(scratch, file, one.source, asked.timeout)]
+    survived = 0
+    for one in sorted(chosen, key=lambda one: one.line):
+        if passes(scratch, file, one.source, asked.timeout):
+            survived += 1
+            print(f"{file}:{one.line}  {one.before[:200]} → {' '.join(one.after.split())[:200]}", flush=True)
     (scratch / "covey" / file).write_text(source)
-    return sorted(survivors, key=lambda one: one.line), len(chosen)
+    return len(chosen), survived
+
+
+def row(file: str, total: int, survived: int) -> str:
+    score = f"{100 * (total - survived) / total:.0f} %" if total else "–"
+    return f"| {file} | {total} | {total - survived} | {survived} | {score} |"
 
 
 def main() -> int:
@@ -251,22 +251,17 @@ def main() -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     for name in HEAVY:
         importlib.import_module(name)
-    broken, survivors = [], []
-    print("| file | mutants | killed | survived | score |\n|---|---:|---:|---:|---:|", flush=True)
+    broken, rows = [], ["| file | mutants | killed | survived | score |", "|---|---:|---:|---:|---:|"]
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         shutil.copytree(PACKAGE, scratch / "covey", ignore=shutil.ignore_patterns("__pycache__"))
         for file in files:
-            result = test_file(scratch, file, asked)
-            if result is None:
+            counted = test_file(scratch, file, asked)
+            if counted is None:
                 broken.append(file)
-                continue
-            left, total = result
-            survivors += left
-            score = f"{100 * (total - len(left)) / total:.0f} %" if total else "–"
-            print(f"| {file} | {total} | {total - len(left)} | {len(left)} | {score} |", flush=True)
-    for one in survivors:
-        print(f"\n{one.file}:{one.line}  {one.before[:200]} → {' '.join(one.after.split())[:200]}")
+            else:
+                rows.append(row(file, *counted))
+    print("\n".join(["", *rows]))
     for file in broken:
         print(f"\n{file}: its tests fail without a change")
     return 1 if broken else 0
