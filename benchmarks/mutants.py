@@ -10,8 +10,8 @@ a function that may return None returns None. --sample mutants of each file are 
 Each mutant is written into a copy of the package in a temporary folder, and the tests of its module run with `-x` in
 a fork of this process, which has imported torch, transformers and pytest but not Covey. A mutant survives if they
 pass; a failed test, an error and a hang (--timeout) kill it. The unchanged package goes first and must pass.
-Each survivor is printed when it is found, as place and change; then a table of the files. Exit status 1: tests fail
-without a change.
+Each survivor is printed when it is found, as place and change; then a table of the files, after Ctrl-C of those
+that are done. Exit status 1: tests fail without a change.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def main() -> int:
     for name in HEAVY:
         importlib.import_module(name)
     broken, rows = [], ["| file | mutants | killed | survived | score |", "|---|---:|---:|---:|---:|"]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(KeyboardInterrupt):
         scratch = Path(folder)
         shutil.copytree(PACKAGE, scratch / "covey", ignore=shutil.ignore_patterns("__pycache__"))
         for file in files:

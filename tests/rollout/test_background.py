@@ -11,7 +11,7 @@ import pytest
 from covey.agents.custom import FunctionAgent
 from covey.errors import InputError
 from covey.rollout.background import BackgroundSource
-from covey.rollout.reuse import Reuse
+from covey.rollout.reuse import Kept, Reuse
 from covey.types import Group, Sampling, Task
 from tests.rollout.test_collector import TASKS, collector, parity
 
@@ -56,6 +56,27 @@ def test_two_groups_of_one_task_in_a_step_are_both_kept() -> None:
         source.close()
 
     asyncio.run(run())
+
+
+def test_a_checkpoint_keeps_the_groups_that_may_be_learned_from_again() -> None:
+    """Used once of three times, by ticket."""
+
+    def make() -> BackgroundSource:
+        made = collector(parity)
+        made.engine.version = 0
+        reuse = Reuse(4, 3, lead=3, seed=0)
+        return BackgroundSource(made, lambda step: TASKS[:2], lead=0, steps=4, reuse=reuse, **PARTS)
+
+    async def kept() -> tuple[dict[int, Kept], dict[int, Kept]]:
+        before, after = make(), make()
+        groups = (await before.next()).groups
+        assert before.reuse is not None and after.reuse is not None
+        assert before.reuse.kept == {number: Kept(group, 1) for number, group in enumerate(groups)}
+        after.restore(json.loads(json.dumps(before.state())), 1)
+        return before.reuse.kept, after.reuse.kept
+
+    before, after = asyncio.run(kept())
+    assert len(before) == 2 and after == before
 
 
 def test_a_checkpoint_keeps_complete_groups_and_begins_the_others_again() -> None:
