@@ -100,7 +100,7 @@ def test_a_checkpoint_keeps_complete_groups_and_begins_the_others_again() -> Non
         await source.next()
         while 1 not in source.window.complete:
             await asyncio.sleep(0)
-        source.collector.engine.version = 1  # type: ignore[misc]
+        source.collector.engine.version = 1
         source.policy_updated(1)
         state = json.loads(json.dumps(source.state()))
         jobs = [job for job in source._jobs if not job.done()]
@@ -114,7 +114,7 @@ def test_a_checkpoint_keeps_complete_groups_and_begins_the_others_again() -> Non
         source.restore(state, 1)
         source.policy_updated(1)
         (second,) = (await source.next()).groups
-        source.collector.engine.version = 2  # type: ignore[misc]
+        source.collector.engine.version = 2
         source.policy_updated(2)
         (third,) = (await source.next()).groups
         return [second, third]
