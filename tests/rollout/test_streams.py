@@ -31,7 +31,7 @@ def test_a_seed_is_the_hash_of_the_name_and_fits_a_signed_integer() -> None:
 def test_numbers_are_even_over_the_unit_interval() -> None:
     """Of 20,000 a mean of ½ ± 4 standard errors of √(1/12/20,000), and every tenth about as often."""
     numbers = [uniform(n % 20, n) for n in range(20_000)]
-    assert 0 <= min(numbers) and max(numbers) < 1
+    assert min(numbers) >= 0 and max(numbers) < 1
     assert abs(sum(numbers) / 20_000 - 0.5) < 4 * (1 / 12 / 20_000) ** 0.5
     counts = [sum(int(10 * number) == tenth for number in numbers) for tenth in range(10)]
     assert all(abs(count - 2000) < 5 * (20_000 * 0.1 * 0.9) ** 0.5 for count in counts)
