@@ -58,6 +58,14 @@ def test_the_band_looks_at_the_ratio_before_the_cap() -> None:
     same(weights("token", correction_cap=2.0, reject_above=3.5)[0], [0.5, 0.0, 1.5, 0.25, 2.0])
 
 
+def test_the_ends_of_the_band_belong_to_it() -> None:
+    """On-policy every ratio is exactly 1: a band from 1 to 1 keeps all of it, and a cap of 1 changes nothing."""
+    made = Correction("token", correction_cap=1.0, reject_below=1.0, reject_above=1.0)
+    found, metrics = made.weights(OLD, OLD, MASK, EPISODE, 2)
+    same(found[MASK], [1.0] * 5)
+    assert metrics["correction/rejected"] == metrics["correction/capped"] == 0.0
+
+
 def test_effective_sample_size_by_hand() -> None:
     old, mask = tensor([0.0], [2.0]).clamp(min=1e-9).log(), torch.ones(2, 1, dtype=torch.bool)
     old[0] = 0.0

@@ -333,3 +333,11 @@ def test_the_reference_is_told_of_without_being_trained_on() -> None:
     expected = kl_penalty(logprobs, batch.ref_logprobs_RT, "k3")[batch.mask_RT].mean()
     assert make("grpo").metrics(outputs(logprobs), batch)["kl/reference"] == pytest.approx(float(expected))
     assert "kl/reference" not in make("grpo").metrics(outputs(logprobs), replace(batch, ref_logprobs_RT=None))
+
+
+def test_a_step_without_a_sampled_token_has_no_kl() -> None:
+    """Not the mean of nothing, which is NaN."""
+    ref = tensor([-1.0], [-2.0])
+    samples = samples_of([1.0, 0.0], [0, 0], mask=[[0], [0]], ref_logprobs_RT=ref)
+    _, metrics = Kl(kl_coef=0.1, kl_in="reward").shape(samples)
+    assert metrics == {"kl/samples": 0.0, "kl/reward": 0.0, "kl/coef": 0.1}

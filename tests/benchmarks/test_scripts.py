@@ -55,7 +55,10 @@ LESS = {
     "step": ["--tiny", "--out", "results", "--sides", "covey"],
     "two_rewards": ["--seeds", "0"],
 }
-NOT_RUN = {"dash": "needs playwright and chromium (make dash-test)"}
+NOT_RUN = {
+    "dash": "needs playwright and chromium (make dash-test)",
+    "mutants": "needs a process that has not imported Covey: test_mutants.py",
+}
 SLOW = ("faults", "gateway_load", "kills", "soak", "two_rewards")  # start processes of their own, or train many times
 
 

@@ -56,6 +56,24 @@ def test_who_enters_has_blocks_for_its_tokens_and_is_fed_the_last_one() -> None:
     assert (one.next, one.tokens, one.left) == (42, (7, 8, 9, 10, 11, 42), 3)
 
 
+def test_what_is_reserved_only_if_it_is_free() -> None:
+    """Two requests with 2 of their 3 tokens in the cache, in 2 blocks of 2 each, and 4 more blocks."""
+    one, other = requests = [request([1, 2, 3], max_tokens=6), request([4, 5, 6], max_tokens=9)]
+    scheduler = scheduler_of(8, 2, 4, requests)
+    scheduler.admit()
+
+    def reserved(steps: int) -> tuple[bool, int, int, int]:
+        return scheduler.reserve_if_free(steps), len(one.blocks), len(other.blocks), scheduler.blocks.available
+
+    assert reserved(2) == (True, 2, 2, 4)  # 4 tokens fit
+    assert reserved(3) == (True, 3, 3, 2)
+    assert reserved(2) == (True, 3, 3, 2)  # what is there stays
+    assert reserved(5) == (True, 4, 4, 0)  # the last ones
+    assert reserved(6) == (True, 4, 4, 0)
+    assert reserved(7) == (False, 4, 4, 0)  # the first has 6 left, the second wants a block and nobody goes
+    assert scheduler.running == requests and not set(one.blocks) & set(other.blocks)
+
+
 def test_a_full_cache_of_requests_that_need_no_more_lets_everybody_in() -> None:
     """As on a CPU, where a block is as long as a sequence: there are as many blocks as rows."""
     requests = [request([n, n], max_tokens=6) for n in range(4)]
