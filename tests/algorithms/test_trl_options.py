@@ -1,4 +1,4 @@
-"""Options with which GRPO is TRL's: the spread of the whole batch, a KL with an unbiased gradient, log-probs recomputed."""
+"""What GRPO needs to be TRL's: the spread of the whole batch, an unbiased KL gradient, recomputed log-probs."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from covey.ranges import Cap, PositiveCap, check_ranges
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    correction: str = "auto"  # none | recompute | token | sequence; auto: token if sampling is cut (top_p ...), vllm, async
+    correction: str = "auto"  # none | recompute | token | sequence; auto: token if sampling is cut, by vllm or async
     correction_cap: PositiveCap = 2.0  # largest importance weight
     reject_below: Cap | None = None  # samples with a smaller ratio than this are left out
     reject_above: Cap | None = None  # samples with a larger ratio than this are left out

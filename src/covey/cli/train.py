@@ -131,7 +131,7 @@ def _trained(prepared: Prepared, note: Note) -> Run:
 
     def to_its_end(run: Run) -> None:
         with telling_how_to_go_on(run.path, prepared.config.resume):
-            _complete(run.train())
+            complete(run.train())
 
     if prepared.config.cluster.name != "ray":
         run = build(prepared, note=note)
@@ -235,7 +235,7 @@ def is_finished(path: Path) -> bool:
         return False
 
 
-def _complete(training: Coroutine[Any, Any, Run]) -> None:
+def complete(training: Coroutine[Any, Any, Any]) -> None:
     """Run to the end, also where an event loop runs already, as in a notebook."""
     from covey.loop.limit import own_interrupts
 
