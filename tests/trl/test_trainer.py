@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -175,3 +176,8 @@ def test_a_run_starts_anew_unless_it_is_to_be_resumed(tiny_model_folder: Path) -
     assert trainer.run.path == first and trainer.run.first_step == 2
     trainer.train()
     assert trainer.run.path != first and trainer.run.first_step == 0
+
+
+def test_the_guide_names_every_argument() -> None:
+    guide = (Path(__file__).parents[2] / "docs/guides/from-trl.md").read_text()
+    assert [field.name for field in dataclasses.fields(GRPOConfig) if f"`{field.name}`" not in guide] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from covey.algorithms.functional import advantages, policy_loss
 from covey.errors import InputError
 from covey.trl import GRPOConfig
+from covey.trl.config import NO_EFFECT, UNSUPPORTED
 from covey.trl.translate import Translated, translate
 
 LONGEST = 5  # tokens
@@ -135,6 +137,75 @@ def test_precision_and_revision_of_the_model() -> None:
     assert translated(bf16=False).settings["model"]["dtype"] == "float32"
     assert translated(fp16=True).settings["model"]["dtype"] == "float16"
     assert translated(model_init_kwargs={"dtype": torch.bfloat16}).settings["model"]["dtype"] == "bfloat16"
+
+
+OTHER_VALUES: dict[str, Any] = {  # than the defaults, of arguments that are translated
+    "per_device_train_batch_size": 16,
+    "gradient_accumulation_steps": 2,
+    "num_generations": 4,
+    "generation_batch_size": 16,
+    "steps_per_generation": 2,
+    "num_iterations": 2,
+    "num_train_epochs": 1.0,
+    "max_steps": 5,
+    "max_completion_length": 64,
+    "generation_kwargs": {"top_k": 3},
+    "vllm_max_model_length": 2048,
+    "vllm_importance_sampling_mode": "token_mask",
+    "vllm_importance_sampling_clip_min": 0.5,
+    "vllm_importance_sampling_cap": 2.0,
+    "loss_type": "grpo",
+    "importance_sampling_level": "sequence",
+    "delta": 2.0,
+    "scale_rewards": "batch",
+    "multi_objective_aggregation": "normalize_then_sum",
+    "lr_scheduler_type": "cosine",
+    "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+    "warmup_ratio": 0.1,
+    "model_init_kwargs": {"dtype": "float32"},
+    "bf16": False,
+    "eval_strategy": "steps",
+    "eval_steps": 7,
+    "num_generations_eval": 2,
+    "save_strategy": "no",
+    "save_steps": 50,
+    "save_total_limit": 3,
+    "output_dir": "elsewhere",
+    "report_to": "wandb",
+    "run_name": "first",
+    "project": "sums",
+    "vllm_tensor_parallel_size": 2,
+    "vllm_importance_sampling_clip_max": 2.0,
+}
+BESIDE: dict[str, dict[str, Any]] = {  # what an argument needs to have an effect
+    "use_bias_correction_kl": {"beta": 0.1},
+    "eval_steps": {"eval_strategy": "steps"},
+    "sapo_temperature_pos": {"loss_type": "sapo"},
+    "sapo_temperature_neg": {"loss_type": "sapo"},
+}
+ELSEWHERE = (
+    "reward_weights",
+    "remove_unused_columns",
+    "resume_from_checkpoint",
+    "optim",
+    "vllm_mode",
+)  # the trainer's, or checked
+
+
+def test_no_argument_is_dropped_silently() -> None:
+    """Another value than the default changes the settings, or says that it does not."""
+    silent = []
+    for field in dataclasses.fields(GRPOConfig):
+        name, default = field.name, field.default
+        if name in (*NO_EFFECT, *UNSUPPORTED, *ELSEWHERE):
+            continue
+        value: Any = not default if isinstance(default, bool) else OTHER_VALUES.get(name)
+        value = (default or 0) + 0.25 if value is None else value  # type: ignore[operator]
+        beside = BESIDE.get(name, {"use_vllm": True} if name.startswith("vllm_") else {})
+        found = [translated(held_out=2, **(beside | given)) for given in ({}, {name: value})]
+        if found[0] == found[1]:
+            silent.append(name)
+    assert silent == []
 
 
 # Mathematics.

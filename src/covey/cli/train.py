@@ -57,8 +57,8 @@ Settings most people touch (all of them: covey config; one of them: covey config
   loop.save_every=10           checkpoint every n steps; the same command then continues an interrupted run
   logging.to=[console,wandb]   where figures go besides the run's folder
 
-verl's, AgentFly's and TorchRL's names for these work too (algorithm.adv_estimator, actor_rollout_ref.*, trainer.*,
-optimizer.lr ...).
+verl's, AgentFly's, TorchRL's and TRL's names for these work too (algorithm.adv_estimator, actor_rollout_ref.*,
+trainer.*, optimizer.lr, num_generations ...).
 SIGTERM ends a run after its step or evaluation, with a checkpoint; Ctrl-C stops it. The same command goes on.
 
 Recipes

@@ -90,7 +90,6 @@ class GRPOConfig:
     eval_strategy: str = "no"
     eval_steps: float | None = None
     eval_on_start: bool = False
-    do_eval: bool = False
     num_generations_eval: int | None = None
     save_strategy: str = "steps"
     save_steps: float = 500
@@ -98,7 +97,6 @@ class GRPOConfig:
     report_to: str | list[str] | None = "none"
     run_name: str | None = None
     project: str = "huggingface"
-    disable_tqdm: bool | None = None
     resume_from_checkpoint: str | bool | None = None
 
     # No effect: see NO_EFFECT
@@ -134,6 +132,8 @@ class GRPOConfig:
     dataloader_drop_last: bool = False
     save_only_model: bool = False
     do_train: bool = False
+    do_eval: bool = False
+    disable_tqdm: bool | None = None
     vllm_group_port: int = 51216
     entropy_coef_min: float = 0.0
     entropy_coef_max: float = 1.0
@@ -299,6 +299,8 @@ NO_EFFECT: dict[str, str] = {
     "dataloader_drop_last": "a short rest of an epoch is always left out, as in TRL",
     "save_only_model": "checkpoints can always be continued",
     "do_train": "call train()",
+    "do_eval": "call evaluate(), or give eval_strategy",
+    "disable_tqdm": "the console has a line per step",
     "vllm_group_port": "there is no vLLM server",
     **dict.fromkeys(("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"), _ADAPTIVE),
     **dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), _VESPO),
