@@ -15,6 +15,7 @@ from covey.trl import GRPOConfig, GRPOTrainer
 from covey.trl.data import read_rows
 from covey.trl.peft import translate_adapter
 from covey.trl.rewards import translate_rewards
+from tests.conftest import byte_tokenizer
 from tests.rewards.test_reward_model import chatty  # noqa: F401  (a tiny classifier)
 
 ROWS = [{"prompt": f"{i}", "solution": f"{i}"} for i in range(4)]
@@ -181,3 +182,22 @@ def test_a_run_starts_anew_unless_it_is_to_be_resumed(tiny_model_folder: Path) -
 def test_the_guide_names_every_argument() -> None:
     guide = (Path(__file__).parents[2] / "docs/guides/from-trl.md").read_text()
     assert [field.name for field in dataclasses.fields(GRPOConfig) if f"`{field.name}`" not in guide] == []
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_text_begins_as_the_tokenizer_begins_every_text(begins: bool) -> None:
+    """Llama's puts a token before a text that is not in any template; the byte tokenizer of the tests has none."""
+    from tokenizers.processors import TemplateProcessing
+
+    from covey.rollout.rendering import Renderer
+    from covey.rollout.templates import use_template
+
+    tokenizer = byte_tokenizer()
+    tokenizer.bos_token = "<|im_start|>"
+    if begins:
+        mark = ("<|im_start|>", tokenizer.bos_token_id)
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<|im_start|> $A", special_tokens=[mark])
+    use_template(tokenizer, "none")
+    found = Renderer(tokenizer).prompt([{"role": "user", "content": " ab\n"}])
+    assert list(found) == tokenizer(" ab\n")["input_ids"]
+    assert (found[0] == tokenizer.bos_token_id) is begins
