@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from covey.cli.prepare import algorithm_schemas, prepare
+from covey.cli.prepare import Prepared, algorithm_schemas, prepare
 from covey.cli.train import run_to_end
 from covey.config import compose
 from covey.errors import InputError
@@ -34,6 +34,19 @@ def train(
     `answer`. `reward` is a function, a name, or a list of them. Settings go by section, `learner={"lr": 2e-5}`, or by
     key, `**{"learner.lr": 2e-5}`.
     """
+    return run_to_end(prepare_run(model, tasks, reward, algorithm, validation=validation, **config))
+
+
+def prepare_run(
+    model: str = "smollm2-135m",
+    tasks: Tasks = "sort",
+    reward: str | Callable[..., Any] | Sequence[Any] | None = None,
+    algorithm: str = "gvpo",
+    *,
+    validation: Tasks | None = None,
+    **config: Any,
+) -> Prepared:
+    """Everything that `train` checks before weights are loaded."""
     settings = [f"model.name={_quoted(model)}", f"algorithm={algorithm}", *_settings(config)]
     given: TaskSet | None = None
     if isinstance(tasks, (str, Path)):
@@ -47,7 +60,7 @@ def train(
         held_out = () if validation is None or isinstance(validation, (str, Path)) else _tasks(validation)
         given = TaskSet(train=_tasks(tasks), validation=held_out, reward=None, description="tasks given in Python")
     composed = compose(settings, algorithms=algorithm_schemas())
-    return run_to_end(prepare(composed, tasks=given, reward=reward))
+    return prepare(composed, tasks=given, reward=reward)
 
 
 def _is_file(tasks: str | Path) -> bool:

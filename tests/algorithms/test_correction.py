@@ -181,7 +181,7 @@ def test_with_gvpo_it_is_refused() -> None:
 def test_what_is_needed_and_what_cannot_be() -> None:
     assert make("grpo", correction="token").needs.proximal and make("grpo", correction="sequence").needs.proximal
     assert not make("grpo", correction="none").needs.proximal and not make("grpo").needs.proximal
-    with pytest.raises(ValueError, match="correction must be none, token, sequence or auto"):
+    with pytest.raises(ValueError, match="correction must be one of auto, none, recompute, token"):
         make("grpo", correction="tokens")
     with pytest.raises(ValueError, match="correction_cap must be a number above 0"):
         make("grpo", correction_cap=0.0)

@@ -466,3 +466,26 @@ def test_a_limit_for_each_turn_makes_the_response_length_the_episodes(run):
     assert (both.rollout.max_tokens, both.agent.max_response_tokens) == (64, 256)
     alone = run("actor_rollout_ref.rollout.response_length=256").config
     assert (alone.rollout.max_tokens, alone.agent.max_response_tokens) == (256, None)
+
+
+def test_trls_words(algorithms):
+    """16 × 2 completions, 4 for each prompt, are 8 prompts."""
+    words = ["algorithm=grpo", "num_generations=4", "per_device_train_batch_size=16", "gradient_accumulation_steps=2"]
+    words += ["learning_rate=2e-5", "beta=0.04", "epsilon=0.1", "epsilon_high=0.3", "loss_type=dr_grpo"]
+    words += ["scale_rewards=batch", "report_to=[tensorboard]", "use_vllm=false", "max_steps=7"]
+    config = compose(words, algorithms=algorithms).config
+    assert (config.rollout.group_size, config.data.train_batch_size, config.rollout.name) == (4, 8, "embedded")
+    assert (config.learner.lr, config.loop.total_steps, config.logging.to) == (2e-5, 7, ["console", "tensorboard"])
+    own = config.algorithm
+    assert (own.kl_coef, own.clip_low, own.clip_high, own.aggregation) == (0.04, 0.1, 0.3, "seq-mean-token-sum-norm")
+    assert (own.std_normalize, own.std_over) == (True, "batch")
+    assert (
+        compose(["algorithm=grpo", "scale_rewards=none"], algorithms=algorithms).config.algorithm.std_normalize is False
+    )
+
+
+def test_completions_that_are_not_whole_groups_are_reported(algorithms):
+    """8 completions, TRL's default, of 5 each are 2 prompts."""
+    composed = compose(["algorithm=grpo", "num_generations=5", "gradient_accumulation_steps=1"], algorithms=algorithms)
+    assert composed.config.data.train_batch_size == 2
+    assert any("not whole groups of 5" in warning for warning in composed.warnings)

@@ -71,7 +71,7 @@ def test_explain_a_setting(algorithms):
         "  type     float\n"
         "  default  1e-05\n"
         "  allowed  a number from 0 to 10\n"
-        "  aliases  actor_rollout_ref.actor.optim.lr, actor.optim.lr, optimizer.lr"
+        "  aliases  actor_rollout_ref.actor.optim.lr, actor.optim.lr, optimizer.lr, learning_rate"
     )
     assert explain("optimizer.lr", algorithms) == text
 

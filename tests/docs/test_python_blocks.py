@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import covey
+import covey.trl
 from covey.cli.main import main
 from tests.docs.pages import PYTHON, Block
 from tests.docs.scaled import scaled
@@ -82,6 +83,7 @@ def run(text: str, names: dict[str, Any]) -> None:
 def test_a_block_runs(block: Block, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"loop.total_steps": 1, "data.train_batch_size": 2, "eval.before": False, "eval.after": False}
     monkeypatch.setattr(covey, "train", partial(covey.train, **small))
+    monkeypatch.setattr(covey.trl, "GRPOConfig", partial(covey.trl.GRPOConfig, max_steps=1))
     before = "".join(given for line, given in GIVEN.items() if line in block.text)
     module = ModuleType("block")
     monkeypatch.setitem(sys.modules, "block", module)  # dataclasses ask for it

@@ -6,7 +6,8 @@ the start of the step is π_old. Each token's advantage is multiplied by
     w = min( π_old/q, cap )                    of the token, or of the whole answer (sequence)
     w = 0  where π_old/q lies outside [reject_below, reject_above]
 
-π_old is computed by the learner before the first update, and the ratio of the loss is π/π_old.
+π_old is computed by the learner before the first update, and the ratio of the loss is π/π_old. `recompute` does only
+this: w is 1.
 
 Espeholt et al. 2018, https://arxiv.org/abs/1802.01561 (truncation); Yao et al. 2025, "Your efficient RL framework
 secretly brings you off-policy RL training"
@@ -29,18 +30,19 @@ from covey.ranges import Cap, PositiveCap, check_ranges
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    correction: str = "auto"  # none | token | sequence; auto: token if sampling is cut (top_p ...), by vllm or async
+    correction: str = "auto"  # none | recompute | token | sequence; auto: token if sampling is cut, by vllm or async
     correction_cap: PositiveCap = 2.0  # largest importance weight
     reject_below: Cap | None = None  # samples with a smaller ratio than this are left out
     reject_above: Cap | None = None  # samples with a larger ratio than this are left out
 
     def __post_init__(self) -> None:
-        if self.correction not in ("auto", "none", "token", "sequence"):
-            raise ValueError(f"algorithm.correction must be none, token, sequence or auto, got {self.correction!r}")
+        known = ("auto", "none", "recompute", "token", "sequence")
+        if self.correction not in known:
+            raise ValueError(f"algorithm.correction must be one of {', '.join(known)}, got {self.correction!r}")
         check_ranges(self, "algorithm.")
         if (self.reject_below or 0.0) > (torch.inf if self.reject_above is None else self.reject_above):
             raise ValueError("algorithm.reject_below is above reject_above: every sample would be left out")
-        if self.correction == "none" and (self.reject_below, self.reject_above) != (None, None):
+        if self.correction in ("none", "recompute") and (self.reject_below, self.reject_above) != (None, None):
             raise ValueError("algorithm.reject_below and reject_above need correction=token or sequence")
 
     @property
@@ -49,7 +51,7 @@ class Correction:
 
     @property
     def needs(self) -> Needs:
-        return Needs(proximal=self.active)
+        return Needs(proximal=self.active or self.correction == "recompute")
 
     def weights(
         self, old_RT: Tensor, sampling_RT: Tensor, mask_RT: Tensor, episode_R: Tensor, episodes: int

@@ -6,6 +6,7 @@ Shao et al. 2024, https://arxiv.org/abs/2402.03300
 
 Deviations: a group of one, or of equal rewards, has advantage 0. `std_normalize=false` leaves σ out, as Dr. GRPO
 (https://arxiv.org/abs/2503.20783) does: dividing by σ favours questions that are almost always or almost never solved.
+`std_over=batch` divides by the σ of all rewards of the step (Liu et al. 2025, https://arxiv.org/abs/2508.08221).
 Shapes: N episodes.
 """
 
@@ -14,10 +15,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from covey.algorithms.ops import centred, normalised
+import torch
+
+from covey.algorithms.ops import centred, group_std, normalised
 from covey.protocols import Advantages, Needs
 from covey.ranges import Epsilon, check_ranges
 from covey.types import Samples
+
+TINY = 1e-30  # where no reward differs and ε is 0, the advantage is 0 / TINY
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +30,19 @@ class Grpo:
     needs: ClassVar[Needs] = Needs(min_group_size=2)
 
     std_normalize: bool = True  # divide by the group's standard deviation
+    std_over: str = "group"  # or batch: the standard deviation of all rewards of the step
     epsilon: Epsilon = 1e-6  # added to the standard deviation
 
     def __post_init__(self) -> None:
         check_ranges(self, "algorithm.")
+        if self.std_over not in ("group", "batch"):
+            raise ValueError(f"algorithm.std_over must be group or batch, got {self.std_over!r}")
 
     def advantages(self, samples: Samples) -> Advantages:
         rewards_N, group_N = samples.total_reward(), samples.group_N
-        if self.std_normalize:
+        if not self.std_normalize:
+            return Advantages(centred(rewards_N, group_N))
+        if self.std_over == "group":
             return Advantages(normalised(rewards_N, group_N, self.epsilon))
-        return Advantages(centred(rewards_N, group_N))
+        std_N = group_std(rewards_N, torch.zeros_like(group_N))
+        return Advantages(centred(rewards_N, group_N) / (std_N + self.epsilon).clamp(min=TINY))

@@ -5,6 +5,8 @@ Estimators of KL(π ‖ π_ref) from samples of π (Schulman 2020, "Approximatin
     k1 (kl) = −d    abs = |d|    k2 (mse) = d²/2    k3 (low_var_kl) = e^d − 1 − d    full = Σ_v π(v) log π(v)/π_ref(v)
 
     in the loss     L + kl_coef · aggregate(KL_t)
+    kl_unbiased     L + kl_coef · aggregate(π/π_old · KL_t), whose gradient is that of KL(π ‖ π_ref) for k1 and k3
+                    DeepSeek-AI 2025, https://arxiv.org/abs/2512.02556
     in the reward   r_t − kl_coef · KL_t         on sampled tokens, before advantages
     adaptive        kl_coef ← kl_coef · (1 + clip(KL/kl_target − 1, ±0.2) · n/kl_horizon)      n episodes a step
                     Ziegler et al. 2019, https://arxiv.org/abs/1909.08593; n/kl_horizon counts as 1 at most
@@ -25,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.algorithms.ops import episode_sum, masked_mean
+from covey.algorithms.ops import episode_sum, masked_mean, probability_ratio
 from covey.protocols import LossTerm, Metrics, Needs, TokenOutputs
 from covey.ranges import Coefficient, Positive, PositiveCap, check_ranges
 from covey.types import Batch, Samples
@@ -57,6 +59,7 @@ class Kl:
     kl_coef: Coefficient = 0.0  # weight of the KL to the start model; 0: none, and no reference model is kept
     kl_in: str = "loss"  # or reward: what it is added to
     kl_estimator: str = "auto"  # k1 (kl) | abs | k2 (mse) | k3 (low_var_kl) | full; auto: k3 in the loss, else k1
+    kl_unbiased: bool = False  # in the loss, times π/π_old: its gradient is then that of the KL itself
     kl_target: Positive | None = None  # steer kl_coef so that the KL per token stays near this; null: fixed
     kl_horizon: PositiveCap = 10_000.0  # episodes over which kl_coef is steered
     kl_old_coef: Coefficient = 0.0  # weight of the KL to the sampling policy in the loss
@@ -73,6 +76,8 @@ class Kl:
             raise ValueError(f"algorithm.kl_estimator must be one of {known}, got {self.kl_estimator!r}")
         if self.kl_in not in ("loss", "reward"):
             raise ValueError(f"algorithm.kl_in must be loss or reward, got {self.kl_in!r}")
+        if self.kl_unbiased and (self.kl_in == "reward" or self.kl_estimator == "full"):
+            raise ValueError("algorithm.kl_unbiased is for a KL of sampled tokens in the loss: kl_in=loss, not full")
         if self.kl_target is not None and self.kl_coef == 0:
             raise ValueError("algorithm.kl_target steers kl_coef: both must be positive")
 
@@ -83,7 +88,7 @@ class Kl:
         return Needs(reference=on, full_kl=on and full and self.kl_in == "loss", sample_full_kl=on and full and sampled)
 
     def remarks(self) -> list[str]:
-        if self.kl_coef and self.kl_in == "loss" and KL_NAMES.get(self.kl_estimator) == "k1":
+        if self.kl_coef and self.kl_in == "loss" and KL_NAMES.get(self.kl_estimator) == "k1" and not self.kl_unbiased:
             return ["kl_estimator=k1 in the loss has a gradient of mean zero on-policy: use k2 or k3, or kl_in=reward"]
         return []
 
@@ -115,7 +120,10 @@ class Kl:
         terms = {}
         if self.kl_coef and self.kl_in == "loss":
             assert self.kl_estimator != "full" or out.full_kl is not None, "the full KL needs the whole vocabulary"
-            terms["kl"] = aggregate(self.coef * self.to_reference(out, batch), batch)
+            kl_RT = self.to_reference(out, batch)
+            if self.kl_unbiased:
+                kl_RT = kl_RT * probability_ratio(out.logprobs, batch.old_logprobs_RT)
+            terms["kl"] = aggregate(self.coef * kl_RT, batch)
         if self.kl_old_coef:
             terms["kl_old"] = aggregate(self.kl_old_coef * kl_penalty(batch.old_logprobs_RT, out.logprobs, "k3"), batch)
         return terms

@@ -37,7 +37,7 @@ def check_algorithm(config: Config, algorithm: Algorithm, rewards: RewardSet) ->
         warnings.append(f"rollout.group_size={size}: {algorithm.name} is noisy below {advised} attempts per task")
     if sampling_is_cut(config):
         cut = "top_p, top_k or min_p truncate the sampling distribution"
-        corrected = algorithm.needs.proximal
+        corrected = algorithm.correction is not None and algorithm.correction.active
         warnings.append(f"{cut}: {'importance weights correct for it' if corrected else 'nothing corrects for it'}")
     if config.rollout.name == "vllm" and algorithm.correction is not None and not algorithm.needs.proximal:
         warnings.append("vllm's log-probs differ from the learner's, and nothing corrects for it: algorithm.correction")

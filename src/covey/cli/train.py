@@ -57,8 +57,8 @@ Settings most people touch (all of them: covey config; one of them: covey config
   loop.save_every=10           checkpoint every n steps; the same command then continues an interrupted run
   logging.to=[console,wandb]   where figures go besides the run's folder
 
-verl's, AgentFly's and TorchRL's names for these work too (algorithm.adv_estimator, actor_rollout_ref.*, trainer.*,
-optimizer.lr ...).
+verl's, AgentFly's, TorchRL's and TRL's names for these work too (algorithm.adv_estimator, actor_rollout_ref.*,
+trainer.*, optimizer.lr, num_generations ...).
 SIGTERM ends a run after its step or evaluation, with a checkpoint; Ctrl-C stops it. The same command goes on.
 
 Recipes
@@ -131,7 +131,7 @@ def _trained(prepared: Prepared, note: Note) -> Run:
 
     def to_its_end(run: Run) -> None:
         with telling_how_to_go_on(run.path, prepared.config.resume):
-            _complete(run.train())
+            complete(run.train())
 
     if prepared.config.cluster.name != "ray":
         run = build(prepared, note=note)
@@ -235,7 +235,7 @@ def is_finished(path: Path) -> bool:
         return False
 
 
-def _complete(training: Coroutine[Any, Any, Run]) -> None:
+def complete(training: Coroutine[Any, Any, Any]) -> None:
     """Run to the end, also where an event loop runs already, as in a notebook."""
     from covey.loop.limit import own_interrupts
 

@@ -164,6 +164,51 @@ _TORCHRL = {
     "logging.experiment_name": "logging.experiment",
 }
 
+_TRL = {
+    "model_name_or_path": "model.name",
+    "num_generations": "rollout.group_size",
+    "num_generations_eval": "eval.n",
+    "max_completion_length": "rollout.max_tokens",
+    "temperature": "rollout.temperature",
+    "top_p": "rollout.top_p",
+    "top_k": "rollout.top_k",
+    "min_p": "rollout.min_p",
+    "use_vllm": "rollout.name",
+    "vllm_gpu_memory_utilization": "rollout.memory",
+    "vllm_tensor_parallel_size": "rollout.tensor_parallel",
+    "vllm_enable_sleep_mode": "rollout.sleep",
+    "beta": "algorithm.kl_coef",
+    "epsilon": "actor.clip_ratio",
+    "epsilon_high": "algorithm.clip_high",
+    "delta": "algorithm.dual_clip",
+    "loss_type": "algorithm.aggregation",
+    "mask_truncated_completions": "algorithm.truncated",
+    "use_bias_correction_kl": "algorithm.kl_unbiased",
+    "num_iterations": "learner.epochs",
+    "learning_rate": "learner.lr",
+    "lr_scheduler_type": "learner.schedule",
+    "warmup_steps": "learner.warmup_steps",
+    "weight_decay": "learner.weight_decay",
+    "adam_beta1": "learner.beta1",
+    "adam_beta2": "learner.beta2",
+    "adam_epsilon": "learner.eps",
+    "max_grad_norm": "learner.grad_clip",
+    "entropy_coef": "learner.entropy_coef",
+    "max_steps": "loop.total_steps",
+    "num_train_epochs": "loop.total_epochs",
+    "save_steps": "loop.save_every",
+    "save_total_limit": "loop.keep_last",
+    "eval_steps": "eval.every",
+    "eval_on_start": "eval.before",
+    "gradient_checkpointing": "model.gradient_checkpointing",
+    "bf16": "model.dtype",
+    "shuffle_dataset": "data.shuffle",
+    "output_dir": "logging.output_dir",
+    "run_name": "logging.experiment",
+    "report_to": "logging.to",
+    "resume_from_checkpoint": "resume",
+}
+
 ALIASES: Mapping[str, str] = {
     **_family(("actor_rollout_ref.actor.", "actor."), _VERL_ACTOR),
     **_family(("", "algorithm."), {key: _VERL_ACTOR[key] for key in ("clip_ratio_low", "clip_ratio_high")}),
@@ -187,6 +232,7 @@ ALIASES: Mapping[str, str] = {
     **_family(("agent.", "agent.init_args."), _AGENTFLY),
     "agentflow.port": "gateway.port",
     **_TORCHRL,
+    **_TRL,
     # Variables that are settings too; see `read.ENVIRONMENT_KEY`.
     "env.AGENT_MAX_TIMEOUT": "agent.max_seconds",
     "env.VERBOSITY": "logging.verbosity",
@@ -218,9 +264,31 @@ def _modes(do_sample: Any) -> list[str]:
     return ["sampled"] if true(do_sample) else ["greedy"]
 
 
+def _loggers(report_to: Any) -> list[str]:
+    places = report_to if isinstance(report_to, (list, tuple)) else [report_to]
+    return ["console", *(str(place) for place in places if not off(place))]
+
+
+# TRL's loss types that are the clipped loss, summed up in one way or another.
+_LOSS_TYPES = {
+    "grpo": "seq-mean-token-mean",
+    "bnpo": "token-mean",
+    "dapo": "token-mean",
+    "dr_grpo": "seq-mean-token-sum-norm",
+    "luspo": "seq-mean-token-sum",
+}
+_SCHEDULES = {"constant_with_warmup": "constant"}
+
 # Spelling → what turns the other vocabulary's value into ours.
 CONVERT: Mapping[str, Callable[[Any], Any]] = {
     "env.VERBOSITY": lambda value: str(value).lower(),
+    "use_vllm": lambda value: "vllm" if true(value) else "embedded",
+    "loss_type": lambda value: _LOSS_TYPES.get(value, value),
+    "mask_truncated_completions": lambda value: "mask" if true(value) else "keep",
+    "bf16": lambda value: "auto" if true(value) else "float32",
+    "lr_scheduler_type": lambda value: _SCHEDULES.get(value, value),
+    "report_to": _loggers,
+    "resume_from_checkpoint": lambda value: "auto" if true(value) else "disable" if off(value) else value,
     **{key: _modes for key in ALIASES if key.endswith("val_kwargs.do_sample")},
     **{key: _any_reward for key in ALIASES if key.endswith("filter_groups.metric")},
     **{key: _limit for key in ALIASES if key.endswith("filter_groups.max_num_gen_batches")},
@@ -288,6 +356,10 @@ ACCEPTED: Mapping[str, Accepted] = {
     "train.logging_frequency": Accepted("no effect: every step is logged"),
     "train_model.lora.dropout": Accepted("no effect: adapters learn without dropout", off=(0,)),
     **{f"critic.{key}": _CRITIC for key in _VERL_CRITIC},
+    "logging_steps": Accepted("no effect: every step is logged"),
+    "log_completions": Accepted("no effect: logging.episodes_per_step says how many are written"),
+    "max_prompt_length": _PROMPTS,
+    "per_device_eval_batch_size": Accepted("no effect: eval.batch_size counts tasks"),
 }
 
 ACCEPTED_PREFIXES: Mapping[str, Accepted] = {
@@ -314,6 +386,7 @@ HARMLESS = tuple(
         "kl_target",
         "kl_horizon",
         "std_normalize",
+        "std_over",
         "tau_pos",
         "tau_neg",
     )

@@ -2,7 +2,8 @@
 
 TorchRL counts dialog turns, one per episode here, where Covey counts groups of `rollout.group_size` episodes, which are
 never split. `train.optim_batch_size` is the number of turns behind one optimiser step, so it becomes
-`learner.mini_batch_size`; its pieces of `1/gradient_accumulation_steps` become `learner.micro_batch_size`.
+`learner.mini_batch_size`; its pieces of `1/gradient_accumulation_steps` become `learner.micro_batch_size`. TRL counts
+completions.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from covey.config.not_yet import number, true
+from covey.config.not_yet import number, off, true
 from covey.config.read import Given, literal
 from covey.errors import InputError, unknown
 
@@ -30,6 +31,7 @@ _BATCH, _OPTIM = "train.dialog_turns_per_batch", "train.optim_batch_size"
 _PIECES, _TOTAL = "train.gradient_accumulation_steps", "train.total_dialog_turns"
 _SYNC, _SYNC_ITER, _PUSHES = "train.sync", "train.sync_iter", "train.weight_update_frequency"
 _NODES, _PER_NODE = "trainer.nnodes", "trainer.n_gpus_per_node"
+_DEVICE_BATCH, _ACCUMULATED, _SCALE = "per_device_train_batch_size", "gradient_accumulation_steps", "scale_rewards"
 _LEARNERS, _ENGINES = "train_model.num_devices", "inference_model.num_devices"
 
 # Part → the native settings it goes into, and how.
@@ -57,6 +59,9 @@ PARTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     _OPTIM: (("learner.mini_batch_size",), "turns / rollout.group_size"),
     _PIECES: (("learner.micro_batch_size",), "episodes of an optimiser step / pieces"),
     _TOTAL: (("loop.total_steps",), "turns / episodes of a step"),
+    _DEVICE_BATCH: (("data.train_batch_size",), "completions: times gradient_accumulation_steps / rollout.group_size"),
+    _ACCUMULATED: (("data.train_batch_size",), "times per_device_train_batch_size (8) / rollout.group_size"),
+    _SCALE: (("algorithm.std_normalize", "algorithm.std_over"), "group, batch or none"),
     _NODES: (("cluster.nodes", "cluster.learner_devices", "cluster.name"), "over 1: cluster=ray"),
     _PER_NODE: (("cluster.learner_devices", "cluster.name"), "times trainer.nnodes; over 1: cluster=ray"),
     _LEARNERS: (("cluster.learner_devices", "cluster.name"), "over 1: cluster=ray"),
@@ -92,9 +97,9 @@ Rule = Callable[[Parts, DictConfig], Iterator[Derived]]
 
 def rules() -> tuple[Rule, ...]:
     """In the order in which they may use each other's results."""
-    in_groups = (_train_batch, _mini_batch, _micro_batch, _total_steps)
+    in_groups = (_train_batch, _device_batch, _mini_batch, _micro_batch, _total_steps)
     about_kl = (_kl_loss, _kl_type, _kl_reward, _kl_place)
-    return (_mode, _resume, _devices, *about_kl, _overlong, _lengths, _lora, _clip_ratio, *in_groups)
+    return (_mode, _resume, _devices, *about_kl, _scale, _overlong, _lengths, _lora, _clip_ratio, *in_groups)
 
 
 def remarks(parts: Parts) -> Iterator[str]:
@@ -242,6 +247,33 @@ def _clip_ratio(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
 def _train_batch(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
     if turns := parts.get(_BATCH):
         yield _in_groups("data.train_batch_size", turns, tree.rollout.group_size)
+
+
+def _device_batch(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
+    """TRL counts the completions of a forward pass, and how many of those make an optimiser step."""
+    given = [parts[name] for name in (_DEVICE_BATCH, _ACCUMULATED) if name in parts]
+    if not given:
+        return
+    per_device = _count(parts[_DEVICE_BATCH]) if _DEVICE_BATCH in parts else 8
+    completions = per_device * (_count(parts[_ACCUMULATED]) if _ACCUMULATED in parts else 1)
+    group = max(1, tree.rollout.group_size)
+    prompts, remark = _ceil(completions, group), ""
+    if prompts * group != completions:
+        words = " and ".join(map(str, given))
+        remark = f"{words}: {completions} completions are not whole groups of {group}: data.train_batch_size={prompts}"
+    yield Derived("data.train_batch_size", prompts, tuple(given), remark=remark)
+
+
+def _scale(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
+    scale = parts.get(_SCALE)
+    if scale is None:
+        return
+    chosen = "none" if off(scale.value) else "group" if true(scale.value) else str(scale.value)
+    if chosen not in ("group", "batch", "none"):
+        raise unknown(f"value of {scale.key}", chosen, ("group", "batch", "none"))
+    yield Derived("algorithm.std_normalize", chosen != "none", (scale,))
+    if chosen != "none":
+        yield Derived("algorithm.std_over", chosen, (scale,))
 
 
 def _mini_batch(parts: Parts, tree: DictConfig) -> Iterator[Derived]:

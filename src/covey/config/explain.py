@@ -35,10 +35,10 @@ PAGE = f"""\
 # All settings
 
 Written by `covey config explain --markdown` from the annotations beside the settings, which every command and
-`covey.train` check. NaN and infinity are never allowed. Other names of a setting (verl's, AgentFly's, TorchRL's) have
-the same range: `covey config explain KEY` lists them. `data.train_batch_size` × `rollout.group_size` may be at most
-{EPISODES_PER_STEP:,} episodes a step. Of an algorithm's settings, the numbers are here; `covey algorithms NAME` lists
-all of them with their defaults."""
+`covey.train` check. NaN and infinity are never allowed. Other names of a setting (of verl, AgentFly, TorchRL, TRL)
+have the same range: `covey config explain KEY` lists them. `data.train_batch_size` × `rollout.group_size` may be at
+most {EPISODES_PER_STEP:,} episodes a step. Of an algorithm's settings, the numbers are here; `covey algorithms NAME`
+lists all of them with their defaults."""
 
 
 def explain(key: str, algorithms: Algorithms, loss: str | None = None) -> str:

@@ -117,7 +117,7 @@ class AgentConfig:
     max_tool_tokens: Tokens = 512  # of one tool's output; the rest is cut off, with a mark
     tool_seconds: Seconds = 10.0  # one tool call may take this long, unless the tool says otherwise
     train_modules: list[str] = field(default_factory=lambda: ["planner"])  # agent=flow: whose turns are learned from
-    template: str | None = None  # qwen2.5, qwen2.5-vl, or a chat template file (Jinja); null: the model's own
+    template: str | None = None  # qwen2.5, qwen2.5-vl, none (text as it is), or a Jinja file; null: the model's own
     environment: str | None = None  # agent=verifiers: an environment of that package, by id, module:function or file
     environment_options: dict[str, Any] = field(default_factory=dict)  # agent=verifiers: its own `env` settings
     max_seconds: Seconds = 500.0  # an episode's own work, its reward included, may take this long; sampling not counted

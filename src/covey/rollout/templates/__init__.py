@@ -7,7 +7,7 @@ from typing import Any
 
 from covey.errors import InputError, unknown
 
-NAMED = {"qwen2.5": "qwen2.5.jinja", "qwen2.5-vl": "qwen2.5.jinja"}
+NAMED = {"qwen2.5": "qwen2.5.jinja", "qwen2.5-vl": "qwen2.5.jinja", "none": "none.jinja"}
 MARKS = ("<|im_start|>", "<|im_end|>", "<tool_call>")
 
 
@@ -23,7 +23,12 @@ def use_template(tokenizer: Any, template: str | None) -> None:
 
 
 def _named(tokenizer: Any, name: str) -> str:
-    """A model that was trained with this very form keeps its own words for it."""
+    """A model that was trained with this very form keeps its own words for it. `none` puts nothing around a text but
+    the token that this tokenizer begins every text with."""
+    if name == "none":
+        ids = tokenizer("a")["input_ids"]
+        begins = tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]
+        return ("{{ bos_token }}" if begins else "") + (Path(__file__).parent / NAMED[name]).read_text().strip()
     own = str(tokenizer.chat_template or "")
     if all(mark in own for mark in MARKS):
         return own

@@ -1,0 +1,333 @@
+"""TRL's arguments → Covey's settings, with the same mathematics.
+
+    completions of one optimiser step   per_device_train_batch_size × gradient_accumulation_steps
+    completions of one generation       generation_batch_size = per_device_train_batch_size × steps_per_generation
+
+Covey counts prompts, each with `num_generations` completions: a step of Covey's is one generation and the optimiser
+steps made from it. Steps that TRL counts (max_steps, save_steps, warm-up) are optimiser steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from covey.errors import InputError
+from covey.trl.config import GRPOConfig
+
+EPSILON = 1e-4  # what TRL adds to a standard deviation
+NO_CAP = 1e30
+KEEP_ALL = 1_000_000
+LOGGERS = ("wandb", "tensorboard", "mlflow", "trackio")
+AGGREGATION = {
+    "grpo": "seq-mean-token-mean",
+    "sapo": "seq-mean-token-mean",
+    "bnpo": "token-mean",
+    "dapo": "token-mean",
+    "cispo": "token-mean",
+    "dr_grpo": "seq-mean-token-sum-norm",
+    "luspo": "seq-mean-token-sum",
+}
+SCHEDULE = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
+GENERATION_KWARGS = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "stop", "stop_strings")
+IGNORED = ("attn_implementation", "device_map", "use_cache")  # of model_init_kwargs
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a step of Covey's: prompts sampled, prompts of each optimiser step, optimiser steps."""
+
+    prompts: int
+    per_update: int
+    updates: int
+
+    @classmethod
+    def of(cls, args: GRPOConfig) -> Sizes:
+        group, generated = args.num_generations, args.generation_batch_size
+        learned = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        assert generated is not None
+        if group < 2:
+            raise InputError(f"num_generations={group}: GRPO compares completions of a prompt, it needs at least 2")
+        for name, count in (("generation_batch_size", generated), ("completions of an optimiser step", learned)):
+            if count % group:
+                raise InputError(
+                    f"{name}: {count} is not a multiple of num_generations={group}\n"
+                    "  fix: per_device_train_batch_size × gradient_accumulation_steps must be one, as Covey keeps the "
+                    "completions of a prompt together"
+                )
+        if max(generated, learned) % min(generated, learned):
+            raise InputError(
+                f"steps_per_generation={args.steps_per_generation} and gradient_accumulation_steps="
+                f"{args.gradient_accumulation_steps}\n  fix: one must be a multiple of the other"
+            )
+        if generated < learned and args.num_iterations > 1:
+            raise InputError(
+                f"steps_per_generation={args.steps_per_generation} with num_iterations={args.num_iterations}\n"
+                "  fix: steps_per_generation must be a multiple of gradient_accumulation_steps"
+            )
+        return cls(
+            prompts=max(generated, learned) // group,
+            per_update=learned // group,
+            updates=max(1, generated // learned) * args.num_iterations,
+        )
+
+
+@dataclass
+class Translated:
+    algorithm: str
+    settings: dict[str, Any]
+    total_steps: int  # of Covey's
+    updates: int  # optimiser steps of each
+    remarks: list[str] = field(default_factory=list)
+
+
+def translate(args: GRPOConfig, rows: int, held_out: int = 0) -> Translated:
+    """The settings for training on `rows` prompts. `held_out`: how many prompts there are to evaluate on."""
+    sizes, sampling = Sizes.of(args), _sampling(args)
+    per_epoch = max(1, rows // sizes.prompts)
+    if args.max_steps > 0:
+        steps = math.ceil(args.max_steps / sizes.updates)
+    else:
+        steps = math.ceil(args.num_train_epochs * per_epoch)
+    found = Translated("grpo", {}, steps, sizes.updates, [*args.remarks(), *_remarks(args, sizes)])
+    if args.multi_objective_aggregation == "normalize_then_sum":
+        found.algorithm = "gdpo"
+    found.settings = {
+        "algorithm": _algorithm(args, sampling),
+        "data": {"train_batch_size": sizes.prompts, "shuffle": args.shuffle_dataset},
+        "rollout": sampling | {"group_size": args.num_generations} | _engine(args),
+        "learner": _learner(args, sizes, steps * sizes.updates),
+        "loop": {"total_steps": steps} | _checkpoints(args, sizes, steps, per_epoch),
+        "eval": _evaluation(args, sizes, steps, per_epoch, sampling, held_out),
+        "model": _model(args),
+        "logging": _logging(args),
+        "seed": args.seed,
+    }
+    return found
+
+
+def _remarks(args: GRPOConfig, sizes: Sizes) -> list[str]:
+    given = [name for name in args.model_init_kwargs or {} if name in IGNORED]
+    found = [f"model_init_kwargs[{name!r}] has no effect: Covey decides it" for name in given]
+    assert args.steps_per_generation is not None
+    if args.max_steps > 0 and args.max_steps % sizes.updates:
+        found.append(
+            f"max_steps={args.max_steps}: {sizes.updates} optimiser steps follow each generation, so "
+            f"{math.ceil(args.max_steps / sizes.updates) * sizes.updates} are made"
+        )
+    if args.loss_type == "bnpo" and args.gradient_accumulation_steps > 1:
+        found.append("loss_type='bnpo' is 'dapo' here: the mean is over the tokens of the whole optimiser step")
+    if args.loss_type in ("dapo", "cispo") and args.steps_per_generation > args.gradient_accumulation_steps:
+        found.append(
+            f"loss_type={args.loss_type!r}: each optimiser step divides by its own tokens, where TRL divides by the "
+            "mean over those of a generation"
+        )
+    if args.mask_truncated_completions and AGGREGATION[args.loss_type].startswith("seq-mean"):
+        found.append(
+            f"mask_truncated_completions with loss_type={args.loss_type!r}: the mean is over the other completions, "
+            "where TRL divides by the number of all"
+        )
+    if args.multi_objective_aggregation == "normalize_then_sum" and args.scale_rewards != "group":
+        found.append(f"scale_rewards={args.scale_rewards!r} has no effect with normalize_then_sum, as in TRL")
+    return found
+
+
+def _sampling(args: GRPOConfig) -> dict[str, Any]:
+    extra = dict(args.generation_kwargs or {})
+    for name in extra:
+        if name not in GENERATION_KWARGS:
+            raise InputError(
+                f"generation_kwargs[{name!r}] is not supported by covey.trl\n"
+                f"  supported: {', '.join(GENERATION_KWARGS)}"
+            )
+    longest = extra.get("max_new_tokens", args.max_completion_length)
+    if longest is None:
+        raise InputError("max_completion_length=None is not supported by covey.trl\n  give the longest completion")
+    stop = extra.get("stop_strings", extra.get("stop")) or []
+    top_k = extra.get("top_k", args.top_k)
+    return {
+        "max_tokens": longest,
+        "temperature": extra.get("temperature", args.temperature),
+        "top_p": extra.get("top_p", args.top_p),
+        "top_k": max(0, top_k or 0),  # −1 is vLLM's word for none
+        "min_p": extra.get("min_p", args.min_p) or 0.0,
+        "stop": [stop] if isinstance(stop, str) else list(stop),
+    }
+
+
+def _engine(args: GRPOConfig) -> dict[str, Any]:
+    if not args.use_vllm:
+        return {}
+    return {
+        "name": "vllm",
+        "memory": args.vllm_gpu_memory_utilization,
+        "tensor_parallel": args.vllm_tensor_parallel_size,
+        "sleep": args.vllm_enable_sleep_mode,
+    }
+
+
+def _algorithm(args: GRPOConfig, sampling: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {"epsilon": EPSILON, "aggregation": AGGREGATION[args.loss_type]} | _loss(args)
+    if args.loss_type == "dr_grpo":
+        found["norm_length"] = args.max_completion_length
+    if args.multi_objective_aggregation == "sum_then_normalize":
+        found["std_normalize"] = args.scale_rewards != "none"
+        found["std_over"] = "batch" if args.scale_rewards == "batch" else "group"
+    if args.beta:
+        found |= {"kl_coef": args.beta, "kl_estimator": "k3", "kl_unbiased": args.use_bias_correction_kl}
+    if args.mask_truncated_completions:
+        found["truncated"] = "mask"
+    return found | _correction(args, sampling)
+
+
+def _loss(args: GRPOConfig) -> dict[str, Any]:
+    high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    if args.importance_sampling_level == "sequence":
+        return _sequence_loss(args, high)
+    if args.delta is not None and args.loss_type in ("cispo", "sapo"):
+        raise InputError(f"delta has no place in loss_type={args.loss_type!r}\n  leave it out")
+    if args.loss_type == "sapo":
+        return {"loss": "sapo", "tau_pos": args.sapo_temperature_pos, "tau_neg": args.sapo_temperature_neg}
+    if args.loss_type == "cispo":
+        if high < 1:
+            raise InputError(
+                f"loss_type='cispo' with epsilon_high={high}: it is the largest weight of a token\n"
+                "  fix: epsilon_high=5.0, as the ScaleRL paper recommends"
+            )
+        return {"loss": "cispo", "clip_low": 1.0, "clip_high": high - 1}
+    if args.delta is not None and args.delta <= 1 + high:
+        raise InputError(f"delta={args.delta} must be greater than 1 + epsilon_high = {1 + high:g}")
+    return {"loss": "ppo_clip", "clip_low": args.epsilon, "clip_high": high, "dual_clip": args.delta}
+
+
+def _sequence_loss(args: GRPOConfig, high: float) -> dict[str, Any]:
+    if args.loss_type in ("cispo", "sapo") or args.delta is not None:
+        raise InputError(
+            "importance_sampling_level='sequence' is supported with loss_type grpo, bnpo, dapo, dr_grpo and luspo, "
+            "without delta"
+        )
+    if args.beta and args.use_bias_correction_kl:
+        raise InputError(
+            "importance_sampling_level='sequence' with beta: the KL is not multiplied by the sequence ratio here\n"
+            "  fix: use_bias_correction_kl=False"
+        )
+    return {"loss": "gspo", "clip_low": args.epsilon, "clip_high": high}
+
+
+def _correction(args: GRPOConfig, sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Without vLLM, TRL's old policy is the learner's own before the update. The embedded engine samples from just
+    that, unless the distribution is cut."""
+    if not args.use_vllm:
+        cut = sampling["top_p"] < 1 or sampling["top_k"] > 0 or sampling["min_p"] > 0
+        return {"correction": "recompute" if cut else "none"}
+    if not args.vllm_importance_sampling_correction:
+        return {"correction": "recompute"}
+    level, _, way = args.vllm_importance_sampling_mode.partition("_")
+    low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+    found: dict[str, Any] = {"correction": level, "correction_cap": high or NO_CAP}
+    if way == "mask":
+        return found | {"reject_below": low, "reject_above": high}
+    if low is not None:
+        raise InputError("vllm_importance_sampling_clip_min is supported with the modes token_mask and sequence_mask")
+    return found
+
+
+def _learner(args: GRPOConfig, sizes: Sizes, total_updates: int) -> dict[str, Any]:
+    kwargs = dict(args.lr_scheduler_kwargs or {})
+    ratio = kwargs.pop("min_lr_rate", 0.0)
+    if "min_lr" in kwargs:
+        ratio = kwargs.pop("min_lr") / args.learning_rate
+    if kwargs:
+        raise InputError(f"lr_scheduler_kwargs: {', '.join(kwargs)} is not supported\n  supported: min_lr_rate, min_lr")
+    warmup = _count(args.warmup_steps or args.warmup_ratio or 0, total_updates)
+    return {
+        "lr": args.learning_rate,
+        "schedule": SCHEDULE.get(args.lr_scheduler_type, args.lr_scheduler_type),
+        "warmup_steps": 0 if args.lr_scheduler_type == "constant" else warmup,
+        "min_lr_ratio": ratio,
+        "weight_decay": args.weight_decay,
+        "beta1": args.adam_beta1,
+        "beta2": args.adam_beta2,
+        "eps": args.adam_epsilon,
+        "grad_clip": args.max_grad_norm or 0,
+        "epochs": args.num_iterations,
+        "mini_batch_size": sizes.per_update if sizes.per_update < sizes.prompts else None,
+        "entropy_coef": args.entropy_coef,
+    }
+
+
+def _count(number: float, total: int) -> int:
+    """A number of optimiser steps, or below 1 a share of all of them."""
+    return math.ceil(number * total) if 0 < number < 1 else int(number)
+
+
+def _every(strategy: str, number: float | None, sizes: Sizes, steps: int, per_epoch: int) -> int:
+    """How often, in steps of Covey's; 0: never."""
+    if strategy == "no" or not number:
+        return 0
+    if strategy == "epoch":
+        return per_epoch
+    return max(1, math.ceil(_count(number, steps * sizes.updates) / sizes.updates))
+
+
+def _checkpoints(args: GRPOConfig, sizes: Sizes, steps: int, per_epoch: int) -> dict[str, Any]:
+    return {
+        "save_every": _every(args.save_strategy, args.save_steps, sizes, steps, per_epoch),
+        "save_final": args.save_strategy != "no",
+        "keep_last": args.save_total_limit or KEEP_ALL,
+    }
+
+
+def _evaluation(
+    args: GRPOConfig, sizes: Sizes, steps: int, per_epoch: int, sampling: Mapping[str, Any], held_out: int
+) -> dict[str, Any]:
+    """TRL samples as in training, and never of itself after the last step."""
+    number = args.eval_steps or args.logging_steps
+    if held_out == 0 and args.eval_strategy != "no":
+        raise InputError(f"eval_strategy={args.eval_strategy!r} needs an eval_dataset")
+    return {
+        "every": _every(args.eval_strategy, number, sizes, steps, per_epoch),
+        "before": args.eval_on_start,
+        "after": False,
+        "modes": ["sampled"],
+        "n": args.num_generations_eval or args.num_generations,
+        **{name: sampling[name] for name in ("temperature", "top_p", "top_k")},
+    }
+
+
+def _model(args: GRPOConfig) -> dict[str, Any]:
+    kwargs = dict(args.model_init_kwargs or {})
+    precision = "float16" if args.fp16 else "float32" if args.bf16 is False else "auto"
+    given = kwargs.pop("dtype", kwargs.pop("torch_dtype", None))
+    found = {
+        "dtype": precision if given is None else str(given).removeprefix("torch."),
+        "gradient_checkpointing": args.gradient_checkpointing,
+        "trust_remote_code": args.trust_remote_code or bool(kwargs.pop("trust_remote_code", False)),
+    }
+    if found["dtype"] not in DTYPES:
+        raise InputError(f"model_init_kwargs: dtype={given} is not supported; supported: {', '.join(DTYPES)}")
+    if args.use_cpu:
+        found["device"] = "cpu"
+    if args.use_vllm and args.vllm_max_model_length is not None:
+        found["context_length"] = args.vllm_max_model_length
+    rest = [name for name in kwargs if name not in ("revision", *IGNORED)]
+    if rest:
+        raise InputError(f"model_init_kwargs[{rest[0]!r}] is not supported by covey.trl\n  supported: dtype, revision")
+    return found
+
+
+def _logging(args: GRPOConfig) -> dict[str, Any]:
+    places = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])
+    places = [place for place in places if place != "none"]
+    for place in places:
+        if place not in LOGGERS:
+            raise InputError(f"report_to={place!r} is not supported; supported: {', '.join(LOGGERS)}, none")
+    found: dict[str, Any] = {"to": ["console", *places], "output_dir": args.output_dir or "trainer_output"}
+    if args.project != "huggingface":
+        found["project"] = args.project
+    if args.run_name is not None:
+        found["experiment"] = args.run_name
+    return found
