@@ -10,7 +10,7 @@ from covey.cli.prepare import algorithm_schemas, prepare
 from covey.cli.train import run_to_end
 from covey.config import compose
 from covey.errors import InputError
-from covey.tasks import TaskSet
+from covey.tasks import TaskSet, reward_by_answers
 from covey.types import Task
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ def train(
             raise InputError("validation= must be a file when tasks= is one")
     else:
         held_out = () if validation is None or isinstance(validation, (str, Path)) else _tasks(validation)
-        given = TaskSet(train=_tasks(tasks), validation=held_out, reward=None, description="tasks given in Python")
+        rows = _tasks(tasks)
+        given = TaskSet(rows, held_out, reward_by_answers((*rows, *held_out)), "tasks given in Python")
     composed = compose(settings, algorithms=algorithm_schemas())
     return run_to_end(prepare(composed, tasks=given, reward=reward))
 

@@ -3,7 +3,7 @@
 from covey.tasks.datasets import DATASETS, Dataset
 from covey.tasks.demonstrations import DemonstrationSet, load_demonstrations
 from covey.tasks.generated import GENERATED, GeneratedTask
-from covey.tasks.load import default_reward, load_tasks, nothing_to_train_on
+from covey.tasks.load import default_reward, load_tasks, nothing_to_train_on, reward_by_answers
 from covey.tasks.order import batch_for_step, fresh_tasks, steps_per_epoch
 from covey.tasks.taskset import TaskSet
 
@@ -20,5 +20,6 @@ __all__ = [
     "load_demonstrations",
     "load_tasks",
     "nothing_to_train_on",
+    "reward_by_answers",
     "steps_per_epoch",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,6 +17,9 @@ from covey.types import Task
 
 GENERATED_TRAIN = 2000
 GENERATED_VALIDATION = 200
+MATHEMATICAL = "math_verify"
+# The last line of a worked solution: GSM8K's `#### 72`, or MATH's `\boxed{…}` with what may stand behind it.
+MARKED = re.compile(r"(?:####[ \t]*[^\s#][^\n]*|\\boxed[ \t]*\{[^\n]*\}[^\n\w]*)\s*\Z")
 
 
 def load_tasks(data: DataConfig, seed: int) -> TaskSet:
@@ -68,7 +72,7 @@ def _from_files(data: DataConfig) -> TaskSet:
         parts.append(f"{len(train)} training tasks from {_listed(data.train_files)}")
     if validation:
         parts.append(f"{len(validation)} validation tasks from {_listed(data.val_files)}")
-    return TaskSet(train, validation, None, ", ".join(parts), tuple(warnings))
+    return TaskSet(train, validation, default_reward(data, (*train, *validation)), ", ".join(parts), tuple(warnings))
 
 
 def _files(split: str, files: object, size: int | None, warnings: list[str]) -> tuple[Task, ...]:
@@ -98,13 +102,25 @@ def _prompted(tasks: Sequence[Task], system_prompt: str) -> tuple[Task, ...]:
     )
 
 
-def default_reward(data: DataConfig) -> str | None:
-    """What scores a data set, also where it is not here."""
-    if data.train_files is not None or data.val_files is not None:
-        return None
+def default_reward(data: DataConfig, tasks: Sequence[Task] = ()) -> str | None:
+    """The reward where the user names none. Files that take the place of a data set, as on top of a recipe, are scored
+    by the data set's reward. `data.name` at its default names no data set for them."""
+    files = data.train_files is not None or data.val_files is not None
+    if files and data.name == DataConfig().name:
+        return reward_by_answers(tasks)
     if data.name == REASONING_GYM:
         return REASONING_GYM
-    return DATASETS[data.name].reward if data.name in DATASETS else None
+    if data.name in DATASETS:
+        return DATASETS[data.name].reward
+    return GENERATED[data.name].reward if data.name in GENERATED else None
+
+
+def reward_by_answers(tasks: Sequence[Task]) -> str | None:
+    """The mathematical reward where most answers end in `#### N` or `\\boxed{…}`: compared as text, a reply would have
+    to repeat the whole worked solution."""
+    answers = [task.answer for task in tasks if task.answer is not None]
+    marked = sum(isinstance(answer, str) and MARKED.search(answer) is not None for answer in answers)
+    return MATHEMATICAL if 2 * marked > len(answers) else None
 
 
 def nothing_to_train_on(data: DataConfig) -> InputError:
