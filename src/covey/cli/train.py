@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
         return _multirun(words)
     if words.text("--launcher"):
         raise InputError("--launcher is for sweeps: add --multirun\n  one run on several nodes: covey slurm")
-    composed = compose_words(words)
+    composed = compose_words(words, training=True)
     if words.on("--validate-only"):
         return _validate(composed, strict=words.on("--strict"))
     if words.on("--dry-run"):
@@ -323,7 +323,7 @@ def _compose_all(words: Words, combinations: list[list[str]]) -> list[Composed]:
     wrong: list[str] = []
     for settings in combinations:
         try:
-            found.append(compose_words(words, settings=settings))
+            found.append(compose_words(words, settings=settings, training=True))
         except WrongValues as error:
             wrong += error.problems
     if wrong:

@@ -1,6 +1,6 @@
 """Where questions come from: data files or generated problems, as `Task`."""
 
-from covey.tasks.datasets import DATASETS, Dataset
+from covey.tasks.datasets import DATASETS, Dataset, data_folder
 from covey.tasks.demonstrations import DemonstrationSet, load_demonstrations
 from covey.tasks.generated import GENERATED, GeneratedTask
 from covey.tasks.load import default_reward, load_tasks, nothing_to_train_on, reward_by_answers
@@ -15,6 +15,7 @@ __all__ = [
     "GeneratedTask",
     "TaskSet",
     "batch_for_step",
+    "data_folder",
     "default_reward",
     "fresh_tasks",
     "load_demonstrations",
