@@ -68,8 +68,8 @@ def _gvpo_guide(keys: Collection[str]) -> Origin:
         return Origin(
             "gvpo_math",
             tuple(f"{key}={literal(value)}" for key, value in found.items()),
-            f"no task is named and {data_folder('train')} holds data files: starting from the recipe gvpo_math on them; "
-            "data=sort trains on the generated default task",
+            f"no task is named, and {data_folder('train')} holds data files: starting from the recipe gvpo_math on "
+            "them; data=sort trains on the generated default task",
         )
     if keys and not any(key.startswith(VERL) for key in keys):
         return Origin()

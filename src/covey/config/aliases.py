@@ -138,7 +138,6 @@ _AGENTFLY = {
 }
 
 _TORCHRL = {
-    "env.dataset": "data.name",
     "env.repeats": "rollout.group_size",
     "env.max_steps": "agent.max_turns",
     "policy.kl_coef": "algorithm.kl_coef",
@@ -344,10 +343,13 @@ def translate(key: str, algorithms: Algorithms) -> Target | None:
     if sections().get(key):
         return Target(f"{key}.name")
     for name in algorithms:
-        for native in algorithm_settings(name, algorithms):
+        for native, setting in algorithm_settings(name, algorithms).items():
             field = native.removeprefix("algorithm.")
-            if field != "name" and key in (f"algorithm.{name}_{field}", f"{name}_{field}"):
-                return Target(native, name)
+            for own in (f"algorithm.{name}_{field}", f"{name}_{field}") if field != "name" else ():
+                if key == own:
+                    return Target(native, name)
+                if setting.free and key.startswith(f"{own}."):  # dgdo_importance_priors={exact: 2}, or one of them
+                    return Target(native + key.removeprefix(own), name)
     if key in ALIASES:
         return Target(ALIASES[key])
     is_foreign = key in PARTS or key in NOT_YET_KEYS or accepted(key) is not None

@@ -90,6 +90,7 @@ def compose(
     checker = Checker(settings, applied, settled.parts())
     wrong = [text for key, given in applied.items() for text in _assign(tree, key, given, checker)]
     wrong += _derive(tree, settled, applied, checker)
+    _choose_length(tree, applied)
     if place := _place_of_runs(settled):
         wrong += _assign(tree, "logging.output_dir", place, checker)
         applied["logging.output_dir"] = place
@@ -250,6 +251,18 @@ def _derive(tree: DictConfig, settled: Settled, applied: dict[str, Given], check
             except derive.NotACount as error:
                 wrong.append(str(error))
     return wrong
+
+
+def _choose_length(tree: DictConfig, applied: Mapping[str, Given]) -> None:
+    """A run's length is given in steps or in epochs. One of them replaces the other of an earlier layer."""
+    layers = {
+        key: given.layer if (given := applied.get(f"loop.{key}")) is not None and given.value is not None else -1
+        for key in ("total_steps", "total_epochs")
+    }
+    if layers["total_steps"] > layers["total_epochs"]:
+        tree.loop.total_epochs = None
+    elif layers["total_epochs"] > layers["total_steps"]:
+        tree.loop.total_steps = None
 
 
 def _assign(tree: DictConfig, key: str, given: Given, checker: Checker) -> list[str]:

@@ -125,8 +125,10 @@ def reward_by_answers(tasks: Sequence[Task]) -> str | None:
 
 def nothing_to_train_on(data: DataConfig) -> InputError:
     if data.train_files is None and data.val_files is None:
+        apart = data.name in DATASETS and "held_out" in DATASETS[data.name].option_names
+        fix = "data.options.held_out=100 evaluates on 100 of its tasks and trains on the others; or " if apart else ""
         return InputError(
             f"data={data.name} is for evaluation: there is nothing in it to train on\n"
-            f"  fix: covey eval MODEL data={data.name}, or train on another set"
+            f"  fix: {fix}covey eval MODEL data={data.name}, or train on another set"
         )
     return InputError("there is nothing to train on: data.val_files is given without data.train_files")
