@@ -108,14 +108,32 @@ def test_validate_only_and_dry_run_start_nothing(tiny_model_folder: Path, capsys
     assert not Path("outputs").exists()
 
 
-def test_validate_only_warns_of_what_is_not_available_unless_strict(
+def test_validate_only_calls_nothing_valid_that_would_be_refused(
     tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["train", f"model={tiny_model_folder}", "rollout=sglang", "--validate-only"]
-    assert main(words) == 0
-    assert "warning: a run would be refused: not available yet: other engines" in capsys.readouterr().out
+    assert main(words) == 2
+    out = capsys.readouterr().out
+    assert "warning: a run would be refused: not available yet: other engines" in out
+    assert out.endswith("not valid: a run would be refused, see above; nothing was started\n")
     assert main([*words, "--strict"]) == 2
     assert "not available yet: other engines" in capsys.readouterr().err
+    assert main([*words, "--multirun", "seed=0,1"]) == 2
+
+
+def test_all_that_is_missing_is_told_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    words = ["train", "model=here/nothing", "data.train_files=a.jsonl", "data.val_files=b.jsonl", "loop.total_epochs=3"]
+    assert main([*words, "--validate-only"]) == 0
+    out = capsys.readouterr().out
+    assert "training   3 epochs (an unknown number of steps: the tasks are not here) of 8 tasks" in out
+    assert "the settings are valid, but 2 things are not on this machine, see above" in out
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    for text in ("data.train_files: no such file a.jsonl", "data.val_files: no such file b.jsonl", "here/nothing"):
+        assert text in out and text in told
 
 
 def test_eval_and_sample_read_a_run(tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

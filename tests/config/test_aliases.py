@@ -351,6 +351,16 @@ def test_groups_are_not_split(run):
             ["algorithm.kl_ctrl.type=adaptive has no effect without algorithm.use_kl_in_reward=true"],
         ),
         (["agent.backend=async_verl"], ["agent.backend: no effect: rollout= chooses the engine"]),
+        (
+            ["algorithm.kl_ctrl.kl_coef=0.001"],
+            ["algorithm.kl_ctrl.kl_coef has no effect without algorithm.use_kl_in_reward=true"],
+        ),
+        (["agent.use_agent=False"], ["agent.use_agent: no effect: agent=chat, the default, is a run without tools"]),
+        (
+            ["agentflow.port=9999"],
+            ["agentflow.port has no effect with agent=chat: only agent=gateway listens on a port"],
+        ),
+        (["agentflow.port=9999", "agent=gateway"], []),
     ],
 )
 def test_what_has_no_effect_is_said(run, words, warnings):
@@ -371,7 +381,6 @@ def test_what_has_no_effect_is_said(run, words, warnings):
         "algorithm.use_kl_in_reward=False",
         "algorithm.kl_penalty=kl",
         "algorithm.kl_ctrl.type=fixed",
-        "algorithm.kl_ctrl.kl_coef=0.001",
         "algorithm.filter_groups.enable=False",
         "filter_groups.metric=acc",
         "filter_groups.metric=reward",

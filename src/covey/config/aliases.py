@@ -275,7 +275,7 @@ ACCEPTED: Mapping[str, Accepted] = {
     "train.packing": _SILENT,
     "trainer.balance_batch": _SILENT,
     "actor.strategy": _SILENT,
-    "agent.use_agent": _SILENT,
+    "agent.use_agent": Accepted("no effect: agent=chat, the default, is a run without tools", off=(True,)),
     "agent.backend": Accepted("no effect: rollout= chooses the engine"),
     "algorithm.gamma": Accepted("no effect: {algorithm} does not discount", off=(1,)),
     "algorithm.lam": Accepted("no effect: {algorithm} has no λ", off=(1,)),

@@ -114,6 +114,8 @@ def remarks(parts: Parts) -> Iterator[str]:
     if _OVERLONG_LEN in parts and _OVERLONG not in parts:
         length = parts[_OVERLONG_LEN].key
         yield f"{length} has no effect without {length.removesuffix('len')}enable=true"
+    if _CTRL_COEF in parts and not _on(parts, _KL_REWARD):
+        yield f"{parts[_CTRL_COEF].key} has no effect without {_KL_REWARD}=true"
     control = parts.get(_CTRL)
     if control is not None and control.value == "adaptive" and not _on(parts, _KL_REWARD):
         yield f"{control} has no effect without {_KL_REWARD}=true"

@@ -58,11 +58,13 @@ class Settled:
     env: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     tolerant: bool = False
+    refused: int = 0  # what a run would be refused for, where `tolerant` goes on
 
     def refuse(self, text: str) -> None:
         """What no run can do."""
         if not self.tolerant:
             raise InputError(text)
+        self.refused += 1
         self.warnings.append(f"a run would be refused: {text}")
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from covey.config.schema import DataConfig
-from covey.errors import InputError, unknown
+from covey.errors import Absent, InputError, unknown
 from covey.tasks.datasets import DATASETS, load_dataset
 from covey.tasks.files import find_files, read_tasks
 from covey.tasks.generated import GENERATED, generate
@@ -59,8 +59,11 @@ def _from_files(data: DataConfig) -> TaskSet:
     warnings: list[str] = []
     if data.options:
         warnings.append("data.options is not used: it belongs to generated tasks, and data files are given")
-    train = _files("train", data.train_files, data.train_size, warnings)
-    validation = _files("val", data.val_files, data.val_size, warnings)
+    absent: list[Absent] = []
+    train = _files("train", data.train_files, data.train_size, warnings, absent)
+    validation = _files("val", data.val_files, data.val_size, warnings, absent)
+    if absent:
+        raise Absent("\n".join(map(str, absent)))
     trained_on = {_question(task) for task in train}
     if leaked := [task for task in validation if _question(task) in trained_on]:
         warnings.append(
@@ -75,10 +78,14 @@ def _from_files(data: DataConfig) -> TaskSet:
     return TaskSet(train, validation, default_reward(data, (*train, *validation)), ", ".join(parts), tuple(warnings))
 
 
-def _files(split: str, files: object, size: int | None, warnings: list[str]) -> tuple[Task, ...]:
+def _files(split: str, files: object, size: int | None, warnings: list[str], absent: list[Absent]) -> tuple[Task, ...]:
     if files is None:
         return ()
-    tasks = read_tasks(f"data.{split}_files", files)
+    try:
+        tasks = read_tasks(f"data.{split}_files", files)
+    except Absent as error:
+        absent.append(error)
+        return ()
     if size is not None and size > len(tasks):
         warnings.append(f"data.{split}_size={size}, but there are only {len(tasks)} tasks")
     return tuple(tasks[:size])
