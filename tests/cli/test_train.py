@@ -37,6 +37,8 @@ def test_a_run_leaves_everything_in_its_folder(tiny_model_folder: Path, algorith
     names = {p.name for p in run.iterdir()}
     assert {"config.yaml", "metrics.jsonl", "episodes.jsonl", "checkpoints", ".hydra"} <= names
     assert {"summary.md", "curve.png", "run.json"} <= names
+    (kept,) = run.glob("checkpoints/*/config.yaml")
+    assert kept.read_text() == (run / "config.yaml").read_text()
     kinds = [json.loads(line)["kind"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert kinds == ["eval", "step", "step", "eval"]
     record = json.loads((run / "episodes.jsonl").read_text().splitlines()[0])
