@@ -2,8 +2,9 @@
 
 from covey.tasks.datasets import DATASETS, Dataset, data_folder
 from covey.tasks.demonstrations import DemonstrationSet, load_demonstrations
+from covey.tasks.files import read_tasks
 from covey.tasks.generated import GENERATED, GeneratedTask
-from covey.tasks.load import default_reward, load_tasks, nothing_to_train_on, reward_by_answers
+from covey.tasks.load import default_reward, load_tasks, nothing_to_train_on, reward_by_answers, with_system_prompt
 from covey.tasks.order import batch_for_step, fresh_tasks, steps_per_epoch
 from covey.tasks.taskset import TaskSet
 
@@ -21,6 +22,8 @@ __all__ = [
     "load_demonstrations",
     "load_tasks",
     "nothing_to_train_on",
+    "read_tasks",
     "reward_by_answers",
     "steps_per_epoch",
+    "with_system_prompt",
 ]

@@ -26,9 +26,14 @@ def load_tasks(data: DataConfig, seed: int) -> TaskSet:
     """Everything `data` names. `seed` decides which problems a generated task trains on, never what it is tested on."""
     given = data.train_files is not None or data.val_files is not None
     tasks = _from_files(data) if given else _named(data, seed)
-    if data.system_prompt is None:
+    return with_system_prompt(tasks, data.system_prompt)
+
+
+def with_system_prompt(tasks: TaskSet, prompt: str | None) -> TaskSet:
+    """`data.system_prompt` before every task that has no system message of its own."""
+    if prompt is None:
         return tasks
-    train, validation = _prompted(tasks.train, data.system_prompt), _prompted(tasks.validation, data.system_prompt)
+    train, validation = _prompted(tasks.train, prompt), _prompted(tasks.validation, prompt)
     warnings = tasks.warnings
     if train == tasks.train and validation == tasks.validation:
         warnings += ("data.system_prompt is not used: every task brings a system message of its own",)
