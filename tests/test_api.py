@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
 
 import covey
+from covey import api
+from covey.cli.prepare import algorithm_schemas
+from covey.config import compose
 
 
 @pytest.fixture(autouse=True)
@@ -71,3 +75,35 @@ def test_mistakes_in_the_call(tiny_model_folder: Path) -> None:
         covey.train(model=str(tiny_model_folder), tasks=[])
     with pytest.raises(ValueError, match="no such file"):
         covey.train(model=str(tiny_model_folder), tasks="nowhere.jsonl")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"end with \boxed{N}",
+        "use ${x} and $y",
+        r"\${x} and \\${y}",
+        "it's 'quoted' \\",
+        "two\nlines, a=b, [c]",
+        "null",
+        "1e-5",
+    ],
+)
+def test_text_from_python_stays_as_it_is(text: str) -> None:
+    words = api._settings({"data": {"system_prompt": text}, "rollout.stop": [text]})
+    config = compose(words, algorithms=algorithm_schemas()).config
+    assert config.data.system_prompt == text
+    assert config.rollout.stop == [text]
+
+
+def test_a_list_of_tasks_with_a_file_to_evaluate_on_and_a_system_prompt(tiny_model_folder: Path) -> None:
+    Path("test.jsonl").write_text('{"question": "say b", "answer": "b"}\n{"question": "say c", "answer": "c"}\n')
+    tasks = [{"question": f"say {i}", "answer": str(i)} for i in range(4)]
+    settings = SMALL | {"data.system_prompt": r"in a \box"}
+    run = covey.train(model=str(tiny_model_folder), tasks=tasks, reward="exact", validation="test.jsonl", **settings)
+    assert [step for step, _ in run.evaluations] == [0, 2]
+    assert run.evaluator is not None and len(run.evaluator.tasks) == 2
+    for task in run.evaluator.tasks:
+        assert task.messages[0] == {"role": "system", "content": r"in a \box"}
+    episode = json.loads((run.path / "episodes.jsonl").read_text().splitlines()[0])
+    assert "in a" in json.dumps(episode)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.cli.prepare import Prepared, algorithm_schemas, prepare
 from covey.cli.train import run_to_end
-from covey.config import compose
+from covey.config import compose, literal
 from covey.errors import InputError
-from covey.tasks import TaskSet
+from covey.tasks import TaskSet, read_tasks, reward_by_answers, with_system_prompt
 from covey.types import Task
 
 if TYPE_CHECKING:
@@ -57,14 +58,24 @@ def prepare_run(
         elif validation is not None:
             raise InputError("validation= must be a file when tasks= is one")
     else:
-        held_out = () if validation is None or isinstance(validation, (str, Path)) else _tasks(validation)
-        given = TaskSet(train=_tasks(tasks), validation=held_out, reward=None, description="tasks given in Python")
+        held_out = () if validation is None else _held_out(validation)
+        rows = _tasks(tasks)
+        given = TaskSet(rows, held_out, reward_by_answers((*rows, *held_out)), "tasks given in Python")
     composed = compose(settings, algorithms=algorithm_schemas())
+    if given is not None:
+        given = with_system_prompt(given, composed.config.data.system_prompt)
     return prepare(composed, tasks=given, reward=reward)
 
 
 def _is_file(tasks: str | Path) -> bool:
     return isinstance(tasks, Path) or "." in tasks or "/" in tasks
+
+
+def _held_out(validation: Tasks) -> tuple[Task, ...]:
+    """What to evaluate on, beside a list of tasks: a list, or files."""
+    if isinstance(validation, (str, Path)):
+        return tuple(read_tasks("validation", str(validation)))
+    return _tasks(validation)
 
 
 def _tasks(rows: Sequence[Task | Mapping[str, Any]]) -> tuple[Task, ...]:
@@ -99,10 +110,10 @@ def _settings(config: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 
 def _quoted(value: Any) -> str:
-    if value is None:
-        return "null"
+    """A value as a word of the command line. Text stays as it is: `${x}` in a Python string refers to nothing."""
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(_quoted(item) for item in value) + "]"
     if isinstance(value, str):
-        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
-    return str(value)
+        # OmegaConf reads \\${ as text, and halves the backslashes before it.
+        return literal(re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value))
+    return literal(str(value) if isinstance(value, Path) else value)

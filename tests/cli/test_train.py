@@ -37,6 +37,8 @@ def test_a_run_leaves_everything_in_its_folder(tiny_model_folder: Path, algorith
     names = {p.name for p in run.iterdir()}
     assert {"config.yaml", "metrics.jsonl", "episodes.jsonl", "checkpoints", ".hydra"} <= names
     assert {"summary.md", "curve.png", "run.json"} <= names
+    (kept,) = run.glob("checkpoints/*/config.yaml")
+    assert kept.read_text() == (run / "config.yaml").read_text()
     kinds = [json.loads(line)["kind"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert kinds == ["eval", "step", "step", "eval"]
     record = json.loads((run / "episodes.jsonl").read_text().splitlines()[0])
@@ -93,7 +95,7 @@ def test_an_agent_of_your_own(tiny_model_folder: Path) -> None:
 
 
 def test_multirun_runs_every_combination(tiny_model_folder: Path) -> None:
-    words = ["mode=sync", "--multirun", "optimizer.lr=1e-4,1e-5", "rollout.temperature=0.9,1.0"]
+    words = ["data=sort", "mode=sync", "--multirun", "optimizer.lr=1e-4,1e-5", "rollout.temperature=0.9,1.0"]
     assert main(["train", f"model={tiny_model_folder}", *words, *SMALL, "loop.save_final=false"]) == 0
     assert [p.parent.name for p in sorted(Path("multirun").glob("*/*/*/run.json"))] == ["0", "1", "2", "3"]
 
@@ -108,14 +110,32 @@ def test_validate_only_and_dry_run_start_nothing(tiny_model_folder: Path, capsys
     assert not Path("outputs").exists()
 
 
-def test_validate_only_warns_of_what_is_not_available_unless_strict(
+def test_validate_only_calls_nothing_valid_that_would_be_refused(
     tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["train", f"model={tiny_model_folder}", "rollout=sglang", "--validate-only"]
-    assert main(words) == 0
-    assert "warning: a run would be refused: not available yet: other engines" in capsys.readouterr().out
+    assert main(words) == 2
+    out = capsys.readouterr().out
+    assert "warning: a run would be refused: not available yet: other engines" in out
+    assert out.endswith("not valid: a run would be refused, see above; nothing was started\n")
     assert main([*words, "--strict"]) == 2
     assert "not available yet: other engines" in capsys.readouterr().err
+    assert main([*words, "--multirun", "seed=0,1"]) == 2
+
+
+def test_all_that_is_missing_is_told_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    words = ["train", "model=here/nothing", "data.train_files=a.jsonl", "data.val_files=b.jsonl", "loop.total_epochs=3"]
+    assert main([*words, "--validate-only"]) == 0
+    out = capsys.readouterr().out
+    assert "training   3 epochs (an unknown number of steps: the tasks are not here) of 8 tasks" in out
+    assert "the settings are valid, but 2 things are not on this machine, see above" in out
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    for text in ("data.train_files: no such file a.jsonl", "data.val_files: no such file b.jsonl", "here/nothing"):
+        assert text in out and text in told
 
 
 def test_eval_and_sample_read_a_run(tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,7 +174,6 @@ MISTAKES = {
     "group of one": (["rollout.group_size=1"], "it needs at least 2"),
     "prompt too long": (["rollout.max_tokens=600"], "longer than the context of 512"),
     "steps and epochs": (["loop.total_steps=3", "loop.total_epochs=1"], "contradict each other"),
-    "two spellings": (["learner.lr=1e-5", "optimizer.lr=1e-4"], "optimizer.lr"),
     "not yet": (["rollout=sglang"], "not available yet"),
     "wrong type": (["learner.lr=fast"], "learner.lr must be a number from 0 to 10, got 'fast'"),
     "greedy groups": (["rollout.temperature=0"], "must be a number from 0.001 to 100"),

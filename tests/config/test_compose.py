@@ -341,12 +341,44 @@ def test_mistakes_are_told_with_their_fix(run, words, text):
         ("algorithm.beta=0.1", "gvpo_beta=0.2"),
     ],
 )
-def test_two_spellings_that_disagree_are_both_named(run, words):
+def test_two_spellings_that_disagree(run, words):
+    """A command line's later word wins, so that settings can be appended; the lines of a file have no order."""
+    one, other = words
+    assert run(*words).config == run(other).config
+    assert run(other, one).config == run(one).config
+    assert any("is replaced by" in text and "which comes later" in text for text in run(*words).warnings)
     with pytest.raises(InputError) as error:
-        run(*words)
+        run(file="\n".join(word.replace("=", ": ") for word in words))
     for word in words:
         assert word.partition("=")[0] in message(error)
     assert message(error).startswith("two spellings of one setting disagree\n")
+
+
+def test_steps_and_epochs_the_users_replace_the_recipes(run):
+    for words in (["trainer.total_training_steps=1"], ["loop.total_steps=1"]):
+        loop = run(*words, config_name="gvpo_math").config.loop
+        assert (loop.total_steps, loop.total_epochs) == (1, None)
+    loop = run("trainer.total_epochs=2", config_name="grpo_gsm8k").config.loop
+    assert (loop.total_steps, loop.total_epochs) == (None, 2)
+    loop = run("loop.total_steps=3", file="trainer.total_epochs: 2").config.loop
+    assert (loop.total_steps, loop.total_epochs) == (3, None)
+    assert run(config_name="gvpo_math").config.loop.total_epochs == 5
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["algorithm.dgdo_importance_priors={exact: 2.0, short: 0.5}"],
+        ["dgdo_importance_priors={exact: 2.0, short: 0.5}"],
+        ["algorithm.dgdo_importance_priors.exact=2", "algorithm.importance_priors.short=0.5"],
+        ["algorithm.importance_priors={exact: 2.0, short: 0.5}"],
+    ],
+)
+def test_priors_by_the_name_of_a_reward(run, words):
+    expected = {"exact": 2.0, "short": 0.5}
+    assert run("algorithm=dgdo", *words).config.algorithm.importance_priors == expected
+    lines = "".join(f"{key}:\n  exact: 2.0\n  short: 0.5\n" for key in ["algorithm.dgdo_importance_priors"])
+    assert run("algorithm=dgdo", file=lines).config.algorithm.importance_priors == expected
 
 
 def test_two_spellings_that_agree_are_fine(run):

@@ -102,7 +102,8 @@ def test_the_calculator_command_runs(run):
     assert (config.loop.save_every, config.eval.every, config.loop.total_steps) == (50, 10, 100)
     assert config.critic.model == "Qwen/Qwen2.5-3B-Instruct"
     assert (config.rollout.name, config.rollout.memory, config.rollout.tensor_parallel) == ("vllm", 0.5, 1)
-    assert not composed.warnings
+    coef = "algorithm.kl_ctrl.kl_coef has no effect without algorithm.use_kl_in_reward=true"  # as it has none in verl
+    assert composed.warnings == (coef,)
 
 
 def test_the_table_has_one_way_to_ask_for_each_thing(algorithms):

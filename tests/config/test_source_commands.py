@@ -79,7 +79,7 @@ def entry(found: re.Match[str]) -> list[str]:
     if found["shell"]:
         return ["--config-name", SCRIPTS[found["shell"]]]
     if found["slurm"]:
-        return ["--config-name", "grpo_gsm8k", "cluster=slurm", f"mode={found['slurm']}"]
+        return ["--config-name", "grpo_gsm8k", f"mode={found['slurm']}"]  # in the script that `covey slurm` writes
     return []
 
 
@@ -135,7 +135,8 @@ def test_a_command_of_the_documents_is_valid(
         (text,) = (text for text in find_files("gvpo guide") if "python_args:" in text)
         Path("my_config.yaml").write_text(text)
     assert main(["train", *command.words, "--validate-only"]) == 0, capsys.readouterr().err
-    assert capsys.readouterr().out.endswith("valid: nothing was started\n")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(("valid: ", "the settings are valid, but "))
     assert not Path("outputs").exists() and not Path("multirun").exists()
 
 

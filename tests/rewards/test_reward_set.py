@@ -15,6 +15,7 @@ import pytest
 from covey.errors import InputError
 from covey.protocols import Reward
 from covey.rewards import REWARDS, RewardError, RewardSet, resolve_rewards, reward
+from covey.rewards.function import RewardFunction
 from covey.types import Episode, Failure, Task
 
 EXAMPLE = ({"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"})
@@ -76,9 +77,37 @@ def test_defaults_stand_in_for_what_the_data_lack() -> None:
 
 def test_kwargs_take_everything() -> None:
     def count(**kwargs: Any) -> float:
-        return float(sorted(kwargs) == ["answer", "completion", "episode", "final_answer", "level", "question", "task"])
+        own = {"answer", "completion", "episode", "final_answer", "level", "question", "task"}
+        return float(set(kwargs) == own | {"final_response", "prediction", "prompt", "trajectory"})
 
     assert score(count) == {"count": 1.0}
+
+
+def test_names_of_other_projects() -> None:
+    """The minimal GVPO script's (prompt, completion), and AgentFly's."""
+    task = Task("0", ({"role": "user", "content": "2 + 2 ?"},), "4", {"prediction": "a column"})
+    episode = Episode(task, (), (*task.messages, {"role": "assistant", "content": "it is 4"}))
+    seen: dict[str, Any] = {}
+
+    def script(prompt: str, completion: str) -> float:
+        seen.update(prompt=prompt, completion=completion)
+        return 1.0
+
+    def agentfly(final_response: str, answer: str, trajectory: list[dict[str, str]], prediction: str) -> float:
+        seen.update(final_response=final_response, trajectory=trajectory, prediction=prediction)
+        return 0.5
+
+    for function in (script, agentfly):
+        RewardFunction.of(function).check(task)
+    found = [asyncio.run(RewardFunction.of(function).score(task, episode)) for function in (script, agentfly)]
+    assert found == [{"script": 1.0}, {"agentfly": 0.5}]
+    assert seen == {
+        "prompt": "2 + 2 ?",
+        "completion": "it is 4",
+        "final_response": "it is 4",
+        "trajectory": [{"role": "user", "content": "2 + 2 ?"}, {"role": "assistant", "content": "it is 4"}],
+        "prediction": "a column",
+    }
 
 
 def test_async_rewards_overlap() -> None:

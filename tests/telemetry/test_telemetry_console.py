@@ -56,7 +56,7 @@ def test_plain_lines_as_they_are(info: RunInfo) -> None:
     console.warn("group size 2 is small")
     console.close("interrupted")
     assert out.getvalue().splitlines() == [
-        "sort-gvpo: gvpo trains smollm2-135m on sort, 40 steps",
+        "sort-gvpo: gvpo trains smollm2-135m on sort, rewards sorted, sorted/lenient, 40 steps",
         f"writing to {info.folder}",
         "step   1/40  reward 0.531  eval     –  entropy  1.23  grad   0.8    412 tok/s  eta 2m36s",
         "eval   1/40  accuracy 0.250  greedy/sorted 0.250  sampled/sorted 0.125  took 8.1s",

@@ -92,11 +92,24 @@ def test_a_step_gets_the_time_of_its_stages_and_an_evaluation_its_own(
         "perf/generated_tokens": 600,
         "perf/tokens_per_second": 150.0,
         "timing/rollout": 4.0,
+        "timing/generation_time": 4.0,
         "timing/update": 1.0,
         "timing/step": 5.0,
     }
     assert listener.evaluations == [{"eval/accuracy": 0.1, "timing/evaluate": 7.0}]
     assert second == {"timing/checkpoint": 2.0, "timing/step": 2.0}
+
+
+def test_ahead_every_step_has_its_throughput(tmp_path: Path, clock: Clock, listener: Listener) -> None:
+    """Per second of the step: the learner hardly waits, and a step's tokens may have been sampled before it."""
+    telemetry = Telemetry(JsonlFiles(tmp_path), [listener], now=clock, ahead=True)
+    for tokens in (600, 0):
+        with telemetry.stage("rollout"):
+            clock.now += 1
+        with telemetry.stage("update"):
+            clock.now += 3
+        telemetry.step(0, {"perf/generated_tokens": tokens}, None, [])
+    assert [step["perf/tokens_per_second"] for step in listener.steps] == [150.0, 0.0]
 
 
 def test_memory_is_looked_at_once_for_all_listeners(tmp_path: Path) -> None:

@@ -79,5 +79,5 @@ def train_one(source: dict[str, str | bool], settings: list[str], place: str) ->
     from covey.cli.train import run_to_end
     from covey.cli.words import Words, compose_words
 
-    composed = compose_words(Words(settings=settings, flags=source))
+    composed = compose_words(Words(settings=settings, flags=source), training=True)
     return str(run_to_end(prepare(composed, folder=Path(place))).path)

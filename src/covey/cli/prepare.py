@@ -77,6 +77,8 @@ class Prepared:
     folder: Path | None = None  # where to write; None: output_dir/DATE/TIME
     engine_reason: str = ""  # why rollout=auto chose its engine
     command: str = "train"
+    absent: tuple[str, ...] = ()  # what is not on this machine, where a check goes on without it
+    refused: int = 0  # of the warnings, those for which a run would be refused
 
     @property
     def trained_reward(self) -> str:
@@ -114,17 +116,16 @@ def prepare(
     training: bool = True,
     tolerate_absent: bool = False,
 ) -> Prepared:
-    """Check all that configuration and files can tell. With `tolerate_absent`, what only another machine has (files, a
-    GPU, a model of the hub) becomes a warning."""
+    """Check all that configuration and files can tell. What is not on this machine (files, a GPU, a model of the hub)
+    is reported together at the end; with `tolerate_absent`, as warnings: another machine may have it."""
     config, warnings = composed.config, list(composed.warnings)
+    absent: dict[str, None] = {}  # in order, each once
 
     def unless_absent(step: Callable[[], Found]) -> Found | None:
         try:
             return step()
         except Absent as error:
-            if not tolerate_absent:
-                raise
-            warnings.append(f"not here: {error}")
+            absent[str(error)] = None
             return None
 
     make_algorithm(config)  # refuses settings that contradict each other before anything is looked for
@@ -161,6 +162,9 @@ def prepare(
     unless_absent(lambda: rewards.check_all((*found.train, *found.validation)))
     if source is not None:
         check_prompts(config, found, source, agent)
+    if absent and not tolerate_absent:
+        raise Absent("\n".join(absent))
+    warnings += [f"not here: {text}" for text in absent]
     return Prepared(
         config=config,
         tree=composed.tree,
@@ -175,6 +179,8 @@ def prepare(
         warnings=tuple(warnings),
         folder=folder,
         engine_reason=reason,
+        absent=tuple(absent),
+        refused=composed.refused,
     )
 
 

@@ -32,7 +32,7 @@ def main_config(argv: list[str]) -> int:
         return 0
     if words.places:
         raise InputError(f"what is {words.places[0]!r}?\n{CONFIG_USAGE.rstrip()}")
-    composed = compose_words(words)
+    composed = compose_words(words, training=True)
     print(yaml.safe_dump(hide_settings(composed.tree), sort_keys=False, allow_unicode=True), end="")
     for text in composed.warnings:
         print(f"# warning: {text}")

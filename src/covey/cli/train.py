@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
         return _multirun(words)
     if words.text("--launcher"):
         raise InputError("--launcher is for sweeps: add --multirun\n  one run on several nodes: covey slurm")
-    composed = compose_words(words)
+    composed = compose_words(words, training=True)
     if words.on("--validate-only"):
         return _validate(composed, strict=words.on("--strict"))
     if words.on("--dry-run"):
@@ -255,8 +255,18 @@ def _validate(composed: Composed, *, strict: bool) -> int:
         print(line)
     for text in prepared.warnings:
         print(f"warning: {text}")
-    print("valid: nothing was started")
-    return 0
+    print(verdict(prepared))
+    return 2 if prepared.refused else 0
+
+
+def verdict(prepared: Prepared) -> str:
+    """`valid` only of what would also start here."""
+    if prepared.refused:
+        return "not valid: a run would be refused, see above; nothing was started"
+    if count := len(prepared.absent):
+        things = "1 thing is" if count == 1 else f"{count} things are"
+        return f"the settings are valid, but {things} not on this machine, see above; nothing was started"
+    return "valid: nothing was started"
 
 
 def _dry_run(composed: Composed) -> int:
@@ -290,9 +300,18 @@ def describe(prepared: Prepared) -> list[str]:
         f"reward     {', '.join(weighed)}",
         f"algorithm  {config.algorithm.name}, loss {config.algorithm.loss}",
         f"engine     {config.rollout.name}" + (f": {prepared.engine_reason}" if prepared.engine_reason else ""),
-        f"training   {prepared.total_steps} steps of {config.data.train_batch_size} tasks × "
+        f"training   {_length(prepared)} of {config.data.train_batch_size} tasks × "
         f"{config.rollout.group_size} attempts = {per_step} episodes a step",
     ]
+
+
+def _length(prepared: Prepared) -> str:
+    """Epochs of tasks that are not here are an unknown number of steps."""
+    loop = prepared.config.loop
+    if loop.total_steps is None and not prepared.tasks.train:
+        epochs = loop.total_epochs or 1
+        return f"{epochs} epoch{'s' if epochs > 1 else ''} (an unknown number of steps: the tasks are not here)"
+    return f"{prepared.total_steps} steps"
 
 
 def _multirun(words: Words) -> int:
@@ -302,9 +321,11 @@ def _multirun(words: Words) -> int:
     combinations = expand_sweep(words.settings)
     jobs = _compose_all(words, combinations)
     if words.on("--validate-only") or words.on("--dry-run"):
+        codes = [0]
         for composed in jobs:
-            (_dry_run if words.on("--dry-run") else lambda c: _validate(c, strict=words.on("--strict")))(composed)
-        return 0
+            check = _dry_run if words.on("--dry-run") else lambda c: _validate(c, strict=words.on("--strict"))
+            codes.append(check(composed))
+        return max(codes)
     if launcher := words.text("--launcher"):
         return _launch(words, launcher, combinations, jobs)
     prepared = [prepare(job) for job in jobs]
@@ -323,7 +344,7 @@ def _compose_all(words: Words, combinations: list[list[str]]) -> list[Composed]:
     wrong: list[str] = []
     for settings in combinations:
         try:
-            found.append(compose_words(words, settings=settings))
+            found.append(compose_words(words, settings=settings, training=True))
         except WrongValues as error:
             wrong += error.problems
     if wrong:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from covey.cli.origin import Origin, find_origin
 from covey.cli.prepare import algorithm_schemas
 from covey.config import Composed, compose
 from covey.config.dotenv import export
@@ -59,22 +60,32 @@ def parse(argv: Sequence[str], *, switches: Sequence[str] = (), values: Sequence
     return words
 
 
-def compose_words(words: Words, *, settings: Sequence[str] | None = None, config_path: Path | None = None) -> Composed:
+def compose_words(
+    words: Words,
+    *,
+    settings: Sequence[str] | None = None,
+    config_path: Path | None = None,
+    training: bool = False,
+) -> Composed:
     """The configuration that a command line describes; environment variables of its file are set. `settings` and
-    `config_path` stand in for the command line's own. A check that starts nothing goes on without what is missing."""
+    `config_path` stand in for the command line's own. A check that starts nothing goes on without what is missing. A
+    command that trains (`training`) may start from the recipe that its words belong to (origin.py)."""
     path = config_path or words.text("--config")
     name = words.text("--config-name")
     if path and name:
         raise InputError("--config and --config-name contradict each other: give a file or a recipe")
+    path = Path(path).expanduser() if path is not None else None
+    settings = words.settings if settings is None else settings
+    origin = find_origin(settings, path) if training and name is None else Origin()
     composed = compose(
-        [*_from_environment(), *(words.settings if settings is None else settings)],
+        [*_from_environment(), *origin.settings, *settings],
         algorithms=algorithm_schemas(),
-        config_name=name,
-        config_path=Path(path).expanduser() if path is not None else None,
+        config_name=name or origin.recipe,
+        config_path=path,
         tolerant=(words.on("--validate-only") or words.on("--dry-run")) and not words.on("--strict"),
     )
     export(composed.env)
-    return composed
+    return replace(composed, warnings=(origin.remark, *composed.warnings)) if origin.remark else composed
 
 
 def _from_environment() -> list[str]:

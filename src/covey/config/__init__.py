@@ -3,7 +3,7 @@
 from covey.config.check import WrongValues
 from covey.config.compose import Composed, compose, fingerprint, recipe_names
 from covey.config.explain import explain, settings_page
-from covey.config.read import expand_sweep, read_yaml
+from covey.config.read import expand_sweep, literal, read_yaml
 from covey.config.schema import Config
 from covey.config.settings import Setting, all_keys
 
@@ -17,6 +17,7 @@ __all__ = [
     "expand_sweep",
     "explain",
     "fingerprint",
+    "literal",
     "read_yaml",
     "recipe_names",
     "settings_page",

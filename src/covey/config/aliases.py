@@ -138,7 +138,6 @@ _AGENTFLY = {
 }
 
 _TORCHRL = {
-    "env.dataset": "data.name",
     "env.repeats": "rollout.group_size",
     "env.max_steps": "agent.max_turns",
     "policy.kl_coef": "algorithm.kl_coef",
@@ -344,7 +343,7 @@ ACCEPTED: Mapping[str, Accepted] = {
     "train.packing": _SILENT,
     "trainer.balance_batch": _SILENT,
     "actor.strategy": _SILENT,
-    "agent.use_agent": _SILENT,
+    "agent.use_agent": Accepted("no effect: agent=chat, the default, is a run without tools", off=(True,)),
     "agent.backend": Accepted("no effect: rollout= chooses the engine"),
     "algorithm.gamma": Accepted("no effect: {algorithm} does not discount", off=(1,)),
     "algorithm.lam": Accepted("no effect: {algorithm} has no λ", off=(1,)),
@@ -417,10 +416,13 @@ def translate(key: str, algorithms: Algorithms) -> Target | None:
     if sections().get(key):
         return Target(f"{key}.name")
     for name in algorithms:
-        for native in algorithm_settings(name, algorithms):
+        for native, setting in algorithm_settings(name, algorithms).items():
             field = native.removeprefix("algorithm.")
-            if field != "name" and key in (f"algorithm.{name}_{field}", f"{name}_{field}"):
-                return Target(native, name)
+            for own in (f"algorithm.{name}_{field}", f"{name}_{field}") if field != "name" else ():
+                if key == own:
+                    return Target(native, name)
+                if setting.free and key.startswith(f"{own}."):  # dgdo_importance_priors={exact: 2}, or one of them
+                    return Target(native + key.removeprefix(own), name)
     if key in ALIASES:
         return Target(ALIASES[key])
     is_foreign = key in PARTS or key in NOT_YET_KEYS or accepted(key) is not None

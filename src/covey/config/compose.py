@@ -67,6 +67,7 @@ class Composed:
     warnings: tuple[str, ...]
     tree: dict[str, Any]  # the whole configuration as plain data, for config.yaml
     env: dict[str, str]  # variables that the file sets; the caller exports them
+    refused: int = 0  # of the warnings, those for which a run would be refused
 
 
 def compose(
@@ -90,19 +91,20 @@ def compose(
     checker = Checker(settings, applied, settled.parts())
     wrong = [text for key, given in applied.items() for text in _assign(tree, key, given, checker)]
     wrong += _derive(tree, settled, applied, checker)
+    _choose_length(tree, applied)
     if place := _place_of_runs(settled):
         wrong += _assign(tree, "logging.output_dir", place, checker)
         applied["logging.output_dir"] = place
-    warnings = [*settled.warnings, *derive.remarks(settled.parts()), *_unused_variables(settled)]
     plain = _plain(tree)
     _check_references(plain, settings)
     if wrong := [*wrong, *checker.out_of_range(plain)]:
         raise WrongValues(wrong)
     config = _freeze(tree)
     learn(plain)
-    if (hidden := missing(plain)) and not tolerant:
-        raise InputError(f"{hidden}: a secret, which is not kept in a run's folder\n  give it again: {hidden}=...")
-    return Composed(config, _as_overrides(applied), tuple(dict.fromkeys(warnings)), plain, settled.env)
+    if hidden := missing(plain):
+        settled.refuse(f"{hidden}: a secret, which is not kept in a run's folder\n  give it again: {hidden}=...")
+    warnings = dict.fromkeys([*settled.warnings, *derive.remarks(settled.parts()), *_unused(settled, config)])
+    return Composed(config, _as_overrides(applied), tuple(warnings), plain, settled.env, settled.refused)
 
 
 def fingerprint(config_tree: Mapping[str, Any]) -> str:
@@ -252,6 +254,18 @@ def _derive(tree: DictConfig, settled: Settled, applied: dict[str, Given], check
     return wrong
 
 
+def _choose_length(tree: DictConfig, applied: Mapping[str, Given]) -> None:
+    """A run's length is given in steps or in epochs. One of them replaces the other of an earlier layer."""
+    layers = {
+        key: given.layer if (given := applied.get(f"loop.{key}")) is not None and given.value is not None else -1
+        for key in ("total_steps", "total_epochs")
+    }
+    if layers["total_steps"] > layers["total_epochs"]:
+        tree.loop.total_epochs = None
+    elif layers["total_epochs"] > layers["total_steps"]:
+        tree.loop.total_steps = None
+
+
 def _assign(tree: DictConfig, key: str, given: Given, checker: Checker) -> list[str]:
     """Set a value in the tree. Returns the error about a value of the wrong type, which leaves the tree as it is."""
     setting = find(key, checker.settings)
@@ -325,9 +339,13 @@ def _place_of_runs(settled: Settled) -> Given | None:
     return Given("CKPT_DIR", folder) if folder and "logging.output_dir" not in settled.slots else None
 
 
-def _unused_variables(settled: Settled) -> Iterator[str]:
+def _unused(settled: Settled, config: Config) -> Iterator[str]:
     if "BASE_MODEL" in settled.env and "model.name" not in settled.slots:
         yield "env.BASE_MODEL is a variable that no setting uses: to train it, set model.name to ${BASE_MODEL}"
+    port = settled.slots.get("gateway.port")
+    if port is not None and port.key == "agentflow.port" and config.agent.name != "gateway":
+        agent = config.agent.name
+        yield f"{port.place}{port.key} has no effect with agent={agent}: only agent=gateway listens on a port"
 
 
 def _as_overrides(applied: Mapping[str, Given]) -> tuple[str, ...]:

@@ -30,9 +30,12 @@ _RESUME, _RESUME_PATH = "trainer.resume_mode", "trainer.resume_from_path"
 _BATCH, _OPTIM = "train.dialog_turns_per_batch", "train.optim_batch_size"
 _PIECES, _TOTAL = "train.gradient_accumulation_steps", "train.total_dialog_turns"
 _SYNC, _SYNC_ITER, _PUSHES = "train.sync", "train.sync_iter", "train.weight_update_frequency"
+_DATASET = "env.dataset"
 _NODES, _PER_NODE = "trainer.nnodes", "trainer.n_gpus_per_node"
 _DEVICE_BATCH, _ACCUMULATED, _SCALE = "per_device_train_batch_size", "gradient_accumulation_steps", "scale_rewards"
 _LEARNERS, _ENGINES = "train_model.num_devices", "inference_model.num_devices"
+
+ONE_LIST = {"ifeval": 100}  # data sets without a split of their own: tasks to evaluate on, the others are trained on
 
 # Part → the native settings it goes into, and how.
 PARTS: Mapping[str, tuple[tuple[str, ...], str]] = {
@@ -67,7 +70,8 @@ PARTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     _LEARNERS: (("cluster.learner_devices", "cluster.name"), "over 1: cluster=ray"),
     _ENGINES: (("cluster.rollout_devices", "cluster.name"), "where one of these is over 1: cluster=ray"),
     _SYNC: (("mode.name",), "false: async"),
-    _SYNC_ITER: (("mode.name", "mode.max_staleness"), "false: async, one update behind at most"),
+    _SYNC_ITER: (("mode.name", "mode.max_staleness"), "false: async, one update behind at most, also beside mode=sync"),
+    _DATASET: (("data.name", "data.options"), "of ifeval, 100 prompts are held out and the others trained on"),
     _PUSHES: (("mode.publish_every", "mode.max_staleness"), "the latter at least one less, unless it is given"),
 }
 
@@ -84,11 +88,16 @@ class Derived:
     value: Any
     sources: tuple[Given, ...]
     weak: bool = False  # gives way to the same setting written out
+    strong: bool = False  # goes before the same setting written out in the same layer
     remark: str = ""
 
     @property
     def layer(self) -> int:
         return max(given.layer for given in self.sources)
+
+    @property
+    def order(self) -> int:
+        return max(given.order for given in self.sources if given.layer == self.layer)
 
 
 Parts = Mapping[str, Given]
@@ -99,7 +108,8 @@ def rules() -> tuple[Rule, ...]:
     """In the order in which they may use each other's results."""
     in_groups = (_train_batch, _device_batch, _mini_batch, _micro_batch, _total_steps)
     about_kl = (_kl_loss, _kl_type, _kl_reward, _kl_place)
-    return (_mode, _resume, _devices, *about_kl, _scale, _overlong, _lengths, _lora, _clip_ratio, *in_groups)
+    first = (_dataset, _mode, _resume, _devices)
+    return (*first, *about_kl, _scale, _overlong, _lengths, _lora, _clip_ratio, *in_groups)
 
 
 def remarks(parts: Parts) -> Iterator[str]:
@@ -110,6 +120,8 @@ def remarks(parts: Parts) -> Iterator[str]:
     if _OVERLONG_LEN in parts and _OVERLONG not in parts:
         length = parts[_OVERLONG_LEN].key
         yield f"{length} has no effect without {length.removesuffix('len')}enable=true"
+    if _CTRL_COEF in parts and not _on(parts, _KL_REWARD):
+        yield f"{parts[_CTRL_COEF].key} has no effect without {_KL_REWARD}=true"
     control = parts.get(_CTRL)
     if control is not None and control.value == "adaptive" and not _on(parts, _KL_REWARD):
         yield f"{control} has no effect without {_KL_REWARD}=true"
@@ -122,10 +134,19 @@ def _on(parts: Parts, switch: str) -> bool:
     return switch in parts and true(parts[switch].value)
 
 
+def _dataset(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
+    """TorchRL trains on whatever set is named, also on one that is a single list."""
+    if given := parts.get(_DATASET):
+        yield Derived("data.name", given.value, (given,))
+        if given.value in ONE_LIST:
+            yield Derived("data.options.held_out", ONE_LIST[given.value], (given,), weak=True)
+
+
 def _mode(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
     for name in (_SYNC, _SYNC_ITER):
         if (given := parts.get(name)) is not None and not true(given.value):
-            yield Derived("mode.name", "async", (given,))
+            # TorchRL's mode=sync names the script; with sync_iter=False it, too, samples while it learns.
+            yield Derived("mode.name", "async", (given,), strong=name == _SYNC_ITER)
             if name == _SYNC_ITER:
                 yield Derived("mode.max_staleness", 1, (given,), weak=True)
     if (pushes := parts.get(_PUSHES)) is not None:

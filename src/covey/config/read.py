@@ -35,6 +35,7 @@ class Given:
     value: Any
     where: str = ""  # "my.yaml, line 3"; nothing for the command line
     layer: int = 0
+    order: int = 0  # its place on the command line, from 1; lines of a file have none
 
     def __str__(self) -> str:
         return f"{self.key}={literal(self.value)}" + (f"  ({self.where})" if self.where else "")
@@ -51,14 +52,15 @@ class Given:
 def read_overrides(words: Sequence[str], layer: int) -> list[Given]:
     """`key=value` words; a dict value is the settings inside it."""
     found = []
-    for word in words:
+    for order, word in enumerate(words, 1):
         override = _parse(word)
         if override.is_sweep_override():
             raise InputError(
                 f"{_short(word)}  has several values\n"
                 f"  to run all of them, add --multirun; a list is written {override.get_key_element()}=[a,b]"
             )
-        found += [Given(key, value, "", layer) for key, value in _flat(override.key_or_group, override.value())]
+        settings = _flat(override.key_or_group, override.value())
+        found += [Given(key, value, "", layer, order) for key, value in settings]
     return found
 
 

@@ -1,6 +1,7 @@
 """From what the user wrote, in layers and any vocabulary, to one value for each native setting.
 
-layer by layer   every spelling finds its slot; two spellings of one slot that disagree are refused
+layer by layer   every spelling finds its slot; of two spellings of one slot that disagree, the command line's later one
+                 wins, and a file's are refused
 across layers    the later layer wins
 at the end       what is not available is refused, what has no effect is said
 
@@ -57,11 +58,13 @@ class Settled:
     env: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     tolerant: bool = False
+    refused: int = 0  # what a run would be refused for, where `tolerant` goes on
 
     def refuse(self, text: str) -> None:
         """What no run can do."""
         if not self.tolerant:
             raise InputError(text)
+        self.refused += 1
         self.warnings.append(f"a run would be refused: {text}")
 
     @property
@@ -107,7 +110,8 @@ def settle(
                     continue
             target = _place(given, written_for, settled, left)
             if target is not None:
-                _fill(slots, target, replace(given, value=_meant(target, given, algorithms)))
+                meant = replace(given, value=_meant(target, given, algorithms))
+                settled.warnings += _fill(slots, target, meant)
         for key, given in slots.items():
             settled.slots.pop(key, None)  # a later layer's value also comes later
             settled.slots[key] = given
@@ -284,21 +288,29 @@ def _reason(key: str, settled: Settled) -> str | None:
     return reasons.get(key.removeprefix("algorithm.").partition("_")[0])
 
 
-def _fill(slots: dict[str, Given], target: Target, given: Given) -> None:
+def _fill(slots: dict[str, Given], target: Target, given: Given) -> list[str]:
+    """Returns what the user should know about another spelling that this one replaces."""
     before = slots.pop(target.key, None)
-    if before is not None and before.key != given.key:
-        refuse_disagreement(before, given, given.value)
     slots[target.key] = given
+    same = before is None or before.key == given.key or _agree(before.value, given.value)
+    return [] if before is None or same else _replaced(before, given)
 
 
-def refuse_disagreement(one: Given, other: Given, value: Any) -> None:
-    """Two spellings of one setting may both be given if they say the same."""
-    if one.value != value and str(one.value) != str(value):
-        raise InputError(f"two spellings of one setting disagree\n  {one}\n  {other}\n  give one of them")
+def _agree(one: Any, other: Any) -> bool:
+    return one == other or str(one) == str(other)
+
+
+def _replaced(before: Given, later: Given) -> list[str]:
+    """Two spellings of one setting that disagree: the later word of a command line wins, so that settings can be
+    appended to any command; lines of a file have no order."""
+    if not before.order or not later.order:
+        raise InputError(f"two spellings of one setting disagree\n  {before}\n  {later}\n  give one of them")
+    return [f"{before} is replaced by {later}, which comes later"]
 
 
 def settle_derived(settled: Settled, derived: Derived) -> Given | None:
-    """A derived value beside the same setting written out: the later layer wins, and in one layer they must agree."""
+    """A derived value beside the same setting written out: the later layer wins, and of a command line the later word;
+    in a file they must agree."""
     if derived.remark:
         settled.warnings.append(derived.remark)
     if derived.key.startswith("algorithm.") and settled.algorithm not in owners(derived.key, settled.algorithms):
@@ -306,11 +318,15 @@ def settle_derived(settled: Settled, derived: Derived) -> Given | None:
         return None
     written = settled.slots.get(derived.key)
     source = derived.sources[-1]
-    if written is not None and written.layer >= derived.layer:
-        if written.layer == derived.layer and not derived.weak:
-            refuse_disagreement(written, source, derived.value)
+    if written is not None and (written.layer > derived.layer or (written.layer == derived.layer and derived.weak)):
         return None
-    return Given(source.key, derived.value, source.where, derived.layer)
+    found = Given(source.key, derived.value, source.where, derived.layer, derived.order)
+    if written is None or written.layer < derived.layer or derived.strong:
+        return found
+    later = derived.order >= written.order
+    if not _agree(written.value, derived.value):
+        settled.warnings += _replaced(written, source) if later else _replaced(source, written)
+    return found if later else None
 
 
 def _remarks(settled: Settled) -> list[str]:

@@ -30,7 +30,7 @@ from covey.learner.memory import give_back_kept_memory
 from covey.protocols import Learner
 from covey.storage import sha256, size_of_tree, sync, sync_tree, writing
 
-MANIFEST, STATE = "manifest.json", "state.json"
+MANIFEST, STATE, CONFIG = "manifest.json", "state.json", "config.yaml"
 READ = (".safetensors", ".json", ".jinja", ".bin", ".pt", ".pth", ".py")  # endings of what a loader would read
 _NAME = re.compile(r"step-(\d{6,})")
 
@@ -73,6 +73,8 @@ class CheckpointStore:
             tokenizer.save_pretrained(work / "model")
             full = state | {"learner": learner.counters()}
             (work / STATE).write_text(json.dumps(full, indent=1))
+            if (config := self.folder.parent / CONFIG).is_file():
+                shutil.copyfile(config, work / CONFIG)  # a checkpoint that is copied elsewhere says how it was trained
             manifest = {str(p.relative_to(work)): sha256(p) for p in sorted(work.rglob("*")) if p.is_file()}
             (work / MANIFEST).write_text(json.dumps(manifest, indent=1))
             _open_to_readers(work)

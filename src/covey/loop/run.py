@@ -25,6 +25,8 @@ from covey.rollout.collector import TrainingSource
 from covey.storage import StorageFailed
 from covey.telemetry import Telemetry, write_report
 
+WITHOUT_SIGNAL = 3  # first steps after which a run whose rewards never differ is warned of
+
 
 @dataclass
 class Run:
@@ -46,6 +48,7 @@ class Run:
     best: dict[str, float] | None = None  # the best evaluation among the checkpoints
     evaluations: list[tuple[int, Metrics]] = field(default_factory=list)
     warned: set[str] = field(default_factory=set)
+    steps_without_signal: int = 0  # among the first WITHOUT_SIGNAL
     terminated: bool = False  # SIGTERM ended it before its last step
     restarts_left: int = 0  # how often it is started again after the loss of a learner
     services: Sequence[AbstractAsyncContextManager[Any]] = ()  # open as long as the run is: a server, for example
@@ -133,9 +136,26 @@ class Run:
         episodes = step_episodes(result, index, self.config.logging.episodes_per_step, self.decode)
         self.telemetry.step(index, metrics, step_view(result, index), episodes)
         self.offenders.after(index, metrics["optim/skipped"], self.source.taken)
+        self._check_signal(index, metrics)
         for cause in set(result.collected.failures) - self.warned:
             self.warned.add(cause)
             self.telemetry.warn(f"episodes are failing ({cause}), the first: {result.collected.examples[cause]}")
+
+    def _check_signal(self, index: int, metrics: Metrics) -> None:
+        """Warn where all of the first steps had only zero-variance groups: most often the reward does not fit."""
+        first = min(WITHOUT_SIGNAL, self.total_steps)
+        single = self.config.rollout.group_size == 1  # then attempts at different tasks are compared
+        if index >= first or not (metrics["reward/std"] == 0 if single else metrics["groups/flat"] == 1):
+            return
+        self.steps_without_signal += 1
+        if self.steps_without_signal == first:
+            names = ", ".join(name for name, weight in self.road.schedule.weights.items() if weight)
+            steps = "the first step" if first == 1 else f"each of the first {first} steps"
+            self.telemetry.warn(
+                f"no signal to learn from: in {steps}, all attempts at a task got the same reward "
+                f"({names}, mean {metrics['reward/mean']:g}); check that the reward fits the answers "
+                "(covey sample shows them), that rollout.max_tokens is enough, and how hard the tasks are"
+            )
 
     async def evaluate(self, done: int) -> Metrics:
         """After `done` updates."""

@@ -10,6 +10,10 @@ Parameters, by name:
     final_answer   the last assistant text              any column of the data
     completion     all that the model wrote
 
+and, as other projects call them, where the data have no column of that name:
+    prompt         the question                         prediction, final_response    the final answer
+    trajectory     all messages, as dicts
+
 The group form sees all attempts at a task together: its first parameter is `episodes`, and it returns a list.
 A reward returns a number, None (not scored), or a dict: key "reward" (or the function's name) is the reward, the other
 keys are extras, which are measured as `NAME/KEY` and never trained on.
@@ -38,6 +42,7 @@ Columns = dict[str, float | None]
 OF_EPISODE = ("completion", "episode", "final_answer")
 LARGEST = 1e15  # squares of rewards are summed in float32, which ends at 3e38
 FILLED_IN = (*OF_EPISODE, "answer", "question", "task")  # never options
+THEIRS = ("final_response", "prediction", "trajectory")  # AgentFly's names; columns and options go before them
 
 
 class RewardError(EpisodeError):
@@ -155,7 +160,7 @@ class RewardFunction:
 
     def check(self, task: Task) -> None:
         """Raise if the function asks for something that this task does not have."""
-        known = set(self._of_task(task)) | set(() if self.groupwise else OF_EPISODE)
+        known = set(self._of_task(task)) | set(() if self.groupwise else (*OF_EPISODE, *THEIRS))
         missing = [name for name in self.required if name not in known]
         if not missing:
             if (own := getattr(self.call, "reward_check", None)) is not None:
@@ -169,7 +174,7 @@ class RewardFunction:
         elif guess := nearest(missing[0], task.columns if missing[0] == "answer" else known):
             lines.append(f"  did you mean   {guess}?")
         lines.append(f"  columns of the data: {', '.join(sorted(task.columns)) or 'none'}")
-        lines.append(f"  always there: {', '.join(sorted(known - set(task.columns)))}")
+        lines.append(f"  always there: {', '.join(sorted(known & set(FILLED_IN)))}")
         raise InputError("\n".join(lines))
 
     def _checked(self, own: Callable[[Task], None], task: Task) -> None:
@@ -195,7 +200,12 @@ class RewardFunction:
             ) from error
 
     async def score(self, task: Task, episode: Episode) -> Columns:
-        given = self._of_task(task) | {
+        theirs = {
+            "final_response": episode.final_answer,
+            "prediction": episode.final_answer,
+            "trajectory": [dict(message) for message in episode.messages],
+        }
+        given = {**theirs, **self._of_task(task)} | {
             "completion": _completion(task, episode),
             "episode": episode,
             "final_answer": episode.final_answer,
@@ -219,7 +229,7 @@ class RewardFunction:
 
     def _of_task(self, task: Task) -> dict[str, Any]:
         """What is known without an episode. An answer that is not there must not pass for None."""
-        given = {**task.columns, "task": task, "question": _question(task)}
+        given = {"prompt": _question(task), **task.columns, "task": task, "question": _question(task)}
         return given if task.answer is None else given | {"answer": task.answer}
 
     async def _run(self, task: Task, given: Mapping[str, Any], **extra: Any) -> Any:

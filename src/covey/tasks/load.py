@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 from covey.config.schema import DataConfig
-from covey.errors import InputError, unknown
+from covey.errors import Absent, InputError, unknown
 from covey.tasks.datasets import DATASETS, load_dataset
 from covey.tasks.files import find_files, read_tasks
 from covey.tasks.generated import GENERATED, generate
@@ -16,15 +17,23 @@ from covey.types import Task
 
 GENERATED_TRAIN = 2000
 GENERATED_VALIDATION = 200
+MATHEMATICAL = "math_verify"
+# The last line of a worked solution: GSM8K's `#### 72`, or MATH's `\boxed{…}` with what may stand behind it.
+MARKED = re.compile(r"(?:####[ \t]*[^\s#][^\n]*|\\boxed[ \t]*\{[^\n]*\}[^\n\w]*)\s*\Z")
 
 
 def load_tasks(data: DataConfig, seed: int) -> TaskSet:
     """Everything `data` names. `seed` decides which problems a generated task trains on, never what it is tested on."""
     given = data.train_files is not None or data.val_files is not None
     tasks = _from_files(data) if given else _named(data, seed)
-    if data.system_prompt is None:
+    return with_system_prompt(tasks, data.system_prompt)
+
+
+def with_system_prompt(tasks: TaskSet, prompt: str | None) -> TaskSet:
+    """`data.system_prompt` before every task that has no system message of its own."""
+    if prompt is None:
         return tasks
-    train, validation = _prompted(tasks.train, data.system_prompt), _prompted(tasks.validation, data.system_prompt)
+    train, validation = _prompted(tasks.train, prompt), _prompted(tasks.validation, prompt)
     warnings = tasks.warnings
     if train == tasks.train and validation == tasks.validation:
         warnings += ("data.system_prompt is not used: every task brings a system message of its own",)
@@ -55,8 +64,11 @@ def _from_files(data: DataConfig) -> TaskSet:
     warnings: list[str] = []
     if data.options:
         warnings.append("data.options is not used: it belongs to generated tasks, and data files are given")
-    train = _files("train", data.train_files, data.train_size, warnings)
-    validation = _files("val", data.val_files, data.val_size, warnings)
+    absent: list[Absent] = []
+    train = _files("train", data.train_files, data.train_size, warnings, absent)
+    validation = _files("val", data.val_files, data.val_size, warnings, absent)
+    if absent:
+        raise Absent("\n".join(map(str, absent)))
     trained_on = {_question(task) for task in train}
     if leaked := [task for task in validation if _question(task) in trained_on]:
         warnings.append(
@@ -68,13 +80,17 @@ def _from_files(data: DataConfig) -> TaskSet:
         parts.append(f"{len(train)} training tasks from {_listed(data.train_files)}")
     if validation:
         parts.append(f"{len(validation)} validation tasks from {_listed(data.val_files)}")
-    return TaskSet(train, validation, None, ", ".join(parts), tuple(warnings))
+    return TaskSet(train, validation, default_reward(data, (*train, *validation)), ", ".join(parts), tuple(warnings))
 
 
-def _files(split: str, files: object, size: int | None, warnings: list[str]) -> tuple[Task, ...]:
+def _files(split: str, files: object, size: int | None, warnings: list[str], absent: list[Absent]) -> tuple[Task, ...]:
     if files is None:
         return ()
-    tasks = read_tasks(f"data.{split}_files", files)
+    try:
+        tasks = read_tasks(f"data.{split}_files", files)
+    except Absent as error:
+        absent.append(error)
+        return ()
     if size is not None and size > len(tasks):
         warnings.append(f"data.{split}_size={size}, but there are only {len(tasks)} tasks")
     return tuple(tasks[:size])
@@ -98,19 +114,33 @@ def _prompted(tasks: Sequence[Task], system_prompt: str) -> tuple[Task, ...]:
     )
 
 
-def default_reward(data: DataConfig) -> str | None:
-    """What scores a data set, also where it is not here."""
-    if data.train_files is not None or data.val_files is not None:
-        return None
+def default_reward(data: DataConfig, tasks: Sequence[Task] = ()) -> str | None:
+    """The reward where the user names none. Files that take the place of a data set, as on top of a recipe, are scored
+    by the data set's reward. `data.name` at its default names no data set for them."""
+    files = data.train_files is not None or data.val_files is not None
+    if files and data.name == DataConfig().name:
+        return reward_by_answers(tasks)
     if data.name == REASONING_GYM:
         return REASONING_GYM
-    return DATASETS[data.name].reward if data.name in DATASETS else None
+    if data.name in DATASETS:
+        return DATASETS[data.name].reward
+    return GENERATED[data.name].reward if data.name in GENERATED else None
+
+
+def reward_by_answers(tasks: Sequence[Task]) -> str | None:
+    """The mathematical reward where most answers end in `#### N` or `\\boxed{…}`: compared as text, a reply would have
+    to repeat the whole worked solution."""
+    answers = [task.answer for task in tasks if task.answer is not None]
+    marked = sum(isinstance(answer, str) and MARKED.search(answer) is not None for answer in answers)
+    return MATHEMATICAL if 2 * marked > len(answers) else None
 
 
 def nothing_to_train_on(data: DataConfig) -> InputError:
     if data.train_files is None and data.val_files is None:
+        apart = data.name in DATASETS and "held_out" in DATASETS[data.name].option_names
+        fix = "data.options.held_out=100 evaluates on 100 of its tasks and trains on the others; or " if apart else ""
         return InputError(
             f"data={data.name} is for evaluation: there is nothing in it to train on\n"
-            f"  fix: covey eval MODEL data={data.name}, or train on another set"
+            f"  fix: {fix}covey eval MODEL data={data.name}, or train on another set"
         )
     return InputError("there is nothing to train on: data.val_files is given without data.train_files")

@@ -30,6 +30,12 @@ class RunInfo:
     kind: str = "rl"  # or sft: what is worth watching
     held_out: int = 0  # tasks that an evaluation asks
 
+    @property
+    def scored_by(self) -> str:
+        """The rewards in force, for the first line of a run; nothing where there is none (sft)."""
+        names = ", ".join(self.reward_names)
+        return f", reward{'s' if len(self.reward_names) > 1 else ''} {names}" if names else ""
+
 
 @dataclass(frozen=True)
 class EpisodeView:

@@ -39,7 +39,8 @@ class PlainConsole(Sink):
         self._state = state
         self._file = file
         info = state.info
-        self._print(f"{info.title}: {info.algorithm} trains {info.model} on {info.task}, {info.total_steps} steps")
+        what = f"{info.algorithm} trains {info.model} on {info.task}{info.scored_by}"
+        self._print(f"{info.title}: {what}, {info.total_steps} steps")
         self._print(f"writing to {info.folder}")
         if info.first_step:
             self._print(f"continuing after step {info.first_step}")

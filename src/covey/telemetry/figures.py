@@ -78,7 +78,8 @@ def key_figures(info: RunInfo) -> tuple[tuple[Figure, ...], ...]:
 
 def is_stage(key: str) -> bool:
     """Whether a metric is the time of a stage. The other timings lie within stages, or are their sum."""
-    return key.startswith("timing/") and key not in ("timing/step", "timing/tools", "timing/slowest_episode")
+    others = ("timing/step", "timing/generation_time", "timing/tools", "timing/slowest_episode")
+    return key.startswith("timing/") and key not in others
 
 
 def by_the_machine(key: str) -> bool:

@@ -37,11 +37,13 @@ class Telemetry:
         sinks: Sequence[Sink] = (),
         now: Callable[[], float] = time.perf_counter,
         memory: Callable[[], Mapping[str, float]] = dict,
+        ahead: bool = False,  # sampling goes on while the learner learns
     ) -> None:
         self._files = files
         self._sinks: tuple[Sink, ...] = (files, *sinks)
         self._clock = StageClock(now)
         self._memory = memory
+        self._ahead = ahead
         self._closed = False
 
     @classmethod
@@ -63,7 +65,8 @@ class Telemetry:
             sinks.append(TrackioSink(info, logging))
         if "console" in logging.to:  # last: what the others print while starting stays above the live view
             sinks.append(open_console(info, logging.verbosity, history))
-        return cls(files, sinks, memory=held)
+        ahead = info.config.get("mode", {}).get("name") == "async"
+        return cls(files, sinks, memory=held, ahead=ahead)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -91,7 +94,13 @@ class Telemetry:
         timing = {f"timing/{name}": value for name, value in seconds.items()}
         if seconds:
             timing["timing/step"] = sum(seconds.values())
-        if (tokens := metrics.get("perf/generated_tokens")) and seconds.get("rollout"):
+        if "rollout" in seconds:
+            timing["timing/generation_time"] = seconds["rollout"]  # the name that others log it by
+        tokens = metrics.get("perf/generated_tokens")
+        if self._ahead and tokens is not None and sum(seconds.values()):
+            # `rollout` is only what the learner waited, and a step's tokens may all have been sampled before it.
+            timing["perf/tokens_per_second"] = tokens / sum(seconds.values())
+        elif tokens and seconds.get("rollout"):
             timing["perf/tokens_per_second"] = tokens / seconds["rollout"]
         if (tokens := metrics.get("perf/read_tokens")) and seconds.get("update"):
             timing["perf/tokens_per_second"] = tokens / seconds["update"]

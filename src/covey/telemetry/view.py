@@ -91,7 +91,10 @@ class LiveView:
         progress.append("━" * full, style=TRAINING).append("─" * (bar - full), style="dim").append(tail)
         return [
             Text.assemble((info.title, "bold"), (f"  {info.folder}", "dim")),
-            Text.assemble((info.algorithm, "bold"), " trains ", (info.model, "bold"), " on ", (info.task, "bold")),
+            Text.assemble(
+                *((info.algorithm, "bold"), " trains ", (info.model, "bold"), " on ", (info.task, "bold")),
+                info.scored_by,
+            ),
             progress,
             self._running(width),
         ]

@@ -1,0 +1,84 @@
+"""Which recipe a command line starts from where it names none.
+
+The scripts of other projects bring their own task and algorithm. Their words tell which script a command was written
+for, so that `covey train` in its place trains what the script would have trained:
+
+    TorchRL's GRPO scripts      `mode=sync`, `optimizer.lr`, `train.epochs`, ...       grpo_gsm8k
+    the GVPO guide's script     no task named, and data files in data/train            gvpo_math on these files
+
+A command that names a task or another algorithm starts from the defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from covey.config import literal, read_yaml
+from covey.tasks import data_folder
+
+TORCHRL = ("env.", "inference_model.", "optimizer.", "policy.", "ref_model.", "train.", "train_model.")
+VERL = ("actor_rollout_ref.", "algorithm.adv_estimator", "algorithm.gvpo_", "critic.", "trainer.")
+TASK = ("data", "data.name", "data.train_files", "data.val_files")
+ALGORITHM = ("algorithm", "algorithm.name", "algorithm.adv_estimator")
+SUFFIXES = (".parquet", ".json", ".jsonl", ".csv")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The recipe to start from, settings that belong to it, and what the user is told."""
+
+    recipe: str | None = None
+    settings: tuple[str, ...] = ()
+    remark: str = ""
+
+
+def find_origin(settings: Sequence[str], config_path: Path | None) -> Origin:
+    """Of a training command without --config-name."""
+    given = [(key.lstrip("+"), value) for key, _, value in (word.partition("=") for word in settings)]
+    if config_path is not None:
+        given += [(key, str(value)) for key, value, _ in read_yaml(config_path)]
+    keys = {key for key, _ in given}
+    algorithms = [value for key, value in given if key in ALGORITHM]
+    if keys & {*TASK} or any(key.startswith(("agent", "reward")) for key in keys):
+        return Origin()
+    if _is_torchrl(given):
+        if config_path is not None or algorithms:
+            return Origin()
+        return Origin(
+            "grpo_gsm8k",
+            remark="settings of TorchRL's GRPO scripts: starting from the recipe grpo_gsm8k as they do "
+            "(--config-name grpo_gsm8k); --config-name default starts from Covey's defaults",
+        )
+    return _gvpo_guide(keys) if all(name == "gvpo" for name in algorithms) else Origin()
+
+
+def _is_torchrl(given: Sequence[tuple[str, str]]) -> bool:
+    """Their own words, or `mode=sync` written out, as all of their commands do and Covey's, where it is the default, do
+    not. Uppercase names under `env.` are variables of other vocabularies."""
+    theirs = (key.startswith(TORCHRL) and key.islower() for key, _ in given)
+    return any(theirs) or ("mode", "sync") in given
+
+
+def _gvpo_guide(keys: Collection[str]) -> Origin:
+    train, validation = (_files(data_folder(split)) for split in ("train", "val"))
+    if train:
+        found = {"data.train_files": train} | ({"data.val_files": validation} if validation else {"eval.every": 0})
+        return Origin(
+            "gvpo_math",
+            tuple(f"{key}={literal(value)}" for key, value in found.items()),
+            f"no task is named, and {data_folder('train')} holds data files: starting from the recipe gvpo_math on "
+            "them; data=sort trains on the generated default task",
+        )
+    if keys and not any(key.startswith(VERL) for key in keys):
+        return Origin()
+    return Origin(
+        remark="no task is named: training on the generated task sort. The GVPO guide's run is --config-name gvpo_math "
+        f"(or put its files into {data_folder('train')} and {data_folder('val')}), the minimal script's is "
+        "--config-name gvpo_minimal; your own data: data.train_files=FILE"
+    )
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(str(path) for path in folder.glob("*") if path.suffix in SUFFIXES and path.is_file())
