@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from covey.cli.main import main
+from covey.cli.origin import find_origin
 from tests.docs.pages import COMMANDS, Command
 from tests.docs.scaled import scaled
 from tests.docs.workplace import fill_batches, put_models
@@ -32,6 +33,8 @@ def only_checked(words: list[str]) -> str | None:
     """Why a line is not run beyond --validate-only."""
     if "--config-name" in words:
         return "recipes run in tests/cli/test_recipes.py"
+    if find_origin(words, None).recipe:
+        return "lines that start from a recipe by their words run in tests/docs/test_source_documents.py"
     if any(word.startswith("cluster") for word in words):
         return "clusters run in tests/cluster"
     if "agent=gateway" in words and not any(word.startswith("agent.command=") for word in words):

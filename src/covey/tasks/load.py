@@ -10,7 +10,7 @@ from covey.config.schema import DataConfig
 from covey.errors import Absent, InputError, unknown
 from covey.tasks.datasets import DATASETS, load_dataset
 from covey.tasks.files import find_files, read_tasks
-from covey.tasks.generated import GENERATED, generate
+from covey.tasks.generated import GENERATED, generate, make
 from covey.tasks.reasoning_gym import REASONING_GYM, load_reasoning_gym
 from covey.tasks.taskset import TaskSet
 from covey.types import Task
@@ -124,7 +124,7 @@ def default_reward(data: DataConfig, tasks: Sequence[Task] = ()) -> str | None:
         return REASONING_GYM
     if data.name in DATASETS:
         return DATASETS[data.name].reward
-    return GENERATED[data.name].reward if data.name in GENERATED else None
+    return make(data.name, data.options).reward if data.name in GENERATED else None
 
 
 def reward_by_answers(tasks: Sequence[Task]) -> str | None:

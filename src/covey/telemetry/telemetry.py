@@ -92,14 +92,15 @@ class Telemetry:
         """After each training step; `index` counts from 0."""
         seconds = self._clock.take(evaluation=False)
         timing = {f"timing/{name}": value for name, value in seconds.items()}
+        whole = sum(seconds.values())
         if seconds:
-            timing["timing/step"] = sum(seconds.values())
+            timing["timing/step"] = whole
         if "rollout" in seconds:
             timing["timing/generation_time"] = seconds["rollout"]  # the name that others log it by
         tokens = metrics.get("perf/generated_tokens")
-        if self._ahead and tokens is not None and sum(seconds.values()):
+        if self._ahead and tokens is not None and whole:
             # `rollout` is only what the learner waited, and a step's tokens may all have been sampled before it.
-            timing["perf/tokens_per_second"] = tokens / sum(seconds.values())
+            timing["perf/tokens_per_second"] = tokens / whole
         elif tokens and seconds.get("rollout"):
             timing["perf/tokens_per_second"] = tokens / seconds["rollout"]
         if (tokens := metrics.get("perf/read_tokens")) and seconds.get("update"):
