@@ -21,7 +21,8 @@ PROC = Path("/proc")
 MARK = "COVEY_TEST_PROCESS"  # an environment variable by which a process is found whose parent has ended
 SLOW_SECONDS = 3600  # of a test that is marked slow; the others have `timeout` of pyproject.toml
 UNRESPONSIVE_SECONDS = float(os.environ.get("COVEY_TEST_UNRESPONSIVE", 60))  # after a test's time limit
-GRACE = float(os.environ.get("COVEY_TEST_GRACE", 10))  # seconds that a process may take to end after its module
+# Seconds that a process may take to end after its module, unless that has a PROCESS_GRACE of its own.
+GRACE = float(os.environ.get("COVEY_TEST_GRACE", 10))
 SHOWN = 300  # characters of a command line
 LIVE_LONGER = (  # helpers that Python, torch and the session's own fixtures keep until the test process ends
     "multiprocessing.resource_tracker",
@@ -83,7 +84,7 @@ def no_process_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Autouse fixtures are set up first, so this one ends after all others of the module."""
     before = set(running())
     yield
-    end = time.monotonic() + GRACE
+    end = time.monotonic() + getattr(request.module, "PROCESS_GRACE", GRACE)
     while (left := {pid: words for pid, words in running().items() if pid not in before}) and time.monotonic() < end:
         time.sleep(0.05)
     for pid in left:

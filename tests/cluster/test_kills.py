@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 RUNS = int(os.environ.get("COVEY_KILLS", "1"))  # of each role
+PROCESS_GRACE = 90  # the agents of a Ray whose driver was killed end when they miss it
 
 pytest.importorskip("ray")
 
