@@ -149,7 +149,7 @@ class GRPOConfig:
     # Not supported: see UNSUPPORTED
     vllm_structured_outputs_regex: str | None = None
     vllm_server_base_url: str | None = None
-    vllm_server_host: str = "0.0.0.0"  # noqa: S104 (TRL's default, never used to listen)
+    vllm_server_host: str | None = None
     vllm_server_port: int = 8000
     repetition_penalty: float = 1.0
     chat_template_kwargs: dict[str, Any] | None = None

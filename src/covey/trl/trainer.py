@@ -177,7 +177,7 @@ class GRPOTrainer:
         if tokenizer is None:
             from transformers import AutoTokenizer
 
-            tokenizer = AutoTokenizer.from_pretrained(model.config._name_or_path)
+            tokenizer = AutoTokenizer.from_pretrained(model.config._name_or_path, trust_remote_code=False)
         tokenizer.save_pretrained(folder)
         return str(folder)
 
