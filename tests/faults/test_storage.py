@@ -54,12 +54,13 @@ PLACES: dict[str, tuple[Any, str]] = {
     "status": (RunFolder, "set_status"),
 }
 
-# What is under way when the disk is full, what cannot be written then, and the step that the run goes on after.
+# What is in progress when the disk is full, what cannot be written then, and the step that the run goes on after. A
+# line of metrics may still fit into the last page of its file; then the checkpoint of that step is the first to fail.
 MOMENTS = [
-    pytest.param("checkpoint", 1, "checkpoints/step-000001", None, marks=pytest.mark.slow),
-    ("checkpoint", 3, "checkpoints/step-000003", 2),
-    ("metrics", 3, ".jsonl", 2),
-    pytest.param("metrics", 4, ".jsonl", 3, marks=pytest.mark.slow),
+    pytest.param("checkpoint", 1, ("checkpoints/step-000001",), None, marks=pytest.mark.slow),
+    ("checkpoint", 3, ("checkpoints/step-000003",), 2),
+    ("metrics", 3, (".jsonl", "checkpoints/step-000003"), 2),
+    pytest.param("metrics", 4, (".jsonl", "checkpoints/step-000004"), 3, marks=pytest.mark.slow),
 ]
 
 
@@ -72,7 +73,7 @@ def test_a_disk_that_fills_up_while_training(
     capsys: pytest.CaptureFixture[str],
     moment: str,
     call: int,
-    named: str,
+    named: tuple[str, ...],
     last: int | None,
 ) -> None:
     """Told in a few lines with the path, the room and the step; nothing half is left; then it ends as if never full."""
@@ -84,7 +85,12 @@ def test_a_disk_that_fills_up_while_training(
             assert train(folder, tiny_model_folder) == 1
         told = capsys.readouterr().err
         run = the_run(folder)
-        assert "cannot write" in told and named in told and "No space left on device" in told and "free" in told
+        assert (
+            "cannot write" in told
+            and any(name in told for name in named)
+            and "No space left on device" in told
+            and "free" in told
+        )
         assert "Traceback" not in told and len(told.strip().splitlines()) < 25
         expected = "there is no checkpoint to go on from" if last is None else f"after step {last}"
         assert expected in told
