@@ -56,7 +56,7 @@ def build(prepared: Prepared, *, note: Note) -> Run:
 
 
 def continuing(prepared: Prepared, folder: Path) -> Prepared:
-    """The same run once more, in its folder: from the last checkpoint, or from the start if there is none."""
+    """The same run again, in its folder: from the last checkpoint, or from the start without one."""
     prepared = dataclasses.replace(prepared, algorithm=make_algorithm(prepared.config))  # it remembers the run so far
     if not list((folder / "checkpoints").glob("step-*")):
         return dataclasses.replace(prepared, folder=folder)

@@ -301,7 +301,7 @@ class ModeConfig:
     name: str = "sync"  # sync: collect, then learn, by turns; async: episodes go on while the learner learns
     max_staleness: Staleness = 1  # async: updates that the policy of an answer may be behind; 0: by turns
     update: str = "in_flight"  # async: new weights in the midst of answers; drain: answers are finished first
-    publish_every: Uses = 1  # async: engines apart (vllm, ray) get new weights after so many updates
+    publish_every: Uses = 1  # async: engines with their own weights (vllm, ray) get new ones every N updates
     max_uses: Uses = 1  # async: steps that may learn from a group; over 1, each step reuses some earlier groups
 
     def __post_init__(self) -> None:

@@ -124,7 +124,7 @@ class GRPOTrainer:
 
     @property
     def model(self) -> Any:
-        """The trained transformers model; before train() there is none."""
+        """The trained transformers model; available after train()."""
         if self.run is None:
             raise InputError("the model is loaded by train()\n  call trainer.train() first")
         return self.run.learner.model  # type: ignore[attr-defined]  # of the learner in this process
