@@ -33,7 +33,7 @@ def shared() -> Path:
 
 @pytest.fixture(autouse=True)
 def one_thread_count() -> None:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # two test processes on two cores: threads of a model this small wait for each other
 
 
 def tiny_llama(vocabulary: int = 64, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:

@@ -145,10 +145,14 @@ def as_it_began(model: ModelSource | None, config: Config, folder: RunFolder) ->
 
 
 def threads_for(config: Config, resumed: RunFolder | None) -> int:
-    """As asked; else as the run began, since the last bits depend on it; else one per core that we may use."""
+    """loop.threads; else what the run began with, since the last bits of results depend on it; else OMP_NUM_THREADS; else
+    one per core that this process may use."""
     if config.loop.threads is not None:
         return config.loop.threads
-    return int(resumed.info()["threads"]) if resumed is not None else len(os.sched_getaffinity(0))
+    if resumed is not None:
+        return int(resumed.info()["threads"])
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    return int(wanted) if wanted.isdecimal() and int(wanted) > 0 else len(os.sched_getaffinity(0))
 
 
 def write_run_files(prepared: Startable, folder: RunFolder, learner: Learner, threads: int, *, resumed: bool) -> None:

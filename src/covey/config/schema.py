@@ -248,7 +248,7 @@ class LoopConfig:
     keep_last: Many = 2  # checkpoints kept besides the best
     keep_best: bool = True  # never delete the checkpoint with the best evaluation
     save_final: bool = True  # write a checkpoint at the end
-    threads: Threads | None = None  # CPU threads; null: one per core. Recorded: results depend on it in the last bits
+    threads: Threads | None = None  # CPU threads; null: OMP_NUM_THREADS, else one per core. It decides last bits
 
     def __post_init__(self) -> None:
         check_ranges(self, "loop.")
