@@ -26,6 +26,7 @@ def overlong(final_answer):
 """
 SMALL = [
     "reward=[rewards.py:variety,rewards.py:short]",
+    "data.train_size=24",
     "data.val_size=2",
     "data.train_batch_size=3",
     "rollout.group_size=4",
