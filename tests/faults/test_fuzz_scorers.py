@@ -280,7 +280,7 @@ TARGETS = [
         checks_columns,
         200,
     ),
-    Target("scorers/equal", st.tuples(maths | formulas, maths), compares, 100),
+    Target("scorers/equal", st.tuples(maths | formulas, maths), compares, 30),
     Target("scorers/equals-itself", formulas, equals_itself, 100),
     Target("scorers/algebra", st.one_of(mixed(MATHS), formulas, repeated(MATHS, 300)), parses_algebra, 200),
     Target("scorers/votes", st.tuples(st.sampled_from(list(VOTES)), anything, anything), votes, 60),
