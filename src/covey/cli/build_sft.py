@@ -13,6 +13,7 @@ from covey.cli.build import Note, open_telemetry
 from covey.cli.folder import as_it_began, open_run, store, threads_for, write_run_files
 from covey.cli.learner import make_learner
 from covey.cli.prepare import open_model, total_steps
+from covey.cli.runs import with_model_folder
 from covey.config import Composed, fingerprint
 from covey.config.schema import Config
 from covey.errors import Absent, InputError, unknown
@@ -75,6 +76,7 @@ def prepare_sft(composed: Composed, *, folder: Path | None = None, tolerate_abse
     warning."""
     from covey.algorithms.likelihood import Likelihood
 
+    composed = with_model_folder(composed)
     config, warnings = composed.config, [*composed.warnings, *_unused(composed)]
     check_logging(config.logging)
     if config.cluster.name != "local":

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from covey.cli.agents import open_workers, with_workers
-from covey.cli.bench import compose_for, is_run
+from covey.cli.bench import compose_for
 from covey.cli.checks import digest_rewards, digest_tasks
 from covey.cli.prepare import Prepared, prepare
+from covey.cli.runs import is_run
 from covey.cli.words import Words, compose_words
 from covey.config import Composed
 from covey.config.schema import Config

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import yaml
 
+from covey.cli.runs import run_of
 from covey.config.schema import Config
 from covey.errors import InputError
 from covey.redact import hide_settings, hide_words
@@ -118,11 +119,6 @@ def _check_same(prepared: Startable, folder: RunFolder, checkpoint: Checkpoint |
             f"  its settings: {folder.path / 'config.yaml'}\n"
             f"  repeat its command, or start from its weights:  model={checkpoint.model}"
         )
-
-
-def run_of(path: Path) -> Path:
-    """A run's folder, also when one of its checkpoints was named."""
-    return path.parent.parent if path.parent.name == "checkpoints" else path
 
 
 def store(config: Config, path: Path) -> CheckpointStore:

@@ -29,6 +29,7 @@ from covey.cli.checks import (
 )
 from covey.cli.cluster import check_cluster, settle_cluster
 from covey.cli.gateway import check_gateway, hide_columns
+from covey.cli.runs import with_model_folder
 from covey.config import Composed, fingerprint
 from covey.config.schema import Config
 from covey.errors import Absent, InputError
@@ -118,6 +119,7 @@ def prepare(
 ) -> Prepared:
     """Check all that configuration and files can tell. What is not on this machine (files, a GPU, a model of the hub)
     is reported together at the end; with `tolerate_absent`, as warnings: another machine may have it."""
+    composed = with_model_folder(composed)
     config, warnings = composed.config, list(composed.warnings)
     absent: dict[str, None] = {}  # in order, each once
 

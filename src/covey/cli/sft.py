@@ -18,7 +18,7 @@ USAGE = """\
 covey sft [--config-name RECIPE | --config FILE] [flags] [key=value ...]
 
   Imitates demonstrations: loss on what the assistant says, and on nothing else. Afterwards:
-  covey train model=RUN/checkpoints/step-000100/model ...
+  covey train model=RUN ...
 
   --validate-only   check settings, files and model, then stop
   --dry-run         the same, and show the first demonstration with what is learned of it in «»
