@@ -114,7 +114,10 @@ class Candidate:
         }
         tasks, rewards = self.prepared.tasks, self.prepared.rewards
         found |= {"seed": self.tree["seed"], "tasks": len(tasks.validation), "weights": self._weights()}
-        return found | {"digest of tasks": digest_tasks(tasks)[:16], "digest of rewards": digest_rewards(rewards)[:16]}
+        return found | {
+            "digest of tasks": digest_tasks((*tasks.train, *tasks.validation))[:16],
+            "digest of rewards": digest_rewards(rewards)[:16],
+        }
 
     def _weights(self) -> dict[str, Any]:
         """Where they are, and of files the size and the time they were written."""

@@ -68,6 +68,7 @@ class Prepared:
     tree: dict[str, Any]
     overrides: tuple[str, ...]
     fingerprint: str
+    contents: dict[str, str]  # hashes of what settings only name: tasks and rewards
     tasks: TaskSet
     rewards: RewardSet
     agent: Agent
@@ -167,11 +168,17 @@ def prepare(
     if absent and not tolerate_absent:
         raise Absent("\n".join(absent))
     warnings += [f"not here: {text}" for text in absent]
+    contents = {
+        "training tasks": digest_tasks(found.train),
+        "validation tasks": digest_tasks(found.validation),
+        "rewards": digest_rewards(rewards),
+    }
     return Prepared(
         config=config,
         tree=composed.tree,
         overrides=composed.overrides,
-        fingerprint=fingerprint(composed.tree | {"tasks": digest_tasks(found), "rewards": digest_rewards(rewards)}),
+        fingerprint=fingerprint(composed.tree | contents),
+        contents=contents,
         tasks=found,
         rewards=rewards,
         agent=agent,

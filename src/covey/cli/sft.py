@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from covey.cli.build_sft import PreparedSft, build_sft, prepare_sft
+from covey.cli.resume import check_resume
 from covey.cli.train import exit_code, tell_of_the_limit, telling_how_to_go_on
 from covey.cli.words import compose_words, parse
 from covey.errors import InputError
@@ -60,6 +61,7 @@ def main(argv: list[str]) -> int:
     dry = words.on("--dry-run")
     if words.on("--validate-only") or dry:
         prepared = prepare_sft(composed, tolerate_absent=not words.on("--strict"))
+        check_resume(prepared, print)
         _print(prepared, shown=prepared.train[:1] if dry else ())
         return 0
     return exit_code(run_to_end(prepare_sft(composed)))

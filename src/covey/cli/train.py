@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.cli.build import Note, build, continuing
 from covey.cli.prepare import Prepared, prepare
+from covey.cli.resume import check_resume
 from covey.cli.words import Words, compose_words, parse
 from covey.config import Composed, WrongValues, expand_sweep, recipe_names
 from covey.errors import InputError, RunFailed
@@ -251,6 +252,7 @@ def complete(training: Coroutine[Any, Any, Any]) -> None:
 
 def _validate(composed: Composed, *, strict: bool) -> int:
     prepared = prepare(composed, tolerate_absent=not strict)
+    check_resume(prepared, print)
     for line in describe(prepared):
         print(line)
     for text in prepared.warnings:
