@@ -33,7 +33,7 @@ question (or prompt) and answer (or response, completion).
 
 Settings most people touch (all of them: covey config)
 
-  model=smollm2-135m             a folder, a Hugging Face id, or the built-in model
+  model=smollm2-135m             a folder, a Hugging Face id, the built-in model, or a run (its best checkpoint)
   data.train_files=demos.jsonl   JSON, JSONL, Parquet or CSV
   data.val_files=held_out.jsonl  the loss on these picks the best checkpoint
   data=calculator                or generated demonstrations of a tool in use

@@ -30,6 +30,7 @@ FREE = (
     *("rollout.tensor_parallel", "rollout.devices", "model.gradient_checkpointing", "model.trust_remote_code"),
     *("model.device", "model.dtype", "data.val_files", "data.val_size"),
 )
+CONTENTS = ("training tasks", "validation tasks", "rewards")  # known by their hashes
 FIXED = ("model.lora.",)
 # After a change of these, scores are not comparable with earlier ones.
 SCORES = (
@@ -43,7 +44,7 @@ LONGEST = 80  # characters of a value that are shown
 
 @dataclass(frozen=True)
 class Change:
-    """A setting, or `training tasks`, `validation tasks`, `rewards`, whose values are hashes."""
+    """A setting, or one of `CONTENTS`."""
 
     key: str
     old: Any
@@ -55,7 +56,7 @@ class Change:
 
     @property
     def values(self) -> str:
-        if " " in self.key or self.key == "rewards":
+        if self.key in CONTENTS:
             return "other than before"
         return f"{_shown(self.old)} → {_shown(self.new)}"
 
