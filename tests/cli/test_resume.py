@@ -13,7 +13,10 @@ import yaml
 import covey
 from covey.api import prepare_run
 from covey.cli.main import main
+from covey.cli.resume import _adapted
+from covey.config.changes import Change
 from covey.errors import RunFailed
+from covey.loop.checkpoint import Checkpoint
 from covey.storage import sha256
 from covey.telemetry.figures import by_the_machine
 
@@ -307,6 +310,24 @@ def test_synchronous_and_asynchronous_runs_continue_each_other(trained: Path) ->
         words = [f"loop.total_steps={steps}", f"mode={mode}", "eval.after=false", "eval.every=0"]
         assert main(["train", f"resume={run}", *words]) == 0
     assert [record["step"] for record in records(run) if record["kind"] == "step"] == [0, 1, 2, 3]
+
+
+def test_what_an_algorithm_remembers(tiny_model_folder: Path, tmp_path: Path) -> None:
+    """It goes on, unless the algorithm or the rewards changed; a KL coefficient that is asked for is taken."""
+    words = {"rollout.max_tokens": 4, "data.train_size": 4, "algorithm.kl_coef": 0.1, "algorithm.kl_target": 0.01}
+    prepared = prepare_run(str(tiny_model_folder), "sort", "exact", "dgdo", **words)
+    saved = {"estimator": {"step": 7, "weights": {"exact": 1.0}}, "kl": {"coef": 0.25}}
+    checkpoint = Checkpoint(tmp_path, {"algorithm": saved, "best": {"step": 1, "value": 0.5}, "source": {"window": {}}})
+
+    def kept(*keys: str) -> dict[str, Any]:
+        return _adapted(prepared, checkpoint, [Change(key, 0, 1) for key in keys]).state
+
+    assert kept() == checkpoint.state
+    assert kept("loop.total_steps") == checkpoint.state
+    assert kept("algorithm.beta") == checkpoint.state | {"source": {}}
+    assert kept("algorithm.kl_coef")["algorithm"] == saved | {"kl": {"coef": 0.1}}
+    assert kept("rewards")["algorithm"] == {"estimator": {"step": 0, "weights": {}}, "kl": {"coef": 0.1}}
+    assert kept("eval.n")["best"] == {"step": 1, "value": None}
 
 
 def test_demonstrations_too(tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -275,7 +275,7 @@ def _check_model(prepared: Startable, checkpoint: Checkpoint, changes: Sequence[
     here = source.config.get_text_config(decoder=True)
     for key in MODEL_SHAPE:
         found, expected = getattr(there, key, None), getattr(here, key, None)
-        if found != expected:
+        if found != expected and None not in (found, expected):  # not every kind of model has all of them
             raise InputError(
                 f"{named}checkpoint {checkpoint.folder} is of another model than {source.name}: {key} is {found}, "
                 f"not {expected}\n  {fix}"
