@@ -41,6 +41,8 @@ def only_checked(words: list[str]) -> str | None:
         return "it waits for programs of others: tests/gateway/test_agent.py"
     if "rollout=vllm" in words or "actor_rollout_ref.rollout.name=vllm" in words:
         return "needs vLLM: tests/integration/test_vllm.py; a stand-in: tests/rollout/test_vllm_engine.py"
+    if any(word.startswith("resume=") for word in words):
+        return "runs go on in tests/cli/test_resume.py"
     if "--launcher" in words:
         return "jobs are started in tests/cli/test_launch.py"
     if any(word.startswith("reward.options.judge.url=") for word in words):

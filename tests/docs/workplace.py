@@ -89,7 +89,7 @@ TEXTS = {
 RUN = ["data=arithmetic", "data.val_size=2", "data.train_batch_size=2", "rollout.group_size=4", "rollout.max_tokens=6"]
 RUN += ["loop.total_steps=2", "loop.save_every=1", "learner.lr=1e-3", "resume=disable"]
 RUNS = ("outputs/DATE/TIME", "outputs/A", "outputs/B", "outputs/2026-07-01/10-00-00")
-CHECKPOINTS = ("step-000012", "step-000120")  # that pages name, besides those of the run
+CHECKPOINTS = ("step-000120",)  # that pages name, besides those of the run
 MODEL_KEYS = ("model", "model.name", "agent.model_name_or_path")
 CLASSIFIER = "reward.options.reward_model.model"
 

@@ -14,9 +14,9 @@ import yaml
 from covey.cli.agents import open_rewards, open_workers, with_workers
 from covey.cli.build import make_collector
 from covey.cli.engine import make_engine
-from covey.cli.folder import run_of
 from covey.cli.gateway import services
 from covey.cli.prepare import Prepared, prepare
+from covey.cli.runs import is_run, model_of, run_of
 from covey.cli.words import Words, compose_words
 from covey.config import Composed
 from covey.errors import InputError
@@ -79,19 +79,12 @@ def open_bench(words: Words, usage: str, *, asks_tasks: bool = True) -> Bench:
         return Bench(prepared, make_collector(prepared, engine, rewards), engine, policy, resources.pop_all())
 
 
-def is_run(name: str) -> bool:
-    """Whether a name is a run's folder, or one of its checkpoints."""
-    return (run_of(Path(name).expanduser()) / "run.json").is_file()
-
-
 def compose_for(name: str, words: Words) -> Composed:
     """A run's own settings with its weights, or the defaults with the named model; then the user's settings."""
-    path = Path(name).expanduser()
-    run = run_of(path)
     if not is_run(name):
         return compose_words(words, settings=[f"model.name={name}", *words.settings])
-    model = named_model(path) if path != run else best_model(run)
-    settings = [f"model.name={model}", *_tasks_of(run, words), *words.settings]
+    run = run_of(Path(name).expanduser())
+    settings = [f"model.name={model_of(name)}", *_tasks_of(run, words), *words.settings]
     return compose_words(words, settings=settings, config_path=run / "config.yaml")
 
 
@@ -112,29 +105,3 @@ def _tasks_of(run: Path, words: Words) -> list[str]:
             "  data=calculator, or data.val_files=tasks.jsonl with question and answer"
         )
     return ["data.train_files=null", "data.val_files=null"]
-
-
-def named_model(checkpoint: Path) -> Path:
-    """Of a checkpoint that was named, once its bytes are checked."""
-    from covey.loop.checkpoint import DamagedCheckpoint, open_checkpoint
-
-    try:
-        return open_checkpoint(checkpoint).model
-    except DamagedCheckpoint as error:
-        raise InputError(str(error)) from error
-
-
-def best_model(run: Path) -> Path:
-    """The checkpoint with the best evaluation, or else the last."""
-    from covey.loop.checkpoint import DamagedCheckpoint, open_checkpoint, step_folders
-
-    folders = step_folders(run / "checkpoints")
-    if not folders:
-        raise InputError(f"{run} has no checkpoint yet\n  runs write one at the end, or every loop.save_every steps")
-    try:
-        last = open_checkpoint(folders[-1])
-        best = last.state["best"]
-        named = run / "checkpoints" / f"step-{best['step']:06d}" if best else last.folder
-        return (open_checkpoint(named) if named.is_dir() else last).model
-    except DamagedCheckpoint as error:
-        raise InputError(f"{error}\n  name another one of {run / 'checkpoints'}") from error

@@ -21,10 +21,11 @@ from covey.cli.checks import (
 )
 from covey.cli.cluster import start_remote
 from covey.cli.engine import make_engine
-from covey.cli.folder import Startable, as_it_began, open_run, store, threads_for, write_run_files
+from covey.cli.folder import Startable, as_it_began, store, threads_for, write_run_files
 from covey.cli.gateway import services
 from covey.cli.learner import make_learner
 from covey.cli.prepare import Prepared, ahead, make_algorithm, new_tasks, training_sampling
+from covey.cli.resume import open_run
 from covey.config.schema import Config
 from covey.gateway import GatewayAgent
 from covey.protocols import Learner, RolloutEngine
@@ -93,7 +94,7 @@ def _joined(
     checkpoints = store(config, folder.path)
     rewards = open_rewards(config, prepared.rewards, workers, resources)
     learner, open_engine = _learner_and_engine(prepared, checkpoint, folder.path, threads, resources)
-    write_run_files(prepared, folder, learner, threads, resumed=checkpoint is not None)
+    write_run_files(prepared, folder, learner, threads, checkpoint)
     telemetry = open_telemetry(prepared, folder.path, checkpoint)
     engine = open_engine(telemetry)
     collector = make_collector(prepared, engine, rewards)

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.cli.build import Note, open_telemetry
-from covey.cli.folder import as_it_began, open_run, store, threads_for, write_run_files
+from covey.cli.folder import as_it_began, store, threads_for, write_run_files
 from covey.cli.learner import make_learner
 from covey.cli.prepare import open_model, total_steps
+from covey.cli.resume import open_run
+from covey.cli.runs import with_model_folder
 from covey.config import Composed, fingerprint
+from covey.config.changes import UNUSED_BY_SFT, within
 from covey.config.schema import Config
 from covey.errors import Absent, InputError, unknown
 from covey.redact import hide_settings
@@ -32,9 +35,6 @@ if TYPE_CHECKING:
 Schemas = Sequence[Mapping[str, Any]]
 Write = Callable[[Messages, Schemas], tuple[Messages, Schemas | None]]  # what the chat template is given
 
-# Sections that are about sampling and its rewards.
-UNUSED = ("rollout", "algorithm", "reward", "critic", "sandbox", "mode")
-
 
 @dataclass(frozen=True)
 class PreparedSft:
@@ -44,6 +44,7 @@ class PreparedSft:
     tree: dict[str, Any]
     overrides: tuple[str, ...]
     fingerprint: str
+    contents: dict[str, str]  # hashes of the demonstrations
     description: str
     train: tuple[Episode, ...]
     validation: tuple[Episode, ...]
@@ -75,6 +76,7 @@ def prepare_sft(composed: Composed, *, folder: Path | None = None, tolerate_abse
     warning."""
     from covey.algorithms.likelihood import Likelihood
 
+    composed = with_model_folder(composed)
     config, warnings = composed.config, [*composed.warnings, *_unused(composed)]
     check_logging(config.logging)
     if config.cluster.name != "local":
@@ -98,11 +100,13 @@ def prepare_sft(composed: Composed, *, folder: Path | None = None, tolerate_abse
         show = Shower(config, source, found)
         train, validation = show.all("training", found.train), show.all("validation", found.validation)
         warnings += show.warnings
+    contents = {"training tasks": _digest(train), "validation tasks": _digest(validation)}
     return PreparedSft(
         config=config,
         tree=composed.tree,
         overrides=composed.overrides,
-        fingerprint=fingerprint(composed.tree | {"command": "sft", "demonstrations": _digest(train, validation)}),
+        fingerprint=fingerprint(composed.tree | {"command": "sft"} | contents),
+        contents=contents,
         description=found.description,
         train=train,
         validation=validation,
@@ -138,7 +142,7 @@ def _joined(prepared: PreparedSft, folder: RunFolder, checkpoint: Checkpoint | N
     threads = threads_for(config, folder if checkpoint is not None else None)
     torch.set_num_threads(threads)
     learner = make_learner(prepared, checkpoint)
-    write_run_files(prepared, folder, learner, threads, resumed=checkpoint is not None)
+    write_run_files(prepared, folder, learner, threads, checkpoint)
     return SftRun(
         config=config,
         folder=folder,
@@ -272,16 +276,15 @@ def _check_sizes(config: Config, found: DemonstrationSet) -> list[str]:
 def _unused(composed: Composed) -> list[str]:
     """Settings that were given and mean nothing without sampling."""
     given = [word.partition("=")[0].lstrip("+") for word in composed.overrides]
-    names = [name for name in given if name.partition(".")[0] in UNUSED]
+    names = [name for name in given if within(f"{name}.", UNUSED_BY_SFT)]
     return [f"not used by covey sft, where nothing is sampled: {', '.join(names)}"] if names else []
 
 
-def _digest(*splits: Sequence[Episode]) -> str:
+def _digest(episodes: Sequence[Episode]) -> str:
     """Changes with the tokens that are trained and tested on."""
     import hashlib
 
     digest = hashlib.sha256()
-    for split in splits:
-        for episode in split:
-            digest.update(repr([dataclasses.astuple(turn)[:2] for turn in episode.turns]).encode())
+    for episode in episodes:
+        digest.update(repr([dataclasses.astuple(turn)[:2] for turn in episode.turns]).encode())
     return digest.hexdigest()

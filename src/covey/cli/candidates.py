@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from covey.cli.agents import open_workers, with_workers
-from covey.cli.bench import compose_for, is_run
+from covey.cli.bench import compose_for
 from covey.cli.checks import digest_rewards, digest_tasks
 from covey.cli.prepare import Prepared, prepare
+from covey.cli.runs import is_run
 from covey.cli.words import Words, compose_words
 from covey.config import Composed
 from covey.config.schema import Config
@@ -113,7 +114,10 @@ class Candidate:
         }
         tasks, rewards = self.prepared.tasks, self.prepared.rewards
         found |= {"seed": self.tree["seed"], "tasks": len(tasks.validation), "weights": self._weights()}
-        return found | {"digest of tasks": digest_tasks(tasks)[:16], "digest of rewards": digest_rewards(rewards)[:16]}
+        return found | {
+            "digest of tasks": digest_tasks((*tasks.train, *tasks.validation))[:16],
+            "digest of rewards": digest_rewards(rewards)[:16],
+        }
 
     def _weights(self) -> dict[str, Any]:
         """Where they are, and of files the size and the time they were written."""

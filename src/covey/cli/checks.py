@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from covey.config.schema import Config, CriticConfig
@@ -13,6 +14,7 @@ from covey.rewards import RewardSet
 from covey.rollout.choose import choose, require_vllm, vllm_version
 from covey.rollout.rendering import Renderer
 from covey.tasks import TaskSet
+from covey.types import Task
 
 if TYPE_CHECKING:
     from covey.algorithms import Algorithm
@@ -210,10 +212,10 @@ def check_prompts(config: Config, tasks: TaskSet, source: ModelSource, agent: Ag
             )
 
 
-def digest_tasks(tasks: TaskSet) -> str:
-    """Changes with what is trained and tested on, so that a run is not continued on other data."""
+def digest_tasks(tasks: Sequence[Task]) -> str:
+    """Changes with what is trained or tested on, so that a run is not continued on other data unnoticed."""
     digest = hashlib.sha256()
-    for task in (*tasks.train, *tasks.validation):
+    for task in tasks:
         digest.update(repr((task.id, task.messages, task.answer, sorted(task.columns.items()))).encode())
     return digest.hexdigest()
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from covey.cli.bench import best_model, is_run
-from covey.cli.folder import run_of
+from covey.cli.runs import best_model, is_run, run_of
 from covey.cli.words import parse
 from covey.errors import InputError
 

@@ -1,25 +1,24 @@
-"""The folder of a run: found or made, and what is written down in it."""
+"""What is written down in the folder of a run, and read when it goes on."""
 
 from __future__ import annotations
 
 import os
 import platform
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import yaml
 
+from covey.config.changes import UNUSED_BY_SFT, Change, differences, within
+from covey.config.read import load_yaml
 from covey.config.schema import Config
 from covey.errors import InputError
 from covey.redact import hide_settings, hide_words
 from covey.storage import write_whole, writing
 
 if TYPE_CHECKING:
-    from covey.cli.build import Note
     from covey.learner.models import ModelSource
     from covey.loop.checkpoint import Checkpoint, CheckpointStore
     from covey.loop.folder import RunFolder
@@ -41,6 +40,9 @@ class Startable(Protocol):
 
     @property
     def fingerprint(self) -> str: ...
+
+    @property
+    def contents(self) -> dict[str, str]: ...
 
     @property
     def algorithm(self) -> Algorithm: ...
@@ -66,65 +68,6 @@ class Startable(Protocol):
     def info(self, path: Path, first_step: int) -> RunInfo: ...
 
 
-def open_run(prepared: Startable, note: Note) -> tuple[RunFolder, Checkpoint | None]:
-    """The folder to write to, and the checkpoint to go on from where it is an earlier run's."""
-    from covey.loop.folder import exact_folder, find_unfinished, new_folder, open_folder
-
-    config, output = prepared.config, Path(prepared.config.logging.output_dir)
-    if prepared.folder is not None:
-        folder = exact_folder(prepared.folder)
-        with _free_where_refused(folder):
-            checkpoint = store(config, folder.path).latest(note)  # a job of a sweep that is started again
-            _check_same(prepared, folder, checkpoint, str(prepared.folder))
-        return folder, checkpoint
-    if config.resume == "disable":
-        return new_folder(output), None
-    if config.resume == "auto":
-        names = (config.logging.project, config.logging.experiment, prepared.fingerprint)
-        found = find_unfinished(output, *names, note)
-        if found is None:
-            return new_folder(output), None
-        with _free_where_refused(found):
-            return found, store(config, found.path).latest(note)
-    named = Path(config.resume).expanduser()
-    folder = open_folder(run_of(named))
-    with _free_where_refused(folder):
-        checkpoint = store(config, folder.path).latest(note)
-        if checkpoint is None:
-            raise InputError(f"resume={config.resume}: that run has no checkpoint to go on from")
-        if named not in (folder.path, checkpoint.folder):
-            raise InputError(
-                f"resume={config.resume}: that run goes on from its newest checkpoint, {checkpoint.folder.name}\n"
-                "  to go back, delete the later ones; to start anew from these weights: model=" + str(named / "model")
-            )
-        _check_same(prepared, folder, checkpoint, f"resume={config.resume}")
-    return folder, checkpoint
-
-
-@contextmanager
-def _free_where_refused(folder: RunFolder) -> Iterator[None]:
-    """Who is refused lets go of the folder, and who tries again finds it free."""
-    try:
-        yield
-    except InputError:
-        folder.release()
-        raise
-
-
-def _check_same(prepared: Startable, folder: RunFolder, checkpoint: Checkpoint | None, asked: str) -> None:
-    if checkpoint is not None and folder.info()["fingerprint"] != prepared.fingerprint:
-        raise InputError(
-            f"{asked}: that run had other settings, tasks or rewards\n"
-            f"  its settings: {folder.path / 'config.yaml'}\n"
-            f"  repeat its command, or start from its weights:  model={checkpoint.model}"
-        )
-
-
-def run_of(path: Path) -> Path:
-    """A run's folder, also when one of its checkpoints was named."""
-    return path.parent.parent if path.parent.name == "checkpoints" else path
-
-
 def store(config: Config, path: Path) -> CheckpointStore:
     from covey.loop.checkpoint import CheckpointStore
 
@@ -136,8 +79,9 @@ def as_it_began(model: ModelSource | None, config: Config, folder: RunFolder) ->
     from covey.learner.models import open_source
     from covey.rollout.templates import use_template
 
-    began = folder.info().get("model_revision")
-    if model is None or began in (None, model.revision):
+    info = folder.info()
+    began = info.get("model_revision")
+    if model is None or began in (None, model.revision) or info["model"] != config.model.name:
         return model
     found = open_source(config.model, began)
     use_template(found.tokenizer, config.agent.template)
@@ -155,44 +99,91 @@ def threads_for(config: Config, resumed: RunFolder | None) -> int:
     return int(wanted) if wanted.isdecimal() and int(wanted) > 0 else len(os.sched_getaffinity(0))
 
 
-def write_run_files(prepared: Startable, folder: RunFolder, learner: Learner, threads: int, *, resumed: bool) -> None:
-    """run.json, config.yaml and .hydra/: what was run, so that it can be run again. A resumed run keeps its own."""
-    from covey.loop.folder import next_number
+def write_run_files(
+    prepared: Startable, folder: RunFolder, learner: Learner, threads: int, checkpoint: Checkpoint | None
+) -> None:
+    """run.json, config.yaml and .hydra/: what was run, so that it can be run again. A run that goes on keeps when and
+    with what it began, and gets the settings that are in force now."""
+    from covey.loop.branch import changes_before
 
     precision = {"device": learner.device.type, "dtype": str(learner.dtype)}
-    if resumed:
-        info = folder.info()
-        began = {name: info[name] for name in precision}
-        if began != precision:
-            raise InputError(
-                f"this run began with {began}, and would go on with {precision}\n  set model.device, dtype"
-            )
-        folder.write_info(info | {"status": "running", "threads": threads})
+    facts = _facts(prepared, folder.path) | {"threads": threads}
+    if checkpoint is None:
+        _write_settings(prepared, folder.path)
+        revision = prepared.model.revision if prepared.model is not None else None
+        folder.write_info(facts | beginning(prepared, folder.path) | {"model_revision": revision} | precision)
         return
-    hydra = folder.path / ".hydra"
+    info = folder.info()
+    began = {name: info[name] for name in precision}
+    if began != precision:
+        raise InputError(f"this run began with {began}, and would go on with {precision}\n  set model.device, dtype")
+    history = changes_before(info, checkpoint.step)
+    if changed := {change.key: [change.old, change.new] for change in changes_since(prepared, folder.path, checkpoint)}:
+        history.append({"step": checkpoint.step, "settings": changed})
+    info.pop("changes", None)
+    folder.write_info(info | facts | ({"changes": history} if history else {}))
+    _write_settings(prepared, folder.path)
+
+
+def beginning(prepared: Startable, path: Path) -> dict[str, Any]:
+    """What run.json says of a run's beginning."""
+    from covey.loop.folder import next_number
+
+    return {
+        "number": next_number(Path(prepared.config.logging.output_dir)),
+        "started": datetime.now().isoformat(timespec="seconds"),
+        "command": shlex.join(["covey", prepared.command, "--config", str(path / "config.yaml")]),
+        "versions": versions(),
+    }
+
+
+def _facts(prepared: Startable, path: Path) -> dict[str, Any]:
+    """What run.json says of the settings that are in force."""
+    facts = prepared.info(path, 0)
+    shown = ("kind", "title", "algorithm", "model", "task", "total_steps", "reward_names", "trained_reward", "held_out")
+    return {
+        "project": prepared.config.logging.project,
+        "experiment": prepared.config.logging.experiment,
+        "fingerprint": prepared.fingerprint,
+        "status": "running",
+        **{name: getattr(facts, name) for name in shown},
+        "contents": prepared.contents,
+    }
+
+
+def _write_settings(prepared: Startable, path: Path) -> None:
+    """Without the run that this one went on from: who repeats it from these settings repeats all of it."""
+    named = prepared.tree["resume"] not in ("auto", "disable")
+    tree = prepared.tree | ({"resume": "auto"} if named else {})
+    words = [word for word in prepared.overrides if not (named and word.startswith("resume="))]
+    hydra = path / ".hydra"
     with writing(hydra):
         hydra.mkdir(exist_ok=True)  # a run that is started again before its first checkpoint
-    for path in (folder.path / "config.yaml", hydra / "config.yaml"):
-        write_whole(path, yaml.safe_dump(hide_settings(prepared.tree), sort_keys=False, allow_unicode=True))
-    write_whole(hydra / "overrides.yaml", yaml.safe_dump(hide_words(prepared.overrides)))
-    facts = prepared.info(folder.path, 0)
-    shown = ("kind", "title", "algorithm", "model", "task", "total_steps", "reward_names", "trained_reward", "held_out")
-    folder.write_info(
-        {
-            "project": prepared.config.logging.project,
-            "experiment": prepared.config.logging.experiment,
-            "fingerprint": prepared.fingerprint,
-            "status": "running",
-            **{name: getattr(facts, name) for name in shown},
-            "number": next_number(Path(prepared.config.logging.output_dir)),
-            "started": datetime.now().isoformat(timespec="seconds"),
-            "command": shlex.join(["covey", prepared.command, "--config", str(folder.path / "config.yaml")]),
-            "model_revision": prepared.model.revision if prepared.model is not None else None,
-            "versions": versions(),
-            "threads": threads,
-            **precision,
-        }
-    )
+    for file in (path / "config.yaml", hydra / "config.yaml"):
+        write_whole(file, yaml.safe_dump(hide_settings(tree), sort_keys=False, allow_unicode=True))
+    write_whole(hydra / "overrides.yaml", yaml.safe_dump(hide_words(words)))
+
+
+def changes_since(prepared: Startable, run: Path, checkpoint: Checkpoint | None) -> list[Change]:
+    """What differs from the settings, tasks and rewards that a checkpoint was trained with; without one, from the
+    run's own."""
+    from covey.loop.branch import contents_at
+    from covey.loop.checkpoint import CONFIG
+    from covey.loop.folder import read_info
+
+    own = run / CONFIG if checkpoint is None else checkpoint.folder / CONFIG
+    old = load_yaml(own if own.is_file() else run / CONFIG)
+    if not isinstance(old, dict):
+        raise InputError(f"{run / CONFIG} is damaged: it holds no settings")
+    found = differences(old, hide_settings(prepared.tree), prepared.config)
+    if prepared.command == "sft":
+        found = [change for change in found if not within(change.key, UNUSED_BY_SFT)]
+    info = read_info(run)
+    before = info.get("contents", {}) if checkpoint is None else contents_at(info, checkpoint.step)
+    for name, digest in prepared.contents.items():
+        if before.get(name, digest) != digest:
+            found.append(Change(name, before[name], digest))
+    return found
 
 
 def versions() -> dict[str, str]:

@@ -6,7 +6,6 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, Protocol
 
 from covey.config.schema import Config, LearnerConfig, LoraConfig, ModelConfig
-from covey.errors import InputError
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import: only where a model is at hand
     from covey.learner.learner import Learner
@@ -97,24 +96,8 @@ def _load_models(prepared: Parts, model: ModelConfig, checkpoint: Checkpoint | N
     if config.model.lora.rank > 0 or source.adapter is not None:
         policy = load(dataclasses.replace(source, adapter=checkpoint.model))
         return policy, Reference.of(policy, offload=offload) if needed else None
-    _check_same_model(source, checkpoint)
     policy = load(dataclasses.replace(source, path=str(checkpoint.model)))
     return policy, Reference(load(source), offload=offload) if needed else None
-
-
-def _check_same_model(source: ModelSource, checkpoint: Checkpoint) -> None:
-    """Its folder says by itself what model it holds, and would be loaded as that."""
-    from transformers import AutoConfig
-
-    there = AutoConfig.from_pretrained(checkpoint.model, trust_remote_code=False).get_text_config(decoder=True)
-    here = source.config.get_text_config(decoder=True)
-    for key in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers"):
-        found, expected = getattr(there, key, None), getattr(here, key, None)
-        if found != expected:
-            raise InputError(
-                f"checkpoint {checkpoint.folder} is of another model than {source.name}: {key} is {found}, "
-                f"not {expected}\n  fix: bring back this run's own, or start anew with resume=disable"
-            )
 
 
 def _load_critic(prepared: Parts, ranks: Ranks) -> Any:

@@ -29,6 +29,7 @@ from covey.cli.checks import (
 )
 from covey.cli.cluster import check_cluster, settle_cluster
 from covey.cli.gateway import check_gateway, hide_columns
+from covey.cli.runs import with_model_folder
 from covey.config import Composed, fingerprint
 from covey.config.schema import Config
 from covey.errors import Absent, InputError
@@ -67,6 +68,7 @@ class Prepared:
     tree: dict[str, Any]
     overrides: tuple[str, ...]
     fingerprint: str
+    contents: dict[str, str]  # hashes of what settings only name: tasks and rewards
     tasks: TaskSet
     rewards: RewardSet
     agent: Agent
@@ -118,6 +120,7 @@ def prepare(
 ) -> Prepared:
     """Check all that configuration and files can tell. What is not on this machine (files, a GPU, a model of the hub)
     is reported together at the end; with `tolerate_absent`, as warnings: another machine may have it."""
+    composed = with_model_folder(composed)
     config, warnings = composed.config, list(composed.warnings)
     absent: dict[str, None] = {}  # in order, each once
 
@@ -165,11 +168,17 @@ def prepare(
     if absent and not tolerate_absent:
         raise Absent("\n".join(absent))
     warnings += [f"not here: {text}" for text in absent]
+    contents = {
+        "training tasks": digest_tasks(found.train),
+        "validation tasks": digest_tasks(found.validation),
+        "rewards": digest_rewards(rewards),
+    }
     return Prepared(
         config=config,
         tree=composed.tree,
         overrides=composed.overrides,
-        fingerprint=fingerprint(composed.tree | {"tasks": digest_tasks(found), "rewards": digest_rewards(rewards)}),
+        fingerprint=fingerprint(composed.tree | contents),
+        contents=contents,
         tasks=found,
         rewards=rewards,
         agent=agent,

@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from covey.cli.build_sft import PreparedSft, build_sft, prepare_sft
+from covey.cli.resume import check_resume
 from covey.cli.train import exit_code, tell_of_the_limit, telling_how_to_go_on
 from covey.cli.words import compose_words, parse
 from covey.errors import InputError
@@ -18,7 +19,7 @@ USAGE = """\
 covey sft [--config-name RECIPE | --config FILE] [flags] [key=value ...]
 
   Imitates demonstrations: loss on what the assistant says, and on nothing else. Afterwards:
-  covey train model=RUN/checkpoints/step-000100/model ...
+  covey train model=RUN ...
 
   --validate-only   check settings, files and model, then stop
   --dry-run         the same, and show the first demonstration with what is learned of it in «»
@@ -32,7 +33,7 @@ question (or prompt) and answer (or response, completion).
 
 Settings most people touch (all of them: covey config)
 
-  model=smollm2-135m             a folder, a Hugging Face id, or the built-in model
+  model=smollm2-135m             a folder, a Hugging Face id, the built-in model, or a run (its best checkpoint)
   data.train_files=demos.jsonl   JSON, JSONL, Parquet or CSV
   data.val_files=held_out.jsonl  the loss on these picks the best checkpoint
   data=calculator                or generated demonstrations of a tool in use
@@ -60,6 +61,7 @@ def main(argv: list[str]) -> int:
     dry = words.on("--dry-run")
     if words.on("--validate-only") or dry:
         prepared = prepare_sft(composed, tolerate_absent=not words.on("--strict"))
+        check_resume(prepared, print)
         _print(prepared, shown=prepared.train[:1] if dry else ())
         return 0
     return exit_code(run_to_end(prepare_sft(composed)))

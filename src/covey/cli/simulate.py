@@ -8,9 +8,8 @@ import math
 import random
 from pathlib import Path
 
-from covey.cli.bench import is_run
-from covey.cli.folder import run_of
 from covey.cli.prepare import make_algorithm
+from covey.cli.runs import is_run, run_of
 from covey.cli.words import Words, compose_words, parse
 from covey.config.schema import Config
 from covey.errors import Absent, InputError

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.cli.build import Note, build, continuing
 from covey.cli.prepare import Prepared, prepare
+from covey.cli.resume import check_resume
 from covey.cli.words import Words, compose_words, parse
 from covey.config import Composed, WrongValues, expand_sweep, recipe_names
 from covey.errors import InputError, RunFailed
@@ -42,7 +43,7 @@ covey train [--config-name RECIPE | --config FILE] [flags] [key=value ...]
 
 Settings most people touch (all of them: covey config; one of them: covey config explain learner.lr)
 
-  model=smollm2-135m           a folder, a Hugging Face id, or the built-in model
+  model=smollm2-135m           a folder, a Hugging Face id, the built-in model, or a run (its best checkpoint)
   data=sort                    a generated task (arithmetic, countdown, ...) or a prepared data set (gsm8k, ...)
   data.train_files=a.jsonl     or your own JSON / JSONL / Parquet / CSV with question and answer
   data.val_files=b.jsonl       what to evaluate on
@@ -66,7 +67,7 @@ Recipes
 
 Examples
   covey train --config-name demo
-  covey train algorithm=grpo data=arithmetic loop.total_steps=50
+  covey train resume=outputs/DATE/TIME loop.total_steps=200   # goes on; resume=RUN/checkpoints/step-20: a new run there
   covey train data.train_files=train.jsonl data.val_files=test.jsonl reward=math_reward_string_equal
 """
 SWITCHES = ("--validate-only", "--dry-run", "--multirun", "--strict", "-m")
@@ -251,6 +252,7 @@ def complete(training: Coroutine[Any, Any, Any]) -> None:
 
 def _validate(composed: Composed, *, strict: bool) -> int:
     prepared = prepare(composed, tolerate_absent=not strict)
+    check_resume(prepared, print)
     for line in describe(prepared):
         print(line)
     for text in prepared.warnings:
@@ -273,6 +275,7 @@ def _dry_run(composed: Composed) -> int:
     import yaml
 
     prepared = prepare(composed, tolerate_absent=True)
+    check_resume(prepared, print)
     print(yaml.safe_dump(hide_settings(prepared.tree), sort_keys=False, allow_unicode=True))
     for line in describe(prepared):
         print(line)

@@ -77,7 +77,7 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    name: str = "smollm2-135m"  # a folder, a Hugging Face id (ORG/NAME or ORG/NAME@REVISION), or built in: smollm2-135m
+    name: str = "smollm2-135m"  # a folder, a run, a Hugging Face id (ORG/NAME, ORG/NAME@REVISION), or smollm2-135m
     dtype: str = "auto"  # float32 | bfloat16 | float16; auto: bfloat16 on a GPU, float32 on a CPU
     device: str = "auto"  # cpu | cuda | cuda:1 ...; auto: the GPU if there is one
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
@@ -349,7 +349,7 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     mode: ModeConfig = field(default_factory=ModeConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-    resume: str = "auto"  # auto: continue the newest unfinished run with these settings; disable; or a folder
+    resume: str = "auto"  # auto: the newest unfinished run with these settings; disable; or a run or checkpoint
     seed: Seed = 0  # of everything random: data order, sampling, adapters
 
     def __post_init__(self) -> None:

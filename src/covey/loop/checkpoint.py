@@ -19,7 +19,7 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,9 @@ from covey.storage import sha256, size_of_tree, sync, sync_tree, writing
 MANIFEST, STATE, CONFIG = "manifest.json", "state.json", "config.yaml"
 READ = (".safetensors", ".json", ".jinja", ".bin", ".pt", ".pth", ".py")  # endings of what a loader would read
 _NAME = re.compile(r"step-(\d{6,})")
+
+
+Best = dict[str, Any]  # step, and value: None where it was measured otherwise and is not comparable
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class CheckpointStore:
             _remove(left / final.name)
             left.rmdir()
 
-    def delete_old(self, step: int, best: Mapping[str, float] | None) -> None:
+    def delete_old(self, step: int, best: Best | None) -> None:
         """Those that are too many, up to this step. Later ones are of an earlier attempt: they take nobody's place."""
         past = [folder for folder in step_folders(self.folder) if step_of(folder) <= step]
         for folder in past[: -self.keep_last]:
@@ -122,12 +125,13 @@ class CheckpointStore:
         return None
 
 
-def best_of(best: dict[str, float] | None, step: int, value: float, *, falls: bool = False) -> dict[str, float] | None:
+def best_of(best: Best | None, step: int, value: float, *, falls: bool = False) -> Best | None:
     """The best evaluation among the checkpoints, this one included: the highest, or where it `falls`, the lowest. What
     is no number is never the best: nothing would be better than it."""
     if not math.isfinite(value):
         return best
-    better = best is None or (value < best["value"] if falls else value > best["value"])
+    former = None if best is None else best["value"]
+    better = former is None or (value < former if falls else value > former)
     return {"step": step, "value": value} if better else best
 
 

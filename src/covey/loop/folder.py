@@ -9,9 +9,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -34,6 +35,7 @@ class RunFolder:
     path: Path
     lock: IO[str]  # held while the run lives; the system lets go of it however the run ends
     made: tuple[Path, ...] = ()  # the folders that did not exist before, innermost first
+    filled: bool = False  # from another run's checkpoint (branch.py); nothing of its own was written yet
 
     def write_info(self, info: dict[str, Any]) -> None:
         """run.json, whole or as it was."""
@@ -50,7 +52,11 @@ class RunFolder:
         self.lock.close()
 
     def abandon(self) -> None:
-        """After a start that failed: nothing is left of a folder that nothing was written to."""
+        """After a start that failed: nothing is left of a folder that nothing of its own was written to."""
+        if self.filled:
+            for entry in self.path.iterdir():
+                if entry.name != LOCK:
+                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         remove_unused(self.path, self.made)
         self.release()
 
@@ -129,11 +135,7 @@ def exact_folder(path: Path) -> RunFolder:
 
 def open_folder(path: Path) -> RunFolder:
     """An existing run's folder, to go on in it."""
-    if not (path / "run.json").is_file():
-        raise InputError(
-            f"resume={path}: not a run's folder (run.json is missing)\n"
-            "  give the folder outputs/DATE/TIME of a run, or resume=auto, or resume=disable"
-        )
+    require_run(path)
     try:
         return RunFolder(path, lock_folder(path))
     except BlockingIOError as error:
@@ -142,10 +144,24 @@ def open_folder(path: Path) -> RunFolder:
         raise _no_place(path, error) from error
 
 
+def require_run(path: Path) -> None:
+    if not (path / INFO).is_file():
+        raise InputError(
+            f"resume={path}: not a run's folder ({INFO} is missing)\n"
+            "  give the folder outputs/DATE/TIME of a run, or resume=auto, or resume=disable"
+        )
+
+
 def find_unfinished(
-    output_dir: Path, project: str, experiment: str, fingerprint: str, warn: Callable[[str], None]
+    output_dir: Path,
+    project: str,
+    experiment: str,
+    fingerprint: str,
+    warn: Callable[[str], None],
+    parent: Mapping[str, Any] | None = None,
 ) -> RunFolder | None:
-    """The newest unfinished run of this name and configuration that nobody is running."""
+    """The newest unfinished run of this name and configuration that nobody is running; with `parent`, one that began
+    at that checkpoint."""
     for checkpoints in sorted(output_dir.glob("*/*/checkpoints")):
         if not (checkpoints.parent / INFO).exists() and step_folders(checkpoints):
             warn(f"{checkpoints.parent} has checkpoints, but its {INFO} is missing; that run is not resumed")
@@ -158,7 +174,7 @@ def find_unfinished(
                 warn(f"{str(error).splitlines()[0]}; that run is not resumed")
             continue
         ours = (info["project"], info["experiment"], info["fingerprint"]) == (project, experiment, fingerprint)
-        if not ours or info["status"] == "finished":
+        if not ours or info["status"] == "finished" or parent not in (None, info.get("parent")):
             continue
         if not resumable:
             if info["status"] == "running" and is_locked(info_file.parent) is False:
@@ -171,6 +187,18 @@ def find_unfinished(
         except OSError as error:
             raise _no_place(info_file.parent, error) from error
     return None
+
+
+def other_unfinished(output_dir: Path, project: str, experiment: str) -> Iterator[Path]:
+    """Unfinished runs of this name that nobody is running and that have a checkpoint, the newest first."""
+    for info_file in sorted(output_dir.glob("*/*/run.json"), key=_order, reverse=True):
+        run = info_file.parent
+        with suppress(InputError):  # told of by `find_unfinished`
+            info = read_info(run)
+            if (info["project"], info["experiment"]) != (project, experiment) or info["status"] == "finished":
+                continue
+            if step_folders(run / "checkpoints") and not is_locked(run):
+                yield run
 
 
 def _close_killed(path: Path, warn: Callable[[str], None]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from covey.config.schema import Config
 from covey.errors import InputError, LearnerLost, RunFailed
 from covey.learner.learner import NonFiniteError
-from covey.loop.checkpoint import Checkpoint, CheckpointStore, best_of
+from covey.loop.checkpoint import Best, Checkpoint, CheckpointStore, best_of
 from covey.loop.evaluate import Evaluator
 from covey.loop.folder import RunFolder
 from covey.loop.garbage import set_aside
@@ -45,7 +45,7 @@ class Run:
     total_steps: int
     first_step: int = 0
     resumed: bool = False  # from a checkpoint, which may be of step 0: the evaluation before training is then recorded
-    best: dict[str, float] | None = None  # the best evaluation among the checkpoints
+    best: Best | None = None  # the best evaluation among the checkpoints
     evaluations: list[tuple[int, Metrics]] = field(default_factory=list)
     warned: set[str] = field(default_factory=set)
     steps_without_signal: int = 0  # among the first WITHOUT_SIGNAL

@@ -15,7 +15,7 @@ from covey.algorithms.likelihood import Likelihood
 from covey.config.schema import Config
 from covey.errors import InputError, RunFailed
 from covey.learner.learner import Ask, Learner, NonFiniteError
-from covey.loop.checkpoint import Checkpoint, CheckpointStore, best_of
+from covey.loop.checkpoint import Best, Checkpoint, CheckpointStore, best_of
 from covey.loop.folder import RunFolder
 from covey.loop.garbage import set_aside
 from covey.loop.limit import TimeLimit, time_limit
@@ -49,7 +49,7 @@ class SftRun:
     total_steps: int
     first_step: int = 0
     resumed: bool = False  # from a checkpoint, which may be of step 0: the evaluation before training is then recorded
-    best: dict[str, float] | None = None  # the lowest validation loss among the checkpoints
+    best: Best | None = None  # the lowest validation loss among the checkpoints
     evaluations: list[tuple[int, Metrics]] = field(default_factory=list)
     terminated: bool = False  # SIGTERM ended it before its last step
     limit: TimeLimit = field(default_factory=lambda: TimeLimit(None))

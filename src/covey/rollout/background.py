@@ -95,6 +95,9 @@ class BackgroundSource(TrainingSource):
         return {"window": self.window.state(), "groups": groups, "former": former}
 
     def restore(self, state: dict[str, Any], step: int) -> None:
+        if not state:  # nothing was sampled ahead: training was synchronous, or what was sampled no longer fits
+            self.window = Window(self.window.size, self.window.lead, step=step, end=self.window.end)
+            return
         self.window.advance(step)
         self._again = self.window.restore(**state["window"])
         self._groups = {int(n): group_from_json(self._task(int(n))[1], one) for n, one in state["groups"].items()}

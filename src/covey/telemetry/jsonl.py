@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from covey.errors import InputError
 from covey.redact import hide_known
 from covey.telemetry.base import EpisodeView, Sink
-from covey.telemetry.parts import PART_BYTES, PartWriter, size_of
+from covey.telemetry.parts import PART_BYTES, PartWriter, require_size
 
 Read = TypeVar("Read")
 
@@ -38,8 +38,8 @@ class JsonlFiles(Sink):
         folder.mkdir(parents=True, exist_ok=True)
         metrics, episodes = folder / METRICS_FILE, folder / EPISODES_FILE
         # Both are checked before either is cut: a refusal leaves the folder as it was.
-        _check_offset(metrics, metrics_offset)
-        _check_offset(episodes, episodes_offset)
+        require_size(metrics, metrics_offset or 0)
+        require_size(episodes, episodes_offset or 0)
         # A step's numbers are a few kilobytes: metrics stay in one file, whatever the length of the run.
         self._metrics = PartWriter(metrics, metrics_offset or 0, part_bytes=sys.maxsize)
         self._episodes = PartWriter(episodes, episodes_offset or 0, part_bytes)
@@ -117,12 +117,3 @@ def finite(value: Any) -> Any:
 def _line(record: Mapping[str, Any]) -> bytes:
     # Data sets bring answers of any type (dates, decimals): what JSON does not know is written as text.
     return hide_known(json.dumps(finite(record), allow_nan=False, default=str)).encode("ascii") + b"\n"
-
-
-def _check_offset(path: Path, offset: int | None) -> None:
-    size = size_of(path)
-    if offset is not None and size < offset:
-        raise InputError(
-            f"{path}: {size} bytes, but the checkpoint was written when it had {offset}\n"
-            "  the file was cut or replaced since; start a new run with resume=disable"
-        )

@@ -11,6 +11,7 @@ from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
+from covey.errors import InputError
 from covey.storage import writing
 
 PART_BYTES = 256 << 20  # a part takes no further line from here on
@@ -83,6 +84,29 @@ class PartWriter:
         with writing(self._here):
             self._file = FileIO(self._here, mode)
         self._size = self._file.seek(0, os.SEEK_END)
+
+
+def copy_record(source: Path, target: Path, size: int) -> None:
+    """The first `size` bytes of a record, in the same parts."""
+    require_size(source, size)
+    rest = size
+    for number, part in enumerate(parts_of(source)):
+        if number and not rest:
+            break
+        copy = _part(target, number)
+        with part.open("rb") as old, writing(copy, needs=rest), copy.open("wb") as new:
+            while rest and (chunk := old.read(min(rest, 1 << 20))):
+                new.write(chunk)
+                rest -= len(chunk)
+
+
+def require_size(path: Path, size: int) -> None:
+    """A record that a checkpoint was written behind must have at least the bytes of then."""
+    if (found := size_of(path)) < size:
+        raise InputError(
+            f"{path}: {found} bytes, but the checkpoint was written when it had {size}\n"
+            "  the file was cut or replaced since; start a new run with resume=disable"
+        )
 
 
 def _part(path: Path, number: int) -> Path:
