@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from covey.algorithms import algorithm_schemas
 from covey.cli import checks, doctor
 from covey.cli.main import main
-from covey.cli.prepare import Prepared, algorithm_schemas, prepare
+from covey.cli.prepare import Prepared, prepare
 from covey.config import compose
 from covey.errors import Absent, InputError, RunFailed
 from tests.cli.test_algorithms import REWARDS, SMALL

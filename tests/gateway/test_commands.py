@@ -138,7 +138,8 @@ def test_what_is_missing_is_told_before_the_model_loads(
 
 
 def test_a_run_hides_what_its_rewards_ask_for(tiny_model_folder: Path) -> None:
-    from covey.cli.prepare import algorithm_schemas, prepare
+    from covey.algorithms import algorithm_schemas
+    from covey.cli.prepare import prepare
     from covey.config import compose
 
     def close(final_answer: str, expected: str = "") -> float:

@@ -53,12 +53,6 @@ if TYPE_CHECKING:  # torch and transformers take seconds to import: only where a
 Found = TypeVar("Found")
 
 
-def algorithm_schemas() -> dict[str, type]:
-    from covey.algorithms import ALGORITHMS, schema
-
-    return {name: schema(name) for name in ALGORITHMS}
-
-
 @dataclass(frozen=True)
 class Prepared:
     """A run that could start: checked, nothing loaded. In `config`, rollout.name is the engine that was chosen."""

@@ -16,14 +16,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from covey.cli.build import Note, build, continuing
-from covey.cli.prepare import Prepared, prepare
 from covey.cli.words import Words, compose_words, parse
 from covey.config import Composed, WrongValues, expand_sweep, recipe_names
 from covey.errors import InputError, RunFailed
 from covey.redact import hide_settings
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # for --help, neither is needed
+    from covey.cli.build import Note
+    from covey.cli.prepare import Prepared
     from covey.loop.run import Run
     from covey.loop.sft import SftRun
 
@@ -84,6 +84,8 @@ def main(argv: list[str]) -> int:
         return _multirun(words)
     if words.text("--launcher"):
         raise InputError("--launcher is for sweeps: add --multirun\n  one run on several nodes: covey slurm")
+    from covey.cli.prepare import prepare
+
     composed = compose_words(words, training=True)
     if words.on("--validate-only"):
         return _validate(composed, strict=words.on("--strict"))
@@ -129,6 +131,8 @@ def run_to_end(prepared: Prepared) -> Run:
 def _trained(prepared: Prepared, note: Note) -> Run:
     """A run that has ended. In a cluster, one that lost a learner begins again from its last checkpoint."""
 
+    from covey.cli.build import build
+
     def to_its_end(run: Run) -> None:
         with telling_how_to_go_on(run.path, prepared.config.resume):
             complete(run.train())
@@ -141,6 +145,7 @@ def _trained(prepared: Prepared, note: Note) -> Run:
 
 
 def _trained_in_cluster(prepared: Prepared, to_its_end: Callable[[Run], None], note: Note) -> Run:
+    from covey.cli.build import build, continuing
     from covey.cluster.learner import with_restarts
     from covey.cluster.start import opening
 
@@ -250,6 +255,8 @@ def complete(training: Coroutine[Any, Any, Any]) -> None:
 
 
 def _validate(composed: Composed, *, strict: bool) -> int:
+    from covey.cli.prepare import prepare
+
     prepared = prepare(composed, tolerate_absent=not strict)
     for line in describe(prepared):
         print(line)
@@ -271,6 +278,8 @@ def verdict(prepared: Prepared) -> str:
 
 def _dry_run(composed: Composed) -> int:
     import yaml
+
+    from covey.cli.prepare import prepare
 
     prepared = prepare(composed, tolerate_absent=True)
     print(yaml.safe_dump(hide_settings(prepared.tree), sort_keys=False, allow_unicode=True))
@@ -316,6 +325,7 @@ def _length(prepared: Prepared) -> str:
 
 def _multirun(words: Words) -> int:
     """Every combination in turn, in multirun/DATE/TIME/NUMBER. All are checked before the first one starts."""
+    from covey.cli.prepare import prepare
     from covey.loop.limit import TERMINATED
 
     combinations = expand_sweep(words.settings)
@@ -368,6 +378,7 @@ def _new_base(folder: Path) -> Path:
 def _launch(words: Words, launcher: str, combinations: list[list[str]], jobs: list[Composed]) -> int:
     """Checked here as far as this machine can tell, and run elsewhere."""
     from covey.cli.launch import read_options, submit
+    from covey.cli.prepare import prepare
 
     options = read_options(words.text("--launcher-options"))
     for job in jobs:
