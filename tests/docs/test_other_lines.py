@@ -177,5 +177,5 @@ def test_make_has_the_target(target: str) -> None:
 @pytest.mark.parametrize("command", [pytest.param(c, id=c.place) for c in COMMANDS if c.program == "pip"])
 def test_what_is_installed_is_an_extra_of_this_package(command: Command) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    (named,) = re.findall(r"^pip install 'covey\[([\w,-]+)\]'$", command.text)
+    (named,) = re.findall(r"^pip install -e '\.\[([\w,-]+)\]'$", command.text)
     assert set(named.split(",")) <= set(extras)
