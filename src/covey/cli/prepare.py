@@ -101,6 +101,26 @@ class Prepared:
         )
 
 
+class Missing:
+    """What is not on this machine (files, a GPU, a model of the hub), collected so that it is reported together."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, None] = {}  # in order, each once
+
+    def unless_absent(self, step: Callable[[], Found]) -> Found | None:
+        try:
+            return step()
+        except Absent as error:
+            self.texts[str(error)] = None
+            return None
+
+    def warnings(self, *, tolerate: bool) -> list[str]:
+        """A run cannot start without it; a check goes on, as another machine may have it."""
+        if self.texts and not tolerate:
+            raise Absent("\n".join(self.texts))
+        return [f"not here: {text}" for text in self.texts]
+
+
 def prepare(
     composed: Composed,
     *,
@@ -113,15 +133,8 @@ def prepare(
     """Check all that configuration and files can tell. What is not on this machine (files, a GPU, a model of the hub)
     is reported together at the end; with `tolerate_absent`, as warnings: another machine may have it."""
     config, warnings = composed.config, list(composed.warnings)
-    absent: dict[str, None] = {}  # in order, each once
-
-    def unless_absent(step: Callable[[], Found]) -> Found | None:
-        try:
-            return step()
-        except Absent as error:
-            absent[str(error)] = None
-            return None
-
+    missing = Missing()
+    unless_absent = missing.unless_absent
     make_algorithm(config)  # refuses settings that contradict each other before anything is looked for
     sandbox = sandbox_of(config)
     toolbox = unless_absent(lambda: make_toolbox(config, sandbox))
@@ -156,9 +169,7 @@ def prepare(
     unless_absent(lambda: rewards.check_all((*found.train, *found.validation)))
     if source is not None:
         check_prompts(config, found, source, agent)
-    if absent and not tolerate_absent:
-        raise Absent("\n".join(absent))
-    warnings += [f"not here: {text}" for text in absent]
+    warnings += missing.warnings(tolerate=tolerate_absent)
     return Prepared(
         config=config,
         tree=composed.tree,
@@ -173,7 +184,7 @@ def prepare(
         warnings=tuple(warnings),
         folder=folder,
         engine_reason=reason,
-        absent=tuple(absent),
+        absent=tuple(missing.texts),
         refused=composed.refused,
     )
 

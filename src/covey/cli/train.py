@@ -23,7 +23,9 @@ from covey.redact import hide_settings
 
 if TYPE_CHECKING:  # for --help, neither is needed
     from covey.cli.build import Note
+    from covey.cli.build_sft import PreparedSft
     from covey.cli.prepare import Prepared
+    from covey.config.schema import Config
     from covey.loop.run import Run
     from covey.loop.sft import SftRun
 
@@ -266,7 +268,7 @@ def _validate(composed: Composed, *, strict: bool) -> int:
     return 2 if prepared.refused else 0
 
 
-def verdict(prepared: Prepared) -> str:
+def verdict(prepared: Prepared | PreparedSft) -> str:
     """`valid` only of what would also start here."""
     if prepared.refused:
         return "not valid: a run would be refused, see above; nothing was started"
@@ -315,12 +317,15 @@ def describe(prepared: Prepared) -> list[str]:
 
 
 def _length(prepared: Prepared) -> str:
-    """Epochs of tasks that are not here are an unknown number of steps."""
-    loop = prepared.config.loop
-    if loop.total_steps is None and not prepared.tasks.train:
-        epochs = loop.total_epochs or 1
-        return f"{epochs} epoch{'s' if epochs > 1 else ''} (an unknown number of steps: the tasks are not here)"
+    if prepared.config.loop.total_steps is None and not prepared.tasks.train:
+        return unknown_length(prepared.config, "tasks")
     return f"{prepared.total_steps} steps"
+
+
+def unknown_length(config: Config, of: str) -> str:
+    """Epochs of what is not on this machine are an unknown number of steps."""
+    epochs = config.loop.total_epochs or 1
+    return f"{epochs} epoch{'s' if epochs > 1 else ''} (an unknown number of steps: the {of} are not here)"
 
 
 def _multirun(words: Words) -> int:
