@@ -117,7 +117,7 @@ def prepare_for(command: Command, place: Path, model: Path, monkeypatch: pytest.
     """What a line finds: its models and files, the network where it has one, raw data sets where they are at hand."""
     names = command.words[2:3]
     put_models([*command.words, *(["--config-name", *names] if {*names} & {*recipe_names()} else [])], model)
-    if "--merge-lora" in command.words:
+    if "--adapter" in command.words:
         checkpoint = Path(command.words[2])
         small = ["model.lora.rank=2", f"model={model}", "data=sort", "loop.total_steps=1", "logging.output_dir=lora"]
         assert main(["train", *scaled(small), "loop.save_final=true"]) == 0

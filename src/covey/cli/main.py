@@ -21,7 +21,7 @@ covey — reinforcement learning of language models on groups of sampled answers
   covey eval    MODEL_OR_RUN... [--tasks A,B] [--n 16] [key=value ...]     score models on held-out tasks, compare
   covey sample  MODEL_OR_RUN [--question TEXT] [-n 4] [key=value ...]     read what a model answers
   covey serve   MODEL_OR_RUN [key=value ...]                              an OpenAI-compatible endpoint that records
-  covey export  CHECKPOINT_OR_RUN OUT [--dtype bfloat16] [--merge-lora]   an ordinary model folder for other programs
+  covey export  CHECKPOINT_OR_RUN OUT [--dtype bfloat16] [--adapter]      an ordinary model folder for other programs
   covey data    prepare NAME | show NAME_OR_FILE | check FILE             public data sets, and files of your own
   covey config  [explain KEY] [key=value ...]                             resolved settings; what a setting means
   covey simulate RECIPE_OR_RUN --gpus 512 [--gpu h200] [key=value ...]    step time and memory, before renting
