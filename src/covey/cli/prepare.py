@@ -208,13 +208,14 @@ def make_algorithm(config: Config) -> Algorithm:
 def open_model(config: Config) -> ModelSource:
     """Tokenizer and configuration of the model, and whether it can run here as asked."""
     from covey.learner.adapters import require_peft
-    from covey.learner.forward import check_layers
     from covey.learner.models import open_source, pick_device
 
     pick_device(config.model.device)
     if config.model.lora.rank > 0:
         require_peft()
     source = open_source(config.model)
+    from covey.learner.forward import check_layers  # not before: its imports take seconds, and there may be no model
+
     check_layers(source.config)
     return source
 
