@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -20,6 +22,7 @@ from tests.conftest import ROOT
 
 PIP = [sys.executable, "-m", "pip", "install"]
 SOURCE = ROOT / "src/covey"
+SYSTEM = [Path(folder) for folder in ("/usr/local/bin", "/usr/bin", "/bin")]
 
 
 def installed(site: Path, origin: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +82,32 @@ def test_words_are_quoted_for_a_shell(tmp_path: Path, monkeypatch: pytest.Monkey
     installed(tmp_path / "site", {"url": folder.as_uri(), "dir_info": {}}, monkeypatch)
     assert shlex.split(install_extra("math"))[-1] == f"{folder}[math]"
     assert shlex.split(install("--no-deps", "a>=1")) == [*PIP, "--no-deps", "a>=1"]
+
+
+@pytest.mark.parametrize("on_path", [False, True])
+def test_the_demo_ends_with_the_line_that_puts_covey_on_the_path(tmp_path: Path, on_path: bool) -> None:
+    """With a program in covey's place, and only where the shell does not find one."""
+    binaries = tmp_path / "venv/bin"
+    binaries.mkdir(parents=True)
+    (binaries / "covey").write_text("#!/bin/sh\necho trained with $*\n")
+    (binaries / "covey").chmod(0o755)
+    (tmp_path / "venv/run.stamp").touch()
+    path = [str(binaries)] * on_path + [str(folder) for folder in SYSTEM if not (folder / "covey").exists()]
+    command = ["make", "-s", "demo", f"VENV={tmp_path / 'venv'}"]
+    done = subprocess.run(
+        command, cwd=ROOT, env={"PATH": os.pathsep.join(path)}, capture_output=True, text=True, check=True
+    )
+    trained, *rest = done.stdout.splitlines()
+    assert trained == "trained with train --config-name demo"
+    assert rest == ([] if on_path else [f"to use the command covey in this shell:  . {binaries}/activate"])
+
+
+def test_the_readme_lists_every_extra() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    section = (ROOT / "README.md").read_text().partition("## Install")[2].partition("\n## ")[0]
+    rows = [row.split("|")[1] for row in section.splitlines() if row.startswith("| `")]
+    assert sorted(name for row in rows for name in re.findall(r"`([\w-]+)`", row)) == sorted(extras)
+    assert WHEEL in section
 
 
 def test_every_message_takes_its_command_from_here() -> None:
