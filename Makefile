@@ -20,6 +20,7 @@ VLLM_PIP := $(VLLM)/bin/python -m pip --disable-pip-version-check -q
 
 demo: $(VENV)/run.stamp
 	$(BIN)/covey train --config-name demo
+	@command -v covey >/dev/null || echo "to use the command covey in this shell:  . $(BIN)/activate"
 
 test: $(VENV)/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile

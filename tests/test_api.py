@@ -10,7 +10,7 @@ import pytest
 
 import covey
 from covey import api
-from covey.cli.prepare import algorithm_schemas
+from covey.algorithms import algorithm_schemas
 from covey.config import compose
 
 

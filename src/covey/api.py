@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from covey.cli.prepare import Prepared, algorithm_schemas, prepare
+from covey.algorithms import algorithm_schemas
+from covey.cli.prepare import Prepared, prepare
 from covey.cli.train import run_to_end
 from covey.config import compose, literal
 from covey.errors import InputError

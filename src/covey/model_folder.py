@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from covey import hub
 from covey.errors import Absent, InputError, nearest
 from covey.trust import FIX, check_config, no_pickles, weight_files
 
@@ -56,7 +57,7 @@ def read_config(name: str, path: str, *, revision: str | None = None, trusted: b
     from transformers import AutoConfig
 
     with explained(name):
-        file = _config_file(path, revision)
+        file = config_file(path, revision)
     _check_json(file)
     with explained(name):
         try:
@@ -70,11 +71,13 @@ def read_config(name: str, path: str, *, revision: str | None = None, trusted: b
     return config
 
 
-def _config_file(path: str, revision: str | None) -> Path:
+def config_file(path: str, revision: str | None) -> Path:
+    """config.json of a folder, or of a hub id: in the hub's cache, downloaded if need be."""
     from transformers.utils import cached_file
 
     if Path(path).is_dir():
         return Path(path) / "config.json"
+    hub.check_reachable()
     return Path(str(cached_file(path, "config.json", revision=revision or MAIN)))
 
 
@@ -372,7 +375,7 @@ def explained(name: str) -> Iterator[None]:
         if "use_safetensors" in str(error):
             raise InputError(f"{name} has its weights as a pickle only, which is not loaded\n{FIX}") from error
         raise Absent(
-            f"cannot load model  {name}\n  {str(error).splitlines()[0]}\n"
+            f"cannot load model  {name}\n  {hub.unreachable() or str(error).splitlines()[0]}\n"
             "  a private or gated model needs HF_TOKEN in the environment\n"
             "  no connection to the hub? copy the model's folder here and use model=/path/to/folder,\n"
             "  or use the built-in model=smollm2-135m"

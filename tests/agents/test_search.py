@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from covey.agents.calls import Call
 from covey.agents.tools import resolve_tools
 from covey.agents.tools.corpus import PASSAGE, corpus_files, fingerprint, read_corpus
 from covey.errors import Absent, InputError
+from covey.install import install_extra
 
 PASSAGES = [
     {"title": "Paris", "text": "Paris is the capital of France, on the river Seine."},
@@ -103,7 +105,7 @@ def test_the_hash_is_of_the_content(corpus: Path) -> None:
 
 def test_the_package_is_named_if_it_is_missing(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "bm25s", None)
-    with pytest.raises(Absent, match=r"pip install 'covey\[search\]'"):
+    with pytest.raises(Absent, match=re.escape(install_extra("search"))):
         resolve_tools(["search"], {"search": {"corpus": str(corpus)}})
 
 

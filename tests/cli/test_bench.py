@@ -23,7 +23,9 @@ def test_as_many_threads_as_asked_for(tiny_model_folder: Path) -> None:
         assert torch.get_num_threads() == threads
 
 
-@pytest.mark.parametrize(("variable", "asked", "expected"), [("1", None, 1), ("3", None, 3), ("3", 2, 2), ("", None, 0)])
+@pytest.mark.parametrize(
+    ("variable", "asked", "expected"), [("1", None, 1), ("3", None, 3), ("3", 2, 2), ("", None, 0)]
+)
 def test_threads_of_a_new_run(monkeypatch: pytest.MonkeyPatch, variable: str, asked: int | None, expected: int) -> None:
     """loop.threads, else OMP_NUM_THREADS, else one per core."""
     monkeypatch.setenv("OMP_NUM_THREADS", variable)

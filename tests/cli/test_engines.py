@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from covey.algorithms import algorithm_schemas
 from covey.cli import checks, doctor
 from covey.cli.main import main
-from covey.cli.prepare import Prepared, algorithm_schemas, prepare
+from covey.cli.prepare import Prepared, prepare
 from covey.config import compose
 from covey.errors import Absent, InputError, RunFailed
+from covey.install import install_extra
 from tests.cli.test_algorithms import REWARDS, SMALL
 from tests.rollout.no_vllm import without_vllm
 
@@ -39,7 +41,7 @@ def test_vllm_that_is_missing_stops_before_the_model_loads(
 ) -> None:
     monkeypatch.setattr("covey.rollout.choose.vllm_version", lambda: None)
     assert main(["train", f"model={tiny_model_folder}", *SMALL, "rollout=vllm"]) != 0
-    assert "pip install 'covey[vllm]'" in capsys.readouterr().err
+    assert install_extra("vllm") in capsys.readouterr().err
     assert not Path("outputs").exists()
     assert main(["train", "--validate-only", f"model={tiny_model_folder}", *SMALL, "rollout=vllm"]) == 0
     assert "not here: rollout=vllm needs vLLM" in capsys.readouterr().out
@@ -175,4 +177,4 @@ def test_the_doctor_says_whether_vllm_is_here(monkeypatch: pytest.MonkeyPatch, v
     monkeypatch.setattr("covey.rollout.choose.vllm_version", lambda: version)
     (found,) = (finding for finding in doctor.examine() if finding.what == "vllm")
     assert found.mark == mark and (version or "no") in found.detail
-    assert found.fix.startswith("pip install") == (mark == "--")
+    assert (" -m pip install " in found.fix) == (mark == "--")

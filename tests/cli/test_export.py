@@ -74,17 +74,52 @@ def test_another_precision(tmp_path: Path, tiny_model_folder: Path) -> None:
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_an_adapter_is_merged_or_stays_one(tmp_path: Path, tiny_model_folder: Path) -> None:
+def test_an_adapter_is_merged_unless_it_is_asked_for(
+    tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An ordinary model folder, which transformers loads without peft; or the adapter alone."""
     model = adapted(tiny_model_folder)
     expected = logits_of(model)
     assert not torch.allclose(expected, logits_of(loaded(tiny_model_folder)), atol=0.1)
-    run = run_with(tmp_path, model)
-    assert main(["export", str(run), str(tmp_path / "merged"), "--merge-lora"]) == 0
-    assert not list((tmp_path / "merged").glob("adapter*"))
-    torch.testing.assert_close(logits_of(loaded(tmp_path / "merged")), expected, atol=1e-3, rtol=1e-4)
-    assert main(["export", str(run), str(tmp_path / "adapter")]) == 0
-    again = peft.PeftModel.from_pretrained(loaded(tiny_model_folder), tmp_path / "adapter").eval()
+    run, merged, adapter = run_with(tmp_path, model), tmp_path / "merged", tmp_path / "adapter"
+    assert main(["export", str(run), str(merged)]) == 0
+    told = capsys.readouterr().out
+    assert not list(merged.glob("adapter*"))
+    torch.testing.assert_close(logits_of(loaded(merged)), expected, atol=1e-3, rtol=1e-4)
+    count = sum(weight.numel() for weight in load_file(merged / "model.safetensors").values())
+    assert f"{merged}\n  a whole model: the adapter is merged into {tiny_model_folder}" in told
+    assert f"{count:,} weights in float32" in told
+    assert main(["export", str(run), str(adapter), "--adapter"]) == 0
+    again = peft.PeftModel.from_pretrained(loaded(tiny_model_folder), adapter).eval()
     torch.testing.assert_close(logits_of(again), expected, atol=1e-5, rtol=1e-5)
+    whole = load_file(adapter / "adapter_model.safetensors")
+    told = capsys.readouterr().out
+    assert f"{adapter}\n  an adapter for {tiny_model_folder}, which programs load beside it" in told
+    assert f"{sum(weight.numel() for weight in whole.values()):,} weights in float32" in told
+    assert main(["export", str(run), str(tmp_path / "half"), "--adapter", "--dtype", "bfloat16"]) == 0
+    half = load_file(tmp_path / "half/adapter_model.safetensors")
+    assert all(torch.equal(half[name], weight.bfloat16()) for name, weight in whole.items())
+
+
+def test_an_adapter_without_its_model_can_only_stay_one(
+    tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(tiny_model_folder, tmp_path / "base")
+    run = run_with(tmp_path, adapted(tmp_path / "base"))
+    shutil.rmtree(tmp_path / "base")
+    assert main(["export", str(run), str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert str(tmp_path / "base") in error and "--adapter writes the adapter alone" in error
+    assert not (tmp_path / "out").exists()
+    assert main(["export", str(run), str(tmp_path / "out"), "--adapter"]) == 0
+
+
+def test_a_whole_model_is_described(
+    tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(tiny_model_folder), str(tmp_path / "out")]) == 0
+    count = sum(weight.numel() for weight in load_file(tmp_path / "out/model.safetensors").values())
+    assert f"out\n  a whole model, {count:,} weights in float32" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -95,8 +130,8 @@ def test_an_adapter_is_merged_or_stays_one(tmp_path: Path, tiny_model_folder: Pa
         (["empty", "out"], "config.json is missing"),
         (["MODEL", "full"], "full is there already"),
         (["MODEL", "out", "--dtype", "int4"], "--dtype must be one of float32, bfloat16, float16"),
-        (["MODEL", "out", "--merge-lora"], "no adapter to merge"),
-        (["MODEL", "out", "--merge"], "did you mean   --merge-lora?"),
+        (["MODEL", "out", "--adapter"], "has no adapter"),
+        (["MODEL", "out", "--adaptor"], "did you mean   --adapter?"),
         (["begun", "out"], "has no checkpoint yet"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 from covey.cli.launch import read_options, submit, train_one
 from covey.cli.main import main
 from covey.errors import InputError
+from covey.install import install_extra
 
 SMALL = [
     *("data=sort", "algorithm=grpo", "data.train_size=4", "data.val_size=1", "data.train_batch_size=2"),
@@ -43,7 +44,7 @@ def test_without_the_package_the_fix_is_told(
     monkeypatch.chdir(tmp_path)
     words = ["--multirun", "--launcher", "submitit", f"model={tiny_model_folder}", *SMALL]
     assert main(["train", *words]) == 2
-    assert "pip install 'covey[slurm]'" in capsys.readouterr().err
+    assert install_extra("slurm") in capsys.readouterr().err
 
 
 def test_a_job_that_is_queued_again_goes_on_in_its_folder(tmp_path: Path, tiny_model_folder: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from covey.cli.main import main
+from covey.install import install_extra
 from covey.telemetry.figures import by_the_machine
 
 SMALL = [
@@ -184,7 +185,7 @@ MISTAKES = {
     "top_p of two": (["rollout.top_p=2"], "top_p must be a number above 0 and at most 1, got 2.0"),
     "negative frequency": (["loop.save_every=-2"], "must be a whole number from 0"),
     "nothing to train on": (["data.val_files=rows.jsonl"], "nothing to train on"),
-    "a logger that is not installed": (["logging.to=[wandb]"], "pip install 'covey[wandb]'"),
+    "a logger that is not installed": (["logging.to=[wandb]"], install_extra("wandb")),
     "device": (["model.device=cuda"], "sees no GPU"),
 }
 

@@ -176,7 +176,7 @@ def test_a_broken_adapter(damage: str, adapter: Path, capsys: pytest.CaptureFixt
     injure, said = ADAPTERS[damage]
     injure(adapter)
     refused(["train", "model=adapter", "algorithm=rloo", *TASKS], said, capsys)
-    refused(["export", "adapter", "out", "--merge-lora"], said, capsys)
+    refused(["export", "adapter", "out"], said, capsys)
 
 
 def test_a_whole_adapter_is_taken(adapter: Path) -> None:

@@ -184,7 +184,7 @@ def test_settings_that_were_hidden_are_asked_for_again(
     ran: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (settings,) = ran[0].glob("two/*/*/config.yaml")
-    from covey.cli.prepare import algorithm_schemas
+    from covey.algorithms import algorithm_schemas
 
     monkeypatch.chdir(ran[0])
     with pytest.raises(InputError, match=r"reward\.options\.\w+\.\w+: a secret, which is not kept"):

@@ -17,7 +17,7 @@ from covey.rollout.policy import EpisodePolicy
 from covey.rollout.rendering import Renderer
 from covey.types import Completion, Episode, Sampling, StopReason
 
-WHY = "the gateway's packages are not here: pip install 'covey[serve]' openai httpx"
+WHY = "the gateway's packages are not here: pip install -e '.[serve]' openai httpx"
 for package in ("fastapi", "uvicorn", "httpx", "openai"):
     pytest.importorskip(package, reason=WHY)
 

@@ -17,6 +17,7 @@ import pytest
 
 from covey.cli.main import main
 from covey.gateway import GatewayAgent
+from covey.install import install_extra
 from covey.telemetry.episodes import read_episodes
 from tests.gateway.house import USER
 
@@ -134,11 +135,12 @@ def test_what_is_missing_is_told_before_the_model_loads(
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == "uvicorn" else find(name, *a))
     for words in (["train", f"model={tiny_model_folder}", "agent=gateway"], ["serve", str(tiny_model_folder)]):
         assert main(words) == 2
-        assert "pip install 'covey[serve]'" in capsys.readouterr().err
+        assert install_extra("serve") in capsys.readouterr().err
 
 
 def test_a_run_hides_what_its_rewards_ask_for(tiny_model_folder: Path) -> None:
-    from covey.cli.prepare import algorithm_schemas, prepare
+    from covey.algorithms import algorithm_schemas
+    from covey.cli.prepare import prepare
     from covey.config import compose
 
     def close(final_answer: str, expected: str = "") -> float:

@@ -177,8 +177,9 @@ def published(ranks: Ranks, case: Case) -> dict[str, torch.Tensor]:
 
 def from_settings(ranks: Ranks, settings: list[str], folder: Path | None) -> dict[str, Any]:
     """The learner that a command line describes, after an update; saved in `folder`."""
+    from covey.algorithms import algorithm_schemas
     from covey.cli.learner import make_learner
-    from covey.cli.prepare import algorithm_schemas, prepare
+    from covey.cli.prepare import prepare
     from covey.config import compose
     from covey.loop.samples import minibatches
 

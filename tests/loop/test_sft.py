@@ -282,6 +282,29 @@ def test_validate_only_starts_nothing(
     assert "<|im_start|>assistant\n«it is 0<|im_end|>»\n<|im_start|>user\nagain" in capsys.readouterr().out
 
 
+def test_validate_only_says_what_a_run_would_lack(
+    folder: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it at once, and `valid` only of a command that would start here."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    words = ["sft", "model=here/nothing", "data.train_files=a.jsonl", "data.val_files=b.jsonl", "loop.total_epochs=2"]
+    assert main([*words, "--validate-only"]) == 0
+    out = capsys.readouterr().out
+    assert "training   2 epochs (an unknown number of steps: the demonstrations are not here) of 8 demonst" in out
+    verdict = "the settings are valid, but 2 things are not on this machine, see above; nothing was started\n"
+    assert out.endswith(verdict)
+    for command in (words, [*words, "--validate-only", "--strict"]):
+        assert main(command) == 2
+        told = capsys.readouterr().err
+        for text in ("data.train_files: no such file a.jsonl", "data.val_files: no such file b.jsonl", "here/nothing"):
+            assert text in out and text in told
+    assert main(["sft", "model=here/nothing", *SETTINGS, "--validate-only"]) == 0  # the steps are known without a model
+    out = capsys.readouterr().out
+    assert "6 steps of 3 demonstrations" in out and "but 1 thing is not on this machine" in out
+    assert main(["sft", f"model={tiny_model_folder}", *SETTINGS, "rollout=sglang", "--validate-only"]) == 2
+    assert capsys.readouterr().out.endswith("not valid: a run would be refused, see above; nothing was started\n")
+
+
 def test_what_is_too_long_is_left_out_and_counted(
     folder: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 import random
+import re
 import signal
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from covey.errors import Absent, InputError
+from covey.install import install_extra
 from covey.rewards import math_process
 from covey.rewards.answers import boxed, labelled, stated, tagged
 from covey.rewards.math_process import MathProcess, ProcessError
@@ -388,7 +390,7 @@ def test_the_package_is_asked_only_about_what_is_open(monkeypatch: pytest.Monkey
 
 def test_a_missing_package_is_told_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(Absent, match=r"pip install 'covey\[math\]'"):
+    with pytest.raises(Absent, match=re.escape(install_extra("math"))):
         score("math_verify", "5", "5")
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from covey.errors import Absent
+from covey.install import install_extra
 from covey.rollout import choose as module
 from covey.rollout.choose import choose, require_vllm
 
@@ -33,7 +35,7 @@ def test_the_choice_and_its_reason(changes: dict[str, Any], engine: str, because
 @pytest.mark.parametrize(
     ("version", "told"),
     [
-        (None, r"pip install 'covey\[vllm\]'"),
+        (None, re.escape(install_extra("vllm"))),
         ("0.9.2", r"0\.24 or newer, here is 0\.9\.2"),
         ("0.23.9", "0.24 or newer"),
     ],

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import pickle
+import re
 from typing import Any
 
 import pytest
 
 from covey.config.schema import DataConfig
 from covey.errors import Absent, InputError
+from covey.install import install_extra
 from covey.rewards.reasoning_gym import reasoning_gym
 from covey.tasks import TaskSet, default_reward, load_tasks
 from covey.types import Task
@@ -33,7 +35,7 @@ def test_it_names_its_reward() -> None:
 
 @pytest.mark.skipif(INSTALLED, reason="reasoning-gym is installed")
 def test_without_the_package() -> None:
-    with pytest.raises(Absent, match=r"pip install 'covey\[reasoning-gym\]'"):
+    with pytest.raises(Absent, match=re.escape(install_extra("reasoning-gym"))):
         load(dataset="leg_counting")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 
 from covey.config.schema import LoggingConfig
 from covey.errors import InputError
+from covey.install import install_extra
 from covey.telemetry import EpisodeView, RunInfo, Telemetry, check_logging, read_history
 from covey.telemetry.base import Sink
 from covey.telemetry.console import WarningsOnly
@@ -174,7 +176,7 @@ def test_a_missing_extra_is_named_before_anything_is_touched(
         lambda: check_logging(logging),
         lambda: Telemetry.open(info, logging, metrics_offset=None, episodes_offset=None),
     ):
-        with pytest.raises(InputError, match=rf"pip install 'covey\[{extra}\]'"):
+        with pytest.raises(InputError, match=re.escape(install_extra(extra))):
             attempt()
     assert not info.folder.exists()
 

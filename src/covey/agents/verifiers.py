@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from covey.agents.environment import EnvironmentFailed, beyond
 from covey.config.schema import AgentConfig
 from covey.errors import InputError
+from covey.install import install_extra
 from covey.plugins import load_function, no_exit
 from covey.protocols import Policy
 from covey.types import Episode, Messages, RewardTable, StopReason, Task
@@ -41,7 +42,7 @@ def require_verifiers() -> Any:
     try:
         from verifiers import v1
     except ImportError as error:
-        raise InputError(f"agent=verifiers needs the package ({error})\n  pip install 'covey[verifiers]'") from error
+        raise InputError(f"agent=verifiers needs the package ({error})\n  {install_extra('verifiers')}") from error
     from covey.agents import verifiers_bridge, verifiers_runtime
 
     sys.modules.setdefault(HARNESS, verifiers_bridge)  # harnesses are found by the name of a module

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from covey.lazy import torch
 from covey.protocols import LossTerm
 from covey.ranges import Tokens, check_ranges
 from covey.types import Batch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from covey.algorithms.correction import Correction
 from covey.algorithms.kl import Kl
 from covey.algorithms.shaping import GroupFilter, Shaping
+from covey.lazy import torch
 from covey.protocols import Advantages, Couples, Estimator, LossTerm, Metrics, Needs, TokenLoss, TokenOutputs
 from covey.types import Batch, Samples
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,9 @@ class Algorithm:
         return terms if self.kl is None else terms | self.kl.loss(out, batch, self.aggregation)
 
     def metrics(self, out: TokenOutputs, batch: Batch) -> Metrics:
-        found = self.objective.metrics(out, batch)
-        return found if self.kl is None else found | self.kl.metrics(out, batch)
+        with torch.no_grad():
+            found = self.objective.metrics(out, batch)
+            return found if self.kl is None else found | self.kl.metrics(out, batch)
 
     def remarks(self) -> list[str]:
         """Settings that work, but not as one might think."""

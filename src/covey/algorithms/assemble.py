@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -120,16 +120,40 @@ def schema(name: str, loss: str | None = None) -> type:
     fields += [(key, kind, dataclasses.field(default=default)) for key, (kind, default) in known.items()]
     by_loss = {f.name for f in _fields(LOSSES[loss or entry.loss].objective)}
     by_loss |= {key for other in LOSSES.values() for key in other.defaults}
-    others = {} if loss else {other: schema(name, other) for other in LOSSES if _goes_with(name, other)}
     told = {
         "parts": (Choice, *parts(name, loss)),
-        "losses": others,
+        "losses": {} if loss else LossSchemas(name),
         "of_loss": frozenset(by_loss & known.keys()),
         "also": entry.also,
         "reasons": GVPO_REASONS if name == "gvpo" else {"loss": GVPO_REASONS["loss"]},
         "__doc__": entry.summary,
     }
     return dataclasses.make_dataclass(f"{name.title()}Settings", fields, frozen=True, namespace=told)
+
+
+class LossSchemas(Mapping[str, type]):
+    """The schema of an algorithm with each loss that goes with it, made when it is asked for: there are over a hundred
+    of them, and most commands need one."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.losses = tuple(loss for loss in LOSSES if _goes_with(name, loss))
+
+    def __getitem__(self, loss: str) -> type:
+        if loss not in self.losses:
+            raise KeyError(loss)
+        return schema(self.name, loss)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.losses)
+
+    def __len__(self) -> int:
+        return len(self.losses)
+
+
+def algorithm_schemas() -> dict[str, type]:
+    """The settings of every algorithm, by its name: what the configuration is composed with."""
+    return {name: schema(name) for name in ALGORITHMS}
 
 
 def _goes_with(name: str, loss: str) -> bool:

@@ -14,15 +14,15 @@ to ±20. Shapes: R rows, T tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from covey.algorithms.ops import masked_mean, probability_ratio
 from covey.protocols import Couples, Metrics, TokenOutputs
 from covey.ranges import Cap, check_ranges
 from covey.types import Batch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,6 @@ class Cispo:
         ratio = probability_ratio(out.logprobs.detach(), batch.old_logprobs_RT)
         return -ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * batch.advantages_RT * out.logprobs
 
-    @torch.no_grad()
     def metrics(self, out: TokenOutputs, batch: Batch) -> Metrics:
         ratio = probability_ratio(out.logprobs, batch.old_logprobs_RT)
         return {

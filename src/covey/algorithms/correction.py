@@ -19,13 +19,15 @@ the others. Log-ratios are held to ±20. Shapes: N episodes, R rows, T tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from covey.algorithms.ops import effective_sample_size, episode_sum, masked_mean
+from covey.lazy import torch
 from covey.protocols import Metrics, Needs
 from covey.ranges import Cap, PositiveCap, check_ranges
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)

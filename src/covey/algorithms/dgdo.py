@@ -21,16 +21,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from covey.algorithms.gdpo import combined, reward_metrics, trained
 from covey.algorithms.ops import mean_and_variance, simplex_with_floor
+from covey.lazy import torch
 from covey.protocols import Advantages, Metrics, Needs
 from covey.ranges import Cap, Coefficient, Epsilon, Share, Steps, check_ranges
 from covey.types import Samples
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SMALLEST = 1e-12  # mean that a spread is divided by, also with epsilon=0
 

@@ -17,15 +17,16 @@ Deviations: none. Shapes: N episodes, L tokens of the longest, R rows, T tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from covey.algorithms.ops import along, back, backward_sum, masked_mean, timeline, token_rewards, whiten
+from covey.lazy import torch
 from covey.protocols import Advantages, Needs
 from covey.ranges import Share, check_ranges
 from covey.types import Samples
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,15 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from covey.algorithms.ops import group_std, normalised
+from covey.lazy import torch
 from covey.protocols import Advantages, Metrics, Needs
 from covey.ranges import Epsilon, check_ranges
 from covey.types import Samples
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from covey.algorithms.ops import centred, group_std, normalised
+from covey.lazy import torch
 from covey.protocols import Advantages, Needs
 from covey.ranges import Epsilon, check_ranges
 from covey.types import Samples

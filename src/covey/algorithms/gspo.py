@@ -17,16 +17,17 @@ Deviations: log s is held to ±20; an answer beyond has no gradient. Shapes: N e
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from covey.algorithms.ops import policy_sum
 from covey.algorithms.ppo_clip import clip_fractions
+from covey.lazy import torch
 from covey.protocols import Couples, Metrics, Needs, TokenOutputs
 from covey.ranges import Cap, check_ranges
 from covey.types import Batch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,5 @@ class Gspo:
         own_gradient = out.logprobs - out.logprobs.detach()  # 0, with the gradient of log π
         return torch.exp((log_ratio_N[batch.episode_R][:, None] + own_gradient).clamp(-20, 20))
 
-    @torch.no_grad()
     def metrics(self, out: TokenOutputs, batch: Batch) -> Metrics:
         return clip_fractions(self.ratio(out, batch), batch, self.clip_low, self.clip_high)

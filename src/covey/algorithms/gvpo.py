@@ -23,15 +23,16 @@ Shapes: N episodes, R rows, T tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from covey.algorithms.ops import centred, group_mean, group_size, policy_sum
+from covey.lazy import torch
 from covey.protocols import Advantages, Couples, Metrics, Needs, TokenOutputs
 from covey.ranges import Positive, PositiveCap, check_ranges
 from covey.types import Batch, Samples
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,6 @@ class Gvpo:
     def _batch_weights(self, out: TokenOutputs, batch: Batch) -> Tensor:
         return self.weights(self.log_ratio(out, batch), batch.rewards_N, batch.group_N, batch.length_N > 0)
 
-    @torch.no_grad()
     def metrics(self, out: TokenOutputs, batch: Batch) -> Metrics:
         """Over the episodes of this micro-batch."""
         here = batch.episode_R.unique()

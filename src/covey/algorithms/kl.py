@@ -22,18 +22,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from covey.algorithms.ops import episode_sum, masked_mean, probability_ratio
+from covey.lazy import torch
 from covey.protocols import LossTerm, Metrics, Needs, TokenOutputs
 from covey.ranges import Coefficient, Positive, PositiveCap, check_ranges
 from covey.types import Batch, Samples
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 KL_NAMES = {"k1": "k1", "kl": "k1", "abs": "abs", "k2": "k2", "mse": "k2", "k3": "k3", "low_var_kl": "k3"}
-Aggregate = Callable[[Tensor, Batch], LossTerm]
+Aggregate = Callable[["Tensor", Batch], LossTerm]
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, name: str) -> Tensor:
@@ -134,7 +135,6 @@ class Kl:
         assert batch.ref_logprobs_RT is not None, "a KL needs reference log-probs"
         return kl_penalty(out.logprobs, batch.ref_logprobs_RT, KL_NAMES.get(self.kl_estimator, "k3"))
 
-    @torch.no_grad()
     def metrics(self, out: TokenOutputs, batch: Batch) -> Metrics:
         if batch.ref_logprobs_RT is None:
             return {}

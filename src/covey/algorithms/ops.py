@@ -5,13 +5,14 @@ Shapes: N episodes, G groups, R rows, T response tokens. `group` holds 0..G-1.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from covey.lazy import torch
 from covey.protocols import TokenOutputs
 from covey.types import Batch, Sample, Samples
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def group_sum(x_N: Tensor, group_N: Tensor) -> Tensor:
@@ -19,8 +20,9 @@ def group_sum(x_N: Tensor, group_N: Tensor) -> Tensor:
     return x_N.new_zeros(_groups(group_N)).index_add(0, group_N, x_N)[group_N]
 
 
-def group_size(group_N: Tensor, dtype: torch.dtype = torch.float64, valid_N: Tensor | None = None) -> Tensor:
-    """Members of each episode's group, [N]; with `valid_N`, those that count."""
+def group_size(group_N: Tensor, dtype: torch.dtype | None = None, valid_N: Tensor | None = None) -> Tensor:
+    """Members of each episode's group, [N], float64 unless `dtype` is given; with `valid_N`, those that count."""
+    dtype = dtype or torch.float64
     ones_N = torch.ones_like(group_N, dtype=dtype) if valid_N is None else valid_N.to(dtype)
     return group_sum(ones_N, group_N)
 

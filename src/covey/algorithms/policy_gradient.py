@@ -12,12 +12,13 @@ Deviations: none. Shapes: R rows, T tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from covey.protocols import Couples, Metrics, TokenOutputs
 from covey.types import Batch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)

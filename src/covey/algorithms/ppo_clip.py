@@ -16,15 +16,16 @@ Shapes: R rows, T tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from covey.algorithms.ops import masked_mean, probability_ratio
+from covey.lazy import torch
 from covey.protocols import Couples, Metrics, TokenOutputs
 from covey.ranges import Cap, Range, check_ranges
 from covey.types import Batch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 AboveOne = Annotated[float, Range(1, 1e30, above=True)]
 
@@ -49,7 +50,6 @@ class PpoClip:
             loss = torch.where(advantage < 0, torch.min(loss, -self.dual_clip * advantage), loss)
         return loss
 
-    @torch.no_grad()
     def metrics(self, out: TokenOutputs, batch: Batch) -> Metrics:
         ratio = probability_ratio(out.logprobs, batch.old_logprobs_RT)
         return clip_fractions(ratio, batch, self.clip_low, self.clip_high)

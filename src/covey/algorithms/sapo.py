@@ -14,15 +14,16 @@ Deviations: log-ratios are held to ±20. Shapes: R rows, T tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from covey.algorithms.ops import masked_mean, probability_ratio
+from covey.lazy import torch
 from covey.protocols import Couples, Metrics, TokenOutputs
 from covey.ranges import Positive, check_ranges
 from covey.types import Batch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,6 @@ class Sapo:
         ratio = probability_ratio(out.logprobs, batch.old_logprobs_RT)
         return torch.sigmoid(self._tau(batch) * (ratio - 1))
 
-    @torch.no_grad()
     def metrics(self, out: TokenOutputs, batch: Batch) -> Metrics:
         """How far the gate is open: 1 on-policy, 0 where a token has no gradient left."""
         gate = self._sigmoid(out, batch)

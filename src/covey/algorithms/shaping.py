@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Annotated
 
 from covey.ranges import Coefficient, Range, check_ranges
 from covey.types import Samples
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Buffer = Annotated[float, Range(0, 10_000_000)]  # tokens, or a share
 Refills = Annotated[int, Range(0, 1_000_000)]

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from covey.rollout.collector import Collector
 
 
+NAMES_TASKS = ("data=", "data.name=", "data.train_files=", "data.val_files=")
+
+
 @dataclass(frozen=True)
 class Bench:
     """A model and what to ask it."""
@@ -55,17 +58,26 @@ async def sampling(bench: Bench) -> AsyncIterator[None]:
 
 def open_bench(words: Words, usage: str, *, asks_tasks: bool = True) -> Bench:
     """Load the model, and its tasks if they are asked."""
+    return load_bench(prepare_bench(words, usage, asks_tasks=asks_tasks))
+
+
+def prepare_bench(words: Words, usage: str, *, asks_tasks: bool) -> Prepared:
+    """Everything but the weights, checked."""
     if len(words.places) != 1:
         raise InputError(f"name one model or run\n\n{usage.rstrip()}")
+    composed = compose_for(words.places[0], words)
+    tasks = None if asks_tasks else TaskSet(train=(), validation=(), reward=None, description="a question")
+    prepared = prepare(composed, tasks=tasks, training=False)
+    if asks_tasks and not (prepared.tasks.validation or prepared.tasks.train):
+        raise InputError("there is nothing to ask: give data=NAME or data.train_files=FILE")
+    return prepared
+
+
+def load_bench(prepared: Prepared) -> Bench:
     import torch
 
     from covey.learner.models import load_policy
 
-    composed = compose_for(words.places[0], words)
-    tasks = None if asks_tasks else TaskSet(train=(), validation=(), reward=None, description="a question")
-    prepared = prepare(composed, tasks=tasks, training=False)
-    if asks_tasks and not prepared.tasks.validation:
-        raise InputError("there is nothing to ask: give data=NAME or data.val_files=FILE")
     source = prepared.model
     assert source is not None
     if prepared.config.loop.threads is not None:
@@ -88,6 +100,15 @@ def compose_for(name: str, words: Words) -> Composed:
     return compose_words(words, settings=settings, config_path=run / "config.yaml")
 
 
+def has_tasks(words: Words) -> bool:
+    """Whether the run or the command line says which tasks there are. A model alone has none: those of the default
+    settings were not meant."""
+    if words.text("--config") or words.text("--config-name") or any(w.startswith(NAMES_TASKS) for w in words.settings):
+        return True
+    (name,) = words.places
+    return is_run(name) and not _tasks_of(run_of(Path(name).expanduser()), words)
+
+
 def _tasks_of(run: Path, words: Words) -> list[str]:
     """A run of covey sft knows demonstrations: from files they are no tasks, and others must be named."""
     config = run / "config.yaml"
@@ -98,7 +119,7 @@ def _tasks_of(run: Path, words: Words) -> list[str]:
         raise InputError(f"{config} is damaged or missing: {' '.join(str(error).split())}") from error
     if read_run(run).get("kind") != "sft" or files is None:
         return []
-    named = [word for word in words.settings if word.startswith(("data=", "data.name=", "data.val_files="))]
+    named = [word for word in words.settings if word.startswith(NAMES_TASKS)]
     if not named and words.text("--question") is None:
         raise InputError(
             f"{run} was trained on demonstrations: name the tasks to ask\n"

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from covey.cli.build import Note, open_telemetry
 from covey.cli.folder import as_it_began, store, threads_for, write_run_files
 from covey.cli.learner import make_learner
-from covey.cli.prepare import open_model, total_steps
+from covey.cli.prepare import Missing, open_model, total_steps
 from covey.cli.resume import open_run
 from covey.cli.runs import with_model_folder
 from covey.config import Composed, fingerprint
 from covey.config.changes import UNUSED_BY_SFT, within
 from covey.config.schema import Config
-from covey.errors import Absent, InputError, unknown
+from covey.errors import InputError, unknown
 from covey.redact import hide_settings
 from covey.rollout.templates import use_template
 from covey.tasks import DemonstrationSet, load_demonstrations
@@ -55,6 +55,9 @@ class PreparedSft:
     folder: Path | None = None
     engine_reason: str = ""
     command: str = "sft"
+    absent: tuple[str, ...] = ()  # what is not on this machine, where a check goes on without it
+    refused: int = 0  # of the warnings, those for which a run would be refused
+    steps_known: bool = True  # without the demonstrations, epochs are an unknown number of steps
 
     def info(self, path: Path, first_step: int) -> RunInfo:
         logging = self.config.logging
@@ -78,20 +81,15 @@ def prepare_sft(composed: Composed, *, folder: Path | None = None, tolerate_abse
 
     composed = with_model_folder(composed)
     config, warnings = composed.config, [*composed.warnings, *_unused(composed)]
-    check_logging(config.logging)
+    missing = Missing()
+    missing.unless_absent(lambda: check_logging(config.logging))
     if config.cluster.name != "local":
         raise InputError(f"covey sft runs in one process: cluster={config.cluster.name} has no place\n  leave it out")
     if config.learner.tensor_parallel > 1:
         raise InputError("covey sft runs in one process: learner.tensor_parallel has no place\n  leave it out")
-    found = DemonstrationSet((), (), "(files not here)")
-    source: ModelSource | None = None
-    try:
-        found = load_demonstrations(config.data, config.seed)
-        source = open_model(config)
-    except Absent as error:
-        if not tolerate_absent:
-            raise
-        warnings.append(f"not here: {error}")
+    loaded = missing.unless_absent(lambda: load_demonstrations(config.data, config.seed))
+    found = loaded or DemonstrationSet((), (), "(files not here)")
+    source = missing.unless_absent(lambda: open_model(config))
     warnings += [*found.warnings, *_check_sizes(config, found)]
     train: tuple[Episode, ...] = ()
     validation: tuple[Episode, ...] = ()
@@ -101,6 +99,7 @@ def prepare_sft(composed: Composed, *, folder: Path | None = None, tolerate_abse
         train, validation = show.all("training", found.train), show.all("validation", found.validation)
         warnings += show.warnings
     contents = {"training tasks": _digest(train), "validation tasks": _digest(validation)}
+    warnings += missing.warnings(tolerate=tolerate_absent)
     return PreparedSft(
         config=config,
         tree=composed.tree,
@@ -112,9 +111,12 @@ def prepare_sft(composed: Composed, *, folder: Path | None = None, tolerate_abse
         validation=validation,
         algorithm=Likelihood(),
         model=source,
-        total_steps=total_steps(config, len(train)),
+        total_steps=total_steps(config, len(train if source is not None else found.train)),
         warnings=tuple(warnings),
         folder=folder,
+        absent=tuple(missing.texts),
+        refused=composed.refused,
+        steps_known=loaded is not None or config.loop.total_steps is not None,
     )
 
 

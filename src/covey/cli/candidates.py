@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.cli.agents import open_workers, with_workers
-from covey.cli.bench import compose_for
+from covey.cli.bench import NAMES_TASKS, compose_for
 from covey.cli.checks import digest_rewards, digest_tasks
 from covey.cli.prepare import Prepared, prepare
 from covey.cli.runs import is_run
@@ -29,7 +29,6 @@ from covey.tasks import TaskSet, load_tasks
 from covey.workers import WorkerPool
 
 FILES = (".json", ".jsonl", ".parquet", ".csv")
-NAMES_TASKS = ("data=", "data.name=", "data.val_files=", "data.train_files=")
 # Of the settings, those that change answers. Where and how fast they are sampled may change from one start to the next.
 ANSWERS_DEPEND_ON: Mapping[str, tuple[str, ...] | None] = {
     "model": ("dtype", "context_length", "lora"),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from covey.errors import Absent
+from covey.install import install, install_extra
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,12 @@ class Finding:
     fix: str = ""
 
 
-OPTIONAL = {
-    "peft": ("LoRA training", "pip install 'covey[lora]'"),
-    "wandb": ("Weights & Biases logging", "pip install 'covey[wandb]'"),
-    "tensorboard": ("TensorBoard logging", "pip install 'covey[tensorboard]'"),
-    "mlflow-skinny": ("MLflow logging", "pip install 'covey[mlflow]'"),
-    "trackio": ("Trackio logging", "pip install 'covey[trackio]'"),
+OPTIONAL = {  # package: what it is for, and the extra that brings it
+    "peft": ("LoRA training", "lora"),
+    "wandb": ("Weights & Biases logging", "wandb"),
+    "tensorboard": ("TensorBoard logging", "tensorboard"),
+    "mlflow-skinny": ("MLflow logging", "mlflow"),
+    "trackio": ("Trackio logging", "trackio"),
 }
 
 
@@ -56,11 +57,12 @@ def examine() -> Iterator[Finding]:
         if version:
             yield Finding("ok", package, version)
         else:
-            yield Finding("!!", package, "not installed", f"pip install {package}")
+            yield Finding("!!", package, "not installed", install(package))
     yield _builtin_model()
-    for package, (what, fix) in OPTIONAL.items():
+    for package, (what, extra) in OPTIONAL.items():
         version = _version(package)
-        yield Finding("ok", package, f"{version}: {what}") if version else Finding("--", package, f"no {what}", fix)
+        missing = Finding("--", package, f"no {what}", install_extra(extra))
+        yield Finding("ok", package, f"{version}: {what}") if version else missing
     yield _vllm()
     yield from _sandbox()
     for name, what in (("HF_TOKEN", "private models of the hub"), ("WANDB_API_KEY", "uploading to W&B")):
@@ -72,7 +74,7 @@ def _torch() -> Iterator[Finding]:
     try:
         import torch
     except ImportError:
-        yield Finding("!!", "torch", "not installed", "pip install torch")
+        yield Finding("!!", "torch", "not installed", install("torch"))
         return
     yield Finding("ok", "torch", torch.__version__)
     cores = os.cpu_count() or 1
@@ -114,11 +116,13 @@ def _builtin_model() -> Finding:
 def _vllm() -> Finding:
     from covey.rollout.choose import require_vllm, vllm_version
 
+    found = vllm_version()
     try:
         require_vllm()
-    except Absent as error:
-        return Finding("--", "vllm", f"{vllm_version() or 'no'}: sampling with rollout=vllm", _fix(error))
-    return Finding("ok", "vllm", f"{vllm_version()}: sampling with rollout=vllm")
+    except Absent:
+        fix = install_extra("vllm", upgrade=found is not None)
+        return Finding("--", "vllm", f"{found or 'no'}: sampling with rollout=vllm", fix)
+    return Finding("ok", "vllm", f"{found}: sampling with rollout=vllm")
 
 
 def _sandbox() -> Iterator[Finding]:
@@ -128,10 +132,6 @@ def _sandbox() -> Iterator[Finding]:
         good = found.works and not found.tier.weak
         weak = "; needs sandbox.allow_weak=true" if found.works and found.tier.weak else ""
         yield Finding("ok" if good else "--", f"sandbox: {found.tier.name}", found.detail + weak, found.fix)
-
-
-def _fix(error: Absent) -> str:
-    return "pip install" + str(error).split("pip install", 1)[1].splitlines()[0]
 
 
 def _version(package: str) -> str | None:

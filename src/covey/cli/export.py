@@ -9,19 +9,20 @@ from covey.cli.words import parse
 from covey.errors import InputError
 
 USAGE = """\
-covey export CHECKPOINT_OR_RUN OUT [--dtype bfloat16] [--merge-lora]
+covey export CHECKPOINT_OR_RUN OUT [--dtype bfloat16] [--adapter]
 
   Writes a model folder that other programs load: safetensors (in several files where they are large), configuration,
-  tokenizer. Of a run, the checkpoint with the best evaluation, or else the last.
+  tokenizer. Of a run, the checkpoint with the best evaluation, or else the last. An adapter (model.lora) is merged into
+  the weights that it was trained on.
   --dtype NAME    float32, bfloat16 or float16; without it, as they were trained
-  --merge-lora    add the adapter to the weights it was trained on; without it, an adapter stays one
+  --adapter       write the adapter alone, for programs that load it beside its base model
 
   covey export outputs/2026-01-31/14-05-09 my-model --dtype bfloat16
 """
 
 
 def main(argv: list[str]) -> int:
-    words = parse(argv, switches=("--merge-lora",), values=("--dtype",))
+    words = parse(argv, switches=("--adapter",), values=("--dtype",))
     if words.help:
         print(USAGE)
         return 0
@@ -31,10 +32,10 @@ def main(argv: list[str]) -> int:
     folder = find_model(words.places[0])
     from covey.learner.export import check_export, export
 
-    options = {"dtype": words.text("--dtype"), "merge": words.on("--merge-lora")}
+    options = {"dtype": words.text("--dtype"), "adapter": words.on("--adapter")}
     check_export(folder, out, **options)  # type: ignore[arg-type]
-    export(folder, out, **options)  # type: ignore[arg-type]
-    print(f"{folder} → {out}")
+    written = export(folder, out, **options)  # type: ignore[arg-type]
+    print(f"{folder} → {out}\n  {written}")
     return 0
 
 

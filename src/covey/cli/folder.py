@@ -89,8 +89,8 @@ def as_it_began(model: ModelSource | None, config: Config, folder: RunFolder) ->
 
 
 def threads_for(config: Config, resumed: RunFolder | None) -> int:
-    """loop.threads; else what the run began with, since the last bits of results depend on it; else OMP_NUM_THREADS; else
-    one per core that this process may use."""
+    """loop.threads; else what the run began with, since the last bits of results depend on it; else OMP_NUM_THREADS;
+    else one per core that this process may use."""
     if config.loop.threads is not None:
         return config.loop.threads
     if resumed is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import Absent, InputError, RunFailed, unknown
+from covey.install import install_extra
 from covey.redact import hide_words
 
 LAUNCHERS = ("submitit",)
@@ -16,7 +17,7 @@ def require_submitit() -> Any:
     try:
         import submitit
     except ImportError as error:
-        raise Absent("--launcher submitit needs the package submitit\n  fix: pip install 'covey[slurm]'") from error
+        raise Absent(f"--launcher submitit needs the package submitit\n  fix: {install_extra('slurm')}") from error
     return submitit
 
 

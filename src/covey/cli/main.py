@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from covey.errors import InputError, RunFailed, said
+from covey.errors import InputError, RunFailed, said, unknown
 from covey.redact import Screen, hide
 
 USAGE = """\
@@ -20,7 +21,7 @@ covey — reinforcement learning of language models on groups of sampled answers
   covey eval    MODEL_OR_RUN... [--tasks A,B] [--n 16] [key=value ...]     score models on held-out tasks, compare
   covey sample  MODEL_OR_RUN [--question TEXT] [-n 4] [key=value ...]     read what a model answers
   covey serve   MODEL_OR_RUN [key=value ...]                              an OpenAI-compatible endpoint that records
-  covey export  CHECKPOINT_OR_RUN OUT [--dtype bfloat16] [--merge-lora]   an ordinary model folder for other programs
+  covey export  CHECKPOINT_OR_RUN OUT [--dtype bfloat16] [--adapter]      an ordinary model folder for other programs
   covey data    prepare NAME | show NAME_OR_FILE | check FILE             public data sets, and files of your own
   covey config  [explain KEY] [key=value ...]                             resolved settings; what a setting means
   covey simulate RECIPE_OR_RUN --gpus 512 [--gpu h200] [key=value ...]    step time and memory, before renting
@@ -122,45 +123,33 @@ def _read_env_file() -> None:
     export(read_env_file(Path(".env")))
 
 
-def _command(name: str) -> Callable[[list[str]], int]:
-    from covey.cli import (
-        dash,
-        data,
-        doctor,
-        evaluate,
-        export,
-        sample,
-        serve,
-        settings,
-        sft,
-        simulate,
-        slurm,
-        train,
-        watch,
-    )
-    from covey.errors import unknown
+# Each command's function, imported when the command is run: together they import all of Covey.
+COMMANDS = {
+    "train": "covey.cli.train:main",
+    "sft": "covey.cli.sft:main",
+    "eval": "covey.cli.evaluate:main",
+    "sample": "covey.cli.sample:main",
+    "serve": "covey.cli.serve:main",
+    "export": "covey.cli.export:main",
+    "data": "covey.cli.data:main",
+    "config": "covey.cli.settings:main_config",
+    "simulate": "covey.cli.simulate:main",
+    "slurm": "covey.cli.slurm:main",
+    "algorithms": "covey.cli.settings:main_algorithms",
+    "dash": "covey.cli.dash:main_dash",
+    "report": "covey.cli.dash:main_report",
+    "runs": "covey.cli.watch:main_runs",
+    "watch": "covey.cli.watch:main_watch",
+    "doctor": "covey.cli.doctor:main",
+}
 
-    commands: dict[str, Callable[[list[str]], int]] = {
-        "train": train.main,
-        "sft": sft.main,
-        "eval": evaluate.main,
-        "sample": sample.main,
-        "serve": serve.main,
-        "export": export.main,
-        "data": data.main,
-        "config": settings.main_config,
-        "simulate": simulate.main,
-        "slurm": slurm.main,
-        "algorithms": settings.main_algorithms,
-        "dash": dash.main_dash,
-        "report": dash.main_report,
-        "runs": watch.main_runs,
-        "watch": watch.main_watch,
-        "doctor": doctor.main,
-    }
-    if name not in commands:
-        raise unknown("command", name, commands)
-    return commands[name]
+
+def _command(name: str) -> Callable[[list[str]], int]:
+    if name not in COMMANDS:
+        raise unknown("command", name, COMMANDS)
+    module, _, function = COMMANDS[name].partition(":")
+    found: Callable[[list[str]], int] = getattr(importlib.import_module(module), function)
+    return found
 
 
 if __name__ == "__main__":

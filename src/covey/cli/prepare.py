@@ -54,12 +54,6 @@ if TYPE_CHECKING:  # torch and transformers take seconds to import: only where a
 Found = TypeVar("Found")
 
 
-def algorithm_schemas() -> dict[str, type]:
-    from covey.algorithms import ALGORITHMS, schema
-
-    return {name: schema(name) for name in ALGORITHMS}
-
-
 @dataclass(frozen=True)
 class Prepared:
     """A run that could start: checked, nothing loaded. In `config`, rollout.name is the engine that was chosen."""
@@ -109,6 +103,26 @@ class Prepared:
         )
 
 
+class Missing:
+    """What is not on this machine (files, a GPU, a model of the hub), collected so that it is reported together."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, None] = {}  # in order, each once
+
+    def unless_absent(self, step: Callable[[], Found]) -> Found | None:
+        try:
+            return step()
+        except Absent as error:
+            self.texts[str(error)] = None
+            return None
+
+    def warnings(self, *, tolerate: bool) -> list[str]:
+        """A run cannot start without it; a check goes on, as another machine may have it."""
+        if self.texts and not tolerate:
+            raise Absent("\n".join(self.texts))
+        return [f"not here: {text}" for text in self.texts]
+
+
 def prepare(
     composed: Composed,
     *,
@@ -122,15 +136,8 @@ def prepare(
     is reported together at the end; with `tolerate_absent`, as warnings: another machine may have it."""
     composed = with_model_folder(composed)
     config, warnings = composed.config, list(composed.warnings)
-    absent: dict[str, None] = {}  # in order, each once
-
-    def unless_absent(step: Callable[[], Found]) -> Found | None:
-        try:
-            return step()
-        except Absent as error:
-            absent[str(error)] = None
-            return None
-
+    missing = Missing()
+    unless_absent = missing.unless_absent
     make_algorithm(config)  # refuses settings that contradict each other before anything is looked for
     sandbox = sandbox_of(config)
     toolbox = unless_absent(lambda: make_toolbox(config, sandbox))
@@ -165,9 +172,7 @@ def prepare(
     unless_absent(lambda: rewards.check_all((*found.train, *found.validation)))
     if source is not None:
         check_prompts(config, found, source, agent)
-    if absent and not tolerate_absent:
-        raise Absent("\n".join(absent))
-    warnings += [f"not here: {text}" for text in absent]
+    warnings += missing.warnings(tolerate=tolerate_absent)
     contents = {
         "training tasks": digest_tasks(found.train),
         "validation tasks": digest_tasks(found.validation),
@@ -188,7 +193,7 @@ def prepare(
         warnings=tuple(warnings),
         folder=folder,
         engine_reason=reason,
-        absent=tuple(absent),
+        absent=tuple(missing.texts),
         refused=composed.refused,
     )
 
@@ -212,13 +217,14 @@ def make_algorithm(config: Config) -> Algorithm:
 def open_model(config: Config) -> ModelSource:
     """Tokenizer and configuration of the model, and whether it can run here as asked."""
     from covey.learner.adapters import require_peft
-    from covey.learner.forward import check_layers
     from covey.learner.models import open_source, pick_device
 
     pick_device(config.model.device)
     if config.model.lora.rank > 0:
         require_peft()
     source = open_source(config.model)
+    from covey.learner.forward import check_layers  # not before: its imports take seconds, and there may be no model
+
     check_layers(source.config)
     return source
 

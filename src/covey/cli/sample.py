@@ -4,52 +4,81 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
 
-from covey.cli.bench import Bench, open_bench, sampling
+from covey.cli.bench import Bench, has_tasks, load_bench, prepare_bench, sampling
 from covey.cli.prepare import training_sampling
 from covey.cli.words import Words, parse
-from covey.config.schema import EvalConfig
-from covey.errors import InputError
+from covey.config.schema import Config, EvalConfig
+from covey.errors import Absent, InputError
 from covey.ranges import ranges_of, refusal
+from covey.tasks import ask_like_tasks, plain_question
 from covey.types import Group, Sampling, Task, ToolUse
 
 USAGE = """\
-covey sample MODEL_OR_RUN [--question TEXT] [-n 4] [--tasks 2] [key=value ...]
+covey sample MODEL_OR_RUN [--question TEXT] [--plain] [-n 4] [--tasks 2] [key=value ...]
 
   Prints answers, with their rewards where a task is known; episodes of several turns token by token, with what the
   model sampled (and learns from) in colour.
-  --question TEXT   ask this instead of the validation tasks
+  --question TEXT   ask this instead of tasks. A run's model is asked as it was trained: with the system prompt, the
+                    worked examples and the prompt of its tasks; so is a model with data=NAME
+  --plain           the question alone
   -n 4              answers to each
-  --tasks 2         how many validation tasks
+  --tasks 2         how many tasks: of validation, or of data.train_files where that is given alone
 
   covey sample smollm2-135m --question "What is the capital of France?" rollout.max_tokens=40
+  covey sample outputs/DATE/TIME --question "Which is the largest: 23, 81, 45 or 60?"
+  covey sample outputs/DATE/TIME data.train_files=mine.jsonl --tasks 10
 """
 
 
 def main(argv: list[str]) -> int:
     values = ("--question", "-n", "--tasks", "--config-name", "--config")
-    words = parse(argv, values=values)
+    words = parse(argv, switches=("--plain",), values=values)
     if words.help:
         print(USAGE)
         return 0
     count, many = _count(words, "-n", 4), _count(words, "--tasks", 2)
     question = words.text("--question")
-    bench = open_bench(words, USAGE, asks_tasks=question is None)
-    tasks: Sequence[Task]
+    prepared = prepare_bench(_with_own_files(words), USAGE, asks_tasks=question is None)
+    tasks: Sequence[Task] = (prepared.tasks.validation or prepared.tasks.train)[:many]
     if question is not None:
-        tasks = [Task("question", ({"role": "user", "content": question},))]
+        tasks = [_own_task(question, words, prepared.config)]
+    bench = load_bench(prepared)
+    if question is not None:
         bench = dataclasses.replace(bench, collector=dataclasses.replace(bench.collector, reward=_NoReward()))
-    else:
-        tasks = bench.prepared.tasks.validation[:many]
-    drawn = training_sampling(bench.prepared.config)
+    drawn = training_sampling(prepared.config)
     console = Console(highlight=False)
     for group in asyncio.run(_answers(bench, tasks, count, drawn)):
         _print_group(group, console, bench.collector.renderer.tokenizer.decode)
     return 0
+
+
+def _with_own_files(words: Words) -> Words:
+    """data.train_files alone: its tasks are asked, not those that the run was evaluated on."""
+    given = {word.partition("=")[0] for word in words.settings}
+    if "data.train_files" not in given or "data.val_files" in given:
+        return words
+    return dataclasses.replace(words, settings=["data.val_files=null", *words.settings])
+
+
+def _own_task(question: str, words: Words, config: Config) -> Task:
+    """The user's question as the model was trained to be asked, where that is known."""
+    if words.on("--plain") or not has_tasks(words) or config.agent.name == "verifiers":
+        return plain_question(question, config.data)
+    try:
+        task = ask_like_tasks(question, config.data, config.seed)
+    except Absent as error:
+        print(f"the question is asked alone, as the tasks are not here: {error}", file=sys.stderr)
+        return plain_question(question, config.data)
+    if before := len(task.messages) - 1:
+        known = f"{before} message{'s' if before > 1 else ''}"
+        print(f"asked after the {known} that every task begins with (--plain: the question alone)", file=sys.stderr)
+    return task
 
 
 async def _answers(bench: Bench, tasks: Sequence[Task], count: int, drawn: Sampling) -> list[Group]:

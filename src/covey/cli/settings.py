@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from covey.cli.prepare import algorithm_schemas
+import inspect
+import sys
+
+from covey.algorithms import ALGORITHMS, LOSSES, algorithm_schemas
+from covey.algorithms.catalogue import ALIASES
 from covey.cli.words import compose_words, parse
 from covey.config import explain, settings_page
-from covey.errors import InputError
+from covey.errors import InputError, unknown
 from covey.redact import hide_settings
 
 CONFIG_USAGE = """\
@@ -53,8 +57,6 @@ covey algorithms NAME ...   one of them: its equation, its settings with default
 
 
 def main_algorithms(argv: list[str]) -> int:
-    from covey.algorithms import ALGORITHMS, LOSSES
-
     words = parse(argv)
     if words.help:
         print(ALGORITHMS_USAGE)
@@ -75,13 +77,6 @@ def main_algorithms(argv: list[str]) -> int:
 
 def _one_algorithm(name: str) -> str:
     """The pages of its estimator and loss, and its settings."""
-    import inspect
-    import sys
-
-    from covey.algorithms import ALGORITHMS, LOSSES
-    from covey.algorithms.catalogue import ALIASES
-    from covey.errors import unknown
-
     name = ALIASES.get(name, name)
     if name not in ALGORITHMS:
         raise unknown("algorithm", name, ALGORITHMS)

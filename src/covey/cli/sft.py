@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from covey.cli.build_sft import PreparedSft, build_sft, prepare_sft
 from covey.cli.resume import check_resume
-from covey.cli.train import exit_code, tell_of_the_limit, telling_how_to_go_on
+from covey.cli.train import exit_code, tell_of_the_limit, telling_how_to_go_on, unknown_length, verdict
 from covey.cli.words import compose_words, parse
 from covey.errors import InputError
 
@@ -63,7 +63,8 @@ def main(argv: list[str]) -> int:
         prepared = prepare_sft(composed, tolerate_absent=not words.on("--strict"))
         check_resume(prepared, print)
         _print(prepared, shown=prepared.train[:1] if dry else ())
-        return 0
+        print(verdict(prepared))
+        return 2 if prepared.refused else 0
     return exit_code(run_to_end(prepare_sft(composed)))
 
 
@@ -84,12 +85,12 @@ def _print(prepared: PreparedSft, shown: tuple[Episode, ...]) -> None:
     config = prepared.config
     print(f"model      {config.model.name}")
     print(f"data       {prepared.description}")
-    print(f"training   {prepared.total_steps} steps of {config.data.train_batch_size} demonstrations")
+    steps = f"{prepared.total_steps} steps" if prepared.steps_known else unknown_length(config, "demonstrations")
+    print(f"training   {steps} of {config.data.train_batch_size} demonstrations")
     for episode in shown:
         print(f"first demonstration, as the model sees it:\n{marked(prepared, episode)}")
     for text in prepared.warnings:
         print(f"warning: {text}")
-    print("valid: nothing was started")
 
 
 def marked(prepared: PreparedSft, episode: Episode) -> str:

@@ -16,15 +16,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from covey.cli.build import Note, build, continuing
-from covey.cli.prepare import Prepared, prepare
-from covey.cli.resume import check_resume
 from covey.cli.words import Words, compose_words, parse
 from covey.config import Composed, WrongValues, expand_sweep, recipe_names
 from covey.errors import InputError, RunFailed
 from covey.redact import hide_settings
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # for --help, neither is needed
+    from covey.cli.build import Note
+    from covey.cli.build_sft import PreparedSft
+    from covey.cli.prepare import Prepared
+    from covey.config.schema import Config
     from covey.loop.run import Run
     from covey.loop.sft import SftRun
 
@@ -85,6 +86,8 @@ def main(argv: list[str]) -> int:
         return _multirun(words)
     if words.text("--launcher"):
         raise InputError("--launcher is for sweeps: add --multirun\n  one run on several nodes: covey slurm")
+    from covey.cli.prepare import prepare
+
     composed = compose_words(words, training=True)
     if words.on("--validate-only"):
         return _validate(composed, strict=words.on("--strict"))
@@ -130,6 +133,8 @@ def run_to_end(prepared: Prepared) -> Run:
 def _trained(prepared: Prepared, note: Note) -> Run:
     """A run that has ended. In a cluster, one that lost a learner begins again from its last checkpoint."""
 
+    from covey.cli.build import build
+
     def to_its_end(run: Run) -> None:
         with telling_how_to_go_on(run.path, prepared.config.resume):
             complete(run.train())
@@ -142,6 +147,7 @@ def _trained(prepared: Prepared, note: Note) -> Run:
 
 
 def _trained_in_cluster(prepared: Prepared, to_its_end: Callable[[Run], None], note: Note) -> Run:
+    from covey.cli.build import build, continuing
     from covey.cluster.learner import with_restarts
     from covey.cluster.start import opening
 
@@ -251,6 +257,9 @@ def complete(training: Coroutine[Any, Any, Any]) -> None:
 
 
 def _validate(composed: Composed, *, strict: bool) -> int:
+    from covey.cli.prepare import prepare
+    from covey.cli.resume import check_resume
+
     prepared = prepare(composed, tolerate_absent=not strict)
     check_resume(prepared, print)
     for line in describe(prepared):
@@ -261,7 +270,7 @@ def _validate(composed: Composed, *, strict: bool) -> int:
     return 2 if prepared.refused else 0
 
 
-def verdict(prepared: Prepared) -> str:
+def verdict(prepared: Prepared | PreparedSft) -> str:
     """`valid` only of what would also start here."""
     if prepared.refused:
         return "not valid: a run would be refused, see above; nothing was started"
@@ -273,6 +282,9 @@ def verdict(prepared: Prepared) -> str:
 
 def _dry_run(composed: Composed) -> int:
     import yaml
+
+    from covey.cli.prepare import prepare
+    from covey.cli.resume import check_resume
 
     prepared = prepare(composed, tolerate_absent=True)
     check_resume(prepared, print)
@@ -309,16 +321,20 @@ def describe(prepared: Prepared) -> list[str]:
 
 
 def _length(prepared: Prepared) -> str:
-    """Epochs of tasks that are not here are an unknown number of steps."""
-    loop = prepared.config.loop
-    if loop.total_steps is None and not prepared.tasks.train:
-        epochs = loop.total_epochs or 1
-        return f"{epochs} epoch{'s' if epochs > 1 else ''} (an unknown number of steps: the tasks are not here)"
+    if prepared.config.loop.total_steps is None and not prepared.tasks.train:
+        return unknown_length(prepared.config, "tasks")
     return f"{prepared.total_steps} steps"
+
+
+def unknown_length(config: Config, of: str) -> str:
+    """Epochs of what is not on this machine are an unknown number of steps."""
+    epochs = config.loop.total_epochs or 1
+    return f"{epochs} epoch{'s' if epochs > 1 else ''} (an unknown number of steps: the {of} are not here)"
 
 
 def _multirun(words: Words) -> int:
     """Every combination in turn, in multirun/DATE/TIME/NUMBER. All are checked before the first one starts."""
+    from covey.cli.prepare import prepare
     from covey.loop.limit import TERMINATED
 
     combinations = expand_sweep(words.settings)
@@ -371,6 +387,7 @@ def _new_base(folder: Path) -> Path:
 def _launch(words: Words, launcher: str, combinations: list[list[str]], jobs: list[Composed]) -> int:
     """Checked here as far as this machine can tell, and run elsewhere."""
     from covey.cli.launch import read_options, submit
+    from covey.cli.prepare import prepare
 
     options = read_options(words.text("--launcher-options"))
     for job in jobs:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from covey.algorithms import algorithm_schemas
 from covey.cli.origin import Origin, find_origin
-from covey.cli.prepare import algorithm_schemas
 from covey.cli.runs import checkpoint_folder, run_of
 from covey.config import Composed, compose
 from covey.config.dotenv import export

@@ -22,6 +22,7 @@ from covey.cluster.messages import last_message, relay
 from covey.cluster.placement import Node
 from covey.config.schema import ClusterConfig
 from covey.errors import Absent, InputError
+from covey.install import install_extra
 
 LOCALHOST = "127.0.0.1"
 PER_CORE = 2  # processes on one core of a machine without a GPU, at most: each has its own copy of the model
@@ -49,7 +50,7 @@ class Cluster:
 
 def require_ray() -> None:
     if importlib.util.find_spec("ray") is None:
-        raise Absent("cluster=ray needs Ray:  pip install 'covey[ray]'\n  or use cluster=local")
+        raise Absent(f"cluster=ray needs Ray:  {install_extra('ray')}\n  or use cluster=local")
 
 
 def address_of(config: ClusterConfig) -> str | None:

@@ -230,9 +230,6 @@ def load_yaml(path: Path) -> Any:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
 
 
-_EMPTY = ("env", "python_args", *sections())
-
-
 def _line(node: Any) -> int:
     return int(node.start_mark.line) + 1
 
@@ -286,7 +283,7 @@ class _File:
             key, line = f"{prefix}{key_node.value}", _line(key_node)
             if key == "defaults":
                 yield from self._choices(value_node)
-            elif key in _EMPTY and value_node.tag == "tag:yaml.org,2002:null":
+            elif key in ("env", "python_args", *sections()) and value_node.tag == "tag:yaml.org,2002:null":
                 continue  # a section with nothing in it
             elif not isinstance(value_node, yaml.MappingNode) or _is_free(key):
                 yield key, value_node, line

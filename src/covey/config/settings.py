@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import io
-import textwrap
+import sys
 import tokenize
 import typing
 from collections.abc import Iterator, Mapping
@@ -153,16 +153,37 @@ def _comments(cls: type) -> dict[str, str]:
     return found
 
 
-@cache  # algorithms share their parts
 def _own_comments(cls: type) -> dict[str, str]:
+    return _module_comments(cls.__module__).get(cls.__qualname__, {})
+
+
+@cache
+def _module_comments(name: str) -> dict[str, dict[str, str]]:
+    """Of every class of a module, by its qualified name. The file is parsed once: it holds many of our classes."""
     try:
-        source = textwrap.dedent(inspect.getsource(cls))
-    except OSError:  # a class made at run time has no source, and so no comments
+        source = inspect.getsource(sys.modules[name])
+    except (KeyError, OSError, TypeError):  # a class made at run time has no source, and so no comments
         return {}
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     by_line = {t.start[0]: t.string.lstrip("# ").strip() for t in tokens if t.type == tokenize.COMMENT}
-    found: dict[str, str] = {}
-    for statement in typing.cast(ast.ClassDef, ast.parse(source).body[0]).body:
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            found[statement.target.id] = by_line.get(statement.end_lineno or 0, "")
-    return found
+    return {
+        name: {
+            statement.target.id: by_line.get(statement.end_lineno or 0, "")
+            for statement in node.body
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+        }
+        for name, node in _classes(ast.parse(source), "")
+    }
+
+
+def _classes(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.ClassDef]]:
+    """Every class below a node, with its qualified name."""
+    for child in ast.iter_child_nodes(node):
+        below = prefix
+        if isinstance(child, ast.ClassDef):
+            yield f"{prefix}{child.name}", child
+            below = f"{prefix}{child.name}."
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            below = f"{prefix}{child.name}.<locals>."
+        if isinstance(child, ast.stmt):
+            yield from _classes(child, below)

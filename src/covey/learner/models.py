@@ -25,6 +25,7 @@ from covey.model_folder import (
     check_buildable,
     check_generation,
     check_weights_fit,
+    config_file,
     explained,
     load_weights,
     read_config,
@@ -119,14 +120,14 @@ def locate(name: str) -> Located:
 def open_source(config: ModelConfig, revision: str | None = None, *, headless: bool = False) -> ModelSource:
     """Tokenizer and configuration, and all that can be checked before weights are read. `revision`: where a run began,
     if it goes on. `headless`: the output layer is not used, and may be missing."""
-    from transformers import AutoModelForCausalLM
-
     path, adapter, named = locate(config.name)
     trusted = config.trust_remote_code
     with explained(config.name):
         revision = _commit(path, revision or named)
     model_config = read_config(config.name, path, revision=revision, trusted=trusted)
     tokenizer = read_tokenizer(config.name, path, model_config, revision=revision, trusted=trusted)
+    from transformers import AutoModelForCausalLM  # not before: it takes a second, and the model may not be there
+
     if Path(path).is_dir():
         folder = Path(path)
         check_generation(folder)
@@ -141,11 +142,9 @@ def open_source(config: ModelConfig, revision: str | None = None, *, headless: b
 def _commit(path: str, revision: str | None) -> str | None:
     """The commit of a hub's model behind a branch or tag; None for a folder. The hub may change while we read: once it
     is known, everything is read there."""
-    from transformers.utils import cached_file
-
     if Path(path).is_dir():
         return None
-    found = Path(str(cached_file(path, "config.json", revision=revision or MAIN)))
+    found = config_file(path, revision)
     return found.parent.name if found.parent.parent.name == "snapshots" else revision
 
 

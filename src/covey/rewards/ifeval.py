@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from covey.errors import Absent, InputError, unknown
+from covey.install import install_extra
 from covey.rewards.function import reward
 from covey.rewards.ifeval_kinds import DETECTING, KINDS
 from covey.types import Episode, StopReason, Task
@@ -45,7 +46,7 @@ def _check(task: Task) -> None:
         (kind, *_) = DETECTING & set(kinds)
         raise Absent(
             f"reward ifeval: {task.where} asks for a language ({kind}), which the package langdetect detects\n"
-            "  fix: pip install 'covey[ifeval]'"
+            f"  fix: {install_extra('ifeval')}"
         )
 
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from covey.errors import Absent
+from covey.install import install_extra
 from covey.rewards import math_process
 from covey.rewards.answers import BOX, boxed, hashed, stated, tagged
 from covey.rewards.equality import CHOICE, LONGEST, WORD, Pair, compare, equal, plain_choice, value
@@ -43,7 +44,7 @@ def math_equal(answer: Any, final_answer: str) -> float:
 
 def _check(task: Task) -> None:
     if importlib.util.find_spec("math_verify") is None:
-        raise Absent("reward math_verify needs the package math-verify\n  fix: pip install 'covey[math]'")
+        raise Absent(f"reward math_verify needs the package math-verify\n  fix: {install_extra('math')}")
 
 
 @reward(check=_check, gold=lambda answer: gold_texts(answer))

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from covey.errors import Absent, InputError
+from covey.install import install_extra
 from covey.rewards.answers import tagged
 from covey.rewards.function import reward
 from covey.types import Task
@@ -23,7 +24,7 @@ def _check(task: Task) -> None:
         import reasoning_gym  # noqa: F401
     except ImportError as error:
         raise Absent(
-            "reward reasoning_gym needs the package reasoning-gym\n  fix: pip install 'covey[reasoning-gym]'"
+            f"reward reasoning_gym needs the package reasoning-gym\n  fix: {install_extra('reasoning-gym')}"
         ) from error
 
 

@@ -7,6 +7,7 @@ import importlib.util
 import re
 
 from covey.errors import Absent
+from covey.install import install_extra
 
 OLDEST_VLLM = (0, 24)
 LARGE = 6.5e9  # parameters of what is called a 7B model
@@ -56,8 +57,10 @@ def vllm_version() -> str | None:
 def require_vllm() -> None:
     found = vllm_version()
     if found is None:
-        raise Absent("rollout=vllm needs vLLM:  pip install 'covey[vllm]'\n  or use rollout=embedded")
+        raise Absent(f"rollout=vllm needs vLLM:  {install_extra('vllm')}\n  or use rollout=embedded")
     release = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
     if release < OLDEST_VLLM:
         oldest = ".".join(map(str, OLDEST_VLLM))
-        raise Absent(f"rollout=vllm needs vLLM {oldest} or newer, here is {found}\n  pip install -U 'covey[vllm]'")
+        raise Absent(
+            f"rollout=vllm needs vLLM {oldest} or newer, here is {found}\n  {install_extra('vllm', upgrade=True)}"
+        )

@@ -6,6 +6,7 @@ from covey.tasks.files import read_tasks
 from covey.tasks.generated import GENERATED, GeneratedTask
 from covey.tasks.load import default_reward, load_tasks, nothing_to_train_on, reward_by_answers, with_system_prompt
 from covey.tasks.order import batch_for_step, fresh_tasks, steps_per_epoch
+from covey.tasks.question import ask_like_tasks, plain_question
 from covey.tasks.taskset import TaskSet
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "DemonstrationSet",
     "GeneratedTask",
     "TaskSet",
+    "ask_like_tasks",
     "batch_for_step",
     "data_folder",
     "default_reward",
@@ -22,6 +24,7 @@ __all__ = [
     "load_demonstrations",
     "load_tasks",
     "nothing_to_train_on",
+    "plain_question",
     "read_tasks",
     "reward_by_answers",
     "steps_per_epoch",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from covey.config.schema import DataConfig
-from covey.errors import InputError
+from covey.errors import Absent, InputError
 from covey.tasks.calls import read_calls, read_tools, unpacked
 from covey.tasks.datasets import DATASETS
 from covey.tasks.files import find_files, read_messages
@@ -75,11 +75,18 @@ def _from_files(data: DataConfig) -> DemonstrationSet:
     if data.options:
         warnings.append("data.options is not used: it belongs to generated tasks, and data files are given")
     splits: dict[str, tuple[Demonstration, ...]] = {}
+    absent: list[Absent] = []
     for split, files, size in (("train", data.train_files, data.train_size), ("val", data.val_files, data.val_size)):
-        found = read_demonstrations(f"data.{split}_files", files) if files is not None else []
+        try:
+            found = read_demonstrations(f"data.{split}_files", files) if files is not None else []
+        except Absent as error:
+            absent.append(error)
+            continue
         if size is not None and size > len(found) and found:
             warnings.append(f"data.{split}_size={size}, but there are only {len(found)} demonstrations")
         splits[split] = tuple(found[:size])
+    if absent:
+        raise Absent("\n".join(map(str, absent)))
     known = {repr(d.messages) for d in splits["train"]}
     if leaked := [d for d in splits["val"] if repr(d.messages) in known]:
         warnings.append(f"{len(leaked)} of {len(splits['val'])} validation demonstrations are trained on too")

@@ -12,6 +12,7 @@ from typing import Any
 
 from covey.config.schema import DataConfig
 from covey.errors import Absent, InputError, unknown
+from covey.install import install_extra
 from covey.tasks.datasets.text import normal
 from covey.tasks.taskset import TaskSet
 from covey.types import Task
@@ -50,7 +51,7 @@ def _check(name: Any, options: Mapping[str, Any]) -> None:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise Absent(
-            "data=reasoning_gym needs the package reasoning-gym\n  fix: pip install 'covey[reasoning-gym]'"
+            f"data=reasoning_gym needs the package reasoning-gym\n  fix: {install_extra('reasoning-gym')}"
         ) from error
     if name is None:
         raise InputError("data=reasoning_gym: which of its data sets?\n  fix: data.options.dataset=leg_counting")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import Absent
+from covey.install import install_extra
 from covey.storage import write_whole
 
 
@@ -118,5 +119,5 @@ def require(module: str, extra: str) -> Any:
     except ImportError as error:
         raise Absent(
             f"logging.to={extra} needs the package {extra}, which is not installed ({error})\n"
-            f"  install it:  pip install 'covey[{extra}]'"
+            f"  install it:  {install_extra(extra)}"
         ) from error

@@ -20,6 +20,7 @@ from typing import IO, Any, TypeVar
 from covey.agents.tools.errors import ToolFailure, ToolMistake
 from covey.agents.tools.mcp_stdio import stdio_streams
 from covey.errors import Absent, InputError
+from covey.install import install_extra
 
 Result = TypeVar("Result")
 
@@ -79,9 +80,9 @@ def require_mcp() -> Any:
     try:
         import mcp
     except ImportError as error:
-        raise InputError("tool servers need the package mcp\n  pip install 'covey[mcp]'") from error
+        raise InputError(f"tool servers need the package mcp\n  {install_extra('mcp')}") from error
     if not hasattr(mcp, "Client"):
-        raise InputError("tool servers need mcp 2 or newer\n  pip install 'covey[mcp]'")
+        raise InputError(f"tool servers need mcp 2 or newer\n  {install_extra('mcp', upgrade=True)}")
     if (log := logging.getLogger("mcp")).level == logging.NOTSET:
         log.setLevel(logging.CRITICAL)  # what goes wrong is told once, in words, by the call that it happens to
     return mcp

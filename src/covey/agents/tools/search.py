@@ -19,6 +19,7 @@ from covey.agents.tools.corpus import KEY, Passage, corpus_files, fingerprint, r
 from covey.agents.tools.errors import ToolMistake
 from covey.agents.tools.tool import Tool, tool
 from covey.errors import Absent, InputError
+from covey.install import install_extra
 
 if TYPE_CHECKING:
     import bm25s
@@ -83,7 +84,7 @@ def open_index(corpus: Path) -> Index:
     try:
         import bm25s
     except ImportError as error:
-        raise Absent("tool search needs the package bm25s\n  fix: pip install 'covey[search]'") from error
+        raise Absent(f"tool search needs the package bm25s\n  fix: {install_extra('search')}") from error
     files = corpus_files(corpus)
     passages = read_corpus(files)
     if not passages:

@@ -11,7 +11,7 @@ from typing import Any
 from covey.config.schema import DataConfig
 from covey.errors import Absent, InputError, nearest, unknown
 from covey.storage import sha256
-from covey.tasks.datasets.dataset import TEST, TRAIN, Choice, Dataset
+from covey.tasks.datasets.dataset import TEST, TRAIN, Choice, Dataset, asked
 from covey.tasks.datasets.registry import DATASETS
 from covey.tasks.reading import read_table
 from covey.tasks.taskset import TaskSet
@@ -88,6 +88,13 @@ def _tasks(dataset: Dataset, manifest: Mapping[str, Any], split: str, options: M
         rows = _chosen(rows, name, choice, options.get(name, choice.default))
     prompt = _prompt(dataset, options)
     return [_task(dataset, row, prompt) for row in rows]
+
+
+def question_messages(dataset: Dataset, question: str, options: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """A question from outside the set with the set's prompt around it, unless the prompt needs more columns."""
+    prompt = _prompt(dataset, options)
+    fits = dataset.messages is asked and "{question}" in prompt
+    return asked({"question": question}, prompt if fits else "{question}")
 
 
 def _task(dataset: Dataset, row: Mapping[str, Any], prompt: str) -> Task:
