@@ -154,6 +154,7 @@ def threads_for(config: Config, resumed: RunFolder | None) -> int:
 def write_run_files(prepared: Startable, folder: RunFolder, learner: Learner, threads: int, *, resumed: bool) -> None:
     """run.json, config.yaml and .hydra/: what was run, so that it can be run again. A resumed run keeps its own."""
     from covey.loop.folder import next_number
+    from covey.telemetry.labels import relabel
 
     precision = {"device": learner.device.type, "dtype": str(learner.dtype)}
     if resumed:
@@ -164,6 +165,7 @@ def write_run_files(prepared: Startable, folder: RunFolder, learner: Learner, th
                 f"this run began with {began}, and would go on with {precision}\n  set model.device, dtype"
             )
         folder.write_info(info | {"status": "running", "threads": threads})
+        relabel(folder.path, prepared.config.logging)
         return
     hydra = folder.path / ".hydra"
     with writing(hydra):
@@ -180,6 +182,8 @@ def write_run_files(prepared: Startable, folder: RunFolder, learner: Learner, th
             "fingerprint": prepared.fingerprint,
             "status": "running",
             **{name: getattr(facts, name) for name in shown},
+            "tags": list(dict.fromkeys(prepared.config.logging.tags)),
+            "notes": prepared.config.logging.notes,
             "number": next_number(Path(prepared.config.logging.output_dir)),
             "started": datetime.now().isoformat(timespec="seconds"),
             "command": shlex.join(["covey", prepared.command, "--config", str(folder.path / "config.yaml")]),

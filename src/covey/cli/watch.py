@@ -22,8 +22,11 @@ from covey.telemetry.jsonl import METRICS_FILE, read_record
 
 RUNS = """\
 covey runs [FOLDER...]
+covey runs tag RUN [TAG...] [--remove TAG,TAG] [--notes TEXT]
 
   Runs with their status, best score and duration, the newest last. Without a folder: outputs
+  tag labels a run, also while it is going: tags are added or removed, notes are replaced. covey dash shows them, and
+  finds runs by them. A run can be started with labels too: logging.tags=[a,b] logging.notes="..."
 """
 WATCH = """\
 covey watch RUN
@@ -36,6 +39,8 @@ LOOK = 1.0  # seconds
 
 
 def main_runs(argv: list[str]) -> int:
+    if argv[:1] == ["tag"]:
+        return main_tag(argv[1:])
     words = parse(argv)
     if words.help:
         print(RUNS)
@@ -49,6 +54,27 @@ def main_runs(argv: list[str]) -> int:
     )
     for why in [*library.left_out, *(f"{run.name}: {what}" for run in library.runs for what in run.broken())]:
         print(why, file=sys.stderr)
+    return 0
+
+
+def main_tag(argv: list[str]) -> int:
+    words = parse(argv, values=("--remove", "--notes"))
+    if words.help:
+        print(RUNS)
+        return 0
+    if not words.places:
+        raise InputError(f"name a run\n\n{RUNS.rstrip()}")
+    from covey.telemetry.labels import write_labels
+
+    folder, added = Path(words.places[0]), [*words.places[1:], *words.settings]  # a tag may have a = in it
+    run = read_run(folder)
+    removed = [tag for tag in (words.text("--remove") or "").split(",") if tag]
+    if missing := [tag for tag in removed if tag not in run["tags"]]:
+        raise InputError(f"{folder} has no tag {', '.join(missing)}\n  its tags: {', '.join(run['tags']) or 'none'}")
+    notes = words.text("--notes")
+    tags = [tag for tag in dict.fromkeys([*run["tags"], *added]) if tag not in removed]
+    write_labels(folder, tags, run["notes"] if notes is None else notes)
+    print(f"{folder}  tags: {', '.join(tags) or 'none'}" + (f"  notes: {notes}" if notes else ""))
     return 0
 
 
