@@ -80,8 +80,8 @@ def main_tag(argv: list[str]) -> int:
 
 def runs_table(states: list[dict[str, Any]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("run", "what", "status", "steps", "best", "now", "took", "left", "signs"):
-        words = heading in ("run", "what", "status")
+    for heading in ("run", "what", "status", "steps", "best", "now", "took", "left", "tags"):
+        words = heading in ("run", "what", "status", "tags")
         table.add_column(heading, justify="left" if words else "right", no_wrap=heading != "what")
     for state in states:
         status = f"silent {duration(state['silent'])}" if state["silent"] else state["status"]
@@ -89,14 +89,14 @@ def runs_table(states: list[dict[str, Any]]) -> Table:
         best, last = (ABSENT if p is None else show(p["value"], form) for p in (state["best"], state["last"]))
         table.add_row(
             escape(state["name"]),
-            escape(f"{state['algorithm']} {state['title']}"),
+            escape(f"{state['title']}: {state['label']}"),
             escape(status),
             f"{state['done']}/{state['total']}",
             best,
             last,
             duration(state["seconds"]),
             duration(state["eta"]),
-            str(state["signs"] or ""),
+            escape(", ".join(state["tags"])),
         )
     return table
 
@@ -120,6 +120,7 @@ def watch(folder: Path, rest: Callable[[], None]) -> None:
     from covey.telemetry.history import History
 
     run, tail = Run(0, folder, folder.name), Tail(folder / METRICS_FILE)
+    run.open()
     records = [record for _, line in tail.lines() if (record := _record(line)) is not None]
     found = {kind: tuple(record for its, record in records if its == kind) for kind in ("step", "eval")}
     console = open_console(_info(folder, run.info), "info", History(found["step"], found["eval"]))
