@@ -21,6 +21,7 @@ def test_a_name_says_what_differs_among_the_listed_runs() -> None:
     sweep = [{"learner.lr": lr, "seed": seed} for lr in (1e-6, 1e-5) for seed in (1, 2)]
     assert names(*sweep) == ["grpo lr=1e-6 seed=1", "grpo lr=1e-6 seed=2", "grpo lr=1e-5 seed=1", "grpo lr=1e-5 seed=2"]
     assert names(sweep[0]) == ["grpo"], "nothing to tell it from"
+    assert names({"data.val_size": 10}, {"data.val_size": 20, "seed": 1}) == ["grpo seed=0", "grpo seed=1"]
 
 
 def test_runs_that_are_alike_are_numbered() -> None:
@@ -59,7 +60,8 @@ def test_the_users_own_name_of_an_experiment_comes_first() -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(1e-5, "1e-5"), (0.00012, "0.00012"), (1e20, "1e20"), (3.0, "3"), (True, "true"), (None, "none"), (8, "8"),
+    [(1e-5, "1e-5"), (0.0001, "1e-4"), (0.00012, "1.2e-4"), (0.05, "0.05"), (0.0, "0"), (1e20, "1e20"), (3.0, "3"),
+     (True, "true"), (None, "none"), (8, "8"),
      (["a", "b"], "a+b"), ([], "none"), ("Answer  with\none word only, please", "Answer with one word on…")],
 )  # fmt: skip
 def test_values_are_short(value: Any, text: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from covey.dash.columns import Metrics, thin
+from covey.dash.columns import Metrics, level, thin
 from covey.dash.episodes import Episodes, Query
 from covey.dash.runs import Library, Run, run_folders, wilson
 from covey.dash.tail import Tail
@@ -112,6 +112,23 @@ def test_a_spike_survives_the_thinning() -> None:
 def test_a_short_series_is_left_as_it_is() -> None:
     found = thin({"a": np.array([1.0, math.nan])}, {"step": np.arange(2.0)})
     assert found["series"] == {"a": {"y": [1.0, None]}} and found["axes"] == {"step": [0.0, 1.0]}
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "expected"),
+    [
+        ("policy/ess", [1.0, 1.0 - 1e-7, 1.0 + 5e-8, math.nan], 1.0),
+        ("perf/memory_gib", [12.3456789, 12.3456780], 12.3457),
+        ("gvpo/mean_weight", [0.0, 1.86e-9, -3e-9], 0.0),
+        ("reward/mean", [0.5, 0.5], None),  # constant: there is nothing to hide
+        ("reward/mean", [0.5, 0.5001], None),
+        ("policy/kl_old", [0.0, 1e-5, -1e-5], None),
+        ("optim/lr", [1e-8, 2e-8], None),
+        ("reward/mean", [math.nan], None),
+    ],
+)
+def test_round_off_is_told_from_a_curve(name: str, values: list[float], expected: float | None) -> None:
+    assert level(name, np.array(values)) == expected
 
 
 def test_the_interval_of_a_share() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from covey.dash.columns import thin
+from covey.dash.columns import level, thin
 from covey.dash.differences import MISSING, differing_settings
 from covey.dash.episodes import NUMBERS, Query
 from covey.dash.runs import Library, Run, wilson
@@ -78,7 +78,11 @@ class Api:
         with run.lock:
             table = run.metrics.tables[kind]
             wanted = [name for name in asked.get("names", "").split(",") if name in table.names()]
-            found = thin({name: table.column(name) for name in wanted}, run.metrics.axes(kind))
+            columns = {name: table.column(name) for name in wanted}
+            found = thin(columns, run.metrics.axes(kind))
+            for name, series in found["series"].items():
+                if (value := level(name, columns[name])) is not None:
+                    series["level"] = value
             if kind == "eval":
                 for name, series in found["series"].items():
                     _add_interval(series, run, name)

@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 from covey.config.settings import schema_settings
@@ -20,6 +21,11 @@ SAME = 1e-9  # relative difference below which two numbers are one
 NOT_COMPARED = re.compile(
     r"logging\..*|resume|gateway\..*|loop\.(max_minutes|save_every|save_final|keep_last|keep_best|threads)"
     r"|cluster\.(address|max_restarts|transport)"
+)
+# Worth comparing, but no part of a name: how runs are evaluated, and what fits on which machine.
+NOT_NAMED = re.compile(
+    r"eval\..*|data\.val_.*|cluster\..*|sandbox\..*|model\.device|learner\.(offload_.*|parallel|tensor_parallel|compile)"
+    r"|rollout\.(memory|max_sequences|eager|devices|tensor_parallel|sleep)"
 )
 # In names these come first, in this order; then the others as the configuration has them, the seed last.
 FIRST = ("algorithm.name", "model.name", "data.name", "data.train_files", "reward.name", "learner.lr")
@@ -69,7 +75,8 @@ def show_value(value: Any) -> str:
         case bool() | None:
             text = {True: "true", False: "false", None: "none"}[value]
         case float():
-            text = re.sub(r"e([-+])0*", lambda m: "e-" if m[1] == "-" else "e", f"{value:.6g}")
+            text = f"{value:.6g}" if value == 0 or abs(value) >= 1e-3 else f"{Decimal(f'{value:.6g}').normalize():e}"
+            text = re.sub(r"e([-+])0*", lambda m: "e-" if m[1] == "-" else "e", text)
         case list() | tuple():
             text = "+".join(map(show_value, value)) or "none"
         case _:
@@ -85,7 +92,7 @@ def _name_columns(configs: Sequence[Settings]) -> dict[str, list[Any]]:
     for key, values in sorted(_columns(configs), key=lambda column: _rank(column[0])):
         # Settings of algorithms are compared between runs of one algorithm: others have other defaults.
         own = key.startswith("algorithm.") and key != "algorithm.name"
-        if _differ(values, algorithms if own else None):
+        if not NOT_NAMED.fullmatch(key) and _differ(values, algorithms if own else None):
             found[key] = values
     if len(found) <= MOST_PARTS:
         return found
