@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -250,7 +251,12 @@ def test_a_run_that_ended_is_listed_without_reading_its_numbers(tmp_path: Path) 
     folder = write_run(tmp_path / "a", healthy(20)[0], {0: 0.2, 10: 0.7, 20: 0.6})
     write_totals(folder, read_run(folder))
     path = folder / "metrics.jsonl"
-    path.write_bytes(b"x" * (path.stat().st_size - 1) + b"\n")
+    before = path.stat()
+    path.write_bytes(b"x" * (before.st_size - 1) + b"\n")
+    later = Run(0, folder, "a")
+    later.poll()
+    assert later.state()["done"] == 0, "written after the summary: it is read"
+    os.utime(path, ns=(before.st_mtime_ns, before.st_mtime_ns))
     library = Library([tmp_path])
     library.poll()
     state = library.runs[0].state()
@@ -279,11 +285,12 @@ def test_totals_are_those_of_the_whole_record(tmp_path: Path) -> None:
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"kind":"step","step":60,"metrics":{"timing/step":7.0}}\n')  # written by another program
         file.write(line("step", 61, timing__step=None) + line("eval", 62, eval__accuracy=None) + "no record\n")
+        file.write('{"kind": "step", "step": 62, "metsics": {"timing/step": 5.0}}\n')
     run = Run(0, folder, "a")
     run.poll()
     run.open()
     steps, evals = run.metrics.tables["step"], run.metrics.tables["eval"]
-    assert run.totals.steps == len(steps) == 62 and run.totals.broken == run.metrics.broken == 1
+    assert run.totals.steps == len(steps) == 62 and run.totals.broken == run.metrics.broken == 2
     seconds = steps.points("timing/step")[1].sum() + evals.points("timing/evaluate")[1].sum()
     assert run.totals.seconds == pytest.approx(seconds)
     assert run.totals.pace == 5.0 and len(run.totals.recent) == 20
@@ -324,8 +331,6 @@ def test_a_reward_beyond_one_is_no_accuracy_and_has_no_interval_of_a_share(tmp_p
 
 
 def test_a_running_run_that_says_nothing_is_silent(tmp_path: Path) -> None:
-    import os
-
     folder = write_run(tmp_path / "a", *healthy(20), status="running", total=30)
     for file in folder.iterdir():
         os.utime(file, (1e9, 1e9))

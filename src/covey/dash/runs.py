@@ -33,6 +33,9 @@ from covey.telemetry.labels import LABELS_FILE
 from covey.telemetry.totals import SUMMARY_FILE, Totals, best_key, read_totals
 
 INFO_FILE, CONFIG_FILE = "run.json", "config.yaml"
+SHOWN = (  # of run.json, in the table of runs
+    *("title", "algorithm", "model", "task", "status", "started", "trained_reward", "reward_names", "tags", "notes"),
+)
 
 SILENT = 10.0  # median steps without a word after which a running run is called silent
 LOOK = 5.0  # seconds between two searches for new runs
@@ -59,7 +62,7 @@ class Run:
         self._signs: tuple[Any, list[Sign]] | None = None
         self._tail = Tail(folder / METRICS_FILE)
         self._stamps = self._stamp()
-        kept = read_totals(folder / SUMMARY_FILE, best_key(self.info), self._tail.size) if self._has_summary() else None
+        kept = read_totals(folder, best_key(self.info)) if self._has_summary() else None
         self.totals = kept or Totals(best_key(self.info))
         if kept is not None:
             self._tail.skip_to(kept.size)
@@ -96,7 +99,7 @@ class Run:
             return {}, [str(error).splitlines()[0]]
 
     def _has_summary(self) -> bool:
-        return at_home(self.folder / SUMMARY_FILE)
+        return at_home(self.folder / SUMMARY_FILE) and at_home(self.folder / METRICS_FILE)
 
     def _stamp(self) -> dict[str, tuple[int, int]]:
         """Time and size of each file that is followed: one that has the same as before need not be read."""
@@ -163,13 +166,11 @@ class Run:
         """What the table of runs tells of it."""
         with self.lock:
             info, curve = self.info, self.curve
-            shown = ("title", "algorithm", "model", "task", "status", "started", "trained_reward", "reward_names")
-            shown += ("tags", "notes")
             done, total, pace = self.totals.steps, info["total_steps"], self.totals.pace
             running = info["status"] == "running"
             best, last = self._best()
             quiet = self._quiet()
-            return {name: info.get(name) for name in shown} | {
+            return {name: info.get(name) for name in SHOWN} | {
                 "id": self.number,
                 "name": self.name,
                 "label": self.label,

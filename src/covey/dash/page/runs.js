@@ -12,7 +12,7 @@
     { key: "task", title: "task", of: (run) => run.task, class: "medium" },
     { key: "done", title: "steps", of: (run) => run.done, cell: (run) => `${run.done.toLocaleString("en")}/${run.total.toLocaleString("en")}`, class: "n" },
     { key: "best", title: "best score", of: (run) => (run.best ? run.best.value : null), cell: (run) => best(run), class: "n" },
-    { key: "started", title: "started", of: (run) => run.started || "", cell: (run) => (run.started || "–").replace("T", " ").slice(0, 16), class: "small" },
+    { key: "started", title: "started", of: (run) => String(run.started || ""), cell: (run) => String(run.started || "–").replace("T", " ").slice(0, 16), class: "small" },
     { key: "seconds", title: "duration", of: (run) => run.seconds, cell: (run) => covey.duration(run.seconds), class: "n small" },
     { key: "tags", title: "tags", of: (run) => run.tags.join(" "), cell: (run) => covey.tags(run), class: "small" },
     { key: "notes", title: "notes", of: (run) => run.notes, class: "medium notes" },
