@@ -87,6 +87,14 @@ def test_smoothing_log_scale_and_axis(open_page: Page) -> None:
         assert page.locator("#tip").inner_text().startswith(word)
 
 
+def test_keys_that_a_page_does_not_know_do_nothing(open_page: Page) -> None:
+    for tab in TABS:
+        open_page.show(tab)
+        for key in ("q", "/", "ArrowDown"):
+            open_page.page.keyboard.press(key)  # an error in the page fails the test as it ends
+        open_page.page.keyboard.press("Escape")
+
+
 def test_any_metric_can_be_added(open_page: Page) -> None:
     open_page.page.get_by_label("Any metric").select_option("advantage/std")
     open_page.settle()

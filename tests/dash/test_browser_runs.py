@@ -98,6 +98,7 @@ def test_the_table_with_the_keyboard(landing: Page) -> None:
     page.keyboard.press("Enter")
     page.locator("h1", has_text="covey/demo").wait_for()
     page.keyboard.press("1")
+    page.locator("table.runs").wait_for()
     page.keyboard.press("/")
     assert page.evaluate("document.activeElement.type") == "search"
     page.keyboard.type("agent")

@@ -17,7 +17,7 @@
   covey.evidence = async (name, span) => {
     state.mark = { name, span };
     if (tab !== "overview") { covey.go({ tab: "overview" }); return; }
-    covey.views.overview.key = "";
+    covey.views.overview.built = "";
     await guarded(() => covey.views.overview.update());
     const card = document.querySelector(".card.marked");
     if (card) card.scrollIntoView({ block: "center" });

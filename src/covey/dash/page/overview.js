@@ -65,14 +65,14 @@
   covey.views.overview = {
     title: "Overview",
     async mount(root) {
-      this.root = root; this.charts = []; this.key = "";
+      this.root = root; this.charts = []; this.built = "";
       await this.update();
     },
 
     async update() {
       const found = this.found = await covey.ask("run", { run: state.run });
       const key = JSON.stringify([state.run, found.names]);
-      if (key !== this.key) { this.key = key; this.build(found); }
+      if (key !== this.built) { this.built = key; this.build(found); }
       this.fill(found);
       const ask = (kind) => covey.ask("series", { run: state.run, kind, names: this.wanted(kind).join(",") });
       [this.steps, this.evals] = await Promise.all([ask("step"), ask("eval")]);

@@ -6,7 +6,7 @@
   covey.views.rewards = {
     title: "Rewards", reads: "episodes",
     async mount(root) {
-      this.root = root; this.x = "length"; this.y = "reward"; this.key = "";
+      this.root = root; this.x = "length"; this.y = "reward"; this.built = "";
       await this.update();
     },
 
@@ -17,7 +17,7 @@
       this.weights = names.filter((name) => /^dgdo\/.+\/weight$/.test(name));
       this.zero = names.filter((name) => /^gdpo\/.+\/frac_zero_std$/.test(name));
       const key = JSON.stringify([state.run, this.means, this.weights, this.zero]);
-      if (key !== this.key) { this.key = key; this.build(); }
+      if (key !== this.built) { this.built = key; this.build(); }
       this.top.replaceChildren(covey.signCards(this.found, (name, span) => covey.evidence(name, span)), this.fixed());
       this.steps = await covey.ask("series", { run: state.run, kind: "step", names: [...this.means, ...this.weights, ...this.zero].join(",") });
       this.redraw();
