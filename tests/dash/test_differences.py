@@ -54,6 +54,11 @@ def test_of_many_differences_those_that_tell_runs_apart_are_named() -> None:
     ]
 
 
+def test_what_says_more_of_a_run_comes_first() -> None:
+    many = {"loop.total_steps": 20, "data.train_batch_size": 4, "learner.eps": 1e-6, "rollout.top_p": 0.9}
+    assert names(many | {"mode.name": "async"}, {"mode.name": "sync"}) == ["grpo mode=async", "grpo mode=sync"]
+
+
 def test_the_users_own_name_of_an_experiment_comes_first() -> None:
     assert names({}, {"seed": 1}, experiments=["run", "ablation"]) == ["grpo seed=0", "ablation grpo seed=1"]
 

@@ -28,7 +28,10 @@ NOT_NAMED = re.compile(
     r"|rollout\.(memory|max_sequences|eager|devices|tensor_parallel|sleep)"
 )
 # In names these come first, in this order; then the others as the configuration has them, the seed last.
-FIRST = ("algorithm.name", "model.name", "data.name", "data.train_files", "reward.name", "learner.lr")
+FIRST = (
+    *("algorithm.name", "model.name", "data.name", "data.train_files", "reward.name", "mode.name"),
+    *("learner.lr", "rollout.group_size"),
+)
 LAST = ("seed",)
 PLAIN = ("algorithm.name", "model.name", "data.name")  # the value says enough without the name of the setting
 
