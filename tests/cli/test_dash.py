@@ -19,12 +19,15 @@ from tests.dash.made import healthy, sick, write_run
 def test_runs_lists_status_best_score_and_duration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     series, _ = healthy(20)
     write_run(tmp_path / "a", series, {0: 0.2, 10: 0.75, 20: 0.6}, started="2026-01-01")
-    write_run(tmp_path / "b", *sick("kl_runaway", 20), status="interrupted", total=40, started="2026-01-02")
+    config = {"data": {"val_size": 200}, "learner": {"lr": 1e-5}}
+    facts = {"status": "interrupted", "total": 40, "started": "2026-01-02", "tags": ["baseline", "long"]}
+    write_run(tmp_path / "b", *sick("kl_runaway", 20), config=config, **facts)
     assert main(["runs", str(tmp_path)]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     one, two = (next(words for words in lines if words[:1] == [name]) for name in ("a", "b"))
-    assert one[3:7] == ["finished", "20/20", "0.750", "0.600"] and one[7] == "1m46s"  # 20 × 5 s and 3 × 2 s
-    assert two[3:5] == ["interrupted", "20/40"] and two[-1] == "1", "a sign"
+    assert one[1:4] == ["covey/made:", "grpo", "lr=1e-6"] and two[1:4] == ["covey/made:", "grpo", "lr=1e-5"]
+    assert one[4:8] == ["finished", "20/20", "0.750", "0.600"] and one[8] == "1m46s"  # 20 × 5 s and 3 × 2 s
+    assert two[4:6] == ["interrupted", "20/40"] and two[-2:] == ["baseline,", "long"]
 
 
 def test_watch_tells_what_is_new_until_the_run_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,8 +33,11 @@ def the_run() -> Path:
 
 @pytest.mark.parametrize("algorithm", ["gvpo", "grpo"])
 def test_a_run_leaves_everything_in_its_folder(tiny_model_folder: Path, algorithm: str) -> None:
-    assert main(["train", f"model={tiny_model_folder}", f"algorithm={algorithm}", *SMALL]) == 0
+    labels = ["logging.tags=[baseline,long]", "logging.notes=a first try, with defaults"]
+    assert main(["train", f"model={tiny_model_folder}", f"algorithm={algorithm}", *labels, *SMALL]) == 0
     run = the_run()
+    info = json.loads((run / "run.json").read_text())
+    assert (info["tags"], info["notes"]) == (["baseline", "long"], "a first try, with defaults")
     names = {p.name for p in run.iterdir()}
     assert {"config.yaml", "metrics.jsonl", "episodes.jsonl", "checkpoints", ".hydra"} <= names
     assert {"summary.md", "curve.png", "run.json"} <= names

@@ -28,7 +28,8 @@ learner.beta1 learner.beta2 learner.entropy_coef learner.epochs learner.eps lear
 learner.compile learner.max_skipped learner.micro_batch_size learner.micro_batch_tokens learner.min_lr_ratio
 learner.mini_batch_size learner.offload_optimizer learner.offload_reference learner.offload_weights learner.parallel
 learner.schedule learner.tensor_parallel learner.warmup_steps learner.weight_decay
-logging.episodes_per_step logging.experiment logging.output_dir logging.project logging.to logging.verbosity
+logging.episodes_per_step logging.experiment logging.notes logging.output_dir logging.project logging.tags logging.to
+logging.verbosity
 loop.keep_best loop.keep_last loop.max_minutes loop.save_every loop.save_final loop.threads loop.total_epochs
 loop.total_steps
 mode.max_staleness mode.max_uses mode.name mode.publish_every mode.update

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
+
 import pytest
 
 from covey.config import read_yaml
+from covey.config.read import load_yaml
 from covey.errors import InputError
 
 AGENTFLOW = """\
@@ -176,3 +179,18 @@ def test_a_wrong_setting_is_told_with_its_line(run, text, error):
         run(file=text)
     assert "my.yaml, line" in str(caught.value)
     assert error in str(caught.value)
+
+
+def test_notes_are_taken_as_they_are_written(run):
+    sentence = "a first try: lr {1e-5}, it's [short]"
+    assert run(f"logging.notes={sentence}").config.logging.notes == sentence
+    assert run("logging.notes='quoted, too'").config.logging.notes == "quoted, too"
+
+
+def test_a_file_that_is_nested_without_end_is_refused(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("a: " + "[" * 100_000)
+    with pytest.raises(InputError, match="levels deep"):
+        load_yaml(path)
+    path.write_text("lr: 1e-6\ntags: [a, b]\nwhen: 2026-01-31\n")
+    assert load_yaml(path) == {"lr": 1e-6, "tags": ["a", "b"], "when": datetime.date(2026, 1, 31)}

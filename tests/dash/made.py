@@ -33,6 +33,8 @@ INFO = {
     "threads": 2,
     "fingerprint": "0",
 }
+RECORDED = Path(__file__).parent / "runs"
+MARKUP = "<img src=x onerror=\"document.title='broken in'\"><script>document.title='broken in'</script>"
 SECONDS = {"timing/rollout": 3.0, "timing/update": 1.5, "timing/publish": 0.5}
 
 

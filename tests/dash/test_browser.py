@@ -4,128 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from covey.dash.report import html_report, read_all
+from covey.dash.report import html_report
 from covey.dash.runs import Library
 from covey.dash.server import Dash
-from tests.dash.made import SICK, SICK_TOO, episode, healthy, sick, write_episodes, write_run
+from tests.dash.browsing import Page, painted, recorded
+from tests.dash.made import MARKUP, SICK, SICK_TOO, episode, healthy, sick, write_episodes, write_run
 
-CHROMIUM = shutil.which("chromium")
-if CHROMIUM is None:
-    pytest.skip("chromium is not installed: apt-get install chromium", allow_module_level=True)
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make dash-test")
-
-RECORDED = Path(__file__).parent / "runs"
-MARKUP = "<img src=x onerror=\"document.title='broken in'\"><script>document.title='broken in'</script>"
-TABS = ("overview", "compare", "episodes", "rewards")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as play:
-        found = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield found
-        found.close()
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recorded run last, so that it is shown first; one that is going; one with many episodes; two that are sick."""
-    folder = tmp_path_factory.mktemp("runs")
-    shutil.copytree(RECORDED / "demo", folder / "demo")
-    write_run(folder / "sick", *sick("hacking"), started="2026-01-02", config={"learner": {"lr": 1e-5}})
-    series, accuracy = sick("failures")
-    series |= {
-        "policy/age": series["policy/ess"],
-        "policy/age_max": series["policy/ess"],
-        "agent/tool_calls": series["policy/ess"],
-    }
-    series |= {"dgdo/exact/weight": series["policy/ess"], "dgdo/style/weight": 1 - series["policy/ess"]}
-    series |= {"reward/style/mean": series["reward/mean"]}
-    write_run(folder / "agent", series, accuracy, started="2026-01-03")
-    said = [
-        {"role": "user", "content": MARKUP},
-        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "calculator", "arguments": "2*3"}}]},
-        {"role": "tool", "name": "calculator", "content": "6"},
-        {"role": "assistant", "content": MARKUP},
-    ]
-    used = [{"tool": "calculator", "error": "malformed"}]
-    many = [episode(s, a, reward=float(a % 2), tokens=6 + 6 * a) for s in range(1250) for a in range(4)]
-    many[-1] = episode(
-        1249, 3, messages=said, task_id="tools", tools=used, stop="length", rewards={"exact": 1.0, "style": 0.5}
-    )
-    write_episodes(folder / "agent", many)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def dash(runs: Path) -> Iterator[Dash]:
-    library = Library([runs])
-    read_all(library)
-    with Dash(library) as dash:
-        yield dash
-
-
-class Page:
-    """A browser's page that fails the test at any error, and at any request to elsewhere."""
-
-    def __init__(self, browser: Any, link: str, width: int = 1280, height: int = 900, scheme: str = "light") -> None:
-        self.context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
-        self.page = self.context.new_page()
-        self.wrong: list[str] = []
-        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
-        self.page.on("console", lambda said: self.wrong.append(said.text) if said.type == "error" else None)
-        self.page.on("request", lambda asked: self.asked(asked.url))
-        self.page.goto(link)
-        self.page.wait_for_selector("html[data-ready]")
-
-    def asked(self, url: str) -> None:
-        if not url.startswith(("http://127.0.0.1:", "blob:", "data:", "file:")):
-            self.wrong.append(f"asked {url}")
-
-    def show(self, tab: str, run: str | None = None) -> None:
-        if run is not None:
-            value = self.page.locator("#run option", has_text=run).get_attribute("value")
-            self.page.select_option("#run", value)
-        self.page.click(f"nav button[data-tab={tab}]")
-        self.page.wait_for_selector(f"nav button[data-tab={tab}][aria-selected=true]")
-        self.settle()
-
-    def settle(self) -> None:
-        self.page.wait_for_load_state("networkidle")
-        self.page.wait_for_timeout(250)
-
-    def chart(self, title: str) -> Any:
-        return self.page.locator(".card", has=self.page.get_by_role("heading", name=title, exact=True))
-
-    def label(self, title: str) -> str:
-        return str(self.chart(title).locator("canvas").get_attribute("aria-label"))
-
-    def count(self) -> str:
-        self.settle()
-        return str(self.page.locator(".count").inner_text())
-
-    def close(self) -> None:
-        self.context.close()
-        assert self.wrong == []
-
-
-@pytest.fixture
-def open_page(browser: Any, dash: Dash) -> Iterator[Page]:
-    page = Page(browser, dash.link)
-    yield page
-    page.close()
-
-
-def recorded() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (RECORDED / "demo" / "metrics.jsonl").read_text().splitlines()]
+TABS = ("runs", "overview", "compare", "episodes", "rewards")
 
 
 # -- overview ----------------------------------------------------------------------------------------------------------
@@ -152,19 +44,6 @@ def test_the_overview_answers_at_once(open_page: Page) -> None:
     for title in titles:
         assert "no values" not in open_page.label(title)
         assert painted(open_page, title) > 200
-
-
-def painted(page: Page, title: str) -> int:
-    """Pixels of a chart that are not empty."""
-    count = (
-        page.chart(title)
-        .locator("canvas")
-        .evaluate(
-            "c => { const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
-            " let n = 0; for (let i = 3; i < d.length; i += 4) n += d[i] > 0; return n; }"
-        )
-    )
-    return int(count)
 
 
 def test_panels_for_agents_and_asynchronous_runs(open_page: Page) -> None:
@@ -206,6 +85,14 @@ def test_smoothing_log_scale_and_axis(open_page: Page) -> None:
         box = open_page.chart("Reward").locator("canvas").bounding_box()
         page.mouse.move(box["x"] + 200, box["y"] + 60)
         assert page.locator("#tip").inner_text().startswith(word)
+
+
+def test_keys_that_a_page_does_not_know_do_nothing(open_page: Page) -> None:
+    for tab in TABS:
+        open_page.show(tab)
+        for key in ("q", "/", "ArrowDown"):
+            open_page.page.keyboard.press(key)  # an error in the page fails the test as it ends
+        open_page.page.keyboard.press("Escape")
 
 
 def test_any_metric_can_be_added(open_page: Page) -> None:
@@ -261,23 +148,57 @@ def test_a_running_run_moves_on_by_itself(browser: Any, tmp_path: Path) -> None:
         page.close()
 
 
-# -- comparison --------------------------------------------------------------------------------------------------------
+def test_a_run_of_a_few_steps_is_not_judged(browser: Any, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", *sick("kl_runaway", 9), tags=["short"], notes="only a look")
+    with Dash(Library([folder])) as dash:
+        page = Page(browser, dash.link)
+        page.settle()
+        assert page.page.locator(".early").inner_text().startswith("Too early to tell")
+        assert page.page.locator(".sign, .fine").count() == 0
+        assert page.page.locator(".tag").inner_text() == "short" and page.page.get_by_text("only a look").is_visible()
+        page.close()
 
 
-def test_runs_on_top_of_each_other(open_page: Page) -> None:
-    page = open_page.page
+def test_every_chart_names_its_axes(open_page: Page) -> None:
+    expected = {"Reward": "reward", "Held-out accuracy": "accuracy", "Entropy": "nats per token", "Length": "tokens"}
+    for title, unit in expected.items():
+        assert {unit, "updates"} <= open_page.drawn(title), title
+        assert f"{unit} over updates" in open_page.label(title)
+    open_page.page.get_by_label("Horizontal axis").select_option("time")
+    open_page.page.get_by_label("log scale").check()
+    assert {"reward (log scale)", "time"} <= open_page.drawn("Reward")
+    open_page.page.get_by_role("checkbox", name="log scale").uncheck()
+    open_page.show("rewards", "agent")
+    assert {"reward"} <= open_page.drawn("Rewards") and {"weight"} <= open_page.drawn("Weights")
+    assert {"total reward", "length"} <= open_page.drawn("Episodes")
     open_page.show("compare")
-    assert page.locator(".picker input:checked").count() == 3
-    assert open_page.chart("Reward").locator(".legend span").all_inner_texts() == ["demo", "agent", "sick"]
-    page.get_by_role("checkbox", name="demo").uncheck()
-    open_page.settle()
-    assert open_page.chart("Reward").locator(".legend span").all_inner_texts() == ["agent", "sick"]
-    table = page.locator("section", has_text="Settings that differ").locator("tbody tr")
-    cells = {row.locator("td").first.inner_text(): row.locator("td").all_inner_texts()[1:] for row in table.all()}
-    assert [float(text) for text in cells["learner.lr"]] == [1e-6, 1e-5]
-    page.get_by_label("Metric to compare").select_option("grad/norm")
-    open_page.settle()
-    assert "no values" not in open_page.label("grad/norm")
+    assert {"accuracy", "time"} <= open_page.drawn("Held-out accuracy")
+    titles = open_page.page.locator(".card h2").all_inner_texts()
+    assert all(len(open_page.label(title).split(". ")[1].split(" over ")[0]) > 2 for title in titles)
+
+
+def test_round_off_is_drawn_as_a_level(browser: Any, tmp_path: Path) -> None:
+    series, accuracy = healthy(20)
+    noise = np.random.default_rng(0).uniform(-1, 1, 20)
+    series |= {"policy/ess": 1 + 1e-8 * noise, "gvpo/mean_weight": 2e-9 * noise, "grad/norm": 1 + 0.1 * noise}
+    folder = write_run(tmp_path / "a", series, accuracy)
+    with Dash(Library([folder])) as dash:
+        page = Page(browser, dash.link)
+        for name in ("policy/ess", "gvpo/mean_weight", "grad/norm"):
+            page.page.get_by_label("Any metric").select_option(name)
+            page.settle()
+        ink = "c => { const g = c.getContext('2d'), rows = new Set(), d = g.getImageData(0, 0, c.width, c.height).data;"
+        ink += " for (let y = 0; y < c.height - 40; y++) for (let x = 70; x < c.width - 12; x++) {"
+        ink += " const i = 4 * (y * c.width + x); if (d[i + 2] > 150 && d[i] < 90) rows.add(y); } return rows.size; }"
+        heights = {name: page.chart(name).locator("canvas").evaluate(ink) for name in ("policy/ess", "grad/norm")}
+        assert heights["policy/ess"] < 10 < 60 < heights["grad/norm"]
+        assert page.label("policy/ess").endswith(" 1") and page.label("gvpo/mean_weight").endswith(" 0")
+        with page.page.expect_download() as saved:
+            page.chart("gvpo/mean_weight").get_by_role("button", name="Save the numbers").click()
+        saved.value.save_as(tmp_path / "weight.csv")
+        rows = [line.split(",") for line in (tmp_path / "weight.csv").read_text().splitlines()[1:]]
+        assert [float(row[2]) for row in rows] == pytest.approx(list(2e-9 * noise), rel=1e-5), "saved as they are"
+        page.close()
 
 
 # -- episodes ----------------------------------------------------------------------------------------------------------
@@ -322,7 +243,7 @@ def test_only_what_is_seen_is_drawn_and_the_end_is_reached(open_page: Page) -> N
 
 def test_the_list_with_the_keyboard(open_page: Page) -> None:
     page = open_page.page
-    page.keyboard.press("3")
+    page.keyboard.press("4")
     open_page.settle()
     first = page.locator("h1").inner_text()
     for _ in range(4):
@@ -336,7 +257,7 @@ def test_the_list_with_the_keyboard(open_page: Page) -> None:
     page.keyboard.press("/")
     assert page.evaluate("document.activeElement.name") == "task"
     page.keyboard.press("Escape")
-    page.keyboard.press("1")
+    page.keyboard.press("2")
     page.wait_for_selector("nav button[data-tab=overview][aria-selected=true]")
 
 

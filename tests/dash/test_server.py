@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 
 import pytest
 
-from covey.dash.api import unpaired
+from covey.dash.api import Api, unpaired
 from covey.dash.report import html_report, markdown_report, read_all
 from covey.dash.runs import Library
 from covey.dash.server import PAGE, Dash
@@ -116,8 +116,9 @@ def test_the_page_may_fetch_nothing_from_outside(dash: Dash) -> None:
 
 def test_runs_and_one_of_them(dash: Dash) -> None:
     found = ask(dash, "runs")["runs"]
-    assert [(run["name"], run["signs"]) for run in found] == [("a", 0), ("b", 1)]
+    assert [(run["name"], run["label"]) for run in found] == [("a", "grpo lr=1e-6"), ("b", "grpo lr=1e-5")]
     whole = ask(dash, "run", run=1)
+    assert ask(dash, "run", run=0)["signs"] == [] and whole["early"] is None
     assert [sign["name"] for sign in whole["signs"]] == ["hacking"]
     assert whole["config"]["learner.lr"] == 1e-5 and "reward/mean" in whole["names"]["step"]
 
@@ -241,3 +242,14 @@ def test_markdown_says_what_changed_and_what_is_wrong(runs: Path) -> None:
     assert "`reward.weights`" in text
     assert "No warning signs." in markdown_report(runs / "a")
     assert str(runs) not in text
+
+
+def test_a_run_of_a_few_steps_is_not_judged(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", *sick("hacking", 9))
+    assert "Too early to tell: a run is judged from its 10th step on, and this one has 9." in markdown_report(folder)
+    library = Library([folder])
+    library.poll()
+    assert Api(library).answer("run", {})["early"].startswith("Too early to tell")
+    write_run(tmp_path / "a", *healthy(10))
+    library.poll()
+    assert Api(library).answer("run", {})["early"] is None

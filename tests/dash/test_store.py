@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from covey.dash.columns import Metrics, thin
+from covey.dash.columns import Metrics, level, thin
 from covey.dash.episodes import Episodes, Query
 from covey.dash.runs import Library, Run, run_folders, wilson
 from covey.dash.tail import Tail
 from covey.errors import InputError
+from covey.telemetry.history import read_run
+from covey.telemetry.labels import write_labels
 from covey.telemetry.parts import PART_BYTES
+from covey.telemetry.totals import SUMMARY_FILE, write_totals
 from tests.dash.made import episode, healthy, write_episodes, write_run
 
 
@@ -109,6 +113,23 @@ def test_a_spike_survives_the_thinning() -> None:
 def test_a_short_series_is_left_as_it_is() -> None:
     found = thin({"a": np.array([1.0, math.nan])}, {"step": np.arange(2.0)})
     assert found["series"] == {"a": {"y": [1.0, None]}} and found["axes"] == {"step": [0.0, 1.0]}
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "expected"),
+    [
+        ("policy/ess", [1.0, 1.0 - 1e-7, 1.0 + 5e-8, math.nan], 1.0),
+        ("perf/memory_gib", [12.3456789, 12.3456780], 12.3457),
+        ("gvpo/mean_weight", [0.0, 1.86e-9, -3e-9], 0.0),
+        ("reward/mean", [0.5, 0.5], None),  # constant: there is nothing to hide
+        ("reward/mean", [0.5, 0.5001], None),
+        ("policy/kl_old", [0.0, 1e-5, -1e-5], None),
+        ("optim/lr", [1e-8, 2e-8], None),
+        ("reward/mean", [math.nan], None),
+    ],
+)
+def test_round_off_is_told_from_a_curve(name: str, values: list[float], expected: float | None) -> None:
+    assert level(name, np.array(values)) == expected
 
 
 def test_the_interval_of_a_share() -> None:
@@ -220,8 +241,84 @@ def test_where_a_run_stands(tmp_path: Path) -> None:
     assert state["seconds"] == pytest.approx(20 * 5.0 + 3 * 2.0)
     assert (state["best"]["step"], state["best"]["value"]) == (10, 0.7)
     assert state["last"]["value"] == 0.6 and state["last"]["low"] < 0.6 < state["last"]["high"]
+    run.open()
     assert run.stages() == {"rollout": 60.0, "update": 30.0, "publish": 10.0, "evaluate": 6.0}
     assert state["silent"] is None
+
+
+def test_a_run_that_ended_is_listed_without_reading_its_numbers(tmp_path: Path) -> None:
+    """metrics.jsonl is replaced by as many bytes of nonsense: whoever reads it finds no steps."""
+    folder = write_run(tmp_path / "a", healthy(20)[0], {0: 0.2, 10: 0.7, 20: 0.6})
+    write_totals(folder, read_run(folder))
+    path = folder / "metrics.jsonl"
+    before = path.stat()
+    path.write_bytes(b"x" * (before.st_size - 1) + b"\n")
+    later = Run(0, folder, "a")
+    later.poll()
+    assert later.state()["done"] == 0, "written after the summary: it is read"
+    os.utime(path, ns=(before.st_mtime_ns, before.st_mtime_ns))
+    library = Library([tmp_path])
+    library.poll()
+    state = library.runs[0].state()
+    assert (state["done"], state["seconds"], state["best"]["value"], state["last"]["value"]) == (20, 106.0, 0.7, 0.6)
+    with path.open("a") as file:  # a resumed run goes on: the new steps are added
+        file.write(line("step", 20, timing__step=4.0))
+    library.poll()
+    assert (library.runs[0].state()["done"], library.runs[0].state()["seconds"]) == (21, 110.0)
+    path.write_text(line("step", 0, timing__step=3.0))  # from an earlier checkpoint: it begins anew
+    library.poll()
+    assert (library.runs[0].state()["done"], library.runs[0].state()["seconds"]) == (1, 3.0)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "null", '{"size": 1}', '{"evaluations": [[1]]}', "[" * 100_000])
+def test_a_summary_that_is_none_is_not_believed(tmp_path: Path, text: str) -> None:
+    folder = write_run(tmp_path / "a", healthy(20)[0], {0: 0.2, 10: 0.7, 20: 0.6})
+    (folder / SUMMARY_FILE).write_text(text)
+    run = Run(0, folder, "a")
+    run.poll()
+    assert run.state()["done"] == 20 and run.state()["best"]["value"] == 0.7
+
+
+def test_totals_are_those_of_the_whole_record(tmp_path: Path) -> None:
+    """Counted without parsing, and by the tables that charts are drawn from."""
+    folder = write_run(tmp_path / "a", *healthy(60))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind":"step","step":60,"metrics":{"timing/step":7.0}}\n')  # written by another program
+        file.write(line("step", 61, timing__step=None) + line("eval", 62, eval__accuracy=None) + "no record\n")
+        file.write('{"kind": "step", "step": 62, "metsics": {"timing/step": 5.0}}\n')
+    run = Run(0, folder, "a")
+    run.poll()
+    run.open()
+    steps, evals = run.metrics.tables["step"], run.metrics.tables["eval"]
+    assert run.totals.steps == len(steps) == 62 and run.totals.broken == run.metrics.broken == 2
+    seconds = steps.points("timing/step")[1].sum() + evals.points("timing/evaluate")[1].sum()
+    assert run.totals.seconds == pytest.approx(seconds)
+    assert run.totals.pace == 5.0 and len(run.totals.recent) == 20
+    at, values = evals.points("eval/accuracy")
+    assert run.totals.evaluations == list(zip(at.tolist(), values.tolist(), strict=True))
+
+
+def test_numbers_are_read_when_a_run_is_opened_and_followed_from_then_on(tmp_path: Path) -> None:
+    series, _ = healthy(20)
+    folder = write_run(tmp_path / "a", {name: values[:10] for name, values in series.items()}, {}, status="running")
+    run = Run(0, folder, "a")
+    run.poll()
+    assert run.state()["done"] == 10 and len(run.metrics.tables["step"]) == 0
+    run.open()
+    assert len(run.metrics.tables["step"]) == 10
+    before = run.version
+    write_run(folder, series, {}, status="running")
+    assert run.poll() and run.version != before and len(run.metrics.tables["step"]) == 20
+
+
+def test_labels_that_change_are_seen(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", *healthy(10), tags=["old"])
+    run = Run(0, folder, "a")
+    run.poll()
+    before = run.version
+    write_labels(folder, ["new"], "words")
+    assert run.poll() and run.version != before
+    assert (run.state()["tags"], run.state()["notes"]) == (["new"], "words")
 
 
 def test_a_reward_beyond_one_is_no_accuracy_and_has_no_interval_of_a_share(tmp_path: Path) -> None:
@@ -234,8 +331,6 @@ def test_a_reward_beyond_one_is_no_accuracy_and_has_no_interval_of_a_share(tmp_p
 
 
 def test_a_running_run_that_says_nothing_is_silent(tmp_path: Path) -> None:
-    import os
-
     folder = write_run(tmp_path / "a", *healthy(20), status="running", total=30)
     for file in folder.iterdir():
         os.utime(file, (1e9, 1e9))

@@ -91,6 +91,9 @@ folders = st.fixed_dictionaries(
         "config.yaml": configs,
         ".hydra/overrides.yaml": configs,
         "eval/results.json": results,
+        "labels.json": json_values(["tags", "notes"]).map(_line) | raw,
+        "summary.json": json_values(["key", "size", "steps", "seconds", "recent", "evaluations", "broken"]).map(_line)
+        | raw,
     },
 )
 

@@ -210,7 +210,7 @@ class FakeWandb:
 def test_wandb_gets_our_names_and_a_resumed_run_its_old_id(monkeypatch: pytest.MonkeyPatch, info: RunInfo) -> None:
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    logging = LoggingConfig(project="p", experiment="e", to=["wandb"])
+    logging = LoggingConfig(project="p", experiment="e", to=["wandb"], tags=["baseline"], notes="lower lr")
 
     first = Telemetry.open(info, logging, metrics_offset=None, episodes_offset=None)
     first.step(0, {"reward/mean": 0.5}, None, [])
@@ -224,6 +224,8 @@ def test_wandb_gets_our_names_and_a_resumed_run_its_old_id(monkeypatch: pytest.M
     assert fake.logged == [{"reward/mean": 0.5, "step": 0}, {"eval/accuracy": 0.25, "step": 1}]
     assert [start["id"] for start in fake.started] == [(info.folder / "wandb_run_id").read_text().strip()] * 2
     assert (fake.started[0]["project"], fake.started[0]["name"], fake.started[0]["config"]) == ("p", "e", {"seed": 0})
+    labels = [(start["tags"], start["notes"]) for start in fake.started]
+    assert labels == [(["baseline"], "lower lr"), (None, None)], "what was changed on its page stays"
     assert fake.exit_codes == [1, 0]
 
 
@@ -268,6 +270,7 @@ class FakeMlflow:
     def __init__(self) -> None:
         self.experiments: list[str] = []
         self.runs: list[tuple[str, str]] = []
+        self.tags: dict[str, str] = {}
         self.params: list[tuple[str, str]] = []
         self.metrics: list[tuple[str, float, int]] = []
         self.statuses: list[str] = []
@@ -285,7 +288,8 @@ class FakeMlflow:
         self.experiments.append(name)
         return name
 
-    def create_run(self, experiment_id: str, run_name: str) -> SimpleNamespace:
+    def create_run(self, experiment_id: str, run_name: str, tags: dict[str, str]) -> SimpleNamespace:
+        self.tags |= tags
         self.runs.append((experiment_id, run_name))
         return SimpleNamespace(info=SimpleNamespace(run_id=f"id{len(self.runs)}"))
 
@@ -305,7 +309,7 @@ def test_mlflow_gets_our_names_and_settings_and_a_resumed_run_its_old_page(
 ) -> None:
     fake = FakeMlflow()
     monkeypatch.setitem(sys.modules, "mlflow", fake)
-    logging = LoggingConfig(project="p", experiment="e", to=["mlflow"])
+    logging = LoggingConfig(project="p", experiment="e", to=["mlflow"], tags=["long run", "a=b"], notes="lower lr")
     settings = {"seed": 0, "model": {"name": "m", "lora": {}}, "reward": {f"r{n}": 1.0 for n in range(150)}}
 
     first = Telemetry.open(replace(info, config=settings), logging, metrics_offset=None, episodes_offset=None)
@@ -320,6 +324,7 @@ def test_mlflow_gets_our_names_and_settings_and_a_resumed_run_its_old_page(
     assert fake.metrics == [("reward/mean", 0.5, 0), ("reward/gr__e_1_/mean", 1.0, 0), ("eval/accuracy", 0.25, 1)]
     assert fake.params[:4] == [("seed", "0"), ("model.name", "m"), ("model.lora", "{}"), ("reward.r0", "1.0")]
     assert len(fake.params) == 153
+    assert fake.tags == {"long run": "true", "a_b": "true", "mlflow.note.content": "lower lr"}
     assert (fake.experiments, fake.runs) == (["p"], [("p", "e")])
     assert fake.statuses == ["id1 KILLED", "id1 RUNNING", "id1 FINISHED"]
 

@@ -39,7 +39,9 @@ def main_dash(argv: list[str]) -> int:
 
     places = [Path(place) for place in words.places] or [Path("outputs")]
     library = Library(places)
-    library.poll()  # the numbers are there before the link is
+    library.poll()  # the table is there before the link is
+    if len(library.runs) == 1:
+        library.runs[0].open()  # the first page shows its numbers
     port = _whole(words.text("--port") or "0", "--port")
     try:
         dash = Dash(library, port)

@@ -105,6 +105,7 @@ def write_run_files(
     """run.json, config.yaml and .hydra/: what was run, so that it can be run again. A run that goes on keeps when and
     with what it began, and gets the settings that are in force now."""
     from covey.loop.branch import changes_before
+    from covey.telemetry.labels import relabel
 
     precision = {"device": learner.device.type, "dtype": str(learner.dtype)}
     facts = _facts(prepared, folder.path) | {"threads": threads}
@@ -122,6 +123,7 @@ def write_run_files(
         history.append({"step": checkpoint.step, "settings": changed})
     info.pop("changes", None)
     folder.write_info(info | facts | ({"changes": history} if history else {}))
+    relabel(folder.path, prepared.config.logging)  # compares with the settings that the next line replaces
     _write_settings(prepared, folder.path)
 
 
@@ -130,6 +132,8 @@ def beginning(prepared: Startable, path: Path) -> dict[str, Any]:
     from covey.loop.folder import next_number
 
     return {
+        "tags": list(dict.fromkeys(prepared.config.logging.tags)),
+        "notes": prepared.config.logging.notes,
         "number": next_number(Path(prepared.config.logging.output_dir)),
         "started": datetime.now().isoformat(timespec="seconds"),
         "command": shlex.join(["covey", prepared.command, "--config", str(path / "config.yaml")]),

@@ -29,7 +29,7 @@ covey — reinforcement learning of language models on groups of sampled answers
   covey algorithms                                                        the algorithms and their settings
   covey dash    [RUNS...]                                                 a page over runs, live, on this machine
   covey report  RUN... [--markdown]                                       that page as one file, or Markdown
-  covey runs    [FOLDER...]                                               runs: status, best score, duration
+  covey runs    [FOLDER...] | tag RUN TAG...                              runs: status, best score, tags; label a run
   covey watch   RUN                                                       attach to a run that is going
   covey doctor                                                            what this machine can do, and the fixes
 

@@ -22,8 +22,11 @@ from covey.telemetry.jsonl import METRICS_FILE, read_record
 
 RUNS = """\
 covey runs [FOLDER...]
+covey runs tag RUN [TAG...] [--remove TAG,TAG] [--notes TEXT]
 
   Runs with their status, best score and duration, the newest last. Without a folder: outputs
+  tag labels a run, also while it is going: tags are added or removed, notes are replaced. covey dash shows them, and
+  finds runs by them. A run can be started with labels too: logging.tags=[a,b] logging.notes="..."
 """
 WATCH = """\
 covey watch RUN
@@ -36,6 +39,8 @@ LOOK = 1.0  # seconds
 
 
 def main_runs(argv: list[str]) -> int:
+    if argv[:1] == ["tag"]:
+        return main_tag(argv[1:])
     words = parse(argv)
     if words.help:
         print(RUNS)
@@ -52,10 +57,31 @@ def main_runs(argv: list[str]) -> int:
     return 0
 
 
+def main_tag(argv: list[str]) -> int:
+    words = parse(argv, values=("--remove", "--notes"))
+    if words.help:
+        print(RUNS)
+        return 0
+    if not words.places:
+        raise InputError(f"name a run\n\n{RUNS.rstrip()}")
+    from covey.telemetry.labels import write_labels
+
+    folder, added = Path(words.places[0]), [*words.places[1:], *words.settings]  # a tag may have a = in it
+    run = read_run(folder)
+    removed = [tag for tag in (words.text("--remove") or "").split(",") if tag]
+    if missing := [tag for tag in removed if tag not in run["tags"]]:
+        raise InputError(f"{folder} has no tag {', '.join(missing)}\n  its tags: {', '.join(run['tags']) or 'none'}")
+    notes = words.text("--notes")
+    tags = [tag for tag in dict.fromkeys([*run["tags"], *added]) if tag not in removed]
+    write_labels(folder, tags, run["notes"] if notes is None else notes)
+    print(f"{folder}  tags: {', '.join(tags) or 'none'}" + (f"  notes: {notes}" if notes else ""))
+    return 0
+
+
 def runs_table(states: list[dict[str, Any]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("run", "what", "status", "steps", "best", "now", "took", "left", "signs"):
-        words = heading in ("run", "what", "status")
+    for heading in ("run", "what", "status", "steps", "best", "now", "took", "left", "tags"):
+        words = heading in ("run", "what", "status", "tags")
         table.add_column(heading, justify="left" if words else "right", no_wrap=heading != "what")
     for state in states:
         status = f"silent {duration(state['silent'])}" if state["silent"] else state["status"]
@@ -63,14 +89,14 @@ def runs_table(states: list[dict[str, Any]]) -> Table:
         best, last = (ABSENT if p is None else show(p["value"], form) for p in (state["best"], state["last"]))
         table.add_row(
             escape(state["name"]),
-            escape(f"{state['algorithm']} {state['title']}"),
+            escape(f"{state['title']}: {state['label']}"),
             escape(status),
             f"{state['done']}/{state['total']}",
             best,
             last,
             duration(state["seconds"]),
             duration(state["eta"]),
-            str(state["signs"] or ""),
+            escape(", ".join(state["tags"])),
         )
     return table
 
@@ -94,6 +120,7 @@ def watch(folder: Path, rest: Callable[[], None]) -> None:
     from covey.telemetry.history import History
 
     run, tail = Run(0, folder, folder.name), Tail(folder / METRICS_FILE)
+    run.open()
     records = [record for _, line in tail.lines() if (record := _record(line)) is not None]
     found = {kind: tuple(record for its, record in records if its == kind) for kind in ("step", "eval")}
     console = open_console(_info(folder, run.info), "info", History(found["step"], found["eval"]))

@@ -52,7 +52,7 @@ OWN_CODE = ("agent",)  # groups that also take module:function or file.py:functi
 # What may differ between a run and its continuation.
 NOT_IN_FINGERPRINT = (
     *("resume", "gateway.port", "gateway.max_programs", "loop.max_minutes"),
-    *("logging.to", "logging.output_dir", "logging.verbosity"),
+    *("logging.to", "logging.output_dir", "logging.verbosity", "logging.tags", "logging.notes"),
     *(f"cluster.{field.name}" for field in fields(ClusterConfig)),  # on other machines it is the same run
     "learner.tensor_parallel",
 )

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -324,12 +325,24 @@ class LoggingConfig:
     output_dir: str = "outputs"  # runs go to output_dir/DATE/TIME
     episodes_per_step: Written = 4  # attempts at one task that are written to episodes.jsonl each step
     verbosity: str = "info"  # debug | info | warning
+    tags: list[str] = field(default_factory=list)  # labels of the run, e.g. [baseline,long]: covey dash, W&B, MLflow
+    notes: str = ""  # what the run is for, in your words: covey dash, W&B, MLflow
 
     def __post_init__(self) -> None:
         check_ranges(self, "logging.")
+        check_tags(self.tags, "logging.tags")
         for place in self.to:
             _one_of("logging.to", place, ("console", "wandb", "tensorboard", "mlflow", "trackio"))
         _one_of("logging.verbosity", self.verbosity, ("debug", "info", "warning"))
+
+
+LONGEST_TAG = 64  # characters, as in W&B
+
+
+def check_tags(tags: Sequence[str], where: str) -> None:
+    for tag in tags:
+        if not tag.strip() or len(tag) > LONGEST_TAG or not tag.isprintable():
+            raise InputError(f"{where}: {tag!r:.80} is not a tag: one line of 1 to {LONGEST_TAG} characters")
 
 
 @dataclass(frozen=True)

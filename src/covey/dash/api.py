@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from covey.dash.columns import thin
+from covey.dash.columns import level, thin
+from covey.dash.differences import MISSING, differing_settings
 from covey.dash.episodes import NUMBERS, Query
 from covey.dash.runs import Library, Run, wilson
-from covey.dash.signs import as_data
+from covey.dash.signs import as_data, too_early
 from covey.evaluation.compare import Comparison, sentence
 from covey.evaluation.report import short_names
 from covey.evaluation.statistics import Estimate
@@ -61,6 +62,7 @@ class Api:
             return {
                 "state": run.state(),
                 "names": {kind: table.names() for kind, table in tables.items()},
+                "early": too_early(run.totals.steps),
                 "signs": as_data(run.signs()),
                 "stages": run.stages(),
                 "failures": run.failures(),
@@ -76,7 +78,11 @@ class Api:
         with run.lock:
             table = run.metrics.tables[kind]
             wanted = [name for name in asked.get("names", "").split(",") if name in table.names()]
-            found = thin({name: table.column(name) for name in wanted}, run.metrics.axes(kind))
+            columns = {name: table.column(name) for name in wanted}
+            found = thin(columns, run.metrics.axes(kind))
+            for name, series in found["series"].items():
+                if (value := level(name, columns[name])) is not None:
+                    series["level"] = value
             if kind == "eval":
                 for name, series in found["series"].items():
                     _add_interval(series, run, name)
@@ -141,11 +147,9 @@ class Api:
             return self._compared(runs)
 
     def _compared(self, runs: list[Run]) -> Any:
-        keys = dict.fromkeys(key for run in runs for key in run.config)
-        missing = "–"
-        rows = [[key, *(run.config.get(key, missing) for run in runs)] for key in keys]
+        settings = differing_settings([run.config for run in runs])
         return {
-            "settings": [row for row in rows if any(value != row[1] for value in row[2:])],
+            "settings": [[key, *map(_shown, values)] for key, values in settings.items()],
             "unpaired": [found for run in runs[1:] if (found := unpaired(runs[0], run)) is not None],
             "paired": [shown for found in self.library.comparisons() if (shown := _paired(found)) is not None],
         }
@@ -173,7 +177,7 @@ class Api:
         if number >= len(self.library.runs):
             raise BadRequest(f"there is no run {number}")
         run = self.library.runs[number]
-        run.opened = True
+        run.open()
         return run
 
     def _place(self, run: Run, asked: Asked) -> int:
@@ -183,18 +187,24 @@ class Api:
         return place
 
 
+def _shown(value: Any) -> Any:
+    return "–" if value is MISSING else value
+
+
 def unpaired(first: Run, second: Run) -> dict[str, Any] | None:
     """The last evaluation that both made after as many updates; where there is none, the last of each. A run keeps no
     single answers of its evaluations, so the interval is that of two independent shares (Newcombe's, from the two
     Wilson intervals)."""
-    (steps, ours), (there, theirs) = (run.metrics.tables["eval"].points("eval/accuracy") for run in (first, second))
-    if not len(steps) or not len(there) or not first.tasks or not second.tasks:
+    ours, theirs = dict(first.totals.evaluations), dict(second.totals.evaluations)
+    if not ours or not theirs or not first.tasks or not second.tasks:
         return None
-    shared = [int(step) for step in np.intersect1d(steps, there) if step > 0]
-    at, other = (shared[-1], shared[-1]) if shared else (int(steps[-1]), int(there[-1]))
-    a, b = float(ours[steps == at][-1]), float(theirs[there == other][-1])
     if {first.measure(), second.measure()} != {"accuracy"}:  # the interval is that of shares
         return None
+    shared = [step for step in sorted(ours) if step in theirs and step > 0]
+    at, other = (
+        (shared[-1], shared[-1]) if shared else (first.totals.evaluations[-1][0], second.totals.evaluations[-1][0])
+    )
+    a, b = ours[at], theirs[other]
     (al, ah), (bl, bh) = wilson(a, first.tasks), wilson(b, second.tasks)
     low, high = b - a - math.hypot(b - bl, ah - a), b - a + math.hypot(bh - b, a - al)
     return {

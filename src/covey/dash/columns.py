@@ -14,6 +14,8 @@ from covey.dash.tail import Tail
 from covey.telemetry.jsonl import METRICS_FILE, read_record
 
 Floats = NDArray[np.float64]
+ROUND_OFF = 1e-6  # of a value: a few times the resolution of 32-bit floats
+ZERO = 1e-7
 POINTS = 1000  # buckets that a longer series is thinned out to: more than a chart has pixels, mostly
 
 
@@ -108,6 +110,19 @@ def thin(columns: Mapping[str, Floats], axes: Mapping[str, Floats], points: int 
         "axes": {name: listed(values[starts]) for name, values in axes.items()},
         "series": {name: _bucketed(values, starts) for name, values in columns.items()},
     }
+
+
+def level(name: str, values: Floats) -> float | None:
+    """The value of a metric that is constant but for round-off, which a chart must not magnify into a curve. None: it
+    varies, or is exactly constant. A learning rate may be tiny and real; of other metrics, what is below the resolution
+    of the 32-bit sums they come from is zero."""
+    there = values[np.isfinite(values)]
+    if not len(there) or (spread := float(there.max() - there.min())) == 0:
+        return None
+    size = float(np.abs(there).max())
+    if size < ZERO and name.rsplit("/", 1)[-1] != "lr":
+        return 0.0
+    return float(f"{np.median(there):.6g}") if spread <= ROUND_OFF * size else None
 
 
 def listed(values: Floats | Sequence[float]) -> list[float | None]:

@@ -12,6 +12,7 @@ from covey.dash.api import Api
 from covey.dash.episodes import Query
 from covey.dash.runs import Library, Run
 from covey.dash.server import MARK, SCRIPTS, page_file
+from covey.dash.signs import too_early
 from covey.dash.tail import at_home
 from covey.redact import hide_known, hide_words
 from covey.telemetry.figures import duration
@@ -46,7 +47,7 @@ def html_report(folders: Sequence[Path], episodes: int = EPISODES) -> str:
 def read_all(library: Library) -> None:
     """Everything that is recorded, before anything is asked."""
     for run in library.runs:
-        run.opened = True
+        run.open()
         while run.poll():
             pass
 
@@ -105,7 +106,7 @@ def markdown_report(folder: Path) -> str:
     of, status = plain(info["total_steps"]), plain(info["status"])
     parts = [
         f"## {plain(info['title'])}",
-        f"{what}: {summary.steps} of {of} steps, {status}, {duration(run.seconds())}.",
+        f"{what}: {summary.steps} of {of} steps, {status}, {duration(run.totals.seconds)}.",
         _results(summary, run),
         _signs(run),
         _changed(run),
@@ -125,6 +126,8 @@ def _results(summary: Summary, run: Run) -> str:
 
 
 def _signs(run: Run) -> str:
+    if early := too_early(run.totals.steps):
+        return early
     found = run.signs()
     if not found:
         return "No warning signs."

@@ -1,4 +1,8 @@
-"""Run folders as the page sees them: one run, followed; and the library of all that were named."""
+"""Run folders as the page sees them: one run, followed; and the library of all that were named.
+
+Of every run the totals are followed, which are cheap; the metrics and episodes of a run are read once somebody opens
+it, and followed from then on.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +12,39 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from threading import RLock
 from typing import Any
 
-import numpy as np
-
 from covey.config.read import load_yaml
 from covey.dash.columns import Metrics
+from covey.dash.differences import run_names
 from covey.dash.episodes import Episodes
 from covey.dash.signs import Evidence, Sign, find_signs
-from covey.dash.tail import at_home
+from covey.dash.tail import Tail, at_home
 from covey.errors import InputError
-from covey.redact import hide_settings
+from covey.redact import hide, hide_settings
 from covey.telemetry.base import flat
 from covey.telemetry.figures import Curve, curve_of, is_stage
 from covey.telemetry.history import read_run
-from covey.telemetry.state import RECENT
+from covey.telemetry.jsonl import METRICS_FILE
+from covey.telemetry.labels import LABELS_FILE
+from covey.telemetry.totals import SUMMARY_FILE, Totals, best_key, read_totals
+
+INFO_FILE, CONFIG_FILE = "run.json", "config.yaml"
+SHOWN = (  # of run.json, in the table of runs
+    *("title", "algorithm", "model", "task", "status", "started", "trained_reward", "reward_names", "tags", "notes"),
+)
 
 SILENT = 10.0  # median steps without a word after which a running run is called silent
 LOOK = 5.0  # seconds between two searches for new runs
 PATIENCE = 120.0  # seconds, at least
 MOST_TASKS = 1 << 40
 Z = 1.959963984540054  # 95 % of the normal distribution lie within ± Z
+
+# Settings of many runs are mostly the same words. What is sent is looked through for known secrets once more.
+_hide = lru_cache(maxsize=4096)(hide)
 
 
 class Run:
@@ -39,13 +53,19 @@ class Run:
     def __init__(self, number: int, folder: Path, name: str) -> None:
         self.number, self.folder, self.name = number, folder, name
         self.lock = RLock()
+        self.label = name  # what sets it apart from the others: the library knows those
         self.metrics, self.episodes = Metrics(folder), Episodes(folder)
         self.info = read_run(folder)
-        self.notes: list[str] = []  # what of its folder cannot be read
-        self.config = self._read_config()
+        self.config, self.unread = self._read_config()
         self.gone = False  # its folder is not there any more
-        self.opened = False  # somebody looked: its episodes are indexed from then on
+        self.opened = False
         self._signs: tuple[Any, list[Sign]] | None = None
+        self._tail = Tail(folder / METRICS_FILE)
+        self._stamps = self._stamp()
+        kept = read_totals(folder, best_key(self.info)) if self._has_summary() else None
+        self.totals = kept or Totals(best_key(self.info))
+        if kept is not None:
+            self._tail.skip_to(kept.size)
 
     @property
     def curve(self) -> Curve:
@@ -53,9 +73,8 @@ class Run:
 
     @property
     def version(self) -> str:
-        """Another one: there are new numbers, or another status."""
-        cuts, offset = self.metrics.version
-        return f"{cuts}.{offset}.{self.info['status']}"
+        """Another one: there are new numbers, another status or other labels."""
+        return f"{self._tail.cuts}.{self._tail.offset}.{self.info['status']}.{self._stamps.get(LABELS_FILE, (0,))[0]}"
 
     @property
     def tasks(self) -> int | None:
@@ -65,33 +84,68 @@ class Run:
 
     def broken(self) -> list[str]:
         """What of its files could not be read, in words."""
-        lines = (("metrics.jsonl", self.metrics.broken), ("episodes.jsonl", self.episodes.broken))
+        broken = max(self.totals.broken, self.metrics.broken)
+        lines = ((METRICS_FILE, broken), ("episodes.jsonl", self.episodes.broken))
         counted = [f"{name}: {count} lines cannot be read and are left out" for name, count in lines if count]
-        return [*self.notes, *counted]
+        return [*self.unread, *counted]
 
-    def _read_config(self) -> dict[str, Any]:
-        path = self.folder / "config.yaml"
+    def _read_config(self) -> tuple[dict[str, Any], list[str]]:
+        """Its settings by their dotted names, and why they cannot be read."""
+        path = self.folder / CONFIG_FILE
         try:
             tree = load_yaml(path) if at_home(path) else {}
-            return flat(hide_settings(tree)) if isinstance(tree, dict) else {}
+            return (flat(hide_settings(tree, text=_hide)) if isinstance(tree, dict) else {}), []
         except InputError as error:
-            self.notes.append(str(error).splitlines()[0])
-            return {}
+            return {}, [str(error).splitlines()[0]]
+
+    def _has_summary(self) -> bool:
+        return at_home(self.folder / SUMMARY_FILE) and at_home(self.folder / METRICS_FILE)
+
+    def _stamp(self) -> dict[str, tuple[int, int]]:
+        """Time and size of each file that is followed: one that has the same as before need not be read."""
+        found = {}
+        for name in (INFO_FILE, METRICS_FILE, CONFIG_FILE, LABELS_FILE):
+            with suppress(OSError):
+                stat = (self.folder / name).stat()
+                found[name] = (stat.st_mtime_ns, stat.st_size)
+        return found
+
+    def open(self) -> None:
+        """Read its numbers, if that was not done yet; they and its episodes are followed from now on."""
+        with self.lock:
+            if not self.opened:
+                self.opened = True
+                self.metrics.poll()
 
     def poll(self) -> bool:
-        """Read what is new in the numbers, and where somebody looks, a chunk of the episodes."""
+        """Read what is new: the totals, and where somebody has opened the run, numbers and a chunk of the episodes."""
         with self.lock:
-            before = self.version
-            if not (self.folder / "run.json").exists():
+            before, stamps = self.version, self._stamp()
+            if INFO_FILE not in stamps:
                 self.gone = True  # somebody deleted it: what was read of it stays
                 return False
-            self.metrics.poll()
-            more = self.opened and self.episodes.poll()
-            with suppress(InputError):  # what was read before stays
-                self.info = read_run(self.folder)
+            # A run that was killed leaves its files as they are: its lock tells.
+            if stamps != self._stamps or self.info["status"] == "running" or not self._tail.offset:
+                self._read_changes(stamps)
+            more = False
+            if self.opened:  # after the totals: a version never promises numbers that are not read yet
+                self.metrics.poll()
+                more = self.episodes.poll()
             return more or self.version != before
 
+    def _read_changes(self, stamps: dict[str, tuple[int, int]]) -> None:
+        if stamps.get(CONFIG_FILE) != self._stamps.get(CONFIG_FILE):
+            self.config, self.unread = self._read_config()
+        self._stamps = stamps
+        with suppress(InputError):  # what was read before stays
+            self.info = read_run(self.folder)
+        if self._tail.was_cut():
+            self.totals = Totals(best_key(self.info))
+        for _, line in self._tail.lines():
+            self.totals.add(line)
+
     def signs(self) -> list[Sign]:
+        """Of a run that is open."""
         with self.lock:
             now = (self.metrics.version, len(self.episodes) // 1000)
             if self._signs is None or self._signs[0] != now:
@@ -108,44 +162,33 @@ class Run:
             self.episodes.column("reward") if len(self.episodes) else None,
         )
 
-    def pace(self) -> float | None:
-        """Median seconds of the recent steps."""
-        seconds = self.metrics.tables["step"].points("timing/step")[1]
-        return float(np.median(seconds[-RECENT:])) if len(seconds) else None
-
     def state(self) -> dict[str, Any]:
-        """What the list of runs tells of it."""
+        """What the table of runs tells of it."""
         with self.lock:
             info, curve = self.info, self.curve
-            shown = ("title", "algorithm", "model", "task", "status", "started", "trained_reward", "reward_names")
-            done, total, pace = len(self.metrics.tables["step"]), info["total_steps"], self.pace()
+            done, total, pace = self.totals.steps, info["total_steps"], self.totals.pace
             running = info["status"] == "running"
             best, last = self._best()
             quiet = self._quiet()
-            return {name: info.get(name) for name in shown} | {
+            return {name: info.get(name) for name in SHOWN} | {
                 "id": self.number,
                 "name": self.name,
+                "label": self.label,
                 "kind": info.get("kind", "rl"),
                 "curve": {"key": curve.key, "best": curve.best, "name": curve.name, "falls": curve.falls}
                 | {"measure": self.measure()},
                 "done": done,
                 "total": total,
-                "seconds": self.seconds(),
+                "seconds": self.totals.seconds,
                 "eta": pace * (total - done) if running and pace is not None else None,
                 "silent": quiet if running and quiet > max(PATIENCE, SILENT * (pace or 0.0)) else None,
                 "best": best,
                 "last": last,
                 "episodes": len(self.episodes),
                 "indexed": self.episodes.indexed,
-                "signs": len(self.signs()),
                 "version": self.version,
                 "broken": self.broken(),
             }
-
-    def seconds(self) -> float:
-        tables = self.metrics.tables
-        took = tables["step"].points("timing/step")[1].sum() + tables["eval"].points("timing/evaluate")[1].sum()
-        return float(took)
 
     def stages(self) -> dict[str, float]:
         """Seconds of each stage in the whole run, longest first."""
@@ -164,14 +207,15 @@ class Run:
 
     def measure(self) -> str:
         """What its evaluations' numbers are called."""
-        return self.curve.measure(self.metrics.tables["eval"].points(self.curve.best)[1])
+        return self.curve.measure(value for _, value in self.totals.evaluations)
 
     def _best(self) -> tuple[dict[str, float] | None, dict[str, float] | None]:
-        steps, values = self.metrics.tables["eval"].points(self.curve.best)
-        if not len(values):
+        """The first of the best evaluations, and the last one."""
+        points = self.totals.evaluations
+        if not points:
             return None, None
-        best = int(values.argmin() if self.curve.falls else values.argmax())
-        return self._point(steps[best], values[best]), self._point(steps[-1], values[-1])
+        best = (min if self.curve.falls else max)(points, key=lambda point: point[1])
+        return self._point(*best), self._point(*points[-1])
 
     def _point(self, step: int, value: float) -> dict[str, float]:
         found = {"step": int(step), "value": float(value)}
@@ -180,8 +224,8 @@ class Run:
         return found
 
     def _quiet(self) -> float:
-        files = [self.folder / name for name in ("metrics.jsonl", "run.json")]
-        return time.time() - max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
+        written = (self._stamps.get(name, (0, 0))[0] for name in (METRICS_FILE, INFO_FILE))
+        return time.time() - max(written) / 1e9
 
 
 class Library:
@@ -214,16 +258,21 @@ class Library:
                 self.runs.append(Run(len(self.runs), folder, self._name(folder)))
             except InputError as error:  # one damaged folder does not hide the others
                 self.left_out.append(str(error))
+        if found:
+            self._label()
 
     def poll(self) -> bool:
         """One round over all runs; whether anything was new."""
         self.look()
         changed, errors = False, []
+        configs = [run.config for run in self.runs]
         for run in self.runs:
             try:
                 changed |= not run.gone and run.poll()
             except (OSError, ValueError) as error:  # one run's trouble is not the others'
                 errors.append(error)
+        if any(run.config is not before for run, before in zip(self.runs, configs, strict=True)):
+            self._label()
         if errors:
             raise errors[0]
         return changed
@@ -238,6 +287,15 @@ class Library:
             with suppress(ValueError, LookupError, TypeError, OSError, RecursionError):  # half written, or another's
                 found += json.loads(file.read_text())["comparisons"]
         return found
+
+    def _label(self) -> None:
+        """Names that say what differs between the runs that are there."""
+        algorithms, experiments = (
+            [str(run.info.get(name, "")) for run in self.runs] for name in ("algorithm", "experiment")
+        )
+        names = run_names([run.config for run in self.runs], algorithms, experiments)
+        for run, name in zip(self.runs, names, strict=True):
+            run.label = name
 
     def _name(self, folder: Path) -> str:
         """Short, and without the path to it."""

@@ -34,6 +34,7 @@ SCRIPTS = (
     "source.js",
     "chart.js",
     "overview.js",
+    "runs.js",
     "compare.js",
     "reader.js",
     "episodes.js",

@@ -60,6 +60,13 @@ class Evidence:
         return points if points is not None and len(points[1]) >= FEWEST else None
 
 
+def too_early(steps: int) -> str | None:
+    """Why nothing is said of a run yet; None: it is long enough to be judged."""
+    if steps >= FEWEST:
+        return None
+    return f"Too early to tell: a run is judged from its {FEWEST}th step on, and this one has {steps}."
+
+
 def find_signs(evidence: Evidence) -> list[Sign]:
     """What is wrong, the worst first."""
     found = [check(evidence) for check in CHECKS]

@@ -27,6 +27,11 @@ class Tail:
     def size(self) -> int:
         return self.path.stat().st_size if at_home(self.path) else 0
 
+    def skip_to(self, offset: int) -> None:
+        """Lines before are known already."""
+        self.offset, self._before = offset, b"\n" * min(offset, KEPT)
+        self._before = self._bytes_before()
+
     def was_cut(self) -> bool:
         """A resumed run cuts its files back to a checkpoint and writes on: the bytes before our place are then gone or
         others. If so, begin again."""

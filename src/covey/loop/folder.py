@@ -1,7 +1,8 @@
 """A run's folder: who may write to it, what it holds, and which one a resumed run goes on in.
 
 outputs/2026-01-31/14-05-09/
-    run.json  config.yaml  .hydra/  metrics.jsonl  episodes.jsonl  checkpoints/  summary.md  curve.png
+    run.json  config.yaml  .hydra/  metrics.jsonl  episodes.jsonl  checkpoints/
+    summary.md  summary.json  curve.png  labels.json
 """
 
 from __future__ import annotations

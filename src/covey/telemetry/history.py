@@ -12,6 +12,7 @@ from typing import Any
 from covey.errors import InputError
 from covey.storage import is_locked
 from covey.telemetry.jsonl import METRICS_FILE, read_record
+from covey.telemetry.labels import read_labels
 
 KILLED = "killed"  # the status of a run whose process ended before it could write another one
 
@@ -71,7 +72,8 @@ def read_history(folder: Path) -> History:
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """run.json: what the loop wrote about the run. One that says `running`, and whose process is gone, was killed."""
+    """run.json: what the loop wrote about the run, with its tags and notes as they are now. One that says `running`,
+    and whose process is gone, was killed."""
     path = folder / "run.json"
     try:
         if not path.exists():
@@ -90,7 +92,7 @@ def read_run(folder: Path) -> dict[str, Any]:
             raise InputError(f"{path}: not what a run writes: {name} must be {kind.__name__}, not {what!r:.40}")
     if run["status"] == "running" and is_locked(folder) is False:
         run["status"] = KILLED
-    found: dict[str, Any] = run
+    found: dict[str, Any] = run | read_labels(folder, run)
     return found
 
 

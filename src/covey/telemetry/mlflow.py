@@ -12,6 +12,7 @@ from covey.telemetry.base import RunInfo, Tracker, flat, require
 
 ID_FILE = "mlflow_run_id"
 STATUSES = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED", "restarting": "KILLED"}
+NOTES = "mlflow.note.content"  # MLflow shows it as the description of the run
 PARAMS_AT_ONCE = 100  # more are refused
 FORBIDDEN = re.compile(r"[^\w\-. :/]", re.ASCII)  # in names
 
@@ -35,7 +36,8 @@ class MlflowSink(Tracker):
     def _create(self, info: RunInfo, logging: LoggingConfig, path: Path) -> str:
         experiment = self._client.get_experiment_by_name(logging.project)
         number = experiment.experiment_id if experiment else self._client.create_experiment(logging.project)
-        found = str(self._client.create_run(number, run_name=logging.experiment).info.run_id)
+        tags = {_name(tag): "true" for tag in logging.tags} | ({NOTES: logging.notes} if logging.notes else {})
+        found = str(self._client.create_run(number, run_name=logging.experiment, tags=tags).info.run_id)
         path.write_text(found + "\n", encoding="ascii")
         params = [self._mlflow.entities.Param(_name(key), str(value)) for key, value in flat(info.config).items()]
         for first in range(0, len(params), PARAMS_AT_ONCE):

@@ -1,4 +1,5 @@
-"""The page at the end of a run: summary.md and curve.png, made from run.json and metrics.jsonl alone."""
+"""The page at the end of a run: summary.md, its numbers in summary.json, and curve.png, made from run.json and
+metrics.jsonl alone."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from covey.telemetry.charts import compare_curves, draw_curve
 from covey.telemetry.figures import ABSENT, Curve, curve_of, duration, evaluation_form, is_stage, show
 from covey.telemetry.history import History, Points, read_history, read_run
 from covey.telemetry.markdown import block, code, plain
+from covey.telemetry.totals import write_totals
 
 __all__ = ["Change", "Summary", "compare_curves", "print_summary", "summarise", "write_report"]
 
@@ -95,10 +97,12 @@ def summarise(folder: Path) -> Summary:
 
 
 def write_report(folder: Path, status: str | None = None) -> Path:
-    """Write FOLDER/curve.png and FOLDER/summary.md; returns the latter. `status`: what run.json is about to say."""
+    """Write curve.png, summary.json and summary.md into FOLDER; returns the last. `status`: what run.json is about to
+    say."""
     draw_curve(folder, folder / "curve.png")
-    path = folder / "summary.md"
-    write_whole(path, _markdown(summarise(folder), folder, status))
+    path, summary = folder / "summary.md", summarise(folder)
+    write_totals(folder, summary.run)
+    write_whole(path, _markdown(summary, folder, status))
     return path
 
 

@@ -16,6 +16,7 @@ class WandbSink(Tracker):
     elsewhere = True
 
     def __init__(self, info: RunInfo, logging: LoggingConfig) -> None:
+        begins = not (info.folder / ID_FILE).exists()  # a resumed run keeps the labels that were changed on its page
         self._run = require("wandb", "wandb").init(
             project=logging.project,
             name=logging.experiment,
@@ -23,6 +24,8 @@ class WandbSink(Tracker):
             resume="allow",
             dir=str(info.folder),
             config=info.config,
+            tags=(logging.tags or None) if begins else None,
+            notes=(logging.notes or None) if begins else None,
             settings={"x_disable_meta": True} if hide_words(sys.argv) != sys.argv else None,  # it records the command
         )
         # W&B's own counter only moves forward; a run that fell back to its checkpoint repeats steps.

@@ -1,7 +1,7 @@
 "use strict";
 // The frame: which page and run are shown, what the keys do, and looking for news.
 (function (covey) {
-  const { h } = covey, state = covey.state, TABS = ["overview", "compare", "episodes", "rewards"], NEWS = 2000;
+  const { h } = covey, state = covey.state, TABS = ["runs", "overview", "compare", "episodes", "rewards"], NEWS = 2000;
   const root = document.getElementById("view"), tabs = document.getElementById("tabs"), runs = document.getElementById("run");
   let tab = null, version = "";
 
@@ -9,7 +9,7 @@
   function read() {
     const [name, words] = location.hash.slice(1).split("?");
     covey.route = Object.fromEntries(new URLSearchParams(words || ""));
-    return TABS.includes(name) ? name : "overview";
+    return TABS.includes(name) ? name : state.runs.length > 1 ? "runs" : "overview";
   }
   const write = (name, words) => `#${name}?${new URLSearchParams(Object.entries(words).filter(([, v]) => v !== undefined))}`;
   covey.go = (to) => { location.hash = write(to.tab || tab, { run: state.run, id: to.id }); };
@@ -17,7 +17,7 @@
   covey.evidence = async (name, span) => {
     state.mark = { name, span };
     if (tab !== "overview") { covey.go({ tab: "overview" }); return; }
-    covey.views.overview.key = "";
+    covey.views.overview.built = "";
     await guarded(() => covey.views.overview.update());
     const card = document.querySelector(".card.marked");
     if (card) card.scrollIntoView({ block: "center" });
@@ -55,9 +55,9 @@
   }
 
   function list(found) {
-    const names = found.map((run) => run.name).join("\n");
-    if (names !== state.runs.map((run) => run.name).join("\n") || !runs.children.length) {
-      runs.replaceChildren(...found.map((run) => h("option", { value: run.id, text: `${run.name}  ${run.title}` })).reverse());
+    const text = (run) => `${run.label}  (${run.name})`, names = (all) => all.map(text).join("\n");
+    if (names(found) !== names(state.runs) || !runs.children.length) {
+      runs.replaceChildren(...found.map((run) => h("option", { value: run.id, text: text(run) })).reverse());
       runs.value = String(state.run);
     }
     state.runs = found;
@@ -66,6 +66,7 @@
   // What a page depends on: the numbers of its run, of all runs, or the episodes too.
   function seen() {
     const run = state.runs[state.run];
+    if (tab === "runs") return JSON.stringify(state.runs);
     if (tab === "compare") return state.runs.map((other) => other.version).join();
     return covey.views[tab].reads === "episodes" ? `${run.version}.${run.episodes}` : run.version;
   }
@@ -101,7 +102,7 @@
     try { kept = localStorage.getItem("covey-theme"); } catch { /* as above */ }
     theme(kept || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
     tabs.append(...TABS.map((name, i) => h("button", { role: "tab", "data-tab": name, onclick: () => covey.go({ tab: name }) }, covey.views[name].title, h("kbd", { text: String(i + 1), "aria-hidden": "true" }))));
-    runs.addEventListener("change", () => { location.hash = write(tab, { run: runs.value }); });
+    runs.addEventListener("change", () => { location.hash = write(tab === "runs" ? "overview" : tab, { run: runs.value }); });
     document.getElementById("theme").addEventListener("click", flip);
     document.addEventListener("keydown", key);
     addEventListener("hashchange", show);

@@ -2,7 +2,7 @@
 // Charts on a canvas: lines with a band, stacked bars, dots. Each is a card with its legend, PNG and CSV.
 (function (covey) {
   const { h, number } = covey;
-  const PAD = { left: 50, right: 10, top: 8, bottom: 22 }, HEIGHT = 190;
+  const PAD = { left: 64, right: 10, top: 8, bottom: 36 }, HEIGHT = 206;
 
   function ticks(low, high, count, least = 0) {
     const rough = Math.max(least, (high - low) / count) || 1, power = 10 ** Math.floor(Math.log10(rough));
@@ -31,7 +31,7 @@
   };
 
   class Chart {
-    // options: title, about, kind: lines | stack | dots, onpick(dot), format(value)
+    // options: title, about, ylabel, kind: lines | stack | dots, onpick(dot)
     constructor(options) {
       this.options = options;
       this.data = { series: [] };
@@ -52,16 +52,19 @@
       new ResizeObserver(() => this.draw()).observe(this.canvas);
     }
 
-    rename(title) { this.options.title = title; this.title.textContent = title; }
+    rename(title) { this.options.title = this.options.ylabel = title; this.title.textContent = title; }
 
-    // data: {series: [{label, x, y, raw?, lo?, hi?, band?, colour, dots?, id?}], log, xlabel, xformat}
+    labels() { return { x: this.data.xlabel || "step", y: (this.data.ylabel || this.options.ylabel || "") + (this.data.log ? " (log scale)" : "") }; }
+
+    // data: {series: [{label, x, y, raw?, exact?, lo?, hi?, band?, colour, dashed?, id?}], log, xlabel, ylabel, xformat}
     set(data) {
       this.data = data;
       const shown = data.series.map((one) => `${one.label} ${number(covey.last(one.y))}`).join(", ");
-      this.canvas.setAttribute("aria-label", `${this.options.title}. ${shown || "no values"}`);
+      const { x, y } = this.labels();
+      this.canvas.setAttribute("aria-label", `${this.options.title}. ${y} over ${x}. ${shown || "no values"}`);
       this.legend.replaceChildren(...data.series.map((one) => {
-        const mark = h("i");
-        mark.style.background = one.colour;
+        const mark = h("i", { class: one.dashed ? "dashed" : null });
+        mark.style.backgroundColor = one.colour;
         return h("span", {}, mark, one.legend || one.label);
       }));
       this.draw();
@@ -141,6 +144,17 @@
         g.textAlign = X(tick) > width - 40 ? "right" : "center";
         g.fillText(form(tick), Math.min(X(tick), width - PAD.right), height - PAD.bottom + 6);
       }
+      this.nameAxes(g, width, height);
+    }
+
+    nameAxes(g, width, height) {
+      const { x, y } = this.labels();
+      g.fillStyle = covey.colour("soft"); g.textAlign = "center"; g.textBaseline = "bottom";
+      g.fillText(x, (PAD.left + width - PAD.right) / 2, height - 1);
+      g.save();
+      g.translate(1, (PAD.top + height - PAD.bottom) / 2); g.rotate(-Math.PI / 2); g.textBaseline = "top";
+      g.fillText(y, 0, 0, height - PAD.bottom);
+      g.restore();
     }
 
     lines(g) {
@@ -149,7 +163,8 @@
         g.strokeStyle = one.colour; g.fillStyle = one.colour;
         if (one.lo) { g.globalAlpha = 0.16; this.area(g, one); }
         if (one.raw) { g.globalAlpha = 0.28; g.lineWidth = 1; this.line(g, one.x, one.raw); }
-        g.globalAlpha = 1; g.lineWidth = 1.8; this.line(g, one.x, one.y);
+        g.globalAlpha = 1; g.lineWidth = 1.8; g.setLineDash(one.dashed ? [6, 4] : []); this.line(g, one.x, one.y);
+        g.setLineDash([]);
         if (one.x.length <= 40) one.x.forEach((x, i) => {
           const y = one.y[i] === null ? null : value(one.y[i]);
           if (y !== null) { g.beginPath(); g.arc(X(x), Y(y), 2.4, 0, 7); g.fill(); }
@@ -289,7 +304,7 @@
       const quote = (text) => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
       const lines = [["series", this.data.xlabel || "step", "value", "low", "high"].join(",")];
       for (const one of this.data.series) {
-        const ys = one.raw || one.y;
+        const ys = one.exact || one.raw || one.y;
         one.x.forEach((x, i) => { if (ys[i] !== null) lines.push([quote(one.label), x, ys[i], one.lo ? one.lo[i] : "", one.hi ? one.hi[i] : ""].join(",")); });
       }
       covey.save(this.name() + ".csv", new Blob([lines.join("\n") + "\n"], { type: "text/csv" }));

@@ -38,7 +38,24 @@ window.covey = { views: {} };
   };
 
   covey.colour = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
-  covey.series = (index) => covey.colour("c" + (index % 8));
+  const COLOURS = 8;
+  covey.series = (index) => covey.colour("c" + (index % COLOURS));
+  covey.isDashed = (index) => index >= COLOURS; // the colours are used up: their second round is dashed
+
+  // The colour that a run has in every list and chart while it is picked for comparison.
+  const slots = new Map();
+  covey.slot = (id) => slots.get(id);
+  covey.assignSlots = function (ids) {
+    for (const id of [...slots.keys()]) if (!ids.includes(id)) slots.delete(id);
+    for (const id of ids) {
+      let free = 0;
+      while ([...slots.values()].includes(free)) free += 1;
+      if (!slots.has(id)) slots.set(id, free);
+    }
+  };
+  covey.mark = (id) => (slots.has(id)
+    ? covey.h("i", { class: `mark c${slots.get(id) % COLOURS}${covey.isDashed(slots.get(id)) ? " dashed" : ""}`, "data-slot": slots.get(id) })
+    : covey.h("i", { class: "mark none" }));
 
   const tip = () => document.getElementById("tip");
   covey.tip = function (text, x, y) {

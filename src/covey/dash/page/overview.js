@@ -19,14 +19,15 @@
   covey.lineOf = function (found, name, label, colour, smoothed = true) {
     const one = found.series[name];
     if (!one) return null;
-    const weight = smoothed ? state.smooth : 0;
-    const y = covey.smooth(one.y, weight);
-    return { label, colour, x: found.axes[state.axis], y, raw: weight ? one.y : null, lo: one.lo, hi: one.hi, band: one.band };
+    // Round-off is not a curve: such a metric is drawn at its level. The numbers that are saved stay as they are.
+    const flat = one.level !== undefined, weight = smoothed && !flat ? state.smooth : 0, band = !flat || one.band;
+    const y = flat ? one.y.map((value) => (value === null ? null : one.level)) : covey.smooth(one.y, weight);
+    return { label, colour, x: found.axes[state.axis], y, raw: weight ? one.y : null, exact: one.y, lo: band ? one.lo : null, hi: band ? one.hi : null, band: one.band };
   };
   covey.axis = () => ({ whole: state.axis !== "time", xlabel: AXES[state.axis][0], xformat: AXES[state.axis][1], log: state.log, mark: state.axis === "step" && state.mark ? state.mark.span : null });
 
-  covey.signCards = function (run, signs, evidence) {
-    if (run.done < 10) return h("div", { class: "quiet early", text: "Too early to judge: warnings are given from the tenth step on." });
+  covey.signCards = function ({ early, signs }, evidence) {
+    if (early) return h("div", { class: "quiet early", text: early });
     if (!signs.length) return h("div", { class: "fine", text: "✓ Nothing looks wrong." });
     return h("div", { class: "signs" }, signs.map((sign) => h("div", { class: "sign", "data-sign": sign.name },
       h("h2", { text: sign.title }), h("p", { text: sign.sentence }),
@@ -36,6 +37,8 @@
 
   covey.pill = (run) => h("span", { class: "pill " + (run.silent ? "silent" : run.status), text: run.silent ? `silent for ${duration(run.silent)}` : run.status });
 
+  covey.tags = (run) => run.tags.map((tag) => h("span", { class: "tag", text: tag }));
+
   function panels(names, run) {
     const has = (list, kind = "step") => list.filter((name) => names[kind].includes(name));
     const like = (start) => names.step.filter((name) => name.startsWith(start));
@@ -43,33 +46,33 @@
     const stages = names.step.filter((name) => name.startsWith("timing/") && !["timing/step", "timing/tools", "timing/slowest_episode"].includes(name));
     const sft = run.kind === "sft";
     return [
-      { title: sft ? "Loss" : "Reward", about: sft ? "surprise per demonstrated token" : "mean score of a step's answers", names: [run.curve.key] },
-      { title: `Held-out ${run.curve.measure}`, about: "unseen tasks" + (run.curve.measure === "accuracy" ? ", with 95 % intervals" : ""), kind: "eval", names: modes.length ? modes : [run.curve.best] },
-      { title: "KL", about: "distance from the reference, or the sampler", names: has(["kl/reference", "kl/samples", "gvpo/mean_log_ratio", "policy/kl_old"]).slice(0, 2) },
-      { title: "Entropy", about: "doubt per token; near 0: no exploring", names: ["policy/entropy"] },
-      { title: "Length", about: "tokens per answer", names: has(["response/length_mean", "response/length_max", "sft/tokens"]) },
-      { title: "Cut off and flat", about: "share of answers, of groups", names: has(["response/truncated", "groups/flat"]) },
-      { title: "Throughput", about: "tokens per second", names: ["perf/tokens_per_second"] },
-      { title: "Time per stage", about: "seconds of a step", stack: true, names: stages },
-      { title: "Memory", about: "GiB of the driving process, of its GPU", names: has(["perf/memory_gib", "perf/gpu_memory_gib"]) },
-      { title: "Gradient norm", about: "force of the update", names: ["grad/norm"] },
-      { title: "Policy age", about: "updates between sampling and learning", names: has(["policy/age", "policy/age_max"]) },
-      { title: "Failures by cause", about: "episodes that the infrastructure broke", names: like("episodes/failed/") },
-      { title: "Tools", about: "calls per episode; share that are mistakes", names: has(["agent/tool_calls", "agent/tool_errors"]) },
+      { title: sft ? "Loss" : "Reward", about: sft ? "surprise per demonstrated token" : "mean score of a step's answers", unit: run.curve.name, names: [run.curve.key] },
+      { title: `Held-out ${run.curve.measure}`, about: "unseen tasks" + (run.curve.measure === "accuracy" ? ", with 95 % intervals" : ""), kind: "eval", unit: run.curve.measure, names: modes.length ? modes : [run.curve.best] },
+      { title: "KL", about: "distance from the reference, or the sampler", unit: "nats per token", names: has(["kl/reference", "kl/samples", "gvpo/mean_log_ratio", "policy/kl_old"]).slice(0, 2) },
+      { title: "Entropy", about: "doubt per token; near 0: no exploring", unit: "nats per token", names: ["policy/entropy"] },
+      { title: "Length", about: "tokens per answer", unit: "tokens", names: has(["response/length_mean", "response/length_max", "sft/tokens"]) },
+      { title: "Cut off and flat", about: "share of answers, of groups", unit: "share", names: has(["response/truncated", "groups/flat"]) },
+      { title: "Throughput", about: "tokens per second", unit: "tokens per second", names: ["perf/tokens_per_second"] },
+      { title: "Time per stage", about: "seconds of a step", unit: "seconds", stack: true, names: stages },
+      { title: "Memory", about: "GiB of the driving process, of its GPU", unit: "GiB", names: has(["perf/memory_gib", "perf/gpu_memory_gib"]) },
+      { title: "Gradient norm", about: "force of the update", unit: "norm", names: ["grad/norm"] },
+      { title: "Policy age", about: "updates between sampling and learning", unit: "updates", names: has(["policy/age", "policy/age_max"]) },
+      { title: "Failures by cause", about: "episodes that the infrastructure broke", unit: "episodes", names: like("episodes/failed/") },
+      { title: "Tools", about: "calls per episode; share that are mistakes", unit: "calls, share", names: has(["agent/tool_calls", "agent/tool_errors"]) },
     ].filter((panel) => panel.names.some((name) => names[panel.kind || "step"].includes(name)));
   }
 
   covey.views.overview = {
     title: "Overview",
     async mount(root) {
-      this.root = root; this.charts = []; this.key = "";
+      this.root = root; this.charts = []; this.built = "";
       await this.update();
     },
 
     async update() {
       const found = this.found = await covey.ask("run", { run: state.run });
       const key = JSON.stringify([state.run, found.names]);
-      if (key !== this.key) { this.key = key; this.build(found); }
+      if (key !== this.built) { this.built = key; this.build(found); }
       this.fill(found);
       const ask = (kind) => covey.ask("series", { run: state.run, kind, names: this.wanted(kind).join(",") });
       [this.steps, this.evals] = await Promise.all([ask("step"), ask("eval")]);
@@ -93,12 +96,12 @@
     },
 
     card(panel, first) {
-      const chart = new covey.Chart({ title: panel.title, about: panel.about, kind: panel.stack ? "stack" : "lines" });
+      const chart = new covey.Chart({ title: panel.title, about: panel.about, ylabel: panel.unit, kind: panel.stack ? "stack" : "lines" });
       this.grid[first ? "prepend" : "append"](chart.node);
       return { panel, chart };
     },
 
-    panelOf(name) { return { title: name, about: "", kind: this.found.names.step.includes(name) ? "step" : "eval", names: [name] }; },
+    panelOf(name) { return { title: name, about: "", unit: name, kind: this.found.names.step.includes(name) ? "step" : "eval", names: [name] }; },
 
     async add(name) { this.charts.unshift(this.card(this.panelOf(name), true)); await this.update(); },
 
@@ -109,11 +112,12 @@
       bar.style.width = `${(100 * run.done) / Math.max(1, run.total)}%`;
       this.top.replaceChildren(
         h("div", { class: "head" }, h("h1", { text: run.title }), covey.pill(run),
-          h("span", { class: "quiet", text: `${run.algorithm} trains ${run.model} on ${run.task}` }), h("span", { class: "grow" }),
+          h("span", { class: "quiet", text: `${run.algorithm} trains ${run.model} on ${run.task}` }), covey.tags(run), h("span", { class: "grow" }),
           h("span", { text: `step ${run.done.toLocaleString("en")} of ${run.total.toLocaleString("en")}` }),
           h("span", { class: "quiet", text: `${duration(run.seconds)} so far` + (run.eta !== null ? `, ${duration(run.eta)} left` : "") })),
         h("div", { class: "bar", role: "progressbar", "aria-valuenow": run.done, "aria-valuemax": run.total, "aria-label": "Steps done" }, bar),
-        covey.signCards(run, found.signs, (name, span) => covey.evidence(name, span)),
+        run.notes ? h("p", { class: "notes", text: run.notes }) : "",
+        covey.signCards(found, (name, span) => covey.evidence(name, span)),
         shown);
     },
 

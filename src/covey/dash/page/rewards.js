@@ -6,7 +6,7 @@
   covey.views.rewards = {
     title: "Rewards", reads: "episodes",
     async mount(root) {
-      this.root = root; this.x = "length"; this.y = "reward"; this.key = "";
+      this.root = root; this.x = "length"; this.y = "reward"; this.built = "";
       await this.update();
     },
 
@@ -17,8 +17,8 @@
       this.weights = names.filter((name) => /^dgdo\/.+\/weight$/.test(name));
       this.zero = names.filter((name) => /^gdpo\/.+\/frac_zero_std$/.test(name));
       const key = JSON.stringify([state.run, this.means, this.weights, this.zero]);
-      if (key !== this.key) { this.key = key; this.build(); }
-      this.top.replaceChildren(covey.signCards(this.found.state, this.found.signs, (name, span) => covey.evidence(name, span)), this.fixed());
+      if (key !== this.built) { this.built = key; this.build(); }
+      this.top.replaceChildren(covey.signCards(this.found, (name, span) => covey.evidence(name, span)), this.fixed());
       this.steps = await covey.ask("series", { run: state.run, kind: "step", names: [...this.means, ...this.weights, ...this.zero].join(",") });
       this.redraw();
       await this.scatter();
@@ -26,10 +26,10 @@
 
     build() {
       this.top = h("div");
-      const chart = (title, about) => new covey.Chart({ title, about });
-      this.curves = [[chart("Rewards", "mean of each, and their weighted sum"), this.means]];
-      if (this.weights.length) this.curves.push([chart("Weights", "in use, by DGDO"), this.weights]);
-      if (this.zero.length) this.curves.push([chart("Groups where a reward does not differ", ""), this.zero]);
+      const chart = (title, about, ylabel) => new covey.Chart({ title, about, ylabel });
+      this.curves = [[chart("Rewards", "mean of each, and their weighted sum", "reward"), this.means]];
+      if (this.weights.length) this.curves.push([chart("Weights", "in use, by DGDO", "weight"), this.weights]);
+      if (this.zero.length) this.curves.push([chart("Groups where a reward does not differ", "", "share of groups"), this.zero]);
       this.selects = ["x", "y"].map((axis) => h("select", { "aria-label": axis === "x" ? "Across" : "Up", onchange: (event) => { this[axis] = event.target.value; this.scatter(); } }));
       this.verdict = h("div", { class: "quiet" });
       const below = h("div", {}, h("div", { class: "tools" }, h("label", {}, "up", this.selects[1]), h("label", {}, "across", this.selects[0])), this.verdict);

@@ -21,6 +21,17 @@
       && (!q.text || row.said.includes(q.text));
   }
 
+  // Of what was compared between all runs of the file, the part about some of them.
+  function compared(data, ids) {
+    const places = ids.map((id) => 1 + data.runs.findIndex((run) => run.run.state.id === id));
+    const settings = data.compare.settings.map((row) => [row[0], ...places.map((place) => row[place])]);
+    return {
+      settings: settings.filter((row) => row.slice(2).some((value) => JSON.stringify(value) !== JSON.stringify(row[1]))),
+      unpaired: data.compare.unpaired.filter((one) => ids.includes(one.first) && ids.includes(one.second)),
+      paired: data.compare.paired,
+    };
+  }
+
   // The same answers as the server's, from what was put into the file.
   function fromFile(data) {
     for (const run of data.runs) {
@@ -32,7 +43,7 @@
       run: (q) => of(q).run,
       series: (q) => of(q).series[q.kind || "step"],
       episode: (q) => of(q).episodes[q.id],
-      compare: () => data.compare,
+      compare: (q) => compared(data, String(q.runs).split(",").map(Number)),
       scatter: (q) => of(q).scatter[`${q.x}|${q.y}`] || of(q).scatter["length|reward"],
       episodes: (q) => {
         const run = of(q), rows = run.rows.filter((row) => fits(row, q)), key = q.sort || "step", sign = q.order === "up" ? 1 : -1;
