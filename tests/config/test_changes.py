@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from covey.cli.prepare import algorithm_schemas
+from covey.algorithms import algorithm_schemas
 from covey.config import Composed, compose
 from covey.config.changes import Change, differences
 from covey.redact import MASK
