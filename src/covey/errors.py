@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sysconfig
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 
@@ -44,14 +47,59 @@ class NamedFailure(EpisodeError):
 
 
 def said(error: BaseException) -> str:
-    """An error of others' code in a line. A SystemExit says nothing of itself but a number: where it came from does."""
-    if not isinstance(error, SystemExit):
-        return f"{type(error).__name__}: {error}"
-    frames = traceback.extract_tb(error.__traceback__)
-    installed = (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), str(Path(__file__).parent))
-    own = [frame for frame in frames if not frame.filename.startswith(("<", *installed))] or frames
-    place = f" at {own[-1].filename}, line {own[-1].lineno}" if own else ""
-    return f"SystemExit: sys.exit({error.code!r}) was called{place}"
+    """An error of the user's code: its type, its message, and the line of that code it was raised at."""
+    error = first_error(error)
+    text = f"{type(error).__name__}: {message_of(error)}".removesuffix(": ")
+    return with_place(text, place_of(error))
+
+
+def with_place(text: str, place: str) -> str:
+    if not place:
+        return text
+    return f"{text}\n  at {place}" if "\n" in text else f"{text} at {place}"
+
+
+def message_of(error: BaseException) -> str:
+    """An error's text. That of a SystemExit is only a number; an exception class of the user's may raise in __str__."""
+    if isinstance(error, SystemExit):
+        return f"sys.exit({error.code!r}) was called"
+    try:
+        return str(error)
+    except Exception:
+        return "(its message cannot be shown)"
+
+
+def place_of(error: BaseException) -> str:
+    """`my_rewards.py, line 12: return int(text)`: the innermost line of the user's own code, or else of an installed
+    package; empty where an error passed through neither."""
+    frames = traceback.extract_tb(first_error(error).__traceback__)
+    known = [(_origin(frame.filename), frame) for frame in frames]
+    found = next(([f for o, f in known if o == want] for want in ("user", "package") if want in dict(known)), None)
+    if found is None:
+        return ""
+    path, line = Path(found[-1].filename), found[-1].line
+    with suppress(OSError, ValueError):  # a folder that was deleted; a file elsewhere, which is named in full
+        path = path.relative_to(Path.cwd())
+    return f"{path}, line {found[-1].lineno}" + (f": {line}" if line else "")
+
+
+@cache
+def _origin(filename: str) -> str:
+    """Whose code a file is: user, package, covey or python."""
+    if filename.startswith("<"):
+        return "user" if filename.startswith(("<ipython-input", "<stdin>")) else "python"
+    packages = map(sysconfig.get_path, ("purelib", "platlib"))  # may lie below the standard library: they come first
+    libraries = map(sysconfig.get_path, ("stdlib", "platstdlib"))
+    folders = {str(Path(__file__).parent): "covey", **dict.fromkeys(packages, "package")}
+    folders |= {folder: "python" for folder in libraries if folder not in folders}
+    return next((whose for folder, whose in folders.items() if filename.startswith(f"{folder}{os.sep}")), "user")
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The error inside the groups that asyncio wraps around it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

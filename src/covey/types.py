@@ -116,6 +116,7 @@ class ToolUse:
     tool: str
     seconds: float
     error: str | None = None  # malformed | unknown_tool | bad_arguments | raised | deadline
+    detail: str = ""  # where the tool's own code raised; for the user, not shown to the model
 
 
 @dataclass(frozen=True, slots=True)
