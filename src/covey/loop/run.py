@@ -58,6 +58,12 @@ class Run:
             self.telemetry.warn,
             rewards=[name for name, weight in self.road.schedule.weights.items() if weight],
             total_steps=self.total_steps,
+            limits={
+                "rollout.max_tokens": self.config.rollout.max_tokens,
+                "agent.max_response_tokens": self.config.agent.max_response_tokens,
+                "model.context_length": self.config.model.context_length,
+                "agent.max_turns": self.config.agent.max_turns,
+            },
             single=self.config.rollout.group_size == 1,
         )
 
