@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sysconfig
 import traceback
@@ -10,6 +9,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+
+from covey.suggest import nearest as nearest
 
 
 class InputError(ValueError):
@@ -102,17 +103,12 @@ def first_error(error: BaseException) -> BaseException:
     return error
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that was probably meant, if one is close enough."""
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return found[0] if found else None
-
-
-def unknown(kind: str, word: str, known: Iterable[str]) -> InputError:
-    """`unknown reward  exat` with the nearest match and the list to choose from."""
+def unknown(kind: str, word: str, known: Iterable[str], prefix: str = "") -> InputError:
+    """`unknown reward  exat` with what was probably meant and the list to choose from. `prefix`: what the name is typed
+    after, shown with the suggestion."""
     names = sorted(known)
     lines = [f"unknown {kind}  {word}"]
-    if guess := nearest(word, names):
-        lines.append(f"  did you mean   {guess}?")
+    if guess := nearest(word, names, kind):
+        lines.append(f"  did you mean   {prefix}{guess}?")
     lines.append(f"  known: {', '.join(names)}")
     return InputError("\n".join(lines))

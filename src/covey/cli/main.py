@@ -159,7 +159,7 @@ def _command(name: str) -> Callable[[list[str]], int]:
         "doctor": doctor.main,
     }
     if name not in commands:
-        raise unknown("command", name, commands)
+        raise unknown("command", name, commands, prefix="covey ")
     return commands[name]
 
 
