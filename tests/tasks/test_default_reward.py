@@ -68,7 +68,9 @@ def test_the_reward_in_force_stands_in_the_first_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     covey.train(model=str(tiny_model_folder), tasks=GSM8K, **SMALL, **{"loop.total_steps": 1})
-    assert "on tasks given in Python, reward math_verify, 1 steps" in capsys.readouterr().out.splitlines()[0]
+    lines = capsys.readouterr().out.splitlines()
+    first = next(line for line in lines if not line.startswith("loading "))  # on a busy machine
+    assert "on tasks given in Python, reward math_verify, 1 steps" in first
 
 
 def test_first_steps_without_signal_are_warned_of_once(

@@ -84,6 +84,7 @@ def _joined(
 
     from covey.loop.run import Run
     from covey.loop.step import Road
+    from covey.telemetry import working
 
     config = prepared.config
     if checkpoint is not None:
@@ -92,7 +93,8 @@ def _joined(
     torch.set_num_threads(threads)
     checkpoints = store(config, folder.path)
     rewards = open_rewards(config, prepared.rewards, workers, resources)
-    learner, open_engine = _learner_and_engine(prepared, checkpoint, folder.path, threads, resources)
+    with working(_starting(prepared), config.logging):
+        learner, open_engine = _learner_and_engine(prepared, checkpoint, folder.path, threads, resources)
     write_run_files(prepared, folder, learner, threads, resumed=checkpoint is not None)
     telemetry = open_telemetry(prepared, folder.path, checkpoint)
     engine = open_engine(telemetry)
@@ -130,6 +132,13 @@ def _joined(
         services=services(prepared.agent),
         resources=resources.pop_all(),
     )
+
+
+def _starting(prepared: Prepared) -> str:
+    """What takes long before the first line of a run."""
+    config = prepared.config
+    loading = f"loading {config.model.name}"
+    return f"starting the processes of the Ray cluster, and {loading}" if config.cluster.name == "ray" else loading
 
 
 def _own_thread(learner: Learner, resources: ExitStack) -> Executor:

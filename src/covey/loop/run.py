@@ -157,8 +157,8 @@ class Run:
         if self.engine.version != done:
             await self.engine.publish(self.learner.weights(), version=done)
         answers = sum(self.config.eval.n if mode == "sampled" else 1 for mode in self.config.eval.modes)
-        self._show_progress(answers * len(self.evaluator.tasks), "answers")
         with self.telemetry.stage("evaluate"):
+            self._show_progress(answers * len(self.evaluator.tasks), "answers")
             found = await self.evaluator.run()
         # What it left in the engine's cache must not be found by the next step: a resumed run would not find it.
         await self.engine.publish(self.learner.weights(), version=done)
@@ -192,6 +192,7 @@ class Run:
             self.telemetry.progress(min(finished, total), total, what)
 
         self.engine.on_finished = one_more
+        self.telemetry.progress(0, total, what)
 
     def decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids))
