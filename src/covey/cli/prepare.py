@@ -107,6 +107,26 @@ class Prepared:
         )
 
 
+class Absences:
+    """Collects what is not on this machine (files, a GPU, a model of the hub), so that it is reported all at once."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, None] = {}  # in order, each once
+
+    def attempt(self, step: Callable[[], Found]) -> Found | None:
+        """What a step returns; None where it needs something that is not here."""
+        try:
+            return step()
+        except Absent as error:
+            self._found[str(error)] = None
+            return None
+
+    def report(self, *, tolerate: bool) -> tuple[str, ...]:
+        if self._found and not tolerate:
+            raise Absent("\n".join(self._found))
+        return tuple(self._found)
+
+
 def prepare(
     composed: Composed,
     *,
@@ -116,57 +136,31 @@ def prepare(
     training: bool = True,
     tolerate_absent: bool = False,
 ) -> Prepared:
-    """Check all that configuration and files can tell. What is not on this machine (files, a GPU, a model of the hub)
-    is reported together at the end; with `tolerate_absent`, as warnings: another machine may have it."""
-    config, warnings = composed.config, list(composed.warnings)
-    absent: dict[str, None] = {}  # in order, each once
-
-    def unless_absent(step: Callable[[], Found]) -> Found | None:
-        try:
-            return step()
-        except Absent as error:
-            absent[str(error)] = None
-            return None
-
+    """Check all that configuration and files can tell. What is not on this machine is reported together at the end;
+    with `tolerate_absent`, as warnings: another machine may have it."""
+    config, absences = composed.config, Absences()
     make_algorithm(config)  # refuses settings that contradict each other before anything is looked for
     sandbox = sandbox_of(config)
-    toolbox = unless_absent(lambda: make_toolbox(config, sandbox))
-    unless_absent(lambda: check_logging(config.logging))
-    world = unless_absent(lambda: find_world(config))
-    found = tasks or unless_absent(lambda: find_tasks(config, world))
-    if training and found is not None and not found.train:
-        raise nothing_to_train_on(config.data)
-    found = found or TaskSet((), (), reward=default_reward(config.data), description="(files not here)")
-    source = unless_absent(lambda: open_model(config))
-    engine, reason = pick_engine(config, source)
-    config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, name=engine))
-    config, said = settle_cluster(config)
-    warnings += [*said, *(unless_absent(lambda: check_engine(config)) or [])]
-    if training:
-        unless_absent(lambda: check_cluster(config))
-    algorithm = make_algorithm(config)
-    if training and algorithm.needs.values and config.critic.model is not None:
-        unless_absent(lambda: check_critic(config, source))
-    if training and source is not None:
-        check_reference(source, algorithm)
-    if source is not None:
-        use_template(source.tokenizer, config.agent.template)
-    agent = find_agent(config, toolbox, source, world)
-    if config.agent.name == "gateway" and training:
-        unless_absent(lambda: check_gateway(config))
+    toolbox = absences.attempt(lambda: make_toolbox(config, sandbox))
+    absences.attempt(lambda: check_logging(config.logging))
+    world = absences.attempt(lambda: find_world(config))
+    found = _tasks(config, tasks or absences.attempt(lambda: find_tasks(config, world)), training=training)
+    source = absences.attempt(lambda: open_model(config))
+    placed, reason, remarks = _place(config, source, absences, training=training)
+    algorithm = make_algorithm(placed)
+    _check_models(placed, algorithm, source, absences, training=training)
+    agent = find_agent(placed, toolbox, source, world)
     own = getattr(agent, "reward", None) or found.reward  # an environment says itself what an episode is worth
-    rewards = find_rewards(config, reward, own, sandbox)
+    rewards = find_rewards(placed, reward, own, sandbox)
     hide_columns(agent, rewards)
-    unless_absent(rewards.verify)
-    warnings += [*found.warnings, *check_algorithm(config, algorithm, rewards), *check_sizes(config, found)]
-    unless_absent(lambda: rewards.check_all((*found.train, *found.validation)))
+    absences.attempt(rewards.verify)
+    remarks += [*found.warnings, *check_algorithm(placed, algorithm, rewards), *check_sizes(placed, found)]
+    absences.attempt(lambda: rewards.check_all((*found.train, *found.validation)))
     if source is not None:
-        check_prompts(config, found, source, agent)
-    if absent and not tolerate_absent:
-        raise Absent("\n".join(absent))
-    warnings += [f"not here: {text}" for text in absent]
+        check_prompts(placed, found, source, agent)
+    absent = absences.report(tolerate=tolerate_absent)
     return Prepared(
-        config=config,
+        config=placed,
         tree=composed.tree,
         overrides=composed.overrides,
         fingerprint=fingerprint(composed.tree | {"tasks": digest_tasks(found), "rewards": digest_rewards(rewards)}),
@@ -175,13 +169,49 @@ def prepare(
         agent=agent,
         algorithm=algorithm,
         model=source,
-        total_steps=total_steps(config, len(found.train)),
-        warnings=tuple(warnings),
+        total_steps=total_steps(placed, len(found.train)),
+        warnings=(*composed.warnings, *remarks, *(f"not here: {text}" for text in absent)),
         folder=folder,
         engine_reason=reason,
-        absent=tuple(absent),
+        absent=absent,
         refused=composed.refused,
     )
+
+
+def _tasks(config: Config, found: TaskSet | None, *, training: bool) -> TaskSet:
+    """The tasks; none where their files are not here."""
+    if found is None:
+        return TaskSet((), (), reward=default_reward(config.data), description="(files not here)")
+    if training and not found.train:
+        raise nothing_to_train_on(config.data)
+    return found
+
+
+def _place(
+    config: Config, source: ModelSource | None, absences: Absences, *, training: bool
+) -> tuple[Config, str, list[str]]:
+    """The configuration with the engine and the cluster that are used, why that engine, and remarks about both."""
+    engine, reason = pick_engine(config, source)
+    config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, name=engine))
+    placed, remarks = settle_cluster(config)
+    remarks = [*remarks, *(absences.attempt(lambda: check_engine(placed)) or [])]
+    if training:
+        absences.attempt(lambda: check_cluster(placed))
+    if training and placed.agent.name == "gateway":
+        absences.attempt(lambda: check_gateway(placed))
+    return placed, reason, remarks
+
+
+def _check_models(
+    config: Config, algorithm: Algorithm, source: ModelSource | None, absences: Absences, *, training: bool
+) -> None:
+    """The chat template that is asked for, and what training needs besides the policy: a critic, a reference."""
+    if training and algorithm.needs.values and config.critic.model is not None:
+        absences.attempt(lambda: check_critic(config, source))
+    if training and source is not None:
+        check_reference(source, algorithm)
+    if source is not None:
+        use_template(source.tokenizer, config.agent.template)
 
 
 def make_algorithm(config: Config) -> Algorithm:
