@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import string
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import covey
 from covey.agents import resolve_agent
 from covey.agents.calls import Call
 from covey.agents.tools import ToolSet, resolve_tools
-from covey.errors import said
+from covey.errors import place_in, said
 from covey.plugins import load_function
 from covey.rewards import RewardError, resolve_rewards
 from covey.types import Episode, Task
@@ -177,3 +179,17 @@ def test_an_error_without_code_of_the_users_names_no_place() -> None:
     except TimeoutError as error:
         text = said(error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None))
     assert text == "TimeoutError"
+
+
+def test_the_place_in_the_text_of_a_traceback(mine: str, tmp_path: Path) -> None:
+    """Others hand over the text alone. What wraps an error comes after the error itself."""
+    try:
+        try:
+            load_function("reward", f"{mine}:score")("four")
+        except ValueError:
+            json.loads("{")
+    except ValueError as error:
+        text = "".join(traceback.format_exception(error))
+    own = "".join(line for line in text.splitlines(keepends=True) if "test_errors" not in line)
+    assert place_in(own) == "mine.py, line 6: return int(text)"
+    assert place_in("no traceback") == ""

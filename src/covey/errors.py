@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 from covey.suggest import nearest as nearest
+
+FRAME = re.compile(r'^ *File "(.+)", line (\d+), in .+\n?(.*)', re.MULTILINE)  # of a traceback, as Python writes it
 
 
 class InputError(ValueError):
@@ -74,14 +77,25 @@ def place_of(error: BaseException) -> str:
     """`my_rewards.py, line 12: return int(text)`: the innermost line of the user's own code, or else of an installed
     package; empty where an error passed through neither."""
     frames = traceback.extract_tb(first_error(error).__traceback__)
-    known = [(_origin(frame.filename), frame) for frame in frames]
+    return _place([(frame.filename, frame.lineno or 0, frame.line or "") for frame in frames])
+
+
+def place_in(trace: str) -> str:
+    """The same from the text of a traceback, where that is all there is."""
+    return _place([(name, int(number), line.strip()) for name, number, line in FRAME.findall(trace)])
+
+
+def _place(frames: Sequence[tuple[str, int, str]]) -> str:
+    """`frames`: file, line and source line of each, the innermost last."""
+    known = [(_origin(frame[0]), frame) for frame in frames]
     found = next(([f for o, f in known if o == want] for want in ("user", "package") if want in dict(known)), None)
     if found is None:
         return ""
-    path, line = Path(found[-1].filename), found[-1].line
+    name, number, line = found[-1]
+    path = Path(name)
     with suppress(OSError, ValueError):  # a folder that was deleted; a file elsewhere, which is named in full
         path = path.relative_to(Path.cwd())
-    return f"{path}, line {found[-1].lineno}" + (f": {line}" if line else "")
+    return f"{path}, line {number}" + (f": {line}" if line else "")
 
 
 @cache

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from covey.agents.verifiers import VerifiersAgent
 from covey.cli.agents import (
     open_rewards,
     open_workers,
@@ -105,6 +106,8 @@ def _joined(
         source.restore(checkpoint.state["source"], first_step)
     if isinstance(prepared.agent, GatewayAgent) and "console" in config.logging.to:
         prepared.agent.announce = telemetry.note
+    if isinstance(prepared.agent, VerifiersAgent):
+        prepared.agent.announce_to(telemetry.note)
     return Run(
         config=config,
         folder=folder,
