@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
+import os
+import re
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
+
+from covey.suggest import nearest as nearest
+
+FRAME = re.compile(r'^ *File "(.+)", line (\d+), in .+\n?(.*)', re.MULTILINE)  # of a traceback, as Python writes it
 
 
 class InputError(ValueError):
@@ -44,27 +51,78 @@ class NamedFailure(EpisodeError):
 
 
 def said(error: BaseException) -> str:
-    """An error of others' code in a line. A SystemExit says nothing of itself but a number: where it came from does."""
-    if not isinstance(error, SystemExit):
-        return f"{type(error).__name__}: {error}"
-    frames = traceback.extract_tb(error.__traceback__)
-    installed = (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), str(Path(__file__).parent))
-    own = [frame for frame in frames if not frame.filename.startswith(("<", *installed))] or frames
-    place = f" at {own[-1].filename}, line {own[-1].lineno}" if own else ""
-    return f"SystemExit: sys.exit({error.code!r}) was called{place}"
+    """An error of the user's code: its type, its message, and the line of that code it was raised at."""
+    error = first_error(error)
+    text = f"{type(error).__name__}: {message_of(error)}".removesuffix(": ")
+    return with_place(text, place_of(error))
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that was probably meant, if one is close enough."""
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return found[0] if found else None
+def with_place(text: str, place: str) -> str:
+    if not place:
+        return text
+    return f"{text}\n  at {place}" if "\n" in text else f"{text} at {place}"
 
 
-def unknown(kind: str, word: str, known: Iterable[str]) -> InputError:
-    """`unknown reward  exat` with the nearest match and the list to choose from."""
+def message_of(error: BaseException) -> str:
+    """An error's text. That of a SystemExit is only a number; an exception class of the user's may raise in __str__."""
+    if isinstance(error, SystemExit):
+        return f"sys.exit({error.code!r}) was called"
+    try:
+        return str(error)
+    except Exception:
+        return "(its message cannot be shown)"
+
+
+def place_of(error: BaseException) -> str:
+    """`my_rewards.py, line 12: return int(text)`: the innermost line of the user's own code, or else of an installed
+    package; empty where an error passed through neither."""
+    frames = traceback.extract_tb(first_error(error).__traceback__)
+    return _place([(frame.filename, frame.lineno or 0, frame.line or "") for frame in frames])
+
+
+def place_in(trace: str) -> str:
+    """The same from the text of a traceback, where that is all there is."""
+    return _place([(name, int(number), line.strip()) for name, number, line in FRAME.findall(trace)])
+
+
+def _place(frames: Sequence[tuple[str, int, str]]) -> str:
+    """`frames`: file, line and source line of each, the innermost last."""
+    known = [(_origin(frame[0]), frame) for frame in frames]
+    found = next(([f for o, f in known if o == want] for want in ("user", "package") if want in dict(known)), None)
+    if found is None:
+        return ""
+    name, number, line = found[-1]
+    path = Path(name)
+    with suppress(OSError, ValueError):  # a folder that was deleted; a file elsewhere, which is named in full
+        path = path.relative_to(Path.cwd())
+    return f"{path}, line {number}" + (f": {line}" if line else "")
+
+
+@cache
+def _origin(filename: str) -> str:
+    """Whose code a file is: user, package, covey or python."""
+    if filename.startswith("<"):
+        return "user" if filename.startswith(("<ipython-input", "<stdin>")) else "python"
+    packages = map(sysconfig.get_path, ("purelib", "platlib"))  # may lie below the standard library: they come first
+    libraries = map(sysconfig.get_path, ("stdlib", "platstdlib"))
+    folders = {str(Path(__file__).parent): "covey", **dict.fromkeys(packages, "package")}
+    folders |= {folder: "python" for folder in libraries if folder not in folders}
+    return next((whose for folder, whose in folders.items() if filename.startswith(f"{folder}{os.sep}")), "user")
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The error inside the groups that asyncio wraps around it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def unknown(kind: str, word: str, known: Iterable[str], prefix: str = "") -> InputError:
+    """`unknown reward  exat` with what was probably meant and the list to choose from. `prefix`: what the name is typed
+    after, shown with the suggestion."""
     names = sorted(known)
     lines = [f"unknown {kind}  {word}"]
-    if guess := nearest(word, names):
-        lines.append(f"  did you mean   {guess}?")
+    if guess := nearest(word, names, kind):
+        lines.append(f"  did you mean   {prefix}{guess}?")
     lines.append(f"  known: {', '.join(names)}")
     return InputError("\n".join(lines))

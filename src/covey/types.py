@@ -36,6 +36,15 @@ class StopReason(StrEnum):
     TURNS = "turns"
 
 
+# Settings that may end an episode before its agent is done, as `Episode.cut_by` names them.
+CUT_BY = ("rollout.max_tokens", "agent.max_response_tokens", "model.context_length", "agent.max_turns")
+
+
+def cut_metric(cut_by: str) -> str:
+    """The metric of a limit, without the setting's section: episodes/cut/max_turns."""
+    return f"episodes/cut/{cut_by.rpartition('.')[2]}"
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """What the infrastructure did wrong in an episode. A model's own mistake is never a failure."""
@@ -116,6 +125,7 @@ class ToolUse:
     tool: str
     seconds: float
     error: str | None = None  # malformed | unknown_tool | bad_arguments | raised | deadline
+    detail: str = ""  # where the tool's own code raised; for the user, not shown to the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +142,9 @@ class Episode:
     given: RewardTable | None = None  # what an environment, or the program that played the episode, says it is worth
     tools: tuple[ToolUse, ...] = ()
     seconds: float = 0.0  # from its first prompt to its score
+    cut_by: str | None = (
+        None  # one of CUT_BY that ended it early, or `request`: a limit that the agent itself asked for
+    )
 
     @property
     def final_answer(self) -> str:
@@ -169,6 +182,8 @@ class Collected:
     examples: Mapping[str, str] = field(default_factory=dict)  # a message for each cause
     dropped: int = 0  # groups of which too little was left
     reused: int = 0  # of the groups: those that an earlier step has learned from already
+    attempts: int = 0  # all episodes that were sampled: also those that failed, or whose group is left out
+    cut: Mapping[str, int] = field(default_factory=dict)  # of the attempts: those cut off, by `Episode.cut_by`
 
 
 @dataclass(frozen=True, slots=True)

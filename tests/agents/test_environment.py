@@ -223,7 +223,8 @@ def test_in_workers_environments_may_hang_and_crash(pool: WorkerPool) -> None:
     assert hung.failure == Failure("environment_timeout", "Stuck.step took longer than agent.tool_seconds=2")
     assert crashed.failure is not None and crashed.failure.cause == "environment"
     assert "exit code 7" in crashed.failure.message
-    assert raised.failure == Failure("environment", "Stuck.step: ValueError: no such move")
+    assert raised.failure is not None and raised.failure.cause == "environment"
+    assert raised.failure.message.startswith("Stuck.step: ValueError: no such move at ")
     assert one.failure is None and one.rewards["given"] == other.rewards["given"] == 1.0
     pids = {one.rewards["given/pid"], other.rewards["given/pid"]}
     assert len(pids) == 2 and os.getpid() not in pids

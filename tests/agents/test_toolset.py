@@ -208,7 +208,7 @@ def test_what_the_model_did_wrong_is_a_text() -> None:
         ("malformed", "error: no JSON after <tool_call>"),
         ("raised", "error: ValueError: no such thing"),
         ("raised", "error: KeyError"),
-        ("raised", "error: Unprintable"),
+        ("raised", "error: Unprintable: (its message cannot be shown)"),
         ("bad_arguments", "error: how?"),
         ("raised", "error: division by zero"),
     ]

@@ -257,11 +257,21 @@ def test_a_tool_server_that_ends_is_reported_with_its_cause(home: Path, name: st
 def test_a_tool_server_that_is_never_ready(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from covey.agents import verifiers_runtime
 
-    monkeypatch.setattr(verifiers_runtime, "READY_SECONDS", 0.5)
-    source = TOOLS.replace("    Numbers.run()", "    import time; time.sleep(99)")
-    episode = play(with_tools(home, "sums_never", source), Script("2", tokenizer=with_braces()))
+    monkeypatch.setattr(verifiers_runtime, "READY_SECONDS", 6)
+    monkeypatch.setattr(verifiers_runtime, "WAIT_SECONDS", 2)
+    monkeypatch.setattr(
+        verifiers_runtime.HostRuntime, "tell", verifiers_runtime.HostRuntime.tell
+    )  # put back afterwards
+    source = TOOLS.replace(
+        "    Numbers.run()", "    print('reading the index', flush=True)\n    import time; time.sleep(99)"
+    )
+    agent, told = with_tools(home, "sums_never", source), []
+    agent.announce_to(told.append)
+    episode = play(agent, Script("2", tokenizer=with_braces()))
     assert episode.failure is not None
-    assert "the tool server of sums_never is not ready after 0.5 s" in episode.failure.message
+    assert "the tool server of sums_never is not ready after 6 s" in episode.failure.message
+    assert "reading the index" in episode.failure.message
+    assert len(told) in (1, 2) and told[0].startswith("waiting for the tool server of sums_never: 2 s of at most 6")
 
 
 def test_tools_need_a_format() -> None:
@@ -286,6 +296,7 @@ def test_what_it_does_wrong_is_a_failure(home: Path) -> None:
     episode = play(made(home, "sums_wrong", SOURCE), Script("2"), task=2)
     assert episode.failure is not None and episode.failure.cause == "environment"
     assert "the judge is down" in episode.failure.message
+    assert episode.failure.message.endswith('sums_wrong.py, line 13: raise RuntimeError("the judge is down")')
 
 
 def test_a_broken_engine_ends_the_run(home: Path) -> None:

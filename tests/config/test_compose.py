@@ -280,7 +280,7 @@ def test_unknown_setting_of_an_algorithm(run):
         ("optimizr.lr=1", "optimizer.lr  (= learner.lr; default 1e-05)", "covey config explain learner"),
         ("algorithm.bta=1", "algorithm.beta  (default 0.1)", "covey config explain algorithm=gvpo"),
         ("agentflow.prt=1", "agentflow.port  (= gateway.port; default 9999)", "covey config explain gateway"),
-        ("data.option.n=1", None, "all settings of data: covey config explain data"),
+        ("data.option.n=1", "data.options.n", "all settings of data: covey config explain data"),
         ("something.else=1", None, "all settings: covey config explain"),
         ("learner.foo=1", None, "all settings of learner"),
         ("critic.warmup_step=5", "critic.warmup_steps  (default 0)", "all settings of critic"),

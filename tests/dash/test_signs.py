@@ -50,6 +50,24 @@ def test_recorded_runs_that_learned_are_left_in_peace(folder: Path) -> None:
     assert run.signs() == []
 
 
+def test_cut_episodes_are_named_with_their_limits_and_not_as_what_follows_from_them() -> None:
+    """Unfinished episodes score alike, or are not scored: neither a lack of signal nor a failure."""
+    series, accuracy = healthy()
+    steps = len(series["groups/flat"])
+    series |= {name: np.full(steps, value) for name, value in {"groups/flat": 1.0, "episodes/cut": 0.8}.items()}
+    series |= {"episodes/failed": np.full(steps, 20.0), "episodes/failed/truncated": np.full(steps, 20.0)}
+    ended = evidence(series, accuracy)
+    # Written only in steps where some are: every fourth one has 0.8, the others 0.4 by each of two limits.
+    others = np.setdiff1d(np.arange(steps), np.arange(0, steps, 4))
+    ended.steps["episodes/cut/max_turns"] = (np.arange(steps), np.where(np.arange(steps) % 4, 0.4, 0.8))  # type: ignore[index]
+    ended.steps["episodes/cut/max_tokens"] = (others, np.full(len(others), 0.4))  # type: ignore[index]
+    (sign,) = find_signs(ended)
+    assert sign.name == "truncation" and sign.settings[:2] == ("agent.max_turns", "rollout.max_tokens")
+    assert "80% of the episodes end at a limit" in sign.sentence  # the end is 20 steps: five of 0.8, fifteen of 0.4
+    assert "50% by agent.max_turns, 30% by rollout.max_tokens" in sign.sentence
+    assert sign.advice.startswith("Raise agent.max_turns")
+
+
 def test_nothing_is_said_of_a_run_that_has_only_begun() -> None:
     series, accuracy = sick("kl_runaway")
     assert found({name: values[-9:] for name, values in series.items()}, accuracy) == []

@@ -219,7 +219,7 @@ def requests(given: tuple[str, str, dict[str, str]]) -> None:
 
 def _asked(path: str, query: str, headers: dict[str, str]) -> tuple[int, bytes]:
     """One request to a handler without a socket."""
-    from covey.dash.server import handler
+    from covey.dash.server import Handler
 
     class Wire:
         def __init__(self, sent: bytes) -> None:
@@ -234,12 +234,12 @@ def _asked(path: str, query: str, headers: dict[str, str]) -> tuple[int, bytes]:
         def settimeout(self, seconds: float) -> None: ...
 
     class Place:
-        server_port = 1
+        server_port, api, token = 1, Served.get(), "token"
 
     said = {"Host": "127.0.0.1:1", "Cookie": "covey_dash_1=token", "Connection": "close"} | headers
     head = "".join(f"{name}: {value}\r\n" for name, value in said.items())
     wire = Wire(f"GET {path}?{query} HTTP/1.1\r\n{head}\r\n".encode("latin-1", errors="replace"))
-    handler(Served.get(), "token")(wire, ("127.0.0.1", 1), Place())  # type: ignore[arg-type]
+    Handler(wire, ("127.0.0.1", 1), Place())  # type: ignore[arg-type]
     answer = wire.got.getvalue()
     return int(answer.split(b" ", 2)[1]), answer
 

@@ -101,7 +101,7 @@ def test_what_goes_wrong_has_a_cause(in_workers: In) -> None:
     assert error.cause == "reward_crash"
     assert "ended: SIGSEGV" in error.why and "Fatal Python error" in error.why
     error = failure(in_workers(broken))
-    assert (error.cause, error.why) == ("reward", "ZeroDivisionError: division by zero")
+    assert error.cause == "reward" and error.why.startswith("ZeroDivisionError: division by zero at ")
     error = failure(in_workers(text))
     assert (error.cause, error.why) == ("reward", "text must be a number or None, got '1.0'")
     error = failure(in_workers(lazy))

@@ -167,12 +167,6 @@ def test_thinking_that_a_template_drops_forks_the_episode() -> None:
     )
 
 
-def test_a_template_that_drops_thinking_is_known_at_once() -> None:
-    assert Renderer(tokenizer_with(THINKING)).rewrites("user")
-    assert not Renderer(tokenizer_with(THINKING)).rewrites("tool")
-    assert not Renderer(tokenizer_with(CHATML)).rewrites("user")
-
-
 def test_a_reply_that_the_agent_changes_forks_the_episode() -> None:
     policy = policy_for(tokenizer_with(CHATML), script=["long story", "end"])
 

@@ -18,14 +18,14 @@ import itertools
 import os
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from covey.agents.environment import EnvironmentFailed, beyond
 from covey.config.schema import AgentConfig
-from covey.errors import InputError
+from covey.errors import InputError, place_in, said, with_place
 from covey.install import install_extra
 from covey.plugins import load_function, no_exit
 from covey.protocols import Policy
@@ -143,7 +143,7 @@ class VerifiersAgent:
     def _episode(self, policy: Policy, task: Task, client: Any, played: Any) -> Episode:
         if not played.ok:
             errors = [*played.errors, *(error for trace in played.traces for error in trace.errors)]
-            text = f"{errors[0].type}: {errors[0].message}" if errors else "it did not complete"
+            text = _told(errors[0]) if errors else "it did not complete"
             late = played.is_timeout or any(trace.is_timeout for trace in played.traces)
             raise EnvironmentFailed("environment_timeout" if late else "environment", text)
         trained = [trace for trace in played.traces if trace.agent.trainable]
@@ -159,8 +159,19 @@ class VerifiersAgent:
             given=_given(trained),
         )
 
+    def announce_to(self, tell: Callable[[str], None]) -> None:
+        """Where to report that a tool server is being waited for."""
+        from covey.agents import verifiers_runtime
+
+        verifiers_runtime.HostRuntime.tell = staticmethod(tell)
+
     async def aclose(self) -> None:
         await self._served.close()
+
+
+def _told(error: Any) -> str:
+    """An error as the package records it, with the line of the environment's code that raised it."""
+    return with_place(f"{error.type}: {error.message}", place_in(error.traceback or ""))
 
 
 def _task(environment: str, task: Any) -> Task:
@@ -226,7 +237,7 @@ class Served:
         except (Exception, SystemExit) as error:  # the package exits where it is not logged in
             if ready.done():
                 raise
-            ready.set_exception(EnvironmentFailed("environment", f"{type(error).__name__}: {error}"))
+            ready.set_exception(EnvironmentFailed("environment", said(error)))
 
     async def close(self) -> None:
         if self._task is not None:

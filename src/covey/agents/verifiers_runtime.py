@@ -14,6 +14,7 @@ import importlib.machinery
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from verifiers.v1 import runtimes
@@ -22,6 +23,7 @@ from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 
 READY_SECONDS = 180.0  # to import and set up a server; the package itself waits this long for a port
 POLL_SECONDS = 0.1
+WAIT_SECONDS = 10.0  # between two lines about a server that is not ready
 TAIL_CHARACTERS = 2000  # of a failed process's output
 
 # A file loaded by path (agent.environment=file.py:make) has a module name that only this process knows. The server
@@ -35,6 +37,8 @@ spec.loader.exec_module(sys.modules[name])
 runpy.run_path(path, run_name="__main__")
 """
 
+_shown: dict[str, float] = {}  # by module: when a line about waiting was last printed
+
 
 def install() -> None:
     """Make the package use `HostRuntime` for every process it starts on this machine."""
@@ -42,13 +46,15 @@ def install() -> None:
 
 
 class HostRuntime(SubprocessRuntime):
+    tell: Callable[[str], None] = staticmethod(lambda text: None)  # where to report that a server is not ready yet
+
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
         if "MCP_PORT_FILE" not in env:  # not a tool server
             await super().run_background(argv, env, log)
             return
         module = argv[-1]
         await super().run_background(_command(argv, module), env | {"PYTHONPATH": _import_path()}, log)
-        await _ready(self._background[-1], module, Path(env["MCP_PORT_FILE"]), self.workdir / log)
+        await _ready(self._background[-1], module, Path(env["MCP_PORT_FILE"]), self.workdir / log, self.tell)
 
 
 def _command(argv: list[str], module: str) -> list[str]:
@@ -62,8 +68,11 @@ def _import_path() -> str:
     return os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
 
 
-async def _ready(process: asyncio.subprocess.Process, module: str, port_file: Path, log: Path) -> None:
-    until = time.monotonic() + READY_SECONDS
+async def _ready(
+    process: asyncio.subprocess.Process, module: str, port_file: Path, log: Path, tell: Callable[[str], None]
+) -> None:
+    begun = time.monotonic()
+    until = begun + READY_SECONDS
     while not await _listens(port_file):
         if process.returncode is not None:
             raise ToolsetError(_ended(module, process.returncode, _tail(log)))
@@ -72,7 +81,21 @@ async def _ready(process: asyncio.subprocess.Process, module: str, port_file: Pa
                 f"the tool server of {module} is not ready after {READY_SECONDS:g} s (is its setup() too slow?)"
                 + _tail(log)
             )
+        _show_waiting(module, begun, log, tell)
         await asyncio.sleep(POLL_SECONDS)
+
+
+def _show_waiting(module: str, begun: float, log: Path, tell: Callable[[str], None]) -> None:
+    """A line every WAIT_SECONDS, however many episodes wait for servers of this module."""
+    now = time.monotonic()
+    if now - max(begun, _shown.get(module, 0.0)) < WAIT_SECONDS:
+        return
+    _shown[module] = now
+    last = _tail(log).splitlines()[-1:]
+    tell(
+        f"waiting for the tool server of {module}: {now - begun:.0f} s of at most {READY_SECONDS:g}"
+        + (f", its last output: {last[0]}" if last else "")
+    )
 
 
 async def _listens(port_file: Path) -> bool:

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from covey.agents.verifiers import VerifiersAgent
 from covey.cli.agents import (
     open_rewards,
     open_workers,
@@ -85,6 +86,7 @@ def _joined(
 
     from covey.loop.run import Run
     from covey.loop.step import Road
+    from covey.telemetry import working
 
     config = prepared.config
     if checkpoint is not None:
@@ -93,7 +95,8 @@ def _joined(
     torch.set_num_threads(threads)
     checkpoints = store(config, folder.path)
     rewards = open_rewards(config, prepared.rewards, workers, resources)
-    learner, open_engine = _learner_and_engine(prepared, checkpoint, folder.path, threads, resources)
+    with working(_starting(prepared), config.logging):
+        learner, open_engine = _learner_and_engine(prepared, checkpoint, folder.path, threads, resources)
     write_run_files(prepared, folder, learner, threads, checkpoint)
     telemetry = open_telemetry(prepared, folder.path, checkpoint)
     engine = open_engine(telemetry)
@@ -104,6 +107,8 @@ def _joined(
         source.restore(checkpoint.state["source"], first_step)
     if isinstance(prepared.agent, GatewayAgent) and "console" in config.logging.to:
         prepared.agent.announce = telemetry.note
+    if isinstance(prepared.agent, VerifiersAgent):
+        prepared.agent.announce_to(telemetry.note)
     return Run(
         config=config,
         folder=folder,
@@ -131,6 +136,13 @@ def _joined(
         services=services(prepared.agent),
         resources=resources.pop_all(),
     )
+
+
+def _starting(prepared: Prepared) -> str:
+    """What takes long before the first line of a run."""
+    config = prepared.config
+    loading = f"loading {config.model.name}"
+    return f"starting the processes of the Ray cluster, and {loading}" if config.cluster.name == "ray" else loading
 
 
 def _own_thread(learner: Learner, resources: ExitStack) -> Executor:

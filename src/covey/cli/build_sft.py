@@ -22,7 +22,7 @@ from covey.errors import InputError, unknown
 from covey.redact import hide_settings
 from covey.rollout.templates import use_template
 from covey.tasks import DemonstrationSet, load_demonstrations
-from covey.telemetry import RunInfo, check_logging
+from covey.telemetry import RunInfo, check_logging, working
 from covey.types import Demonstration, Episode, Messages, Task
 
 if TYPE_CHECKING:
@@ -143,7 +143,8 @@ def _joined(prepared: PreparedSft, folder: RunFolder, checkpoint: Checkpoint | N
         prepared = dataclasses.replace(prepared, model=source)
     threads = threads_for(config, folder if checkpoint is not None else None)
     torch.set_num_threads(threads)
-    learner = make_learner(prepared, checkpoint)
+    with working(f"loading {prepared.config.model.name}", prepared.config.logging):
+        learner = make_learner(prepared, checkpoint)
     write_run_files(prepared, folder, learner, threads, checkpoint)
     return SftRun(
         config=config,

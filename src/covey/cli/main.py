@@ -146,7 +146,7 @@ COMMANDS = {
 
 def _command(name: str) -> Callable[[list[str]], int]:
     if name not in COMMANDS:
-        raise unknown("command", name, COMMANDS)
+        raise unknown("command", name, COMMANDS, prefix="covey ")
     module, _, function = COMMANDS[name].partition(":")
     found: Callable[[list[str]], int] = getattr(importlib.import_module(module), function)
     return found

@@ -132,54 +132,37 @@ def prepare(
     training: bool = True,
     tolerate_absent: bool = False,
 ) -> Prepared:
-    """Check all that configuration and files can tell. What is not on this machine (files, a GPU, a model of the hub)
-    is reported together at the end; with `tolerate_absent`, as warnings: another machine may have it."""
+    """Check all that configuration and files can tell. What is not on this machine is reported together at the end;
+    with `tolerate_absent`, as warnings: another machine may have it."""
     composed = with_model_folder(composed)
-    config, warnings = composed.config, list(composed.warnings)
-    missing = Missing()
-    unless_absent = missing.unless_absent
+    config, missing = composed.config, Missing()
     make_algorithm(config)  # refuses settings that contradict each other before anything is looked for
     sandbox = sandbox_of(config)
-    toolbox = unless_absent(lambda: make_toolbox(config, sandbox))
-    unless_absent(lambda: check_logging(config.logging))
-    world = unless_absent(lambda: find_world(config))
-    found = tasks or unless_absent(lambda: find_tasks(config, world))
-    if training and found is not None and not found.train:
-        raise nothing_to_train_on(config.data)
-    found = found or TaskSet((), (), reward=default_reward(config.data), description="(files not here)")
-    source = unless_absent(lambda: open_model(config))
-    engine, reason = pick_engine(config, source)
-    config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, name=engine))
-    config, said = settle_cluster(config)
-    warnings += [*said, *(unless_absent(lambda: check_engine(config)) or [])]
-    if training:
-        unless_absent(lambda: check_cluster(config))
-    algorithm = make_algorithm(config)
-    if training and algorithm.needs.values and config.critic.model is not None:
-        unless_absent(lambda: check_critic(config, source))
-    if training and source is not None:
-        check_reference(source, algorithm)
-    if source is not None:
-        use_template(source.tokenizer, config.agent.template)
-    agent = find_agent(config, toolbox, source, world)
-    if config.agent.name == "gateway" and training:
-        unless_absent(lambda: check_gateway(config))
+    toolbox = missing.unless_absent(lambda: make_toolbox(config, sandbox))
+    missing.unless_absent(lambda: check_logging(config.logging))
+    world = missing.unless_absent(lambda: find_world(config))
+    found = _tasks(config, tasks or missing.unless_absent(lambda: find_tasks(config, world)), training=training)
+    source = missing.unless_absent(lambda: open_model(config))
+    placed, reason, remarks = _place(config, source, missing, training=training)
+    algorithm = make_algorithm(placed)
+    _check_models(placed, algorithm, source, missing, training=training)
+    agent = find_agent(placed, toolbox, source, world)
     own = getattr(agent, "reward", None) or found.reward  # an environment says itself what an episode is worth
-    rewards = find_rewards(config, reward, own, sandbox)
+    rewards = find_rewards(placed, reward, own, sandbox)
     hide_columns(agent, rewards)
-    unless_absent(rewards.verify)
-    warnings += [*found.warnings, *check_algorithm(config, algorithm, rewards), *check_sizes(config, found)]
-    unless_absent(lambda: rewards.check_all((*found.train, *found.validation)))
+    missing.unless_absent(rewards.verify)
+    remarks += [*found.warnings, *check_algorithm(placed, algorithm, rewards), *check_sizes(placed, found)]
+    missing.unless_absent(lambda: rewards.check_all((*found.train, *found.validation)))
     if source is not None:
-        check_prompts(config, found, source, agent)
-    warnings += missing.warnings(tolerate=tolerate_absent)
+        check_prompts(placed, found, source, agent)
+    lacking = missing.warnings(tolerate=tolerate_absent)
     contents = {
         "training tasks": digest_tasks(found.train),
         "validation tasks": digest_tasks(found.validation),
         "rewards": digest_rewards(rewards),
     }
     return Prepared(
-        config=config,
+        config=placed,
         tree=composed.tree,
         overrides=composed.overrides,
         fingerprint=fingerprint(composed.tree | contents),
@@ -189,13 +172,49 @@ def prepare(
         agent=agent,
         algorithm=algorithm,
         model=source,
-        total_steps=total_steps(config, len(found.train)),
-        warnings=tuple(warnings),
+        total_steps=total_steps(placed, len(found.train)),
+        warnings=(*composed.warnings, *remarks, *lacking),
         folder=folder,
         engine_reason=reason,
         absent=tuple(missing.texts),
         refused=composed.refused,
     )
+
+
+def _tasks(config: Config, found: TaskSet | None, *, training: bool) -> TaskSet:
+    """The tasks; none where their files are not here."""
+    if found is None:
+        return TaskSet((), (), reward=default_reward(config.data), description="(files not here)")
+    if training and not found.train:
+        raise nothing_to_train_on(config.data)
+    return found
+
+
+def _place(
+    config: Config, source: ModelSource | None, missing: Missing, *, training: bool
+) -> tuple[Config, str, list[str]]:
+    """The configuration with the engine and the cluster that are used, why that engine, and remarks about both."""
+    engine, reason = pick_engine(config, source)
+    config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, name=engine))
+    placed, remarks = settle_cluster(config)
+    remarks = [*remarks, *(missing.unless_absent(lambda: check_engine(placed)) or [])]
+    if training:
+        missing.unless_absent(lambda: check_cluster(placed))
+    if training and placed.agent.name == "gateway":
+        missing.unless_absent(lambda: check_gateway(placed))
+    return placed, reason, remarks
+
+
+def _check_models(
+    config: Config, algorithm: Algorithm, source: ModelSource | None, missing: Missing, *, training: bool
+) -> None:
+    """The chat template that is asked for, and what training needs besides the policy: a critic, a reference."""
+    if training and algorithm.needs.values and config.critic.model is not None:
+        missing.unless_absent(lambda: check_critic(config, source))
+    if training and source is not None:
+        check_reference(source, algorithm)
+    if source is not None:
+        use_template(source.tokenizer, config.agent.template)
 
 
 def make_algorithm(config: Config) -> Algorithm:

@@ -24,7 +24,8 @@ from covey.config.settings import (
     usual_loss,
     with_loss,
 )
-from covey.config.settle import check_loss, unknown_setting
+from covey.config.settle import check_loss
+from covey.config.unknown import unknown_setting
 from covey.errors import unknown
 
 __all__ = ["Setting", "all_keys", "explain", "settings_page"]

@@ -15,26 +15,25 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from covey.config.aliases import ACCEPTED, ALIASES, HARMLESS, VERL_LOSS, Target, accepted, spellings, translate
+from covey.config.aliases import ALIASES, HARMLESS, VERL_LOSS, Target, accepted, translate
 from covey.config.derive import PARTS, Derived
 from covey.config.not_yet import NOT_YET_KEYS, find_not_yet, off
-from covey.config.read import ENVIRONMENT_KEY, Given, literal
+from covey.config.read import ENVIRONMENT_KEY, Given
 from covey.config.settings import (
     Algorithms,
     Setting,
     algorithm_settings,
-    all_keys,
     canonical,
     find,
     losses_of,
     of_loss,
     owners,
     schema_settings,
-    sections,
     usual_loss,
     with_loss,
 )
-from covey.errors import InputError, nearest, unknown
+from covey.config.unknown import listing_of, unknown_setting
+from covey.errors import InputError, unknown
 
 Left = dict[tuple[str, str], list[Given]]  # (what for, what is chosen instead) → settings that stay behind
 
@@ -260,7 +259,7 @@ def _misplaced(given: Given, key: str, having: Sequence[str], settled: Settled) 
     chosen, place = settled.algorithm, f"{given.place}{given.key}"
     if why := _reason(key, settled):
         return InputError(f"{place} does not go with algorithm={chosen}\n  {why}")
-    listing = _listing("algorithm", chosen)
+    listing = listing_of("algorithm", chosen)
     schemas = losses_of(chosen, settled.usual).items()
     if losses := [loss for loss, schema in schemas if find(key, algorithm_settings(chosen, {chosen: schema}))]:
         choose = f"choose it with algorithm.loss={losses[0]}"
@@ -337,56 +336,3 @@ def _remarks(settled: Settled) -> list[str]:
         if remark is not None and remark.remark and given.value not in remark.off:
             keys.setdefault(remark.remark.format(algorithm=settled.algorithm), []).append(given.key)
     return [f"{', '.join(names)}: {remark}" for remark, names in keys.items()]
-
-
-# --- unknown settings --------------------------------------------------------------------------------------------
-
-
-def unknown_setting(given: Given, algorithm: str, algorithms: Algorithms) -> InputError:
-    key = given.key
-    algorithm = algorithm if algorithm in algorithms else next(iter(algorithms))
-    if key in sections():
-        return InputError(f"{given.place}{key} is a section, not a setting\n  {_listing(key, algorithm)}")
-    lines = [f"{given.place}unknown setting  {key}"]
-    section = key.partition(".")[0]
-    if guess := _guess(key, algorithm, algorithms):
-        target = translate(guess, algorithms) or Target(guess)  # a section without a name stands for itself
-        owner = target.algorithm or algorithm
-        section, algorithm = target.key.partition(".")[0], owner
-        lines.append(f"  did you mean   {guess}{_meaning(guess, target, owner, algorithms)}?")
-    lines.append(f"  {_listing(section, algorithm)}")
-    return InputError("\n".join(lines))
-
-
-def _guess(key: str, algorithm: str, algorithms: Algorithms) -> str | None:
-    """The nearest key whose last word is near too: long common beginnings alone would make anything look near."""
-    last = key.rpartition(".")[2]
-    native = {**schema_settings(), **algorithm_settings(algorithm, algorithms)}
-    known = [*native, *ALIASES, *PARTS, *ACCEPTED, *sorted(NOT_YET_KEYS)]
-    for name in algorithms:
-        for setting in algorithm_settings(name, algorithms):
-            known += [s for s in spellings(setting, algorithms) if s.startswith(f"algorithm.{name}_")]
-    near = [k for k in dict.fromkeys(known) if nearest(last, [k.rpartition(".")[2]])]
-    if "." in key:
-        return nearest(key, near)
-    if section := nearest(key, sections()):  # data=x is short for data.name=x
-        return section
-    return next((k for k in near if k.rpartition(".")[2] == key), nearest(key, near))
-
-
-def _meaning(guess: str, target: Target, owner: str, algorithms: Algorithms) -> str:
-    settings = all_keys(algorithms) | algorithm_settings(owner, algorithms)
-    words = []
-    if guess != target.key:
-        words.append(f"= {target.key}" + (f" for {target.algorithm}" if target.algorithm else ""))
-    if target.key in settings:
-        words.append(f"default {literal(settings[target.key].default)}")
-    return f"  ({'; '.join(words)})" if words else ""
-
-
-def _listing(section: str, algorithm: str) -> str:
-    if section == "algorithm":
-        return f"all settings of {algorithm}: covey config explain algorithm={algorithm}"
-    if section in sections():
-        return f"all settings of {section}: covey config explain {section}"
-    return "all settings: covey config explain"

@@ -66,8 +66,9 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = MOST_CONNECTIONS
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, port: int, api: Api, token: str) -> None:
+        super().__init__((HOST, port), Handler)
+        self.api, self.token = api, token
         self._open: dict[int, Any] = {}  # the oldest first
         self._guard = threading.Lock()
 
@@ -95,7 +96,7 @@ class Dash:
 
     def __init__(self, library: Library, port: int = 0, token: str | None = None) -> None:
         self.library, self.token = library, token or secrets.token_urlsafe(24)
-        self._server = Server((HOST, port), handler(Api(library), self.token))
+        self._server = Server(port, Api(library), self.token)
         self._ended = threading.Event()
         self._threads = [
             threading.Thread(target=run, daemon=True) for run in (self._server.serve_forever, self._follow)
@@ -138,94 +139,94 @@ class Dash:
             self._ended.wait(0.002 if behind else FOLLOW)
 
 
-def handler(api: Api, token: str) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        timeout = 30  # seconds that a silent connection is kept
+class Handler(BaseHTTPRequestHandler):
+    """One request: whether it may ask, and what it gets."""
 
-        def do_GET(self) -> None:
-            host = self.headers.get("Host", "")
-            if len(self.path) > LONGEST or host.rsplit(":", 1)[0] not in (HOST, "localhost"):
-                return self._refuse(403, "this page is for this machine alone")
-            if self._from_another_page() or "Transfer-Encoding" in self.headers or self.headers.get("Content-Length"):
-                self.close_connection = True  # what may follow is no request of ours
-                return self._refuse(403, "this is asked by its own page alone, and without a body")
-            address = urlsplit(self.path)
-            asked = dict(parse_qsl(address.query))
-            if address.path == "/" and "token" in asked:
-                return self._enter(asked["token"])
-            if not _same(self._cookie(), token):
-                return self._refuse(403, "open the link that covey dash printed: it carries the token")
-            if address.path in PAGE:
-                name, kind = PAGE[address.path]
-                return self._send(page_file(name).encode(), kind)
-            if address.path == "/api/csv":
-                return self._answer(lambda: self._send(api.csv(asked).encode(errors="replace"), "text/csv"))
-            if address.path.startswith("/api/"):
-                name = address.path.removeprefix("/api/")
-                return self._answer(lambda: self._send(_json(api.answer(name, asked)), "application/json"))
-            self._refuse(404, "nothing here")
+    server: Server
+    protocol_version = "HTTP/1.1"
+    timeout = 30  # seconds that a silent connection is kept
 
-        def _from_another_page(self) -> bool:
-            """Another page of this machine counts as the same site, and is sent the cookie: it is turned away. A link
-            in it may be followed."""
-            own = {f"http://{name}:{self.server.server_port}" for name in (HOST, "localhost")}  # type: ignore[attr-defined]
-            if self.headers.get("Origin", next(iter(own))) not in own:
-                return True
-            far = self.headers.get("Sec-Fetch-Site", "same-origin") in ("cross-site", "same-site")
-            return far and self.headers.get("Sec-Fetch-Mode") != "navigate"
+    def do_GET(self) -> None:
+        host = self.headers.get("Host", "")
+        if len(self.path) > LONGEST or host.rsplit(":", 1)[0] not in (HOST, "localhost"):
+            return self._refuse(403, "this page is for this machine alone")
+        if self._from_another_page() or "Transfer-Encoding" in self.headers or self.headers.get("Content-Length"):
+            self.close_connection = True  # what may follow is no request of ours
+            return self._refuse(403, "this is asked by its own page alone, and without a body")
+        address = urlsplit(self.path)
+        asked = dict(parse_qsl(address.query))
+        if address.path == "/" and "token" in asked:
+            return self._enter(asked["token"])
+        if not _same(self._cookie(), self.server.token):
+            return self._refuse(403, "open the link that covey dash printed: it carries the token")
+        if address.path in PAGE:
+            name, kind = PAGE[address.path]
+            return self._send(page_file(name).encode(), kind)
+        if address.path == "/api/csv":
+            return self._answer(lambda: self._send(self.server.api.csv(asked).encode(errors="replace"), "text/csv"))
+        if address.path.startswith("/api/"):
+            name = address.path.removeprefix("/api/")
+            return self._answer(lambda: self._send(_json(self.server.api.answer(name, asked)), "application/json"))
+        self._refuse(404, "nothing here")
 
-        def _enter(self, given: str) -> None:
-            if not _same(given, token):
-                return self._refuse(403, "wrong token: open the link that covey dash printed")
-            self.send_response(303)
-            self.send_header("Location", "/")
-            self.send_header("Set-Cookie", f"{self._cookie_name}={token}; HttpOnly; SameSite=Strict; Path=/")
-            self._finish(b"")
+    def _from_another_page(self) -> bool:
+        """Another page of this machine counts as the same site, and is sent the cookie: it is turned away. A link
+        in it may be followed."""
+        own = {f"http://{name}:{self.server.server_port}" for name in (HOST, "localhost")}
+        if self.headers.get("Origin", next(iter(own))) not in own:
+            return True
+        far = self.headers.get("Sec-Fetch-Site", "same-origin") in ("cross-site", "same-site")
+        return far and self.headers.get("Sec-Fetch-Mode") != "navigate"
 
-        def _cookie(self) -> str:
-            pairs = [pair.strip().partition("=") for pair in self.headers.get("Cookie", "").split(";")]
-            return next((value for name, _, value in pairs if name == self._cookie_name), "")
+    def _enter(self, given: str) -> None:
+        if not _same(given, self.server.token):
+            return self._refuse(403, "wrong token: open the link that covey dash printed")
+        self.send_response(303)
+        self.send_header("Location", "/")
+        self.send_header("Set-Cookie", f"{self._cookie_name}={self.server.token}; HttpOnly; SameSite=Strict; Path=/")
+        self._finish(b"")
 
-        @property
-        def _cookie_name(self) -> str:
-            """A machine's cookies are those of all its ports: each page has its own."""
-            return f"{COOKIE}_{self.server.server_port}"  # type: ignore[attr-defined]
+    def _cookie(self) -> str:
+        pairs = [pair.strip().partition("=") for pair in self.headers.get("Cookie", "").split(";")]
+        return next((value for name, _, value in pairs if name == self._cookie_name), "")
 
-        def _answer(self, work: Callable[[], None]) -> None:
-            try:
-                work()
-            except BadRequest as error:
-                self._refuse(400, str(error))
-            except Exception as error:  # told in the page, which asks again; the connection lives on
-                if isinstance(error, ConnectionError):
-                    raise
-                self._refuse(500, f"{type(error).__name__}: {error}")
+    @property
+    def _cookie_name(self) -> str:
+        """A machine's cookies are those of all its ports: each page has its own."""
+        return f"{COOKIE}_{self.server.server_port}"
 
-        def _send(self, body: bytes, kind: str) -> None:
-            self.send_response(200)
-            self.send_header("Content-Type", f"{kind}; charset=utf-8")
-            if len(body) > 100_000 and "gzip" in self.headers.get("Accept-Encoding", ""):
-                body = gzip.compress(body, 1)
-                self.send_header("Content-Encoding", "gzip")
-            self._finish(body)
+    def _answer(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BadRequest as error:
+            self._refuse(400, str(error))
+        except Exception as error:  # told in the page, which asks again; the connection lives on
+            if isinstance(error, ConnectionError):
+                raise
+            self._refuse(500, f"{type(error).__name__}: {error}")
 
-        def _refuse(self, status: int, why: str) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", "text/plain; charset=utf-8")
-            self._finish(why.encode(errors="replace"))
+    def _send(self, body: bytes, kind: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        if len(body) > 100_000 and "gzip" in self.headers.get("Accept-Encoding", ""):
+            body = gzip.compress(body, 1)
+            self.send_header("Content-Encoding", "gzip")
+        self._finish(body)
 
-        def _finish(self, body: bytes) -> None:
-            for name, value in HEADERS.items():
-                self.send_header(name, value)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def _refuse(self, status: int, why: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "text/plain; charset=utf-8")
+        self._finish(why.encode(errors="replace"))
 
-        def log_message(self, format: str, *args: Any) -> None:
-            """Requests are not printed: their addresses may carry the token."""
+    def _finish(self, body: bytes) -> None:
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
-    return Handler
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are not printed: their addresses may carry the token."""
 
 
 HEADERS = {

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from covey.types import CUT_BY, cut_metric
+
 Floats = NDArray[np.float64]
 Points = tuple[NDArray[np.int64], Floats]  # steps, values; all finite
 
@@ -24,7 +26,8 @@ COLLAPSED, COLLAPSED_SHARE = 0.05, 0.2  # nats per token; share of the entropy a
 SOLVED = 0.9  # accuracy from which little doubt is no fault
 FLAT = 0.9  # share of groups without a signal
 KL_HIGH, KL_NOTABLE, KL_GROWTH = 1.0, 0.3, 5.0  # nats per token; the same with growth since the middle
-CUT, CUT_GROWN, CUT_GROWTH = 0.3, 0.15, 3.0  # share of answers cut off; the same where it has grown so many times
+CUT, CUT_GROWN, CUT_GROWTH = 0.3, 0.15, 3.0  # share of episodes cut off; the same where it has grown so many times
+CUT_MOST = 0.5  # share from which it explains that attempts score alike
 FAILED = 0.1  # share of episodes that the infrastructure broke
 STEEPER = 10.0  # growth of the gradient's norm
 STALE = 0.5  # effective sample size, as a share
@@ -160,6 +163,8 @@ def no_signal(evidence: Evidence) -> Sign | None:
     flat = evidence.at("groups/flat")
     if flat is None or (share := _ends(flat)[1]) < FLAT:
         return None
+    if (cut := _cut(evidence)) is not None and _ends(cut)[1] >= CUT_MOST:
+        return None  # attempts score alike because they are unfinished: see `truncation`
     reward = evidence.at("reward/mean")
     paid = "" if reward is None else f" (mean reward {_ends(reward)[1]:.3f})"
     return Sign(
@@ -193,32 +198,52 @@ def kl_runaway(evidence: Evidence) -> Sign | None:
     return None
 
 
+def _cut(evidence: Evidence) -> Points | None:
+    """The share of episodes that a limit ended. Runs of earlier versions record only those that are scored."""
+    return evidence.at("episodes/cut") or evidence.at("response/truncated")
+
+
 def truncation(evidence: Evidence) -> Sign | None:
-    cut = evidence.at("response/truncated")
+    cut = _cut(evidence)
     if cut is None:
         return None
     start, end = _ends(cut)
     if end < CUT and not (end >= CUT_GROWN and end >= CUT_GROWTH * start):
         return None
+    shares = {limit: _mean_since(evidence, cut_metric(limit), cut) for limit in CUT_BY}
+    limits = sorted((limit for limit in CUT_BY if shares[limit] > 0), key=lambda limit: -shares[limit])
+    named = ", ".join(f"{shares[limit]:.0%} by {limit}" for limit in limits) or "by the length limit"
     return Sign(
         "truncation",
-        "Answers are cut off",
-        f"{end:.0%} of the answers end at the length limit ({start:.0%} at the start): they are scored unfinished.",
-        ("response/truncated", "response/length_mean"),
+        "Episodes are cut off",
+        f"{end:.0%} of the episodes end at a limit ({start:.0%} at the start), {named}: they are scored unfinished, or "
+        "left out where nothing scores them.",
+        tuple(map(cut_metric, limits)) or ("response/truncated", "response/length_mean"),
         *_span(cut),
-        ("rollout.max_tokens", "algorithm.overlong_buffer", "algorithm.truncated"),
-        "Raise the limit, punish length, or leave cut answers out of the lesson.",
+        (*(limits or ["rollout.max_tokens"]), "algorithm.overlong_buffer", "algorithm.truncated"),
+        f"Raise {limits[0] if limits else 'the limit'}, punish length, or leave cut episodes out of the loss.",
     )
+
+
+def _mean_since(evidence: Evidence, name: str, points: Points) -> float:
+    """The mean over the end of `points` of a metric that is written only in steps where it is not 0."""
+    steps, values = evidence.steps.get(name, (np.array([], np.int64), np.array([])))
+    return float(values[steps >= _span(points)[0]].sum()) / window(len(points[1]))
 
 
 def failures(evidence: Evidence) -> Sign | None:
     failed, total = evidence.at("episodes/failed"), evidence.at("episodes/total")
     if failed is None or total is None:
         return None
-    lost, kept = _ends(failed)[1], _ends(total)[1]
+    unfinished = "episodes/failed/truncated"  # cut off and not scored: see `truncation`
+    lost, kept = _ends(failed)[1] - _mean_since(evidence, unfinished, failed), _ends(total)[1]
     if lost < FAILED * (lost + kept):
         return None
-    causes = {name: points[1].sum() for name, points in evidence.steps.items() if name.startswith("episodes/failed/")}
+    causes = {
+        name: points[1].sum()
+        for name, points in evidence.steps.items()
+        if name.startswith("episodes/failed/") and name != unfinished
+    }
     worst = max(causes, key=lambda name: causes[name]) if causes else "episodes/failed"
     return Sign(
         "failures",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from covey.config.schema import EvalConfig
 from covey.errors import RunFailed
@@ -68,8 +68,15 @@ class Evaluator:
             tasks = self.tasks[start : start + size]
             groups = await self.collector.groups(tasks, attempts, sampling, ("eval", mode))
             names = self.collector.reward.names
-            episodes += [unscored_is_failed(episode, names) for group in groups for episode in group.episodes]
+            found = [self._named(episode) for group in groups for episode in group.episodes]
+            episodes += [unscored_is_failed(episode, names) for episode in found]
         return episodes
+
+    def _named(self, episode: Episode) -> Episode:
+        """With the setting that limits answers here."""
+        if episode.cut_by != "rollout.max_tokens" or self.config.max_tokens is None:
+            return episode
+        return replace(episode, cut_by="eval.max_tokens")
 
     def _summary(self, mode: str, done: Sequence[Episode], total: int) -> Metrics:
         found: Metrics = {}

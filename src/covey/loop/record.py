@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from covey.loop.step import StepResult
 from covey.protocols import Metrics
 from covey.telemetry import EpisodeView, TokenRow, episode_record
-from covey.types import Episode, Samples, StopReason
+from covey.types import Episode, Samples, StopReason, cut_metric
 
 
 def step_metrics(result: StepResult) -> Metrics:
@@ -34,6 +34,7 @@ def step_metrics(result: StepResult) -> Metrics:
         "response/truncated": sum(e.stop is StopReason.LENGTH for e in episodes) / len(episodes),
         "episodes/total": float(len(episodes)),
         "episodes/failed": float(sum(collected.failures.values())),
+        "episodes/cut": sum(collected.cut.values()) / max(1, collected.attempts),
         "groups/total": float(samples.groups),
         "groups/dropped": float(collected.dropped),
         "groups/flat": flat / samples.groups,
@@ -49,6 +50,7 @@ def step_metrics(result: StepResult) -> Metrics:
     if collected.flat:
         found["reward/unfiltered_mean"] = _unfiltered_mean(samples)
     found |= {f"episodes/failed/{cause}": float(count) for cause, count in collected.failures.items()}
+    found |= {cut_metric(limit): count / collected.attempts for limit, count in collected.cut.items()}
     if any(len(episode.turns) > 1 or episode.tools for episode in episodes):
         found |= turn_metrics(episodes)
     return found | result.metrics

@@ -20,12 +20,11 @@ from covey.loop.limit import TimeLimit, time_limit
 from covey.loop.offenders import Offenders
 from covey.loop.record import episode_view, step_episodes, step_metrics, step_view
 from covey.loop.step import Road, StepResult, publish, step
+from covey.loop.warnings import StepWarnings
 from covey.protocols import Learner, Metrics, RolloutEngine
 from covey.rollout.collector import TrainingSource
 from covey.storage import StorageFailed
 from covey.telemetry import Telemetry, write_report
-
-WITHOUT_SIGNAL = 3  # first steps after which a run whose rewards never differ is warned of
 
 
 @dataclass
@@ -47,13 +46,26 @@ class Run:
     resumed: bool = False  # from a checkpoint, which may be of step 0: the evaluation before training is then recorded
     best: Best | None = None  # the best evaluation among the checkpoints
     evaluations: list[tuple[int, Metrics]] = field(default_factory=list)
-    warned: set[str] = field(default_factory=set)
-    steps_without_signal: int = 0  # among the first WITHOUT_SIGNAL
     terminated: bool = False  # SIGTERM ended it before its last step
     restarts_left: int = 0  # how often it is started again after the loss of a learner
     services: Sequence[AbstractAsyncContextManager[Any]] = ()  # open as long as the run is: a server, for example
     resources: ExitStack = field(default_factory=ExitStack)  # what else ends with the run: workers, rewards' models
     offenders: Offenders = field(init=False)  # tasks whose updates were left out
+    warnings: StepWarnings = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.warnings = StepWarnings(
+            self.telemetry.warn,
+            rewards=[name for name, weight in self.road.schedule.weights.items() if weight],
+            total_steps=self.total_steps,
+            limits={
+                "rollout.max_tokens": self.config.rollout.max_tokens,
+                "agent.max_response_tokens": self.config.agent.max_response_tokens,
+                "model.context_length": self.config.model.context_length,
+                "agent.max_turns": self.config.agent.max_turns,
+            },
+            single=self.config.rollout.group_size == 1,
+        )
 
     @property
     def path(self) -> Path:
@@ -136,26 +148,7 @@ class Run:
         episodes = step_episodes(result, index, self.config.logging.episodes_per_step, self.decode)
         self.telemetry.step(index, metrics, step_view(result, index), episodes)
         self.offenders.after(index, metrics["optim/skipped"], self.source.taken)
-        self._check_signal(index, metrics)
-        for cause in set(result.collected.failures) - self.warned:
-            self.warned.add(cause)
-            self.telemetry.warn(f"episodes are failing ({cause}), the first: {result.collected.examples[cause]}")
-
-    def _check_signal(self, index: int, metrics: Metrics) -> None:
-        """Warn where all of the first steps had only zero-variance groups: most often the reward does not fit."""
-        first = min(WITHOUT_SIGNAL, self.total_steps)
-        single = self.config.rollout.group_size == 1  # then attempts at different tasks are compared
-        if index >= first or not (metrics["reward/std"] == 0 if single else metrics["groups/flat"] == 1):
-            return
-        self.steps_without_signal += 1
-        if self.steps_without_signal == first:
-            names = ", ".join(name for name, weight in self.road.schedule.weights.items() if weight)
-            steps = "the first step" if first == 1 else f"each of the first {first} steps"
-            self.telemetry.warn(
-                f"no signal to learn from: in {steps}, all attempts at a task got the same reward "
-                f"({names}, mean {metrics['reward/mean']:g}); check that the reward fits the answers "
-                "(covey sample shows them), that rollout.max_tokens is enough, and how hard the tasks are"
-            )
+        self.warnings.after(index, result, metrics)
 
     async def evaluate(self, done: int) -> Metrics:
         """After `done` updates."""
@@ -164,8 +157,8 @@ class Run:
         if self.engine.version != done:
             await self.engine.publish(self.learner.weights(), version=done)
         answers = sum(self.config.eval.n if mode == "sampled" else 1 for mode in self.config.eval.modes)
-        self._show_progress(answers * len(self.evaluator.tasks), "answers")
         with self.telemetry.stage("evaluate"):
+            self._show_progress(answers * len(self.evaluator.tasks), "answers")
             found = await self.evaluator.run()
         # What it left in the engine's cache must not be found by the next step: a resumed run would not find it.
         await self.engine.publish(self.learner.weights(), version=done)
@@ -199,6 +192,7 @@ class Run:
             self.telemetry.progress(min(finished, total), total, what)
 
         self.engine.on_finished = one_more
+        self.telemetry.progress(0, total, what)
 
     def decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids))

@@ -186,7 +186,7 @@ class RewardFunction:
             raise
         except Exception as error:
             raise InputError(
-                f"{task.where}: reward {self.name} cannot read its columns ({type(error).__name__}: {error!s:.200})"
+                f"{task.where}: reward {self.name} cannot read its columns ({said(error):.400})"
                 f"\n  columns of the data: {', '.join(sorted(task.columns)) or 'none'}"
             ) from error
 

@@ -17,7 +17,7 @@ from covey.protocols import Agent, Reward, RolloutEngine
 from covey.redact import hide
 from covey.rollout.policy import EpisodePolicy
 from covey.rollout.rendering import Renderer
-from covey.types import Collected, Episode, Failure, Group, RewardTable, Sampling, Task
+from covey.types import Collected, Episode, Failure, Group, RewardTable, Sampling, StopReason, Task
 
 TaskBatch = Callable[[int], Sequence[Task]]
 FreshTasks = Callable[[int, int, int, Collection[str]], Sequence[Task]]  # step, round, how many, ids tried already
@@ -90,6 +90,7 @@ class Collector:
                 episode = await self.agent.run(policy, task)
                 if not episode.turns:
                     raise NothingSaid("no reply could be sampled: the first prompt leaves no room for one")
+                episode = replace(episode, cut_by=_cut_by(episode, policy))
                 cause = "reward"
                 rewards = await self.reward(task, episode) if score else episode.rewards
                 return replace(episode, rewards=rewards, seconds=time.monotonic() - started)
@@ -186,14 +187,24 @@ class TrainingSource:
         good, flat = self._sort(raw)
         failed = [e.failure for g in raw for e in _everyone(g) if e.failure]
         failures = Counter(failure.cause for failure in failed)
-        examples = {failure.cause: failure.message for failure in failed}
+        examples = {failure.cause: failure.message for failure in reversed(failed)}  # the first of each
+        cut = Counter(e.cut_by for g in raw for e in _everyone(g) if e.cut_by is not None)
         if not good and not flat:
             raise NothingCompleted(_diagnosis(raw, failures, examples))
         if not good:  # nothing differs anywhere: better a step without signal than none
             good, flat = flat[:wanted], flat[wanted:]
         dropped = len(raw) - len(good) - len(flat)
         self.taken = tuple(group.task for group in good)
-        return Collected(tuple(good), tuple(flat), refills, dict(failures), examples, dropped)
+        return Collected(
+            tuple(good),
+            tuple(flat),
+            refills,
+            dict(failures),
+            examples,
+            dropped,
+            attempts=sum(len(_everyone(group)) for group in raw),
+            cut=dict(cut),
+        )
 
     async def _collect(self, tasks: Sequence[Task], stream: tuple[object, ...]) -> list[Group]:
         raw = await self.collector.groups(
@@ -249,7 +260,24 @@ def unscored_is_failed(episode: Episode, names: Collection[str]) -> Episode:
     """An attempt that no reward scored is not worth 0: it is left out, and counted. Extras are no scores."""
     if episode.failure is not None or any(episode.rewards.get(name) is not None for name in names):
         return episode
+    if episode.cut_by is not None:
+        return replace(
+            episode, failure=Failure("truncated", f"cut off by {limit_name(episode.cut_by)}, and not scored")
+        )
     return replace(episode, failure=Failure("unscored", "every reward returned None"))
+
+
+def limit_name(cut_by: str) -> str:
+    return "the max_tokens of the agent's own request" if cut_by == "request" else cut_by
+
+
+def _cut_by(episode: Episode, policy: EpisodePolicy) -> str | None:
+    match episode.stop:
+        case StopReason.LENGTH:
+            return policy.cut_by or "rollout.max_tokens"  # none where the agent samples by itself
+        case StopReason.TURNS:
+            return "agent.max_turns"
+    return None
 
 
 class NothingSaid(EpisodeError):
@@ -277,6 +305,7 @@ _LIKELY_FIX = {
     "environment_timeout": "raise agent.tool_seconds: reset or step took longer in every episode",
     "no_room": "shorten the prompts, or raise model.context_length or agent.max_response_tokens",
     "nonfinite": "try model.dtype=float32 or bfloat16; if the weights are broken, go back to an earlier checkpoint",
+    "truncated": "raise that limit, or give the environment a method end(reason) that scores unfinished episodes",
     "unscored": "return a number from the reward; None means that an attempt cannot be scored",
     "abandoned": "start the program that plays the attempts: it comes for them with POST /episodes (docs/gateway.md)",
     "program": "run agent.command by hand against covey serve; its last words are above",
@@ -288,7 +317,16 @@ def _diagnosis(raw: Sequence[Group], failures: Counter[str], examples: dict[str,
     lines = [f"No training tasks completed: {len(raw)} groups of {len(raw[0].episodes)} attempts were all lost"]
     for cause, count in failures.most_common():
         lines += [
-            f"  {count} × {cause}: {examples[cause]}",
+            f"  {count} × {cause}: {_limits(raw) if cause == 'truncated' else examples[cause]}",
             f"      likely fix: {_LIKELY_FIX.get(cause, 'see the message')}",
         ]
     return "\n".join(lines)
+
+
+def _limits(raw: Sequence[Group]) -> str:
+    """The limits that cut episodes off before they could be scored, the most frequent first."""
+    failed = [e for g in raw for e in _everyone(g) if e.failure is not None and e.failure.cause == "truncated"]
+    found = Counter(limit_name(e.cut_by or "") for e in failed).most_common()
+    if len(found) == 1:
+        return f"cut off by {found[0][0]}, and not scored"
+    return f"cut off by {', '.join(f'{limit} ({count})' for limit, count in found)}, and not scored"

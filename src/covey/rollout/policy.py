@@ -15,10 +15,11 @@ from typing import Any
 
 from covey.errors import EpisodeError
 from covey.protocols import NoRoom, Reply, RolloutEngine
-from covey.rollout.rendering import Renderer, Said, Tools
+from covey.rollout.rendering import CONTEXT_USED_UP, Renderer, Said, Tools
 from covey.rollout.streams import stream_seed
 from covey.types import Completion, Messages, Sampling, StopReason, Turn
 
+CONTEXT = "model.context_length"
 LONG = 2**16  # characters of messages and tools that are not rendered on the event loop
 
 
@@ -58,6 +59,7 @@ class EpisodePolicy:
         self._rendered: tuple[Any, tuple[int, ...]] | None = None  # the last long messages, and their prompt
         self._waiting = 0  # how many reasons there are for the clock to stand still
         self._left = 0.0  # seconds of the episode when it was stopped
+        self.cut_by: str | None = None  # the limit that ended the last reply, or left no room for one (Episode.cut_by)
 
     @property
     def turns(self) -> list[Turn]:
@@ -111,7 +113,8 @@ class EpisodePolicy:
         temperature: float | None = None,
         top_p: float | None = None,
     ) -> Turn:
-        number, limit = self._asked, min(self.room(len(token_ids)), max_tokens or self.sampling.max_tokens)
+        number, (setting, room) = self._asked, self._room(len(token_ids))
+        limit = min(room, max_tokens or room)
         sampling = replace(
             self.sampling,
             seed=stream_seed(*self.stream, number),
@@ -133,20 +136,23 @@ class EpisodePolicy:
             )
         turn = Turn(tuple(token_ids), done.token_ids, done.logprobs, done.versions, done.stop, trained=trained)
         self._turns[number] = turn
+        if turn.stop is StopReason.LENGTH:
+            self.cut_by = setting if limit == room else "request"
         return turn
 
-    def room(self, prompt_tokens: int) -> int:
-        """How many tokens the next reply may have. Raises `NoRoom` where there is none."""
+    def _room(self, prompt_tokens: int) -> tuple[str, int]:
+        """How many tokens the next reply may have, and by which setting. Raises `NoRoom` where there is none."""
         rooms = {"rollout.max_tokens": self.sampling.max_tokens}
         if self.max_response_tokens is not None:
             used = sum(len(turn.completion_ids) for turn in self._turns.values()) + sum(self._granted.values())
             rooms["agent.max_response_tokens"] = self.max_response_tokens - used
         if self.renderer.context_length is not None:
-            rooms["the model's context"] = self.renderer.context_length - prompt_tokens
-        limit, room = min(rooms.items(), key=lambda pair: pair[1])
+            rooms[CONTEXT] = self.renderer.context_length - prompt_tokens
+        setting, room = min(rooms.items(), key=lambda pair: pair[1])
         if room < 1:
-            raise NoRoom(f"no room for a reply: {limit} is used up")
-        return room
+            self.cut_by = setting
+            raise NoRoom(CONTEXT_USED_UP if setting == CONTEXT else f"no room for a reply: {setting} is used up")
+        return setting, room
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -179,7 +185,11 @@ class EpisodePolicy:
         top_p: float | None = None,
     ) -> Reply:
         """The reply to messages; a stop string that ended it is cut off its text."""
-        prompt = await self._prompt(messages, tools)
+        try:
+            prompt = await self._prompt(messages, tools)
+        except NoRoom:  # longer than the context
+            self.cut_by = CONTEXT
+            raise
         turn = await self._turn(
             prompt, stop=stop, max_tokens=max_tokens, trained=trained, temperature=temperature, top_p=top_p
         )

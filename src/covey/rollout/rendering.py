@@ -166,13 +166,6 @@ class Renderer:
         head, _, tail = shown.removeprefix(before).rpartition(MARK)
         return head, tail
 
-    def rewrites(self, role: str) -> bool:
-        """Whether thinking is dropped from a reply once a message of this role follows it."""
-        thought = f"<think>\n{MARK}\n</think>\n\nYes."
-        talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": thought}]
-        shown = self._try([*talk, {"role": role, "content": "!", "name": "tool"}], None, reply_next=True)
-        return shown is not None and MARK not in shown
-
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=not special))
 

@@ -36,6 +36,7 @@ def _from_json(task: Task, stored: dict[str, Any]) -> Episode:
         given=stored["given"],
         tools=tuple(ToolUse(**use) for use in stored["tools"]),
         seconds=stored["seconds"],
+        cut_by=stored.get("cut_by"),
     )
 
 

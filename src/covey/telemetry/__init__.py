@@ -1,6 +1,7 @@
 """What a run tells: files that are always written, the console, trackers (W&B and others), the report at the end."""
 
 from covey.telemetry.base import EpisodeView, RunInfo
+from covey.telemetry.console import working
 from covey.telemetry.episodes import TokenRow, episode_record, read_episodes
 from covey.telemetry.history import History, Record, read_history
 from covey.telemetry.report import compare_curves, print_summary, write_report
@@ -19,5 +20,6 @@ __all__ = [
     "print_summary",
     "read_episodes",
     "read_history",
+    "working",
     "write_report",
 ]

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, TextIO
 
 from rich.console import Console, ConsoleRenderable
 from rich.control import Control
 from rich.live import Live
 
+from covey.config.schema import LoggingConfig
 from covey.telemetry.base import EpisodeView, RunInfo, Sink
 from covey.telemetry.figures import duration, evaluation_form, show
+from covey.telemetry.heartbeat import Beating, Heartbeat, beating
 from covey.telemetry.history import History
 from covey.telemetry.state import RunState
 from covey.telemetry.view import WARNINGS, LiveView
+
+DOING = {
+    "rollout": "sampling",
+    "annotate": "computing log-probs",
+    "update": "updating the model",
+    "publish": "sending the weights to the engine",
+    "evaluate": "evaluating",
+    "checkpoint": "saving a checkpoint",
+}
 
 
 def open_console(info: RunInfo, verbosity: str, history: History) -> Sink:
@@ -26,24 +38,59 @@ def open_console(info: RunInfo, verbosity: str, history: History) -> Sink:
     if verbosity == "debug":
         return DebugConsole(state, sys.stdout)
     console = Console(file=sys.stdout)
-    # A terminal that cannot show the characters or move its cursor gets the lines as well.
-    if sys.stdout.isatty() and not console.is_dumb_terminal and not console.options.ascii_only:
-        return LiveConsole(state, console)
-    return PlainConsole(state, sys.stdout)
+    return LiveConsole(state, console) if _can_redraw(console) else PlainConsole(state, sys.stdout)
+
+
+def _can_redraw(console: Console) -> bool:
+    """A terminal that cannot show the characters or move its cursor gets plain lines, as a pipe does."""
+    return sys.stdout.isatty() and not console.is_dumb_terminal and not console.options.ascii_only
+
+
+@contextmanager
+def working(text: str, logging: LoggingConfig) -> Iterator[None]:
+    """Around what takes long before a run has a console: where that will be plain lines, so is this."""
+    plain = "console" in logging.to and logging.verbosity != "warning" and not _can_redraw(Console(file=sys.stdout))
+    with beating(partial(_write_line, sys.stdout), text) if plain else nullcontext():
+        yield
 
 
 class PlainConsole(Sink):
-    """One line per step and per evaluation, for pipes, files and batch jobs: no colour, nothing overwritten."""
+    """One line per step and per evaluation, for pipes, files and batch jobs: no colour, nothing overwritten. Where
+    nothing is printed for a while, above all before the first step, lines say what is being done."""
 
-    def __init__(self, state: RunState, file: TextIO) -> None:
+    def __init__(self, state: RunState, file: TextIO, now: Callable[[], float] = time.monotonic) -> None:
         self._state = state
         self._file = file
+        self.heartbeat = Heartbeat(self._print, now)
+        self._beating = Beating(self.heartbeat)
+        self._stepped = False
         info = state.info
         what = f"{info.algorithm} trains {info.model} on {info.task}{info.scored_by}"
         self._print(f"{info.title}: {what}, {info.total_steps} steps")
         self._print(f"writing to {info.folder}")
         if info.first_step:
             self._print(f"continuing after step {info.first_step}")
+
+    def stage(self, name: str | None) -> None:
+        if name is None:
+            self.heartbeat.end()
+            return
+        doing = DOING.get(name, name)
+        self.heartbeat.begin(doing if self._stepped else self._at_first(name, doing))
+        self._beating.start()
+
+    def _at_first(self, name: str, doing: str) -> str:
+        """What a stage does before the first step is done."""
+        match name:
+            case "evaluate":
+                return f"{doing} before training"
+            case "publish":  # which waits until vLLM has started
+                vllm = self._state.info.config.get("rollout", {}).get("name") == "vllm"
+                return "starting vLLM" if vllm else doing
+        return f"first step: {doing}"
+
+    def progress(self, done: int, total: int, what: str) -> None:
+        self.heartbeat.progress(done, total, what)
 
     def step(
         self,
@@ -54,6 +101,8 @@ class PlainConsole(Sink):
     ) -> None:
         state, curve = self._state, self._state.curve
         state.add_step(index, metrics, None)
+        self._stepped = True
+        self.heartbeat.steady()
         speed = metrics.get("perf/tokens_per_second")
         self._print(
             f"step  {self._position(state.done)}",
@@ -83,6 +132,7 @@ class PlainConsole(Sink):
         self._print(f"warning: {text}")
 
     def close(self, status: str) -> None:
+        self._beating.stop()
         self._print(f"{status} after {self._state.done} of {self._state.info.total_steps} steps")
 
     def _position(self, done: int) -> str:
@@ -90,13 +140,16 @@ class PlainConsole(Sink):
         return f"{done:>{len(total)}}/{total}"
 
     def _print(self, *parts: str) -> None:
-        _write_line(self._file, "  ".join(parts))
+        with self.heartbeat.lock:
+            _write_line(self._file, "  ".join(parts))
+            self.heartbeat.spoken()
 
 
 class DebugConsole(PlainConsole):
     """`logging.verbosity=debug`: every stage as it starts, every figure, and one episode of each step."""
 
     def stage(self, name: str | None) -> None:
+        super().stage(name)
         if name is not None:
             self._print(f"  {name} ...")
 

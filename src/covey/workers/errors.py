@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from covey.errors import RunFailed
+from covey.errors import RunFailed, with_place
 
 SHOWN = 10  # lines of what a process printed last
 
@@ -37,16 +37,17 @@ class WorkerDied(WorkerError):
 
 
 class RemoteError(WorkerError):
-    """The function's own exception, as text: not every exception can be sent."""
+    """The function's own exception, as text: not every exception can be sent. `place`: the line that raised it."""
 
-    def __init__(self, type_name: str, message: str, traceback: str = "") -> None:
-        super().__init__(type_name, message, traceback)
+    def __init__(self, type_name: str, message: str, traceback: str = "", place: str = "") -> None:
+        super().__init__(type_name, message, traceback, place)
         self.type_name = type_name
         self.message = message
         self.traceback = traceback
+        self.place = place
 
     def __str__(self) -> str:
-        return f"{self.type_name}: {self.message}"
+        return with_place(f"{self.type_name}: {self.message}".removesuffix(": "), self.place)
 
 
 class WorkersGone(RunFailed):

@@ -96,7 +96,7 @@ class WorkerPool:
             raise RemoteError(type(error).__name__, f"the result of {function} cannot be read here: {error}") from error
         if kind == DONE:
             return value
-        if not isinstance(value, tuple) or len(value) != 3:
+        if not isinstance(value, tuple) or len(value) != 4:
             raise RemoteError("TypeError", f"the answer of {function} cannot be read here")
         raise RemoteError(*map(str, value))
 

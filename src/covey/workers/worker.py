@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from covey.errors import said
+from covey.errors import first_error, message_of, place_of
 from covey.workers.frames import CHUNK, DONE, LENGTH, RAISED, Inbox, framed
 
 LONGEST = 20_000  # characters of a message or traceback
@@ -226,17 +226,14 @@ def _framed(value: Any) -> memoryview:
         raise TypeError(f"its result, a {type(value).__name__}, cannot be sent back: {error}") from error
 
 
-def _told(error: BaseException) -> tuple[str, str, str]:
-    """Type, message and traceback. An exception of the user's may refuse to be printed."""
-    try:
-        message = said(error).removeprefix("SystemExit: ") if isinstance(error, SystemExit) else str(error)
-    except Exception:
-        message = "(its message cannot be shown)"
+def _told(error: BaseException) -> tuple[str, str, str, str]:
+    """Type, message, traceback and place, each of a length that can be sent."""
+    error = first_error(error)
     try:
         lines = "".join(traceback.format_exception(type(error), error, _below(error.__traceback__)))
-    except Exception:
+    except Exception:  # of the user's class, which may refuse to be printed
         lines = ""
-    return type(error).__name__, message[:LONGEST], lines[-LONGEST:]
+    return type(error).__name__, message_of(error)[:LONGEST], lines[-LONGEST:], place_of(error)[:LONGEST]
 
 
 def _below(trace: TracebackType | None) -> TracebackType | None:

@@ -93,7 +93,7 @@ class Bench:
         start = time.perf_counter()
         tool = self.tools.get(call.name)
         limit = (tool.max_output_tokens if tool else None) or self.max_tokens
-        answer, kind = None, None
+        answer, kind, detail = None, None, ""
         try:
             if call.problem is not None:
                 raise ToolMistake("malformed", f"error: {call.problem}")
@@ -103,8 +103,8 @@ class Bench:
             output = await self._run(tool, checked, limit * CHARACTERS_PER_TOKEN)
             answer = tool.answer(checked) if tool.ends else None
         except ToolMistake as mistake:
-            output, kind = Output(mistake.text, len(mistake.text)), mistake.kind
-        use = ToolUse(call.name, time.perf_counter() - start, kind)
+            output, kind, detail = Output(mistake.text, len(mistake.text)), mistake.kind, mistake.detail
+        use = ToolUse(call.name, time.perf_counter() - start, kind, detail)
         return ToolResult(call, within(output, limit, self.cut), use, answer is not None, answer)
 
     def _unknown(self, name: str) -> ToolMistake:

@@ -16,12 +16,13 @@ Kind = Literal["malformed", "unknown_tool", "bad_arguments", "raised", "deadline
 
 
 class ToolMistake(Exception):
-    """The model's mistake. `text` is what it is shown."""
+    """The model's mistake. `text` is what it is shown; `detail`, where the tool raised, is for the user alone."""
 
-    def __init__(self, kind: Kind, text: str) -> None:
-        super().__init__(kind, text)  # both: an exception is pickled by its arguments
+    def __init__(self, kind: Kind, text: str, detail: str = "") -> None:
+        super().__init__(kind, text, detail)  # all of them: an exception is pickled by its arguments
         self.kind = kind
         self.text = text
+        self.detail = detail
 
     def __str__(self) -> str:
         return self.text

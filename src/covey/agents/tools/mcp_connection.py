@@ -19,7 +19,7 @@ from typing import IO, Any, TypeVar
 
 from covey.agents.tools.errors import ToolFailure, ToolMistake
 from covey.agents.tools.mcp_stdio import stdio_streams
-from covey.errors import Absent, InputError
+from covey.errors import Absent, InputError, first_error
 from covey.install import install_extra
 
 Result = TypeVar("Result")
@@ -223,6 +223,5 @@ def without_secrets(text: str) -> str:
 
 def _told(error: BaseException) -> str:
     """What went wrong at the bottom: task groups wrap it."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+    error = first_error(error)
     return f"{type(error).__name__}: {error}"

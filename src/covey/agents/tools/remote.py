@@ -13,6 +13,8 @@ from typing import Any
 from covey.agents.tools.errors import ToolFailure, ToolMistake
 from covey.agents.tools.output import Output, rendered
 from covey.agents.tools.tool import Tool
+from covey.errors import message_of, said
+from covey.redact import hide
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,5 @@ def told(error: Exception, characters: int) -> ToolMistake | ToolFailure:
             return ToolFailure(error.cause, error.message[:characters])
         case ToolMistake():
             return ToolMistake(error.kind, error.text[:characters])
-    try:
-        text = f"error: {type(error).__name__}: {error}".removesuffix(": ")
-    except Exception:  # an exception of the user's may refuse to be printed
-        text = f"error: {type(error).__name__}"
-    return ToolMistake("raised", text[:characters])
+    text = f"error: {type(error).__name__}: {message_of(error)}".removesuffix(": ")
+    return ToolMistake("raised", text[:characters], hide(said(error))[:characters])

@@ -1,0 +1,135 @@
+"""A log that nobody sees a terminal of shows life: what begins, how far it is, for how long."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from covey.config.schema import LoggingConfig
+from covey.telemetry import RunInfo, working
+from covey.telemetry import heartbeat as module
+from covey.telemetry.console import PlainConsole
+from covey.telemetry.state import RunState
+
+
+class Log:
+    """A plain console under a clock that is moved by hand; a tick every second, as the thread would."""
+
+    def __init__(self, info: RunInfo) -> None:
+        self.time = 0.0
+        self.file = io.StringIO()
+        self.console = PlainConsole(RunState(info), self.file, now=lambda: self.time)
+        self.console._beating.start = lambda: None  # type: ignore[method-assign]
+        self.seen = len(self.file.getvalue())
+
+    def after(self, seconds: int) -> list[str]:
+        """What is printed in that time."""
+        for _ in range(seconds):
+            self.time += 1
+            self.console.heartbeat.tick()
+        new, self.seen = self.file.getvalue()[self.seen :], len(self.file.getvalue())
+        return new.splitlines()
+
+
+def test_an_evaluation_before_training(info: RunInfo) -> None:
+    log = Log(info)
+    log.console.stage("evaluate")
+    assert log.after(1) == []
+    assert log.after(1) == ["evaluating before training ..."]
+    log.console.progress(40, 200, "answers")
+    assert log.after(9) == []
+    assert log.after(1) == ["evaluating before training: 40 of 200 answers, 12s"]
+    log.console.progress(80, 200, "answers")
+    assert log.after(21) == [
+        "evaluating before training: 80 of 200 answers, 22s",
+        "evaluating before training: 80 of 200 answers, 32s",
+    ]
+    log.console.stage(None)
+    assert log.after(100) == []
+
+
+def test_what_is_quick_needs_no_line(info: RunInfo) -> None:
+    log = Log(info)
+    for name in ("publish", "evaluate", "rollout", "update", None):
+        log.console.stage(name)
+        assert log.after(1) == []
+
+
+def test_a_long_first_step_says_where_it_is(info: RunInfo) -> None:
+    log = Log(info)
+    log.console.stage("rollout")
+    log.console.progress(1, 64, "answers")
+    assert log.after(12) == ["first step: sampling ...", "first step: sampling: 1 of 64 answers, 12s"]
+    log.console.stage("update")  # what was counted was the sampling's
+    assert log.after(25) == [
+        "first step: updating the model ...",
+        "first step: updating the model: 12s",
+        "first step: updating the model: 22s",
+    ]
+
+
+def test_an_engine_of_its_own_starts_with_the_first_weights(info: RunInfo) -> None:
+    log = Log(replace(info, config={"rollout": {"name": "vllm"}}))
+    log.console.stage("publish")
+    assert log.after(2) == ["starting vLLM ..."]
+    log.console.step(0, {}, None, [])
+    log.console.stage("publish")
+    assert log.after(60)[-1] == "sending the weights to the engine: 1m00s"
+
+
+def test_later_steps_speak_up_only_after_a_minute_of_silence(info: RunInfo) -> None:
+    log = Log(info)
+    log.console.stage("rollout")
+    log.console.step(0, {"reward/mean": 0.5}, None, [])
+    assert len(log.after(0)) == 1
+    log.console.stage("rollout")
+    assert log.after(40) == []
+    log.console.stage("update")  # the silence goes on
+    assert log.after(19) == []
+    assert log.after(1) == ["updating the model: 20s"]
+    assert log.after(59) == []
+    log.console.note("a line of its own")
+    assert log.after(59) == ["a line of its own"]
+    assert log.after(1) == ["updating the model: 2m19s"]
+
+
+def test_work_before_the_console_is_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SOON", 0.0)
+    monkeypatch.setattr(module, "TICK", 0.01)
+
+    def printed(logging: LoggingConfig) -> str:
+        with working("loading a model", logging):
+            deadline = time.monotonic() + (5 if logging == LoggingConfig() else 0.1)
+            said = ""
+            while not said and time.monotonic() < deadline:
+                time.sleep(0.01)
+                said = capsys.readouterr().out
+        return said
+
+    assert printed(LoggingConfig()) == "loading a model ...\n"
+    assert printed(LoggingConfig(verbosity="warning")) == ""
+    assert printed(LoggingConfig(to=[])) == ""
+
+
+def test_a_run_in_a_pipe_shows_life_before_its_first_line_of_figures(tmp_path: Path, tiny_model_folder: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\n\ndef slow(answer):\n    time.sleep(0.4)\n    return 0.0\n")
+    (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "x"}\n')
+    quick = "from covey.telemetry import heartbeat as h; h.SOON = 0.0; h.TICK = 0.005; h.EVERY = 0.1"
+    words = ["train", f"model={tiny_model_folder}", "data.train_files=rows.jsonl", "data.val_files=rows.jsonl"]
+    small = ["rollout.max_tokens=2", "rollout.group_size=2", "data.train_batch_size=1", "loop.total_steps=1"]
+    code = f"{quick}\nfrom covey.cli.main import main\nmain({[*words, *small, 'reward=slow.py:slow']!r})"
+    out = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    lines = out.splitlines()
+    (loading, evaluating, sampling) = (
+        next(place for place, line in enumerate(lines) if line.startswith(text))
+        for text in ("loading ", "evaluating before training: 1 of 1 answers", "first step: sampling: 2 of 2 answers")
+    )
+    (evaluated,) = (place for place, line in enumerate(lines) if line.startswith("eval  0/1"))
+    (stepped,) = (place for place, line in enumerate(lines) if line.startswith("step  1/1"))
+    assert loading < evaluating < evaluated < sampling < stepped
