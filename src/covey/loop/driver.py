@@ -19,6 +19,7 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from covey.errors import InputError, RunFailed
+from covey.loop.callbacks import call_here
 from covey.loop.limit import terminable
 from covey.loop.run import Run
 from covey.loop.uninterrupted import uninterrupted
@@ -39,6 +40,10 @@ class Driver:
         self._thread = threading.Thread(target=self._serve, name="covey-run", daemon=True)
         self._thread.start()
         self._loop = self._started.result()
+
+    @property
+    def in_callback(self) -> bool:
+        return bool(self._waiting)
 
     # -- the calling thread ----------------------------------------------------------------------------------------
 
@@ -73,6 +78,7 @@ class Driver:
                 assert self._stop is not None
                 self._loop.call_soon_threadsafe(self._stop.set)
                 self._thread.join()
+                self.run.callbacks.call = call_here  # nothing refers in a circle any more: memory is freed at once
 
     def _submit(self, work: Coroutine[Any, Any, Result]) -> _Call[Result]:
         queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()

@@ -25,7 +25,7 @@ from covey.loop.uninterrupted import uninterrupted
 from covey.protocols import Learner, Metrics, RolloutEngine
 from covey.rollout.collector import TrainingSource
 from covey.storage import StorageFailed
-from covey.telemetry import Telemetry, read_history, write_report
+from covey.telemetry import Telemetry, curve_figure, html_summary, read_history, write_report
 from covey.types import Collected, Episode, Sampling, Task
 
 WITHOUT_SIGNAL = 3  # first steps after which a run whose rewards never differ is warned of
@@ -82,6 +82,11 @@ class Run:
         return self.done >= self.total_steps or self._stopping
 
     @property
+    def over(self) -> bool:
+        """Whether no further step follows."""
+        return self._made is None and self._recorded is None and (self.finished or self.limit.reached)
+
+    @property
     def metrics(self) -> list[dict[str, float]]:
         """Of every step, also of those before a resume: metrics.jsonl, with the step's index as "step"."""
         return [{"step": record.step, **record.metrics} for record in read_history(self.path).steps]
@@ -94,6 +99,13 @@ class Run:
             shown = {k: v for k, v in self.evaluations[-1][1].items() if k == "eval/accuracy"}
             parts += [f"{key} {value:.4g}" for key, value in shown.items()]
         return f"Run({', '.join(parts)})"
+
+    def plot(self) -> Any:
+        """The learning curve: a matplotlib Figure, which a notebook shows."""
+        return curve_figure(self.path)
+
+    def _repr_html_(self) -> str:
+        return html_summary(self.path)
 
     async def train(self) -> Run:
         """All steps, and the end."""
@@ -165,7 +177,7 @@ class Run:
                 return False
         if self._stopping and not self._is_concluded:
             await self._follow_up()
-        return not (self.finished or self.limit.reached)
+        return not self.over
 
     async def _make_step(self, index: int) -> None:
         tokens_before = self.engine.generated_tokens
@@ -213,7 +225,7 @@ class Run:
         """The step in progress, or the newest one, is the last: the run then ends as if it had no more."""
         self._stopping = True
 
-    def conclude(self) -> None:
+    async def conclude(self) -> None:
         """Write the report and the status, and release the folder. The engine stays, for questions and evaluations."""
         if not self._is_concluded:
             status = "failed"
@@ -263,14 +275,15 @@ class Run:
 
     async def save(self) -> Checkpoint:
         """A checkpoint of the run as it is now, between two steps."""
-        if self._is_concluded:
-            raise InputError("the run has ended\n  its model: trainer.model.save_pretrained(FOLDER)")
-        if self._made is not None:
-            raise InputError(
-                "a checkpoint cannot be written in on_step\n  write it between two steps, or in on_checkpoint"
-            )
+        self.check_savable()
         await self.open()
         return await self._save(planned=True)
+
+    def check_savable(self) -> None:
+        if self._is_concluded:
+            raise InputError("the run has ended\n  fix: trainer.save_pretrained(FOLDER) writes its model")
+        if self._made is not None:
+            raise InputError("a checkpoint cannot be written in on_step\n  fix: write it between two steps")
 
     async def _record(self) -> Step:
         """The newest step, with what callbacks add to it."""
