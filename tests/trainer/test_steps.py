@@ -51,8 +51,7 @@ def test_steps_with_breaks_and_questions_in_between_are_those_of_a_whole_run(
 ) -> None:
     trainer = trainer_of(tiny_model_folder)
     assert trainer.metrics == [] and "not started" in repr(trainer)
-    for step in trainer:
-        break
+    step = next(iter(trainer))
     assert step.index == 0 and trainer.steps_done == 1
     assert len(step.groups) == 2 and len(step.episodes) == 8
     assert all(isinstance(episode.final_answer, str) for episode in step.episodes)
