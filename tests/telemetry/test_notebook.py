@@ -32,6 +32,7 @@ def install(monkeypatch: pytest.MonkeyPatch, shell: Any) -> list[list[dict[str, 
 
     package, inner = ModuleType("IPython"), ModuleType("IPython.display")
     package.get_ipython = lambda: shell  # type: ignore[attr-defined]
+    package.version_info = (9, 0, 0)  # type: ignore[attr-defined]  # matplotlib asks
     inner.display = display  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "IPython", package)
     monkeypatch.setitem(sys.modules, "IPython.display", inner)
