@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import covey
-from covey.api import prepare_run
+from covey.cli.given import prepare_given
 from covey.cli.main import main
 from covey.cli.resume import _adapted
 from covey.config.changes import Change
@@ -153,7 +153,7 @@ def test_a_run_is_the_model_that_another_one_starts_from(trained: Path, capsys: 
     best = run / "checkpoints" / f"step-{state(run, 4)['best']['step']:06d}" / "model"
     assert train(f"model={run}", "--dry-run") == 0
     assert f"model      {best}\n" in capsys.readouterr().out
-    assert prepare_run(str(run), "sort").config.model.name == str(best)
+    assert prepare_given(str(run), "sort").config.model.name == str(best)
     assert train(f"model={run}/checkpoints/step-2", "loop.total_steps=1", "learner.lr=0") == 0
     started = runs()[-1]
     assert file_of(started, 1) == file_of(run, 2) != file_of(run, 4)
@@ -315,7 +315,7 @@ def test_synchronous_and_asynchronous_runs_continue_each_other(trained: Path) ->
 def test_what_an_algorithm_remembers(tiny_model_folder: Path, tmp_path: Path) -> None:
     """It goes on, unless the algorithm or the rewards changed; a KL coefficient that is asked for is taken."""
     words = {"rollout.max_tokens": 4, "data.train_size": 4, "algorithm.kl_coef": 0.1, "algorithm.kl_target": 0.01}
-    prepared = prepare_run(str(tiny_model_folder), "sort", "exact", "dgdo", **words)
+    prepared = prepare_given(str(tiny_model_folder), "sort", "exact", "dgdo", **words)
     saved = {"estimator": {"step": 7, "weights": {"exact": 1.0}}, "kl": {"coef": 0.25}}
     checkpoint = Checkpoint(tmp_path, {"algorithm": saved, "best": {"step": 1, "value": 0.5}, "source": {"window": {}}})
 

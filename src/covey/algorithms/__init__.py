@@ -1,7 +1,8 @@
 """The mathematics. One algorithm, one file; `catalogue.py` is the list of them."""
 
 from covey.algorithms.algorithm import Algorithm
-from covey.algorithms.assemble import algorithm_schemas, make, schema, settings
+from covey.algorithms.assemble import algorithm_schemas, find_entry, find_losses, make, schema, settings
 from covey.algorithms.catalogue import ALGORITHMS, LOSSES
 
-__all__ = ["ALGORITHMS", "LOSSES", "Algorithm", "algorithm_schemas", "make", "schema", "settings"]
+__all__ = ["ALGORITHMS", "LOSSES", "Algorithm", "algorithm_schemas", "find_entry", "find_losses", "make", "schema"]
+__all__ += ["settings"]

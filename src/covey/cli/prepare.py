@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +23,7 @@ from covey.cli.checks import (
     check_prompts,
     check_reference,
     check_sizes,
+    digest_objects,
     digest_rewards,
     digest_tasks,
     pick_engine,
@@ -128,39 +130,46 @@ def prepare(
     *,
     tasks: TaskSet | None = None,
     reward: Any = None,
+    agent: Any = None,
+    tools: Sequence[Any] = (),
+    tokenizer: Any = None,
     folder: Path | None = None,
     training: bool = True,
     tolerate_absent: bool = False,
 ) -> Prepared:
     """Check all that configuration and files can tell. What is not on this machine is reported together at the end;
-    with `tolerate_absent`, as warnings: another machine may have it."""
+    with `tolerate_absent`, as warnings: another machine may have it. Tasks, reward, agent, tools and tokenizer may be
+    given as objects, in place of what the settings name."""
     composed = with_model_folder(composed)
     config, missing = composed.config, Missing()
     make_algorithm(config)  # refuses settings that contradict each other before anything is looked for
     sandbox = sandbox_of(config)
-    toolbox = missing.unless_absent(lambda: make_toolbox(config, sandbox))
+    toolbox = missing.unless_absent(lambda: make_toolbox(config, sandbox, tools))
     missing.unless_absent(lambda: check_logging(config.logging))
     world = missing.unless_absent(lambda: find_world(config))
     found = _tasks(config, tasks or missing.unless_absent(lambda: find_tasks(config, world)), training=training)
-    source = missing.unless_absent(lambda: open_model(config))
+    source = missing.unless_absent(lambda: open_model(config, tokenizer))
     placed, reason, remarks = _place(config, source, missing, training=training)
     algorithm = make_algorithm(placed)
     _check_models(placed, algorithm, source, missing, training=training)
-    agent = find_agent(placed, toolbox, source, world)
-    own = getattr(agent, "reward", None) or found.reward  # an environment says itself what an episode is worth
+    player = find_agent(placed, toolbox, source, world, agent)
+    own = getattr(player, "reward", None) or found.reward  # an environment says itself what an episode is worth
     rewards = find_rewards(placed, reward, own, sandbox)
-    hide_columns(agent, rewards)
+    hide_columns(player, rewards)
     missing.unless_absent(rewards.verify)
     remarks += [*found.warnings, *check_algorithm(placed, algorithm, rewards), *check_sizes(placed, found)]
     missing.unless_absent(lambda: rewards.check_all((*found.train, *found.validation)))
     if source is not None:
-        check_prompts(placed, found, source, agent)
+        check_prompts(placed, found, source, player)
     lacking = missing.warnings(tolerate=tolerate_absent)
     contents = {
         "training tasks": digest_tasks(found.train),
         "validation tasks": digest_tasks(found.validation),
         "rewards": digest_rewards(rewards),
     }
+    contents |= digest_objects(
+        agent=agent, tools=tools, tokenizer=tokenizer, algorithm=own_class(config.algorithm.name)
+    )
     return Prepared(
         config=placed,
         tree=composed.tree,
@@ -169,7 +178,7 @@ def prepare(
         contents=contents,
         tasks=found,
         rewards=rewards,
-        agent=agent,
+        agent=player,
         algorithm=algorithm,
         model=source,
         total_steps=total_steps(placed, len(found.train)),
@@ -217,6 +226,13 @@ def _check_models(
         use_template(source.tokenizer, config.agent.template)
 
 
+def own_class(name: str) -> type | None:
+    """The class behind `algorithm=file.py:Class`; None for the algorithms of the catalogue."""
+    from covey.algorithms.own import is_own, load_own
+
+    return load_own(name) if is_own(name) else None
+
+
 def make_algorithm(config: Config) -> Algorithm:
     from covey.algorithms import make
 
@@ -233,8 +249,9 @@ def make_algorithm(config: Config) -> Algorithm:
         raise InputError(str(error)) from error
 
 
-def open_model(config: Config) -> ModelSource:
-    """Tokenizer and configuration of the model, and whether it can run here as asked."""
+def open_model(config: Config, tokenizer: Any = None) -> ModelSource:
+    """Tokenizer and configuration of the model, and whether it can run here as asked. A tokenizer that is given takes
+    the place of the model's own, with another chat template for example."""
     from covey.learner.adapters import require_peft
     from covey.learner.models import open_source, pick_device
 
@@ -245,7 +262,14 @@ def open_model(config: Config) -> ModelSource:
     from covey.learner.forward import check_layers  # not before: its imports take seconds, and there may be no model
 
     check_layers(source.config)
-    return source
+    if tokenizer is None:
+        return source
+    if tokenizer.get_vocab() != source.tokenizer.get_vocab():
+        raise InputError(
+            f"tokenizer= has another vocabulary than that of the model {config.model.name}\n"
+            "  fix: AutoTokenizer.from_pretrained(MODEL), or give a loaded model whose embeddings fit"
+        )
+    return dataclasses.replace(source, tokenizer=copy.deepcopy(tokenizer))  # agent.template may change it
 
 
 def check_critic(config: Config, policy: ModelSource | None) -> None:

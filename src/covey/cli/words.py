@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from covey.algorithms import algorithm_schemas
+from covey.algorithms import algorithm_schemas, schema
 from covey.cli.origin import Origin, find_origin
 from covey.cli.runs import checkpoint_folder, run_of
 from covey.config import Composed, compose
@@ -86,6 +86,7 @@ def compose_words(
     composed = compose(
         [*_from_environment(), *origin.settings, *settings],
         algorithms=algorithm_schemas(),
+        own_algorithm=schema,
         config_name=name or origin.recipe,
         config_path=path,
         tolerant=(words.on("--validate-only") or words.on("--dry-run")) and not words.on("--strict"),

@@ -10,6 +10,7 @@ import ast
 import inspect
 import io
 import sys
+import textwrap
 import tokenize
 import typing
 from collections.abc import Iterator, Mapping
@@ -154,16 +155,22 @@ def _comments(cls: type) -> dict[str, str]:
 
 
 def _own_comments(cls: type) -> dict[str, str]:
-    return _module_comments(cls.__module__).get(cls.__qualname__, {})
+    if cls.__module__.startswith("covey."):
+        return _module_comments(cls.__module__).get(cls.__qualname__, {})
+    try:
+        source = textwrap.dedent(inspect.getsource(cls))  # of a user: the file may be edited while this process runs
+    except (OSError, TypeError):  # a class made at run time, or in a notebook, has no source and so no comments
+        return {}
+    return _comments_in(source).get(cls.__name__, {})
 
 
 @cache
 def _module_comments(name: str) -> dict[str, dict[str, str]]:
     """Of every class of a module, by its qualified name. The file is parsed once: it holds many of our classes."""
-    try:
-        source = inspect.getsource(sys.modules[name])
-    except (KeyError, OSError, TypeError):  # a class made at run time has no source, and so no comments
-        return {}
+    return _comments_in(inspect.getsource(sys.modules[name]))
+
+
+def _comments_in(source: str) -> dict[str, dict[str, str]]:
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     by_line = {t.start[0]: t.string.lstrip("# ").strip() for t in tokens if t.type == tokenize.COMMENT}
     return {

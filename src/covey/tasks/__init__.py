@@ -7,6 +7,7 @@ from covey.tasks.generated import GENERATED, GeneratedTask
 from covey.tasks.load import default_reward, load_tasks, nothing_to_train_on, reward_by_answers, with_system_prompt
 from covey.tasks.order import batch_for_step, fresh_tasks, steps_per_epoch
 from covey.tasks.question import ask_like_tasks, plain_question
+from covey.tasks.rows import list_rows, tasks_of_rows
 from covey.tasks.taskset import TaskSet
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "data_folder",
     "default_reward",
     "fresh_tasks",
+    "list_rows",
     "load_demonstrations",
     "load_tasks",
     "nothing_to_train_on",
@@ -28,5 +30,6 @@ __all__ = [
     "read_tasks",
     "reward_by_answers",
     "steps_per_epoch",
+    "tasks_of_rows",
     "with_system_prompt",
 ]
