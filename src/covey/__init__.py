@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what editors and type checkers see; `_HOMES` says the same
     from covey.agents import agent
-    from covey.agents.tools import ToolFailure, ToolMistake, tool
+    from covey.agents.tools.errors import ToolFailure, ToolMistake
+    from covey.agents.tools.tool import tool
     from covey.algorithms.functional import GVPOLoss, advantages, compute_gvpo_advantage, policy_loss
     from covey.algorithms.named import (
         Cispo,

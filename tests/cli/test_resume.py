@@ -294,7 +294,7 @@ def test_an_extension_that_ends_before_its_first_checkpoint(trained: Path, monke
         raise RunFailed("the power went")
 
     with monkeypatch.context() as patch:
-        patch.setattr("covey.loop.run.step", fail)
+        patch.setattr("covey.loop.run.update", fail)
         assert main(["train", f"resume={run}", "loop.total_steps=6", "data.train_batch_size=3"]) == 1
     (recorded,) = info(run)["changes"]
     assert recorded["settings"]["data.train_batch_size"] == [2, 3]
