@@ -28,7 +28,14 @@ from typing import Any
 from kit.injure import Plan, injure
 
 ROOT = Path(__file__).parent.parent.parent
-WARM = ("covey.api", "covey.cli.train", "covey.cli.sft", "covey.loop.run", "covey.loop.sft", "covey.rollout.embedded")
+WARM = (
+    "covey.trainer",
+    "covey.cli.train",
+    "covey.cli.sft",
+    "covey.loop.run",
+    "covey.loop.sft",
+    "covey.rollout.embedded",
+)
 WARM += ("covey.rollout.background", "covey.learner.critic", "safetensors.torch", "transformers", "matplotlib.pyplot")
 WARM += ("transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto", "peft")
 

@@ -9,14 +9,55 @@ Names are loaded when first used, so that importing covey is quick.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what editors and type checkers see; `_HOMES` says the same
+    from covey.agents import agent
+    from covey.agents.tools import ToolFailure, ToolMistake, tool
+    from covey.algorithms.functional import GVPOLoss, advantages, compute_gvpo_advantage, policy_loss
+    from covey.algorithms.named import (
+        Cispo,
+        Dapo,
+        Dgdo,
+        DrGrpo,
+        Gdpo,
+        Gpg,
+        Grpo,
+        GrpoPassk,
+        Gspo,
+        Gvpo,
+        Opo,
+        Ppo,
+        ReinforcePlusPlus,
+        ReinforcePlusPlusBaseline,
+        Remax,
+        Rloo,
+        Sapo,
+    )
+    from covey.config.schema import Config
+    from covey.learner.minimal import GVPOTrainer
+    from covey.loop.record import Step
+    from covey.loop.run import Run
+    from covey.protocols import Done
+    from covey.rewards import only_if, reward
+    from covey.trainer import Trainer, train
+    from covey.types import Episode, Group, Task
 
 __version__ = "0.1.0"
 
+_ALGORITHMS = (
+    *("Cispo", "Dapo", "Dgdo", "DrGrpo", "Gdpo", "Gpg", "Grpo", "GrpoPassk", "Gspo", "Gvpo", "Opo", "Ppo"),
+    *("ReinforcePlusPlus", "ReinforcePlusPlusBaseline", "Remax", "Rloo", "Sapo"),
+)
 _HOMES = {
-    "train": "covey.api",
+    "Trainer": "covey.trainer",
+    "train": "covey.trainer",
+    "Run": "covey.loop.run",
+    "Step": "covey.loop.record",
     "Config": "covey.config.schema",
     "Task": "covey.types",
+    "Episode": "covey.types",
+    "Group": "covey.types",
     "reward": "covey.rewards",
     "only_if": "covey.rewards",
     "agent": "covey.agents",
@@ -29,10 +70,14 @@ _HOMES = {
     "compute_gvpo_advantage": "covey.algorithms.functional",
     "GVPOLoss": "covey.algorithms.functional",
     "GVPOTrainer": "covey.learner.minimal",
+    **dict.fromkeys(_ALGORITHMS, "covey.algorithms.named"),
 }
 
-__all__ = ["Config", "Done", "GVPOLoss", "GVPOTrainer", "Task", "ToolFailure", "ToolMistake", "__version__"]
-__all__ += ["advantages", "agent", "compute_gvpo_advantage", "only_if", "policy_loss", "reward", "tool", "train"]
+__all__ = ["Cispo", "Config", "Dapo", "Dgdo", "Done", "DrGrpo", "Episode", "GVPOLoss", "GVPOTrainer", "Gdpo", "Gpg"]
+__all__ += ["Group", "Grpo", "GrpoPassk", "Gspo", "Gvpo", "Opo", "Ppo", "ReinforcePlusPlus"]
+__all__ += ["ReinforcePlusPlusBaseline", "Remax", "Rloo", "Run", "Sapo", "Step", "Task", "ToolFailure", "ToolMistake"]
+__all__ += ["Trainer", "__version__", "advantages", "agent", "compute_gvpo_advantage", "only_if", "policy_loss"]
+__all__ += ["reward", "tool", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,8 @@ from typing import Any
 
 from covey.errors import InputError, nearest, said
 
+SOURCE = "__covey_source__"  # in a module of a user's file: the text that it was made from
+
 
 def load_function(kind: str, name: str) -> Any:
     """`kind` is what the function is for (reward, agent), for messages."""
@@ -67,15 +69,22 @@ def _load_file(what: str, path: Path) -> ModuleType:
     path = path.resolve()
     # One module per path: several functions of one file share its globals, and files of one name do not collide.
     module_name = f"covey_user_{path.stem}_{blake2b(str(path).encode(), digest_size=4).hexdigest()}"
-    if module_name in sys.modules:
-        return sys.modules[module_name]
+    try:
+        source = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{what}: {path} cannot be read ({error.strerror})") from error
+    before = sys.modules.get(module_name)
+    if before is not None and before.__dict__.get(SOURCE) == source:  # an edited file is loaded again
+        return before
     _make_importable(path.parent)
     spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None and spec.loader is not None  # a file that ends in .py always has a loader
+    assert spec is not None  # a file that ends in .py always has one
     module = importlib.util.module_from_spec(spec)
+    module.__dict__[SOURCE] = source
     sys.modules[module_name] = module
     try:
-        spec.loader.exec_module(module)
+        # Not by the loader: it would take stored bytecode of an earlier version that was as long and as old.
+        exec(compile(source, str(path), "exec"), module.__dict__)  # noqa: S102 - the user's own file
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         raise InputError(f"{what}: running {path} failed ({said(error)})") from error

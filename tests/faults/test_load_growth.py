@@ -9,12 +9,12 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from covey.cli.main import main
+from covey.loop.record import Step
 from covey.loop.run import Run
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
@@ -41,17 +41,18 @@ def test_a_step_leaves_nothing_behind(
     Path("reward.py").write_text(REWARD)
     Path("tasks.jsonl").write_text("\n".join(json.dumps({"question": f"q {n}", "answer": "3"}) for n in range(4)))
     counted: list[dict[str, int]] = []
-    one_step = Run._step
+    one_step = Run.step
 
-    async def counting(self: Run, index: int, *rest: Any) -> None:
-        await one_step(self, index, *rest)
-        if index in (FIRST, LAST):
+    async def counting(self: Run) -> Step | None:
+        made = await one_step(self)
+        if made is not None and made.index in (FIRST, LAST):
             gc.collect()
             files = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
             found = {"tasks": len(asyncio.all_tasks()), "files": files, "tracked": len(gc.get_objects())}
             counted.append(found | {"blocks": sys.getallocatedblocks()})
+        return made
 
-    monkeypatch.setattr(Run, "_step", counting)
+    monkeypatch.setattr(Run, "step", counting)
     assert main(["train", *SETTINGS, f"mode={mode}"]) == 0, capfd.readouterr().err
     first, last = counted
     grown = {name: last[name] - first[name] for name in first}

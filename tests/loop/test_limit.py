@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from covey.cli.main import main
-from covey.loop.limit import TimeLimit, time_limit
+from covey.loop.limit import time_limit
 from covey.loop.run import Run
 
 SETTINGS = [
@@ -48,15 +48,15 @@ def test_a_run_that_is_told_to_end_leaves_a_checkpoint_and_goes_on(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     command = ["train", "--unfinished", "75", f"model={tiny_model_folder}", *SETTINGS]
-    step = Run._step
+    step = Run._make_step
 
-    async def signalled(self: Run, index: int, limit: TimeLimit) -> None:
+    async def signalled(self: Run, index: int) -> None:
         if index == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        await step(self, index, limit)
+        await step(self, index)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "_step", signalled)
+        patch.setattr(Run, "_make_step", signalled)
         assert main(command) == 75
     told = capsys.readouterr().err
     assert "SIGTERM came; all is saved, and the same command goes on from the last checkpoint, after step 2\n" in told
@@ -78,16 +78,16 @@ def test_an_unplanned_checkpoint_is_not_the_best(
 ) -> None:
     """Every step is evaluated; of a run that was left alone only the last would be saved, and so be the best."""
     monkeypatch.chdir(tmp_path)
-    step = Run._step
+    step = Run._make_step
 
-    async def signalled(self: Run, index: int, limit: TimeLimit) -> None:
+    async def signalled(self: Run, index: int) -> None:
         if index == 0:
             os.kill(os.getpid(), signal.SIGTERM)
-        await step(self, index, limit)
+        await step(self, index)
 
     command = ["train", f"model={tiny_model_folder}", *SETTINGS, "eval.every=1"]
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "_step", signalled)
+        patch.setattr(Run, "_make_step", signalled)
         assert main(command) == 143
     (state,) = (tmp_path / "outputs").glob("*/*/checkpoints/step-000001/state.json")
     assert json.loads(state.read_text())["best"] is None

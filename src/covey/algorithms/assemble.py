@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from covey.algorithms.aggregation import Aggregation, GroupSum
 from covey.algorithms.algorithm import Algorithm
-from covey.algorithms.catalogue import ALGORITHMS, ALIASES, LOSSES, Entry
+from covey.algorithms.catalogue import ALGORITHMS, ALIASES, LOSSES, Entry, Loss
 from covey.algorithms.correction import Correction
 from covey.algorithms.gvpo import Gvpo
 from covey.algorithms.kl import Kl
+from covey.algorithms.own import is_own, load_own, own_entry, own_losses
 from covey.algorithms.shaping import GroupFilter, Shaping
 from covey.errors import unknown
 
@@ -33,23 +35,31 @@ GVPO_REASONS = {
 
 def parts(name: str, loss: str | None = None) -> tuple[type, ...]:
     """The classes whose fields are the settings of an algorithm."""
-    entry = _entry(name)
+    entry = find_entry(name)
     loss = _check_loss(name, loss)
     shared = _GVPO if entry.estimator is Gvpo else _ANY
-    return tuple(dict.fromkeys((entry.estimator, LOSSES[loss].objective, *shared)))
+    return tuple(dict.fromkeys((entry.estimator, find_losses(name)[loss].objective, *shared)))
 
 
-def _entry(name: str) -> Entry:
+def find_entry(name: str) -> Entry:
+    """Of the catalogue, or of an algorithm outside of the package (own.py)."""
+    if is_own(name):
+        return own_entry(load_own(name))
     if name not in ALGORITHMS:
         raise unknown("algorithm", name, ALGORITHMS)
     return ALGORITHMS[name]
 
 
+def find_losses(name: str) -> Mapping[str, Loss]:
+    """The losses that an algorithm may be asked for."""
+    return own_losses(load_own(name)) if is_own(name) else LOSSES
+
+
 def _check_loss(name: str, loss: str | None) -> str:
     """The loss to use; one that cannot go with the estimator is refused."""
-    loss = loss or ALGORITHMS[name].loss
-    if loss not in LOSSES:
-        raise unknown("loss", loss, LOSSES)
+    loss = loss or find_entry(name).loss
+    if loss not in (known := find_losses(name)):
+        raise unknown("loss", loss, known)
     if not _goes_with(name, loss):
         raise ValueError(f"loss={loss} does not go with algorithm={name}\n  {GVPO_REASONS['loss']}")
     return loss
@@ -57,14 +67,21 @@ def _check_loss(name: str, loss: str | None) -> str:
 
 def settings(name: str, loss: str | None = None) -> dict[str, tuple[Any, Any]]:
     """Name → (type, default) of every setting of an algorithm; `loss` replaces its usual one."""
-    entry, loss = _entry(name), _check_loss(name, loss)
-    usual = (LOSSES[loss].defaults, entry.defaults)  # a loss that was chosen wins over the algorithm's own defaults
+    entry, loss = find_entry(name), _check_loss(name, loss)
+    usual = (
+        find_losses(name)[loss].defaults,
+        entry.defaults,
+    )  # a loss that was chosen wins over the algorithm's own defaults
     changed = {**usual[0], **usual[1]} if loss == entry.loss else {**usual[1], **usual[0]}
     found: dict[str, tuple[Any, Any]] = {"loss": (str, loss)}
     for part in parts(name, loss):
         hints = typing.get_type_hints(part, include_extras=True)
-        found |= {f.name: (hints[f.name], changed.get(f.name, f.default)) for f in _fields(part)}
+        found |= {f.name: (hints[f.name], changed.get(f.name, _default(f))) for f in _fields(part)}
     return found
+
+
+def _default(field: Any) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def _fields(part: type) -> list[Any]:
@@ -74,7 +91,7 @@ def _fields(part: type) -> list[Any]:
 def make(name: str, **options: Any) -> Algorithm:
     """The algorithm with these settings; an unknown setting is an error that lists the known ones."""
     name = ALIASES.get(name, name)
-    entry = _entry(name)
+    entry = find_entry(name)
     loss = _check_loss(name, options.pop("loss", None))
     known = settings(name, loss)
     for key in options:
@@ -85,7 +102,7 @@ def make(name: str, **options: Any) -> Algorithm:
     algorithm = Algorithm(
         name=name,
         estimator=built[entry.estimator],
-        objective=built[LOSSES[loss].objective],
+        objective=built[find_losses(name)[loss].objective],
         aggregation=built.get(Aggregation, GroupSum()),
         shaping=built[Shaping],
         filter=built[GroupFilter],
@@ -107,7 +124,6 @@ def _refusal(name: str, key: str, known: Iterable[str]) -> ValueError:
     )
 
 
-@cache
 def schema(name: str, loss: str | None = None) -> type:
     """The settings of an algorithm as one frozen dataclass, for the configuration: `name`, `loss`, the parts' fields.
 
@@ -115,12 +131,17 @@ def schema(name: str, loss: str | None = None) -> type:
     each loss; `of_loss`, the settings whose meaning or default is the loss's; `also`, other spellings of the name;
     `reasons`, why it lacks some settings.
     """
-    entry, known = _entry(name), settings(name, loss)
+    return _schema(name, loss, load_own(name) if is_own(name) else None)  # the file of a class may be edited
+
+
+@cache
+def _schema(name: str, loss: str | None, own: type | None) -> type:
+    entry, known, losses = find_entry(name), settings(name, loss), find_losses(name)
     fields: list[Any] = [("name", str, dataclasses.field(default=name))]
-    fields += [(key, kind, dataclasses.field(default=default)) for key, (kind, default) in known.items()]
-    by_loss = {f.name for f in _fields(LOSSES[loss or entry.loss].objective)}
-    by_loss |= {key for other in LOSSES.values() for key in other.defaults}
-    others = {} if loss else {other: schema(name, other) for other in LOSSES if _goes_with(name, other)}
+    fields += [(key, kind, _field(default)) for key, (kind, default) in known.items()]
+    by_loss = {f.name for f in _fields(losses[loss or entry.loss].objective)}
+    by_loss |= {key for other in losses.values() for key in other.defaults}
+    others = {} if loss else {other: schema(name, other) for other in losses if _goes_with(name, other)}
     told = {
         "parts": (Choice, *parts(name, loss)),
         "losses": others,
@@ -129,7 +150,15 @@ def schema(name: str, loss: str | None = None) -> type:
         "reasons": GVPO_REASONS if name == "gvpo" else {"loss": GVPO_REASONS["loss"]},
         "__doc__": entry.summary,
     }
-    return dataclasses.make_dataclass(f"{name.title()}Settings", fields, frozen=True, namespace=told)
+    title = own.__name__ if own is not None else name.title()
+    return dataclasses.make_dataclass(f"{title}Settings", fields, frozen=True, namespace=told)
+
+
+def _field(default: Any) -> Any:
+    mutable = isinstance(default, (list, dict, set))
+    return (
+        dataclasses.field(default_factory=lambda: copy.copy(default)) if mutable else dataclasses.field(default=default)
+    )
 
 
 def _goes_with(name: str, loss: str) -> bool:

@@ -3,13 +3,14 @@ which users' functions run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from covey.agents import Toolbox, make_agent, tool_names
+from covey.agents.custom import as_agent
 from covey.agents.tools import ToolSet, resolve_tools
 from covey.agents.verifiers import VerifiersAgent, load_verifiers
 from covey.cli.gateway import make_gateway, tool_format
@@ -43,9 +44,11 @@ def sandbox_of(config: Config) -> Sandboxes:
     return cache(lambda: Sandbox.of(config.sandbox))
 
 
-def make_toolbox(config: Config, sandbox: Sandboxes) -> Toolbox:
-    agent, names = config.agent, tool_names(config.agent)
-    walls = sandbox() if RUNS_CODE & set(names) else None
+def make_toolbox(config: Config, sandbox: Sandboxes, given: Sequence[Any] = ()) -> Toolbox:
+    """The tools of the settings, or those given in Python."""
+    agent = config.agent
+    names = list(given) or tool_names(agent)
+    walls = sandbox() if any(name in RUNS_CODE for name in names if isinstance(name, str)) else None
     tools = resolve_tools(names, agent.tool_options, sandbox=walls, seconds=agent.tool_seconds)
     return Toolbox(tools, max_tokens=agent.max_tool_tokens, seconds=agent.tool_seconds)
 
@@ -71,8 +74,17 @@ def find_world(config: Config) -> VerifiersAgent | None:
 
 
 def find_agent(
-    config: Config, toolbox: Toolbox | None, source: ModelSource | None, world: VerifiersAgent | None
+    config: Config,
+    toolbox: Toolbox | None,
+    source: ModelSource | None,
+    world: VerifiersAgent | None,
+    given: Any = None,
 ) -> Agent:
+    """The agent of the settings, or the one given in Python."""
+    if given is not None:
+        if config.agent.tools:
+            raise InputError("tools= are for the built-in agents\n  fix: let your own agent call them, or agent='hf'")
+        return as_agent(config.agent.name, given, config.agent)
     if config.agent.name == "gateway":
         return make_gateway(config, source)
     if world is not None:

@@ -223,9 +223,35 @@ def digest_rewards(rewards: RewardSet) -> str:
     options = [(name, sorted(given.items())) for name, given in sorted(rewards.options.items())]
     digest = hashlib.sha256(repr((sorted(rewards.weights.items()), rewards.conditions, options)).encode())
     for function in rewards.functions:
-        try:
-            source = inspect.getsource(function.call if inspect.isroutine(function.call) else type(function.call))
-        except (OSError, TypeError):  # made at a prompt, or not in Python: its name must do
-            source = function.name
-        digest.update(source.encode())
+        digest.update(_source_of(function.call, function.name).encode())
     return digest.hexdigest()
+
+
+def digest_objects(**given: Any) -> dict[str, str]:
+    """Changes with the source of agents, tools and algorithms that were given in Python, and with the vocabulary and
+    template of a tokenizer. What was not given has no entry."""
+    found: dict[str, str] = {}
+    for name, value in given.items():
+        if value is None or value == ():
+            continue
+        parts = value if isinstance(value, (list, tuple)) else [value]
+        texts = [_code(part) for part in parts]
+        found[f"given_{name}"] = hashlib.sha256("\0".join(texts).encode()).hexdigest()
+    return found
+
+
+def _code(part: Any) -> str:
+    """A name, what a tokenizer does, or the source of a function, of a class, or of the class of an object."""
+    if isinstance(part, str):
+        return part
+    if hasattr(part, "get_vocab"):
+        return repr((sorted(part.get_vocab().items()), part.chat_template))
+    inner = getattr(part, "function", part)  # of @covey.agent and @covey.tool
+    return _source_of(inner, getattr(inner, "__qualname__", type(inner).__qualname__))
+
+
+def _source_of(call: Any, name: str) -> str:
+    try:
+        return inspect.getsource(call if inspect.isroutine(call) or inspect.isclass(call) else type(call))
+    except (OSError, TypeError):  # made at a prompt, or not in Python: its name must do
+        return name

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +23,7 @@ from covey.cli.checks import (
     check_prompts,
     check_reference,
     check_sizes,
+    digest_objects,
     digest_rewards,
     digest_tasks,
     pick_engine,
@@ -57,6 +59,13 @@ def algorithm_schemas() -> dict[str, type]:
     from covey.algorithms import ALGORITHMS, schema
 
     return {name: schema(name) for name in ALGORITHMS}
+
+
+def own_algorithm(name: str) -> type:
+    """The settings of an algorithm outside of the package, `file.py:Class`."""
+    from covey.algorithms import schema
+
+    return schema(name)
 
 
 @dataclass(frozen=True)
@@ -112,12 +121,16 @@ def prepare(
     *,
     tasks: TaskSet | None = None,
     reward: Any = None,
+    agent: Any = None,
+    tools: Sequence[Any] = (),
+    tokenizer: Any = None,
     folder: Path | None = None,
     training: bool = True,
     tolerate_absent: bool = False,
 ) -> Prepared:
     """Check all that configuration and files can tell. What is not on this machine (files, a GPU, a model of the hub)
-    is reported together at the end; with `tolerate_absent`, as warnings: another machine may have it."""
+    is reported together at the end; with `tolerate_absent`, as warnings: another machine may have it. Tasks, reward,
+    agent, tools and tokenizer may be given as objects, in place of what the settings name."""
     config, warnings = composed.config, list(composed.warnings)
     absent: dict[str, None] = {}  # in order, each once
 
@@ -130,14 +143,14 @@ def prepare(
 
     make_algorithm(config)  # refuses settings that contradict each other before anything is looked for
     sandbox = sandbox_of(config)
-    toolbox = unless_absent(lambda: make_toolbox(config, sandbox))
+    toolbox = unless_absent(lambda: make_toolbox(config, sandbox, tools))
     unless_absent(lambda: check_logging(config.logging))
     world = unless_absent(lambda: find_world(config))
     found = tasks or unless_absent(lambda: find_tasks(config, world))
     if training and found is not None and not found.train:
         raise nothing_to_train_on(config.data)
     found = found or TaskSet((), (), reward=default_reward(config.data), description="(files not here)")
-    source = unless_absent(lambda: open_model(config))
+    source = unless_absent(lambda: open_model(config, tokenizer))
     engine, reason = pick_engine(config, source)
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, name=engine))
     config, said = settle_cluster(config)
@@ -151,28 +164,30 @@ def prepare(
         check_reference(source, algorithm)
     if source is not None:
         use_template(source.tokenizer, config.agent.template)
-    agent = find_agent(config, toolbox, source, world)
+    player = find_agent(config, toolbox, source, world, agent)
     if config.agent.name == "gateway" and training:
         unless_absent(lambda: check_gateway(config))
-    own = getattr(agent, "reward", None) or found.reward  # an environment says itself what an episode is worth
+    own = getattr(player, "reward", None) or found.reward  # an environment says itself what an episode is worth
     rewards = find_rewards(config, reward, own, sandbox)
-    hide_columns(agent, rewards)
+    hide_columns(player, rewards)
     unless_absent(rewards.verify)
     warnings += [*found.warnings, *check_algorithm(config, algorithm, rewards), *check_sizes(config, found)]
     unless_absent(lambda: rewards.check_all((*found.train, *found.validation)))
     if source is not None:
-        check_prompts(config, found, source, agent)
+        check_prompts(config, found, source, player)
     if absent and not tolerate_absent:
         raise Absent("\n".join(absent))
     warnings += [f"not here: {text}" for text in absent]
+    digests = {"tasks": digest_tasks(found), "rewards": digest_rewards(rewards)}
+    digests |= digest_objects(agent=agent, tools=tools, tokenizer=tokenizer, algorithm=own_class(config.algorithm.name))
     return Prepared(
         config=config,
         tree=composed.tree,
         overrides=composed.overrides,
-        fingerprint=fingerprint(composed.tree | {"tasks": digest_tasks(found), "rewards": digest_rewards(rewards)}),
+        fingerprint=fingerprint(composed.tree | digests),
         tasks=found,
         rewards=rewards,
-        agent=agent,
+        agent=player,
         algorithm=algorithm,
         model=source,
         total_steps=total_steps(config, len(found.train)),
@@ -182,6 +197,13 @@ def prepare(
         absent=tuple(absent),
         refused=composed.refused,
     )
+
+
+def own_class(name: str) -> type | None:
+    """The class behind `algorithm=file.py:Class`; None for the algorithms of the catalogue."""
+    from covey.algorithms.own import is_own, load_own
+
+    return load_own(name) if is_own(name) else None
 
 
 def make_algorithm(config: Config) -> Algorithm:
@@ -200,8 +222,9 @@ def make_algorithm(config: Config) -> Algorithm:
         raise InputError(str(error)) from error
 
 
-def open_model(config: Config) -> ModelSource:
-    """Tokenizer and configuration of the model, and whether it can run here as asked."""
+def open_model(config: Config, tokenizer: Any = None) -> ModelSource:
+    """Tokenizer and configuration of the model, and whether it can run here as asked. A tokenizer that is given takes
+    the place of the model's own, with another chat template for example."""
     from covey.learner.adapters import require_peft
     from covey.learner.forward import check_layers
     from covey.learner.models import open_source, pick_device
@@ -211,7 +234,14 @@ def open_model(config: Config) -> ModelSource:
         require_peft()
     source = open_source(config.model)
     check_layers(source.config)
-    return source
+    if tokenizer is None:
+        return source
+    if tokenizer.get_vocab() != source.tokenizer.get_vocab():
+        raise InputError(
+            f"tokenizer= has another vocabulary than that of the model {config.model.name}\n"
+            "  fix: AutoTokenizer.from_pretrained(MODEL), or give a loaded model whose embeddings fit"
+        )
+    return dataclasses.replace(source, tokenizer=copy.deepcopy(tokenizer))  # agent.template may change it
 
 
 def check_critic(config: Config, policy: ModelSource | None) -> None:

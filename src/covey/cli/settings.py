@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from covey.cli.prepare import algorithm_schemas
+from covey.cli.prepare import algorithm_schemas, own_algorithm
 from covey.cli.words import compose_words, parse
 from covey.config import explain, settings_page
 from covey.errors import InputError
@@ -43,7 +43,9 @@ def _explained(words: list[str]) -> list[str]:
     chosen = [word for word in words if word.startswith("algorithm.loss=")]
     loss = chosen[-1].partition("=")[2] if chosen else None
     keys = [word for word in words if word not in chosen] or (["algorithm.loss"] if chosen else [""])
-    return [explain(key, algorithm_schemas(), loss) for key in keys]
+    own = [name for key in keys if (name := key.removeprefix("algorithm=")) != key and ":" in name]
+    algorithms = algorithm_schemas() | {name: own_algorithm(name) for name in own}
+    return [explain(key, algorithms, loss) for key in keys]
 
 
 ALGORITHMS_USAGE = """\
@@ -78,14 +80,13 @@ def _one_algorithm(name: str) -> str:
     import inspect
     import sys
 
-    from covey.algorithms import ALGORITHMS, LOSSES
+    from covey.algorithms import find_entry, find_losses
     from covey.algorithms.catalogue import ALIASES
-    from covey.errors import unknown
+    from covey.algorithms.own import is_own
 
     name = ALIASES.get(name, name)
-    if name not in ALGORITHMS:
-        raise unknown("algorithm", name, ALGORITHMS)
-    entry = ALGORITHMS[name]
-    homes = dict.fromkeys(part.__module__ for part in (entry.estimator, LOSSES[entry.loss].objective))
+    entry = find_entry(name)
+    schemas = algorithm_schemas() | ({name: own_algorithm(name)} if is_own(name) else {})
+    homes = dict.fromkeys(part.__module__ for part in (entry.estimator, find_losses(name)[entry.loss].objective))
     pages = [inspect.cleandoc(sys.modules[home].__doc__ or "") for home in homes]
-    return "\n\n".join([f"{name}: {entry.summary}", *pages, explain(f"algorithm={name}", algorithm_schemas())])
+    return "\n\n".join([f"{name}: {entry.summary}", *filter(None, pages), explain(f"algorithm={name}", schemas)])

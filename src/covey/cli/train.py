@@ -116,28 +116,38 @@ def usage() -> str:
     return USAGE.format(recipes=recipes, count=len(ALGORITHMS))
 
 
-def run_to_end(prepared: Prepared) -> Run:
-    from covey.telemetry import print_summary
-
-    run = _trained(prepared, note=lambda text: print(text, file=sys.stderr))
-    tell_of_the_limit(run, prepared.config.resume)
-    if "console" in prepared.config.logging.to:
-        print_summary(run.path)
-    return run
-
-
-def _trained(prepared: Prepared, note: Note) -> Run:
-    """A run that has ended. In a cluster, one that lost a learner begins again from its last checkpoint."""
+def run_to_end(prepared: Prepared, drive: Callable[[Run], None] | None = None) -> Run:
+    """Build a run, train it to its end and report. `drive` makes the steps; by default here, on an event loop of its
+    own."""
 
     def to_its_end(run: Run) -> None:
         with telling_how_to_go_on(run.path, prepared.config.resume):
             complete(run.train())
 
+    run = _trained(prepared, drive or to_its_end, note=print_note)
+    report_end(run)
+    return run
+
+
+def report_end(run: Run) -> None:
+    tell_of_the_limit(run, run.config.resume)
+    if "console" in run.config.logging.to:
+        from covey.telemetry import print_summary
+
+        print_summary(run.path)
+
+
+def print_note(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _trained(prepared: Prepared, drive: Callable[[Run], None], note: Note) -> Run:
+    """A run that has ended. In a cluster, one that lost a learner begins again from its last checkpoint."""
     if prepared.config.cluster.name != "ray":
         run = build(prepared, note=note)
-        to_its_end(run)
+        drive(run)
         return run
-    return _trained_in_cluster(prepared, to_its_end, note)
+    return _trained_in_cluster(prepared, drive, note)
 
 
 def _trained_in_cluster(prepared: Prepared, to_its_end: Callable[[Run], None], note: Note) -> Run:
@@ -189,14 +199,15 @@ def _end_if_running(folder: Path, status: str) -> None:
 
 
 @contextmanager
-def telling_how_to_go_on(path: Path, resume: str = "auto") -> Iterator[None]:
-    """Whoever interrupts a run, or whose run failed, is told whether it can be continued and from where."""
+def telling_how_to_go_on(path: Path, resume: str = "auto", *, interrupted: bool = True) -> Iterator[None]:
+    """Say, of a run that failed or (`interrupted`) was interrupted, whether it can be continued and from where."""
     from covey.storage import StorageFailed, explain, refusal
 
     try:
         yield
     except KeyboardInterrupt:
-        print(f"\n{how_to_go_on(path, resume)}", file=sys.stderr)
+        if interrupted:
+            print(f"\n{how_to_go_on(path, resume)}", file=sys.stderr)
         raise
     except RunFailed as error:
         error.add_note(f"  {how_to_go_on(path, resume)}")

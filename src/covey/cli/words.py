@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from covey.cli.origin import Origin, find_origin
-from covey.cli.prepare import algorithm_schemas
+from covey.cli.prepare import algorithm_schemas, own_algorithm
 from covey.config import Composed, compose
 from covey.config.dotenv import export
 from covey.errors import InputError, nearest
@@ -80,6 +80,7 @@ def compose_words(
     composed = compose(
         [*_from_environment(), *origin.settings, *settings],
         algorithms=algorithm_schemas(),
+        own_algorithm=own_algorithm,
         config_name=name or origin.recipe,
         config_path=path,
         tolerant=(words.on("--validate-only") or words.on("--dry-run")) and not words.on("--strict"),

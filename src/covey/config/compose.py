@@ -13,7 +13,7 @@ import hashlib
 import importlib.resources
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -29,6 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from covey.config import derive
+from covey.config.aliases import translate
 from covey.config.check import Checker, WrongValues
 from covey.config.read import Given, literal, read_overrides, read_yaml
 from covey.config.schema import AgentConfig, ClusterConfig, Config, ModeConfig, RolloutConfig
@@ -74,14 +75,19 @@ def compose(
     overrides: Sequence[str],
     *,
     algorithms: Algorithms,
+    own_algorithm: Callable[[str], type] | None = None,
     config_name: str | None = None,
     config_path: Path | None = None,
     tolerant: bool = False,
 ) -> Composed:
-    """`tolerant`: what a run would refuse because it is not available becomes a warning, for checks that start none."""
+    """`tolerant`: what a run would refuse because it is not available becomes a warning, for checks that start none.
+    `own_algorithm`: the settings of an algorithm that is named file.py:Class."""
     recipe = read_recipe(config_name or "default", algorithms)
     layers = [_read_file(config_path)] if config_path is not None else []
     layers.append(read_overrides(overrides, layer=len(layers)))
+    if own_algorithm is not None:
+        named = (str(given.value) for layer in layers for given in layer if _names_algorithm(given, algorithms))
+        algorithms = {**algorithms, **{name: own_algorithm(name) for name in named if ":" in name}}
     settled = settle(layers, algorithms, recipe["algorithm"], tolerant=tolerant)
     _check_choices(settled)
 
@@ -323,6 +329,11 @@ def _check_references(plain: Mapping[str, Any], settings: Mapping[str, Setting])
 
 def _read_file(path: Path) -> list[Given]:
     return [Given(key, value, f"{path}, line {line}", layer=0) for key, value, line in read_yaml(path)]
+
+
+def _names_algorithm(given: Given, algorithms: Algorithms) -> bool:
+    target = translate(given.key, algorithms)
+    return target is not None and target.key == "algorithm.name"
 
 
 def _check_choices(settled: Settled) -> None:

@@ -157,7 +157,7 @@ def _comments(cls: type) -> dict[str, str]:
 def _own_comments(cls: type) -> dict[str, str]:
     try:
         source = textwrap.dedent(inspect.getsource(cls))
-    except OSError:  # a class made at run time has no source, and so no comments
+    except (OSError, TypeError):  # a class made at run time, or in a notebook, has no source and so no comments
         return {}
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     by_line = {t.start[0]: t.string.lstrip("# ").strip() for t in tokens if t.type == tokenize.COMMENT}

@@ -89,8 +89,25 @@ class TimeLimit:
 @contextmanager
 def time_limit(minutes: float | None) -> Iterator[TimeLimit]:
     limit = TimeLimit(minutes)
-    if threading.current_thread() is not threading.main_thread():
+    with signals_to(limit):
         yield limit
+
+
+@contextmanager
+def signals_to(limit: TimeLimit) -> Iterator[None]:
+    """SIGTERM and Ctrl-C reach the limit meanwhile."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with limit.interruptible(), terminable(limit):
+        yield
+
+
+@contextmanager
+def terminable(limit: TimeLimit) -> Iterator[None]:
+    """SIGTERM reaches the limit meanwhile, if this is the main thread: the run itself may be in another one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
         return
 
     def over(number: int, frame: FrameType | None) -> None:
@@ -98,11 +115,10 @@ def time_limit(minutes: float | None) -> Iterator[TimeLimit]:
         _say("SIGTERM: the run ends after this step or evaluation, with a checkpoint")
 
     before = signal.signal(signal.SIGTERM, over)
-    with limit.interruptible():
-        try:
-            yield limit
-        finally:
-            signal.signal(signal.SIGTERM, before)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -5,11 +5,30 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from covey.loop.step import StepResult
 from covey.protocols import Metrics
 from covey.telemetry import EpisodeView, TokenRow, episode_record
-from covey.types import Episode, Samples, StopReason
+from covey.types import Episode, Group, Samples, StopReason
+
+
+@dataclass(frozen=True, repr=False)
+class Step:
+    """A training step that was made, as `for step in trainer` gives it."""
+
+    index: int  # from 0
+    metrics: Metrics  # as in metrics.jsonl (docs/metrics.md)
+    groups: tuple[Group, ...]  # the attempts at each task that were learned from
+
+    @property
+    def episodes(self) -> tuple[Episode, ...]:
+        """All attempts: `messages` and `final_answer` are text, `rewards` the scores, `turns` the tokens."""
+        return tuple(episode for group in self.groups for episode in group.episodes)
+
+    def __repr__(self) -> str:
+        reward = self.metrics["reward/mean"]
+        return f"Step(index={self.index}, reward/mean={reward:.4g}, {len(self.episodes)} episodes)"
 
 
 def step_metrics(result: StepResult) -> Metrics:

@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from covey.config.schema import Config
 from covey.errors import InputError, LearnerLost, RunFailed
 from covey.learner.learner import NonFiniteError
+from covey.loop.callbacks import Callbacks
 from covey.loop.checkpoint import Checkpoint, CheckpointStore, best_of
 from covey.loop.evaluate import Evaluator
 from covey.loop.folder import RunFolder
 from covey.loop.garbage import set_aside
-from covey.loop.limit import TimeLimit, time_limit
+from covey.loop.limit import TimeLimit, signals_to
 from covey.loop.offenders import Offenders
-from covey.loop.record import episode_view, step_episodes, step_metrics, step_view
-from covey.loop.step import Road, StepResult, publish, step
+from covey.loop.record import Step, episode_view, step_episodes, step_metrics, step_view
+from covey.loop.step import Road, StepResult, publish, sample, update
+from covey.loop.uninterrupted import uninterrupted
 from covey.protocols import Learner, Metrics, RolloutEngine
 from covey.rollout.collector import TrainingSource
 from covey.storage import StorageFailed
-from covey.telemetry import Telemetry, write_report
+from covey.telemetry import Telemetry, curve_figure, html_summary, read_history, write_report
+from covey.types import Collected, Episode, Sampling, Task
 
 WITHOUT_SIGNAL = 3  # first steps after which a run whose rewards never differ is warned of
 
 
-@dataclass
+@dataclass(repr=False)
 class Run:
     """Everything a run is made of, wired together by the command line (or by `covey.train`)."""
 
@@ -53,93 +56,251 @@ class Run:
     restarts_left: int = 0  # how often it is started again after the loss of a learner
     services: Sequence[AbstractAsyncContextManager[Any]] = ()  # open as long as the run is: a server, for example
     resources: ExitStack = field(default_factory=ExitStack)  # what else ends with the run: workers, rewards' models
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    done: int = field(init=False)  # steps whose update was made
+    limit: TimeLimit = field(init=False)
     offenders: Offenders = field(init=False)  # tasks whose updates were left out
+
+    def __post_init__(self) -> None:
+        self.done = self.first_step
+        self.limit = TimeLimit(self.config.loop.max_minutes)
+        self._opened = AsyncExitStack()
+        self._is_open = self._is_evaluated_before = self._is_concluded = self._is_closed = False
+        self._stopping = False  # the step in progress is the last: `stop` was called
+        self._made: tuple[Step, StepResult] | None = None  # a step whose update was made and that is not yet recorded
+        self._recorded: Step | None = None  # a step whose evaluation and checkpoint are still due
+        self._newest: Metrics = {}  # of the newest step
+        self._is_sampling = False
+        self._saved: int | None = None  # steps done at the newest checkpoint of this process
 
     @property
     def path(self) -> Path:
         return self.folder.path
 
+    @property
+    def finished(self) -> bool:
+        return self.done >= self.total_steps or self._stopping
+
+    @property
+    def over(self) -> bool:
+        """Whether no further step follows."""
+        return self._made is None and self._recorded is None and (self.finished or self.limit.reached)
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """Of every step, also of those before a resume: metrics.jsonl, with the step's index as "step"."""
+        return [{"step": record.step, **record.metrics} for record in read_history(self.path).steps]
+
+    def __repr__(self) -> str:
+        parts = [str(self.path), f"{self.done} of {self.total_steps} steps"]
+        if self._newest:
+            parts.append(f"reward/mean {self._newest['reward/mean']:.4g}")
+        if self.evaluations:
+            shown = {k: v for k, v in self.evaluations[-1][1].items() if k == "eval/accuracy"}
+            parts += [f"{key} {value:.4g}" for key, value in shown.items()]
+        return f"Run({', '.join(parts)})"
+
+    def plot(self) -> Any:
+        """The learning curve: a matplotlib Figure, which a notebook shows."""
+        return curve_figure(self.path)
+
+    def _repr_html_(self) -> str:
+        return html_summary(self.path)
+
     async def train(self) -> Run:
-        status = "failed"
+        """All steps, and the end."""
+        failure: BaseException | None = None
         try:
-            self.offenders = Offenders(
-                self.path,
-                limit=self.config.learner.max_skipped,
-                skipped=self.learner.counters()["skipped"],
-                warn=self.telemetry.warn,
-            )
-            async with AsyncExitStack() as open_services:
-                for service in self.services:
-                    await open_services.enter_async_context(service)
-                reached = "finished" if await self._all_steps() else "interrupted"
-            write_report(self.path, reached)  # who is killed before the status says so comes back for it
-            status = reached
-        except (KeyboardInterrupt, asyncio.CancelledError):  # asyncio turns the first Ctrl-C into a cancellation
-            status = "interrupted"
+            while await self.step() is not None:
+                pass
+        except BaseException as error:
+            failure = error
             raise
-        except LearnerLost:
-            status = "restarting" if self.restarts_left else "failed"
-            raise
-        except InputError as error:  # a mistake that only a step could show: the run had started
-            raise RunFailed(str(error)) from error
         finally:
-            close_run(self.folder, self.telemetry, status, self.source.close, self.engine.close, self.resources.close)
+            await self.close(failure)
         return self
 
-    async def _all_steps(self) -> bool:
-        """False where `loop.max_minutes` or SIGTERM ended the run before its last step, with a checkpoint."""
-        with time_limit(self.config.loop.max_minutes) as limit, set_aside():
-            if self.resumed:  # the earlier process may have been killed before it deleted old checkpoints
-                self.checkpoints.delete_old(self.first_step, self.best)
-            await publish(self.road, self.first_step)
-            if self.config.eval.before and not self.resumed:
-                await self.evaluate(0)
-                if limit.terminated:
-                    self.terminated = True
-                    self._save(0, planned=False)
-                    return False
-            for index in range(self.first_step, self.total_steps):
-                await self._step(index, limit)
-                self.terminated = limit.terminated  # also in the last step: what would follow this run does not
-                if limit.reached and index + 1 < self.total_steps:
-                    return False
-        return True
+    async def step(self) -> Step | None:
+        """One step with the evaluation and the checkpoint that are due after it; None where no further step follows.
 
-    async def _step(self, index: int, limit: TimeLimit) -> None:
+        A call that was cancelled is taken up by the next one where it left off: sampling and evaluation begin again,
+        an update is never made twice. Before the first step comes the evaluation of the start model."""
+        try:
+            return await self._next_step()
+        except InputError as error:  # a mistake that only a step could show: the run had started
+            raise RunFailed(str(error)) from error
+
+    async def _next_step(self) -> Step | None:
+        await self.open()
+        if self._recorded is None and self._made is None:
+            if not await self._before_step():
+                return None
+            await self._make_step(self.done)
+        if self._recorded is None:
+            self._recorded = await self._record()
+        await self._follow_up()
+        self.terminated = self.limit.terminated  # also in the last step: what would follow this run does not
+        made, self._recorded = self._recorded, None
+        return made
+
+    async def open(self) -> None:
+        """Open what lasts as long as the run, and give the engine its weights."""
+        if not self._is_open:
+            await uninterrupted(self._open())
+
+    async def _open(self) -> None:
+        for service in self.services:
+            await self._opened.enter_async_context(service)
+        self._opened.enter_context(signals_to(self.limit))
+        self._opened.enter_context(set_aside())
+        self.offenders = Offenders(
+            self.path,
+            limit=self.config.learner.max_skipped,
+            skipped=self.learner.counters()["skipped"],
+            warn=self.telemetry.warn,
+        )
+        if self.resumed:
+            # The earlier process may have been killed before it deleted old checkpoints.
+            self.checkpoints.delete_old(self.first_step, self.best)
+        await publish(self.road, self.first_step)
+        self._is_open = True
+
+    async def _before_step(self) -> bool:
+        """Whether another step follows: not after the last, nor after loop.max_minutes, SIGTERM or `stop`."""
+        if not self._is_evaluated_before:
+            if self.config.eval.before and not self.resumed and self.done == 0 and not self._is_evaluated():
+                await self.evaluate()
+            self._is_evaluated_before = True
+            if self.limit.terminated:
+                self.terminated = self.limit.reached = True
+                await self._save(planned=False)
+                return False
+        if self._stopping and not self._is_concluded:
+            await self._follow_up()
+        return not self.over
+
+    async def _make_step(self, index: int) -> None:
         tokens_before = self.engine.generated_tokens
         self._show_progress(self.source.attempts * self.config.data.train_batch_size, "answers")
+        async with self._sampling():
+            collected = await sample(self.road)
+        await uninterrupted(self._learn(index, collected, tokens_before))
+
+    async def _learn(self, index: int, collected: Collected, tokens_before: int) -> None:
         try:
-            result = await step(self.road, index)
+            result = await update(self.road, collected, index)
         except NonFiniteError as error:
             self.offenders.end(index, self.source.taken, error)
             raise
-        generated = self.engine.generated_tokens - tokens_before
-        self._record(index, result, generated)
-        done, every, save = index + 1, self.config.eval.every, self.config.loop.save_every
-        last = done == self.total_steps
-        if (last and self.config.eval.after) or (every and done % every == 0):
-            await self.evaluate(done)
-        planned = (last and self.config.loop.save_final) or bool(save and done % save == 0)
-        if planned:
-            self._save(done, planned=True)
-        # Only now: a signal during the evaluation or the checkpoint must not cost another step.
-        if limit.passed() and not planned and not last:
-            self._save(done, planned=False)
-
-    def _save(self, done: int, *, planned: bool) -> None:
-        with self.telemetry.stage("checkpoint"):
-            self.checkpoint(done, planned=planned)
-
-    def _record(self, index: int, result: StepResult, generated: int) -> None:
         metrics = step_metrics(result) | self.engine.metrics()
-        metrics["perf/generated_tokens"] = float(generated)
+        metrics["perf/generated_tokens"] = float(self.engine.generated_tokens - tokens_before)
+        self._made = Step(index, self.telemetry.measure(metrics), collected.groups), result
+        self.done = index + 1
+
+    @asynccontextmanager
+    async def _sampling(self) -> AsyncIterator[None]:
+        """What was sampled in vain must not be found in the engine's cache: each step would depend on it."""
+        if self._is_sampling:
+            await self.engine.publish(self.learner.weights(), version=self.engine.version)
+        self._is_sampling = True
+        yield
+        self._is_sampling = False
+
+    async def _follow_up(self) -> None:
+        """The evaluation and the checkpoint that are due after the newest step."""
+        done, every, save = self.done, self.config.eval.every, self.config.loop.save_every
+        if ((self.finished and self.config.eval.after) or (every and done % every == 0)) and not self._is_evaluated():
+            await self.evaluate()
+        planned = (self.finished and self.config.loop.save_final) or bool(save and done % save == 0)
+        if planned and self._saved != done:
+            await self._save(planned=True)
+        # Only now: a signal during the evaluation or the checkpoint must not cost another step.
+        if self.limit.passed() and not planned and not self.finished:
+            await self._save(planned=False)
+
+    def _is_evaluated(self) -> bool:
+        return bool(self.evaluations) and self.evaluations[-1][0] == self.done
+
+    def stop(self) -> None:
+        """The step in progress, or the newest one, is the last: the run then ends as if it had no more."""
+        self._stopping = True
+
+    async def conclude(self) -> None:
+        """Write the report and the status, and release the folder. The engine stays, for questions and evaluations."""
+        if not self._is_concluded:
+            status = "failed"
+            try:
+                status = self._report()
+            finally:
+                self._end(status)
+
+    async def close(self, error: BaseException | None = None) -> None:
+        """The end, of a run that came to it or of one that failed. Closing twice is closing once."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        status = "failed"
+        try:
+            await self._opened.aclose()
+            if error is not None:
+                status = self._status_after(error)
+            elif not self._is_concluded:
+                status = self._report()
+        finally:
+            self.engine.on_finished = lambda: None  # it refers to this run
+            self._end(status, self.source.close, self.engine.close, self.resources.close)
+
+    def _report(self) -> str:
+        reached = "finished" if self.finished else "interrupted"
+        write_report(self.path, reached)  # a run that is killed before its status says so is taken up again
+        return reached
+
+    def _status_after(self, error: BaseException) -> str:
+        if isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)):  # asyncio cancels at the first Ctrl-C
+            return "interrupted"
+        return "restarting" if isinstance(error, LearnerLost) and self.restarts_left else "failed"
+
+    def _end(self, status: str, *others: Callable[[], None]) -> None:
+        if self._is_concluded:
+            close_all(*others)
+        else:
+            self._is_concluded = True
+            close_run(self.folder, self.telemetry, status, *others)
+
+    async def _save(self, *, planned: bool) -> Checkpoint:
+        with self.telemetry.stage("checkpoint"):
+            found = self.checkpoint(planned=planned)
+        await self.callbacks.on_checkpoint(found.folder)
+        return found
+
+    async def save(self) -> Checkpoint:
+        """A checkpoint of the run as it is now, between two steps."""
+        self.check_savable()
+        await self.open()
+        return await self._save(planned=True)
+
+    def check_savable(self) -> None:
+        if self._is_concluded:
+            raise InputError("the run has ended\n  fix: trainer.save_pretrained(FOLDER) writes its model")
+        if self._made is not None:
+            raise InputError("a checkpoint cannot be written in on_step\n  fix: write it between two steps")
+
+    async def _record(self) -> Step:
+        """The newest step, with what callbacks add to it."""
+        assert self._made is not None
+        step, result = self._made
+        step = replace(step, metrics=step.metrics | await self.callbacks.on_step(step))
+        self._made = None
+        index, metrics = step.index, step.metrics
         episodes = step_episodes(result, index, self.config.logging.episodes_per_step, self.decode)
-        self.telemetry.step(index, metrics, step_view(result, index), episodes)
+        self.telemetry.record(index, metrics, step_view(result, index), episodes)
+        self._newest = metrics
         self.offenders.after(index, metrics["optim/skipped"], self.source.taken)
         self._check_signal(index, metrics)
         for cause in set(result.collected.failures) - self.warned:
             self.warned.add(cause)
             self.telemetry.warn(f"episodes are failing ({cause}), the first: {result.collected.examples[cause]}")
+        return step
 
     def _check_signal(self, index: int, metrics: Metrics) -> None:
         """Warn where all of the first steps had only zero-variance groups: most often the reward does not fit."""
@@ -157,26 +318,41 @@ class Run:
                 "(covey sample shows them), that rollout.max_tokens is enough, and how hard the tasks are"
             )
 
-    async def evaluate(self, done: int) -> Metrics:
-        """After `done` updates."""
+    async def evaluate(self) -> Metrics:
+        """The policy as it is now, on the tasks that are held out."""
         if self.evaluator is None:
             return {}
+        await self.open()
+        done = self.done
         if self.engine.version != done:
             await self.engine.publish(self.learner.weights(), version=done)
         answers = sum(self.config.eval.n if mode == "sampled" else 1 for mode in self.config.eval.modes)
         self._show_progress(answers * len(self.evaluator.tasks), "answers")
-        with self.telemetry.stage("evaluate"):
-            found = await self.evaluator.run()
+        async with self._sampling():
+            with self.telemetry.stage("evaluate"):
+                found = await self.evaluator.run()
         # What it left in the engine's cache must not be found by the next step: a resumed run would not find it.
         await self.engine.publish(self.learner.weights(), version=done)
+        metrics = found.metrics | await self.callbacks.on_evaluation(found.metrics)
         shown = found.sample
         reward = None if shown is None else shown.rewards.get(self.evaluator.trained_reward)
-        self.telemetry.evaluation(done, found.metrics, None if shown is None else episode_view(shown, reward))
-        self.evaluations.append((done, found.metrics))
-        return found.metrics
+        self.telemetry.evaluation(done, metrics, None if shown is None else episode_view(shown, reward))
+        self.evaluations.append((done, metrics))
+        return metrics
 
-    def checkpoint(self, done: int, *, planned: bool) -> Checkpoint:
+    async def answer(self, task: Task, sampling: Sampling) -> Episode:
+        """One attempt at a task by the run's agent with the policy as it is now. It is not scored."""
+        await self.open()
+        if self.engine.version != self.done:
+            await self.engine.publish(self.learner.weights(), version=self.done)
+        async with self._sampling():
+            found = await self.source.collector.answer(task, sampling)
+        await self.engine.publish(self.learner.weights(), version=self.done)
+        return found
+
+    def checkpoint(self, *, planned: bool) -> Checkpoint:
         """`planned`: not only because time is up; the best is one of those, whether a run was interrupted or not."""
+        done = self.done
         if planned and self.evaluations and self.evaluations[-1][0] == done:
             self.best = best_of(self.best, done, self.evaluations[-1][1].get("eval/accuracy", 0.0))
         metrics_offset, episodes_offset = self.telemetry.offsets()
@@ -187,6 +363,7 @@ class Run:
             "algorithm": self.road.algorithm.state_dict(),
             "source": self.source.state(),
         }
+        self._saved = done
         return self.checkpoints.save(done, self.learner, self.tokenizer, state)
 
     def _show_progress(self, total: int, what: str) -> None:
@@ -208,11 +385,18 @@ def close_run(folder: RunFolder, telemetry: Telemetry, status: str, *others: Cal
     """Everything that a run holds, whatever of it fails: first the others, in turn, then its record and its folder. A
     status that a full disk does not take stays `running`, which a resumed run goes on from just as well; the error that
     ended the run is not hidden by this one."""
+    close_all(
+        *others,
+        lambda: telemetry.close(status),
+        lambda: _write_status(folder, "running" if status == "restarting" else status),
+        folder.release,
+    )
+
+
+def close_all(*parts: Callable[[], None]) -> None:
+    """In turn, whatever of it fails."""
     with ExitStack() as ending:
-        ending.callback(folder.release)
-        ending.callback(_write_status, folder, "running" if status == "restarting" else status)
-        ending.callback(telemetry.close, status)
-        for close in reversed(others):
+        for close in reversed(parts):
             ending.callback(close)
 
 

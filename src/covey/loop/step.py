@@ -58,8 +58,18 @@ class Road:
 
 
 async def step(road: Road, index: int) -> StepResult:
+    return await update(road, await sample(road), index)
+
+
+async def sample(road: Road) -> Collected:
+    """Tasks → scored groups. If this is cancelled, nothing is lost: the next call samples the same step."""
     with road.stages.stage("rollout"):
-        collected = await road.source.next()  # tasks → scored groups
+        return await road.source.next()
+
+
+async def update(road: Road, collected: Collected, index: int) -> StepResult:
+    """Scored groups → new weights, published to the engine."""
+    with road.stages.stage("rollout"):
         await road.engine.pause()
     if road.thread is not None:
         result = await asyncio.get_running_loop().run_in_executor(road.thread, learn, road, collected)

@@ -64,6 +64,10 @@ class Collector:
         baselines: list[Episode | None] = [*episodes[count:]] or [None] * len(tasks)
         return [Group(task, tuple(group), last) for task, group, last in zip(tasks, groups, baselines, strict=True)]
 
+    async def answer(self, task: Task, sampling: Sampling) -> Episode:
+        """One attempt that is not scored."""
+        return await self._attempt(task, sampling, (self.seed, "ask", task.id), {}, score=False)
+
     async def _attempt(
         self,
         task: Task,

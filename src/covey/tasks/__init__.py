@@ -6,6 +6,7 @@ from covey.tasks.files import read_tasks
 from covey.tasks.generated import GENERATED, GeneratedTask
 from covey.tasks.load import default_reward, load_tasks, nothing_to_train_on, reward_by_answers, with_system_prompt
 from covey.tasks.order import batch_for_step, fresh_tasks, steps_per_epoch
+from covey.tasks.rows import list_rows, tasks_of_rows
 from covey.tasks.taskset import TaskSet
 
 __all__ = [
@@ -19,11 +20,13 @@ __all__ = [
     "data_folder",
     "default_reward",
     "fresh_tasks",
+    "list_rows",
     "load_demonstrations",
     "load_tasks",
     "nothing_to_train_on",
     "read_tasks",
     "reward_by_answers",
     "steps_per_epoch",
+    "tasks_of_rows",
     "with_system_prompt",
 ]

@@ -3,7 +3,7 @@
 from covey.telemetry.base import EpisodeView, RunInfo
 from covey.telemetry.episodes import TokenRow, episode_record, read_episodes
 from covey.telemetry.history import History, Record, read_history
-from covey.telemetry.report import compare_curves, print_summary, write_report
+from covey.telemetry.report import compare_curves, curve_figure, html_summary, print_summary, write_report
 from covey.telemetry.telemetry import Telemetry, check_logging
 
 __all__ = [
@@ -15,7 +15,9 @@ __all__ = [
     "TokenRow",
     "check_logging",
     "compare_curves",
+    "curve_figure",
     "episode_record",
+    "html_summary",
     "print_summary",
     "read_episodes",
     "read_history",

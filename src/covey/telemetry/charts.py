@@ -28,7 +28,12 @@ EVALUATION_STYLES: dict[str, dict[str, Any]] = {
 
 
 def draw_curve(folder: Path, out: Path) -> Path:
-    """The curve of one run."""
+    """The curve of one run, as a file."""
+    return _write(curve_figure(folder), out)
+
+
+def curve_figure(folder: Path) -> Any:
+    """The curve of one run: a matplotlib Figure, which a notebook shows."""
     run, history = read_run(folder), read_history(folder)
     figure, axes = _canvas()
     curve = curve_of(run.get("kind", "rl"), run["trained_reward"])
@@ -44,7 +49,7 @@ def draw_curve(folder: Path, out: Path) -> Path:
     if not steps and not history.evaluations:
         axes.text(0.5, 0.5, "nothing was recorded", ha="center", transform=axes.transAxes, fontsize=12, color=GREY)
     _finish(curve, axes)
-    return _write(figure, out)
+    return figure
 
 
 def compare_curves(folders: Sequence[Path], labels: Sequence[str], out: Path) -> Path:
@@ -107,7 +112,13 @@ def _canvas(columns: int = 1) -> tuple[Any, Any]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, layout="constrained", facecolor="white")
+    class Shown(Figure):
+        """Notebooks show a figure by this method, also where pyplot was never imported."""
+
+        def _repr_png_(self) -> bytes:
+            return drawn(self, "png")
+
+    figure = Shown(figsize=(WIDTH, HEIGHT), dpi=DPI, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(1, columns, sharey=columns > 1)
 
@@ -151,7 +162,11 @@ def _dress(axes: Any, name: str) -> None:
 
 def _write(figure: Any, out: Path) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format=out.suffix.removeprefix(".") or "png")
-    write_whole(out, drawn.getvalue())
+    write_whole(out, drawn(figure, out.suffix.removeprefix(".") or "png"))
     return out
+
+
+def drawn(figure: Any, form: str) -> bytes:
+    picture = io.BytesIO()
+    figure.savefig(picture, format=form)
+    return picture.getvalue()

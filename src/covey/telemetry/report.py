@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,21 @@ from rich.console import Console
 from rich.table import Table
 
 from covey.storage import write_whole
-from covey.telemetry.charts import compare_curves, draw_curve
+from covey.telemetry.charts import compare_curves, curve_figure, draw_curve, drawn
 from covey.telemetry.figures import ABSENT, Curve, curve_of, duration, evaluation_form, is_stage, show
 from covey.telemetry.history import History, Points, read_history, read_run
 from covey.telemetry.markdown import block, code, plain
 
-__all__ = ["Change", "Summary", "compare_curves", "print_summary", "summarise", "write_report"]
+__all__ = [
+    "Change",
+    "Summary",
+    "compare_curves",
+    "curve_figure",
+    "html_summary",
+    "print_summary",
+    "summarise",
+    "write_report",
+]
 
 ENDS = 5  # steps whose mean reward stands for the beginning and the end of a run
 
@@ -118,6 +129,25 @@ def print_summary(folder: Path, console: Console | None = None) -> None:
     for line in _facts(summary):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(f"report: {folder / 'summary.md'}", markup=False, highlight=False, soft_wrap=True)
+
+
+def html_summary(folder: Path) -> str:
+    """The gist of the report with its curve, for a notebook."""
+    summary = summarise(folder)
+    run = summary.run
+    rows = [change.cells() for change in summary.changes]
+    table = [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
+    head = "<tr><th></th><th>before</th><th>after</th><th>change</th></tr>"
+    picture = base64.b64encode(drawn(curve_figure(folder), "png")).decode()
+    parts = [
+        f"<p><b>{escape(run['title'])}</b>: {escape(run['algorithm'])} trains {escape(run['model'])} on "
+        f"{escape(run['task'])}, {summary.steps} of {run['total_steps']} steps, {escape(run['status'])}<br>"
+        f"<code>{escape(str(folder))}</code></p>",
+        f"<table>{head}{''.join(table)}</table>" if rows else "",
+        *(f"<div>{escape(line)}</div>" for line in _facts(summary)),
+        f'<img width="640" src="data:image/png;base64,{picture}">',
+    ]
+    return "\n".join(filter(None, parts))
 
 
 def _headline(history: History, curve: Curve) -> str:

@@ -90,6 +90,10 @@ class Telemetry:
         episodes: Sequence[Mapping[str, Any]],
     ) -> None:
         """After each training step; `index` counts from 0."""
+        self.record(index, self.measure(metrics), sample, episodes)
+
+    def measure(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The metrics of a step with its times and memory. To be called once a step: the clocks start anew."""
         seconds = self._clock.take(evaluation=False)
         timing = {f"timing/{name}": value for name, value in seconds.items()}
         whole = sum(seconds.values())
@@ -105,11 +109,22 @@ class Telemetry:
             timing["perf/tokens_per_second"] = tokens / seconds["rollout"]
         if (tokens := metrics.get("perf/read_tokens")) and seconds.get("update"):
             timing["perf/tokens_per_second"] = tokens / seconds["update"]
-        measured = {**timing, **self._memory(), **metrics}  # once for all: to look at a peak is to begin it anew
+        return {**timing, **self._memory(), **metrics}
+
+    def record(
+        self,
+        index: int,
+        measured: Mapping[str, float],
+        sample: EpisodeView | None,
+        episodes: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """A step whose times were measured already."""
         self._tell(lambda sink: sink.step(index, measured, sample, episodes))
 
     def evaluation(self, step: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None:
-        """After each evaluation; `step` is the number of updates done."""
+        """After each evaluation; `step` is the number of updates done. After the end of the run nothing is recorded."""
+        if self._closed:
+            return
         timing = {f"timing/{name}": value for name, value in self._clock.take(evaluation=True).items()}
         self._tell(lambda sink: sink.evaluation(step, {**metrics, **timing}, sample))
 

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from covey.errors import InputError, nearest
+from covey.tasks import list_rows
 from covey.types import Task
-
-MOST_ROWS = 10_000_000  # of a stream, which might not end
 
 
 @dataclass(frozen=True)
@@ -24,19 +22,7 @@ class Rows:
 
 def read_rows(dataset: Any, name: str, *, only_prompts: bool = False) -> Rows:
     """`only_prompts`: TRL's remove_unused_columns."""
-    if isinstance(dataset, (str, bytes)):
-        raise InputError(f"{name}={dataset!r} is a text\n  give rows: a list of dicts, or load_dataset({dataset!r})")
-    if isinstance(dataset, Mapping):
-        raise InputError(
-            f"{name} holds several data sets ({', '.join(map(str, dataset))})\n  give one of them: {name}=DATA[NAME]"
-        )
-    if not isinstance(dataset, Iterable):
-        raise InputError(f"{name} must be a Dataset or a list of dicts, got {type(dataset).__name__}")
-    rows = list(islice(dataset, MOST_ROWS + 1))
-    if not rows:
-        raise InputError(f"{name} has no rows")
-    if len(rows) > MOST_ROWS:
-        raise InputError(f"{name} does not end after {MOST_ROWS} rows\n  fix: {name}=DATA.take(N)")
+    rows = list_rows(dataset, name)
     tasks = tuple(_task(row, number, name, only_prompts) for number, row in enumerate(rows))
     kinds = {isinstance(row["prompt"], str) for row in rows}
     if len(kinds) > 1:

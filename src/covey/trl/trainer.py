@@ -10,10 +10,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from covey.api import prepare_run
 from covey.cli.agents import open_rewards
 from covey.cli.build import make_collector, make_evaluator
 from covey.cli.engine import make_engine
+from covey.cli.given import prepare_given, start_model
 from covey.cli.prepare import Prepared
 from covey.cli.train import complete, run_to_end
 from covey.errors import InputError
@@ -55,7 +55,7 @@ class TrainerState:
 class GRPOTrainer:
     """Train a language model with GRPO, as TRL's trainer of the same name does.
 
-    `model` is a name, a folder or a loaded transformers model; a loaded one is written to output_dir/start_model first.
+    `model` is a name, a folder or a loaded transformers model; a loaded one is written to output_dir first.
     `reward_funcs` are functions `f(completions, prompts, **columns) -> list[float | None]`, or names of a reward model
     or of one of Covey's rewards. `train_dataset` yields rows with a `prompt`. The arguments are checked here, before
     weights are loaded.
@@ -161,25 +161,16 @@ class GRPOTrainer:
         for section, values in (self._translated.settings | more).items():  # by key: some sections are arguments too
             by_key = {f"{section}.{key}": v for key, v in values.items()} if isinstance(values, dict) else {}
             settings |= by_key or {section: values}
-        return prepare_run(**self._call, **settings)
+        return prepare_given(**self._call, **settings)
 
     def _folder_of(self, model: Any, tokenizer: Any) -> str:
         """What Covey loads: a name, or for a loaded model a folder with its weights as they are now."""
         if isinstance(model, (str, Path)):
             revision = (self.args.model_init_kwargs or {}).get("revision")
             return f"{model}@{revision}" if revision else str(model)
-        if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
-            raise InputError(f"model must be a name, a folder or a transformers model, got {type(model).__name__}")
         if hasattr(model, "peft_config"):
             raise InputError("model has adapters already\n  give the plain model, and peft_config= for new adapters")
-        folder = self._folder() / "start_model"
-        model.save_pretrained(folder)
-        if tokenizer is None:
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(model.config._name_or_path, trust_remote_code=False)
-        tokenizer.save_pretrained(folder)
-        return str(folder)
+        return str(start_model(model, tokenizer, self._folder()))
 
     def _own_tokenizer(self) -> Any:
         """As the model has it: `_prepared` may have put another template into its own."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import covey
-from covey import api
+from covey.cli import given
 from covey.cli.prepare import algorithm_schemas
 from covey.config import compose
 
@@ -69,9 +69,9 @@ def test_train_where_an_event_loop_runs_already(tiny_model_folder: Path) -> None
 
 
 def test_mistakes_in_the_call(tiny_model_folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"tasks\[1\] needs a question"):
+    with pytest.raises(ValueError, match=r"tasks, row 2: no column question"):
         covey.train(model=str(tiny_model_folder), tasks=[{"question": "a"}, {"qestion": "b"}])
-    with pytest.raises(ValueError, match="is empty"):
+    with pytest.raises(ValueError, match="tasks has no rows"):
         covey.train(model=str(tiny_model_folder), tasks=[])
     with pytest.raises(ValueError, match="no such file"):
         covey.train(model=str(tiny_model_folder), tasks="nowhere.jsonl")
@@ -90,7 +90,7 @@ def test_mistakes_in_the_call(tiny_model_folder: Path) -> None:
     ],
 )
 def test_text_from_python_stays_as_it_is(text: str) -> None:
-    words = api._settings({"data": {"system_prompt": text}, "rollout.stop": [text]})
+    words = given._settings({"data": {"system_prompt": text}, "rollout.stop": [text]})
     config = compose(words, algorithms=algorithm_schemas()).config
     assert config.data.system_prompt == text
     assert config.rollout.stop == [text]

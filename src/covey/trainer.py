@@ -1,0 +1,317 @@
+"""covey.Trainer and covey.train: training from Python.
+
+trainer = covey.Trainer(model="smollm2-135m", tasks=rows, reward=exact, algorithm=covey.Gvpo(beta=0.01))
+for step in trainer:                   # break, inspect, change, go on
+    print(step.index, step.metrics["reward/mean"])
+trainer.model.save_pretrained("out")
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from covey.cli.build import build
+from covey.cli.given import prepare_given
+from covey.cli.train import print_note, report_end, run_to_end, telling_how_to_go_on
+from covey.errors import InputError
+from covey.ranges import check_ranges
+from covey.tasks import TaskSet, with_system_prompt
+from covey.types import Messages, Sampling, Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from covey.algorithms import Algorithm
+    from covey.cli.given import AgentLike, AlgorithmLike, ModelLike, RewardLike, TasksLike, ToolLike
+    from covey.config.schema import Config
+    from covey.loop.driver import Driver
+    from covey.loop.record import Step
+    from covey.loop.run import Run
+    from covey.protocols import Metrics
+
+Result = TypeVar("Result")
+
+
+class Trainer:
+    """A training run as an object: `for step in trainer`, `trainer.step()`, `trainer.evaluate()`, `trainer.model`.
+
+    `model` is a name, a folder or a loaded transformers model (which is copied, not changed). `tasks` is the name of a
+    data set or generated task, a file, or rows: a list of dicts or Tasks, a Hugging Face Dataset, anything that yields
+    dicts with `question` and `answer`; so is `validation`. `reward` is a function, a name, or a list of them;
+    `algorithm` a name, `covey.Gvpo(beta=0.01)` and its like, or a class or object of your own. `agent` is a name, a
+    coroutine, an environment's class or an Agent; `tools` are functions or names. `callbacks` are described in
+    `covey.loop.callbacks`. Settings go by section, `learner={"lr": 2e-5}`, or by key, `**{"learner.lr": 2e-5}`.
+
+    The arguments are checked here. Weights are loaded when they are first needed.
+    """
+
+    def __init__(
+        self,
+        model: ModelLike | None = None,
+        tasks: TasksLike | None = None,
+        reward: RewardLike | None = None,
+        algorithm: AlgorithmLike | None = None,
+        *,
+        validation: TasksLike | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        agent: AgentLike | None = None,
+        tools: Sequence[ToolLike] = (),
+        callbacks: Sequence[Any] = (),
+        recipe: str | None = None,
+        **settings: Any,
+    ) -> None:
+        from covey.loop.callbacks import Callbacks
+
+        self._run: Run | None = None
+        self._driver: Driver | None = None
+        self._finalizer: weakref.finalize[..., Trainer] | None = None
+        self._callbacks = Callbacks(callbacks, owner=weakref.ref(self))
+        self._prepared = prepare_given(
+            model,
+            tasks,
+            reward,
+            algorithm,
+            validation=validation,
+            tokenizer=tokenizer,
+            agent=agent,
+            tools=tools,
+            recipe=recipe,
+            **settings,
+        )
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Step]:
+        """The steps from the next one to the last. After a break, another loop goes on with the step after."""
+        while (made := self.step()) is not None:
+            yield made
+
+    def step(self) -> Step | None:
+        """One training step, with the evaluation and checkpoint that are due; None where no further step follows.
+
+        Ctrl-C raises KeyboardInterrupt, and the trainer stays usable: the next call goes on with the step that was
+        interrupted. Its sampling or evaluation begins again; an update that had begun is finished first."""
+        run = self.run
+        driver = self._the_driver()
+        if driver.in_callback:
+            raise InputError("a step cannot be made in a callback: it is part of a step")
+        made = self._call(run.step)
+        if run.over:
+            self._call(run.conclude)
+        return made
+
+    def train(self) -> Run:
+        """All remaining steps."""
+        if self._run is None:
+            run_to_end(self._prepared, drive=self._all_steps)
+        else:
+            self._all_steps(self._run)
+            report_end(self._run)
+        return self.run
+
+    def _all_steps(self, run: Run) -> None:
+        if run is not self._run:
+            self._start(run)
+        while self.step() is not None:
+            pass
+
+    def stop(self) -> None:
+        """End the run after the step in progress, with its last evaluation and checkpoint. For callbacks, and between
+        two steps."""
+        self.run.stop()
+
+    def evaluate(self) -> Metrics:
+        """Evaluate the current weights on the validation tasks; recorded in metrics.jsonl."""
+        if self.run.evaluator is None:
+            raise InputError("there is nothing to evaluate on\n  give Trainer(validation=...)")
+        return self._call(self.run.evaluate)
+
+    def save(self) -> Path:
+        """Write a checkpoint and return its folder; its `model` is an ordinary model folder."""
+        self.run.check_savable()
+        return self._call(self.run.save).folder
+
+    def generate(self, question: str | Messages, *, temperature: float = 0.0, max_tokens: int | None = None) -> str:
+        """The answer of the run's agent with the current weights, to a question asked as in training."""
+        messages = ({"role": "user", "content": question},) if isinstance(question, str) else tuple(question)
+        asked = TaskSet((Task("ask", messages),), (), None, "")
+        (task,) = with_system_prompt(asked, self.config.data.system_prompt).train
+        rollout = self.config.rollout
+        sampling = Sampling(temperature, max_tokens=max_tokens or rollout.max_tokens, stop=tuple(rollout.stop))
+        episode = self._call(lambda: self.run.answer(task, sampling))
+        if episode.failure is not None:
+            raise InputError(f"no answer could be sampled ({episode.failure.cause}): {episode.failure.message}")
+        return episode.final_answer
+
+    # -- what it is made of ----------------------------------------------------------------------------------------
+
+    @property
+    def run(self) -> Run:
+        """The run behind this trainer; the first use loads the weights and makes its folder."""
+        if self._run is None:
+            self._start(build(self._prepared, note=print_note))
+        assert self._run is not None
+        return self._run
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The transformers model as it is now, with its adapters if it has any."""
+        if (model := getattr(self.run.learner, "model", None)) is None:
+            raise InputError("the model is in other processes (cluster=ray)\n  load trainer.save() / 'model'")
+        return model
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.run.tokenizer
+
+    @property
+    def config(self) -> Config:
+        return self._prepared.config
+
+    @property
+    def algorithm(self) -> Algorithm:
+        return self._prepared.algorithm
+
+    @property
+    def callbacks(self) -> list[Any]:
+        """May be changed between steps."""
+        return self._callbacks.given
+
+    @property
+    def path(self) -> Path:
+        """The run's folder."""
+        return self.run.path
+
+    @property
+    def steps_done(self) -> int:
+        return 0 if self._run is None else self._run.done
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """Of every step so far, with its index as "step"."""
+        return [] if self._run is None else self._run.metrics
+
+    @property
+    def evaluations(self) -> list[tuple[int, Metrics]]:
+        """Of every evaluation of this trainer: steps done, metrics."""
+        return [] if self._run is None else self._run.evaluations
+
+    @property
+    def lr(self) -> float:
+        """The learning rate that the schedule is based on. It may be changed between steps; a run that is resumed
+        begins with that of its settings."""
+        optimizer = getattr(self.run.learner, "optimizer", None)
+        return self.config.learner.lr if optimizer is None else float(optimizer.config.lr)
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        optimizer = getattr(self.run.learner, "optimizer", None)
+        if optimizer is None:
+            raise InputError("the learning rate of learners in other processes (cluster=ray) cannot be changed")
+        changed = dataclasses.replace(optimizer.config, lr=value)
+        check_ranges(changed, "learner.")
+        optimizer.config = changed
+
+    # -- results ---------------------------------------------------------------------------------------------------
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Model and tokenizer as they are now, as an ordinary model folder (with LoRA, an adapter folder)."""
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> Any:
+        """Model and tokenizer to the Hugging Face hub; `options` are those of transformers' push_to_hub."""
+        pushed = self.model.push_to_hub(repo_id, **options)
+        self.tokenizer.push_to_hub(repo_id, **options)
+        return pushed
+
+    def plot(self) -> Any:
+        """The learning curve: a matplotlib Figure, which a notebook shows."""
+        return self.run.plot()
+
+    def __repr__(self) -> str:
+        if self._run is None:
+            names = f"{self.config.algorithm.name} trains {self.config.model.name} on {self._prepared.task_name}"
+            return f"Trainer({names}, not started)"
+        return f"Trainer{repr(self._run).removeprefix('Run')}"
+
+    def _repr_html_(self) -> str | None:
+        return None if self._run is None else self._run._repr_html_()
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the run: its engine, its processes, the lock on its folder. The model, the metrics and the path stay.
+        Where steps are left its status is `interrupted`. Also called when the trainer is forgotten, and at exit."""
+        if self._driver is not None:
+            self._driver.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._driver is not None:
+            self._driver.close(error)
+
+    def _start(self, run: Run) -> None:
+        from covey.loop.driver import Driver
+
+        run.callbacks = self._callbacks
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._run, self._driver = run, Driver(run)
+        self._finalizer = weakref.finalize(self, Driver.close, self._driver)
+
+    def _the_driver(self) -> Driver:
+        assert self._run is not None and self._driver is not None, "`run` starts it"
+        return self._driver
+
+    def _call(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+        run = self.run
+        with telling_how_to_go_on(run.path, run.config.resume, interrupted=False):
+            return self._the_driver().call(work)
+
+
+def train(
+    model: ModelLike | None = None,
+    tasks: TasksLike | None = None,
+    reward: RewardLike | None = None,
+    algorithm: AlgorithmLike | None = None,
+    *,
+    validation: TasksLike | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    agent: AgentLike | None = None,
+    tools: Sequence[ToolLike] = (),
+    callbacks: Sequence[Any] = (),
+    recipe: str | None = None,
+    **settings: Any,
+) -> Run:
+    """Train to the end and return the run: its folder (`run.path`), its evaluations, its learner with the trained
+    model. The arguments are those of `covey.Trainer`."""
+    with Trainer(
+        model,
+        tasks,
+        reward,
+        algorithm,
+        validation=validation,
+        tokenizer=tokenizer,
+        agent=agent,
+        tools=tools,
+        callbacks=callbacks,
+        recipe=recipe,
+        **settings,
+    ) as trainer:
+        try:
+            return trainer.train()
+        except KeyboardInterrupt:
+            if trainer._run is not None:
+                with telling_how_to_go_on(trainer.path, trainer.config.resume):
+                    raise
+            raise
