@@ -20,7 +20,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import covey
-from covey.learner.models import locate
 
 # Shapes: N answers, T tokens of the longest allowed answer, P tokens of a prompt, V vocabulary.
 
@@ -60,7 +59,7 @@ class Policy:
     """A causal model and its tokenizer. A prompt is computed once for all the answers to it."""
 
     def __init__(self, name: str, device: torch.device) -> None:
-        path = locate(name).path  # a folder or a Hugging Face id; the folder of a built-in model
+        path = covey.model_path(name)  # the folder of a built-in model; other names stay as they are
         self.tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
         self.tokenizer.pad_token = self.tokenizer.eos_token
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device).eval()

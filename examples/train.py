@@ -15,30 +15,28 @@ parser.add_argument("--model", default="smollm2-135m", help="a folder, a Hugging
 parser.add_argument("--steps", type=int, default=15)
 args = parser.parse_args()
 
-# A row has a `question`, or `messages` as here, where two worked examples show the form of the answer.
-SHOWN = [("Is 12 odd or even?", "even"), ("Is 45 odd or even?", "odd")]
-EXAMPLES = [
-    message
-    for question, answer in SHOWN
-    for message in ({"role": "user", "content": question}, {"role": "assistant", "content": answer})
+TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+ONES = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+EXAMPLE = [
+    {"role": "system", "content": "Reply with a number only."},
+    {"role": "user", "content": "Write in digits: eighteen"},
+    {"role": "assistant", "content": "18"},
 ]
-ROWS = [
-    {
-        "messages": [*EXAMPLES, {"role": "user", "content": f"Is {number} odd or even?"}],
-        "answer": "odd" if number % 2 else "even",
-    }
-    for number in range(100, 400)
+ROWS = [  # a row has a `question`, or `messages` as here, where a worked example shows the form of the answer
+    {"messages": [*EXAMPLE, {"role": "user", "content": f"Write in digits: {tens}-{ones}"}], "answer": f"{t}{o}"}
+    for t, tens in enumerate(TENS, start=2)
+    for o, ones in enumerate(ONES, start=1)
 ]
 
 run = covey.train(
     model=args.model,
-    tasks=[row for index, row in enumerate(ROWS) if index % 5],
-    validation=[row for index, row in enumerate(ROWS) if index % 5 == 0],
+    tasks=[row for index, row in enumerate(ROWS) if index % 4],
+    validation=[row for index, row in enumerate(ROWS) if index % 4 == 0],
     reward="exact",
     algorithm="grpo",
     data={"train_batch_size": 8},
     rollout={"group_size": 8, "max_tokens": 4},
-    learner={"lr": 3e-5},
+    learner={"lr": 2e-5},
     loop={"total_steps": args.steps},
 )
 for step, metrics in run.evaluations:
