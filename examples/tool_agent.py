@@ -55,6 +55,7 @@ if __name__ == "__main__":
         reward="number",
         algorithm="grpo",
         tools=[price],
+        agent={"max_turns": 3},
         data={"train_batch_size": 6},
         rollout={"group_size": 8, "max_tokens": 32},
         learner={"lr": 3e-5},

@@ -12,7 +12,7 @@ import covey
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default="smollm2-135m", help="a folder, a Hugging Face id, or smollm2-135m")
-parser.add_argument("--steps", type=int, default=15)
+parser.add_argument("--steps", type=int, default=10)
 args = parser.parse_args()
 
 TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]

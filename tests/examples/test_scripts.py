@@ -88,6 +88,14 @@ def test_the_worked_example_of_the_tool_agent_is_a_call_of_its_tool() -> None:
     assert "coffee" not in found["PRICES"]  # whose price the example tells
 
 
+def test_tools_with_settings_of_an_agent_are_called_in_the_models_own_format(model_folder: Path) -> None:
+    found = module("tool_agent.py")
+    given: dict[str, Any] = {"model": str(model_folder), "tasks": found["rows"](["tea"]), "tools": [found["price"]]}
+    for agent in (None, {"max_turns": 3}):  # a section of settings names no agent
+        assert covey.Trainer(**given, agent=agent).config.agent.name == "hf"
+    assert covey.Trainer(**given, agent={"name": "react", "max_turns": 3}).config.agent.name == "react"
+
+
 def test_the_game_of_the_environment() -> None:
     game = module("environment.py")["Guess"]()
     assert game.reset(Task("0", (), answer="3"))[-1]["content"].endswith("guess.")
