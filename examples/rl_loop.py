@@ -5,6 +5,12 @@
 
 torch and transformers do the work. Covey supplies the two functions that make an algorithm: `covey.advantages`
 (rewards → advantages) and `covey.policy_loss` (advantages and log-probs → loss). Copy the file and change anything.
+
+Measured: SmolLM2-135M, default options, one core of an AMD EPYC, float32, 286 seconds of CPU time.
+
+    steps                        0       1–5      6–10     11–15     16–20
+    mean reward, sampled               0.37      0.80      0.89      0.91
+    accuracy, greedy          0.24               0.92                0.88        (50 held-out questions)
 """
 
 from __future__ import annotations
@@ -163,7 +169,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     policy = Policy(args.model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=args.lr, weight_decay=0.0)
-    held_out = [draw(random.Random(-1 - number)) for number in range(args.held_out)]
+    held_out = [draw(random.Random(1 + number)) for number in range(args.held_out)]  # the same for every --seed
     known = {question.messages[-1]["content"] for question in held_out}
     rng = random.Random(args.seed)
     start = time.perf_counter()
