@@ -230,7 +230,7 @@ class Run:
         if not self._is_concluded:
             status = "failed"
             try:
-                status = self._report()
+                status = await self._report()
             finally:
                 self._end(status)
 
@@ -245,14 +245,16 @@ class Run:
             if error is not None:
                 status = self._status_after(error)
             elif not self._is_concluded:
-                status = self._report()
+                status = await self._report()
         finally:
             self.engine.on_finished = lambda: None  # it refers to this run
             self._end(status, self.source.close, self.engine.close, self.resources.close)
 
-    def _report(self) -> str:
+    async def _report(self) -> str:
+        """Before the status says so: a run that is killed in between is taken up again. Drawn in the thread that waits
+        for the run where there is one: matplotlib keeps fonts open for every thread that ever drew."""
         reached = "finished" if self.finished else "interrupted"
-        write_report(self.path, reached)  # a run that is killed before its status says so is taken up again
+        await self.callbacks.call(lambda: write_report(self.path, reached))
         return reached
 
     def _status_after(self, error: BaseException) -> str:
