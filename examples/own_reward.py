@@ -52,4 +52,5 @@ if __name__ == "__main__":
         **{"reward.weights": {"right": 1.0, "brief": 0.3}},
     )
     for step, metrics in run.evaluations:
-        print(f"after {step} steps: " + "  ".join(f"{name} {value:.2f}" for name, value in metrics.items()))
+        right_share, words = metrics["eval/greedy/right"], metrics["eval/greedy/brief/words"]
+        print(f"after {step} steps: {right_share:.0%} right, in {words:.1f} words")
