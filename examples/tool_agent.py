@@ -3,8 +3,8 @@
     python examples/tool_agent.py
 
 A tool is a plain function; the model is shown its name, its docstring and its parameters. The reward is 1 for the right
-price, which only the tool knows. A worked example shows how a call is written; a model that was trained to call tools
-needs none. A model that gets no call right has nothing to learn from: imitate demonstrations first (docs/sft.md).
+price, which only the tool knows. Two worked examples show how a call is written; a model that was trained to call
+tools needs none. A model that gets no call right has nothing to learn from: imitate demonstrations first (docs/sft.md).
 """
 
 import argparse
@@ -26,18 +26,22 @@ def price(item: str) -> int:
     return PRICES[item.strip().lower()]
 
 
-CALL = '<tool_call>\n{"name": "price", "arguments": {"item": "coffee"}}\n</tool_call>'
-EXAMPLE = [
-    {"role": "user", "content": "What do coffee cost?"},
-    {"role": "assistant", "content": CALL},
-    {"role": "user", "content": "<tool_response>\n52\n</tool_response>"},
-    {"role": "assistant", "content": "52"},
+CALL = '<tool_call>\n{{"name": "price", "arguments": {{"item": "{item}"}}}}\n</tool_call>'
+EXAMPLES = [
+    {"role": role, "content": text.format(item=item, price=price)}
+    for item, price in (("bikes", 252), ("roses", 9))
+    for role, text in (
+        ("user", "What do {item} cost?"),
+        ("assistant", CALL),
+        ("user", "<tool_response>\n{price}\n</tool_response>"),
+        ("assistant", "{price}"),
+    )
 ]
 
 
 def rows(items: list[str]) -> list[dict[str, object]]:
     return [
-        {"messages": [*EXAMPLE, {"role": "user", "content": f"What do {item} cost?"}], "answer": str(PRICES[item])}
+        {"messages": [*EXAMPLES, {"role": "user", "content": f"What do {item} cost?"}], "answer": str(PRICES[item])}
         for item in items
     ]
 

@@ -80,12 +80,12 @@ def test_the_rewards_of_the_example() -> None:
     assert found["brief"]("so " * 40, 15)["reward"] == 0
 
 
-def test_the_worked_example_of_the_tool_agent_is_a_call_of_its_tool() -> None:
+def test_the_worked_examples_of_the_tool_agent_are_calls_of_its_tool() -> None:
     found = module("tool_agent.py")
-    (call,) = HermesFormat().parse(found["CALL"]).calls
-    assert (call.name, call.arguments) == ("price", {"item": "coffee"})
+    calls = [HermesFormat().parse(message["content"]).calls for message in found["EXAMPLES"][1::4]]
+    assert [(call.name, call.arguments) for (call,) in calls] == [("price", {"item": i}) for i in ("bikes", "roses")]
     assert found["price"](" Tea ") == found["PRICES"]["tea"]
-    assert "coffee" not in found["PRICES"]  # whose price the example tells
+    assert not {"bikes", "roses"} & set(found["PRICES"])  # whose prices the examples tell
 
 
 def test_tools_with_settings_of_an_agent_are_called_in_the_models_own_format(model_folder: Path) -> None:
