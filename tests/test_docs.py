@@ -24,6 +24,7 @@ from covey.algorithms.shaping import GroupFilter, Shaping
 from covey.cli.main import main
 from covey.cluster.engine import RayEngine
 from covey.config.schema import Config, CriticConfig
+from tests.algorithms.helpers import samples_of
 from tests.cli.test_algorithms import REWARDS, SMALL
 from tests.rollout.no_vllm import without_vllm
 
@@ -239,7 +240,7 @@ def test_the_metrics_of_a_page_are_documented(name: str) -> None:
 def test_the_example_of_a_new_algorithm_works(
     tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module_text, entry_text, test_text = (text for language, text in blocks(README) if language == "python")
+    module_text, entry_text, test_text, _ = (text for language, text in blocks(README) if language == "python")
     (tmp_path / "median.py").write_text(module_text)
     (tmp_path / "rewards.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(tmp_path)
@@ -252,3 +253,17 @@ def test_the_example_of_a_new_algorithm_works(
     (check,) = (thing for name, thing in space.items() if name.startswith("test_"))
     check()
     assert main(["train", f"model={tiny_model_folder}", *SMALL, "algorithm=median", "algorithm.scale=2"]) == 0
+
+
+def test_the_example_of_an_algorithm_outside_of_the_package_works(
+    tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *_, text = (text for language, text in blocks(README) if language == "python")
+    (tmp_path / "my_algo.py").write_text(text)
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    monkeypatch.chdir(tmp_path)
+    found = make("my_algo.py:Clipped", most=0.25).advantages(samples_of([1.0, 0.0, 0.5, 0.75], [0, 0, 1, 1]))
+    assert found.values.tolist() == [0.25, -0.25, -0.125, 0.125]
+    chosen = ["algorithm=my_algo.py:Clipped", "algorithm.most=0.5", "algorithm.loss=gspo"]
+    assert main(["train", f"model={tiny_model_folder}", *SMALL, *chosen]) == 0
+    assert main(["config", "explain", chosen[0]]) == 0

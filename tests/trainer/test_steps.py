@@ -51,8 +51,7 @@ def test_steps_with_breaks_and_questions_in_between_are_those_of_a_whole_run(
 ) -> None:
     trainer = trainer_of(tiny_model_folder)
     assert trainer.metrics == [] and "not started" in repr(trainer)
-    for step in trainer:
-        break
+    step = next(iter(trainer))
     assert step.index == 0 and trainer.steps_done == 1
     assert len(step.groups) == 2 and len(step.episodes) == 8
     assert all(isinstance(episode.final_answer, str) for episode in step.episodes)
@@ -229,3 +228,16 @@ def test_ctrl_c_in_the_one_call_form_ends_the_run(tiny_model_folder: Path, capsy
     assert "goes on from the last checkpoint, after step 1" in capsys.readouterr().err
     (info,) = Path("outputs").glob("*/*/run.json")
     assert json.loads(info.read_text())["status"] == "interrupted"
+
+
+def test_sigterm_ends_the_run_after_the_step_with_a_checkpoint(tiny_model_folder: Path) -> None:
+    def told(trainer: covey.Trainer, step: covey.Step) -> None:
+        if step.index == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    run = covey.train(str(tiny_model_folder), ROWS, vowels, callbacks=[told], **SMALL)
+    assert run.terminated and len(run.metrics) == 2
+    assert (run.path / "checkpoints" / "step-000002").is_dir()
+    assert json.loads((run.path / "run.json").read_text())["status"] == "interrupted"
+    assert signal.getsignal(signal.SIGTERM) == before

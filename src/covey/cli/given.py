@@ -8,12 +8,13 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from covey.cli.prepare import Prepared, algorithm_schemas, own_algorithm, prepare
 from covey.config import Composed, compose, literal
 from covey.config.schema import LoggingConfig
 from covey.errors import InputError
+from covey.storage import sha256
 from covey.tasks import TaskSet, read_tasks, reward_by_answers, tasks_of_rows, with_system_prompt
 from covey.types import Task
 
@@ -23,13 +24,13 @@ if TYPE_CHECKING:
     from covey.agents.tools import Tool
     from covey.protocols import Agent
 
-    Settings = Mapping[str, Any]
-    ModelLike = str | Path | PreTrainedModel | Settings
-    TasksLike = str | Path | Iterable[Task | Mapping[str, Any]]
-    RewardLike = str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | Settings
-    AlgorithmLike = str | type | object | Settings  # a name, a class, or an instance
-    AgentLike = str | Callable[..., Any] | Agent | Settings
-    ToolLike = str | Callable[..., Any] | Tool
+    Settings: TypeAlias = Mapping[str, Any]
+    ModelLike: TypeAlias = str | Path | PreTrainedModel | Settings
+    TasksLike: TypeAlias = str | Path | Iterable[Task | Mapping[str, Any]]
+    RewardLike: TypeAlias = str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | Settings
+    AlgorithmLike: TypeAlias = str | type | object | Settings  # a name, a class, or an instance
+    AgentLike: TypeAlias = str | Callable[..., Any] | Agent | Settings
+    ToolLike: TypeAlias = str | Callable[..., Any] | Tool
 
 
 def prepare_given(
@@ -108,8 +109,8 @@ def _data_key(tasks: str | Path) -> str:
 
 
 def start_model(model: Any, tokenizer: Any, folder: Path) -> Path:
-    """The folder of a loaded model as it is now, in FOLDER/start_models, named by its weights: the same model is
-    written once, and a run that is started again finds its start model."""
+    """The folder of a loaded model as it is now, in FOLDER/start_models, named by its contents: the same model is
+    kept once, and a run that is started again finds its start model."""
     if not hasattr(model, "save_pretrained") or not hasattr(model, "state_dict"):
         raise InputError(f"model must be a name, a folder or a transformers model, got {type(model).__name__}")
     if hasattr(model, "peft_config"):
@@ -118,15 +119,17 @@ def start_model(model: Any, tokenizer: Any, folder: Path) -> Path:
     if tokenizer is None:
         tokenizer = _own_tokenizer(name)
     title = re.sub(r"[^\w.-]+", "-", Path(name).name or type(model).__name__)
-    final = folder / "start_models" / f"{title}-{_digest(model, tokenizer)[:12]}"
-    if final.is_dir():
-        return final
-    final.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=final.parent, prefix=".writing-") as work:
+    place = folder / "start_models"
+    place.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place, prefix=".writing-") as work:
         made = Path(work) / "model"
         model.save_pretrained(made)
         tokenizer.save_pretrained(made)
-        made.rename(final)
+        files = sorted(path for path in made.rglob("*") if path.is_file())
+        digest = hashlib.sha256("".join(f"{path.relative_to(made)} {sha256(path)}\n" for path in files).encode())
+        final = place / f"{title}-{digest.hexdigest()[:12]}"
+        if not final.is_dir():
+            made.rename(final)
     return final
 
 
@@ -139,17 +142,6 @@ def _own_tokenizer(name: str) -> Any:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise InputError(f"there is no tokenizer for the model ({error})\n  give it: tokenizer=...") from error
-
-
-def _digest(model: Any, tokenizer: Any) -> str:
-    import torch
-
-    digest = hashlib.sha256(repr((model.config.to_json_string(), sorted(tokenizer.get_vocab().items()))).encode())
-    digest.update(repr(getattr(tokenizer, "chat_template", None)).encode())
-    for name, weight in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(weight.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 def _place_of(settings: Mapping[str, Any]) -> Path:

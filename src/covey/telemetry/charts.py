@@ -116,7 +116,7 @@ def _canvas(columns: int = 1) -> tuple[Any, Any]:
         """Notebooks show a figure by this method, also where pyplot was never imported."""
 
         def _repr_png_(self) -> bytes:
-            return drawn(self, "png")
+            return drawn(self, "png", dpi=DPI // 2)
 
     figure = Shown(figsize=(WIDTH, HEIGHT), dpi=DPI, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
@@ -166,7 +166,7 @@ def _write(figure: Any, out: Path) -> Path:
     return out
 
 
-def drawn(figure: Any, form: str) -> bytes:
+def drawn(figure: Any, form: str, dpi: int = DPI) -> bytes:
     picture = io.BytesIO()
-    figure.savefig(picture, format=form)
+    figure.savefig(picture, format=form, dpi=dpi)
     return picture.getvalue()

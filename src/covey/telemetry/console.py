@@ -15,6 +15,7 @@ from rich.live import Live
 from covey.telemetry.base import EpisodeView, RunInfo, Sink
 from covey.telemetry.figures import duration, evaluation_form, show
 from covey.telemetry.history import History
+from covey.telemetry.notebook import NotebookView, notebook_display
 from covey.telemetry.state import RunState
 from covey.telemetry.view import WARNINGS, LiveView
 
@@ -25,6 +26,8 @@ def open_console(info: RunInfo, verbosity: str, history: History) -> Sink:
         return WarningsOnly(sys.stderr)
     if verbosity == "debug":
         return DebugConsole(state, sys.stdout)
+    if (display := notebook_display()) is not None:
+        return NotebookConsole(state, sys.stdout, display)
     console = Console(file=sys.stdout)
     # A terminal that cannot show the characters or move its cursor gets the lines as well.
     if sys.stdout.isatty() and not console.is_dumb_terminal and not console.options.ascii_only:
@@ -112,6 +115,37 @@ class DebugConsole(PlainConsole):
             self._print(f"    {name:36} {value:.6g}")
         if sample is not None:
             self._print(f"    question {sample.question!r}  reply {sample.reply!r}  reward {sample.reward}")
+
+
+class NotebookConsole(PlainConsole):
+    """In a notebook: one output that is redrawn, in place of a line per step. Notes and warnings are lines."""
+
+    def __init__(self, state: RunState, file: TextIO, display: Callable[..., Any]) -> None:
+        super().__init__(state, file)
+        self._view = NotebookView(state, display)
+
+    def stage(self, name: str | None) -> None:
+        self._view.enter(name)
+
+    def progress(self, done: int, total: int, what: str) -> None:
+        self._view.progress(done, total, what)
+
+    def step(
+        self,
+        index: int,
+        metrics: Mapping[str, float],
+        sample: EpisodeView | None,
+        episodes: Sequence[Mapping[str, Any]],
+    ) -> None:
+        self._state.add_step(index, metrics, sample)
+        self._view.draw()
+
+    def evaluation(self, step: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None:
+        self._state.add_evaluation(step, metrics, sample)
+        self._view.draw()
+
+    def close(self, status: str) -> None:
+        self._view.end(status)
 
 
 class WarningsOnly(Sink):
