@@ -11,8 +11,7 @@ import sys
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from covey import GVPOTrainer
-from covey.learner.models import locate
+from covey import GVPOTrainer, model_path
 
 
 def reward_function(prompt: str, completion: str) -> float:
@@ -21,7 +20,7 @@ def reward_function(prompt: str, completion: str) -> float:
 
 
 def main() -> None:
-    name = locate(sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m").path
+    name = model_path(sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m")
     model = AutoModelForCausalLM.from_pretrained(name)
     ref_model = AutoModelForCausalLM.from_pretrained(name)
     tokenizer = AutoTokenizer.from_pretrained(name)

@@ -128,14 +128,15 @@ def test_the_table_of_losses_is_the_catalogue() -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [*PAGES.values(), *DOCS.glob("*.md"), *DOCS.glob("guides/*.md"), *DOCS.parent.glob("*.md")],
+    [*PAGES.values(), *DOCS.glob("*.md"), *DOCS.glob("guides/*.md"), *DOCS.parent.glob("*.md")]
+    + [DOCS.parent / "examples/README.md"],
     ids=lambda path: path.stem,
 )
 def test_links_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\((?!http)([^)]+)\)", path.read_text()):
         file, _, anchor = target.partition("#")
         there = (path.parent / file).resolve() if file else path
-        assert there.is_file(), target
+        assert there.is_dir() if file.endswith("/") else there.is_file(), target
         headings = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE) if there.suffix == ".md" else []
         assert not anchor or anchor in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}, target
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; `_HOMES` says the same
     )
     from covey.config.schema import Config
     from covey.learner.minimal import GVPOTrainer
+    from covey.learner.models import model_path
     from covey.loop.record import Step
     from covey.loop.run import Run
     from covey.protocols import Done
@@ -71,14 +72,15 @@ _HOMES = {
     "compute_gvpo_advantage": "covey.algorithms.functional",
     "GVPOLoss": "covey.algorithms.functional",
     "GVPOTrainer": "covey.learner.minimal",
+    "model_path": "covey.learner.models",
     **dict.fromkeys(_ALGORITHMS, "covey.algorithms.named"),
 }
 
 __all__ = ["Cispo", "Config", "Dapo", "Dgdo", "Done", "DrGrpo", "Episode", "GVPOLoss", "GVPOTrainer", "Gdpo", "Gpg"]
 __all__ += ["Group", "Grpo", "GrpoPassk", "Gspo", "Gvpo", "Opo", "Ppo", "ReinforcePlusPlus"]
 __all__ += ["ReinforcePlusPlusBaseline", "Remax", "Rloo", "Run", "Sapo", "Step", "Task", "ToolFailure", "ToolMistake"]
-__all__ += ["Trainer", "__version__", "advantages", "agent", "compute_gvpo_advantage", "only_if", "policy_loss"]
-__all__ += ["reward", "tool", "train"]
+__all__ += ["Trainer", "__version__", "advantages", "agent", "compute_gvpo_advantage", "model_path", "only_if"]
+__all__ += ["policy_loss", "reward", "tool", "train"]
 
 
 def __getattr__(name: str) -> Any:

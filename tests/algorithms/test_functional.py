@@ -153,6 +153,39 @@ def test_other_names_of_losses(typed: str, meant: str) -> None:
     same(policy_loss(typed, new, old, advantage, mask)[0], policy_loss(meant, new, old, advantage, mask)[0])
 
 
+ITS_OWN = {"rloo": "policy_gradient", "remax": "policy_gradient", "opo": "policy_gradient", "gdpo": "ppo_clip"}
+ITS_OWN |= {"dgdo": "ppo_clip", "grpo_passk": "ppo_clip", "grpo_vectorized": "ppo_clip"}
+
+
+@pytest.mark.parametrize(("algorithm", "loss"), ITS_OWN.items())
+def test_the_name_of_an_algorithm_is_the_loss_that_it_trains_with(algorithm: str, loss: str) -> None:
+    torch.manual_seed(0)
+    new, old, advantage, mask = *torch.randn(2, 3, 4, dtype=F64), torch.randn(3, dtype=F64), torch.rand(3, 4) < 0.7
+    same(policy_loss(algorithm, new, old, advantage, mask)[0], policy_loss(loss, new, old, advantage, mask)[0])
+
+
+def test_an_algorithm_brings_its_own_aggregation_to_its_loss() -> None:
+    """Answers of 1 and 3 tokens with advantages 1 and 2, ratio 1: REINFORCE++ averages over the four tokens."""
+    zeros, mask = torch.zeros(2, 3, dtype=F64), torch.tensor([[1, 0, 0], [1, 1, 1]])
+    same(policy_loss("reinforce_plus_plus", zeros, zeros, tensor(1, 2), mask)[0], -7 / 4)
+    same(policy_loss("reinforce++", zeros, zeros, tensor(1, 2), mask)[0], -7 / 4)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "gvpo"])
+def test_rewards_may_be_plain_numbers(name: str) -> None:
+    groups = ["a", "a", "b", "b", "b"]
+    expected = advantages(name, torch.tensor([1.0, 0.0, 2.0, NAN, 0.5]), groups)
+    same(advantages(name, [1.0, 0, 2, None, 0.5], groups), expected)
+    same(advantages(name, (1.0, 0, 2, NAN, 0.5), groups), expected)
+
+
+def test_named_rewards_may_be_plain_numbers() -> None:
+    named = {"right": [1, 0, 1, 0], "short": [0.5, None, 0.25, 1.0]}
+    tensors = {"right": torch.tensor([1.0, 0, 1, 0]), "short": torch.tensor([0.5, NAN, 0.25, 1.0])}
+    options: dict[str, Any] = {"weights": {"short": 0.2}}
+    same(advantages("gdpo", named, [0, 0, 1, 1], **options), advantages("gdpo", tensors, [0, 0, 1, 1], **options))
+
+
 def test_one_advantage_per_answer_is_the_same_for_each_of_its_tokens() -> None:
     torch.manual_seed(0)
     new, old, mask = *torch.randn(2, 4, 3, dtype=F64), torch.rand(4, 3) < 0.8

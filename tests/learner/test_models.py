@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+import covey
 from covey.config.schema import LearnerConfig, LoraConfig, ModelConfig
 from covey.errors import Absent, InputError
-from covey.learner import builtin
+from covey.learner import builtin, models
 from covey.learner.learner import Learner
 from covey.learner.memory import keep_freed_memory
 from covey.learner.models import Reference, load_policy, locate, open_source, parameter_count, trained_count
@@ -28,6 +29,15 @@ def has_wheel() -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
+
+
+def test_the_path_of_a_model_is_what_transformers_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(models, "builtin_folder", lambda name: Path("/cache") / name)
+    assert covey.model_path("smollm2-135m") == "/cache/smollm2-135m"
+    assert covey.model_path("ORG/NAME") == "ORG/NAME"
+    Path("smollm2-135m").mkdir()  # a folder of that name goes first, as in a run
+    assert covey.model_path("smollm2-135m") == "smollm2-135m"
 
 
 def test_a_folder_is_itself(tiny_model_folder: Path) -> None:

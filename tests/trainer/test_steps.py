@@ -228,3 +228,16 @@ def test_ctrl_c_in_the_one_call_form_ends_the_run(tiny_model_folder: Path, capsy
     assert "goes on from the last checkpoint, after step 1" in capsys.readouterr().err
     (info,) = Path("outputs").glob("*/*/run.json")
     assert json.loads(info.read_text())["status"] == "interrupted"
+
+
+def test_sigterm_ends_the_run_after_the_step_with_a_checkpoint(tiny_model_folder: Path) -> None:
+    def told(trainer: covey.Trainer, step: covey.Step) -> None:
+        if step.index == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    run = covey.train(str(tiny_model_folder), ROWS, vowels, callbacks=[told], **SMALL)
+    assert run.terminated and len(run.metrics) == 2
+    assert (run.path / "checkpoints" / "step-000002").is_dir()
+    assert json.loads((run.path / "run.json").read_text())["status"] == "interrupted"
+    assert signal.getsignal(signal.SIGTERM) == before

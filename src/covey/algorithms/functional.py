@@ -10,6 +10,7 @@ Shapes: N answers, T tokens, G groups. `groups` names the prompt of each answer,
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from torch import Tensor
 from covey.algorithms.aggregation import divide
 from covey.algorithms.algorithm import Algorithm
 from covey.algorithms.assemble import make
-from covey.algorithms.catalogue import LOSSES
+from covey.algorithms.catalogue import ALGORITHMS, ALIASES, LOSSES
 from covey.algorithms.gvpo import Gvpo
 from covey.algorithms.ops import group_size, make_batch
 from covey.errors import unknown
@@ -29,9 +30,12 @@ from covey.protocols import Metrics, TokenOutputs
 from covey.types import Batch, Samples
 
 Groups = Tensor | Sequence[Hashable]
-Rewards = Tensor | Mapping[str, Tensor]
+Column = Tensor | Sequence[float | None]
+Rewards = Column | Mapping[str, Column]
+RewardTensors = Tensor | Mapping[str, Tensor]
 
-# What people call a loss → the loss. `ppo` and `grpo` name one; `advantages` makes the difference between them.
+# What people call a loss → the loss. `ppo` and `grpo` name one; `advantages` makes the difference between them. The
+# other algorithms name the loss that they train with.
 LOSS_NAMES = {name: name for name in LOSSES} | {
     "ppo": "ppo_clip",
     "grpo": "ppo_clip",
@@ -89,8 +93,9 @@ def advantages(
     """Advantages of N answers: [N], or [N, T] for token-level estimators (ppo, reinforce_plus_plus).
 
     rewards           [N], token rewards [N, T], or a dict of named [N] columns, added with `weights` (1 where not
-                      given); NaN: never scored, and an answer without any score is left out, with advantage 0.
-                      Token-level estimators put a [N] reward on an answer's last token.
+                      given); [N] may also be a list of numbers. NaN (None in a list): never scored. An answer without
+                      any score is skipped, with advantage 0. Token-level estimators put a [N] reward on an answer's
+                      last token.
     mask              [N, T], the sampled tokens: for token-level estimators, opo, and token rewards
     values            [N, T], a critic's, for ppo;  with_returns=True gives its returns too
     baseline_rewards  [N], the greedy answer's reward, for remax
@@ -102,15 +107,16 @@ def advantages(
         raise ValueError(f"{name} needs values=, what a critic says of each token, and mask=")
     if algorithm.needs.greedy_baseline and baseline_rewards is None:
         raise ValueError(f"{name} needs baseline_rewards=, the reward of the greedy answer to each answer's prompt")
-    if isinstance(rewards, Tensor) and rewards.dim() == 2 and algorithm.sees_rewards_apart:
-        rewards = _per_answer(rewards, mask)
-    _check_shape(rewards, group_N)
-    scored = _scored(rewards, mask)
+    given = _as_tensors(rewards)
+    if isinstance(given, Tensor) and given.dim() == 2 and algorithm.sees_rewards_apart:
+        given = _per_answer(given, mask)
+    _check_shape(given, group_N)
+    scored = _scored(given, mask)
     mask, values, baseline = (None if x is None else x[scored] for x in (mask, values, baseline_rewards))
     kept_N = index_groups(group_N[scored.cpu()])
     if algorithm.needs.min_group_size > 1:
         _warn_about_singletons(algorithm.name, kept_N)
-    samples = _samples(kept_N, _take(rewards, scored), mask, values, baseline, weights or {})
+    samples = _samples(kept_N, _take(given, scored), mask, values, baseline, weights or {})
     if state:
         algorithm.load_state_dict(state)
     found = algorithm.advantages(samples)
@@ -125,20 +131,32 @@ def advantages(
     return tuple(whole) if with_returns else whole[0]
 
 
-def _check_shape(rewards: Rewards, group_N: Tensor) -> None:
+def _as_tensors(rewards: Rewards) -> RewardTensors:
+    if isinstance(rewards, Mapping):
+        return {name: _as_tensor(column) for name, column in rewards.items()}
+    return _as_tensor(rewards)
+
+
+def _as_tensor(column: Column) -> Tensor:
+    if isinstance(column, Tensor):
+        return column
+    return torch.tensor([math.nan if number is None else float(number) for number in column])
+
+
+def _check_shape(rewards: RewardTensors, group_N: Tensor) -> None:
     for column in rewards.values() if isinstance(rewards, Mapping) else [rewards]:
         if len(column) != len(group_N) or column.dim() > (1 if isinstance(rewards, Mapping) else 2):
             raise ValueError(f"rewards have shape {tuple(column.shape)} but there are {len(group_N)} group labels")
 
 
-def _scored(rewards: Rewards, mask: Tensor | None) -> Tensor:
+def _scored(rewards: RewardTensors, mask: Tensor | None) -> Tensor:
     """Answers that some reward was given to. One without any is no answer worth 0: it is left out, with advantage 0."""
     if isinstance(rewards, Mapping):
         return ~torch.stack([column.isnan() for column in rewards.values()]).all(0)
     return ~_per_answer(rewards, mask).isnan()
 
 
-def _take(rewards: Rewards, scored: Tensor) -> Rewards:
+def _take(rewards: RewardTensors, scored: Tensor) -> RewardTensors:
     if isinstance(rewards, Mapping):
         return {name: column[scored] for name, column in rewards.items()}
     return rewards[scored]
@@ -146,7 +164,7 @@ def _take(rewards: Rewards, scored: Tensor) -> Rewards:
 
 def _samples(
     group_N: Tensor,
-    rewards: Rewards,
+    rewards: RewardTensors,
     mask: Tensor | None,
     values: Tensor | None,
     baseline: Tensor | None,
@@ -194,7 +212,8 @@ def policy_loss(
     aggregation: str | None = None,
     **options: Any,
 ) -> tuple[Tensor, Metrics]:
-    """The loss and its statistics. Log-probs and `mask` are [N, T]; `advantages` [N] or [N, T].
+    """The loss and its statistics. Log-probs and `mask` are [N, T]; `advantages` [N] or [N, T]. `name` is a loss, or an
+    algorithm, which trains with its loss and aggregation.
 
     The KL settings work here too (kl_coef with ref_logprobs; kl_old_coef). With `sampling_logprobs`, those of the
     engine that sampled, advantages are multiplied by truncated importance weights (correction, correction_cap).
@@ -228,19 +247,19 @@ def policy_loss(
 
 
 def _with_loss(name: str, aggregation: str | None, corrected: bool, options: dict[str, Any]) -> Algorithm:
-    """Any estimator will do: advantages are at hand."""
-    if name not in LOSS_NAMES:
-        raise unknown("loss", name, LOSS_NAMES)
-    loss = LOSS_NAMES[name]
+    """Any estimator will do: the advantages are given."""
+    name = ALIASES.get(name, name)
+    if name not in LOSS_NAMES and name not in ALGORITHMS:
+        raise unknown("loss", name, {**LOSS_NAMES, **ALGORITHMS})
     if aggregation is not None:
         options = options | {"aggregation": aggregation}
-    if loss == "gvpo":
+    if name == "gvpo":
         if corrected:
             raise ValueError("gvpo is right for samples of any policy: leave sampling_logprobs out")
         return make("gvpo", **options)
     if corrected:
         options = {"correction": "token"} | options
-    return make("grpo", loss=loss, **options)
+    return make("grpo", loss=LOSS_NAMES[name], **options) if name in LOSS_NAMES else make(name, **options)
 
 
 def compute_gvpo_advantage(

@@ -183,13 +183,13 @@ def _agent(agent: Any, tools: Sequence[Any]) -> list[str]:
     from covey.algorithms.own import label
 
     words: list[str] = []
+    if tools and (agent is None or isinstance(agent, Mapping)):
+        words.append("agent=hf")  # the model's own tool calls, unless the settings name another agent
     if isinstance(agent, Mapping):
         words += _settings({"agent": agent})
     elif agent is not None:
         name = agent if isinstance(agent, str) else label(getattr(agent, "function", agent))
         words.append(f"agent={_quoted(name)}")
-    elif tools:
-        words.append("agent=hf")  # the model's own tool calls
     if tools:
         names = [tool if isinstance(tool, str) else label(getattr(tool, "function", tool)) for tool in tools]
         words.append(f"agent.tools={_quoted(names)}")

@@ -117,6 +117,12 @@ def locate(name: str) -> Located:
     raise InputError("\n".join(lines))
 
 
+def model_path(name: str) -> str:
+    """What transformers' `from_pretrained` takes for a model's name: the folder of a built-in model; any other name is
+    a folder or a Hugging Face id already."""
+    return str(builtin_folder(name)) if name in BUILTIN and not Path(name).is_dir() else name
+
+
 def open_source(config: ModelConfig, revision: str | None = None, *, headless: bool = False) -> ModelSource:
     """Tokenizer and configuration, and all that can be checked before weights are read. `revision`: where a run began,
     if it goes on. `headless`: the output layer is not used, and may be missing."""
