@@ -207,7 +207,7 @@ def test_what_fits_is_found_out_wherever_it_is_first_needed(rank: int, monkeypat
     """Also where the first question is for the reference, without gradient, and an adapter would be off."""
     tried: list[int] = []
 
-    def two_passes(_: torch.device, try_tokens: Callable[[int], None]) -> int:
+    def two_passes(_: torch.device, try_tokens: Callable[[int], None], __: int) -> int:
         for count in (4, 9):
             try_tokens(count)
             tried.append(count)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from covey.learner import logprobs, memory
+from tests.conftest import tiny_llama
 from tests.rollout.triton_here import DEVICE, needs_triton
 
 
@@ -77,4 +78,11 @@ def test_tokens_that_fit_are_read_off_two_measurements() -> None:
     assert memory.tokens_within(4.5e9, memory.PROBES, peaks) == 4000
     assert memory.tokens_within(1e12, memory.PROBES, peaks) == memory.MOST_TOKENS
     assert memory.tokens_within(0, memory.PROBES, peaks) == memory.PROBES[0]  # smaller is hopeless: let it be tried
-    assert memory.affordable_tokens(torch.device("cpu"), lambda _: pytest.fail("nothing to try")) == memory.CPU_TOKENS
+
+
+def test_on_a_cpu_the_activations_of_a_pass_fit_into_the_machine() -> None:
+    assert memory.affordable_tokens(torch.device("cpu"), lambda _: pytest.fail("nothing to try"), 1) == 8192
+    token = memory.bytes_per_token(tiny_llama())
+    assert token == 2 * (10 * 32 + 4 * 64) * 4  # layers × vectors × bytes
+    gib, smollm2 = 2**30, 30 * (10 * 576 + 4 * 1536) * 4  # 1.4 MB a token
+    assert [memory.cpu_tokens(size * gib, smollm2) for size in (24, 16, 8, 4, 1)] == [8192, 4096, 2048, 1024, 256]

@@ -202,7 +202,7 @@ class LearnerConfig:
     grad_clip: Cap = 1.0  # largest gradient norm; 0: no clipping
     epochs: Few = 1  # passes over each step's samples
     mini_batch_size: Episodes | None = None  # groups per optimiser step; null: all groups of the step
-    micro_batch_tokens: BatchTokens | None = None  # per forward pass; null: what fits on a GPU, 8192 on a CPU
+    micro_batch_tokens: BatchTokens | None = None  # per forward pass; null: what fits; on a CPU at most 8192
     micro_batch_size: Episodes | None = None  # episodes per forward pass at most; null: no limit but the tokens
     entropy_coef: Weight = 0.0  # entropy bonus per token
     compile: bool | None = None  # fuse the small operations of a layer: slow start, faster steps; null: on a GPU

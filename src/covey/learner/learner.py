@@ -28,7 +28,7 @@ from covey.learner import attention
 from covey.learner.compiled import CompiledLayers
 from covey.learner.critic import Critic
 from covey.learner.forward import causal_lm
-from covey.learner.memory import affordable_tokens
+from covey.learner.memory import affordable_tokens, bytes_per_token
 from covey.learner.models import Reference
 from covey.learner.optimizer import MasterAdamW
 from covey.learner.packing import Bunch, Packed, in_step, pack, share_out
@@ -180,7 +180,8 @@ class Learner:
     def _find_budget(self) -> int:
         """Found out once, with the policy as it trains: not while its adapter is switched off."""
         if self._token_budget is None:
-            self._token_budget = self.ranks.smallest(affordable_tokens(self.device, self._try_tokens))
+            found = affordable_tokens(self.device, self._try_tokens, bytes_per_token(causal_lm(self.model)))
+            self._token_budget = self.ranks.smallest(found)
         return self._token_budget
 
     @torch.enable_grad()

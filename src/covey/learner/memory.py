@@ -8,6 +8,7 @@ checkpoint; and one arena serves all threads, where each would keep a peak of it
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,16 +17,19 @@ from covey.lazy import torch
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8  # of <malloc.h>
 
-CPU_TOKENS = 8192
+CPU_TOKENS = 8192  # on a CPU: more in one pass is not faster
+CPU_SHARE = 0.6  # of a machine's memory that the activations of a pass may take
 MOST_TOKENS = 10_240  # on a GPU: more in one pass is hardly faster
 PROBES = (256, 1280)  # tokens
 SHARE = 0.8  # of the free memory that a pass may take
 
 
-def affordable_tokens(device: torch.device, try_tokens: Callable[[int], None]) -> int:
-    """Tokens of one forward and backward pass: what fits into a GPU's free memory, found out by two small passes."""
+def affordable_tokens(device: torch.device, try_tokens: Callable[[int], None], activation_bytes: int) -> int:
+    """Tokens of one forward and backward pass: what fits into a GPU's free memory, found out by two small passes. On a
+    CPU the machine's whole memory decides, so that a resumed run finds the same number."""
     if device.type != "cuda":
-        return CPU_TOKENS
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return cpu_tokens(memory, activation_bytes)
     peaks = []
     for count in (PROBES[0], *PROBES):  # the first also compiles and loads what later passes find there
         before = torch.cuda.memory_allocated(device)
@@ -36,6 +40,25 @@ def affordable_tokens(device: torch.device, try_tokens: Callable[[int], None]) -
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return tokens_within(free * SHARE, PROBES, (peaks[1], peaks[2]))
+
+
+def cpu_tokens(memory: int, activation_bytes: int) -> int:
+    """CPU_TOKENS, halved until their activations fit."""
+    tokens = CPU_TOKENS
+    while tokens > PROBES[0] and tokens * activation_bytes > memory * CPU_SHARE:
+        tokens //= 2
+    return tokens
+
+
+def bytes_per_token(model: Any) -> int:
+    """Of activations that a forward pass keeps for the backward pass, estimated from the model's shape: per layer about
+    10 vectors of the hidden size (norms, queries, keys, values, attention) and 4 of the MLP's."""
+    config = model.config.get_text_config(decoder=True)
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    element = model.get_input_embeddings().weight.element_size()
+    kept = 1 if model.is_gradient_checkpointing else 10
+    layer = kept * config.hidden_size + (0 if model.is_gradient_checkpointing else 4 * inner)
+    return int(config.num_hidden_layers * layer * element)
 
 
 def tokens_within(memory: float, tokens: tuple[int, int], peaks: tuple[int, int]) -> int:
