@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from covey.algorithms import ALGORITHMS
+from covey.algorithms import ALGORITHMS, algorithm_schemas
 from covey.cli.main import main
-from covey.cli.prepare import algorithm_schemas
 from covey.config import compose, recipe_names
 from covey.config.compose import GROUPS
 from covey.config.meanings import MEANINGS as SETTINGS
