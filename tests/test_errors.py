@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import string
+import sys
+import sysconfig
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 
 import covey
+from covey import errors
 from covey.agents import resolve_agent
 from covey.agents.calls import Call
 from covey.agents.tools import ToolSet, resolve_tools
@@ -65,6 +68,7 @@ def lookup(key: str) -> str:
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A file of the user's in the folder that the command is started in: it is named without the folder."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
     (tmp_path / "mine.py").write_text(MINE)
     return "mine.py"
 
@@ -193,3 +197,30 @@ def test_the_place_in_the_text_of_a_traceback(mine: str, tmp_path: Path) -> None
     own = "".join(line for line in text.splitlines(keepends=True) if "test_errors" not in line)
     assert place_in(own) == "mine.py, line 6: return int(text)"
     assert place_in("no traceback") == ""
+
+
+def test_an_installed_package_counts_as_the_users_once_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(errors, "_users_code", set())
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))  # where packages are installed
+    for name in ("scores_a", "helps_a"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "helps_a" / "__init__.py").write_text("def number(text):\n    return int(text)\n")
+    (tmp_path / "scores_a" / "__init__.py").write_text(
+        "import helps_a\n\ndef score(t):\n    return helps_a.number(t)\n"
+    )
+    import scores_a  # type: ignore[import-not-found]
+
+    def place(call: Any) -> str:
+        errors._is_the_users.cache_clear()
+        with pytest.raises(ValueError, match="invalid literal") as caught:
+            call("four")
+        return errors.place_of(caught.value.with_traceback(caught.tb.tb_next))
+
+    assert place(scores_a.score) == ""  # a library of Covey's own would look like this
+    assert place(load_function("reward", "scores_a:score")) == (
+        "scores_a/__init__.py, line 4: return helps_a.number(t)"
+    )

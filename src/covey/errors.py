@@ -74,8 +74,8 @@ def message_of(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """`my_rewards.py, line 12: return int(text)`: the innermost line of the user's own code, or else of an installed
-    package; empty where an error passed through neither."""
+    """`my_rewards.py, line 12: return int(text)`: the innermost line of the user's own code; empty where an error did
+    not pass through any."""
     frames = traceback.extract_tb(first_error(error).__traceback__)
     return _place([(frame.filename, frame.lineno or 0, frame.line or "") for frame in frames])
 
@@ -87,9 +87,8 @@ def place_in(trace: str) -> str:
 
 def _place(frames: Sequence[tuple[str, int, str]]) -> str:
     """`frames`: file, line and source line of each, the innermost last."""
-    known = [(_origin(frame[0]), frame) for frame in frames]
-    found = next(([f for o, f in known if o == want] for want in ("user", "package") if want in dict(known)), None)
-    if found is None:
+    found = [frame for frame in frames if _is_the_users(frame[0])]
+    if not found:
         return ""
     name, number, line = found[-1]
     path = Path(name)
@@ -98,16 +97,26 @@ def _place(frames: Sequence[tuple[str, int, str]]) -> str:
     return f"{path}, line {number}" + (f": {line}" if line else "")
 
 
+_users_code: set[str] = set()  # installed packages and modules that the user named
+
+
+def count_as_users(path: Path) -> None:
+    """An installed package, or a module, that the user named (`module:function`) is theirs, as a file of theirs is."""
+    _users_code.add(str(path))
+    _is_the_users.cache_clear()
+
+
 @cache
-def _origin(filename: str) -> str:
-    """Whose code a file is: user, package, covey or python."""
+def _is_the_users(filename: str) -> bool:
+    """Neither Python's, nor Covey's, nor a library's."""
     if filename.startswith("<"):
-        return "user" if filename.startswith(("<ipython-input", "<stdin>")) else "python"
-    packages = map(sysconfig.get_path, ("purelib", "platlib"))  # may lie below the standard library: they come first
-    libraries = map(sysconfig.get_path, ("stdlib", "platstdlib"))
-    folders = {str(Path(__file__).parent): "covey", **dict.fromkeys(packages, "package")}
-    folders |= {folder: "python" for folder in libraries if folder not in folders}
-    return next((whose for folder, whose in folders.items() if filename.startswith(f"{folder}{os.sep}")), "user")
+        return filename.startswith(("<ipython-input", "<stdin>"))
+    others = map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
+    return _lies_in(filename, _users_code) or not _lies_in(filename, (*others, str(Path(__file__).parent)))
+
+
+def _lies_in(filename: str, places: Iterable[str]) -> bool:
+    return any(filename == place or filename.startswith(f"{place}{os.sep}") for place in places)
 
 
 def first_error(error: BaseException) -> BaseException:

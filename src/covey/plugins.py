@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from covey.errors import InputError, nearest, said
+from covey.errors import InputError, count_as_users, nearest, said
 
 SOURCE = "__covey_source__"  # in a module of a user's file: the text that it was made from
 
@@ -54,9 +54,13 @@ def no_exit(what: str) -> Iterator[None]:
 def _load_module(what: str, module: str) -> ModuleType:
     _make_importable(Path.cwd())
     try:
-        return importlib.import_module(module)
+        found = importlib.import_module(module)
     except (Exception, SystemExit) as error:
         raise InputError(f"{what}: importing {module} failed ({said(error)})") from error
+    if found.__file__ is not None:
+        path = Path(found.__file__)
+        count_as_users(path.parent if "." in module or hasattr(found, "__path__") else path)
+    return found
 
 
 def _load_file(what: str, path: Path) -> ModuleType:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import string
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +42,7 @@ class Scored(Guess):
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
     (tmp_path / "env.py").write_text(ENVIRONMENTS)
     (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "x"}\n')
     return tmp_path
