@@ -17,8 +17,8 @@ from tests.examples.conftest import EXAMPLES
 
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 SMALL = {
-    "first_run": {"STEPS": 2, "HELD_OUT": 4},
-    "own_reward_and_agent": {"STEPS": 2, "ROWS": 16},
+    "first_run": {"STEPS": 2, "QUESTIONS": 2, "HELD_OUT": 4},
+    "own_reward_and_agent": {"STEPS": 2, "QUESTIONS": 2, "ROWS": 8},
 }
 
 
