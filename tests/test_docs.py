@@ -128,8 +128,13 @@ def test_the_table_of_losses_is_the_catalogue() -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [*PAGES.values(), *DOCS.glob("*.md"), *DOCS.glob("guides/*.md"), *DOCS.parent.glob("*.md")]
-    + [DOCS.parent / "examples/README.md"],
+    [
+        *PAGES.values(),
+        *DOCS.glob("*.md"),
+        *DOCS.glob("guides/*.md"),
+        *DOCS.parent.glob("*.md"),
+        DOCS.parent / "examples/README.md",
+    ],
     ids=lambda path: path.stem,
 )
 def test_links_lead_somewhere(path: Path) -> None:
