@@ -39,7 +39,7 @@ class Best:
 
     def advantages(self, samples):
         rewards = samples.total_reward()
-        best = rewards.new_zeros(samples.groups).index_reduce(0, samples.group_N, rewards, "amax", include_self=False)
+        best = rewards.new_zeros(samples.groups).scatter_reduce(0, samples.group_N, rewards, "amax", include_self=False)
         return Advantages(rewards - self.alpha * best[samples.group_N], metrics={"best/alpha": self.alpha})
 
 

@@ -11,11 +11,13 @@ at once, and the next call waits. What a cancelled call leaves behind is the run
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError as FutureCancelled
 from concurrent.futures import Future
 from queue import SimpleQueue
+from types import FrameType
 from typing import Any, Generic, TypeVar
 
 from covey.errors import InputError, RunFailed
@@ -25,6 +27,11 @@ from covey.loop.run import Run
 from covey.loop.uninterrupted import uninterrupted
 
 Result = TypeVar("Result")
+Messages = SimpleQueue[Callable[[], None] | None]  # to a thread that waits: what to run there, or None at the end
+
+
+def INTERRUPT() -> None:
+    """The message that Ctrl-C was pressed."""
 
 
 class Driver:
@@ -33,7 +40,7 @@ class Driver:
         self._started: Future[asyncio.AbstractEventLoop] = Future()
         self._stop: asyncio.Event | None = None
         self._order = threading.RLock()  # one call at a time; a callback's own calls are inside its step's
-        self._waiting: list[SimpleQueue[Callable[[], None] | None]] = []  # of the calls in progress, innermost last
+        self._waiting: list[Messages] = []  # of the calls in progress, innermost last
         self._unsettled: list[Future[Any]] = []  # calls that were given up before they came to rest
         self._ended = False
         run.callbacks.call = self._in_caller
@@ -57,7 +64,7 @@ class Driver:
                 raise InputError("the run has ended, and its engine is closed\n  make a new Trainer to go on")
             nested = bool(self._waiting)  # inside a callback, whose error ends the step that it belongs to
             try:
-                return self._wait(self._submit(work()))
+                return self._complete(work())
             except Exception as error:
                 if not nested:
                     self.close(error)
@@ -73,44 +80,40 @@ class Driver:
                 return
             self._ended = True
             try:
-                self._wait(self._submit(uninterrupted(self.run.close(error))))
+                self._complete(uninterrupted(self.run.close(error)))
             finally:
                 assert self._stop is not None
                 self._loop.call_soon_threadsafe(self._stop.set)
                 self._thread.join()
                 self.run.callbacks.call = call_here  # nothing refers in a circle any more: memory is freed at once
 
-    def _submit(self, work: Coroutine[Any, Any, Result]) -> _Call[Result]:
-        queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        call = _Call(self._loop, work, lambda: queue.put(None))
-        self._waiting.append(queue)
-        return call
+    def _complete(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run it on the loop, and wait."""
+        queue: Messages = SimpleQueue()
+        with _Interrupts(queue) as interrupts:
+            self._waiting.append(queue)  # before the work begins: it may have something to ask at once
+            try:
+                return self._wait(_Call(self._loop, work, lambda: queue.put(None)), queue, interrupts)
+            finally:
+                self._waiting.remove(queue)
 
-    def _wait(self, call: _Call[Result]) -> Result:
+    def _wait(self, call: _Call[Result], queue: Messages, interrupts: _Interrupts) -> Result:
         """Wait, and run meanwhile what the run asks for."""
-        queue = self._waiting[-1]
-        interrupted: KeyboardInterrupt | None = None
-        try:
-            with terminable(self.run.limit):
-                while True:
-                    try:
-                        if (asked := queue.get()) is None:
-                            break
-                        asked()
-                    except KeyboardInterrupt as error:
-                        if interrupted is not None:
-                            self._unsettled.append(call.done)
-                            raise
-                        interrupted = error
-                        call.cancel()
-        finally:
-            self._waiting.remove(queue)
-        if interrupted is None:
+        interrupted = False
+        with terminable(self.run.limit):
+            while (message := queue.get()) is not None:
+                if message is INTERRUPT or not interrupts.run(message):
+                    if interrupted:
+                        self._unsettled.append(call.done)
+                        raise KeyboardInterrupt
+                    interrupted = True
+                    call.cancel()
+        if not interrupted:
             return call.done.result()
-        failure = None if call.done.cancelled() else call.done.exception()
+        failure = call.done.exception()
         if failure is not None and not isinstance(failure, asyncio.CancelledError):
             raise failure
-        raise interrupted
+        raise KeyboardInterrupt
 
     def _settle(self) -> None:
         """Wait for calls that were given up by a second Ctrl-C."""
@@ -164,6 +167,44 @@ class Driver:
 
         self._waiting[-1].put(asked)
         return await answer
+
+
+class _Interrupts:
+    """Ctrl-C becomes a message to the thread that waits, the main one: raised between two of our own lines it could
+    leave a call behind that nobody waits for. In functions of the user's it is raised as ever."""
+
+    def __init__(self, queue: Messages) -> None:
+        self._queue = queue
+        self._before: Callable[..., Any] | None = None
+        self._raises = False
+
+    def __enter__(self) -> _Interrupts:
+        before = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread() and callable(before):  # not where it is ignored
+            self._before = before
+            signal.signal(signal.SIGINT, self._pressed)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _pressed(self, number: int, frame: FrameType | None) -> None:
+        if not self._raises:
+            self._queue.put(INTERRUPT)
+        elif self._before is not None:
+            self._before(number, frame)
+
+    def run(self, asked: Callable[[], None]) -> bool:
+        """Call a function of the user's; False where Ctrl-C ended it."""
+        try:
+            self._raises = True
+            asked()
+            return True
+        except KeyboardInterrupt:
+            return False
+        finally:
+            self._raises = False
 
 
 class _Call(Generic[Result]):
