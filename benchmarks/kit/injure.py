@@ -32,7 +32,7 @@ PLACES = {
     "publish-first": "covey.loop.run:publish",
     "evaluate": "covey.loop.evaluate:Evaluator.run",
     "sft-evaluate": "covey.loop.sft:likelihood",
-    "record": "covey.telemetry.telemetry:Telemetry.step",
+    "record": "covey.telemetry.telemetry:Telemetry.record",
     "record-evaluation": "covey.telemetry.telemetry:Telemetry.evaluation",
     "line": "covey.telemetry.parts:PartWriter.write",
     "offsets": "covey.telemetry.telemetry:Telemetry.offsets",

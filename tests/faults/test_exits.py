@@ -153,7 +153,7 @@ def test_a_mistake_that_only_a_step_shows_is_not_said_to_have_started_nothing(
     def refuse(*_: Any, **__: Any) -> Any:
         raise InputError("this model cannot be trained")
 
-    monkeypatch.setattr("covey.loop.run.step", refuse)
+    monkeypatch.setattr("covey.loop.run.update", refuse)
     words = [f"model={tiny_model_folder}", "data=sort", "loop.total_steps=1", "eval.before=false"]
     assert main(["train", *words]) == 1
     told = capsys.readouterr().err

@@ -85,7 +85,7 @@ def test_a_model_that_is_only_a_pickle(model: Path, name: str, zipped: bool) -> 
     plant(model / name, zipped=zipped)
     refused(ModelConfig(name=str(model)), rf"its weights are a pickle \({name}\), which is not loaded")
     with pytest.raises(InputError, match="pickle"):
-        check_export(model, model.parent / "out", dtype=None, merge=False)
+        check_export(model, model.parent / "out", dtype=None, adapter=False)
 
 
 def test_an_index_of_pickles(model: Path) -> None:
@@ -140,7 +140,7 @@ def test_an_adapter_that_is_a_pickle(tiny_model_folder: Path, tmp_path: Path) ->
     with pytest.raises(InputError, match=r"pickle \(adapter_model\.bin\)"):
         open_source(ModelConfig(name=str(tmp_path)))
     with pytest.raises(InputError, match=r"pickle \(adapter_model\.bin\)"):
-        check_export(tmp_path, tmp_path / "out", dtype=None, merge=True)
+        check_export(tmp_path, tmp_path / "out", dtype=None, adapter=False)
     from peft import PeftModel
 
     base = load_policy(open_source(ModelConfig(name=str(tiny_model_folder), device="cpu")), config)

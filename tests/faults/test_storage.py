@@ -50,7 +50,7 @@ def before(method: str, call: int, happens: Callable[[], None]) -> Callable[...,
 
 PLACES: dict[str, tuple[Any, str]] = {
     "checkpoint": (CheckpointStore, "save"),
-    "metrics": (Telemetry, "step"),
+    "metrics": (Telemetry, "record"),
     "status": (RunFolder, "set_status"),
 }
 
