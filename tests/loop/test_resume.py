@@ -113,6 +113,7 @@ def test_killed_in_the_middle_of_step_four(tmp_path: Path, tiny_model_folder: Pa
     assert found == expected
 
 
+@pytest.mark.slow
 def test_a_run_in_parts_of_limited_time_ends_as_one_piece(tmp_path: Path, tiny_model_folder: Path) -> None:
     """loop.max_minutes=0 ends after every step, between checkpoints too; what has its time goes to the end."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -134,6 +135,7 @@ def test_a_finished_run_is_left_alone_and_a_new_one_starts(tmp_path: Path, tiny_
         assert len(list(tmp_path.glob("outputs/*/*/run.json"))) == expected
 
 
+@pytest.mark.slow
 def test_other_settings_do_not_continue_a_run(tmp_path: Path, tiny_model_folder: Path) -> None:
     early = EVALUATION + STEP + 2
     assert train(tmp_path, tiny_model_folder, kill_at_call=early) == -signal.SIGKILL

@@ -42,7 +42,15 @@ def counts() -> dict[str, int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts open files in /proc")
-@pytest.mark.parametrize("ending", ["close", "forget", "mode=async", "failed"])
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "close",
+        pytest.param("forget", marks=pytest.mark.slow),
+        "mode=async",
+        pytest.param("failed", marks=pytest.mark.slow),
+    ],
+)
 def test_repeated_trainers_leave_nothing(tiny_model_folder: Path, ending: str) -> None:
     def one() -> weakref.ref[Any]:
         mode = {"mode": "async"} if ending == "mode=async" else {}
@@ -70,7 +78,7 @@ def test_repeated_trainers_leave_nothing(tiny_model_folder: Path, ending: str) -
     assert [model() for model in models] == [None] * 3
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.slow), "async"])
 def test_the_end_of_the_process_closes_the_run(tiny_model_folder: Path, mode: str) -> None:
     text = SCRIPT.replace("MODEL", str(tiny_model_folder)).replace("MODE", f"mode={mode!r}")
     Path("script.py").write_text(text.replace("SMALL", repr(SMALL)))

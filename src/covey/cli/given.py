@@ -137,9 +137,13 @@ def start_model(model: Any, tokenizer: Any, folder: Path) -> Path:
 def _own_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
+    from covey.hub import check_reachable
+
     try:
         if not name:
             raise OSError("the model has no name")
+        if not Path(name).is_dir():
+            check_reachable()
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise InputError(f"there is no tokenizer for the model ({error})\n  give it: tokenizer=...") from error
