@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,13 @@ ROOT = Path(__file__).parent.parent
 def pytest_collection_finish() -> None:
     """Modules are not searched for garbage again: every run begins with a collection, which takes 0.2 s here."""
     gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def nothing_is_frozen() -> Iterator[None]:
+    gc.unfreeze()
+    yield
     gc.freeze()
 
 

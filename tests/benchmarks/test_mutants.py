@@ -55,6 +55,7 @@ def test_all_mutants_are_python_and_differ_from_the_file(mutants: Any) -> None:
         assert ast.dump(ast.parse(one.source)) != ast.dump(ast.parse(source)), one
 
 
+@pytest.mark.slow
 def test_a_mutant_is_killed_by_the_tests_of_its_file() -> None:
     """Seed 0 draws a mutant that changes what a window does; the tests see it only if they import the copy."""
     words = ["--sample", "1", "--files", "rollout/window.py"]

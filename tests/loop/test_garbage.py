@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 
 import pytest
 
 from covey.loop.garbage import set_aside
 
-
-@pytest.fixture(autouse=True)
-def nothing_is_frozen() -> Iterator[None]:
-    gc.unfreeze()  # tests/conftest.py freezes what the suite has imported
-    yield
-    gc.freeze()
+pytestmark = pytest.mark.usefixtures("nothing_is_frozen")
 
 
 class Ring:

@@ -83,7 +83,7 @@ def outcome(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "settings",
     [
-        (),
+        pytest.param((), marks=pytest.mark.slow),  # tests/faults/test_crash.py kills such a run at many places
         pytest.param(("algorithm=grpo", "model.dtype=bfloat16", "learner.mini_batch_size=2"), marks=pytest.mark.slow),
         pytest.param(("model.lora.rank=4",), marks=pytest.mark.slow),
         pytest.param(

@@ -42,6 +42,7 @@ def counts() -> dict[str, int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts open files in /proc")
+@pytest.mark.usefixtures("nothing_is_frozen")
 @pytest.mark.parametrize(
     "ending",
     [
