@@ -141,18 +141,18 @@ class EpisodePolicy:
         return turn
 
     def _room(self, prompt_tokens: int) -> tuple[str, int]:
-        """How many tokens the next reply may have, and by which setting. Raises `NoRoom` where there is none."""
-        rooms = {"rollout.max_tokens": self.sampling.max_tokens}
+        """The tightest token limit of the next reply: its setting and what is left of it. Raises `NoRoom` at 0."""
+        left = {"rollout.max_tokens": self.sampling.max_tokens}
         if self.max_response_tokens is not None:
             used = sum(len(turn.completion_ids) for turn in self._turns.values()) + sum(self._granted.values())
-            rooms["agent.max_response_tokens"] = self.max_response_tokens - used
+            left["agent.max_response_tokens"] = self.max_response_tokens - used
         if self.renderer.context_length is not None:
-            rooms[CONTEXT] = self.renderer.context_length - prompt_tokens
-        setting, room = min(rooms.items(), key=lambda pair: pair[1])
-        if room < 1:
+            left[CONTEXT] = self.renderer.context_length - prompt_tokens
+        setting, tokens = min(left.items(), key=lambda pair: pair[1])
+        if tokens < 1:
             self.cut_by = setting
             raise NoRoom(CONTEXT_USED_UP if setting == CONTEXT else f"no room for a reply: {setting} is used up")
-        return setting, room
+        return setting, tokens
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

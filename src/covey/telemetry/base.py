@@ -33,7 +33,7 @@ class RunInfo:
 
     @property
     def scored_by(self) -> str:
-        """The rewards in force, for the first line of a run; nothing where there is none (sft)."""
+        """The rewards in force, for the first line of a run; empty for sft."""
         names = ", ".join(self.reward_names)
         return f", reward{'s' if len(self.reward_names) > 1 else ''} {names}" if names else ""
 
