@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from covey.cli.runs import best_model, is_run, run_of
+from covey.cli.runs import best_model, is_run, named_model, run_of
 from covey.cli.words import parse
 from covey.errors import InputError
 
@@ -44,12 +44,6 @@ def find_model(name: str) -> Path:
     path = Path(name).expanduser()
     if not path.is_dir():
         raise InputError(f"there is no folder {name}\n  name a run (outputs/DATE/TIME) or one of its checkpoints")
-    checkpoint = best_model(path).parent if is_run(name) and path == run_of(path) else path
-    if not (checkpoint / "manifest.json").is_file():
-        return path
-    from covey.loop.checkpoint import DamagedCheckpoint, open_checkpoint
-
-    try:
-        return open_checkpoint(checkpoint).model
-    except DamagedCheckpoint as error:
-        raise InputError(str(error)) from error
+    if is_run(name) and path == run_of(path):
+        return best_model(path)
+    return named_model(path) if (path / "manifest.json").is_file() else path

@@ -56,8 +56,7 @@ def bytes_per_token(model: Any) -> int:
     config = model.config.get_text_config(decoder=True)
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     element = model.get_input_embeddings().weight.element_size()
-    kept = 1 if model.is_gradient_checkpointing else 10
-    layer = kept * config.hidden_size + (0 if model.is_gradient_checkpointing else 4 * inner)
+    layer = config.hidden_size if model.is_gradient_checkpointing else 10 * config.hidden_size + 4 * inner
     return int(config.num_hidden_layers * layer * element)
 
 

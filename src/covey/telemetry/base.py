@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,11 +77,11 @@ class Sink:
     def close(self, status: str) -> None: ...
 
 
-class Tracker(Sink):
+class Tracker(Sink, ABC):
     """A place for figures alone, those of steps and of evaluations alike."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def step(
         self,
