@@ -71,7 +71,7 @@ verifiers: $(VERIFIERS)/stamp
 # The page of covey dash in a browser: docs/dash.md
 dash-test: $(VENV)/dash.stamp
 	@command -v chromium >/dev/null || { echo "chromium is missing: apt-get install chromium"; exit 1; }
-	PYTHONPATH=$(VENV)/dash $(BIN)/python -m pytest tests/dash
+	PYTHONPATH=$(VENV)/dash $(BIN)/python -m pytest tests/dashboard
 
 # Every figure of a CPU: docs/benchmarks.md. TRL runs in the environment of the oracles.
 bench: $(VENV)/run.stamp $(ORACLES)/stamp

@@ -124,7 +124,7 @@ def milliseconds(work: Callable[[], object]) -> float:
 
 def index(folder: Path) -> None:
     """What the server does in the background as soon as somebody looks at a run."""
-    from covey.dash.episodes import Episodes
+    from covey.dashboard.episodes import Episodes
 
     episodes = Episodes(folder)
     while episodes.poll():

@@ -38,7 +38,7 @@ SIDES = {
 def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
     from kit.road import Sampler
 
-    from covey.learner.memory import keep_freed_memory
+    from covey.memory import keep_freed_memory
 
     prepare(settings)
     if settings["device"] == "cpu":
@@ -161,7 +161,7 @@ def loads(chosen: Any) -> dict[str, dict[str, Any]]:
         common |= {"repeats": chosen.repeats}
         models = {name: name for name in chosen.models or ["qwen2.5-0.5b", "qwen2.5-1.5b"]}
     else:
-        from covey.learner.models import locate
+        from covey.models.loading import locate
 
         common = {"dtype": "float32", "prompt_tokens": 64, "batches": chosen.batches or [1, 8, 32, 64]}
         common |= {"lengths": chosen.lengths or [64], "repeats": chosen.repeats}

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from covey.config.schema import ModelConfig
-from covey.learner.models import load_policy, open_source
-from covey.rollout.embedded import EmbeddedEngine, slotted
+from covey.models.loading import load_policy, open_source
+from covey.rollout.embedded import EmbeddedEngine, cpu_batch
 from covey.rollout.rendering import Renderer
 from covey.types import Sampling
 
 REPEATS, TOKENS, QUESTIONS = 5, 48, 8
-WAYS = {"as they are": 10**9, "laid out": slotted.WORTH_PACKING}  # steps ahead for which it is done
+WAYS = {"as they are": 10**9, "laid out": cpu_batch.WORTH_PACKING}  # steps ahead for which it is done
 
 
 def decode(engine: EmbeddedEngine, prompts: list[tuple[int, ...]], rows: int, now: Any) -> tuple[float, float]:
@@ -70,7 +70,7 @@ def main() -> None:
         starts: dict[str, list[float]] = {way: [] for way in WAYS}
         for _ in range(REPEATS):
             for way, worth in WAYS.items():
-                slotted.WORTH_PACKING = worth
+                cpu_batch.WORTH_PACKING = worth
                 step, start = decode(engine, prompts, rows, now)
                 steps[way].append(step)
                 starts[way].append(start)

@@ -38,11 +38,11 @@ SETTINGS = ["rollout.max_tokens=64", "gateway.port=0", "loop.threads=1"]
 
 async def serve(folder: Path) -> None:
     """covey serve, which tells what it holds when it is asked on its standard input."""
-    from covey.cli.bench import open_bench, sampling
+    from covey.app.loaded_model import open_bench, sampling
     from covey.cli.serve import USAGE, Recorder, make_book
     from covey.cli.words import parse
     from covey.gateway.server import Server
-    from covey.learner.memory import give_back_kept_memory
+    from covey.memory import give_back_kept_memory
 
     bench = open_bench(parse([str(folder / "model"), *SETTINGS]), USAGE, asks_tasks=False)
     book = make_book(bench, Recorder(folder / "record", bench.collector.renderer.decode))

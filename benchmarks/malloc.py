@@ -20,14 +20,14 @@ def measure(keep: bool) -> float:
 
     from covey.algorithms import make
     from covey.config.schema import LearnerConfig, ModelConfig
-    from covey.learner import models
     from covey.learner.learner import Learner
-    from covey.loop.samples import minibatches, to_samples
+    from covey.models import loading
+    from covey.training.samples import minibatches, to_samples
 
     if not keep:
-        models.keep_freed_memory = lambda: False
+        loading.keep_freed_memory = lambda: False
     config = ModelConfig()
-    model = models.load_policy(models.open_source(config), config)
+    model = loading.load_policy(loading.open_source(config), config)
     vocabulary = model.config.vocab_size
     prompts = random_ids(vocabulary, 5, 69, "prompts")
     answers = [random_ids(vocabulary, 16, 9, ("answers", number)) for number in range(5)]

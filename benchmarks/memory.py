@@ -31,7 +31,7 @@ def _point(settings: dict[str, Any], point: dict[str, int]) -> dict[str, float]:
     from covey.algorithms import make
     from covey.config.schema import LearnerConfig
     from covey.learner.learner import Learner
-    from covey.loop.samples import minibatches, to_samples
+    from covey.training.samples import minibatches, to_samples
 
     config = model_config(settings["shape"], vocab_size=point["vocabulary"])
     model = random_model(config, settings["device"], settings["dtype"])

@@ -1,6 +1,6 @@
 """Mutation testing: change one operator, constant or statement at a time and see whether a test fails.
 
-    .venv/bin/python benchmarks/mutants.py --sample 5 [--seed 0] [--files algorithms/gae.py rollout/window.py]
+    .venv/bin/python benchmarks/mutants.py --sample 5 [--seed 0] [--files algorithms/gae.py rollout/asynchronous.py]
 
 Mutants of the algorithms, the rollout pipeline, the embedded engine (without the files that need a GPU) and the
 learner's packing: a comparison is changed, + and -, * and /, `and` and `or` are exchanged, an integer is changed by
@@ -36,9 +36,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "covey"
-GPU_ONLY = {f"rollout/embedded/{name}.py" for name in ("kernels", "graphs", "joined")}
+GPU_ONLY = {f"rollout/embedded/{name}.py" for name in ("kernels", "gpu_batch", "fused_layers")}
 FOLDERS = ("algorithms", "rollout", "rollout/embedded")
-SINGLE = ("learner/packing.py",)
+SINGLE = ("learner/packing.py", "streams.py", "memory.py", "app/checks.py")
 HEAVY = ("torch", "transformers.models.llama.modeling_llama", "tokenizers", "hypothesis", "pytest")  # not Covey
 
 ENGINE = ("test_engine", "test_turns", "test_room")
@@ -51,28 +51,27 @@ FIRST = {
 }
 # The tests of a module, quickest first.
 TESTS: dict[str, Sequence[str]] = {
-    "rollout/background.py": ("test_background",),
-    "rollout/choose.py": ("test_choose",),
+    "app/checks.py": ("test_choose",),
+    "rollout/asynchronous.py": (
+        "test_window",
+        "test_reuse",
+        "test_background",
+        "test_collector",
+        "../training/test_checkpoint",
+    ),
     "rollout/collector.py": ("test_collector", "test_background", "test_turns"),
-    "rollout/demonstrated.py": ("test_demonstrated",),
     "rollout/policy.py": ("test_policy", "test_turns", "test_engine"),
     "rollout/rendering.py": ("test_rendering", "test_rewriting_templates", "test_demonstrated", "test_turns"),
-    "rollout/reuse.py": ("test_reuse", "test_collector"),
-    "rollout/stored.py": ("test_reuse", "test_collector", "test_window", "../loop/test_checkpoint"),
-    "rollout/streams.py": ("test_streams", "test_sampling", "test_policy", "test_collector"),
-    "rollout/window.py": ("test_window", "test_collector"),
+    "streams.py": ("test_streams", "test_sampling", "test_policy", "test_collector"),
+    "memory.py": ("test_room",),
     "rollout/embedded/attention.py": ("test_families", "test_engine"),
-    "rollout/embedded/blocks.py": ("test_blocks", "test_room"),
+    "rollout/embedded/allocation.py": ("test_blocks", "test_rows", "test_room", *ENGINE),
     "rollout/embedded/cache.py": ("test_rows", *ENGINE, "test_families"),
     "rollout/embedded/engine.py": ENGINE,
-    "rollout/embedded/linear.py": ("test_linear",),
-    "rollout/embedded/memory.py": ("test_room",),
-    "rollout/embedded/paged.py": ("test_blocks", "test_room", "test_paged"),
-    "rollout/embedded/rows.py": ("test_rows", *ENGINE),
-    "rollout/embedded/runner.py": ENGINE,
-    "rollout/embedded/sampling.py": ("test_sampling", "test_engine"),
+    "rollout/embedded/gpu_batch.py": ("test_blocks", "test_room", "test_paged"),
+    "rollout/embedded/runner.py": ("test_sampling", *ENGINE),
     "rollout/embedded/scheduler.py": ("test_scheduler", *ENGINE),
-    "rollout/embedded/slotted.py": ("test_rows", *ENGINE),
+    "rollout/embedded/cpu_batch.py": ("test_linear", "test_rows", *ENGINE),
     "learner/packing.py": ("test_packing",),
 }
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {

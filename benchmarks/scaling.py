@@ -30,7 +30,7 @@ def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
     from kit.road import Trainer
 
     from covey.config.schema import LearnerConfig
-    from covey.learner.memory import keep_freed_memory
+    from covey.memory import keep_freed_memory
 
     prepare(settings)
     if settings["device"] == "cpu":
@@ -91,7 +91,7 @@ def gpu_load(model: str) -> dict[str, Any]:
 
 
 def cpu_load() -> dict[str, Any]:
-    from covey.learner.models import locate
+    from covey.models.loading import locate
 
     points = grid(Load(2, 4, 64, 32), groups=(2, 4, 8), prompts=(1, 64, 256), answers=(16, 32, 64))
     points += sharing(1, 16, 1024, (256,))

@@ -79,7 +79,7 @@ def make_model(folder: Path) -> None:
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    from covey.learner.models import locate
+    from covey.models.loading import locate
 
     tokenizer = AutoTokenizer.from_pretrained(locate("smollm2-135m").path)
     config = LlamaConfig(
@@ -128,11 +128,9 @@ class Predictor:
     def __init__(self, first: Path, setting: Setting, model: Path) -> None:
         from transformers import AutoConfig
 
-        from covey.simulate.assumed import assumed_speeds
-        from covey.simulate.events import Work
-        from covey.simulate.hardware import device
+        from covey.simulate.hardware import Shape, assumed_speeds, device
         from covey.simulate.measured import run_episodes, run_speeds, run_steps, with_waits
-        from covey.simulate.shape import Shape
+        from covey.simulate.simulation import Work
 
         draw = random.Random(0)
         seen = run_episodes(first, run_steps(first))
@@ -145,8 +143,8 @@ class Predictor:
         self.speeds, self.figures = run_speeds(first, work, base, updates=1, epochs=1, lead=0, capacity=256)
 
     def predict(self, setting: Setting, steps: int) -> dict[str, float]:
-        from covey.simulate.assumed import FORWARD_PASS
-        from covey.simulate.events import Place, Work, simulate
+        from covey.simulate.hardware import FORWARD_PASS
+        from covey.simulate.simulation import Place, Work, simulate
 
         speeds = self.speeds
         passes = 1 + FORWARD_PASS * (setting.staleness > 0)  # what older policies drew is looked at once more

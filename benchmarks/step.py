@@ -40,7 +40,7 @@ def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
     from kit.road import Trainer
 
     from covey.config.schema import LearnerConfig
-    from covey.learner.memory import keep_freed_memory
+    from covey.memory import keep_freed_memory
 
     prepare(settings)
     if settings["device"] == "cpu":
@@ -106,7 +106,7 @@ def gpu_cases(options: Any) -> list[dict[str, Any]]:
 
 
 def cpu_cases() -> list[dict[str, Any]]:
-    from covey.learner.models import locate
+    from covey.models.loading import locate
 
     folder = locate("smollm2-135m").path
     load = {"model": folder, "dtype": "float32", "group": 8, "max_tokens": 64, "prompts": questions(8)}

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from covey.learner.ranks import Ranks
+from covey.learner.parallel import Ranks
 
 
 class LocalRanks:

@@ -22,7 +22,7 @@ from covey.algorithms.correction import Correction
 from covey.algorithms.kl import Kl
 from covey.algorithms.shaping import GroupFilter, Shaping
 from covey.cli.main import main
-from covey.cluster.engine import RayEngine
+from covey.cluster.engines import RayEngine
 from covey.config.schema import Config, CriticConfig
 from tests.algorithms.helpers import samples_of
 from tests.cli.test_algorithms import REWARDS, SMALL

@@ -17,10 +17,10 @@ import pytest
 import covey
 from covey import errors
 from covey.agents import resolve_agent
-from covey.agents.calls import Call
+from covey.agents.formats.base import Call
 from covey.agents.tools import ToolSet, resolve_tools
 from covey.errors import place_in, said
-from covey.plugins import load_function
+from covey.imports import load_function
 from covey.rewards import RewardError, resolve_rewards
 from covey.types import Episode, Task
 from covey.workers import WorkerPool

@@ -16,8 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 
 import covey
-from covey.install import install, install_extra
-from covey.learner.builtin import WHEEL
+from covey.imports import install, install_extra
+from covey.models.builtin import WHEEL
 from tests.conftest import ROOT
 
 PIP = [sys.executable, "-m", "pip", "install"]

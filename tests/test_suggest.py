@@ -8,11 +8,10 @@ from covey.algorithms import ALGORITHMS, algorithm_schemas
 from covey.cli.main import main
 from covey.config import compose, recipe_names
 from covey.config.compose import GROUPS
-from covey.config.meanings import MEANINGS as SETTINGS
 from covey.config.settings import all_keys
-from covey.errors import InputError
+from covey.config.unknown import MEANINGS as SETTINGS
+from covey.errors import MEANINGS, InputError, nearest
 from covey.rewards.builtin import REWARDS
-from covey.suggest import MEANINGS, nearest
 
 COMMANDS = (
     *("train", "sft", "eval", "sample", "serve", "export", "data", "config", "simulate", "slurm"),

@@ -24,37 +24,37 @@ from typing import Any
 # Every stage of a step and every write of a run. "write" ones can be torn in the middle.
 PLACES = {
     "rollout": "covey.rollout.collector:TrainingSource.next",
-    "rollout-ahead": "covey.rollout.background:BackgroundSource.next",
+    "rollout-ahead": "covey.rollout.asynchronous:BackgroundSource.next",
     "reward": "covey.rewards.rewardset:RewardSet.__call__",
     "annotate": "covey.learner.learner:Learner.annotate",
     "update": "covey.learner.learner:Learner.update",
-    "publish": "covey.loop.step:publish",
-    "publish-first": "covey.loop.run:publish",
-    "evaluate": "covey.loop.evaluate:Evaluator.run",
-    "sft-evaluate": "covey.loop.sft:likelihood",
+    "publish": "covey.training.step:publish",
+    "publish-first": "covey.training.run:publish",
+    "evaluate": "covey.training.evaluate:Evaluator.run",
+    "sft-evaluate": "covey.training.sft:likelihood",
     "record": "covey.telemetry.telemetry:Telemetry.record",
     "record-evaluation": "covey.telemetry.telemetry:Telemetry.evaluation",
-    "line": "covey.telemetry.parts:PartWriter.write",
+    "line": "covey.telemetry.jsonl:PartWriter.write",
     "offsets": "covey.telemetry.telemetry:Telemetry.offsets",
-    "cut": "covey.telemetry.parts:_cut",
-    "checkpoint": "covey.loop.checkpoint:CheckpointStore.save",
+    "cut": "covey.telemetry.jsonl:_cut",
+    "checkpoint": "covey.training.checkpoint:CheckpointStore.save",
     "weights": "covey.learner.learner:Learner.save",
     "tensors": "covey.learner.saving:save_tensors",
     "fsync": "os:fsync",
     "rename": "pathlib:Path.rename",
     "replace": "os:replace",
     "remove-tree": "shutil:rmtree",
-    "delete-old": "covey.loop.checkpoint:CheckpointStore.delete_old",
-    "newest": "covey.loop.checkpoint:CheckpointStore.latest",
+    "delete-old": "covey.training.checkpoint:CheckpointStore.delete_old",
+    "newest": "covey.training.checkpoint:CheckpointStore.latest",
     "text": "pathlib:Path.write_text",
-    "run-files": "covey.cli.build:write_run_files",
-    "sft-run-files": "covey.cli.build_sft:write_run_files",
-    "info": "covey.loop.folder:RunFolder.write_info",
+    "run-files": "covey.app.build:write_run_files",
+    "sft-run-files": "covey.app.sft:write_run_files",
+    "info": "covey.training.folder:RunFolder.write_info",
     "close": "covey.telemetry.telemetry:Telemetry.close",
-    "status": "covey.loop.folder:RunFolder.set_status",
-    "release": "covey.loop.folder:RunFolder.release",
-    "report": "covey.loop.run:write_report",
-    "sft-report": "covey.loop.sft:write_report",
+    "status": "covey.training.folder:RunFolder.set_status",
+    "release": "covey.training.folder:RunFolder.release",
+    "report": "covey.training.run:write_report",
+    "sft-report": "covey.training.sft:write_report",
 }
 TORN = ("line", "text")  # written by half at the moment in the middle
 EVENTS = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.chmod", "open")
@@ -103,7 +103,7 @@ def injure(plan: Plan) -> None:
     if plan.tickets:
         _record_tickets(plan.tickets)
     if plan.workers:
-        agents = importlib.import_module("covey.cli.agents")
+        agents = importlib.import_module("covey.app.parts")
         agents.WorkerPool = partial(agents.WorkerPool, max_workers=plan.workers)  # type: ignore[attr-defined]
     if plan.clock or plan.drift:
         _turn_the_clock(plan)
@@ -162,7 +162,7 @@ def _torn(moments: _Moments, name: str, call: Callable[..., Any], whom: Any, dat
 
 
 def _record_tickets(path: str) -> None:
-    from covey.rollout.window import Window
+    from covey.rollout.asynchronous import Window
 
     take = Window.take
 
@@ -190,5 +190,5 @@ def _turn_the_clock(plan: Plan) -> None:
             return read(zone) + timedelta(seconds=ahead())
 
     time.time = lambda: real() + ahead()
-    for module in ("covey.loop.folder", "covey.cli.folder", "covey.cli.train"):
+    for module in ("covey.training.folder", "covey.app.run_files", "covey.cli.train"):
         importlib.import_module(module).datetime = Turned  # type: ignore[attr-defined]

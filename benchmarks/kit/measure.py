@@ -30,7 +30,7 @@ def prepare(settings: Mapping[str, Any]) -> None:
 
 
 class Stopwatch:
-    """Seconds by name; work that a GPU was given is waited for. Implements `covey.loop.step.Stages`."""
+    """Seconds by name; work that a GPU was given is waited for. Implements `covey.training.step.Stages`."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

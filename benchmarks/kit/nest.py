@@ -31,12 +31,12 @@ ROOT = Path(__file__).parent.parent.parent
 WARM = (
     "covey.trainer",
     "covey.cli.train",
-    "covey.cli.sft",
-    "covey.loop.run",
-    "covey.loop.sft",
+    "covey.app.sft",
+    "covey.training.run",
+    "covey.training.sft",
     "covey.rollout.embedded",
 )
-WARM += ("covey.rollout.background", "covey.learner.critic", "safetensors.torch", "transformers", "matplotlib.pyplot")
+WARM += ("covey.rollout.asynchronous", "covey.learner.critic", "safetensors.torch", "transformers", "matplotlib.pyplot")
 WARM += ("transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto", "peft")
 
 
@@ -136,7 +136,8 @@ def serve() -> None:
 
 def _compose() -> None:
     """Settings are read once: what that leaves in caches serves every run."""
-    from covey.cli.words import compose_words, parse
+    from covey.app.compose import compose_words
+    from covey.cli.words import parse
 
     compose_words(parse(["algorithm=grpo", "loop.total_steps=1"], switches=(), values=()))
 

@@ -1,6 +1,6 @@
 """Covey's side, through its real parts: tasks → collector and embedded engine → samples → algorithm → learner.
 
-A step is `covey.loop.step.step`, what `covey train` runs.
+A step is `covey.training.step.step`, what `covey train` runs.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from covey.agents import resolve_agent
 from covey.algorithms import make
 from covey.config.schema import LearnerConfig
 from covey.learner.learner import Learner
-from covey.loop.step import Road, Schedule, StepResult, step
 from covey.rewards import resolve_rewards
 from covey.rollout.collector import Collector, TrainingSource
 from covey.rollout.embedded import EmbeddedEngine
 from covey.rollout.rendering import Renderer
+from covey.training.step import Road, Schedule, StepResult, step
 from covey.types import Collected, Completion, Episode, Group, Sampling, StopReason, Task, Turn
 from kit.measure import Stopwatch, now, reset_peak
 

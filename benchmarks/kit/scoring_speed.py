@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from covey.rewards import math_process
-from covey.rewards.maths import math_verify
+from covey.rewards.math import verify
+from covey.rewards.math.rewards import math_verify
 from kit.scoring_checks import lines
 
 CHUNK = 500  # answers that one is given before it is the other's turn
@@ -41,7 +41,7 @@ def speed(todo: Sequence[tuple[str, str]], repeats: int) -> str:
     ask(todo[:50])  # starts the process, and imports the package here
     alone(todo[:50])
     for repeat in range(repeats):
-        math_process._verify.cache_clear()
+        verify._verify.cache_clear()
         mine = other = 0.0
         for start in range(0, len(todo), CHUNK):
             part = todo[start : start + CHUNK]

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what editors and type checkers see; `_HOMES` says the same
     from covey.agents import agent
-    from covey.agents.tools.errors import ToolFailure, ToolMistake
-    from covey.agents.tools.tool import tool
+    from covey.agents.tools.tool import ToolFailure, ToolMistake, tool
     from covey.algorithms.functional import GVPOLoss, advantages, compute_gvpo_advantage, policy_loss
     from covey.algorithms.named import (
         Cispo,
@@ -37,12 +36,12 @@ if TYPE_CHECKING:  # what editors and type checkers see; `_HOMES` says the same
     )
     from covey.config.schema import Config
     from covey.learner.minimal import GVPOTrainer
-    from covey.learner.models import model_path
-    from covey.loop.record import Step
-    from covey.loop.run import Run
+    from covey.models.loading import model_path
     from covey.protocols import Done
     from covey.rewards import only_if, reward
     from covey.trainer import Trainer, train
+    from covey.training.record import Step
+    from covey.training.run import Run
     from covey.types import Episode, Group, Task
 
 __version__ = "0.1.0"
@@ -54,8 +53,8 @@ _ALGORITHMS = (
 _HOMES = {
     "Trainer": "covey.trainer",
     "train": "covey.trainer",
-    "Run": "covey.loop.run",
-    "Step": "covey.loop.record",
+    "Run": "covey.training.run",
+    "Step": "covey.training.record",
     "Config": "covey.config.schema",
     "Task": "covey.types",
     "Episode": "covey.types",
@@ -65,14 +64,14 @@ _HOMES = {
     "agent": "covey.agents",
     "Done": "covey.protocols",
     "tool": "covey.agents.tools.tool",
-    "ToolFailure": "covey.agents.tools.errors",
-    "ToolMistake": "covey.agents.tools.errors",
+    "ToolFailure": "covey.agents.tools.tool",
+    "ToolMistake": "covey.agents.tools.tool",
     "advantages": "covey.algorithms.functional",
     "policy_loss": "covey.algorithms.functional",
     "compute_gvpo_advantage": "covey.algorithms.functional",
     "GVPOLoss": "covey.algorithms.functional",
     "GVPOTrainer": "covey.learner.minimal",
-    "model_path": "covey.learner.models",
+    "model_path": "covey.models.loading",
     **dict.fromkeys(_ALGORITHMS, "covey.algorithms.named"),
 }
 

@@ -9,12 +9,16 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import re
 import shutil
+import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any
 
 from covey.errors import RunFailed
 
@@ -159,3 +163,67 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+# -- What JSON can write down but nothing after it can take: nesting and numbers without end, half characters ----------
+
+DEEPEST = 64  # lists and objects inside each other
+TOO_DEEP = f"it is nested more than {DEEPEST} levels deep"
+HALF_CHARACTER = "a string has half of a surrogate pair (\\ud800 to \\udfff)"
+NOT_FINITE = "a number is too large, or not finite"
+
+
+def flaw(value: Any) -> str | None:
+    """The reason why a value that was read is not taken; None: it is."""
+    if not shallow(value):
+        return TOO_DEEP
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        return HALF_CHARACTER
+    except ValueError:
+        return NOT_FINITE
+    return None
+
+
+def shallow(value: Any) -> bool:
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [inner for one in level if isinstance(one, dict | list) for inner in _inside(one)]
+    return not any(isinstance(one, dict | list) for one in level)
+
+
+def _inside(value: dict[str, Any] | list[Any]) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value
+
+
+ATTEMPTS, PAUSE = 10, 0.01  # at a lock, and the seconds between them
+
+
+def lock_folder(path: Path) -> IO[str]:
+    """The lock of the process that writes to a folder; BlockingIOError where another process holds it."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC  # what a link in its place points to stays as it is
+    file = os.fdopen(os.open(path / LOCK, flags, 0o666), "r+")
+    for attempt in range(ATTEMPTS):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:  # perhaps only `is_locked`, for a moment
+            if attempt == ATTEMPTS - 1:
+                file.close()
+                raise
+            time.sleep(PAUSE)
+    _locks.add(file)
+    return file
+
+
+_locks: weakref.WeakSet[IO[str]] = weakref.WeakSet()
+
+
+def _let_go_of_all() -> None:
+    """In a fork: a lock is held by whoever has the file open, and a child may outlive the run."""
+    for file in list(_locks):
+        file.close()
+
+
+os.register_at_fork(after_in_child=_let_go_of_all)

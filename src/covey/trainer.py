@@ -15,9 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from covey.cli.build import build
-from covey.cli.given import prepare_given
-from covey.cli.train import print_note, report_end, run_to_end, telling_how_to_go_on
+from covey.app.build import build
+from covey.app.objects import prepare_given
+from covey.app.train import print_note, report_end, run_to_end, telling_how_to_go_on
 from covey.errors import InputError
 from covey.ranges import check_ranges
 from covey.tasks import TaskSet, with_system_prompt
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from covey.algorithms import Algorithm
-    from covey.cli.given import AgentLike, AlgorithmLike, ModelLike, RewardLike, TasksLike, ToolLike
+    from covey.app.objects import AgentLike, AlgorithmLike, ModelLike, RewardLike, TasksLike, ToolLike
     from covey.config.schema import Config
-    from covey.loop.driver import Driver
-    from covey.loop.record import Step
-    from covey.loop.run import Run
     from covey.protocols import Metrics
+    from covey.training.driver import Driver
+    from covey.training.record import Step
+    from covey.training.run import Run
 
 Result = TypeVar("Result")
 
@@ -45,7 +45,7 @@ class Trainer:
     dicts with `question` and `answer`; so is `validation`. `reward` is a function, a name, or a list of them;
     `algorithm` a name, `covey.Gvpo(beta=0.01)` and its like, or a class or object of your own. `agent` is a name, a
     coroutine, an environment's class or an Agent; `tools` are functions or names. `callbacks` are described in
-    `covey.loop.callbacks`. Settings go by section, `learner={"lr": 2e-5}`, or by key, `**{"learner.lr": 2e-5}`.
+    `covey.training.callbacks`. Settings go by section, `learner={"lr": 2e-5}`, or by key, `**{"learner.lr": 2e-5}`.
 
     The arguments are checked here. Weights are loaded when they are first needed.
     """
@@ -65,7 +65,7 @@ class Trainer:
         recipe: str | None = None,
         **settings: Any,
     ) -> None:
-        from covey.loop.callbacks import Callbacks
+        from covey.training.callbacks import Callbacks
 
         self._run: Run | None = None
         self._driver: Driver | None = None
@@ -261,7 +261,7 @@ class Trainer:
             self._driver.close(error)
 
     def _start(self, run: Run) -> None:
-        from covey.loop.driver import Driver
+        from covey.training.driver import Driver
 
         run.callbacks = self._callbacks
         if self._finalizer is not None:

@@ -319,3 +319,15 @@ class Batch:
             returns_RT=pick(self.returns_RT),
             values_RT=pick(self.values_RT),
         )
+
+
+# -- What a run trains on and is tested on -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TaskSet:
+    train: tuple[Task, ...]
+    validation: tuple[Task, ...]
+    reward: str | None  # what scores these tasks when the user names no reward
+    description: str
+    warnings: tuple[str, ...] = ()

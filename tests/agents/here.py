@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from covey.agents.tools.bench import close_all
+from covey.agents.tools.session import close_all
 from covey.workers import WorkerDied, WorkerTimeout
 
 

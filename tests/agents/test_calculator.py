@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 
 from covey.agents.tools.calculator import MAX_DEPTH, MAX_DIGITS, Wrong, calculate, calculator
-from covey.agents.tools.errors import ToolMistake
+from covey.agents.tools.tool import ToolMistake
 
 
 @pytest.mark.parametrize(

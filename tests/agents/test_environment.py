@@ -13,7 +13,7 @@ import pytest
 
 import covey
 from covey.agents import ChatAgent, EnvironmentAgent, FunctionAgent, resolve_agent
-from covey.agents.custom import as_agent
+from covey.agents.resolve import as_agent
 from covey.config.schema import AgentConfig
 from covey.errors import InputError
 from covey.rewards.builtin import given

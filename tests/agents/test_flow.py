@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from covey.agents.calls import Call
 from covey.agents.flow import FlowAgent, Memory, Step
+from covey.agents.formats.base import Call
 from covey.errors import InputError
 from covey.protocols import NoRoom, Policy, Reply
 from covey.types import Episode, Messages, StopReason, Task, ToolUse, Turn

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from covey.agents.calls import Call
+from covey.agents.formats.base import Call
 from covey.agents.tools import ToolFailure, ToolSet, resolve_tools
 from covey.errors import InputError
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from covey.agents.calls import Call
+from covey.agents.formats.base import Call
 from covey.agents.tools import resolve_tools
-from covey.agents.tools.errors import ToolFailure, ToolMistake
 from covey.agents.tools.mcp import McpTool, find_server, mcp_tools
 from covey.agents.tools.mcp_connection import Server, without_secrets
+from covey.agents.tools.tool import ToolFailure, ToolMistake
 from covey.errors import Absent, InputError
 
 pytest.importorskip("mcp", reason="needs the extra covey[mcp]")

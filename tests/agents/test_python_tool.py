@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from covey.agents.calls import Call
+from covey.agents.formats.base import Call
 from covey.agents.tools import ToolResult, ToolSet, resolve_tools
 from covey.config.schema import SandboxConfig
 from covey.errors import InputError

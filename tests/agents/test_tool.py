@@ -12,7 +12,7 @@ import pytest
 
 import covey
 from covey.agents.tools import Tool, ToolMistake
-from covey.agents.tools.docstring import read_docstring
+from covey.agents.tools.tool import read_docstring
 from covey.errors import InputError
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from covey.agents.tools.builtin import BUILTIN, SAME
 from covey.agents.tools.calculator import CONSTANTS, FUNCTIONS
+from covey.agents.tools.toolset import BUILTIN, SAME
 
 PAGE = (Path(__file__).parents[2] / "docs/tools.md").read_text()
 SECTIONS = dict(re.findall(r"### (\w+)\n(.*?)(?=\n##|\Z)", PAGE, re.DOTALL))

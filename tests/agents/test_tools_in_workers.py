@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import covey
-from covey.agents.calls import Call
+from covey.agents.formats.base import Call
 from covey.agents.tools import Bench, ToolFailure, ToolSet, resolve_tools
 from covey.workers import WorkerPool
 

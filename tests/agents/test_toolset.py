@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import covey
-from covey.agents.calls import Call
+from covey.agents.formats.base import Call
 from covey.agents.tools import ToolFailure, ToolMistake, ToolResult, ToolSet, resolve_tools
 from covey.agents.tools.python import without_fence
 from covey.errors import InputError

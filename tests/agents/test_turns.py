@@ -17,11 +17,11 @@ from covey.agents import ToolAgent, Toolbox, make_agent
 from covey.agents.tools import resolve_tools
 from covey.config.schema import AgentConfig
 from covey.errors import InputError
-from covey.loop.record import turn_metrics
-from covey.loop.samples import episode_rows, to_samples
 from covey.rewards import resolve_rewards
 from covey.rollout.collector import Collector, NothingCompleted, TrainingSource
 from covey.rollout.rendering import Renderer
+from covey.training.record import turn_metrics
+from covey.training.samples import episode_rows, to_samples
 from covey.types import Completion, Episode, Sampling, StopReason, Task
 from covey.workers import WorkerPool
 from tests.conftest import byte_tokenizer

@@ -277,7 +277,7 @@ def test_a_tool_server_that_is_never_ready(home: Path, monkeypatch: pytest.Monke
 
 
 def test_tools_need_a_format() -> None:
-    from covey.agents.verifiers_bridge import PolicyClient
+    from covey.agents.verifiers_runtime import PolicyClient
 
     with pytest.raises(InputError, match="has tools, and it is not known how the model calls them"):
         PolicyClient(policy_of(Script()), None)._format([{}])

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from covey.agents.calls import Call
 from covey.agents.formats import choose_format, make_format
+from covey.agents.formats.base import Call
+from covey.agents.render_demonstrations import WRITERS, call_text, written
 from covey.agents.turns import with_system
-from covey.agents.written import WRITERS, call_text, written
 from covey.errors import InputError
-from covey.rollout.demonstrated import demonstrated
 from covey.rollout.policy import EpisodePolicy
-from covey.rollout.rendering import Renderer
+from covey.rollout.rendering import Renderer, demonstrated
 from covey.rollout.templates import use_template
 from covey.types import Completion, Sampling, StopReason
 from tests.conftest import byte_tokenizer

@@ -42,4 +42,4 @@ def in_process(monkeypatch: pytest.MonkeyPatch, tiny_model_folder: Path) -> None
         return json.loads(json.dumps(sides[side](json.loads(json.dumps(settings)))))
 
     monkeypatch.setattr(child.Children, "run", run)
-    monkeypatch.setattr("covey.learner.models.builtin_folder", lambda name: tiny_model_folder)
+    monkeypatch.setattr("covey.models.loading.builtin_folder", lambda name: tiny_model_folder)

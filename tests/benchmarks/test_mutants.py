@@ -48,8 +48,8 @@ def test_every_kind_of_change(mutants: Any, source: str, changed: set[str]) -> N
 
 
 def test_all_mutants_are_python_and_differ_from_the_file(mutants: Any) -> None:
-    source = (mutants.PACKAGE / "rollout/window.py").read_text()
-    found = list(mutants.mutants_of("rollout/window.py", source))
+    source = (mutants.PACKAGE / "rollout/asynchronous.py").read_text()
+    found = list(mutants.mutants_of("rollout/asynchronous.py", source))
     assert len(found) > 40
     for one in found:
         assert ast.dump(ast.parse(one.source)) != ast.dump(ast.parse(source)), one
@@ -58,10 +58,10 @@ def test_all_mutants_are_python_and_differ_from_the_file(mutants: Any) -> None:
 @pytest.mark.slow
 def test_a_mutant_is_killed_by_the_tests_of_its_file() -> None:
     """Seed 0 draws a mutant that changes what a window does; the tests see it only if they import the copy."""
-    words = ["--sample", "1", "--files", "rollout/window.py"]
+    words = ["--sample", "1", "--files", "rollout/asynchronous.py"]
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PYTHONPATH"))}
     found = subprocess.run(
         [sys.executable, str(BENCHMARKS / "mutants.py"), *words], capture_output=True, text=True, env=clean, timeout=150
     )
     assert found.returncode == 0, found.stderr
-    assert found.stdout.splitlines()[3:] == ["| rollout/window.py | 1 | 1 | 0 | 100 % |"]
+    assert found.stdout.splitlines()[3:] == ["| rollout/asynchronous.py | 1 | 1 | 0 | 100 % |"]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from covey.cli.bench import open_bench
-from covey.cli.folder import threads_for
+from covey.app.loaded_model import open_bench
+from covey.app.run_files import threads_for
 from covey.cli.words import parse
 from covey.config.schema import Config
 

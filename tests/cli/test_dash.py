@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from covey.cli import watch
+from covey.cli import runs
 from covey.cli.main import main
-from tests.dash.made import healthy, sick, write_run
+from tests.dashboard.made import healthy, sick, write_run
 
 
 def test_runs_lists_status_best_score_and_duration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,7 +41,7 @@ def test_watch_tells_what_is_new_until_the_run_is_over(tmp_path: Path, capsys: p
         over = turns == 2
         write_run(folder, series, {0: 0.2}, status="finished" if over else "running", total=20)
 
-    watch.watch(folder, meanwhile)
+    runs.watch(folder, meanwhile)
     lines = capsys.readouterr().out.splitlines()
     assert turns == 2
     assert [line.split()[1] for line in lines if line.startswith("step")] == [f"{n}/20" for n in range(16, 21)]

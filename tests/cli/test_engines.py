@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from covey.algorithms import algorithm_schemas
-from covey.cli import checks, doctor
+from covey.app import checks
+from covey.app.prepare import Prepared, prepare
+from covey.cli import doctor
 from covey.cli.main import main
-from covey.cli.prepare import Prepared, prepare
 from covey.config import compose
 from covey.errors import Absent, InputError, RunFailed
-from covey.install import install_extra
+from covey.imports import install_extra
 from tests.cli.test_algorithms import REWARDS, SMALL
 from tests.rollout.no_vllm import without_vllm
 
@@ -39,7 +40,7 @@ def metrics() -> list[dict[str, float]]:
 def test_vllm_that_is_missing_stops_before_the_model_loads(
     tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("covey.rollout.choose.vllm_version", lambda: None)
+    monkeypatch.setattr("covey.app.checks.vllm_version", lambda: None)
     assert main(["train", f"model={tiny_model_folder}", *SMALL, "rollout=vllm"]) != 0
     assert install_extra("vllm") in capsys.readouterr().err
     assert not Path("outputs").exists()
@@ -72,7 +73,7 @@ def test_settings_without_effect_on_the_embedded_engine_are_said(tiny_model_fold
 
 
 def test_gpus_are_the_learners_and_those_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("covey.learner.models.pick_device", lambda name: torch.device(name))
+    monkeypatch.setattr("covey.models.loading.pick_device", lambda name: torch.device(name))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
 
     def gpus(*words: str) -> tuple[tuple[int, ...], bool]:
@@ -164,7 +165,7 @@ def test_a_worker_that_dies_ends_the_run_with_its_last_words(
 ) -> None:
     without_vllm(monkeypatch, "dies")
     found = prepared(tiny_model_folder, "rollout=vllm")
-    from covey.cli.train import run_to_end
+    from covey.app.train import run_to_end
 
     with pytest.raises(RunFailed, match=r"vLLM's process has ended\n(.|\n)*the last words(.|\n)*vllm.log"):
         run_to_end(found)
@@ -174,7 +175,7 @@ def test_a_worker_that_dies_ends_the_run_with_its_last_words(
 
 @pytest.mark.parametrize(("version", "mark"), [(None, "--"), ("0.9.0", "--"), ("0.24.0", "ok")])
 def test_the_doctor_says_whether_vllm_is_here(monkeypatch: pytest.MonkeyPatch, version: str | None, mark: str) -> None:
-    monkeypatch.setattr("covey.rollout.choose.vllm_version", lambda: version)
+    monkeypatch.setattr("covey.app.checks.vllm_version", lambda: version)
     (found,) = (finding for finding in doctor.examine() if finding.what == "vllm")
     assert found.mark == mark and (version or "no") in found.detail
     assert (" -m pip install " in found.fix) == (mark == "--")

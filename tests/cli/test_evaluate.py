@@ -173,7 +173,7 @@ def test_mistakes_end_before_a_model_is_loaded(
     def load(*arguments: object) -> None:
         raise AssertionError("a model is loaded")
 
-    monkeypatch.setattr("covey.learner.models.load_policy", load)
+    monkeypatch.setattr("covey.models.loading.load_policy", load)
     Path("mine.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
     Path("taken").mkdir()
     (Path("taken") / "notes.txt").write_text("mine")

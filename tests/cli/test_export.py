@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from covey.cli.main import main
 from covey.config.schema import LearnerConfig
 from covey.learner.learner import Learner
-from covey.loop.checkpoint import CheckpointStore
+from covey.training.checkpoint import CheckpointStore
 from tests.conftest import byte_tokenizer
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from covey.cli.launch import read_options, submit, train_one
 from covey.cli.main import main
+from covey.cli.slurm import read_options, submit, train_one
 from covey.errors import InputError
-from covey.install import install_extra
+from covey.imports import install_extra
 
 SMALL = [
     *("data=sort", "algorithm=grpo", "data.train_size=4", "data.val_size=1", "data.train_batch_size=2"),

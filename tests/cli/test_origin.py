@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from covey.app.compose import Origin, find_origin
 from covey.cli.main import main
-from covey.cli.origin import Origin, find_origin
 
 
 @pytest.fixture(autouse=True)

@@ -11,14 +11,14 @@ import pytest
 import yaml
 
 import covey
-from covey.cli.given import prepare_given
+from covey.app.objects import prepare_given
+from covey.app.resume import _adapted
 from covey.cli.main import main
-from covey.cli.resume import _adapted
-from covey.config.changes import Change
+from covey.config.validate import Change
 from covey.errors import RunFailed
-from covey.loop.checkpoint import Checkpoint
 from covey.storage import sha256
 from covey.telemetry.figures import by_the_machine
+from covey.training.checkpoint import Checkpoint
 
 REWARD = """
 from covey.rewards.function import inline
@@ -130,7 +130,7 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*given: Any, **named: Any) -> None:
         raise Loaded
 
-    monkeypatch.setattr("covey.cli.learner._load_models", stop)
+    monkeypatch.setattr("covey.app.models._load_models", stop)
 
 
 def other_model(folder: Path) -> Path:
@@ -294,7 +294,7 @@ def test_an_extension_that_ends_before_its_first_checkpoint(trained: Path, monke
         raise RunFailed("the power went")
 
     with monkeypatch.context() as patch:
-        patch.setattr("covey.loop.run.update", fail)
+        patch.setattr("covey.training.run.update", fail)
         assert main(["train", f"resume={run}", "loop.total_steps=6", "data.train_batch_size=3"]) == 1
     (recorded,) = info(run)["changes"]
     assert recorded["settings"]["data.train_batch_size"] == [2, 3]

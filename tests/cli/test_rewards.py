@@ -151,7 +151,7 @@ def test_the_api_takes_closures_and_options(tiny_model_folder: Path) -> None:
 
 
 def test_a_run_that_cannot_be_built_leaves_nothing(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from covey.cli import build
+    from covey.app import build
 
     def broken(*_: Any) -> Any:
         assert children()

@@ -13,7 +13,7 @@ import covey.cli.sample as module
 from covey.cli.main import main
 from covey.config.schema import DataConfig
 from covey.tasks import load_tasks
-from covey.tasks.question import ask_like_tasks, shared_context
+from covey.tasks.load import ask_like_tasks, shared_context
 from covey.types import Group, Task
 from tests.conftest import byte_tokenizer
 

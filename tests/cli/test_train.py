@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from covey.cli.main import main
-from covey.install import install_extra
+from covey.imports import install_extra
 from covey.telemetry.figures import by_the_machine
 
 SMALL = [

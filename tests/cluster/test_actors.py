@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from covey.cluster import learner_actor
+from covey.cluster import learner
 from covey.cluster.actors import ActorLost, answer, end, untangled
-from covey.cluster.learner_actor import LearnerActor
+from covey.cluster.learner import LearnerActor
 
 ray = pytest.importorskip("ray")
 
@@ -78,9 +78,9 @@ def test_ranks_stay_in_step_where_sending_breaks_off(way: str, monkeypatch: pyte
         next(named)
         raise OSError("no space left")
 
-    monkeypatch.setattr(learner_actor, "trained_weights", weights)
-    monkeypatch.setattr(learner_actor, "bucket_size", lambda model: 1)
-    monkeypatch.setattr(learner_actor, "write_notice", full)
+    monkeypatch.setattr(learner, "trained_weights", weights)
+    monkeypatch.setattr(learner, "bucket_size", lambda model: 1)
+    monkeypatch.setattr(learner, "write_notice", full)
     actor = LearnerActor()
     actor.learner, actor._group = Learner(), Broken()  # type: ignore[assignment]
     with pytest.raises((RuntimeError, OSError)):

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from covey.cluster import engine as engine_module
-from covey.cluster.engine import DEATHS, EngineLost, RayEngine
+from covey.cluster import engines as engine_module
+from covey.cluster.engines import DEATHS, EngineLost, RayEngine
 from covey.cluster.publish import CollectivePublisher, Publisher
 from covey.errors import RunFailed
 from covey.types import Completion, Sampling, StopReason

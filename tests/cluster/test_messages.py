@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from covey.cluster.messages import LONGEST, cause_of_death, last_message, relay
+from covey.cluster.actors import LONGEST, cause_of_death, last_message, relay
 
 DIED = (
     "The actor died unexpectedly before finishing this task.\n\tclass_name: A\n\tactor_id: ff1f42\n\tpid: 18139\n"
@@ -45,7 +45,7 @@ def test_the_settings_that_are_advised_exist() -> None:
     import re
     from functools import reduce
 
-    from covey.cluster.messages import LESS_MEMORY
+    from covey.cluster.actors import LESS_MEMORY
     from covey.config.schema import Config
 
     for setting in re.findall(r"\b[a-z]+\.[a-z_.]+[a-z]", LESS_MEMORY):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from covey.cluster.placement import Bundle, Node, Seat, place
-from covey.cluster.transport import choose_transport
+from covey.cluster.placement import Bundle, Node, Seat, choose_transport, place
 from covey.config.schema import ClusterConfig
 from covey.errors import Absent, InputError
 
@@ -94,7 +93,7 @@ def test_on_a_machine_of_our_own_processes_share_cores_within_limits(monkeypatch
 
 
 def test_processes_that_share_cores_are_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    from covey.cli.cluster import settle_cluster
+    from covey.app.cluster import settle_cluster
     from covey.cluster import start
     from covey.config.schema import Config
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from covey.cluster.engine import RayEngine
+from covey.cluster.engines import RayEngine
 from tests.cluster.here import ATTEMPTS, STEPS, TASKS, difference, small_cluster, trained
 
 pytest.importorskip("ray")
@@ -103,7 +103,7 @@ def test_an_engine_that_stands_still_changes_nothing(
     cluster: Any, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped, not killed, while it has requests under way: nobody but us would notice."""
-    from covey.cluster import engine as engine_module
+    from covey.cluster import engines as engine_module
 
     asked: list[int] = []
     generate = RayEngine.generate

@@ -84,9 +84,10 @@ class Lost:
 
 
 def made(model: Path, folder: Path) -> Any:
-    from covey.cli import build
-    from covey.cli.prepare import prepare
-    from covey.cli.words import compose_words, parse
+    from covey.app import build
+    from covey.app.compose import compose_words
+    from covey.app.prepare import prepare
+    from covey.cli.words import parse
 
     settings = [
         "data=sort",
@@ -104,7 +105,7 @@ def test_a_run_that_is_restarted_does_not_read_as_ended(
     tiny_model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], left: int, said: str, status: str
 ) -> None:
     """Until it turns out that it cannot be built again."""
-    from covey.cli.train import _end_if_running
+    from covey.app.train import _end_if_running
 
     run = made(tiny_model_folder, tmp_path / "run")
     run.restarts_left = left
@@ -120,9 +121,10 @@ def test_a_run_that_is_restarted_does_not_read_as_ended(
 def test_a_restart_without_a_checkpoint_begins_again_in_the_same_folder(
     tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from covey.app.compose import compose_words
+    from covey.app.prepare import prepare
     from covey.cli import train as command
-    from covey.cli.prepare import prepare
-    from covey.cli.words import compose_words, parse
+    from covey.cli.words import parse
 
     monkeypatch.chdir(tmp_path)
     folders: list[Path] = []
@@ -145,9 +147,10 @@ def test_a_restart_without_a_checkpoint_begins_again_in_the_same_folder(
 def test_a_run_that_could_not_be_made_leaves_its_folder_free(
     tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from covey.cli import build
-    from covey.cli.prepare import prepare
-    from covey.cli.words import compose_words, parse
+    from covey.app import build
+    from covey.app.compose import compose_words
+    from covey.app.prepare import prepare
+    from covey.cli.words import parse
 
     def lost(*given: object) -> None:
         raise LearnerLost("a learner died: killed")

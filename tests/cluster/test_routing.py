@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from covey.cluster.routing import SLACK, Router
+from covey.cluster.engines import SLACK, Router
 
 
 def test_attempts_at_a_task_and_later_turns_go_to_one_engine() -> None:

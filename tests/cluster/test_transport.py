@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 import torch
 
-from covey.cluster import transport
-from covey.cluster.transport import (
+from covey.storage import lock_folder
+from covey.weights import transport
+from covey.weights.names import weights_folder
+from covey.weights.transport import (
     Meeting,
     WeightGroup,
     WeightsDamaged,
     bucket_size,
+    listen,
     load_weights,
     read_notice,
     remove_older,
     trained_weights,
     write_notice,
 )
-from covey.learner.ranks import listen
-from covey.loop.folder import lock_folder
-from covey.rollout.vllm.weights import weights_folder
 from tests.conftest import tiny_llama
 
 
@@ -52,7 +52,7 @@ def test_by_file_on_disk_and_in_memory(tmp_path: Path, memory: bool) -> None:
 def test_memory_that_a_killed_run_has_left_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is alive holds its folder's lock; a vLLM's folder has none and is left alone."""
     monkeypatch.setattr(transport, "SHARED_MEMORY", tmp_path)
-    monkeypatch.setattr("covey.rollout.vllm.weights.SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("covey.weights.names.SHARED_MEMORY", tmp_path)
     killed, lock = transport.memory_folder(1)
     lock.close()
     alive, held = transport.memory_folder(1)
@@ -74,7 +74,7 @@ def test_nothing_of_other_users_is_touched(tmp_path: Path, monkeypatch: pytest.M
     (memory / "covey-weights-linked" / ".lock").unlink()
     (memory / "covey-weights-linked" / ".lock").symlink_to(precious / ".lock")
     monkeypatch.setattr(transport, "SHARED_MEMORY", memory)
-    monkeypatch.setattr("covey.rollout.vllm.weights.SHARED_MEMORY", memory)
+    monkeypatch.setattr("covey.weights.names.SHARED_MEMORY", memory)
     monkeypatch.setattr(transport.tempfile, "gettempdir", lambda: str(memory))
     mine = transport.os.getuid()
     monkeypatch.setattr(transport.os, "getuid", lambda: mine + 1)

@@ -10,8 +10,7 @@ import pytest
 
 from covey.config import compose
 from covey.config.aliases import ALIASES, accepted, translate
-from covey.config.derive import PARTS
-from covey.config.not_yet import NOT_YET_KEYS
+from covey.config.derive import NOT_YET_KEYS, PARTS
 from covey.config.settings import find, schema_settings, sections
 from covey.errors import InputError
 

@@ -8,7 +8,7 @@ import pytest
 
 from covey.algorithms import algorithm_schemas
 from covey.config import Composed, compose
-from covey.config.changes import Change, differences
+from covey.config.validate import Change, differences
 from covey.redact import MASK
 
 

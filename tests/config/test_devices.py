@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from covey.cli.cluster import settle_cluster
+from covey.app.cluster import settle_cluster
 from covey.config.schema import ClusterConfig, Config, RolloutConfig
 from covey.errors import InputError
 

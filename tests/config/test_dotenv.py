@@ -12,7 +12,7 @@ import pytest
 
 import covey
 from covey.cli.main import main
-from covey.config.dotenv import export, read_env_file
+from covey.config.read import export, read_env_file
 from covey.errors import InputError
 
 SOURCE = str(Path(covey.__file__).parents[1])
@@ -86,7 +86,7 @@ def test_a_line_that_is_no_variable(line: str, text: str) -> None:
 
 NEVER_ENDING = """
 from pathlib import Path
-from covey.config.dotenv import InputError, read_env_file
+from covey.config.read import InputError, read_env_file
 for value in ('"' + "a" * 5000, '"' + "a\\\\n" * 5000, "'" + "a" * 5000, "a " * 5000 + "'", "a" + " " * 5000 + "'"):
     Path(".env").write_text(f"KEY={value}\\n")
     try:

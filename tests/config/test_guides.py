@@ -13,8 +13,7 @@ import pytest
 
 from covey.config import recipe_names
 from covey.config.aliases import ACCEPTED, ALIASES, accepted, translate
-from covey.config.derive import PARTS
-from covey.config.not_yet import NOT_YET
+from covey.config.derive import NOT_YET, PARTS
 from covey.config.settings import find, owners, schema_settings
 from tests.config.conftest import ALGORITHMS
 

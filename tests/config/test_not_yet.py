@@ -7,7 +7,7 @@ import re
 import pytest
 
 from covey.config.aliases import translate
-from covey.config.not_yet import NOT_YET
+from covey.config.derive import NOT_YET
 from covey.errors import InputError
 
 CALCULATOR = """

@@ -17,7 +17,7 @@ import pytest
 
 from covey.cli import words
 from covey.cli.main import main
-from covey.learner import models
+from covey.models import loading
 from tests.conftest import shared_folder
 
 DOCUMENTS = {
@@ -104,7 +104,7 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(words, "algorithm_schemas", _schemas)
-    monkeypatch.setattr(models, "open_source", _open_source)
+    monkeypatch.setattr(loading, "open_source", _open_source)
     monkeypatch.setattr(words, "export", lambda variables: None)
     monkeypatch.setattr("covey.tasks.load.GENERATED_TRAIN", 64)
     monkeypatch.setattr("covey.tasks.load.GENERATED_VALIDATION", 8)
@@ -114,7 +114,7 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 _schemas = functools.cache(words.algorithm_schemas)
-_open_source = functools.cache(models.open_source)
+_open_source = functools.cache(loading.open_source)
 
 
 def test_all_of_them_are_found(shared: Path) -> None:

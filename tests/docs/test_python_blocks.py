@@ -23,7 +23,7 @@ from tests.docs.scaled import scaled
 
 MODELS = """
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from covey.learner.models import locate
+from covey.models.loading import locate
 folder = locate("smollm2-135m").path
 model, ref_model = (AutoModelForCausalLM.from_pretrained(folder) for _ in range(2))
 tokenizer = AutoTokenizer.from_pretrained(folder)

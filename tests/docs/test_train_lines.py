@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from covey.app.compose import find_origin
 from covey.cli.main import main
-from covey.cli.origin import find_origin
 from tests.docs.pages import COMMANDS, Command
 from tests.docs.scaled import scaled
 from tests.docs.workplace import fill_batches, put_models

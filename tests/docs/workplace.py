@@ -126,14 +126,14 @@ def enter(furnished: Path, folder: Path, model: Path, patch: pytest.MonkeyPatch)
     """Work in a copy of the furnished folder from now on."""
     import huggingface_hub.constants
 
-    from covey.learner import models
+    from covey.models import loading
 
     shutil.copytree(furnished, folder, dirs_exist_ok=True)
     patch.chdir(folder)
     patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     patch.setattr(words, "algorithm_schemas", _schemas)
     patch.setattr(words, "export", lambda variables: None)
-    patch.setattr(models, "builtin_folder", lambda name: model)
+    patch.setattr(loading, "builtin_folder", lambda name: model)
     patch.setattr("covey.tasks.load.GENERATED_TRAIN", 128)
     patch.setattr("covey.tasks.load.GENERATED_VALIDATION", 4)
     without_vllm(patch)

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from covey.evaluation.compare import FLIPS, MCNEMAR, compare, compare_all, sentence
-from covey.evaluation.figures import Answer, Subject, figures
+from covey.evaluation.figures import FLIPS, MCNEMAR, Answer, Subject, compare, compare_all, figures, sentence
 from covey.evaluation.report import Report, flat_metrics, short_names
 
 

@@ -16,7 +16,7 @@ import torch
 import covey
 from covey.agents.formats import HermesFormat
 from covey.cli.main import main
-from covey.learner import models
+from covey.models import loading
 from covey.protocols import TokenOutputs
 from covey.types import Task
 from tests.algorithms.helpers import random_batch
@@ -147,7 +147,7 @@ def test_the_own_algorithm_works_on_the_command_line(model_folder: Path) -> None
 def test_gvpo_minimal_learns_from_the_answers_it_has(
     named: bool, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(models, "builtin_folder", lambda name: model_folder)
+    monkeypatch.setattr(loading, "builtin_folder", lambda name: model_folder)
     run_script("gvpo_minimal.py", monkeypatch, *([str(model_folder)] if named else []))
     figures = [dict(re.findall(r"(\S+)=(-?[\d.]+)", line)) for line in capsys.readouterr().out.splitlines()]
     spread = [float(figure["gvpo/std_weight"]) for figure in figures if figure]

@@ -24,7 +24,7 @@ SMALL = ["rollout.max_tokens=4", "data.train_batch_size=1", "loop.total_steps=1"
 @pytest.fixture(autouse=True)
 def no_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("covey.learner.models.load_policy", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("covey.models.loading.load_policy", lambda *_, **__: pytest.fail("a model was loaded"))
     yield
 
 

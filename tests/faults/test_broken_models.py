@@ -16,7 +16,7 @@ from transformers import LlamaForSequenceClassification
 
 from covey.cli.main import main
 from covey.config.schema import ModelConfig
-from covey.learner.models import load_policy, open_source
+from covey.models.loading import load_policy, open_source
 from tests.conftest import byte_tokenizer, tiny_llama
 from tests.faults.broken_models import (
     DAMAGES,

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from covey.cli import watch
+from covey.cli import runs
 from covey.cli.main import main
 from covey.cli.train import _new_base
-from covey.loop.folder import lock_folder
-from covey.storage import is_locked
+from covey.storage import is_locked, lock_folder
 from covey.telemetry.history import read_run
 from tests.faults.here import Plan, Yard, crashed
 
@@ -177,7 +176,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_is_shown_as_killed(
     assert main(["runs", str(folder / "outputs")]) == 0
     shown = capsys.readouterr().out
     assert "killed" in shown and "running" not in shown
-    watch.watch(run, lambda: pytest.fail("there is nothing to wait for"))
+    runs.watch(run, lambda: pytest.fail("there is nothing to wait for"))
     assert capsys.readouterr().out.splitlines()[-1] == f"killed after 0 of {crashed.STEPS} steps"
     assert main(["report", str(run), "--markdown"]) == 0
     assert f"0 of {crashed.STEPS} steps, killed" in capsys.readouterr().out

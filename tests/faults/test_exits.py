@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from covey.agents.custom import resolve_agent
+from covey.agents.resolve import resolve_agent
 from covey.cli.main import main
 from covey.errors import InputError
 from covey.rewards import resolve_rewards
@@ -124,7 +124,7 @@ def test_what_exits_in_an_episode_is_a_failure_of_that_episode(
 
 
 def test_what_exits_in_a_worker(mine: Path) -> None:
-    from covey.plugins import load_function
+    from covey.imports import load_function
 
     pool = WorkerPool({"score": load_function("reward", f"{mine}:score")})
     try:
@@ -153,7 +153,7 @@ def test_a_mistake_that_only_a_step_shows_is_not_said_to_have_started_nothing(
     def refuse(*_: Any, **__: Any) -> Any:
         raise InputError("this model cannot be trained")
 
-    monkeypatch.setattr("covey.loop.run.update", refuse)
+    monkeypatch.setattr("covey.training.run.update", refuse)
     words = [f"model={tiny_model_folder}", "data=sort", "loop.total_steps=1", "eval.before=false"]
     assert main(["train", *words]) == 1
     told = capsys.readouterr().err

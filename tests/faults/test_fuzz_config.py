@@ -21,7 +21,7 @@ from covey.cli.main import main
 from covey.config import compose, expand_sweep, explain
 from covey.config.aliases import ACCEPTED, ALIASES, PARTS
 from covey.config.compose import fingerprint
-from covey.config.dotenv import read_env_file
+from covey.config.read import read_env_file
 from covey.config.settings import schema_settings
 from covey.errors import InputError
 from tests.faults.fuzzing import Target, json_values, mixed, suite, texts
@@ -249,7 +249,7 @@ def reads_env_file(data: bytes) -> None:
         path.write_bytes(data)
         try:
             found = read_env_file(path)
-            from covey.config.dotenv import export
+            from covey.config.read import export
 
             export(found)
         except InputError as error:

@@ -16,12 +16,12 @@ import yaml
 from hypothesis import strategies as st
 
 from covey.cli.main import main
-from covey.cli.watch import watch
-from covey.dash.api import Api, BadRequest
-from covey.dash.report import html_report, markdown_report, read_all
-from covey.dash.runs import Library
+from covey.cli.runs import watch
+from covey.dashboard.api import Api, BadRequest
+from covey.dashboard.runs import Library
+from covey.dashboard.static_page import html_report, markdown_report, read_all
 from covey.errors import InputError
-from tests.dash.made import INFO, episode, healthy, write_episodes, write_run
+from tests.dashboard.made import INFO, episode, healthy, write_episodes, write_run
 from tests.faults.fuzzing import Target, json_values, mixed, numbers, scalars, suite, texts
 
 NAMES = ["reward/mean", "eval/accuracy", "timing/step", "policy/entropy", "grad/norm", "optim/skipped", "kl/reference"]
@@ -219,7 +219,7 @@ def requests(given: tuple[str, str, dict[str, str]]) -> None:
 
 def _asked(path: str, query: str, headers: dict[str, str]) -> tuple[int, bytes]:
     """One request to a handler without a socket."""
-    from covey.dash.server import Handler
+    from covey.dashboard.server import Handler
 
     class Wire:
         def __init__(self, sent: bytes) -> None:

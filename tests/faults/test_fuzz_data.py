@@ -15,7 +15,7 @@ from unittest import mock
 
 from hypothesis import strategies as st
 
-from covey.agents.tools.corpus import corpus_files, read_corpus
+from covey.agents.tools.search import corpus_files, read_corpus
 from covey.cli.data import main as data_command
 from covey.config.schema import DataConfig
 from covey.errors import InputError

@@ -9,15 +9,13 @@ from typing import Any, Literal
 import pytest
 from hypothesis import strategies as st
 
-from covey.agents.calls import Call
 from covey.agents.formats import FORMATS, detect, make_format
-from covey.agents.formats.lenient import Unreadable, read, value_end
+from covey.agents.formats.base import Call
+from covey.agents.formats.json_repair import Unreadable, read, value_end
+from covey.agents.render_demonstrations import WRITERS, call_text, written
 from covey.agents.tools.calculator import Wrong, calculate
-from covey.agents.tools.docstring import read_docstring
-from covey.agents.tools.errors import ToolMistake
-from covey.agents.tools.tool import tool
-from covey.agents.tools.values import coerce
-from covey.agents.written import WRITERS, call_text, written
+from covey.agents.tools.schema import coerce
+from covey.agents.tools.tool import ToolMistake, read_docstring, tool
 from covey.errors import InputError
 from tests.faults.fuzzing import Target, json_values, mixed, repeated, scalars, suite, texts
 

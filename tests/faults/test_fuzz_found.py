@@ -15,32 +15,29 @@ import pytest
 import torch
 
 from covey.agents.tools import mcp_connection
-from covey.agents.tools.errors import ToolFailure
 from covey.agents.tools.mcp import McpTool, _check_schema
 from covey.agents.tools.mcp_connection import Connection, Server
+from covey.agents.tools.tool import ToolFailure
 from covey.algorithms import ALGORITHMS as CATALOGUE
 from covey.algorithms import schema
 from covey.config import compose, expand_sweep
-from covey.config.dotenv import read_env_file
-from covey.config.read import read_yaml
+from covey.config.read import read_env_file, read_yaml
 from covey.errors import InputError
-from covey.gateway.messages import read_messages
-from covey.gateway.refusal import Refused
-from covey.gateway.requests import read_rewards
-from covey.learner.models import pick_device, pick_dtype
-from covey.loop.folder import find_unfinished
+from covey.gateway.openai_api import Refused, read_messages, read_rewards
+from covey.models.loading import pick_device, pick_dtype
 from covey.rewards import REWARDS, resolve_rewards
-from covey.rewards.calls import NotCalls, calls_in
-from covey.rewards.condition import find_conditions
-from covey.rewards.ifeval_text import count_sentences
+from covey.rewards.bfcl import NotCalls, calls_in
+from covey.rewards.ifeval import count_sentences
 from covey.rewards.judge import read_mark
-from covey.sandbox.check import given_names, hidden_tests
+from covey.rewards.rewardset import find_conditions
+from covey.sandbox.hidden_tests import given_names, hidden_tests
 from covey.tasks import reading
 from covey.tasks.check import check_files
 from covey.tasks.files import find_files, read_tasks
 from covey.telemetry.figures import ABSENT, duration
 from covey.telemetry.history import read_run
-from covey.workers.frames import LARGEST, LENGTH, Inbox, NoFrame
+from covey.training.folder import find_unfinished
+from covey.workers.link import LARGEST, LENGTH, Inbox, NoFrame
 from tests.faults.fuzzing import bounded
 from tests.rewards.replies import score, task_of
 

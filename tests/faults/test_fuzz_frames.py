@@ -19,11 +19,11 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import strategies as st
 
-from covey.agents.tools.errors import ToolFailure, ToolMistake
 from covey.agents.tools.mcp import mcp_tools
+from covey.agents.tools.tool import ToolFailure, ToolMistake
 from covey.errors import InputError
 from covey.workers import WorkerError, WorkerPool, link
-from covey.workers.frames import LARGEST, LENGTH, Inbox, NoFrame, framed
+from covey.workers.link import LARGEST, LENGTH, Inbox, NoFrame, framed
 from tests.faults.fuzzing import Target, json_values, scalars, suite, texts
 
 SMALL = 1 << 20

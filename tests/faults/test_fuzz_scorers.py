@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from covey.errors import InputError
 from covey.rewards import REWARDS, resolve_rewards
-from covey.rewards.algebra import NotAlgebra, parse
-from covey.rewards.condition import find_conditions
+from covey.rewards.builtin import VOTES, votes_of
 from covey.rewards.function import RewardError
-from covey.rewards.ifeval_kinds import DETECTING, KINDS
+from covey.rewards.ifeval import DETECTING, KINDS
 from covey.rewards.judge import read_mark
-from covey.rewards.math_process import wild
-from covey.rewards.maths import equal, final_expression
-from covey.rewards.votes import VOTES, votes_of
-from covey.sandbox.check import given_names, hidden_tests, used_as_modules
+from covey.rewards.math.algebra import NotAlgebra, parse
+from covey.rewards.math.rewards import equal, final_expression
+from covey.rewards.math.verify import wild
+from covey.rewards.rewardset import find_conditions
+from covey.sandbox.hidden_tests import given_names, hidden_tests, used_as_modules
 from covey.types import Task
 from tests.faults.fuzzing import Target, json_values, mixed, repeated, scalars, suite, texts
 from tests.rewards.replies import episode_of, task_of

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from covey.cli.main import main
-from covey.loop.record import Step
-from covey.loop.run import Run
+from covey.training.record import Step
+from covey.training.run import Run
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 FIRST, LAST = 15, 45  # steps between which is counted

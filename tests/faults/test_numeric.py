@@ -26,7 +26,7 @@ from covey.learner.learner import Learner, NonFiniteError
 from covey.learner.logprobs import ChosenLogProb
 from covey.protocols import LossTerm
 from covey.rewards import RewardError, resolve_rewards
-from covey.rollout.embedded.sampling import draw
+from covey.rollout.embedded.runner import draw
 from covey.types import Completion, Sample, Samples, Sampling
 from tests.algorithms.helpers import F64, outputs, random_batch, samples_of, total_loss, value_and_gradient
 from tests.conftest import tiny_llama

@@ -15,9 +15,9 @@ import torch
 from covey.algorithms.algorithm import Algorithm
 from covey.cli.main import main
 from covey.learner.learner import Learner
-from covey.loop.checkpoint import best_of
 from covey.protocols import LossTerm
 from covey.rollout.embedded import EmbeddedEngine
+from covey.training.checkpoint import best_of
 from covey.types import Completion, StopReason
 from tests.faults.storage import outcome, prepare, the_run, train
 
@@ -98,7 +98,7 @@ def test_a_disk_that_cannot_take_the_tasks_does_not_hide_the_error(
         raise StorageFailed(f"cannot write {path}: No space left on device")
 
     break_losses(monkeypatch)
-    monkeypatch.setattr("covey.loop.offenders.write_whole", full)
+    monkeypatch.setattr("covey.training.warnings.write_whole", full)
     assert train(prepare(tmp_path), tiny_model_folder, "learner.max_skipped=1") == 1
     told = capsys.readouterr().err
     assert "1 updates in a row" in told and "could not be saved" in told and "No space left" in told

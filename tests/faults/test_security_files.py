@@ -16,13 +16,13 @@ import torch
 
 from covey.config.schema import LearnerConfig, LoraConfig, ModelConfig
 from covey.errors import InputError
-from covey.learner.export import check_export, export
 from covey.learner.learner import Learner
-from covey.learner.models import load_policy, locate, open_source
-from covey.loop.checkpoint import CheckpointStore
+from covey.learner.saving import check_export, export
+from covey.models.hub import no_pickles
+from covey.models.loading import load_policy, locate, open_source
 from covey.rewards.reward_model import RewardModel
 from covey.tasks.reading import read_table
-from covey.trust import no_pickles
+from covey.training.checkpoint import CheckpointStore
 from tests.conftest import ROOT
 
 RAN = "COVEY_TEST_PICKLE_RAN"
@@ -114,7 +114,7 @@ def test_whatever_leads_to_a_pickle_it_is_not_read(
 ) -> None:
     """The second wall, with the first one taken down: a name of the hub is not checked before its files are here."""
     config = ModelConfig(name=str(model), device="cpu")
-    monkeypatch.setattr("covey.learner.models.check_weights_fit", lambda *_, **__: None)
+    monkeypatch.setattr("covey.models.loading.check_weights_fit", lambda *_, **__: None)
     if not asked:
         (model / "model.safetensors").unlink()
     plant(model / ("adapter_model.bin" if asked else "pytorch_model.bin"), zipped=True)
@@ -301,10 +301,10 @@ def change(path: Path, **settings: Any) -> None:
 FORBIDDEN = {"dill", "cloudpickle", "joblib", "shelve", "marshal", "pickle", "jsonpickle", "_pickle", "telnetlib"}
 # Where one of them has a place, and why: between processes of one's own, never from a file or a network.
 ALLOWED = {
-    "workers/frames.py": {"pickle"},  # forks of this process talk over socket pairs
+    "workers/link.py": {"pickle"},  # forks of this process talk over socket pairs
     "workers/pool.py": {"pickle"},
     "workers/worker.py": {"pickle"},
-    "sandbox/bundle.py": {"marshal"},  # our own modules, on their way into a sandbox; nothing comes back this way
+    "sandbox/tiers.py": {"marshal"},  # our own modules, on their way into a sandbox; nothing comes back this way
 }
 CALLS = {"torch.load", "np.load", "numpy.load", "torch.jit.load", "torch.hub.load", "yaml.load", "yaml.unsafe_load"}
 COLLECTIVES = {"broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list", "recv_object_list"}

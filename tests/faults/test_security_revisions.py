@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from covey.cli.folder import as_it_began
+from covey.app.run_files import as_it_began
 from covey.cli.main import main
 from covey.config.schema import Config, LoraConfig, ModelConfig
 from covey.errors import Absent, InputError
-from covey.learner.models import load_policy, locate, open_source
-from covey.loop.folder import open_folder
+from covey.models.loading import load_policy, locate, open_source
 from covey.rewards.reward_model import RewardModel
+from covey.training.folder import open_folder
 from tests.conftest import byte_tokenizer, tiny_llama
 
 OLD, NEW = "1" * 40, "2" * 40

@@ -25,9 +25,9 @@ import pytest
 from covey import redact
 from covey.cli.main import _last_words, main
 from covey.config import compose
-from covey.dash.report import html_report, markdown_report, read_all
-from covey.dash.runs import Library
-from covey.dash.server import Dash
+from covey.dashboard.runs import Library
+from covey.dashboard.server import Dash
+from covey.dashboard.static_page import html_report, markdown_report, read_all
 from covey.errors import InputError
 from covey.redact import MASK, Screen, hide, hide_known, hide_settings, hide_words, says_secret
 from tests.conftest import ROOT
@@ -199,7 +199,7 @@ def test_job_scripts_and_sweeps_refuse_secrets(capsys: pytest.CaptureFixture[str
     assert main(["slurm", "demo", "--nodes", "1", "--gpus-per-node", "1", "--output", str(where), word]) == 2
     told = capsys.readouterr().err
     assert "would be written into the job script" in told and IN_SETTINGS["api_key"] not in told and not where.exists()
-    from covey.cli.launch import refuse_secrets
+    from covey.cli.slurm import refuse_secrets
 
     with pytest.raises(InputError, match="the files of its jobs"):
         refuse_secrets(["learner.lr=1", "reward.options.judge.url=http://a:b@c/v1"], "the files of its jobs")
@@ -336,7 +336,7 @@ def test_a_tracker_is_not_told_the_command_where_it_holds_a_secret(
 ) -> None:
     """W&B records the words of the command; its settings come without secrets as all others do."""
     from covey.config.schema import LoggingConfig
-    from covey.telemetry import wandb
+    from covey.telemetry import trackers
     from covey.telemetry.base import RunInfo
 
     told: dict[str, Any] = {}
@@ -346,9 +346,9 @@ def test_a_tracker_is_not_told_the_command_where_it_holds_a_secret(
             told.update(options)
             return SimpleNamespace(define_metric=lambda *_, **__: None)
 
-    monkeypatch.setattr(wandb, "require", lambda *_: Fake())
+    monkeypatch.setattr(trackers, "require", lambda *_: Fake())
     monkeypatch.setattr(sys, "argv", ["covey", "train", *words])
-    wandb.WandbSink(RunInfo(tmp_path, "t", "gvpo", "m", "sort", 1), LoggingConfig())
+    trackers.WandbSink(RunInfo(tmp_path, "t", "gvpo", "m", "sort", 1), LoggingConfig())
     assert (told["settings"] or {}).get("x_disable_meta") is expected
 
 
@@ -367,7 +367,7 @@ def test_what_only_sounds_like_a_secret_stays() -> None:
 
 
 def test_a_run_is_recognised_by_its_name_whatever_it_looks_like(tmp_path: Path) -> None:
-    from covey.loop.folder import RunFolder, read_info
+    from covey.training.folder import RunFolder, read_info
 
     info = {"project": "p", "experiment": "sk-learn-regression-baseline", "fingerprint": "f", "status": "running"}
     RunFolder(tmp_path, (tmp_path / ".lock").open("w")).write_info(info | {"note": "sk-learn-regression-baseline"})

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from covey.dash import server as dash_server
-from covey.dash.report import html_report, markdown_report, read_all
-from covey.dash.runs import Library
-from covey.dash.server import Dash
-from covey.gateway import app as gateway_app
+from covey.dashboard import server as dash_server
+from covey.dashboard.runs import Library
+from covey.dashboard.server import Dash
+from covey.dashboard.static_page import html_report, markdown_report, read_all
+from covey.gateway import server as gateway_app
 from covey.gateway import server as gateway_server
 from tests.conftest import ROOT
-from tests.dash.made import episode, healthy, write_episodes, write_run
+from tests.dashboard.made import episode, healthy, write_episodes, write_run
 from tests.gateway.house import USER, House, Scripted, serving
 
 
@@ -87,9 +87,9 @@ def test_both_listen_on_the_loopback_alone(dash: Dash, house: House) -> None:
 
 def test_tokens_are_long_random_and_compared_in_constant_time(dash: Dash, house: House) -> None:
     assert len(dash.token) >= 32 and len(house.book.token) >= 32 and dash.token != house.book.token
-    from covey.gateway import book
+    from covey.gateway import registry
 
-    for module in (dash_server, book):
+    for module in (dash_server, registry):
         text = inspect.getsource(module)
         assert "compare_digest" in text
         for sign in ("== token", "== self.token", "token ==", "self.token =="):
@@ -196,7 +196,7 @@ def test_links_in_a_run_are_not_followed(run: Path, tmp_path: Path, name: str) -
 def everything(folder: Path) -> bytes:
     library = Library([folder])
     read_all(library)
-    from covey.dash.api import Api
+    from covey.dashboard.api import Api
 
     api = Api(library)
     asked = [("run", {"run": "0"}), ("episodes", {"run": "0"}), ("compare", {"runs": "0"})]

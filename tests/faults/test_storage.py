@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 
+from covey.app.train import is_finished
 from covey.cli.main import main
-from covey.cli.train import is_finished
-from covey.loop.checkpoint import CheckpointStore, step_folders
-from covey.loop.folder import RunFolder
 from covey.storage import StorageFailed, refusal, write_whole, writing
-from covey.telemetry.jsonl import JsonlFiles
-from covey.telemetry.parts import PartWriter
+from covey.telemetry.jsonl import JsonlFiles, PartWriter
 from covey.telemetry.telemetry import Telemetry
+from covey.training.checkpoint import CheckpointStore, step_folders
+from covey.training.folder import RunFolder
 from tests.faults.storage import SmallDisk, outcome, prepare, small_disk, the_run, train
 
 
@@ -131,9 +130,9 @@ def test_a_disk_of_any_size(
 def test_the_report_of_a_finished_run(
     tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import covey.loop.run
+    import covey.training.run
 
-    write = covey.loop.run.write_report
+    write = covey.training.run.write_report
     with small_disk(tmp_path / "disk", 4000) as disk:
         folder = prepare(disk.path / "work")
 
@@ -142,7 +141,7 @@ def test_the_report_of_a_finished_run(
             return write(path, status)
 
         with monkeypatch.context() as patch:
-            patch.setattr("covey.loop.run.write_report", full)
+            patch.setattr("covey.training.run.write_report", full)
             assert train(folder, tiny_model_folder) == 1
         told = capsys.readouterr().err
         run = the_run(folder)
@@ -212,7 +211,7 @@ def largest_file(size: int) -> Iterator[None]:
 @pytest.mark.parametrize("size", [50_000, 150_000])  # the weights do not fit; the optimiser's state does not
 def test_a_file_that_may_not_grow_leaves_the_best_checkpoint_alone(tmp_path: Path, size: int) -> None:
     from tests.conftest import byte_tokenizer
-    from tests.loop.test_checkpoint import store, trained_learner
+    from tests.training.test_checkpoint import store, trained_learner
 
     learner, checkpoints = trained_learner(), store(tmp_path, keep_last=1)
     best = {"best": {"step": 1, "value": 0.9}}
@@ -230,7 +229,7 @@ def test_a_disk_that_breaks_at_any_sync_leaves_the_checkpoint_before(
 ) -> None:
     """Input/output error at the first sync of a checkpoint, the second, ... : whole or absent each time."""
     from tests.conftest import byte_tokenizer
-    from tests.loop.test_checkpoint import store, trained_learner
+    from tests.training.test_checkpoint import store, trained_learner
 
     learner, checkpoints, sync, calls = trained_learner(), store(tmp_path, keep_last=1), os.fsync, 0
     checkpoints.save(1, learner, byte_tokenizer(), {"best": None})
@@ -351,7 +350,7 @@ def test_an_export_that_does_not_fit_is_not_there(
 
 def test_a_converted_model_that_does_not_fit_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The built-in model's cache, with a small model in the place of the GGUF's."""
-    from covey.learner import builtin
+    from covey.models import builtin
     from tests.conftest import byte_tokenizer, tiny_llama
 
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *a, **k: byte_tokenizer())
@@ -366,7 +365,7 @@ def test_a_converted_model_that_does_not_fit_is_not_there(tmp_path: Path, monkey
 
 
 def test_weights_for_another_process_are_whole_or_absent(tmp_path: Path) -> None:
-    from covey.rollout.vllm.weights import named_weights, write_weights
+    from covey.weights.names import named_weights, write_weights
     from tests.conftest import tiny_llama
 
     with largest_file(50_000), pytest.raises(StorageFailed, match=r"version-1.safetensors: File too large"):

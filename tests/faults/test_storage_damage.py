@@ -11,13 +11,9 @@ from pathlib import Path
 import pytest
 
 from covey.errors import InputError
-from covey.loop.checkpoint import (
-    DamagedCheckpoint,
-    open_checkpoint,
-    step_folders,
-)
+from covey.training.checkpoint import DamagedCheckpoint, open_checkpoint, step_folders
 from tests.conftest import byte_tokenizer
-from tests.loop.test_checkpoint import store, trained_learner
+from tests.training.test_checkpoint import store, trained_learner
 
 CASES = 6  # places in each file; the slow test has many
 
@@ -154,7 +150,7 @@ def test_where_all_are_damaged_nothing_is_begun_anew(checkpoints: Path) -> None:
 
 def test_one_that_cannot_be_read(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bad sector."""
-    import covey.loop.checkpoint as room
+    import covey.training.checkpoint as room
 
     read = room.sha256
 

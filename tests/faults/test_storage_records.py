@@ -16,10 +16,8 @@ import torch
 
 from covey.cli.main import main
 from covey.errors import InputError
-from covey.loop.checkpoint import (
-    CheckpointStore,
-)
-from covey.loop.folder import find_unfinished, read_info
+from covey.training.checkpoint import CheckpointStore
+from covey.training.folder import find_unfinished, read_info
 from tests.conftest import byte_tokenizer
 from tests.faults.storage import outcome, prepare, the_run, train
 from tests.faults.test_storage_damage import flipped, resign
@@ -132,7 +130,7 @@ def test_lines_that_are_no_record(tmp_path: Path, line: bytes) -> None:
 
 
 def test_covey_runs_shows_the_others(stopped: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from covey.dash.runs import Library
+    from covey.dashboard.runs import Library
 
     run = the_run(stopped)
     for name in ("broken", "torn"):
@@ -150,7 +148,7 @@ def test_covey_runs_shows_the_others(stopped: Path, monkeypatch: pytest.MonkeyPa
 
 def test_episodes_that_are_damaged_are_left_out_of_the_reader(stopped: Path) -> None:
     """Every line of the file cut or flipped somewhere: the index holds the others, all columns of one length."""
-    from covey.dash.episodes import Episodes
+    from covey.dashboard.episodes import Episodes
 
     path = the_run(stopped) / "episodes.jsonl"
     good = path.read_bytes().splitlines(keepends=True)
@@ -292,7 +290,7 @@ def test_a_prepared_set_whose_manifest_is_damaged(tmp_path: Path, text: str) -> 
 
 
 def test_flipped_weights_for_another_process_are_noticed(tmp_path: Path) -> None:
-    from covey.cluster.transport import WeightsDamaged, read_notice, write_notice
+    from covey.weights.transport import WeightsDamaged, read_notice, write_notice
 
     notice = write_notice(iter([("a", torch.ones(100))]), tmp_path, 1)
     path = Path(notice.path)

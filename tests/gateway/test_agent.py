@@ -18,7 +18,7 @@ import pytest
 
 from covey.errors import Absent, InputError, RunFailed
 from covey.gateway import GatewayAgent, Rules
-from covey.gateway.program import play, require_program
+from covey.gateway.agent import play, require_program
 from covey.rewards import resolve_rewards
 from covey.rollout.collector import Collector, NothingCompleted, TrainingSource
 from covey.rollout.rendering import Renderer

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from covey.loop.samples import episode_rows
+from covey.training.samples import episode_rows
 from covey.types import Sampling, StopReason
 from tests.conftest import tiny_llama
 from tests.gateway.house import SEARCH, USER, House, Scripted, serving, tokenizer

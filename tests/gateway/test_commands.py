@@ -17,8 +17,8 @@ import pytest
 
 from covey.cli.main import main
 from covey.gateway import GatewayAgent
-from covey.install import install_extra
-from covey.telemetry.episodes import read_episodes
+from covey.imports import install_extra
+from covey.telemetry.jsonl import read_episodes
 from tests.gateway.house import USER
 
 SMALL = [
@@ -140,7 +140,7 @@ def test_what_is_missing_is_told_before_the_model_loads(
 
 def test_a_run_hides_what_its_rewards_ask_for(tiny_model_folder: Path) -> None:
     from covey.algorithms import algorithm_schemas
-    from covey.cli.prepare import prepare
+    from covey.app.prepare import prepare
     from covey.config import compose
 
     def close(final_answer: str, expected: str = "") -> float:

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from covey.cli.gateway import hide_columns
+from covey.app.parts import hide_columns
 from covey.errors import Absent, InputError
 from covey.gateway import Book, GatewayAgent, Rules
-from covey.gateway.book import Over, shown_task
-from covey.gateway.program import environment
-from covey.gateway.refusal import Refused
+from covey.gateway.agent import environment
+from covey.gateway.openai_api import Refused
+from covey.gateway.registry import Over, shown_task
 from covey.gateway.server import bind
 from covey.rewards import resolve_rewards
 from covey.types import Task
@@ -103,7 +103,7 @@ def test_other_hosts_and_pages_are_turned_away(house: House) -> None:
 
 
 def test_bodies_are_bounded_and_must_be_json(house: House) -> None:
-    from covey.gateway.app import MAX_BODY
+    from covey.gateway.server import MAX_BODY
 
     key = house.open()["key"]
     big = house.post("/v1/chat/completions", key=key, content=b'"' + b"x" * MAX_BODY + b'"')
@@ -190,7 +190,7 @@ def test_what_the_rewards_ask_for_is_not_shown(house: House) -> None:
 
 
 def test_old_episodes_are_forgotten_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("covey.gateway.book.REMEMBERED", 2)
+    monkeypatch.setattr("covey.gateway.registry.REMEMBERED", 2)
     book = Book(Rules("tiny"))
     lives = [book.open(None, Task(str(n), ())) for n in range(3)]  # type: ignore[arg-type]
     for live in lives:

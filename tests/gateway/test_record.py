@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from covey.cli.serve import Recorder
-from covey.gateway import Book, Rules, book
+from covey.gateway import Book, Rules, registry
 from covey.storage import StorageFailed
-from covey.telemetry.parts import PartWriter, whole_lines
+from covey.telemetry.jsonl import PartWriter, whole_lines
 from tests.gateway.house import USER, House, Scripted, serving
 
 
@@ -92,7 +92,7 @@ def test_episodes_whose_clients_are_gone_end_when_others_come(tmp_path: Path) ->
         gone, here = house.open(), house.open()
         for opened in (gone, here):
             ask(house, opened["key"])
-        house.book._live[gone["id"]].used -= book.SILENT + 1
+        house.book._live[gone["id"]].used -= registry.SILENT + 1
         house.open()
         assert ids_of(record.path) == [gone["id"]]
         assert ask(house, gone["key"]).status_code == 410
@@ -103,7 +103,7 @@ def test_after_a_day_of_silence_the_token_opens_a_new_episode(tmp_path: Path) ->
     with serving(Scripted(lambda prompt, _: "hello")) as house:
         record = recording(house, tmp_path)
         old = ask(house, house.book.token).headers["x-covey-episode"]
-        house.book._live[old].used -= book.SILENT + 1
+        house.book._live[old].used -= registry.SILENT + 1
         house.open()
         again = ask(house, house.book.token)
         assert again.status_code == 200 and again.headers["x-covey-episode"] != old
@@ -123,7 +123,7 @@ def test_a_silent_episode_that_cannot_be_written_is_nobody_elses_trouble_and_not
         house.book.on_closed = record
         old = house.open()
         ask(house, old["key"])
-        house.book._live[old["id"]].used -= book.SILENT + 1
+        house.book._live[old["id"]].used -= registry.SILENT + 1
         house.open()
         assert old["id"] in house.book._live
         full = False

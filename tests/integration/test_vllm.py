@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from covey.cli.main import main
-from covey.rollout.embedded.sampling import truncate
+from covey.rollout.embedded.runner import truncate
 from covey.rollout.vllm import VllmEngine, VllmSettings
 from covey.types import Completion, Sampling, StopReason
 from tests.conftest import byte_tokenizer, tiny_llama

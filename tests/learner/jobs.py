@@ -13,11 +13,10 @@ from safetensors.torch import load_file
 from covey.algorithms import make
 from covey.config.schema import CriticConfig, LearnerConfig
 from covey.learner.learner import Learner
-from covey.learner.models import Reference
-from covey.learner.ranks import Ranks
-from covey.learner.sharding import full_weights, own_part
-from covey.rollout.vllm.weights import named_weights
+from covey.learner.parallel import Ranks, own_part
+from covey.models.loading import Reference
 from covey.types import Batch, Samples
+from covey.weights.names import full_weights, named_weights
 from tests.conftest import tiny_llama
 from tests.learner.helpers import batch_of, rows_of
 
@@ -178,10 +177,10 @@ def published(ranks: Ranks, case: Case) -> dict[str, torch.Tensor]:
 def from_settings(ranks: Ranks, settings: list[str], folder: Path | None) -> dict[str, Any]:
     """The learner that a command line describes, after an update; saved in `folder`."""
     from covey.algorithms import algorithm_schemas
-    from covey.cli.learner import make_learner
-    from covey.cli.prepare import prepare
+    from covey.app.models import make_learner
+    from covey.app.prepare import prepare
     from covey.config import compose
-    from covey.loop.samples import minibatches
+    from covey.training.samples import minibatches
 
     prepared = prepare(compose(settings, algorithms=algorithm_schemas()))
     learner = make_learner(prepared, None, ranks)

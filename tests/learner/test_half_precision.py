@@ -10,7 +10,7 @@ import torch
 from covey.config.schema import LearnerConfig, ModelConfig
 from covey.errors import InputError
 from covey.learner.learner import Learner
-from covey.learner.models import load_policy, open_source
+from covey.models.loading import load_policy, open_source
 from covey.rollout.embedded import EmbeddedEngine
 from covey.rollout.rendering import Renderer
 from covey.types import Sample, Sampling

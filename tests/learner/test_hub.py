@@ -13,10 +13,10 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils import _http
 
-from covey import hub
 from covey.config.schema import ModelConfig
 from covey.errors import Absent
-from covey.learner.models import open_source
+from covey.models import hub
+from covey.models.loading import open_source
 
 NOT_FOUND = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 

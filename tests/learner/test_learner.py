@@ -17,8 +17,8 @@ from covey.algorithms.ops import make_batch
 from covey.config.schema import LearnerConfig
 from covey.learner import learner as learner_module
 from covey.learner.learner import Learner, NonFiniteError
-from covey.learner.models import Reference
 from covey.learner.optimizer import learning_rate
+from covey.models.loading import Reference
 from covey.protocols import LossTerm, Needs
 from covey.types import Batch, Samples
 from tests.conftest import tiny_llama

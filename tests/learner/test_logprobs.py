@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from covey.learner import logprobs, memory
+from covey import memory
+from covey.learner import logprobs
 from tests.conftest import tiny_llama
 from tests.rollout.triton_here import DEVICE, needs_triton
 

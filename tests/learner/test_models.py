@@ -15,11 +15,11 @@ import torch
 import covey
 from covey.config.schema import LearnerConfig, LoraConfig, ModelConfig
 from covey.errors import Absent, InputError
-from covey.learner import builtin, models
 from covey.learner.learner import Learner
-from covey.learner.memory import keep_freed_memory
-from covey.learner.models import Reference, load_policy, locate, open_source, parameter_count, trained_count
-from covey.telemetry.memory import held as held_now
+from covey.memory import held as held_now
+from covey.memory import keep_freed_memory
+from covey.models import builtin, loading
+from covey.models.loading import Reference, load_policy, locate, open_source, parameter_count, trained_count
 from tests.learner.helpers import batch_of, rows_of
 
 
@@ -33,7 +33,7 @@ def has_wheel() -> bool:
 
 def test_the_path_of_a_model_is_what_transformers_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(models, "builtin_folder", lambda name: Path("/cache") / name)
+    monkeypatch.setattr(loading, "builtin_folder", lambda name: Path("/cache") / name)
     assert covey.model_path("smollm2-135m") == "/cache/smollm2-135m"
     assert covey.model_path("ORG/NAME") == "ORG/NAME"
     Path("smollm2-135m").mkdir()  # a folder of that name goes first, as in a run
@@ -144,8 +144,8 @@ def test_kept_memory_is_given_back_when_it_is_asked_for() -> None:
     """In a process of its own: what this one keeps depends on the tests before."""
     code = """
 import torch
-from covey.learner.memory import give_back_kept_memory, keep_freed_memory
-from covey.telemetry.memory import held
+from covey.memory import give_back_kept_memory, keep_freed_memory
+from covey.memory import held
 took = keep_freed_memory()
 table = torch.ones(64 * 2**20)  # 256 MiB
 full = held()["perf/memory_gib"]

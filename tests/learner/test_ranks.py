@@ -13,10 +13,9 @@ import torch
 
 from covey.config.schema import CriticConfig, LearnerConfig
 from covey.errors import InputError
-from covey.learner.ranks import ALONE, listen, open_store
+from covey.learner.parallel import ALONE, check_shards, check_teams
 from covey.learner.saving import load_state
-from covey.learner.sharding import check_shards
-from covey.learner.teams import check_teams
+from covey.weights.transport import listen, open_store
 from tests.learner.jobs import (
     Case,
     broken_update,

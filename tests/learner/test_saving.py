@@ -10,7 +10,7 @@ import torch
 from covey.algorithms import make
 from covey.config.schema import LearnerConfig
 from covey.learner.learner import Learner
-from covey.learner.ranks import Ranks
+from covey.learner.parallel import Ranks
 from covey.learner.saving import NonFiniteWeights, load_state, save_state
 from tests.conftest import tiny_llama
 from tests.learner.test_critic import make_learner, valued_batch
@@ -62,7 +62,7 @@ def test_adapters_are_written_in_one_order(tmp_path: Path) -> None:
 
     import peft
 
-    from covey.learner.ranks import ALONE
+    from covey.learner.parallel import ALONE
     from covey.learner.saving import save_model
 
     names = ["v_proj", "up_proj", "q_proj", "o_proj", "k_proj", "gate_proj", "down_proj"]

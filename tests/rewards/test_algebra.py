@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from covey.rewards.algebra import NotAlgebra, Ratio, parse
+from covey.rewards.math.algebra import NotAlgebra, Ratio, parse
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from covey.rewards.calls import LONGEST, NotCalls, calls_in
+from covey.rewards.bfcl import LONGEST, NotCalls, calls_in
 
 ONE = ("f", {"a": 1})
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from covey.rewards import math_process
-from covey.rewards.algebra import Ratio
-from covey.rewards.bases import Numeral, numeral, same_numeral
-from covey.rewards.equality import Comparison, compare, equal
-from covey.rewards.maths import gold_texts
+from covey.rewards.math import verify
+from covey.rewards.math.algebra import Ratio
+from covey.rewards.math.equality import Comparison, compare, equal
+from covey.rewards.math.latex import Numeral, numeral, same_numeral
+from covey.rewards.math.rewards import gold_texts
 from tests.rewards.replies import score
 
 NEEDS_MATH_VERIFY = pytest.mark.skipif(
@@ -228,7 +228,7 @@ def golds_in(shared: Path) -> list[str]:
 
 async def _all(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
     """Those that are paid, with math-verify for what is open."""
-    from covey.rewards.maths import _verified
+    from covey.rewards.math.rewards import _verified
 
     return [(gold, reply) for gold, reply in pairs if await _verified(gold, reply, 2.0)]
 
@@ -245,7 +245,7 @@ def test_gold_answers_of_other_problems_are_not_paid(shared: Path) -> None:
     golds = golds_in(shared)
     formulas = [gold for gold in golds if not re.fullmatch(r"-?[\d.]+", gold)]
     pairs = [(draw.choice(formulas), draw.choice(golds)) for _ in range(120)]
-    assert asyncio.run(_all([(a, b) for a, b in pairs if a != b and not math_process.wild(a)])) == []
+    assert asyncio.run(_all([(a, b) for a, b in pairs if a != b and not verify.wild(a)])) == []
 
 
 @NEEDS_MATH_VERIFY

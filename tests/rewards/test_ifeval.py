@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 
 from covey.errors import Absent, InputError
-from covey.install import install_extra
+from covey.imports import install_extra
 from covey.rewards import RewardError, resolve_rewards
-from covey.rewards.ifeval import forgiving
-from covey.rewards.ifeval_kinds import DETECTING, KINDS
-from covey.rewards.ifeval_text import capital_words, count_sentences, count_words
+from covey.rewards.ifeval import DETECTING, KINDS, capital_words, count_sentences, count_words, forgiving
 from covey.types import StopReason, Task, Turn
 from tests.rewards.ifeval_cases import CASES
 from tests.rewards.replies import episode_of, scored, task_of

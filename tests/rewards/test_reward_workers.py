@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from covey.cli.checks import digest_rewards
+from covey.app.checks import digest_rewards
 from covey.errors import InputError, RunFailed
 from covey.rewards import RewardError, RewardSet, only_if, resolve_rewards
 from covey.rollout.collector import NothingCompleted, TrainingSource

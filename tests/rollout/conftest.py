@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from covey.rollout.embedded import EmbeddedEngine, attention
-from covey.rollout.embedded import paged as paged_module
+from covey.rollout.embedded import gpu_batch as paged_module
 from tests.rollout.plain import engine_for
 from tests.rollout.triton_here import CAN_RUN_TRITON, DEVICE
 
@@ -34,7 +34,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
 def _without_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     if not CAN_RUN_TRITON:
         return  # only eager engines can be made here
-    from covey.rollout.embedded.graphs import GraphDecoder, GraphStep
+    from covey.rollout.embedded.gpu_batch import GraphDecoder, GraphStep
     from covey.rollout.embedded.kernels import splits_for
 
     def capture(self: Any, size: int, draws: bool) -> tuple[Any, torch.Tensor]:

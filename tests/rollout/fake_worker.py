@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from covey.rollout.embedded.sampling import draw
-from covey.rollout.vllm.channel import Message
-from covey.rollout.vllm.serve import serve
-from covey.rollout.vllm.weights import file_digest
+from covey.rollout.embedded.runner import draw
+from covey.rollout.vllm.process import Message
+from covey.rollout.vllm.worker import serve
 from covey.types import Sampling
+from covey.weights.names import file_digest
 
 
 class FakeVllm:

@@ -12,7 +12,7 @@ FAKE = str(Path(__file__).with_name("fake_worker.py"))
 
 def without_vllm(patch: pytest.MonkeyPatch, mode: str = "") -> None:
     """From now on rollout=vllm starts the worker in fake_worker.py, whether vLLM is installed or not."""
-    from covey.cli import checks
+    from covey.app import checks
     from covey.rollout.vllm import engine
 
     patch.setattr(checks, "require_vllm", lambda: None)

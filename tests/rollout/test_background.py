@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from covey.agents.custom import FunctionAgent
+from covey.agents.resolve import FunctionAgent
 from covey.errors import InputError
-from covey.rollout.background import BackgroundSource
-from covey.rollout.reuse import Kept, Reuse
+from covey.rollout.asynchronous import BackgroundSource, Kept, Reuse
 from covey.types import Group, Sampling, Task
 from tests.rollout.test_collector import TASKS, collector, parity
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from covey.rollout.embedded.blocks import BlockManager
+from covey.rollout.embedded.allocation import BlockManager
 
 Tokens = tuple[int, ...]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from covey.app import checks as module
+from covey.app.checks import choose, require_vllm
 from covey.errors import Absent
-from covey.install import install_extra
-from covey.rollout import choose as module
-from covey.rollout.choose import choose, require_vllm
+from covey.imports import install_extra
 
 LARGE_AND_LONG = {"installed": True, "gpu": True, "parameters": 7.6e9, "max_tokens": 8192}
 

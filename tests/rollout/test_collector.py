@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from covey.agents import ChatAgent
-from covey.agents.custom import FunctionAgent, resolve_agent
+from covey.agents.resolve import FunctionAgent, resolve_agent
 from covey.errors import InputError
-from covey.loop.samples import to_samples
 from covey.rewards import resolve_rewards
 from covey.rollout.collector import Collector, NothingCompleted, Refill, TrainingSource
 from covey.rollout.rendering import Renderer
 from covey.tasks import fresh_tasks
+from covey.training.samples import to_samples
 from covey.types import Completion, Episode, Sampling, StopReason, Task
 from tests.conftest import byte_tokenizer
 
@@ -367,7 +367,7 @@ def test_a_reward_that_fails_on_one_attempt_costs_that_one_also_beside_a_reward_
 
 def test_an_evaluation_counts_what_no_reward_scored() -> None:
     from covey.config.schema import EvalConfig
-    from covey.loop.evaluate import Evaluator
+    from covey.training.evaluate import Evaluator
 
     def even_only(final_answer: str) -> float | None:
         return None if int(final_answer) % 2 else 1.0

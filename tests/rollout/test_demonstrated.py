@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from covey.errors import InputError
-from covey.loop.samples import episode_rows
-from covey.rollout.demonstrated import demonstrated
 from covey.rollout.policy import EpisodePolicy
-from covey.rollout.rendering import Renderer
+from covey.rollout.rendering import Renderer, demonstrated
+from covey.training.samples import episode_rows
 from covey.types import Completion, Episode, Sampling, StopReason, Task, Turn
 from tests.conftest import byte_tokenizer
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from covey.rollout.embedded import paged as paged_module
-from covey.rollout.embedded import slotted as slotted_module
+from covey.rollout.embedded import cpu_batch as slotted_module
+from covey.rollout.embedded import gpu_batch as paged_module
 from covey.types import Sampling
 from tests.learner.test_forward import FAMILIES, family
 from tests.rollout.plain import Request, answers, assert_as_alone, engine_for, greedy

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from covey.rollout.embedded import paged as paged_module
-from covey.rollout.embedded.sampling import truncate
+from covey.rollout.embedded import gpu_batch as paged_module
+from covey.rollout.embedded.runner import truncate
 from covey.types import Completion, Sampling, StopReason
 from tests.conftest import tiny_llama
 from tests.learner.test_forward import family
@@ -163,9 +163,9 @@ def test_one_request_after_another_finds_nothing_of_the_one_before(
     on_gpu: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the same shape, so that it lies where the other lay: in the buffers, and here in Python's memory as well."""
-    from covey.rollout.embedded import graphs
+    from covey.rollout.embedded import gpu_batch
 
-    monkeypatch.setattr(graphs, "id", lambda _: 0, raising=False)
+    monkeypatch.setattr(gpu_batch, "id", lambda _: 0, raising=False)
     model = tiny_llama().to(DEVICE)
     engine = on_gpu(model, eos_ids=[])
     requests = [([n + 3, 9, 10 + n], Sampling(max_tokens=12, seed=n)) for n in range(2)]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from covey.rollout.embedded.cache import KvCache, PagedDecode
-from covey.rollout.embedded.sampling import draw
-from covey.rollout.streams import uniform
+from covey.rollout.embedded.runner import draw
+from covey.streams import uniform
 from covey.types import Sampling
 from tests.rollout.triton_here import DEVICE, needs_triton
 

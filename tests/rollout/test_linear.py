@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from covey.rollout.embedded import linear, slotted
-from covey.rollout.embedded.linear import PackedLinears
+from covey.rollout.embedded import cpu_batch
+from covey.rollout.embedded.cpu_batch import PackedLinears
 from covey.types import Sampling
 from tests.conftest import tiny_llama
 from tests.learner.test_forward import family
@@ -45,8 +45,8 @@ def test_they_are_laid_out_when_many_steps_are_ahead_and_used_until_new_weights_
     model = tiny_llama()
     engine = engine_for(model, eos_ids=[])
     batch = engine._batch
-    assert isinstance(batch, slotted.SlottedBatch)
-    answers(engine, [([5, 6], Sampling(max_tokens=slotted.WORTH_PACKING - 1))])
+    assert isinstance(batch, cpu_batch.SlottedBatch)
+    answers(engine, [([5, 6], Sampling(max_tokens=cpu_batch.WORTH_PACKING - 1))])
     assert not batch.linears.forwards
     assert_as_alone(model, REQUESTS, answers(engine, REQUESTS))
     assert len(batch.linears.forwards) == 2 * 7 + 1  # of two layers, and the output matrix
@@ -82,12 +82,12 @@ def test_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     model = peft.get_peft_model(
         family("qwen2"), peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     ).eval()
-    monkeypatch.setattr(slotted, "WORTH_PACKING", 1)
+    monkeypatch.setattr(cpu_batch, "WORTH_PACKING", 1)
     assert_as_alone(model, REQUESTS, answers(engine_for(model, eos_ids=[]), REQUESTS))
 
 
 def test_no_copy_where_it_would_be_large_or_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     assert PackedLinears(tiny_llama(dtype=torch.bfloat16)).layers == []
     assert len(PackedLinears(tiny_llama()).layers) == 15
-    monkeypatch.setattr(linear, "SHARE", 1e-9)
+    monkeypatch.setattr(cpu_batch, "SHARE", 1e-9)
     assert PackedLinears(tiny_llama()).layers == []

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from covey.rollout.embedded import runner as runner_module
+from covey.rollout.embedded.allocation import BlockManager
 from covey.rollout.embedded.attention import engine_attention
-from covey.rollout.embedded.blocks import BlockManager
 from covey.rollout.embedded.cache import Decode, KvCache, PagedDecode, Prefill, RowCache
-from covey.rollout.embedded.runner import Runner
-from covey.rollout.embedded.sampling import draw
+from covey.rollout.embedded.runner import Runner, draw
 from covey.rollout.embedded.scheduler import Running, Scheduler
 from covey.types import Sampling
 from tests.conftest import tiny_llama

@@ -10,7 +10,7 @@ import pytest
 
 from covey.rollout.policy import EpisodePolicy
 from covey.rollout.rendering import Renderer
-from covey.rollout.streams import stream_seed
+from covey.streams import stream_seed
 from covey.types import Completion, Sampling, StopReason
 from tests.conftest import byte_tokenizer
 

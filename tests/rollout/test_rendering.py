@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from covey.errors import InputError
-from covey.loop.samples import episode_rows
 from covey.protocols import NoRoom
 from covey.rollout.policy import EpisodePolicy
 from covey.rollout.rendering import Renderer, TemplateError
 from covey.rollout.templates import NAMED, use_template
+from covey.training.samples import episode_rows
 from covey.types import Completion, Episode, Sampling, StopReason, Task
 from tests.conftest import byte_tokenizer
 

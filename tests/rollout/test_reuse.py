@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from covey.rollout.reuse import Reuse, fresh_groups, oldest
+from covey.rollout.asynchronous import Reuse, fresh_groups, oldest
 from covey.types import Episode, Group, StopReason, Task, Turn
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from covey.rollout.embedded import paged as paged_module
-from covey.rollout.embedded import slotted as slotted_module
+from covey.memory import cache_tokens, grown
+from covey.rollout.embedded import cpu_batch as slotted_module
+from covey.rollout.embedded import gpu_batch as paged_module
 from covey.rollout.embedded.cache import KvCache
-from covey.rollout.embedded.memory import affordable_tokens, grown
-from covey.rollout.embedded.paged import PagedBatch
-from covey.rollout.embedded.slotted import SlottedBatch
+from covey.rollout.embedded.cpu_batch import SlottedBatch
+from covey.rollout.embedded.gpu_batch import PagedBatch
 from covey.types import Completion, Sampling, StopReason
 from tests.conftest import tiny_llama
 from tests.rollout.plain import Request, answers, assert_as_alone, engine_for, passes
@@ -56,8 +56,8 @@ def test_memory_that_a_sequence_needs() -> None:
     """2 · layers · key heads · head size · bytes for each token."""
     token = 2 * 2 * 2 * 8 * 4
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert affordable_tokens(tiny_llama(), 0.25) == int(memory * 0.25) // token
-    assert affordable_tokens(tiny_llama(dtype=torch.bfloat16), 0.25) == int(memory * 0.25) // (token // 2)
+    assert cache_tokens(tiny_llama(), 0.25) == int(memory * 0.25) // token
+    assert cache_tokens(tiny_llama(dtype=torch.bfloat16), 0.25) == int(memory * 0.25) // (token // 2)
 
 
 @pytest.mark.parametrize("paged", [False, True])

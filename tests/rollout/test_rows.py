@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from covey.rollout.embedded.blocks import Found
-from covey.rollout.embedded.rows import DENSE, WORTH_SHARING, RowManager, common
+from covey.rollout.embedded.allocation import DENSE, WORTH_SHARING, Found, RowManager, common
 from covey.rollout.embedded.runner import Runner
 from covey.rollout.embedded.scheduler import Entry, Running, Scheduler
 from covey.types import Sampling

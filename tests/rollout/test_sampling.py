@@ -9,9 +9,9 @@ from fractions import Fraction
 import pytest
 import torch
 
-from covey.rollout.embedded import sampling
-from covey.rollout.embedded.sampling import draw, truncate
-from covey.rollout.streams import stream_seed, uniform
+from covey.rollout.embedded import runner
+from covey.rollout.embedded.runner import draw, truncate
+from covey.streams import stream_seed, uniform
 from covey.types import Sampling
 
 PROBS = [0.4, 0.3, 0.2, 0.1]
@@ -69,14 +69,14 @@ def test_the_token_is_where_the_cumulative_distribution_passes_the_number(vocabu
             if below > Fraction(u) * total:
                 break
         probs = torch.tensor([weights], dtype=torch.float32) / 2**13  # exact, and so are their sums
-        assert int(sampling.invert(probs, torch.tensor([u], dtype=torch.float64))) == expected
+        assert int(runner.invert(probs, torch.tensor([u], dtype=torch.float64))) == expected
 
 
 def test_a_number_that_rounds_up_to_the_total_means_the_last_token_that_has_any_probability() -> None:
     probs = torch.zeros(2, 1024)
     probs[0, 3] = probs[0, 700] = 0.5
     probs[1, 1023] = 1.0
-    assert sampling.invert(probs, torch.ones(2, dtype=torch.float64)).tolist() == [700, 1023]
+    assert runner.invert(probs, torch.ones(2, dtype=torch.float64)).tolist() == [700, 1023]
 
 
 def test_a_token_without_probability_is_never_drawn() -> None:
@@ -100,10 +100,10 @@ def test_rows_drawn_some_after_the_other_are_the_same_to_the_last_bit(
     logits = torch.randn(7, 500) * 4
     settings = [Sampling(seed=s, temperature=s % 3 / 2, top_p=1 - s % 2 / 5) for s in range(7)]
     whole = draw(logits, settings, range(7))
-    monkeypatch.setattr(sampling, "BLOCK_LOGITS", rows * 500 + 499)
+    monkeypatch.setattr(runner, "BLOCK_LOGITS", rows * 500 + 499)
     worked_on: list[int] = []
-    one_block = sampling._draw
-    monkeypatch.setattr(sampling, "_draw", lambda x, *rest: (worked_on.append(len(x)), one_block(x, *rest))[1])
+    one_block = runner._draw
+    monkeypatch.setattr(runner, "_draw", lambda x, *rest: (worked_on.append(len(x)), one_block(x, *rest))[1])
     parts = draw(logits, settings, range(7))
     assert worked_on == [rows] * (7 // rows) + [7 % rows] * (7 % rows > 0)
     for a, b in zip(whole, parts, strict=True):

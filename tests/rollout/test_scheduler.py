@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from covey.rollout.embedded.blocks import BlockManager
+from covey.rollout.embedded.allocation import BlockManager
 from covey.rollout.embedded.scheduler import Entry, Running, Scheduler, refuse
 from covey.types import Sampling
 

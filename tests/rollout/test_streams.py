@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from covey.rollout.streams import stream_seed, uniform
+from covey.streams import stream_seed, uniform
 
 
 def first_eight_bytes(text: bytes) -> int:

@@ -25,8 +25,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from covey.rollout.embedded import EmbeddedEngine
-from covey.rollout.embedded import paged as paged_module
-from covey.rollout.embedded.sampling import draw
+from covey.rollout.embedded import gpu_batch as paged_module
+from covey.rollout.embedded.runner import draw
 from covey.rollout.embedded.scheduler import Running, Scheduler
 from covey.types import Completion, Sampling
 from tests.learner.test_forward import family

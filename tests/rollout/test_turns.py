@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from covey.rollout.embedded import paged as paged_module
+from covey.rollout.embedded import gpu_batch as paged_module
 from covey.types import Completion, Sampling
 from tests.conftest import tiny_llama
 from tests.learner.test_forward import family

@@ -18,8 +18,8 @@ import torch
 
 from covey.errors import RunFailed
 from covey.rollout.vllm import VllmEngine, VllmSettings, process
-from covey.rollout.vllm.channel import frame, receive
 from covey.rollout.vllm.engine import environment
+from covey.rollout.vllm.process import frame, receive
 from covey.types import Sampling, StopReason
 from tests.conftest import tiny_llama
 from tests.rollout.no_vllm import FAKE

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from covey.errors import InputError
-from covey.rollout.vllm.weights import buckets, file_digest, named_weights, unpacked, write_weights
+from covey.weights.names import buckets, file_digest, named_weights, unpacked, write_weights
 from tests.conftest import tiny_llama
 
 peft = pytest.importorskip("peft")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from covey.rollout.window import Window
+from covey.rollout.asynchronous import Window
 
 Duration = Callable[[random.Random, int], float]
 

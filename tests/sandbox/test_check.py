@@ -11,9 +11,9 @@ import pytest
 
 from covey.errors import InputError
 from covey.sandbox import Asserts, Cases, Function, Limits, Sandbox, Verdict, hidden_tests
-from covey.sandbox.check import given_names
+from covey.sandbox.hidden_tests import given_names
 from covey.sandbox.inside.values import Unsupported, dumps, loads
-from covey.sandbox.view import interpreter
+from covey.sandbox.tiers import interpreter
 from tests.sandbox.conftest import quickest_walls, run, sandbox_of
 
 ADD = Asserts(("assert add(2, 3) == 5", "assert add('a', 'b') == 'ab'"))

@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from covey.sandbox import Limits, Outcome, Sandbox
-from covey.sandbox.tiers import examine
-from covey.sandbox.view import interpreter
+from covey.sandbox.tiers import examine, interpreter
 from tests.sandbox.attempts import ATTEMPTS, HEAD, NOT_BY_LIMITS, Attempt
 from tests.sandbox.conftest import WALLED, run, sandbox_of
 

@@ -16,8 +16,7 @@ from covey.errors import InputError
 from covey.sandbox import TIERS, choose, describe, tiers
 from covey.sandbox.inside import filters
 from covey.sandbox.inside.walls import closed_folder
-from covey.sandbox.tiers import Finding
-from covey.sandbox.view import view
+from covey.sandbox.tiers import Finding, view
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, *working: str) -> None:

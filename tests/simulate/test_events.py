@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from covey.simulate.events import Place, Step, Work, simulate
-from covey.simulate.figures import Decode, Episodes, Turn
+from covey.simulate.hardware import Decode, Episodes, Turn
+from covey.simulate.simulation import Place, Step, Work, simulate
 
 
 def work(*turns: Turn, groups: int = 1, attempts: int = 2, prompt: int = 0) -> Work:

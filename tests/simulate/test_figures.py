@@ -10,19 +10,20 @@ from typing import Any
 import pytest
 
 from covey.errors import InputError
-from covey.simulate.assumed import assumed_episodes, assumed_speeds
-from covey.simulate.events import Place, Work, simulate
-from covey.simulate.figures import Decode, Episodes, Speeds, Turn, fit_line
-from covey.simulate.hardware import Device
-from covey.simulate.measured import (
-    benchmark_speeds,
-    learn_speed,
-    read_benchmarks,
-    run_episodes,
-    run_speeds,
-    run_steps,
+from covey.simulate.hardware import (
+    Decode,
+    Device,
+    Episodes,
+    Shape,
+    Speeds,
+    Turn,
+    assumed_episodes,
+    assumed_speeds,
+    fit_line,
+    shape_from_name,
 )
-from covey.simulate.shape import Shape, shape_from_name
+from covey.simulate.measured import benchmark_speeds, learn_speed, read_benchmarks, run_episodes, run_speeds, run_steps
+from covey.simulate.simulation import Place, Work, simulate
 
 SHAPE = Shape(2, 8, 16, 4, 2, 2, 100, tied=True, source="made up")
 DEVICE = Device("made up", 1e3, 1e3, 1e9, 1e6, 1e5, 0.01, 0.5, 2)

@@ -9,23 +9,26 @@ from pathlib import Path
 
 import pytest
 
+from covey.app.compose import compose_words
 from covey.cli.main import main
 from covey.cli.simulate import passes
-from covey.cli.words import compose_words, parse
-from covey.simulate.events import Work
-from covey.simulate.figures import Decode, Episodes, Speeds, Turn
-from covey.simulate.hardware import GIB, NODE, Device, device
-from covey.simulate.memory import (
+from covey.cli.words import parse
+from covey.simulate.hardware import GIB, NODE, Decode, Device, Episodes, Shape, Speeds, Turn, device
+from covey.simulate.simulation import Work
+from covey.simulate.splits import (
+    Job,
     Memory,
+    Split,
     Training,
     activation_bytes,
+    all_splits,
+    best,
     engine_memory,
     learner_memory,
     most_sequences,
+    predict,
     states,
 )
-from covey.simulate.shape import Shape
-from covey.simulate.splits import Job, Split, all_splits, best, predict
 
 SHAPE = Shape(2, 8, 16, 4, 2, 2, 100, tied=True, source="made up")  # 1952 parameters
 DEVICE = Device("made up", 1e3, 1e6, 1e9, 1000.0, 100.0, 0.01, 0.5, 2)

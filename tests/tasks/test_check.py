@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from covey.tasks.check import Report, check_files
-from covey.tasks.statistics import quantiles, statistics
+from covey.tasks.check import Report, check_files, quantiles, statistics
 from covey.types import Task
 
 

@@ -16,10 +16,9 @@ import pytest
 
 from covey.errors import Absent, InputError
 from covey.tasks import DATASETS
-from covey.tasks.datasets.dataset import Hub, Source, Url
-from covey.tasks.datasets.maths import last_boxed
+from covey.tasks.datasets.dataset import Hub, Source, Url, normal
+from covey.tasks.datasets.math_sets import last_boxed
 from covey.tasks.datasets.prepare import prepare
-from covey.tasks.datasets.text import normal
 from covey.tasks.reading import read_table
 
 GSM8K = DATASETS["gsm8k"]
@@ -252,7 +251,7 @@ def test_an_earlier_one_stays_when_writing_fails(tmp_path: Path, monkeypatch: py
     def full(path: Path) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("covey.tasks.datasets.write.sync_tree", full)
+    monkeypatch.setattr("covey.tasks.datasets.prepare.sync_tree", full)
     with pytest.raises(OSError, match="no space left"):
         prepare(GSM8K, [file], tmp_path / "out")
     assert questions(tmp_path / "out/train.parquet") == ["1+1"]

@@ -11,8 +11,8 @@ import pytest
 
 from covey.config.schema import DataConfig
 from covey.errors import Absent, InputError
-from covey.install import install_extra
-from covey.rewards.reasoning_gym import reasoning_gym
+from covey.imports import install_extra
+from covey.rewards.countdown import reasoning_gym
 from covey.tasks import TaskSet, default_reward, load_tasks
 from covey.types import Task
 

@@ -13,9 +13,9 @@ import pytest
 
 from covey.config.schema import LoggingConfig
 from covey.telemetry import RunInfo, working
-from covey.telemetry import heartbeat as module
+from covey.telemetry import progress as module
 from covey.telemetry.console import PlainConsole
-from covey.telemetry.state import RunState
+from covey.telemetry.history import RunState
 
 
 class Log:

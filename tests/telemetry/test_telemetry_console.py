@@ -17,10 +17,8 @@ from covey.config.schema import LoggingConfig
 from covey.telemetry import EpisodeView, RunInfo, Telemetry
 from covey.telemetry.console import LiveConsole, PlainConsole, Screen, open_console
 from covey.telemetry.figures import duration, key_figures, show
-from covey.telemetry.history import History, Record
-from covey.telemetry.state import RunState
-from covey.telemetry.textplot import Marks, nice_range, plot, sparkline
-from covey.telemetry.view import LiveView
+from covey.telemetry.history import History, Record, RunState
+from covey.telemetry.live_view import LiveView, Marks, nice_range, plot, sparkline
 
 STEP = {
     "reward/mean": 0.5312,

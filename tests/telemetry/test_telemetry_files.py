@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from covey.errors import InputError
+from covey.memory import held
 from covey.telemetry import Telemetry, read_episodes, read_history
 from covey.telemetry.figures import by_the_machine
-from covey.telemetry.jsonl import JsonlFiles, read_jsonl
-from covey.telemetry.memory import held
-from covey.telemetry.parts import PART_BYTES, parts_of
+from covey.telemetry.jsonl import PART_BYTES, JsonlFiles, parts_of, read_jsonl
 
 
 def test_one_line_per_record_with_sorted_names_and_every_digit(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from covey.config.schema import LoggingConfig
 from covey.errors import InputError
-from covey.install import install_extra
+from covey.imports import install_extra
 from covey.telemetry import EpisodeView, RunInfo, Telemetry, check_logging, read_history
 from covey.telemetry.base import Sink
 from covey.telemetry.console import WarningsOnly

@@ -12,9 +12,8 @@ from covey.cli.main import main
 from covey.config.schema import LoggingConfig
 from covey.errors import InputError
 from covey.storage import LOCK
-from covey.telemetry.history import read_run
-from covey.telemetry.labels import LABELS_FILE, relabel
-from tests.dash.made import healthy, write_run
+from covey.telemetry.history import LABELS_FILE, read_run, relabel
+from tests.dashboard.made import healthy, write_run
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 import covey
 from covey.algorithms import algorithm_schemas
-from covey.cli import given
+from covey.app import objects
 from covey.config import compose
 
 
@@ -90,7 +90,7 @@ def test_mistakes_in_the_call(tiny_model_folder: Path) -> None:
     ],
 )
 def test_text_from_python_stays_as_it_is(text: str) -> None:
-    words = given._settings({"data": {"system_prompt": text}, "rollout.stop": [text]})
+    words = objects._settings({"data": {"system_prompt": text}, "rollout.stop": [text]})
     config = compose(words, algorithms=algorithm_schemas()).config
     assert config.data.system_prompt == text
     assert config.rollout.stop == [text]

@@ -25,7 +25,7 @@ Gvpo(bta=1)
 covey.Trainer(tasks=3)
 trainer.lr = "high"
 """
-SEEN = ['"dict[str, float]"', '"covey.loop.run.Run"', '"float"']
+SEEN = ['"dict[str, float]"', '"covey.training.run.Run"', '"float"']
 WRONG = ['Unexpected keyword argument "bta" for "Gvpo"', 'Argument "tasks" to "Trainer"', 'has type "str", variable']
 
 

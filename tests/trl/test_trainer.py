@@ -12,9 +12,7 @@ import pytest
 
 from covey.errors import InputError
 from covey.trl import GRPOConfig, GRPOTrainer
-from covey.trl.data import read_rows
-from covey.trl.peft import translate_adapter
-from covey.trl.rewards import translate_rewards
+from covey.trl.inputs import read_rows, translate_adapter, translate_rewards
 from tests.conftest import byte_tokenizer
 from tests.rewards.test_reward_model import chatty  # noqa: F401  (a tiny classifier)
 

@@ -23,12 +23,12 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from covey.agents.calls import Call
-from covey.agents.formats.base import function_of, in_words, speech_start
+from covey.agents.formats.base import Call, function_of, in_words
 from covey.agents.formats.hermes import HermesFormat
 from covey.agents.formats.llama import LlamaFormat
 from covey.errors import unknown
 from covey.protocols import NoRoom, Policy
+from covey.replies import speech_start
 from covey.types import Episode, Messages, StopReason, Task, ToolUse
 
 MODULES = ("planner", "executor", "verifier", "generator")

@@ -1,8 +1,4 @@
-"""The turn loop: ask, run the tools that were called, show what came back, until there is an answer.
-
-The model's mistakes (malformed calls, unknown tools, wrong arguments) come back to it as observations. A failure of
-ours ends the episode as a failure. A reply that was cut off ends it too: nothing in it is parsed or run.
-"""
+"""The tools of a run, with where they run and their limits: what an agent opens for each episode."""
 
 from __future__ import annotations
 
@@ -11,10 +7,55 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from covey.agents.formats import Format
-from covey.agents.toolbox import Toolbox
-from covey.agents.tools import Runner
+from covey.agents.tools import Bench, Runner, ToolSet
 from covey.protocols import NoRoom, Policy
 from covey.types import Episode, Messages, StopReason, Task, ToolUse
+
+
+@dataclass(frozen=True)
+class Toolbox:
+    """`runner` has the functions of users' tools; it is there when the run begins."""
+
+    tools: ToolSet
+    max_tokens: int = 512
+    seconds: float = 10.0
+    runner: Runner | None = None
+
+    def schemas(self) -> list[dict[str, Any]]:
+        return self.tools.schemas()
+
+    @property
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """What a pool of workers must have for `in_workers`."""
+        return self.tools.functions
+
+    def in_workers(self, pool: Runner) -> Toolbox:
+        """The same, with users' tools in killable processes."""
+        return replace(self, runner=pool)
+
+    def open(self, policy: Policy) -> Bench:
+        """The bench of the episode that this policy plays."""
+        return self.tools.open(
+            self.runner, cut=policy.cut, max_tokens=self.max_tokens, seconds=self.seconds, waiting=policy.waiting
+        )
+
+
+# -- The plain agent: the task's messages in, one answer out -----------------------------------------------------------
+
+
+class ChatAgent:
+    def opening(self, task: Task) -> tuple[Messages, None]:
+        return task.messages, None
+
+    async def run(self, policy: Policy, task: Task) -> Episode:
+        reply = {"role": "assistant", "content": await policy.chat(task.messages)}
+        (turn,) = policy.turns
+        return Episode(task, (turn,), (*task.messages, reply), stop=turn.stop)
+
+
+# -- The turn loop: ask, run the tools that were called, show what came back, until there is an answer -----------------
+# The model's mistakes (malformed calls, unknown tools, wrong arguments) come back to it as observations. A failure of
+# ours ends the episode as a failure. A reply that was cut off ends it too: nothing in it is parsed or run.
 
 Message = Mapping[str, Any]
 

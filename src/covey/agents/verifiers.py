@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from covey.agents.environment import EnvironmentFailed, beyond
 from covey.config.schema import AgentConfig
 from covey.errors import InputError, place_in, said, with_place
-from covey.install import install_extra
-from covey.plugins import load_function, no_exit
+from covey.imports import install_extra, load_function, no_exit
 from covey.protocols import Policy
 from covey.types import Episode, Messages, RewardTable, StopReason, Task
 
@@ -43,9 +42,9 @@ def require_verifiers() -> Any:
         from verifiers import v1
     except ImportError as error:
         raise InputError(f"agent=verifiers needs the package ({error})\n  {install_extra('verifiers')}") from error
-    from covey.agents import verifiers_bridge, verifiers_runtime
+    from covey.agents import verifiers_runtime
 
-    sys.modules.setdefault(HARNESS, verifiers_bridge)  # harnesses are found by the name of a module
+    sys.modules.setdefault(HARNESS, verifiers_runtime)  # harnesses are found by the name of a module
     verifiers_runtime.install()
     return v1
 
@@ -121,7 +120,7 @@ class VerifiersAgent:
         return task.messages, None
 
     async def run(self, policy: Policy, task: Task) -> Episode:
-        from covey.agents.verifiers_bridge import MODEL, PolicyClient
+        from covey.agents.verifiers_runtime import MODEL, PolicyClient
 
         vf = require_verifiers()
         if task.id not in self._tasks:

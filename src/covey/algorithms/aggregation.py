@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from covey.lazy import torch
+from covey.imports import torch
 from covey.protocols import LossTerm
 from covey.ranges import Tokens, check_ranges
 from covey.types import Batch

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from covey.algorithms.correction import Correction
 from covey.algorithms.kl import Kl
 from covey.algorithms.shaping import GroupFilter, Shaping
-from covey.lazy import torch
+from covey.imports import torch
 from covey.protocols import Advantages, Couples, Estimator, LossTerm, Metrics, Needs, TokenLoss, TokenOutputs
 from covey.types import Batch, Samples
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from covey.algorithms.ops import effective_sample_size, episode_sum, masked_mean
-from covey.lazy import torch
+from covey.imports import torch
 from covey.protocols import Metrics, Needs
 from covey.ranges import Cap, PositiveCap, check_ranges
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from covey.algorithms.gdpo import combined, reward_metrics, trained
 from covey.algorithms.ops import mean_and_variance, simplex_with_floor
-from covey.lazy import torch
+from covey.imports import torch
 from covey.protocols import Advantages, Metrics, Needs
 from covey.ranges import Cap, Coefficient, Epsilon, Share, Steps, check_ranges
 from covey.types import Samples

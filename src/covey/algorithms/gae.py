@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from covey.algorithms.ops import along, back, backward_sum, masked_mean, timeline, token_rewards, whiten
-from covey.lazy import torch
+from covey.imports import torch
 from covey.protocols import Advantages, Needs
 from covey.ranges import Share, check_ranges
 from covey.types import Samples

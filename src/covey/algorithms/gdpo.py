@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from covey.algorithms.ops import group_std, normalised
-from covey.lazy import torch
+from covey.imports import torch
 from covey.protocols import Advantages, Metrics, Needs
 from covey.ranges import Epsilon, check_ranges
 from covey.types import Samples

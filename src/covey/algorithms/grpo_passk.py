@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from covey.algorithms.ops import group_std
-from covey.lazy import torch
+from covey.imports import torch
 from covey.protocols import Advantages, Needs
 from covey.ranges import Epsilon, check_ranges
 from covey.types import Samples

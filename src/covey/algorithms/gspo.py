@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from covey.algorithms.ops import policy_sum
 from covey.algorithms.ppo_clip import clip_fractions
-from covey.lazy import torch
+from covey.imports import torch
 from covey.protocols import Couples, Metrics, Needs, TokenOutputs
 from covey.ranges import Cap, check_ranges
 from covey.types import Batch

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from covey.algorithms.ops import centred, group_mean, group_size, policy_sum
-from covey.lazy import torch
+from covey.imports import torch
 from covey.protocols import Advantages, Couples, Metrics, Needs, TokenOutputs
 from covey.ranges import Positive, PositiveCap, check_ranges
 from covey.types import Batch, Samples

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from covey.algorithms.ops import episode_sum, masked_mean, probability_ratio
-from covey.lazy import torch
+from covey.imports import torch
 from covey.protocols import LossTerm, Metrics, Needs, TokenOutputs
 from covey.ranges import Coefficient, Positive, PositiveCap, check_ranges
 from covey.types import Batch, Samples

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from covey.lazy import torch
+from covey.imports import torch
 from covey.protocols import TokenOutputs
 from covey.types import Batch, Sample, Samples
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from covey.algorithms.ops import masked_mean, probability_ratio
-from covey.lazy import torch
+from covey.imports import torch
 from covey.protocols import Couples, Metrics, TokenOutputs
 from covey.ranges import Positive, check_ranges
 from covey.types import Batch

@@ -6,7 +6,8 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from covey.cli.words import Words, compose_words, parse
+from covey.app.compose import Words, compose_words
+from covey.cli.words import parse
 from covey.errors import InputError, unknown
 from covey.types import Task
 
@@ -152,7 +153,7 @@ def _count(words: Words) -> int:
 
 
 def _print_split(name: str, tasks: Sequence[Task], count: int) -> None:
-    from covey.tasks.statistics import QUANTILES, statistics
+    from covey.tasks.check import QUANTILES, statistics
 
     found = statistics(tasks)
     heads = "".join(f"{head:>8}" for head in ("min", *(f"{q:.0%}" for q in QUANTILES[1:-1]), "max"))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from covey.errors import Absent
-from covey.install import install, install_extra
+from covey.imports import install, install_extra
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _memory() -> Finding:
 
 def _builtin_model() -> Finding:
     from covey.errors import InputError
-    from covey.learner.builtin import GGUF_SHA256, cache_folder, find_gguf
+    from covey.models.builtin import GGUF_SHA256, cache_folder, find_gguf
 
     name = "smollm2-135m"
     ready = cache_folder() / "models" / f"{name}-{GGUF_SHA256[:12]}"
@@ -114,7 +114,7 @@ def _builtin_model() -> Finding:
 
 
 def _vllm() -> Finding:
-    from covey.rollout.choose import require_vllm, vllm_version
+    from covey.app.checks import require_vllm, vllm_version
 
     found = vllm_version()
     try:

@@ -15,17 +15,14 @@ from typing import Any
 
 from rich.console import Console
 
-from covey.cli.agents import open_rewards
-from covey.cli.build import make_collector
-from covey.cli.candidates import Candidate, Request, find_candidates
-from covey.cli.engine import make_engine
-from covey.cli.gateway import services
+from covey.app.build import make_collector
+from covey.app.evaluation import Candidate, Request, find_candidates
+from covey.app.models import make_engine
+from covey.app.parts import open_rewards, services
 from covey.cli.words import parse
 from covey.errors import InputError, RunFailed
-from covey.evaluation.answers import EvalFolder, Key
-from covey.evaluation.compare import compare_all
-from covey.evaluation.figures import Answer, Figures, figures
-from covey.evaluation.measure import Measure
+from covey.evaluation.answers import EvalFolder, Key, Measure
+from covey.evaluation.figures import Answer, Figures, compare_all, figures
 from covey.evaluation.report import Report, flat_metrics
 from covey.protocols import RolloutEngine
 from covey.storage import write_whole
@@ -120,7 +117,7 @@ async def _ask(
     candidates: Sequence[Candidate], done: Mapping[Key, set[int]], folder: EvalFolder, line: ProgressLine
 ) -> None:
     """All sets of tasks, of one model."""
-    from covey.learner.models import load_policy
+    from covey.models.loading import load_policy
 
     first = candidates[0].prepared
     assert first.model is not None

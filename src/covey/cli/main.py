@@ -118,7 +118,7 @@ def _refused(error: Exception) -> str | None:
 
 def _read_env_file() -> None:
     """Before anything is imported that reads its variables only once, as huggingface_hub does HF_HOME."""
-    from covey.config.dotenv import export, read_env_file
+    from covey.config.read import export, read_env_file
 
     export(read_env_file(Path(".env")))
 
@@ -126,20 +126,20 @@ def _read_env_file() -> None:
 # Each command's function, imported when the command is run: together they import all of Covey.
 COMMANDS = {
     "train": "covey.cli.train:main",
-    "sft": "covey.cli.sft:main",
+    "sft": "covey.cli.train:main_sft",
     "eval": "covey.cli.evaluate:main",
     "sample": "covey.cli.sample:main",
     "serve": "covey.cli.serve:main",
-    "export": "covey.cli.export:main",
+    "export": "covey.cli.runs:main",
     "data": "covey.cli.data:main",
     "config": "covey.cli.settings:main_config",
     "simulate": "covey.cli.simulate:main",
     "slurm": "covey.cli.slurm:main",
     "algorithms": "covey.cli.settings:main_algorithms",
-    "dash": "covey.cli.dash:main_dash",
-    "report": "covey.cli.dash:main_report",
-    "runs": "covey.cli.watch:main_runs",
-    "watch": "covey.cli.watch:main_watch",
+    "dash": "covey.cli.runs:main_dash",
+    "report": "covey.cli.runs:main_report",
+    "runs": "covey.cli.runs:main_runs",
+    "watch": "covey.cli.runs:main_watch",
     "doctor": "covey.cli.doctor:main",
 }
 

@@ -1,23 +1,58 @@
-"""covey sample: what a model, or a run's weights, answers to tasks or to a question of yours."""
+"""An episode on the screen, token by token: what the model sampled stands out from what it was given."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
-from covey.cli.bench import Bench, has_tasks, load_bench, prepare_bench, sampling
-from covey.cli.prepare import training_sampling
-from covey.cli.words import Words, parse
+from covey.app.compose import Words
+from covey.app.loaded_model import Bench, has_tasks, load_bench, prepare_bench, sampling
+from covey.app.prepare import training_sampling
+from covey.cli.words import parse
 from covey.config.schema import Config, EvalConfig
 from covey.errors import Absent, InputError
 from covey.ranges import ranges_of, refusal
 from covey.tasks import ask_like_tasks, plain_question
-from covey.types import Group, Sampling, Task, ToolUse
+from covey.training.samples import episode_rows
+from covey.types import Episode, Group, Sample, Sampling, Task, ToolUse
+
+SAMPLED, GIVEN = "bold green", "dim"
+Decode = Callable[[list[int]], str]
+
+
+def show_tokens(episode: Episode, decode: Decode, console: Console) -> None:
+    """The rows that are trained on. Sampled text is coloured, or between ⟦ ⟧ where there are no colours."""
+    rows = episode_rows(episode, 0)
+    for number, row in enumerate(rows, 1):
+        if len(rows) > 1:
+            console.print(f"  row {number} of {len(rows)}: the conversation was rewritten", style=GIVEN)
+        console.print(_row(row, decode, marks=not console.is_terminal), soft_wrap=True)
+    sampled = sum(sum(row.mask) for row in rows)
+    console.print(f"  {sampled} of {sum(len(row.response_ids) for row in rows)} response tokens sampled", style=GIVEN)
+
+
+def _row(row: Sample, decode: Decode, *, marks: bool) -> Text:
+    text = Text(decode(list(row.prompt_ids)), style=GIVEN)
+    for sampled, ids in _runs(row):
+        piece = decode(ids)
+        text.append(f"⟦{piece}⟧" if sampled and marks else piece, style=SAMPLED if sampled else GIVEN)
+    return text
+
+
+def _runs(row: Sample) -> Iterator[tuple[bool, list[int]]]:
+    """Neighbouring tokens of one kind."""
+    for sampled, pairs in groupby(zip(row.mask, row.response_ids, strict=True), key=lambda pair: pair[0]):
+        yield sampled, [token for _, token in pairs]
+
+
+# -- covey sample: what a model, or a run's weights, answers to tasks or to a question of yours ------------------------
 
 USAGE = """\
 covey sample MODEL_OR_RUN [--question TEXT] [--plain] [-n 4] [--tasks 2] [key=value ...]
@@ -88,7 +123,6 @@ async def _answers(bench: Bench, tasks: Sequence[Task], count: int, drawn: Sampl
 
 def _print_group(group: Group, console: Console, decode: Callable[[list[int]], str]) -> None:
     """An answer of one turn as text; an episode of several with every token and who wrote it."""
-    from covey.cli.show import show_tokens
 
     asked = next((m["content"] for m in reversed(group.task.messages) if m["role"] == "user"), group.task.id)
     gold = "" if group.task.answer is None else f"   (answer: {group.task.answer})"

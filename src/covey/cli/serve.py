@@ -13,15 +13,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from covey.cli.bench import Bench, open_bench, sampling
-from covey.cli.gateway import tool_format
-from covey.cli.prepare import training_sampling
+from covey.app.loaded_model import Bench, open_bench, sampling
+from covey.app.parts import tool_format
+from covey.app.prepare import training_sampling
 from covey.cli.words import parse
 from covey.gateway import Book, Live, Rules
 from covey.gateway.server import Server, bind, require_packages
 from covey.redact import hide_known
 from covey.storage import writing
-from covey.telemetry.parts import PartWriter, whole_lines
+from covey.telemetry.jsonl import PartWriter, whole_lines
 
 USAGE = """\
 covey serve MODEL_OR_RUN [--folder DIR] [key=value ...]
@@ -114,10 +114,10 @@ class Recorder:
         episode = live.episode()
         if not episode.turns:
             return
-        from covey.loop.samples import episode_rows
         from covey.rewards.builtin import given
         from covey.telemetry import TokenRow, episode_record
         from covey.telemetry.jsonl import finite
+        from covey.training.samples import episode_rows
 
         nothing = [math.nan]
         rows = [TokenRow(row, *[nothing * len(row.response_ids)] * 3) for row in episode_rows(episode, 0)]

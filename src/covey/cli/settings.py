@@ -6,9 +6,10 @@ import inspect
 import sys
 
 from covey.algorithms import ALGORITHMS, LOSSES, algorithm_schemas, find_entry, find_losses, schema
+from covey.algorithms.assemble import is_own
 from covey.algorithms.catalogue import ALIASES
-from covey.algorithms.own import is_own
-from covey.cli.words import compose_words, parse
+from covey.app.compose import compose_words
+from covey.cli.words import parse
 from covey.config import explain, settings_page
 from covey.errors import InputError
 from covey.redact import hide_settings

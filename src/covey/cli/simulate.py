@@ -8,27 +8,29 @@ import math
 import random
 from pathlib import Path
 
-from covey.cli.prepare import make_algorithm
-from covey.cli.runs import is_run, run_of
-from covey.cli.words import Words, compose_words, parse
+from covey.app.compose import Words, compose_words
+from covey.app.prepare import make_algorithm
+from covey.app.resume import is_run, run_of
+from covey.cli.words import parse
 from covey.config.schema import Config
 from covey.errors import Absent, InputError
-from covey.simulate.assumed import FORWARD_PASS, assumed_episodes, assumed_figures, assumed_speeds
-from covey.simulate.events import Work
-from covey.simulate.figures import Episodes, Figure, Speeds
-from covey.simulate.hardware import DEVICES, Device, device
-from covey.simulate.measured import (
-    benchmark_speeds,
-    read_benchmarks,
-    run_episodes,
-    run_speeds,
-    run_steps,
-    with_waits,
+from covey.simulate.hardware import (
+    DEVICES,
+    FORWARD_PASS,
+    Device,
+    Episodes,
+    Figure,
+    Shape,
+    Speeds,
+    assumed_episodes,
+    assumed_figures,
+    assumed_speeds,
+    device,
+    shape_from_name,
 )
-from covey.simulate.memory import Training
-from covey.simulate.report import report_json, report_text
-from covey.simulate.shape import Shape, shape_from_name
-from covey.simulate.splits import Job, all_splits, predict
+from covey.simulate.measured import benchmark_speeds, read_benchmarks, run_episodes, run_speeds, run_steps, with_waits
+from covey.simulate.simulation import Work
+from covey.simulate.splits import Job, Training, all_splits, predict, report_json, report_text
 
 USAGE = f"""\
 covey simulate RECIPE_OR_RUN --gpus 512 [--gpu h200] [flags] [key=value ...]
@@ -233,7 +235,7 @@ def model_shape(config: Config) -> Shape:
     """From the model's configuration where it is on this machine; else by the size in its name."""
     from transformers import AutoConfig
 
-    from covey.learner.models import MAIN, locate
+    from covey.models.loading import MAIN, locate
 
     place = locate(config.model.name)
     options = {"local_files_only": True, "revision": place.revision or MAIN}

@@ -1,16 +1,257 @@
-"""covey slurm: a job script that starts Ray on the nodes of a Slurm job and trains on them."""
+"""Runs of a sweep as jobs of their own, through submitit: on Slurm where there is one, else as processes here."""
 
 from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from covey.cli.launch import refuse_secrets
-from covey.cli.slurm_script import script
-from covey.cli.words import Words, compose_words, parse
-from covey.errors import InputError, unknown
+from covey.app.compose import Words, compose_words
+from covey.cli.words import parse
+from covey.errors import Absent, InputError, RunFailed, unknown
+from covey.imports import install_extra
+from covey.redact import hide_words
+
+LAUNCHERS = ("submitit",)
+
+
+def require_submitit() -> Any:
+    try:
+        import submitit
+    except ImportError as error:
+        raise Absent(f"--launcher submitit needs the package submitit\n  fix: {install_extra('slurm')}") from error
+    return submitit
+
+
+def refuse_secrets(settings: Sequence[str], place: str) -> None:
+    """What a job is told lies in files until its turn comes."""
+    for word, shown in zip(settings, hide_words(settings), strict=True):
+        if word != shown:
+            raise InputError(
+                f"{shown}: a secret, which would be written into {place}\n"
+                "  keep it in a variable of the environment or in .env, and name that where a setting allows it (*_env)"
+            )
+
+
+def read_options(text: str | None) -> dict[str, Any]:
+    """`timeout_min=240,gpus_per_node=1,slurm_partition=gpu`: numbers where they are some."""
+    found: dict[str, Any] = {}
+    for part in filter(None, (text or "").split(",")):
+        key, equals, value = part.partition("=")
+        if not equals or not key.isidentifier():
+            raise InputError(f"--launcher-options {part}: write key=value,key=value")
+        found[key] = int(value) if value.isdecimal() else value
+    return found
+
+
+def submit(
+    launcher: str, jobs: Sequence[list[str]], folder: Path, source: dict[str, str | bool], options: dict[str, Any]
+) -> list[str]:
+    """A job for each list of settings, in folder/NUMBER; their ids. `source`: --config or --config-name. Jobs on this
+    machine are waited for, those in a queue are not."""
+    if launcher not in LAUNCHERS:
+        raise unknown("launcher", launcher, LAUNCHERS)
+    submitit = require_submitit()
+    for settings in jobs:
+        refuse_secrets(settings, "the files of its jobs")
+    folder = folder.absolute()
+    executor = submitit.AutoExecutor(folder=folder / "jobs", cluster=options.pop("cluster", None))
+    try:
+        executor.update_parameters(**{"name": "covey", "timeout_min": 60} | options)
+    except NameError as error:  # what submitit calls a parameter that it does not know
+        raise InputError(f"--launcher-options: {error}") from error
+    places = [str(folder / str(number)) for number in range(len(jobs))]
+    with executor.batch():
+        started = [
+            executor.submit(train_one, source, settings, place) for settings, place in zip(jobs, places, strict=True)
+        ]
+    if executor.cluster == "local":
+        _wait(started, folder)
+    return [str(job.job_id) for job in started]
+
+
+def _wait(jobs: Sequence[Any], folder: Path) -> None:
+    failed = {str(number): error for number, job in enumerate(jobs) if (error := job.exception()) is not None}
+    if failed:
+        raise RunFailed(f"{len(failed)} of {len(jobs)} runs failed: {', '.join(failed)}\n  logs: {folder / 'jobs'}")
+
+
+def train_one(source: dict[str, str | bool], settings: list[str], place: str) -> str:
+    """One run, in the process of its job."""
+    from covey.app.compose import Words, compose_words
+    from covey.app.prepare import prepare
+    from covey.app.train import run_to_end
+
+    composed = compose_words(Words(settings=settings, flags=source), training=True)
+    return str(run_to_end(prepare(composed, folder=Path(place))).path)
+
+
+# -- The text of a job script for Slurm --------------------------------------------------------------------------------
+
+# In words of the script: SLURM_* come from Slurm; RAY_* are read by Ray and by covey train.
+_BODY = r"""
+@SETUP@set -euo pipefail
+
+nodes=@NODES@
+gpus=@GPUS@
+mapfile -t names < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+if [[ ${#names[@]} -ne $nodes ]]; then
+    echo "the job has ${#names[@]} nodes, this script is for $nodes" >&2
+    exit 2
+fi
+head=${names[0]}
+cpus=${SLURM_CPUS_ON_NODE:-1}
+
+# Who knows the token may run code in this Ray cluster: only its owner can read it. All nodes see this folder.
+folder="${SLURM_SUBMIT_DIR:-$PWD}/.covey-slurm/$SLURM_JOB_ID"
+(
+    umask 077
+    mkdir -p "$folder"
+    python -c 'import secrets; print(secrets.token_hex(32))' > "$folder/ray-token"
+)
+unset RAY_AUTH_TOKEN
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$folder/ray-token"
+
+# The head's address, which the other nodes must reach; COVEY_HEAD_IP names another of its networks.
+ip=${COVEY_HEAD_IP:-$(srun --overlap --nodes=1 --ntasks=1 -w "$head" hostname -I | awk '{ print $1; exit }')}
+export RAY_ADDRESS="$ip:$((20000 + SLURM_JOB_ID % 10000))"
+
+ray_steps=()
+train=
+finish() {
+    trap '' TERM
+    for step in ${ray_steps[@]+"${ray_steps[@]}"}; do kill -TERM "$step" 2> /dev/null || true; done
+    for step in ${ray_steps[@]+"${ray_steps[@]}"}; do wait "$step" || true; done
+    ray_steps=()
+    rm -f "$folder/ray-token"
+    rmdir "$folder" 2> /dev/null || true
+}
+trap finish EXIT
+
+# Slurm says that the time is nearly over, or that somebody else needs the nodes.
+stop() {
+    again=yes
+    [[ -n $train ]] || exit 143
+    echo "SIGTERM: a checkpoint after this step, then the job queues again" >&2
+    kill -TERM "$train" 2> /dev/null || true
+}
+trap stop TERM
+
+wait_for_nodes() {
+    python - "$1" << 'PYTHON'
+import sys
+import time
+
+import ray
+
+wanted, end, alive = int(sys.argv[1]), time.monotonic() + 600, 0
+while alive < wanted:
+    if time.monotonic() > end:
+        sys.exit(f"{alive} of {wanted} nodes have joined Ray after ten minutes")
+    try:
+        if not ray.is_initialized():
+            ray.init(log_to_driver=False, logging_level="error")
+        alive = sum(node["Alive"] for node in ray.nodes())
+    except ConnectionError:
+        pass  # the head is still starting
+    if alive < wanted:
+        time.sleep(1)
+print(f"{alive} of {wanted} nodes have joined Ray", file=sys.stderr)
+PYTHON
+}
+
+srun --overlap --nodes=1 --ntasks=1 --cpus-per-task="$cpus" -w "$head" \
+    ray start --head --node-ip-address="$ip" --port="${RAY_ADDRESS##*:}" --num-cpus="$cpus" --num-gpus="$gpus" \
+    --include-dashboard=false --disable-usage-stats --block &
+ray_steps+=($!)
+wait_for_nodes 1
+
+if [[ $nodes -gt 1 ]]; then
+    others=$(IFS=,; echo "${names[*]:1}")
+    srun --overlap --nodes=$((nodes - 1)) --ntasks=$((nodes - 1)) --cpus-per-task="$cpus" -w "$others" \
+        ray start --address="$RAY_ADDRESS" --num-cpus="$cpus" --num-gpus="$gpus" --disable-usage-stats --block &
+    ray_steps+=($!)
+    wait_for_nodes "$nodes"
+fi
+
+@COMMAND@ &
+train=$!
+code=127
+again=yes
+while [[ -n $again ]]; do  # a signal ends the wait, not the training
+    again= found=0
+    wait "$train" || found=$?
+    if [[ $found -ne 127 ]]; then code=$found; fi  # 127: it was waited for already
+done
+
+finish
+if [[ $code -eq 75 ]]; then
+    echo "not finished: job $SLURM_JOB_ID queues again and goes on from its checkpoint" >&2
+    scontrol requeue "$SLURM_JOB_ID"
+    exit 0
+fi
+exit "$code"
+"""
+
+
+def script(
+    *,
+    nodes: int,
+    gpus: int,
+    seconds: int,
+    margin: int,
+    name: str,
+    setup: str,
+    directives: Sequence[tuple[str, str]],
+    command: Sequence[str],
+    made_by: str,
+) -> str:
+    """`command` is quoted here; `setup` is shell already, the user's own."""
+    head = {
+        "job-name": name,
+        "nodes": str(nodes),
+        "ntasks-per-node": "1",
+        **({"gpus-per-node": str(gpus)} if gpus else {}),
+        "exclusive": "",
+        "time": slurm_time(seconds),
+        **dict(directives),
+        "requeue": "",
+        "open-mode": "append",
+        "signal": f"B:TERM@{max(60, margin // 2)}",
+        "output": "covey-%j.out",
+    }
+    lines = [f"#SBATCH --{key}" + (f"={value}" if value else "") for key, value in head.items()]
+    parts = {
+        "@NODES@": str(nodes),
+        "@GPUS@": str(gpus),
+        "@SETUP@": f"{setup}\n\n" if setup else "",
+        "@COMMAND@": _wrapped(command),
+    }
+    body = re.sub("|".join(parts), lambda mark: parts[mark[0]], _BODY)
+    return "\n".join(["#!/bin/bash", f"# {made_by}", *lines]) + "\n" + body
+
+
+def slurm_time(seconds: int) -> str:
+    days, rest = divmod(seconds, 86400)
+    clock = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
+    return f"{days}-{clock}" if days else clock
+
+
+def _wrapped(command: Sequence[str], width: int = 100) -> str:
+    """Words in quotes where they need them, on several lines."""
+    lines: list[str] = []
+    for word in map(shlex.quote, command):
+        if lines and len(lines[-1]) + len(word) < width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return " \\\n    ".join(lines)
+
+
+# -- covey slurm: a job script that starts Ray on the nodes of a Slurm job and trains on them --------------------------
 
 USAGE = """\
 covey slurm RECIPE --nodes 2 --gpus-per-node 8 [flags] [key=value ...]

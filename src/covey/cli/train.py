@@ -1,33 +1,27 @@
-"""covey train"""
+"""covey train and covey sft"""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import gc
 import itertools
-import json
-import sys
 import textwrap
-from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from covey.cli.words import Words, compose_words, parse
+from covey.app.compose import Words, compose_words
+from covey.app.train import exit_code, run_sft_to_end, run_to_end
+from covey.cli.words import parse
 from covey.config import Composed, WrongValues, expand_sweep, recipe_names
-from covey.errors import InputError, RunFailed
+from covey.errors import InputError
 from covey.redact import hide_settings
 
 if TYPE_CHECKING:  # for --help, neither is needed
-    from covey.cli.build import Note
-    from covey.cli.build_sft import PreparedSft
-    from covey.cli.prepare import Prepared
+    from covey.app.prepare import Prepared
+    from covey.app.sft import PreparedSft
     from covey.config.schema import Config
-    from covey.loop.run import Run
-    from covey.loop.sft import SftRun
+    from covey.types import Episode
 
 USAGE = """\
 covey train [--config-name RECIPE | --config FILE] [flags] [key=value ...]
@@ -86,7 +80,7 @@ def main(argv: list[str]) -> int:
         return _multirun(words)
     if words.text("--launcher"):
         raise InputError("--launcher is for sweeps: add --multirun\n  one run on several nodes: covey slurm")
-    from covey.cli.prepare import prepare
+    from covey.app.prepare import prepare
 
     composed = compose_words(words, training=True)
     if words.on("--validate-only"):
@@ -104,15 +98,6 @@ def _exit_code(words: Words) -> int | None:
     return None if text is None else int(text)
 
 
-def exit_code(run: Run | SftRun, unfinished: int | None = None) -> int:
-    """Of a run that ended by itself, by its minutes or by SIGTERM; Ctrl-C's is 130."""
-    from covey.loop.limit import TERMINATED
-
-    if is_finished(run.path):
-        return 0
-    return unfinished if unfinished is not None else TERMINATED if run.terminated else 0
-
-
 def usage() -> str:
     from covey.algorithms import ALGORITHMS
 
@@ -120,156 +105,9 @@ def usage() -> str:
     return USAGE.format(recipes=recipes, count=len(ALGORITHMS))
 
 
-def run_to_end(prepared: Prepared, drive: Callable[[Run], None] | None = None) -> Run:
-    """Build a run, train it to its end and report. `drive` makes the steps; by default here, on an event loop of its
-    own."""
-
-    def to_its_end(run: Run) -> None:
-        with telling_how_to_go_on(run.path, prepared.config.resume):
-            complete(run.train())
-
-    run = _trained(prepared, drive or to_its_end, note=print_note)
-    report_end(run)
-    return run
-
-
-def report_end(run: Run) -> None:
-    tell_of_the_limit(run, run.config.resume)
-    if "console" in run.config.logging.to:
-        from covey.telemetry import print_summary
-
-        print_summary(run.path)
-
-
-def print_note(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
-def _trained(prepared: Prepared, drive: Callable[[Run], None], note: Note) -> Run:
-    """A run that has ended. In a cluster, one that lost a learner begins again from its last checkpoint."""
-    from covey.cli.build import build
-
-    if prepared.config.cluster.name != "ray":
-        run = build(prepared, note=note)
-        drive(run)
-        return run
-    return _trained_in_cluster(prepared, drive, note)
-
-
-def _trained_in_cluster(prepared: Prepared, to_its_end: Callable[[Run], None], note: Note) -> Run:
-    from covey.cli.build import build, continuing
-    from covey.cluster.learner import with_restarts
-    from covey.cluster.start import opening
-
-    last: Path | None = None  # the folder of the attempt before
-
-    def make(folder: Path | None) -> Run:
-        nonlocal last
-        last = folder
-        if folder is not None:
-            note(f"the run goes on {_where_from(folder)}")
-        note(opening(prepared.config.cluster))
-        if folder is None:
-            return build(prepared, note=note)
-        with telling_how_to_go_on(folder, prepared.config.resume):
-            return build(continuing(prepared, folder), note=note)
-
-    try:
-        run: Run = with_restarts(make, to_its_end, limit=prepared.config.cluster.max_restarts, note=note)
-        return run
-    except BaseException as error:
-        if last is not None:
-            _end_if_running(last, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
-        raise
-
-
-def _where_from(path: Path) -> str:
-    from covey.loop.checkpoint import step_folders, step_of
-
-    if not (steps := step_folders(path / "checkpoints")):
-        return "from the start: there is no checkpoint yet (loop.save_every)"
-    return f"from its last checkpoint, after step {step_of(steps[-1])}"
-
-
-def _end_if_running(folder: Path, status: str) -> None:
-    """A run that is about to be started again says `running`. If it could not be built, that is no longer true."""
-    from covey.loop.folder import open_folder
-    from covey.storage import StorageFailed
-
-    with suppress(InputError, StorageFailed):  # the error that ended the run must not be hidden by this one
-        found = open_folder(folder)
-        try:
-            if found.info()["status"] == "running":
-                found.set_status(status)
-        finally:
-            found.release()
-
-
-@contextmanager
-def telling_how_to_go_on(path: Path, resume: str = "auto", *, interrupted: bool = True) -> Iterator[None]:
-    """Say, of a run that failed or (`interrupted`) was interrupted, whether it can be continued and from where."""
-    from covey.storage import StorageFailed, explain, refusal
-
-    try:
-        yield
-    except KeyboardInterrupt:
-        if interrupted:
-            print(f"\n{how_to_go_on(path, resume)}", file=sys.stderr)
-        raise
-    except RunFailed as error:
-        error.add_note(f"  {how_to_go_on(path, resume)}")
-        raise
-    except Exception as error:
-        if (number := refusal(error)) is None:
-            raise
-        failed = StorageFailed(explain(path, number))
-        failed.add_note(f"  {how_to_go_on(path, resume)}")
-        raise failed from error
-
-
-def how_to_go_on(path: Path, resume: str = "auto") -> str:
-    from covey.loop.checkpoint import step_folders, step_of
-
-    if is_finished(path):
-        return f"all steps are made, and all is saved: {path}"
-    if not (steps := step_folders(path / "checkpoints")):
-        return "there is no checkpoint to go on from (loop.save_every writes some)"
-    command = f"the same command with resume={path}" if resume == "disable" else "the same command"
-    return f"{command} goes on from the last checkpoint, after step {step_of(steps[-1])}"
-
-
-def tell_of_the_limit(run: Run | SftRun, resume: str = "auto") -> None:
-    """Of a run that loop.max_minutes or SIGTERM has ended."""
-    if not is_finished(run.path):
-        what = "SIGTERM came" if run.terminated else "the time is over (loop.max_minutes)"
-        print(f"{what}; all is saved, and {how_to_go_on(run.path, resume)}", file=sys.stderr)
-
-
-def is_finished(path: Path) -> bool:
-    """What run.json says. Asked while something else is being told of, it must not be in the way."""
-    try:
-        return bool(json.loads((path / "run.json").read_text())["status"] == "finished")
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
-
-
-def complete(training: Coroutine[Any, Any, Any]) -> None:
-    """Run to the end, also where an event loop runs already, as in a notebook."""
-    from covey.loop.limit import own_interrupts
-
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        with own_interrupts():
-            asyncio.run(training)
-        return
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(asyncio.run, training).result()
-
-
 def _validate(composed: Composed, *, strict: bool) -> int:
-    from covey.cli.prepare import prepare
-    from covey.cli.resume import check_resume
+    from covey.app.prepare import prepare
+    from covey.app.resume import check_resume
 
     prepared = prepare(composed, tolerate_absent=not strict)
     check_resume(prepared, print)
@@ -294,8 +132,8 @@ def verdict(prepared: Prepared | PreparedSft) -> str:
 def _dry_run(composed: Composed) -> int:
     import yaml
 
-    from covey.cli.prepare import prepare
-    from covey.cli.resume import check_resume
+    from covey.app.prepare import prepare
+    from covey.app.resume import check_resume
 
     prepared = prepare(composed, tolerate_absent=True)
     check_resume(prepared, print)
@@ -345,8 +183,8 @@ def unknown_length(config: Config, of: str) -> str:
 
 def _multirun(words: Words) -> int:
     """Every combination in turn, in multirun/DATE/TIME/NUMBER. All are checked before the first one starts."""
-    from covey.cli.prepare import prepare
-    from covey.loop.limit import TERMINATED
+    from covey.app.prepare import prepare
+    from covey.training.interrupts import TERMINATED
 
     combinations = expand_sweep(words.settings)
     jobs = _compose_all(words, combinations)
@@ -397,8 +235,8 @@ def _new_base(folder: Path) -> Path:
 
 def _launch(words: Words, launcher: str, combinations: list[list[str]], jobs: list[Composed]) -> int:
     """Checked here as far as this machine can tell, and run elsewhere."""
-    from covey.cli.launch import read_options, submit
-    from covey.cli.prepare import prepare
+    from covey.app.prepare import prepare
+    from covey.cli.slurm import read_options, submit
 
     options = read_options(words.text("--launcher-options"))
     for job in jobs:
@@ -409,3 +247,91 @@ def _launch(words: Words, launcher: str, combinations: list[list[str]], jobs: li
     for number, (settings, job_id) in enumerate(zip(combinations, ids, strict=True)):
         print(f"[{number + 1}/{len(jobs)}] job {job_id}: {base / str(number)}  {' '.join(settings)}")
     return 0
+
+
+# -- covey sft ---------------------------------------------------------------------------------------------------------
+
+SFT_USAGE = """\
+covey sft [--config-name RECIPE | --config FILE] [flags] [key=value ...]
+
+  Imitates demonstrations: loss on what the assistant says, and on nothing else. Afterwards:
+  covey train model=RUN ...
+
+  --validate-only   check settings, files and model, then stop
+  --dry-run         the same, and show the first demonstration with what is learned of it in «»
+  --strict          with --validate-only: what is missing on this machine is an error, not a warning
+
+SIGTERM ends a run after its step or evaluation, with a checkpoint (exit code 143); Ctrl-C stops it at once, never in
+the middle of a write (130). After both, and after a kill, the same command goes on from the last checkpoint.
+
+A row of a file is a conversation, {"messages": [...], "tools": [...]}, in OpenAI's form, tool calls included; or it has
+question (or prompt) and answer (or response, completion).
+
+Settings most people touch (all of them: covey config)
+
+  model=smollm2-135m             a folder, a Hugging Face id, the built-in model, or a run (its best checkpoint)
+  data.train_files=demos.jsonl   JSON, JSONL, Parquet or CSV
+  data.val_files=held_out.jsonl  the loss on these picks the best checkpoint
+  data=calculator                or generated demonstrations of a tool in use
+  agent.tools=[calculator]       tools of demonstrations that bring no schemas of their own
+  data.train_batch_size=8        demonstrations per step
+  learner.lr=5e-5                learning rate; learner.schedule=cosine
+  loop.total_epochs=3            passes over the demonstrations
+  eval.every=20                  validate every n steps
+  loop.save_every=50             checkpoint every n steps; the same command then continues an interrupted run
+
+Examples
+  covey sft data=calculator learner.lr=1e-4
+  covey sft data.train_files=demos.jsonl data.val_files=held_out.jsonl loop.total_epochs=3 learner.lr=2e-5
+"""
+
+
+def main_sft(argv: list[str]) -> int:
+    from covey.app.resume import check_resume
+    from covey.app.sft import prepare_sft
+
+    words = parse(argv, switches=("--validate-only", "--dry-run", "--strict"), values=("--config-name", "--config"))
+    if words.help:
+        print(SFT_USAGE)
+        return 0
+    if words.places:
+        raise InputError(f"what is {words.places[0]!r}?  settings are key=value; see covey sft --help")
+    composed = compose_words(words)
+    dry = words.on("--dry-run")
+    if words.on("--validate-only") or dry:
+        prepared = prepare_sft(composed, tolerate_absent=not words.on("--strict"))
+        check_resume(prepared, print)
+        _print_sft(prepared, shown=prepared.train[:1] if dry else ())
+        print(verdict(prepared))
+        return 2 if prepared.refused else 0
+    return exit_code(run_sft_to_end(prepare_sft(composed)))
+
+
+def _print_sft(prepared: PreparedSft, shown: tuple[Episode, ...]) -> None:
+    config = prepared.config
+    print(f"model      {config.model.name}")
+    print(f"data       {prepared.description}")
+    steps = f"{prepared.total_steps} steps" if prepared.steps_known else unknown_length(config, "demonstrations")
+    print(f"training   {steps} of {config.data.train_batch_size} demonstrations")
+    for episode in shown:
+        print(f"first demonstration, as the model sees it:\n{marked(prepared, episode)}")
+    for text in prepared.warnings:
+        print(f"warning: {text}")
+
+
+def marked(prepared: PreparedSft, episode: Episode) -> str:
+    """Its rows as text, with « before what is learned and » behind it."""
+    from covey.training.samples import episode_rows
+
+    assert prepared.model is not None
+    decode = prepared.model.tokenizer.decode
+    lines = []
+    for row in episode_rows(episode, 0):
+        text, start = decode(list(row.prompt_ids)), 0
+        for at in range(1, len(row.mask) + 1):
+            if at == len(row.mask) or row.mask[at] != row.mask[start]:
+                part = decode(list(row.response_ids[start:at]))
+                text += f"«{part}»" if row.mask[start] else part
+                start = at
+        lines.append(text)
+    return "\n---\n".join(lines)

@@ -2,40 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
 
-from covey.algorithms import algorithm_schemas, schema
-from covey.cli.origin import Origin, find_origin
-from covey.cli.runs import checkpoint_folder, run_of
-from covey.config import Composed, compose
-from covey.config.dotenv import export
+from covey.app.compose import Words
 from covey.errors import InputError, nearest
 
-
-@dataclass
-class Words:
-    settings: list[str] = field(default_factory=list)  # key=value
-    places: list[str] = field(default_factory=list)  # everything else that is no flag
-    flags: dict[str, str | bool] = field(default_factory=dict)
-
-    def text(self, flag: str) -> str | None:
-        value = self.flags.get(flag)
-        return value if isinstance(value, str) else None
-
-    def on(self, flag: str) -> bool:
-        return bool(self.flags.get(flag))
-
-    @property
-    def help(self) -> bool:
-        return self.on("--help") or self.on("-h")
-
-
 HELP = ("--help", "-h")
-CONFIG = "config.yaml"  # in a run's folder and in its checkpoints
-RESUME = ("resume", "resume_from_checkpoint", "trainer.resume_mode", "trainer.resume_from_path")
 
 
 def parse(argv: Sequence[str], *, switches: Sequence[str] = (), values: Sequence[str] = ()) -> Words:
@@ -61,53 +33,3 @@ def parse(argv: Sequence[str], *, switches: Sequence[str] = (), values: Sequence
             hint = f"\n  did you mean   {guess}?" if guess else ""
             raise InputError(f"unknown flag  {name}{hint}\n  flags: {' '.join([*switches, *values])}")
     return words
-
-
-def compose_words(
-    words: Words,
-    *,
-    settings: Sequence[str] | None = None,
-    config_path: Path | None = None,
-    training: bool = False,
-) -> Composed:
-    """The configuration that a command line describes; environment variables of its file are set. `settings` and
-    `config_path` stand in for the command line's own. A check that starts nothing goes on without what is missing. A
-    command that trains (`training`) may start from the recipe that its words belong to (origin.py). A run that is named
-    to go on from (resume=RUN) brings its settings, unless a file or recipe is named."""
-    path = config_path or words.text("--config")
-    name = words.text("--config-name")
-    if path and name:
-        raise InputError("--config and --config-name contradict each other: give a file or a recipe")
-    path = Path(path).expanduser() if path is not None else None
-    settings = words.settings if settings is None else settings
-    if path is None and name is None:
-        path = _settings_of_resumed(settings)
-    origin = find_origin(settings, path) if training and name is None else Origin()
-    composed = compose(
-        [*_from_environment(), *origin.settings, *settings],
-        algorithms=algorithm_schemas(),
-        own_algorithm=schema,
-        config_name=name or origin.recipe,
-        config_path=path,
-        tolerant=(words.on("--validate-only") or words.on("--dry-run")) and not words.on("--strict"),
-    )
-    export(composed.env)
-    return replace(composed, warnings=(origin.remark, *composed.warnings)) if origin.remark else composed
-
-
-def _settings_of_resumed(settings: Sequence[str]) -> Path | None:
-    """The settings of the run or checkpoint that is named to go on from, where there is one."""
-    asked = [word for word in settings if word.partition("=")[0].lstrip("+") in RESUME]
-    if not asked:
-        return None
-    resume = compose(asked, algorithms=algorithm_schemas()).config.resume
-    named = checkpoint_folder(Path(resume).expanduser())
-    if resume in ("auto", "disable") or not (run_of(named) / "run.json").is_file():
-        return None
-    return next((path for path in (named / CONFIG, run_of(named) / CONFIG) if path.is_file()), None)
-
-
-def _from_environment() -> list[str]:
-    """VERBOSITY=DEBUG in the environment is logging.verbosity; a setting on the command line comes later and wins."""
-    verbosity = os.environ.get("VERBOSITY", "").lower()
-    return [f"logging.verbosity={verbosity}"] if verbosity in ("debug", "info", "warning") else []

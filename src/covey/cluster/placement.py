@@ -158,3 +158,27 @@ def _short(what: str, asked: str, found: str) -> Absent:
 
 def _count(number: int, what: str, plural: str = "s") -> str:
     return f"{number} {what}{'' if number == 1 else plural}"
+
+
+def choose_transport(asked: str, plan: Plan | None) -> tuple[str, str]:
+    """The transport of a run, and why. `plan` is None where engine and learner are one process."""
+    if plan is None:
+        return "in_process", "the engine samples with the learner's own weights"
+    machines = len(plan.nodes)
+    if asked == "shared_memory" and machines > 1:
+        raise InputError(
+            f"cluster.transport=shared_memory, but the run is on {machines} machines: {', '.join(plan.nodes)}\n"
+            "  use cluster.transport=auto, collective, or file"
+        )
+    if asked == "collective" and plan.gpu and plan.colocated:
+        raise InputError(
+            "cluster.transport=collective: NCCL has one member on a GPU, and engines share the learners' GPUs\n"
+            "  use cluster.transport=auto, or give engines their own: cluster.rollout_devices"
+        )
+    if asked != "auto":
+        return asked, "as asked"
+    if machines == 1:
+        return "shared_memory", "all on one machine"
+    if plan.gpu and plan.colocated:
+        return "file", f"{machines} machines, whose engines share the learners' GPUs: through the run's folder"
+    return "collective", f"{machines} machines: broadcast by {'NCCL' if plan.gpu else 'gloo'}"

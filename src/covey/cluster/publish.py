@@ -55,7 +55,7 @@ class Publisher:
 
     def _remove_older(self, version: int) -> None:
         """The newest stays: an engine may die and need it."""
-        from covey.cluster.transport import remove_older
+        from covey.weights.transport import remove_older
 
         remove_older(self.folder, version)
 

@@ -18,11 +18,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from covey.cluster.messages import last_message, relay
+from covey.cluster.actors import last_message, relay
 from covey.cluster.placement import Node
 from covey.config.schema import ClusterConfig
 from covey.errors import Absent, InputError
-from covey.install import install_extra
+from covey.imports import install_extra
 
 LOCALHOST = "127.0.0.1"
 PER_CORE = 2  # processes on one core of a machine without a GPU, at most: each has its own copy of the model

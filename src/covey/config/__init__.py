@@ -1,11 +1,11 @@
 """Settings: what there are (`schema`), how they are written (`aliases`), and how a run gets its own (`compose`)."""
 
-from covey.config.check import WrongValues
 from covey.config.compose import Composed, compose, fingerprint, recipe_names
 from covey.config.explain import explain, settings_page
 from covey.config.read import expand_sweep, literal, read_yaml
 from covey.config.schema import Config
 from covey.config.settings import Setting, all_keys
+from covey.config.validate import WrongValues
 
 __all__ = [
     "Composed",

@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from covey.config.derive import PARTS
-from covey.config.not_yet import NOT_YET_KEYS, number, off, true
+from covey.config.derive import NOT_YET_KEYS, PARTS, number, off, true
 from covey.config.settings import Algorithms, algorithm_settings, find, owners, schema_settings, sections
 
 

@@ -30,11 +30,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from covey.config import derive
 from covey.config.aliases import translate
-from covey.config.check import Checker, WrongValues
 from covey.config.read import Given, literal, read_overrides, read_yaml
+from covey.config.resolve import Settled, choice_of, settle, settle_derived
 from covey.config.schema import AgentConfig, ClusterConfig, Config, ModeConfig, RolloutConfig
 from covey.config.settings import Algorithms, Setting, algorithm_settings, find, losses_of, schema_settings
-from covey.config.settle import Settled, choice_of, settle, settle_derived
+from covey.config.validate import Checker, WrongValues
 from covey.errors import InputError, unknown
 from covey.redact import learn, missing, without_secrets
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from covey.config.aliases import accepted, spellings, translate
-from covey.config.derive import PARTS
-from covey.config.not_yet import NOT_YET
+from covey.config.derive import NOT_YET, PARTS
 from covey.config.read import Given, literal
+from covey.config.resolve import check_loss
 from covey.config.schema import EPISODES_PER_STEP
 from covey.config.settings import (
     Algorithms,
@@ -24,7 +24,6 @@ from covey.config.settings import (
     usual_loss,
     with_loss,
 )
-from covey.config.settle import check_loss
 from covey.config.unknown import unknown_setting
 from covey.errors import unknown
 

@@ -1,15 +1,175 @@
-"""The error about a setting that does not exist, with what was probably meant."""
+"""What an unknown setting probably means: a table of the words people use, other vocabularies, and the help texts.
+
+batch_size        → data.train_batch_size, learner.mini_batch_size
+rollout.n_samples → rollout.group_size
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+
 from covey.config.aliases import ACCEPTED, ALIASES, Target, spellings, translate
-from covey.config.derive import PARTS
-from covey.config.meanings import meant
-from covey.config.not_yet import NOT_YET_KEYS
+from covey.config.derive import NOT_YET_KEYS, PARTS
 from covey.config.read import Given, literal
-from covey.config.settings import Algorithms, algorithm_settings, all_keys, schema_settings, sections
-from covey.errors import InputError
-from covey.suggest import NEAR, TYPO, alike
+from covey.config.settings import Algorithms, Setting, algorithm_settings, all_keys, schema_settings, sections
+from covey.errors import NEAR, TYPO, InputError, alike, normal, words_of
+
+SHOWN = 3  # suggestions at most
+LEAD = 6  # words at the beginning of a help text, which say what a setting is
+FILLERS = ("num", "n", "nb", "number", "no", "count", "the", "of", "per", "my", "use", "set", "total", "training")
+
+
+def _means(table: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Word → settings, the likeliest first, from settings → words."""
+    found: dict[str, tuple[str, ...]] = {}
+    for settings, words in table.items():
+        found |= dict.fromkeys(words.split(), tuple(settings.split()))
+    return found
+
+
+# A setting that the chosen algorithm lacks is passed over: KL is algorithm.kl_coef for GRPO, algorithm.beta for GVPO.
+MEANINGS = _means(
+    {
+        "model.name": "base_model model_path model_id checkpoint_path pretrained pretrained_model llm policy weights",
+        "model.context_length": "ctx context max_seq_length max_seq_len seq_len seq_length max_model_length window",
+        "model.dtype": "precision fp16 fp32 half mixed_precision torch_dtype amp",
+        "model.device": "cuda gpu_id accelerator",
+        "model.lora.rank": "lora lora_r lora_rank r rank peft adapter use_lora use_peft qlora",
+        "model.lora.alpha": "lora_alpha lora_scale",
+        "data.name": "dataset dataset_name task task_name env_name benchmark",
+        "data.train_files": "train_file train_data train_dataset train_path data_path file files input prompts jsonl",
+        "data.val_files": "test_file test_data val_data val_file eval_data eval_file eval_dataset validation "
+        "test_files",
+        "data.train_batch_size learner.mini_batch_size": "batch_size batch bs global_batch_size rollout_batch_size",
+        "data.train_size": "max_samples max_train_samples limit subset num_train num_examples",
+        "data.val_size": "max_eval_samples num_eval eval_samples test_size eval_size",
+        "data.system_prompt": "system system_message instruction prompt_template prefix",
+        "agent.max_turns": "turns max_iterations rounds max_rounds max_interactions",
+        "agent.max_seconds agent.tool_seconds reward.seconds loop.max_minutes": "timeout seconds deadline",
+        "agent.tools": "functions tool",
+        "agent.environment agent.name": "environment env_id gym env_class",
+        "agent.max_response_tokens": "max_episode_tokens episode_length max_total_tokens",
+        "reward.name": "rewards reward_fn reward_function reward_func reward_funcs scorer verifier grader metric",
+        "reward.weights": "reward_weights weights_of_rewards reward_weight",
+        "rollout.name": "engine backend vllm inference_engine sampler",
+        "rollout.group_size": "samples rollouts generations group attempts completions n_samples num_samples k g n "
+        "samples_per_prompt n_samples_per_prompt num_return_sequences trajectories num_rollouts completions_per_prompt",
+        "rollout.max_tokens": "max_length max_len max_new_tokens max_gen_len generation_length response_length "
+        "max_response_length max_completion_tokens completion_length answer_length max_output_tokens output_length",
+        "rollout.max_tokens eval.max_tokens": "max_tokens tokens",
+        "rollout.temperature": "temp sampling_temperature",
+        "rollout.max_sequences": "max_num_seqs concurrency max_batch max_concurrency",
+        "rollout.memory": "gpu_memory gpu_memory_fraction kv_cache mem_fraction",
+        "rollout.stop": "stop_token stop_words stop_strings eos stop_sequences",
+        "learner.lr": "lr learning_rate step_size alpha_lr actor_lr policy_lr",
+        "learner.lr learner.weight_decay learner.schedule": "optimizer optim optimiser adam adamw",
+        "learner.schedule": "scheduler lr_scheduler lr_schedule lr_decay decay",
+        "learner.warmup_steps": "warmup warmup_ratio lr_warmup warmup_iters warmup_epochs",
+        "learner.weight_decay": "wd l2 regularization",
+        "learner.grad_clip": "max_grad_norm clip_grad clip_grad_norm gradient_clipping grad_norm gradient_clip",
+        "learner.epochs": "ppo_epochs inner_epochs update_epochs num_iterations mu",
+        "learner.micro_batch_size": "micro_batch gradient_accumulation grad_accum accumulation grad_accum_steps "
+        "accumulate_grad_batches microbatch",
+        "learner.entropy_coef": "entropy entropy_bonus ent_coef entropy_beta entropy_weight",
+        "learner.compile": "torch_compile jit",
+        "learner.parallel": "fsdp ddp zero deepspeed sharding strategy",
+        "loop.total_epochs learner.epochs": "epochs num_epochs n_epochs max_epochs epoch train_epochs",
+        "loop.total_steps": "steps num_steps iterations iters max_iters max_steps n_steps train_steps updates episodes",
+        "loop.max_minutes": "time_limit max_time max_hours minutes hours walltime duration",
+        "loop.save_every": "save_interval save_freq save_steps checkpoint_every checkpoint_interval ckpt_every "
+        "checkpointing save checkpoint_freq ckpt_freq",
+        "loop.keep_last": "keep keep_checkpoints max_checkpoints save_total_limit",
+        "loop.threads": "cpu_threads num_threads cpus cores",
+        "eval.every": "eval_interval eval_freq eval_steps eval_every evaluation_steps test_freq val_interval "
+        "validation_interval evaluate_every val_every eval_interval_steps",
+        "eval.n": "eval_n pass_at_k val_n eval_rollouts",
+        "cluster.learner_devices cluster.rollout_devices": "gpus n_gpus ngpu devices world_size nproc nproc_per_node "
+        "gpus_per_node n_gpus_per_node tp_size",
+        "cluster.nodes": "nnodes num_machines machines hosts",
+        "cluster.address": "ray_address head",
+        "algorithm.kl_coef algorithm.beta": "kl kl_coeff kl_weight kl_penalty kl_beta kl_loss_coef "
+        "init_kl_coef kl_ctrl",
+        "algorithm.clip_high algorithm.clip_low": "clip clip_range cliprange eps_clip clip_eps clip_ratio clip_epsilon",
+        "algorithm.lam": "gae_lambda lambda lmbda lam_actor gae",
+        "algorithm.gamma": "discount discount_factor",
+        "algorithm.name": "algo adv_estimator estimator method trainer rl_algorithm",
+        "algorithm.loss": "loss_fn policy_loss loss_name objective",
+        "algorithm.filter_groups": "dynamic_sampling filter",
+        "logging.output_dir": "out output output_path save_dir save_path log_dir dir logdir out_dir run_dir ckpt_dir "
+        "checkpoint_dir results workdir",
+        "logging.to": "wandb tensorboard logger loggers log_to report log_with tracker trackers mlflow use_wandb",
+        "logging.project": "project_name wandb_project",
+        "logging.experiment": "experiment_name exp_name run run_name name wandb_name exp",
+        "logging.verbosity": "verbose debug log_level quiet loglevel",
+        "resume": "restore continue resume_from load_checkpoint checkpoint ckpt load",
+        "seed": "random_seed rng random_state manual_seed",
+        "mode.name": "async_mode asynchronous is_async",
+        "mode.max_staleness": "staleness off_policy max_lag lag",
+    }
+)
+
+
+def meant(key: str, settings: Mapping[str, Setting]) -> list[str]:
+    """The settings that an unknown key probably means, the likeliest first; none where neither its words nor the help
+    texts tell. `settings`: those there are, with the chosen algorithm's own."""
+    section, _, last = key.rpartition(".")
+    section = section.partition(".")[0] if section.partition(".")[0] in sections() else ""
+    for word in _forms(key, last):
+        found = [name for name in MEANINGS.get(word) or _aliased().get(word, ()) if name in settings]
+        if found:
+            return sorted(found, key=lambda name: not _in(name, section))[:SHOWN]
+    return _by_help(words_of(last), section, settings)
+
+
+def _forms(key: str, last: str) -> Iterable[str]:
+    """The whole key as words (`eval.steps` → eval_steps), its last part, and that without words that say little."""
+    yield normal(key)
+    yield normal(last)
+    left = [word for word in words_of(last) if word not in FILLERS]
+    yield "_".join(left)
+    yield "_".join(left).removesuffix("s")
+
+
+def _in(name: str, section: str) -> bool:
+    return bool(section) and name.startswith(f"{section}.")
+
+
+@cache
+def _aliased() -> Mapping[str, tuple[str, ...]]:
+    """The last words of other vocabularies' keys → the settings that they stand for."""
+    found: dict[str, list[str]] = {}
+    for key, target in ALIASES.items():
+        found.setdefault(key.rpartition(".")[2], []).append(target)
+    return {word: tuple(dict.fromkeys(targets)) for word, targets in found.items()}
+
+
+def _by_help(words: list[str], section: str, settings: Mapping[str, Setting]) -> list[str]:
+    """Settings whose name or help text has all words of a key; a word alone must be in the name, or lead the text."""
+    asked = [word for word in words if word not in FILLERS and len(word) > 2]
+    if not asked:
+        return []
+    scores: dict[str, float] = {}
+    for name, setting in settings.items():
+        own = {_stem(word) for word in words_of(name)}
+        text = [_stem(word) for word in re.findall(r"[a-z]+", setting.explanation.lower())]
+        points = [2.0 if _stem(word) in own else 1.0 if _stem(word) in text else 0.0 for word in asked]
+        telling = len(asked) > 1 or points[0] == 2.0 or (len(asked[0]) > 4 and _stem(asked[0]) in text[:LEAD])
+        if all(points) and telling:
+            whole = normal(name.rpartition(".")[2]) == "_".join(words)
+            scores[name] = sum(points) + whole + _in(name, section) - len(text) / 100
+    return sorted(scores, key=lambda name: -scores[name])[:SHOWN]
+
+
+def _stem(word: str) -> str:
+    for ending in ("ing", "ed", "es", "s"):
+        if word.endswith(ending) and len(word) - len(ending) >= 3:
+            return word.removesuffix(ending)
+    return word
+
+
+# -- The error about a setting that does not exist, with what was probably meant ---------------------------------------
 
 
 def unknown_setting(given: Given, algorithm: str, algorithms: Algorithms) -> InputError:

@@ -8,18 +8,23 @@ outputs/eval/DATE_TIME/
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from covey.errors import InputError
 from covey.evaluation.figures import Answer, Subject
-from covey.loop.folder import lock_folder, missing_folders, remove_unused
 from covey.redact import hide, hide_known, hide_settings
-from covey.storage import write_whole, writing
+from covey.rewards import Votes
+from covey.rollout.collector import Collector, unscored_is_failed
+from covey.storage import lock_folder, write_whole, writing
 from covey.telemetry.jsonl import finite, read_jsonl
+from covey.training.folder import missing_folders, remove_unused
+from covey.types import Episode, Sampling, Task
 
 SETTINGS_FILE, ANSWERS_FILE = "eval.json", "answers.jsonl"
 SHOWN = 6  # differences that a refusal names
@@ -134,3 +139,61 @@ def _flat(tree: Any, name: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         found |= _flat(value, f"{name} · {key}" if name else str(key))
     return found
+
+
+# -- Asking: every task n times, several tasks at once; each is handed over when all its answers are scored ------------
+# The random streams are those of an evaluation during training: named by seed, mode, task and attempt, never by what is
+# asked beside them. So what is asked after a restart is answered as it would have been.
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One model on one set of tasks in one mode."""
+
+    subject: Subject
+    tasks: Sequence[Task]
+    sampling: Sampling
+    votes: Votes | None
+    together: int | None = None  # tasks asked at once; None: all
+
+    async def run(self, collector: Collector, done: Collection[int], hand_over: Callable[[list[Answer]], None]) -> None:
+        """Ask every task that is not `done`."""
+        room = asyncio.Semaphore(self.together or max(1, len(self.tasks)))
+
+        async def ask(index: int) -> None:
+            async with room:
+                hand_over(await self._ask(collector, index))
+
+        jobs = [asyncio.ensure_future(ask(index)) for index in range(len(self.tasks)) if index not in done]
+        try:
+            await asyncio.gather(*jobs)
+        finally:  # where one ends the evaluation, the others end with it
+            for job in jobs:
+                job.cancel()
+
+    async def _ask(self, collector: Collector, index: int) -> list[Answer]:
+        stream = ("eval", self.subject.mode)
+        (group,) = await collector.groups([self.tasks[index]], self.subject.n, self.sampling, stream)
+        names = collector.reward.names
+        return [
+            self._answer(index, attempt, unscored_is_failed(episode, names))
+            for attempt, episode in enumerate(group.episodes)
+        ]
+
+    def _answer(self, index: int, attempt: int, episode: Episode) -> Answer:
+        subject, failure = self.subject, episode.failure
+        said = "" if failure is not None else episode.final_answer
+        return Answer(
+            model=subject.model,
+            task=subject.task,
+            mode=subject.mode,
+            index=index,
+            id=episode.task.id,
+            attempt=attempt,
+            rewards=dict(episode.rewards),
+            answer=self.votes.final(said) if self.votes is not None else said,
+            tokens=episode.response_tokens,
+            stop=episode.stop,
+            failure=failure.cause if failure is not None else None,
+            message=failure.message if failure is not None else None,
+        )

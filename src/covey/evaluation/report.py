@@ -12,10 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from covey.evaluation.compare import SURE, Comparison, p_text, sentence
-from covey.evaluation.figures import Figures
+from covey.evaluation.figures import SURE, Comparison, Figures, p_text, sentence
 from covey.evaluation.statistics import Estimate
-from covey.telemetry.markdown import block, plain
+from covey.telemetry.report import block, plain
 
 ABSENT = "–"
 

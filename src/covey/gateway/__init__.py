@@ -12,7 +12,6 @@ Only app.py and server.py need the packages of covey[serve].
 """
 
 from covey.gateway.agent import GatewayAgent
-from covey.gateway.book import Book
-from covey.gateway.live import Live, Rules
+from covey.gateway.registry import Book, Live, Rules
 
 __all__ = ["Book", "GatewayAgent", "Live", "Rules"]

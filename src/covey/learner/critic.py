@@ -23,7 +23,7 @@ from covey.config.schema import CriticConfig, LearnerConfig
 from covey.learner.forward import causal_lm, hidden_states
 from covey.learner.optimizer import MasterAdamW
 from covey.learner.packing import Packed
-from covey.learner.ranks import ALONE, Ranks
+from covey.learner.parallel import ALONE, Ranks
 from covey.protocols import LossTerm, Metrics, TokenOutputs
 from covey.types import Batch
 

@@ -25,17 +25,15 @@ from covey.algorithms.ops import effective_sample_size, episode_sum, masked_mean
 from covey.config.schema import CriticConfig, LearnerConfig
 from covey.errors import RunFailed
 from covey.learner import attention
-from covey.learner.compiled import CompiledLayers
 from covey.learner.critic import Critic
-from covey.learner.forward import causal_lm
-from covey.learner.memory import affordable_tokens, bytes_per_token
-from covey.learner.models import Reference
+from covey.learner.forward import CompiledLayers, causal_lm
 from covey.learner.optimizer import MasterAdamW
 from covey.learner.packing import Bunch, Packed, in_step, pack, share_out
-from covey.learner.ranks import ALONE, Ranks
+from covey.learner.parallel import ALONE, Ranks, at_rest, bytes_to_train, inside, own_part, shard, shards
 from covey.learner.saving import check_finite, load_state, load_tensors, save_model, save_state, save_tensors
-from covey.learner.saying import Ask, say
-from covey.learner.sharding import at_rest, bytes_to_train, inside, own_part, shard, shards
+from covey.learner.token_scores import Ask, say
+from covey.memory import affordable_tokens, bytes_per_token
+from covey.models.loading import Reference
 from covey.protocols import Algorithm, Couples, LossTerm, Metrics, Needs, TokenOutputs, TokenTrace
 from covey.types import Batch, Sample, Samples
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from covey.config.schema import LearnerConfig
 from covey.errors import InputError
-from covey.learner.ranks import ALONE, Ranks
-from covey.learner.sharding import HALVES, Block, is_sharded, own_block, own_part, split_along, working_dtype
+from covey.learner.parallel import ALONE, HALVES, Block, Ranks, own_block, own_part, split_along
+from covey.weights.names import is_sharded, working_dtype
 
 
 def learning_rate(step: int, total_steps: int, config: LearnerConfig) -> float:

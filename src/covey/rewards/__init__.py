@@ -1,9 +1,7 @@
 """(Task, Episode) → {name: float}: what an attempt is worth."""
 
-from covey.rewards.builtin import REWARDS
-from covey.rewards.condition import only_if
+from covey.rewards.builtin import REWARDS, Votes, votes_of
 from covey.rewards.function import RewardError, reward
-from covey.rewards.rewardset import RewardSet, resolve_rewards
-from covey.rewards.votes import Votes, votes_of
+from covey.rewards.rewardset import RewardSet, only_if, resolve_rewards
 
 __all__ = ["REWARDS", "RewardError", "RewardSet", "Votes", "only_if", "resolve_rewards", "reward", "votes_of"]

@@ -1,40 +1,60 @@
-"""A reward is a plain function that names what it wants to know.
-
-    @reward
-    def exact(answer, final_answer):
-        return final_answer.strip() == answer
-
-Parameters, by name:
-    answer         the task's answer                    task       the Task
-    question       the text of the last user message    episode    the Episode
-    final_answer   the last assistant text              any column of the data
-    completion     all that the model wrote
-
-and, as other projects call them, where the data have no column of that name:
-    prompt         the question                         prediction, final_response    the final answer
-    trajectory     all messages, as dicts
-
-The group form sees all attempts at a task together: its first parameter is `episodes`, and it returns a list.
-A reward returns a number, None (not scored), or a dict: key "reward" (or the function's name) is the reward, the other
-keys are extras, which are measured as `NAME/KEY` and never trained on.
-
-Where a pool of workers is given, a reward runs there, for so many seconds at most; then a hang or a crash costs what it
-was to score. Covey's own that are quick and bounded run in this process.
-"""
+"""Waiting on an event loop for what a thread works out."""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, TypeVar, overload
 
 from covey.errors import EpisodeError, InputError, RunFailed, nearest, said, unknown
-from covey.plugins import no_exit
+from covey.imports import no_exit
 from covey.types import Episode, Task
 from covey.workers import RemoteError, WorkerDied, WorkerPool, WorkerTimeout
+
+Result = TypeVar("Result")
+
+
+async def result_of(future: Future[Result]) -> Result:
+    """The same future may be awaited by many, on several event loops; whoever is cancelled does not cancel it."""
+    loop = asyncio.get_running_loop()
+    told = asyncio.Event()
+
+    def tell(_: Future[Result]) -> None:
+        with suppress(RuntimeError):  # the loop has closed: nobody waits any more
+            loop.call_soon_threadsafe(told.set)
+
+    future.add_done_callback(tell)
+    await told.wait()
+    return future.result()
+
+
+# -- A reward is a plain function that names what it wants to know -----------------------------------------------------
+# @reward
+# def exact(answer, final_answer):
+# return final_answer.strip() == answer
+#
+# Parameters, by name:
+# answer         the task's answer                    task       the Task
+# question       the text of the last user message    episode    the Episode
+# final_answer   the last assistant text              any column of the data
+# completion     all that the model wrote
+#
+# and, as other projects call them, where the data have no column of that name:
+# prompt         the question                         prediction, final_response    the final answer
+# trajectory     all messages, as dicts
+#
+# The group form sees all attempts at a task together: its first parameter is `episodes`, and it returns a list.
+# A reward returns a number, None (not scored), or a dict: key "reward" (or the function's name) is the reward, the
+# other keys are extras, which are measured as `NAME/KEY` and never trained on.
+#
+# Where a pool of workers is given, a reward runs there, for so many seconds at most; then a hang or a crash costs what
+# it was to score. Covey's own that are quick and bounded run in this process.
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Columns = dict[str, float | None]

@@ -30,8 +30,7 @@ from urllib.parse import urlsplit
 
 from covey.errors import Absent, EpisodeError, InputError, unknown
 from covey.redact import hide_known
-from covey.rewards.function import inline
-from covey.rewards.waiting import result_of
+from covey.rewards.function import inline, result_of
 
 PROMPT = """\
 You grade an answer to a question.

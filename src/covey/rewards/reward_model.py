@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from covey.errors import Absent, InputError, unknown
-from covey.model_folder import Misfit, check_buildable, check_weights_fit, load_weights, read_config, read_tokenizer
-from covey.rewards.function import inline
-from covey.rewards.waiting import result_of
-from covey.trust import split_revision
+from covey.models.folder import Misfit, check_buildable, check_weights_fit, load_weights, read_config, read_tokenizer
+from covey.models.hub import split_revision
+from covey.rewards.function import inline, result_of
 from covey.types import Episode
 
 if TYPE_CHECKING:
@@ -149,7 +148,7 @@ class _Scorer:
         special = {str(token) for token in added if token.special} | {*self.tokenizer.all_special_tokens}
         self.control = sorted(special)
         dtype = torch.float32 if torch.device(device).type == "cpu" else "auto"
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it would keep a plan for every shape: see learner/memory.py
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it would keep a plan for every shape: see memory.py
         self.model = load_weights(AutoModelForSequenceClassification, path, path, revision=revision, dtype=dtype)
         self.model = self.model.to(device).eval().requires_grad_(False)
         self.label = label

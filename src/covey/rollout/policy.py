@@ -16,7 +16,7 @@ from typing import Any
 from covey.errors import EpisodeError
 from covey.protocols import NoRoom, Reply, RolloutEngine
 from covey.rollout.rendering import CONTEXT_USED_UP, Renderer, Said, Tools
-from covey.rollout.streams import stream_seed
+from covey.streams import stream_seed
 from covey.types import Completion, Messages, Sampling, StopReason, Turn
 
 CONTEXT = "model.context_length"

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from covey.errors import InputError
 from covey.protocols import NoRoom
-from covey.types import Messages, StopReason
+from covey.types import Messages, StopReason, Turn
 
 Tools = Sequence[Mapping[str, Any]] | None
 
@@ -287,3 +287,26 @@ def _going_on(asked: str, content: str) -> str:
     """Content without its beginning where the prompt has said that already, as templates do that open the thinking."""
     overlap = next(size for size in range(len(content), -1, -1) if asked.endswith(content[:size]))
     return content[overlap:]
+
+
+# -- Demonstrations as the turns that a model would have taken, token for token as in sampling -------------------------
+# Each message of the assistant becomes a turn: the prompt that `EpisodePolicy` would have sent (what is there already,
+# and what the template adds), and the reply as the model would have sampled it, its end of turn included. Where the
+# template rewrites history the next prompt starts anew, and the demonstration forks into several rows.
+
+
+def demonstrated(renderer: Renderer, messages: Messages, tools: Tools, ends: Sequence[int]) -> tuple[Turn, ...]:
+    """The turns of the assistant. `ends` are the ids that may end a turn. Raises `TemplateError`."""
+    turns: list[Turn] = []
+    said: Said | None = None
+    for place, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = tuple(messages[:place])
+        prompt = None if said is None else renderer.next_prompt(said, before[len(said.messages) + 1 :])
+        if prompt is None:
+            prompt = renderer.prompt(before, tools)
+        reply = renderer.reply(before, message, tools, ends)
+        turns.append(Turn(prompt, reply, (0.0,) * len(reply), (0,) * len(reply), StopReason.EOS))
+        said = Said(before, tools, prompt, reply, StopReason.EOS, message)
+    return tuple(turns)

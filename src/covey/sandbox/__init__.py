@@ -1,9 +1,8 @@
 """The only place that runs code a model wrote: docs/sandbox.md."""
 
-from covey.sandbox.check import Asserts, Cases, Function, Tests, hidden_tests
+from covey.sandbox.hidden_tests import Asserts, Cases, Function, Tests, hidden_tests
 from covey.sandbox.outcome import Limits, Outcome, SandboxError, TestResult, Verdict
-from covey.sandbox.sandbox import Sandbox
-from covey.sandbox.session import Session
+from covey.sandbox.sandbox import Sandbox, Session
 from covey.sandbox.tiers import TIERS, Finding, Tier, choose, describe
 
 __all__ = [

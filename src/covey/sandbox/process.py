@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from covey.sandbox.bundle import sealed
 from covey.sandbox.outcome import Limits, SandboxError
-from covey.sandbox.tiers import ENVIRONMENT, PATIENCE, Tier, launch
+from covey.sandbox.tiers import ENVIRONMENT, PATIENCE, Tier, launch, sealed
 
 CHUNK = 65536
 LONGEST_REPORT = 2**20  # bytes of reports that are not yet read

@@ -1,9 +1,11 @@
-"""The tiers of isolation, strongest first: which of them works here, and how a process is started in it."""
+"""What of the host's files is visible inside: what Python needs, and nothing else. All of it read-only."""
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
+import marshal
 import os
 import select
 import shutil
@@ -12,13 +14,114 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypedDict
 
 from covey.errors import InputError, unknown
-from covey.sandbox.bundle import BOOT, packed
 from covey.sandbox.inside.walls import DEVICES, USER
 from covey.sandbox.outcome import Limits
-from covey.sandbox.view import interpreter, view
+
+SYSTEM = ("/usr", "/nix/store")
+MERGED = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")  # links into /usr on most systems
+LOADER = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")
+
+
+class View(TypedDict):
+    binds: list[str]
+    links: list[tuple[str, str]]  # target, path
+    hide: list[str]  # folders inside the binds that are covered
+
+
+def interpreter() -> str:
+    """The real executable: that of the environment would look for site-packages that are not there."""
+    return os.path.realpath(sys.executable)
+
+
+@functools.cache
+def view(folders: tuple[str, ...] = ()) -> View:
+    """`folders`: further ones to read, for packages."""
+    wanted = [*SYSTEM, *LOADER, sys.base_prefix, sys.base_exec_prefix, os.path.dirname(interpreter()), *folders]
+    links = [(os.readlink(path), path) for path in MERGED if os.path.islink(path)]
+    wanted += [path for path in MERGED if os.path.isdir(path) and not os.path.islink(path)]
+    binds: list[str] = []
+    for path in sorted({os.path.realpath(path) for path in wanted if os.path.exists(path)}, key=len):
+        if not any(_below(path, outer) for outer in binds):
+            binds.append(path)
+    return View(binds=binds, links=links, hide=_private(binds))
+
+
+def _private(binds: Sequence[str]) -> list[str]:
+    """Where people keep their own files, if that lies within what is bound: /usr/src/app in many containers."""
+    needed = [os.path.realpath(path) for path in (sys.base_prefix, interpreter())]
+    homes = [os.getcwd(), str(Path.home()), "/usr/src", "/usr/local/src"]
+    found = {os.path.realpath(path) for path in homes if os.path.isdir(path)}
+    inside = {path for path in found if any(_below(path, bind) for bind in binds)}
+    return sorted(path for path in inside if not any(_below(wanted, path) for wanted in [*needed, *binds]))
+
+
+def _below(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip("/") + "/")
+
+
+# -- The modules of `inside/`, compiled, with a request: one sealed file in memory that a sandbox starts from ----------
+# The sandbox needs no folder of ours, and pays for no compilation. The bytes are marshalled by this interpreter for the
+# same interpreter, and only ever travel inwards.
+
+MODULES = ("kernel", "filters", "walls", "keeper", "cells", "program", "values", "solution", "tests", "start")
+
+# Reads the file, makes modules of it and goes to work. It is called again by bubblewrap, hence from the beginning.
+BOOT = """
+import marshal, os, sys, types
+file, stage = int(sys.argv[1]), sys.argv[2]
+modules, request = marshal.loads(os.pread(file, os.fstat(file).st_size, 0))
+if stage != "down": os.close(file)
+for name in ("covey", "covey.sandbox", "covey.sandbox.inside"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = []
+for name, code in modules:
+    module = types.ModuleType("covey.sandbox.inside." + name)
+    sys.modules[module.__name__] = module
+    setattr(sys.modules["covey.sandbox.inside"], name, module)
+    exec(code, module.__dict__)
+del file, name, code
+module.start(stage, request)
+"""
+
+SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+
+@functools.cache
+def _modules() -> tuple[tuple[str, Any], ...]:
+    folder = Path(__file__).parent / "inside"
+    return tuple(
+        (name, compile((folder / f"{name}.py").read_bytes(), f"<sandbox>/{name}.py", "exec", dont_inherit=True))
+        for name in MODULES
+    )
+
+
+def packed(request: Mapping[str, Any]) -> int:
+    """A descriptor of the sealed file; the caller closes it."""
+    needed = {
+        "session": {"cells", "program"},
+        "solution": {"values", "solution", "program"},
+        "tests": {"values", "tests", "program"},
+    }
+    wanted = needed.get(request["role"], {"program"}) | {"kernel", "filters", "walls", "keeper", "start"}
+    chosen = tuple((name, code) for name, code in _modules() if name in wanted)
+    return sealed(marshal.dumps((chosen, dict(request))))
+
+
+def sealed(content: bytes) -> int:
+    """A file in memory that nobody can change any more, to be read from its beginning."""
+    file = os.memfd_create("covey", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with open(file, "wb", closefd=False) as writer:
+        writer.write(content)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
+
+
+# -- The tiers of isolation, strongest first: which of them works here, and how a process is started in it -------------
 
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",

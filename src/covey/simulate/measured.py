@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import InputError
-from covey.simulate.assumed import decode_text, learn_text
-from covey.simulate.events import Place, Work, simulate
-from covey.simulate.figures import Decode, Episodes, Figure, Speeds, Turn, fit_line
-from covey.telemetry.episodes import read_episodes
-from covey.telemetry.jsonl import EPISODES_FILE, METRICS_FILE, read_jsonl
+from covey.simulate.hardware import Decode, Episodes, Figure, Speeds, Turn, decode_text, fit_line, learn_text
+from covey.simulate.simulation import Place, Work, simulate
+from covey.telemetry.jsonl import EPISODES_FILE, METRICS_FILE, read_episodes, read_jsonl
 
 Metrics = Mapping[str, float]
 

@@ -1,30 +1,110 @@
-"""Several ways to split devices between learner and engines, and what each would give.
+"""Bytes on each device.
 
-learning      tokens of the fullest rank · seconds of a token + updates · seconds of an update + messages
-messages      ddp: 2 (r − 1)/r · gradients, every update;  fsdp: (r − 1)/r · (2 · weights + gradients), every
-              micro-batch; over the slowest link among r ranks, none of it hidden behind computing
-publishing    the weights once over the slowest link, and once more where they are shared out
+    learner   weights + gradients + optimiser, whole (ddp) or shared out (fsdp); a reference model; activations of one
+              micro-batch
+    engine    weights and the key-value cache of the sequences that it decodes together
+
+In half precision a parameter takes 2 bytes, its gradient 6 (one of the pass, one summed in float32), masters and
+moments 12; in float32 4, 4 and 8. Activations take 3 · intermediate + 6.5 · hidden numbers per layer and token, which
+is what an H200 showed with Qwen2.5-0.5B; with gradient checkpointing one `hidden`, and a single layer's.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from covey.simulate.events import Place, Step, Work, simulate
-from covey.simulate.figures import Speeds
-from covey.simulate.hardware import NODE, Device
-from covey.simulate.memory import (
-    USABLE,
-    Memory,
-    Training,
-    activation_bytes,
-    engine_memory,
-    learner_memory,
-    most_sequences,
-    states,
-)
-from covey.simulate.shape import Shape
+from covey.simulate.hardware import GIB, NODE, Device, Figure, Shape, Speeds
+from covey.simulate.simulation import Place, Step, Work, simulate
+
+USABLE = 0.92  # of a device's memory: the rest is the driver's, and lost between tensors
+MOST_TOKENS = 65_536  # of a micro-batch, however much memory there is
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of one device, in bytes."""
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimiser: float = 0.0
+    reference: float = 0.0
+    activations: float = 0.0
+    cache: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+    @property
+    def lasting(self) -> float:
+        """Without what comes and goes with a micro-batch or an answer."""
+        return self.total - self.activations - self.cache
+
+
+@dataclass(frozen=True)
+class Training:
+    """What of a run's settings decides its memory."""
+
+    reference: bool = False
+    checkpointing: bool = False
+    trained: float = 1.0  # share of the parameters that is trained: adapters are few
+    offload_optimizer: bool = False
+    offload_reference: bool = False
+    micro_batch_tokens: int | None = None
+
+
+def activation_bytes(shape: Shape, itemsize: int, *, checkpointing: bool) -> float:
+    """Of one token."""
+    layer = itemsize * (3 * shape.intermediate + 6.5 * shape.hidden)
+    return shape.layers * itemsize * shape.hidden + layer if checkpointing else shape.layers * layer
+
+
+def states(shape: Shape, device: Device, training: Training, shards: int) -> Memory:
+    """A learner's tensors that last, shared out over so many devices (1: each has all of them)."""
+    half = device.itemsize < 4
+    trained = shape.parameters * training.trained / shards
+    return Memory(
+        weights=device.itemsize * shape.parameters / shards,
+        gradients=(6 if half else 4) * trained,
+        optimiser=0.0 if training.offload_optimizer else (12 if half else 8) * trained,
+        reference=device.itemsize * shape.parameters / shards
+        if training.reference and training.trained == 1 and not training.offload_reference
+        else 0.0,
+    )
+
+
+def learner_memory(
+    shape: Shape, device: Device, training: Training, shards: int, tokens: float, room: float
+) -> tuple[Memory, int]:
+    """With the tokens of a micro-batch: as set, or as many of a rank's `tokens` as fit into `room` bytes."""
+    lasting = states(shape, device, training, shards)
+    each = activation_bytes(shape, device.itemsize, checkpointing=training.checkpointing)
+    fit = int(max(0.0, room - lasting.total) / each)
+    budget = training.micro_batch_tokens or min(MOST_TOKENS, fit)
+    micro = max(1, min(budget, int(tokens) or 1))
+    return Memory(**{**vars(lasting), "activations": micro * each}), micro
+
+
+def engine_memory(shape: Shape, device: Device, sequences: int, context: float, split: int) -> Memory:
+    """`split`: devices that share one copy of the model."""
+    cache = sequences * context * shape.kv_bytes(device.itemsize) / split
+    return Memory(weights=device.itemsize * shape.parameters / split, cache=cache)
+
+
+def most_sequences(shape: Shape, device: Device, context: float, split: int, room: float) -> int:
+    """How many answers of this length an engine has room for."""
+    free = room - device.itemsize * shape.parameters / split
+    return int(max(0.0, free) * split / (context * shape.kv_bytes(device.itemsize)))
+
+
+# -- Several ways to split devices between learner and engines, and what each would give -------------------------------
+# learning      tokens of the fullest rank · seconds of a token + updates · seconds of an update + messages
+# messages      ddp: 2 (r − 1)/r · gradients, every update;  fsdp: (r − 1)/r · (2 · weights + gradients), every
+# micro-batch; over the slowest link among r ranks, none of it hidden behind computing
+# publishing    the weights once over the slowest link, and once more where they are shared out
 
 STEPS = 6  # that are averaged, after the first ones
 
@@ -235,3 +315,99 @@ def _summary(empty: Prediction, steps: list[Step], place: Place, messages: float
         age=sum(step.age * step.tokens for step in counted) / sum(step.tokens for step in counted),
         age_max=max(step.age_max for step in counted),
     )
+
+
+# -- What a simulation found: a table of splits, where its figures come from, and the same as JSON ---------------------
+
+CAVEAT = (
+    "A prediction from figures of one device. It was checked against small runs on one machine (docs/simulate.md);\n"
+    "no accuracy is claimed beyond that scale. Splits can be compared with each other sooner than with a clock."
+)
+HEADER = (
+    "",
+    "learner + rollout",
+    "mode",
+    "s/step",
+    "tokens/s",
+    "learner busy",
+    "engines busy",
+    "age mean",
+    "age max",
+    "learner GiB",
+    "engine GiB",
+)
+
+
+def report_text(title: str, figures: Sequence[Figure], predictions: list[Prediction]) -> str:
+    chosen = best(predictions)
+    rows = [_cells(p, chosen is p) for p in predictions]
+    lines = [title, "", *_aligned([HEADER, *rows]), ""]
+    if chosen is None:
+        lines += ["Nothing fits: more devices, gradient checkpointing, or rollout.tensor_parallel", ""]
+    else:
+        lines += [f"* the shortest step: {chosen.split.name}, {chosen.mode}", *_parts(chosen), ""]
+    lines += ["Figures", *_figures(figures), "", CAVEAT]
+    return "\n".join(lines)
+
+
+def report_json(
+    title: str, figures: Sequence[Figure], predictions: list[Prediction], settings: dict[str, Any]
+) -> dict[str, Any]:
+    chosen = best(predictions)
+    return {
+        "title": title,
+        "settings": settings,
+        "figures": [asdict(figure) for figure in figures],
+        "splits": [_plain(p) | {"best": chosen is p} for p in predictions],
+        "caveat": CAVEAT,
+    }
+
+
+def _plain(prediction: Prediction) -> dict[str, Any]:
+    found = asdict(prediction) | {"mode": prediction.mode}
+    return {name: None if isinstance(v, float) and math.isnan(v) else v for name, v in found.items()}
+
+
+def _cells(p: Prediction, chosen: bool) -> tuple[str, ...]:
+    head = ("*" if chosen else "", p.split.name, p.mode)
+    memory = (f"{p.learner.total / GIB:.1f}", f"{p.engine.total / GIB:.1f}")
+    if not p.fits:
+        return (*head, "does not fit", "", "", "", "", "", *memory)
+    return (
+        *head,
+        f"{p.step:.3g}",
+        f"{p.tokens_per_second:,.0f}",
+        f"{100 * p.learner_busy:.0f} %",
+        f"{100 * p.engines_busy:.0f} %",
+        f"{p.age:.2f}",
+        str(p.age_max),
+        *memory,
+    )
+
+
+def _parts(p: Prediction) -> list[str]:
+    """Of the best split: what its step and its memory are made of."""
+    lines = [
+        f"  learning {p.learning:.3g} s, of which messages between {p.split.learners} devices ({p.parallel}) "
+        f"{p.messages:.3g} s (assumed); publishing {p.publishing:.3g} s",
+        f"  learner's device, GiB (assumed): {_memory_lines(p.learner)}",
+    ]
+    return lines if p.split.shared else [*lines, f"  engine's device, GiB (assumed): {_memory_lines(p.engine)}"]
+
+
+def _memory_lines(memory: Memory) -> str:
+    return ", ".join(f"{name} {value / GIB:.2f}" for name, value in asdict(memory).items() if value)
+
+
+def _figures(figures: Sequence[Figure]) -> list[str]:
+    rows = [("  " + figure.name, figure.text, f"({figure.label})", figure.source) for figure in figures]
+    return [line.rstrip() for line in _aligned(rows, right=False)]
+
+
+def _aligned(rows: Sequence[Sequence[str]], *, right: bool = True) -> list[str]:
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+
+    def cell(text: str, at: int) -> str:
+        return text.rjust(widths[at]) if right and at > 2 else text.ljust(widths[at])
+
+    return ["  ".join(cell(text, at) for at, text in enumerate(row)).rstrip() for row in rows]

@@ -2,13 +2,21 @@
 
 from covey.tasks.datasets import DATASETS, Dataset, data_folder
 from covey.tasks.demonstrations import DemonstrationSet, load_demonstrations
-from covey.tasks.files import read_tasks
+from covey.tasks.files import list_rows, read_tasks, tasks_of_rows
 from covey.tasks.generated import GENERATED, GeneratedTask
-from covey.tasks.load import default_reward, load_tasks, nothing_to_train_on, reward_by_answers, with_system_prompt
-from covey.tasks.order import batch_for_step, fresh_tasks, steps_per_epoch
-from covey.tasks.question import ask_like_tasks, plain_question
-from covey.tasks.rows import list_rows, tasks_of_rows
-from covey.tasks.taskset import TaskSet
+from covey.tasks.load import (
+    ask_like_tasks,
+    batch_for_step,
+    default_reward,
+    fresh_tasks,
+    load_tasks,
+    nothing_to_train_on,
+    plain_question,
+    reward_by_answers,
+    steps_per_epoch,
+    with_system_prompt,
+)
+from covey.types import TaskSet
 
 __all__ = [
     "DATASETS",

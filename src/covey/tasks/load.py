@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, TypeVar
 
 from covey.config.schema import DataConfig
 from covey.errors import Absent, InputError, unknown
+from covey.streams import stream
 from covey.tasks.datasets import DATASETS, load_dataset
+from covey.tasks.datasets.load import question_messages
 from covey.tasks.files import find_files, read_tasks
-from covey.tasks.generated import GENERATED, generate, make
-from covey.tasks.reasoning_gym import REASONING_GYM, load_reasoning_gym
-from covey.tasks.taskset import TaskSet
-from covey.types import Task
+from covey.tasks.generated import GENERATED, REASONING_GYM, generate, load_reasoning_gym, make
+from covey.types import Task, TaskSet
 
 GENERATED_TRAIN = 2000
 GENERATED_VALIDATION = 200
@@ -144,3 +145,77 @@ def nothing_to_train_on(data: DataConfig) -> InputError:
             f"  fix: {fix}covey eval MODEL data={data.name}, or train on another set"
         )
     return InputError("there is nothing to train on: data.val_files is given without data.train_files")
+
+
+# -- A question of the user's own, asked as the tasks of a run are: with their system prompt and worked examples -------
+
+QUESTION = "question"  # the id of such a task
+
+
+def plain_question(question: str, data: DataConfig) -> Task:
+    """The question and nothing else but data.system_prompt."""
+    return _with_worked_examples(({"role": "user", "content": question},), data)
+
+
+def ask_like_tasks(question: str, data: DataConfig, seed: int) -> Task:
+    """The messages that training would give a task with this question."""
+    if data.train_files is None and data.val_files is None and data.name in DATASETS:
+        return _with_worked_examples(question_messages(DATASETS[data.name], question, data.options), data)
+    tasks = load_tasks(data, seed)
+    context = shared_context([*tasks.train, *tasks.validation])
+    return Task(QUESTION, (*context, {"role": "user", "content": question}))
+
+
+def shared_context(tasks: Sequence[Task]) -> tuple[Mapping[str, Any], ...]:
+    """The messages that all tasks begin with, before the question: a system prompt, worked examples."""
+    if not tasks:
+        return ()
+    shared = list(tasks[0].messages[:-1])
+    for task in tasks[1:]:
+        same = 0
+        for ours, theirs in zip(shared, task.messages[:-1], strict=False):
+            if ours != theirs:
+                break
+            same += 1
+        del shared[same:]
+    while shared and shared[-1]["role"] == "user":  # its reply differs from task to task
+        shared.pop()
+    return tuple(shared)
+
+
+def _with_worked_examples(messages: Sequence[Mapping[str, Any]], data: DataConfig) -> Task:
+    alone = TaskSet((), (Task(QUESTION, tuple(messages)),), reward=None, description=QUESTION)
+    return with_system_prompt(alone, data.system_prompt).validation[0]
+
+
+# -- Which tasks a step trains on. The order of an epoch depends on (seed, epoch) alone, so a resumed run finds the ba--
+# of any step without replaying the steps before it.
+
+Item = TypeVar("Item")
+
+
+def steps_per_epoch(tasks: int, batch_size: int) -> int:
+    """Whole batches in one pass. The short rest is left out, unless it is all there is."""
+    if tasks < 1:
+        raise InputError("there are no training tasks\n  fix: give data.train_files, or a generated task as data.name")
+    return max(1, tasks // batch_size)
+
+
+def batch_for_step(
+    tasks: Sequence[Item], step: int, batch_size: int, *, seed: int, shuffle: bool
+) -> tuple[int, list[Item]]:
+    """The epoch that step (from 0) belongs to, and its tasks (or demonstrations). No batch mixes two epochs."""
+    epoch, index = divmod(step, steps_per_epoch(len(tasks), batch_size))
+    order = list(range(len(tasks)))
+    if shuffle:
+        stream("order", seed, epoch).shuffle(order)
+    return epoch, [tasks[i] for i in order[index * batch_size : (index + 1) * batch_size]]
+
+
+def fresh_tasks(
+    tasks: Sequence[Task], step: int, round: int, count: int, *, seed: int, tried: Collection[str]
+) -> list[Task]:
+    """Up to `count` tasks that this step has not tried yet, to replace some that taught nothing."""
+    order = [task for task in tasks if task.id not in tried]
+    stream("fresh", seed, step, round).shuffle(order)
+    return order[:count]

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import InputError
-from covey.json_values import DEEPEST, TOO_DEEP, shallow
+from covey.storage import DEEPEST, TOO_DEEP, shallow
 
 WIDTH = 100  # characters of a line that an excerpt shows
 LONGEST_NAME, MOST_NAMES = 60, 40  # characters, columns that a message shows

@@ -2,8 +2,8 @@
 
 from covey.telemetry.base import EpisodeView, RunInfo
 from covey.telemetry.console import working
-from covey.telemetry.episodes import TokenRow, episode_record, read_episodes
 from covey.telemetry.history import History, Record, read_history
+from covey.telemetry.jsonl import TokenRow, episode_record, read_episodes
 from covey.telemetry.report import compare_curves, curve_figure, html_summary, print_summary, write_report
 from covey.telemetry.telemetry import Telemetry, check_logging
 

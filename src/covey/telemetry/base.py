@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import Absent
-from covey.install import install_extra
+from covey.imports import install_extra
 from covey.storage import write_whole
 
 

@@ -16,11 +16,9 @@ from rich.live import Live
 from covey.config.schema import LoggingConfig
 from covey.telemetry.base import EpisodeView, RunInfo, Sink
 from covey.telemetry.figures import duration, evaluation_form, show
-from covey.telemetry.heartbeat import Beating, Heartbeat, beating
-from covey.telemetry.history import History
-from covey.telemetry.notebook import NotebookView, notebook_display
-from covey.telemetry.state import RunState
-from covey.telemetry.view import WARNINGS, LiveView
+from covey.telemetry.history import History, RunState
+from covey.telemetry.live_view import WARNINGS, LiveView, NotebookView, notebook_display
+from covey.telemetry.progress import Beating, Heartbeat, beating
 
 DOING = {
     "rollout": "sampling",

@@ -1,22 +1,145 @@
-"""metrics.jsonl and episodes.jsonl: the record that is always kept, and that everything else can be drawn from.
+"""A long file of JSON lines in parts: episodes.jsonl, and when that is full episodes-0001.jsonl, episodes-0002.jsonl, …
 
-A resumed run cuts both files back to where its checkpoint left them, so that they end without gaps or repeats; half a
-line that a killed process left goes with the rest. Episodes grow large: their file goes on in further parts.
+A part that is full is left alone from then on: it can be copied while the run goes on. Places in the record are counted
+over all parts as if they were one file: a checkpoint remembers one number.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
 
 from covey.errors import InputError
 from covey.redact import hide_known
+from covey.storage import writing
 from covey.telemetry.base import EpisodeView, Sink
-from covey.telemetry.parts import PART_BYTES, PartWriter, require_size
+from covey.types import Episode, RewardTable, Sample
+
+PART_BYTES = 256 << 20  # a part takes no further line from here on
+
+
+def parts_of(path: Path) -> list[Path]:
+    """The parts that exist, in order; `path` is the first."""
+    found = [path] if path.exists() else []
+    while found and (following := _part(path, len(found))).exists():
+        found.append(following)
+    return found
+
+
+def size_of(path: Path) -> int:
+    """Bytes of all parts."""
+    return sum(part.stat().st_size for part in parts_of(path))
+
+
+def whole_lines(path: Path) -> int:
+    """Bytes of all parts without a last line that was not written to its end."""
+    size = size_of(path)
+    if not size:
+        return 0
+    with parts_of(path)[-1].open("rb") as file:
+        tail = file.read()
+    return size - (len(tail) - tail.rfind(b"\n") - 1)
+
+
+class PartWriter:
+    """Appends lines after the first `offset` bytes of the record; what stood behind them is cut away."""
+
+    def __init__(self, path: Path, offset: int, part_bytes: int = PART_BYTES) -> None:
+        self._path, self._part_bytes = path, part_bytes
+        self._number, self._before = _cut(path, offset)
+        self._open("ab")
+
+    def write(self, line: bytes) -> None:
+        """All of it, or nothing: what a full disk took of a line is cut off again."""
+        if self._size >= self._part_bytes:
+            self._next()
+        with writing(self._here, needs=len(line)):
+            rest = memoryview(line)
+            try:
+                while rest:
+                    rest = rest[self._file.write(rest) :]
+            except OSError:
+                with suppress(OSError):
+                    self._file.truncate(self._size)
+                raise
+        self._size += len(line)
+
+    def synced(self) -> int:
+        """Bytes of all parts, once they are safely on the disk."""
+        with writing(self._here):
+            os.fsync(self._file.fileno())
+        return self._before + self._size
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _next(self) -> None:
+        self._before = self.synced()
+        self._file.close()
+        self._number += 1
+        self._open("wb")
+
+    def _open(self, mode: str) -> None:
+        """Nothing is held back in this process: what is written is in the file, and closing it cannot fail for it."""
+        self._here = _part(self._path, self._number)
+        with writing(self._here):
+            self._file = FileIO(self._here, mode)
+        self._size = self._file.seek(0, os.SEEK_END)
+
+
+def copy_record(source: Path, target: Path, size: int) -> None:
+    """The first `size` bytes of a record, in the same parts."""
+    require_size(source, size)
+    rest = size
+    for number, part in enumerate(parts_of(source)):
+        if number and not rest:
+            break
+        copy = _part(target, number)
+        with part.open("rb") as old, writing(copy, needs=rest), copy.open("wb") as new:
+            while rest and (chunk := old.read(min(rest, 1 << 20))):
+                new.write(chunk)
+                rest -= len(chunk)
+
+
+def require_size(path: Path, size: int) -> None:
+    """A record that a checkpoint was written behind must have at least the bytes of then."""
+    if (found := size_of(path)) < size:
+        raise InputError(
+            f"{path}: {found} bytes, but the checkpoint was written when it had {size}\n"
+            "  the file was cut or replaced since; start a new run with resume=disable"
+        )
+
+
+def _part(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.stem}-{number:04d}{path.suffix}") if number else path
+
+
+def _cut(path: Path, offset: int) -> tuple[int, int]:
+    """Cut the record to `offset` bytes; the number of the part that is last now, and the bytes before it."""
+    parts, before, last = parts_of(path), 0, 0
+    for number, part in enumerate(parts[:-1]):
+        size = part.stat().st_size
+        if before + size >= offset:
+            break
+        before, last = before + size, number + 1
+    for part in reversed(parts[last + 1 :]):  # from the end: a kill in between leaves no gap
+        part.unlink()
+    if parts:
+        os.truncate(parts[last], offset - before)
+    return last, before
+
+
+# -- metrics.jsonl and episodes.jsonl: the record that is always kept, and that everything else can be drawn from ------
+# A resumed run cuts both files back to where its checkpoint left them, so that they end without gaps or repeats; half a
+# line that a killed process left goes with the rest. Episodes grow large: their file goes on in further parts.
 
 Read = TypeVar("Read")
 
@@ -117,3 +240,94 @@ def finite(value: Any) -> Any:
 def _line(record: Mapping[str, Any]) -> bytes:
     # Data sets bring answers of any type (dates, decimals): what JSON does not know is written as text.
     return hide_known(json.dumps(finite(record), allow_nan=False, default=str)).encode("ascii") + b"\n"
+
+
+# -- episodes.jsonl: one JSON object per recorded episode, with what happened at every token ---------------------------
+# The schema is described in docs/metrics.md. A change that an old reader would misread raises SCHEMA.
+
+SCHEMA = 1
+
+Decode = Callable[[list[int]], str]
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """A token row and what the learner saw at each of its response tokens (no padding)."""
+
+    sample: Sample
+    advantage: Sequence[float]
+    ratio: Sequence[float]
+    entropy: Sequence[float]
+
+    def __post_init__(self) -> None:
+        row = self.sample
+        columns = (row.mask, row.logprobs, row.versions, self.advantage, self.ratio, self.entropy)
+        lengths = [len(column) for column in columns]
+        assert all(length == len(row.response_ids) for length in lengths), (
+            f"{len(row.response_ids)} response tokens, but mask, logprobs, versions, advantage, ratio, entropy "
+            f"have {lengths}"
+        )
+
+
+def episode_record(
+    *,
+    step: int,
+    task_id: str,
+    group: int,
+    attempt: int,
+    episode: Episode,
+    rewards: RewardTable,
+    total_reward: float | None,
+    advantage: float | None,
+    tokens: Sequence[TokenRow],
+    decode: Decode,
+) -> dict[str, Any]:
+    """One line of the file. `group` and `attempt` count from 0 within the step and the group."""
+    failure = episode.failure
+    return {
+        "schema": SCHEMA,
+        "step": step,
+        "task_id": task_id,
+        "group": group,
+        "attempt": attempt,
+        "messages": [dict(message) for message in episode.messages],
+        "answer": episode.task.answer,
+        "rewards": dict(rewards),
+        "total_reward": total_reward,
+        "advantage": advantage,
+        "stop": str(episode.stop) if episode.stop is not None else None,
+        "failure": {"cause": failure.cause, "message": failure.message} if failure is not None else None,
+        "tools": [{"tool": use.tool, "error": use.error} for use in episode.tools],
+        "rows": [_row(row, decode) for row in tokens],
+    }
+
+
+def _row(row: TokenRow, decode: Decode) -> dict[str, Any]:
+    sample = row.sample
+    return {
+        "prompt_ids": list(sample.prompt_ids),
+        "response_ids": list(sample.response_ids),
+        "mask": [int(sampled) for sampled in sample.mask],
+        # Token by token: part of a UTF-8 character has no text of its own and stays U+FFFD.
+        "text": [decode([token]) for token in sample.response_ids],
+        "prompt_text": decode(list(sample.prompt_ids)),
+        "logprobs": list(sample.logprobs),
+        "advantage": list(row.advantage),
+        "ratio": list(row.ratio),
+        "entropy": list(row.entropy),
+        "versions": list(sample.versions),
+    }
+
+
+def read_episodes(path: Path) -> Iterator[dict[str, Any]]:
+    """The episodes of a record, in the order they were written; `path` is its first part, the others follow.
+
+    Numbers that were not finite are None.
+    """
+    for part in parts_of(path) or [path]:  # where there is none, opening it says so
+        for record in read_jsonl(part):
+            if record.get("schema") != SCHEMA:
+                raise InputError(
+                    f"{part}: episode schema {record.get('schema')}, but this version of covey reads {SCHEMA}"
+                )
+            yield record

@@ -10,22 +10,20 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from covey.cli.agents import open_rewards
-from covey.cli.build import make_collector, make_evaluator
-from covey.cli.engine import make_engine
-from covey.cli.given import prepare_given, start_model
-from covey.cli.prepare import Prepared
-from covey.cli.train import complete, run_to_end
+from covey.app.build import make_collector, make_evaluator
+from covey.app.models import make_engine
+from covey.app.objects import prepare_given, start_model
+from covey.app.parts import open_rewards
+from covey.app.prepare import Prepared
+from covey.app.train import complete, run_to_end
 from covey.errors import InputError
 from covey.trl.config import GRPOConfig
-from covey.trl.data import read_rows
-from covey.trl.peft import translate_adapter
-from covey.trl.rewards import translate_rewards
+from covey.trl.inputs import read_rows, translate_adapter, translate_rewards
 from covey.trl.translate import translate
 from covey.types import Task
 
 if TYPE_CHECKING:
-    from covey.loop.run import Run
+    from covey.training.run import Run
 
 RewardFunction = Callable[..., Any] | str
 NOT_SUPPORTED = {
@@ -174,7 +172,7 @@ class GRPOTrainer:
 
     def _own_tokenizer(self) -> Any:
         """As the model has it: `_prepared` may have put another template into its own."""
-        from covey.cli.prepare import open_model
+        from covey.app.prepare import open_model
 
         return open_model(self._prepared.config).tokenizer
 
@@ -223,7 +221,7 @@ def _history(path: Path) -> list[dict[str, Any]]:
 
 
 async def _evaluation(prepared: Prepared, policy: Any) -> Mapping[str, float]:
-    from covey.learner.models import load_policy
+    from covey.models.loading import load_policy
 
     assert prepared.model is not None
     policy = load_policy(prepared.model, prepared.config.model) if policy is None else policy

@@ -17,7 +17,7 @@ that exists by then can be called: closures, a notebook's, those of a file. Argu
 Code that a model wrote does not belong here: it runs in `covey.sandbox`.
 """
 
-from covey.workers.errors import RemoteError, WorkerDied, WorkerError, WorkersGone, WorkerTimeout
+from covey.workers.link import RemoteError, WorkerDied, WorkerError, WorkersGone, WorkerTimeout
 from covey.workers.pool import WorkerPool, WorkerSession
 
 __all__ = [

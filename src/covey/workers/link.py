@@ -1,13 +1,129 @@
-"""One worker, seen from the pool's event loop: one question at a time, with a deadline."""
+"""What can go wrong with a call. The call was made once, or never begun; nothing is tried again."""
 
 from __future__ import annotations
 
 import asyncio
+import io
+import pickle
 import socket
+import struct
 from contextlib import suppress
+from typing import Any
 
-from covey.workers.errors import WorkerDied, WorkerTimeout
-from covey.workers.frames import CHUNK, Inbox, NoFrame
+from covey.errors import RunFailed, with_place
+
+SHOWN = 10  # lines of what a process printed last
+
+
+class WorkerError(Exception):
+    """A call that brought no value."""
+
+
+class WorkerTimeout(WorkerError):
+    def __init__(self, function: str, seconds: float) -> None:
+        super().__init__(function, seconds)  # all arguments: an exception is pickled by them
+        self.function = function
+        self.seconds = seconds
+
+    def __str__(self) -> str:
+        return f"{self.function} took longer than {self.seconds:g} s"
+
+
+class WorkerDied(WorkerError):
+    def __init__(self, function: str, how: str, tail: str = "") -> None:
+        """`how`: "SIGSEGV", "exit code 3"; `tail`: the last that it printed."""
+        super().__init__(function, how, tail)
+        self.function = function
+        self.how = how
+        self.tail = tail
+
+    def __str__(self) -> str:
+        lines = self.tail.splitlines()
+        fatal = [place for place, line in enumerate(lines) if line.startswith("Fatal Python error")]
+        shown = lines[fatal[-1] :][:SHOWN] if fatal else lines[-SHOWN:]  # there the innermost call comes first
+        return f"the process of {self.function} ended: {self.how}" + "".join(f"\n  | {line}" for line in shown)
+
+
+class RemoteError(WorkerError):
+    """The function's own exception, as text: not every exception can be sent. `place`: the line that raised it."""
+
+    def __init__(self, type_name: str, message: str, traceback: str = "", place: str = "") -> None:
+        super().__init__(type_name, message, traceback, place)
+        self.type_name = type_name
+        self.message = message
+        self.traceback = traceback
+        self.place = place
+
+    def __str__(self) -> str:
+        return with_place(f"{self.type_name}: {self.message}".removesuffix(": "), self.place)
+
+
+class WorkersGone(RunFailed):
+    """There are no workers any more, and there will be none: the pool was closed, or its template process ended."""
+
+
+# -- What travels between the pool, its template process and the workers -----------------------------------------------
+# pool → worker      length, then pickled ("call", function, args, kwargs) and the like
+# worker → pool      length, then a byte (what became of it), a byte (keep the worker or not), and pickled the value
+# pool → template    SPAWN with a worker's number and its end of a socket pair, or KILL with a number
+# template → pool    a worker's number, how it ended as waitpid tells it, and the last that it printed
+#
+# All ends are forks of one process and trust each other. A worker runs functions that may write anywhere, though: what
+# is no frame is refused before memory is given to it.
+
+LENGTH = struct.Struct("!Q")
+ORDER = struct.Struct("!cI")
+REPORT = struct.Struct("!IiI")
+SPAWN, KILL = b"s", b"k"
+DONE, RAISED = 0, 1
+
+LARGEST = 1 << 30  # bytes of one value
+CHUNK = 1 << 18  # bytes that are read at once: about what a socket holds
+NOT_STARTED = -1  # in a report: there never was such a process
+
+
+def framed(prefix: bytes, value: Any) -> memoryview:
+    """A whole frame. Raises whatever the value's own pickling raises."""
+    stream = io.BytesIO()
+    stream.write(bytes(LENGTH.size) + prefix)
+    pickle.dump(value, stream, protocol=pickle.HIGHEST_PROTOCOL)
+    length = stream.tell() - LENGTH.size
+    if length > LARGEST:
+        raise ValueError(f"{length >> 20} MiB are more than the {LARGEST >> 20} MiB that may be sent at once")
+    whole = stream.getbuffer()
+    LENGTH.pack_into(whole, 0, length)
+    return whole
+
+
+class NoFrame(Exception):
+    """Bytes that nobody here would have sent."""
+
+
+class Inbox:
+    """Bytes as they come in → one frame."""
+
+    def __init__(self) -> None:
+        self._head = b""
+        self._body = bytearray()  # grows with what comes in, not with what was announced
+        self._length = 0
+
+    def feed(self, data: bytes) -> memoryview | None:
+        """The frame, without its length, once it is whole. NoFrame: too long a length, or more than it says."""
+        if len(self._head) < LENGTH.size:
+            missing = LENGTH.size - len(self._head)
+            self._head, data = self._head + data[:missing], data[missing:]
+            if len(self._head) < LENGTH.size:
+                return None
+            self._length = LENGTH.unpack(self._head)[0]
+            if not 2 <= self._length <= LARGEST:
+                raise NoFrame(f"a length of {self._length} bytes")
+        if len(self._body) + len(data) > self._length:
+            raise NoFrame(f"{len(self._body) + len(data) - self._length} bytes too many")
+        self._body += data
+        return memoryview(self._body) if len(self._body) == self._length else None
+
+
+# -- One worker, seen from the pool's event loop: one question at a time, with a deadline ------------------------------
 
 GRACE = 1.0  # seconds between the end of a worker's socket and the news of its own
 

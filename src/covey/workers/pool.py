@@ -12,9 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from covey.errors import unknown
-from covey.workers.errors import RemoteError, WorkerDied, WorkerError, WorkersGone
-from covey.workers.frames import DONE, framed
-from covey.workers.link import Link
+from covey.workers.link import DONE, Link, RemoteError, WorkerDied, WorkerError, WorkersGone, framed
 from covey.workers.template import Template
 
 START_SECONDS = 60.0  # for a fork, on a machine that is busy with other things

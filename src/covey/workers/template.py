@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from covey.workers.frames import KILL, NOT_STARTED, ORDER, REPORT, SPAWN
+from covey.workers.link import KILL, NOT_STARTED, ORDER, REPORT, SPAWN
 from covey.workers.worker import adopt_orphans, outlast_sigterm, reset_signals, run_worker
 
 TAIL = 1 << 14  # bytes of its output that are kept for a worker's last words

@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from covey.errors import first_error, message_of, place_of
-from covey.workers.frames import CHUNK, DONE, LENGTH, RAISED, Inbox, framed
+from covey.workers.link import CHUNK, DONE, LENGTH, RAISED, Inbox, framed
 
 LONGEST = 20_000  # characters of a message or traceback
 KEEP = LENGTH.size + 1  # where an answer says whether the worker may go on

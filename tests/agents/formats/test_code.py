@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from covey.agents.calls import Call
 from covey.agents.formats import CodeFormat, Parsed
+from covey.agents.formats.base import Call
 from tests.agents.formats.test_hermes import called
 
 FORMAT = CodeFormat()

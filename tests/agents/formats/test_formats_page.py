@@ -9,7 +9,7 @@ import pytest
 
 from covey.agents.formats import FORMATS, make_format
 from covey.agents.formats.base import MAX_CALLS
-from covey.json_values import DEEPEST
+from covey.storage import DEEPEST
 from tests.agents.formats.test_react import SCHEMAS
 
 PAGE = (Path(__file__).parents[3] / "docs" / "formats.md").read_text()

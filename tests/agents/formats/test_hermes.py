@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from covey.agents.calls import Call
 from covey.agents.formats import HermesFormat, Parsed
-from covey.agents.formats.base import MAX_CALLS
+from covey.agents.formats.base import MAX_CALLS, Call
 
 FORMAT = HermesFormat()
 SCHEMA = {

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from covey.agents.formats.lenient import Unreadable, read, value_end
-from covey.json_values import DEEPEST
+from covey.agents.formats.json_repair import Unreadable, read, value_end
+from covey.storage import DEEPEST
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_long_texts_come_to_an_end(text: str) -> None:
 
 
 NEVER_ENDING = """
-from covey.agents.formats.lenient import Unreadable, read, value_end
+from covey.agents.formats.json_repair import Unreadable, read, value_end
 for quote in ('"', "'"):
     for inside in ("a" * 5000, "a\\\\n" * 5000, "\\\\" * 5001):
         text = "{" + quote + inside

@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from covey.agents.calls import Call
 from covey.agents.formats import LlamaFormat, Parsed
-from covey.agents.formats.base import MAX_CALLS
+from covey.agents.formats.base import MAX_CALLS, Call
 from tests.agents.formats.test_hermes import SCHEMA, called
 
 FORMAT = LlamaFormat()

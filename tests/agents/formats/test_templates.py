@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from covey.agents.calls import Call
 from covey.agents.formats import CodeFormat, ReactFormat, choose_format, detect, make_format, shows_tools
+from covey.agents.formats.base import Call
 from covey.agents.formats.detect import template_of
 from covey.errors import InputError
 from covey.rollout.rendering import Renderer, Said

@@ -1,4 +1,4 @@
-"""What a format is, and what formats share: reading calls, writing messages, telling thinking from speech."""
+"""A tool call as the model wrote it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,24 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from covey.agents.calls import Call
-from covey.agents.formats.lenient import Unreadable, read, skip_space, value_end
+from covey.agents.formats.json_repair import Unreadable, read, skip_space, value_end
 from covey.replies import SPEAK
-from covey.replies import speech_start as speech_start
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a turn. `problem` says what could not be read of it; then there is nothing to run."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    id: str = ""
+    problem: str | None = None
+
+
+# -- What a format is, and what formats share: reading calls, writing messages, telling thinking from speech -----------
 
 Schemas = Sequence[Mapping[str, Any]]
 Results = Sequence[tuple[Call, str]]

@@ -18,18 +18,17 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from covey.agents.calls import Call
 from covey.agents.formats.base import (
+    Call,
     Parsed,
     Results,
     Schemas,
     assistant,
     call_id,
     malformed,
-    speech_start,
     still_thinking,
 )
-from covey.replies import OPENING, block_at, is_python
+from covey.replies import OPENING, block_at, is_python, speech_start
 
 TOOLS = ("python_executor", "code_interpreter")  # two names of one tool
 HOW = "Write the code between a line ```python and a line ```"

@@ -16,8 +16,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from covey.agents.calls import Call
 from covey.agents.formats.base import (
+    Call,
     Parsed,
     Results,
     Schemas,
@@ -27,10 +27,10 @@ from covey.agents.formats.base import (
     malformed,
     read_call,
     show,
-    speech_start,
     still_thinking,
     tagged,
 )
+from covey.replies import speech_start
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 OPENING = re.compile(OPEN)

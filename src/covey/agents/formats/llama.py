@@ -14,9 +14,9 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from covey.agents.calls import Call
 from covey.agents.formats.base import (
     MAX_CALLS,
+    Call,
     Parsed,
     Results,
     Schemas,
@@ -31,12 +31,12 @@ from covey.agents.formats.base import (
     malformed,
     read_call,
     show,
-    speech_start,
     still_thinking,
     tagged,
     too_many,
 )
-from covey.agents.formats.lenient import Unreadable, read, skip_space, value_end
+from covey.agents.formats.json_repair import Unreadable, read, skip_space, value_end
+from covey.replies import speech_start
 
 TAG = "<|python_tag|>"
 OPEN, CLOSE = "<function=", "</function>"

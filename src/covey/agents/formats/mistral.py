@@ -16,9 +16,9 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from covey.agents.calls import Call
 from covey.agents.formats.base import (
     MAX_CALLS,
+    Call,
     Parsed,
     Results,
     Schemas,
@@ -32,11 +32,11 @@ from covey.agents.formats.base import (
     make_call,
     read_call,
     show,
-    speech_start,
     still_thinking,
     too_many,
 )
-from covey.agents.formats.lenient import Unreadable, read, skip_space, value_end
+from covey.agents.formats.json_repair import Unreadable, read, skip_space, value_end
+from covey.replies import speech_start
 
 MARK = "[TOOL_CALLS]"
 NAMED = re.compile(r"([A-Za-z_][\w.-]{0,127})\s*+(?:\[CALL_ID\]\s*+([A-Za-z0-9]{9})\s*+)?(?:\[ARGS\]\s*+)?(?=\{)")

@@ -20,9 +20,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from covey.agents.calls import Call
 from covey.agents.formats.base import (
     MAX_NAME,
+    Call,
     Parsed,
     Results,
     Schemas,
@@ -31,10 +31,10 @@ from covey.agents.formats.base import (
     function_of,
     in_words,
     malformed,
-    speech_start,
     still_thinking,
 )
-from covey.agents.formats.lenient import Unreadable, read, skip_space, value_end
+from covey.agents.formats.json_repair import Unreadable, read, skip_space, value_end
+from covey.replies import speech_start
 
 LABEL = re.compile(
     r"^[ \t]*+\**+(?P<label>thought|action input|input|action|observation|final answer)\**+[ \t]*+:\**+",

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from decimal import Context, Decimal
 from fractions import Fraction
 
-from covey.agents.tools.errors import ToolMistake
-from covey.agents.tools.tool import tool
+from covey.agents.tools.tool import ToolMistake, tool
 
 MAX_LENGTH = 1000  # characters of an expression
 MAX_DEPTH = 60  # parentheses, functions, powers of powers

@@ -20,8 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from covey.agents.tools.errors import ToolFailure, ToolMistake
-from covey.agents.tools.tool import Tool, tool
+from covey.agents.tools.tool import Tool, ToolFailure, ToolMistake, tool
 from covey.errors import Absent, InputError
 
 VARIABLE = "SERPER_API_KEY"

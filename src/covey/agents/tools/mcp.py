@@ -21,9 +21,8 @@ from dataclasses import dataclass, field, fields
 from itertools import islice
 from typing import Any
 
-from covey.agents.tools.errors import ToolFailure, ToolMistake
 from covey.agents.tools.mcp_connection import CAUSE, Connection, Server, without_secrets
-from covey.agents.tools.tool import STATE, Tool
+from covey.agents.tools.tool import STATE, Tool, ToolFailure, ToolMistake
 from covey.errors import Absent, InputError, unknown
 
 PREFIX = "mcp:"

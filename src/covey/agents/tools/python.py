@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from covey.agents.tools.errors import Kind, ToolFailure, ToolMistake
-from covey.agents.tools.output import NOTHING
-from covey.agents.tools.tool import Tool, tool
+from covey.agents.tools.session import NOTHING
+from covey.agents.tools.tool import Kind, Tool, ToolFailure, ToolMistake, tool
 from covey.errors import InputError
 from covey.replies import PYTHON, unfenced
 

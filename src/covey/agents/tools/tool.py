@@ -1,32 +1,139 @@
-'''A tool is a plain function with a name, a description and parameters that a model can fill in.
+"""What goes wrong with a tool call, and whose fault it is.
 
-    @covey.tool(timeout=10, max_output_tokens=512)
-    async def search(query: str, top_k: int = 3) -> str:
-        """Search the corpus.
-
-        Args:
-            query: What to look for.
-            top_k: How many passages.
-        """
-
-A parameter called `state` is not the model's: it is a dict that belongs to one episode and is shared by its tools. What
-lies in it and has `close` or `aclose` is closed when the episode ends.
-'''
+What the model did wrong is an observation: it reads the text and may do better. What the infrastructure did wrong ends
+the episode as a failure, which is neither learned from nor compared with.
+"""
 
 from __future__ import annotations
 
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Optional, get_args, get_origin, get_type_hints, overload
+from itertools import zip_longest
+from typing import Annotated, Any, Literal, Optional, get_args, get_origin, get_type_hints, overload
 
-from covey.agents.tools.docstring import read_docstring
-from covey.agents.tools.errors import ToolMistake
-from covey.agents.tools.values import coerce, plain, schema_of
-from covey.errors import InputError, nearest
+from covey.agents.tools.schema import coerce, plain, schema_of
+from covey.errors import InputError, NamedFailure, nearest
+from covey.redact import hide
+from covey.types import Failure
+
+Kind = Literal["malformed", "unknown_tool", "bad_arguments", "raised", "deadline"]
+
+
+class ToolMistake(Exception):
+    """The model's mistake. `text` is what it is shown; `detail`, where the tool raised, is for the user alone."""
+
+    def __init__(self, kind: Kind, text: str, detail: str = "") -> None:
+        super().__init__(kind, text, detail)  # all of them: an exception is pickled by its arguments
+        self.kind = kind
+        self.text = text
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class ToolFailure(NamedFailure):
+    """The infrastructure's fault. `cause` is short and countable: tool_timeout, tool_crash, tool_result, sandbox,
+    search, or a word of a user's own tool."""
+
+    @property
+    def failure(self) -> Failure:
+        return Failure(self.cause, hide(self.message))
+
+
+# -- What a docstring says of a function and of its parameters ---------------------------------------------------------
+# Three ways of writing are read:
+#
+# Args:                          :param query: What to look for.        Search.  Args: query: what  top_k: how many
+# query: What to look for.
+# top_k (int): How many.
+
+ARGS = re.compile(r"(?:^|(?<=\s))(?:Args|Arguments|Parameters)[ \t]*:[ \t]*", re.MULTILINE)
+FIELD = re.compile(r"^[ \t]*:(\w+)[ \t]*([^:\n]*):", re.MULTILINE)
+SECTION = re.compile(
+    r"(?:^|(?<=\s))(?:Returns?|Raises|Yields?)[ \t]*:(?!\S)|^[ \t]*(?:Examples?|Notes?)[ \t]*:[ \t]*$", re.MULTILINE
+)
+
+
+def read_docstring(text: str | None, parameters: Iterable[str]) -> tuple[str, dict[str, str]]:
+    """The first paragraph, and a description for each parameter that has one."""
+    text = inspect.cleandoc(text or "")
+    found: dict[str, str] = {}
+    starts = [len(text)]
+    if args := ARGS.search(text):
+        starts.append(args.start())
+        found |= _sections(text, args, list(parameters))
+    if fields := list(FIELD.finditer(text)):
+        starts.append(fields[0].start())
+        found |= _fields(text, fields, list(parameters))
+    if end := SECTION.search(text):
+        starts.append(end.start())
+    paragraph = re.split(r"\n[ \t]*\n", text[: min(starts)].strip())[0]
+    return _one_line(paragraph), found
+
+
+def _sections(text: str, args: re.Match[str], parameters: list[str]) -> dict[str, str]:
+    """`name: text` and `name (type): text`. On the line of `Args:` itself names may follow each other on one line."""
+    if not parameters:
+        return {}
+    body = text[args.end() :]
+    if end := SECTION.search(body):
+        body = body[: end.start()]
+    on_one_line = bool(body.split("\n", 1)[0].strip())
+    if not on_one_line and "\n" in text[: args.start()]:  # cleandoc moves all lines after the first to the margin
+        body = _indented(body)
+    before = r"(?:^|(?<=[\s;,]))" if on_one_line else r"^[ \t]*"
+    names = "|".join(re.escape(name) for name in parameters)
+    entry = re.compile(rf"{before}({names})[ \t]*(?:\([^)\n]*\))?[ \t]*:(?!:)", re.MULTILINE)
+    return _between(body, list(entry.finditer(body)))
+
+
+def _indented(body: str) -> str:
+    """The lines of a section: it ends where a line begins at the margin."""
+    lines = body.split("\n")[1:]
+    end = next((n for n, line in enumerate(lines) if line.strip() and not line[0].isspace()), len(lines))
+    return "\n".join(lines[:end])
+
+
+def _fields(text: str, fields: list[re.Match[str]], parameters: list[str]) -> dict[str, str]:
+    """`:param name:` and `:param type name:`; a field ends where the next begins, or at an empty line."""
+    found = {}
+    for field, following in zip_longest(fields, fields[1:]):
+        words = field[2].split()
+        if field[1] in ("param", "parameter", "arg", "argument") and words and words[-1] in parameters:
+            body = text[field.end() : following.start() if following else len(text)]
+            found[words[-1]] = _one_line(re.split(r"\n[ \t]*\n", body)[0])
+    return found
+
+
+def _between(body: str, entries: list[re.Match[str]]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for entry, following in zip_longest(entries, entries[1:]):
+        text = body[entry.end() : following.start() if following else len(body)]
+        found.setdefault(entry[1], _one_line(text).rstrip(";,"))
+    return found
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+# -- A tool is a plain function with a name, a description and parameters that a model can fill in ---------------------
+# @covey.tool(timeout=10, max_output_tokens=512)
+# async def search(query: str, top_k: int = 3) -> str:
+# """Search the corpus.
+#
+# Args:
+# query: What to look for.
+# top_k: How many passages.
+# """
+#
+# A parameter called `state` is not the model's: it is a dict that belongs to one episode and is shared by its tools.
+# What lies in it and has `close` or `aclose` is closed when the episode ends.
 
 STATE = "state"
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")

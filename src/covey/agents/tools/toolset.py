@@ -1,21 +1,72 @@
-"""Which tools an agent has: by name, `module:function`, `file.py:function`, or functions themselves."""
+"""Settings of a built-in tool: the fields of a dataclass, from a mapping that a user wrote."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, get_type_hints
 
-from covey.agents.tools.bench import Bench, Runner
-from covey.agents.tools.builtin import BUILTIN, same_tool
-from covey.agents.tools.options import read_options
-from covey.agents.tools.output import Cut, by_characters
-from covey.agents.tools.python import Sandbox
-from covey.agents.tools.remote import InWorker
-from covey.agents.tools.tool import Tool, configured
+from covey.agents.tools.calculator import calculator
+from covey.agents.tools.google import GoogleOptions, make_google_search
+from covey.agents.tools.python import PythonOptions, Sandbox, make_python
+from covey.agents.tools.schema import coerce
+from covey.agents.tools.search import SearchOptions, make_search
+from covey.agents.tools.session import Bench, Cut, InWorker, Runner, by_characters
+from covey.agents.tools.tool import Tool, configured, tool
 from covey.errors import InputError, unknown
-from covey.plugins import load_function
+from covey.imports import load_function
+
+
+def read_options(place: str, kind: type | None, given: Mapping[str, Any], also: Sequence[str] = ()) -> Any:
+    """An object of `kind`, or None where a tool has no options. `also` are names that are known besides."""
+    hints = {field.name: get_type_hints(kind)[field.name] for field in fields(kind)} if kind is not None else {}
+    values = {}
+    for name, value in given.items():
+        if name not in hints:
+            raise unknown(f"option in {place}", name, [*hints, *also])
+        try:
+            values[name] = coerce(hints[name], value)
+        except ValueError as error:
+            raise InputError(f"{place}.{name} {error}") from error
+    return None if kind is None else kind(**values)
+
+
+# -- The tools that come with Covey, by the name that users type -------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Builtin:
+    make: Callable[[Any, Sandbox | None], Tool]  # from its options, and where code of the model's runs
+    options: type | None = None
+
+
+@tool(ends=True)
+def answer(answer: str) -> str:
+    """Give the final answer. This ends the conversation.
+
+    Args:
+        answer: The final answer, and nothing else.
+    """
+    return answer
+
+
+BUILTIN: dict[str, Builtin] = {
+    "calculator": Builtin(lambda _, __: replace(calculator, inline=True)),
+    "python_executor": Builtin(make_python, PythonOptions),
+    "code_interpreter": Builtin(make_python, PythonOptions),
+    "search": Builtin(lambda options, _: make_search(options), SearchOptions),
+    "google_search": Builtin(lambda options, _: make_google_search(options), GoogleOptions),
+    "answer": Builtin(lambda _, __: replace(answer, inline=True)),
+}
+SAME = {"code_interpreter": "python_executor"}
+
+
+def same_tool(one: str, other: str) -> bool:
+    return SAME.get(one, one) == SAME.get(other, other)
+
+
+# -- Which tools an agent has: by name, `module:function`, `file.py:function`, or functions themselves -----------------
 
 OPTIONS = "agent.tool_options"
 TOKENS = "max_output_tokens"
@@ -82,12 +133,12 @@ def resolve_tools(
     options = options or {}
     found: list[Tool] = []
     servers = [name for name in names if isinstance(name, str) and name.startswith(MCP)]
-    for tool in (tool for name in names for tool in _find_all(name, options, sandbox, seconds)):
-        if clash := next((other for other in found if same_tool(other.name, tool.name)), None):
-            other = "" if clash.name == tool.name else f" (the same as {clash.name})"
+    for one in (one for name in names for one in _find_all(name, options, sandbox, seconds)):
+        if clash := next((other for other in found if same_tool(other.name, one.name)), None):
+            other = "" if clash.name == one.name else f" (the same as {clash.name})"
             fix = "name it once, or rename one with @covey.tool(name=...)"
-            raise InputError(f"two tools are called {tool.name}{other}\n  fix: {fix}")
-        found.append(tool)
+            raise InputError(f"two tools are called {one.name}{other}\n  fix: {fix}")
+        found.append(one)
     known = [*(tool.name for tool in found), *(name.removeprefix(MCP) for name in servers)]
     for key in options:
         if key not in known:

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 from covey.protocols import Metrics
-from covey.rollout.embedded.paged import PagedBatch
+from covey.rollout.embedded.cpu_batch import SlottedBatch
+from covey.rollout.embedded.gpu_batch import PagedBatch
 from covey.rollout.embedded.scheduler import Running
-from covey.rollout.embedded.slotted import SlottedBatch
 from covey.types import Completion, Sampling, StopReason
 
 TURNS = 8  # of the event loop between two steps: enough for an agent to read an answer and ask again

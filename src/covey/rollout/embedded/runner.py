@@ -1,10 +1,14 @@
-"""Forward passes of the engine: tokens into the cache, and one new token of every sequence.
+"""Drawing one token per row, each row with its own settings and its own random stream.
 
-Shapes: B sequences, Q new tokens of a sequence, N blocks of a sequence, V vocabulary.
+A token is drawn by inverting the cumulative distribution at one uniform number per row, so the draw depends on the row
+alone. The log-prob returned is that of the distribution drawn from: after temperature, top-k, top-p and min-p.
+
+Shapes: B rows, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
@@ -15,6 +19,111 @@ from torch import Tensor
 from covey.rollout.embedded.attention import Step, backbone, engine_attention
 from covey.rollout.embedded.cache import Cache, Decode, KvCache, PagedDecode, Prefill
 from covey.rollout.embedded.scheduler import Entry, Running
+from covey.streams import uniform
+from covey.types import Sampling
+
+BLOCK_LOGITS = 16_000_000  # worked on at once
+BLOCK_TOKENS = 256  # of the vocabulary whose probabilities are summed up first
+
+Drawn = list[tuple["Running", Sequence[int], Sequence[float]]]  # the next tokens of a sequence, and their log-probs
+
+
+def draw_next(rows: Sequence[Running], logits_BV: Tensor) -> Drawn:
+    """One token for each."""
+    id_B, logprob_B = draw(logits_BV, [row.sampling for row in rows], [len(row.ids) for row in rows])
+    return [
+        (row, [token], [logprob]) for row, token, logprob in zip(rows, id_B.tolist(), logprob_B.tolist(), strict=True)
+    ]
+
+
+def draw(logits_BV: Tensor, settings: Sequence[Sampling], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Token ids [B] and their log-probs [B] (float32). Greedy rows have log-prob 0: their distribution is one point.
+    Where the logits are no numbers, neither is the log-prob, and the token means nothing.
+    Some rows after the other, so that what is held beside the logits does not grow with the batch."""
+    size = max(1, BLOCK_LOGITS // logits_BV.shape[-1])
+    drawn = [
+        _draw(logits_BV[start : start + size], settings[start : start + size], positions[start : start + size])
+        for start in range(0, len(settings), size)
+    ]
+    id_B, logprob_B = (torch.cat(column) for column in zip(*drawn, strict=True))
+    return id_B, logprob_B
+
+
+def _draw(logits_BV: Tensor, settings: Sequence[Sampling], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+    device = logits_BV.device
+    greedy_B = torch.tensor([s.temperature == 0 for s in settings], device=device)
+    if bool(greedy_B.all()):
+        return _likeliest(logits_BV)
+    cooled_BV = logits_BV.float()
+    if any(s.temperature not in (0, 1) for s in settings):
+        cooled_BV = cooled_BV / torch.tensor([s.temperature or 1.0 for s in settings], device=device)[:, None]
+    if any(truncates(s) for s in settings):
+        probs_BV = truncate(cooled_BV.log_softmax(-1), settings).exp()
+    else:
+        probs_BV = cooled_BV.softmax(-1)
+    u_B = torch.tensor(
+        [uniform(s.seed, t) for s, t in zip(settings, positions, strict=True)], dtype=torch.float64, device=device
+    )
+    id_B = invert(probs_BV, u_B)
+    logprob_B = probs_BV.gather(-1, id_B[:, None])[:, 0].log()
+    if bool(greedy_B.any()):
+        likeliest_B, certain_B = _likeliest(logits_BV)
+        return torch.where(greedy_B, likeliest_B, id_B), torch.where(greedy_B, certain_B, logprob_B)
+    return id_B, logprob_B
+
+
+def _likeliest(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
+    """The token of each row, and log 1 = 0; NaN where some logit is NaN or infinite."""
+    highest_B, id_B = logits_BV.max(-1)
+    return id_B, (highest_B - highest_B).float()
+
+
+def invert(probs_BV: Tensor, u_B: Tensor) -> Tensor:
+    """The first token of each row up to which there is more than u of all probability, [B]: first the block of tokens,
+    then the token, so that only sums of blocks are accumulated over the vocabulary."""
+    rows, vocabulary = probs_BV.shape
+    size = math.gcd(vocabulary, BLOCK_TOKENS)
+    block_BNS = probs_BV.view(rows, -1, size)
+    sum_BN = block_BNS.sum(-1).double()
+    cumulative_BN = sum_BN.cumsum(-1)
+    target_B = u_B * cumulative_BN[:, -1]
+    row_B, block_B = torch.arange(rows, device=probs_BV.device), _first_above(cumulative_BN, target_B)
+    before_B = cumulative_BN[row_B, block_B] - sum_BN[row_B, block_B]
+    inside_BS = block_BNS[row_B, block_B].cumsum(-1, dtype=torch.float64)
+    return block_B * size + _first_above(inside_BS, (target_B - before_B).clamp_min(0))
+
+
+def _first_above(cumulative_BN: Tensor, target_B: Tensor) -> Tensor:
+    """A target that rounds up to the total falls off the end: it means the last that adds anything."""
+    last_B = (cumulative_BN < cumulative_BN[:, -1:]).sum(-1)
+    return torch.minimum(torch.searchsorted(cumulative_BN, target_B[:, None], right=True)[:, 0], last_B)
+
+
+def truncates(s: Sampling) -> bool:
+    return s.temperature > 0 and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)
+
+
+def truncate(logprobs_BV: Tensor, settings: Sequence[Sampling]) -> Tensor:
+    """Keep the top_k likeliest; of those, renormalised, the fewest whose probability reaches top_p; of those, the ones
+    at least min_p times as likely as the likeliest. Renormalised; −inf elsewhere."""
+    device, vocabulary = logprobs_BV.device, logprobs_BV.shape[-1]
+    top_k_B = torch.tensor([s.top_k or vocabulary for s in settings], device=device)
+    top_p_B = torch.tensor([s.top_p for s in settings], device=device)
+    min_p_B = torch.tensor([s.min_p for s in settings], device=device)
+    sorted_BV, order_BV = logprobs_BV.sort(dim=-1, descending=True, stable=True)
+    keep_BV = torch.arange(vocabulary, device=device) < top_k_B[:, None]
+    probs_BV = torch.where(keep_BV, sorted_BV.exp(), torch.zeros_like(sorted_BV))
+    probs_BV = probs_BV / probs_BV.sum(-1, keepdim=True)
+    before_BV = probs_BV.cumsum(-1) - probs_BV
+    keep_BV &= (before_BV < top_p_B[:, None]) | (top_p_B[:, None] >= 1)
+    keep_BV &= probs_BV >= min_p_B[:, None] * probs_BV[:, :1]
+    kept_BV = sorted_BV.masked_fill(~keep_BV, float("-inf"))
+    kept_BV = kept_BV - kept_BV.logsumexp(-1, keepdim=True)
+    return torch.full_like(kept_BV, float("-inf")).scatter(-1, order_BV, kept_BV)
+
+
+# -- Forward passes of the engine: tokens into the cache, and one new token of every sequence --------------------------
+# Shapes: B sequences, Q new tokens of a sequence, N blocks of a sequence, V vocabulary.
 
 PREFILL_TOKENS = 8192  # of one forward pass, padding included
 

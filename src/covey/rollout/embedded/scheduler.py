@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from covey.rollout.embedded.blocks import Found
+from covey.rollout.embedded.allocation import Found
 from covey.types import Sampling, StopReason
 
 

@@ -25,10 +25,9 @@ import torch
 import covey
 from covey.errors import RunFailed
 from covey.protocols import Metrics
-from covey.rollout.vllm.channel import Message
-from covey.rollout.vllm.process import WorkerProcess
-from covey.rollout.vllm.weights import BUCKET, buckets, cuda_handle, named_weights, weights_folder, write_weights
+from covey.rollout.vllm.process import Message, WorkerProcess
 from covey.types import Completion, Sampling, StopReason
+from covey.weights.names import BUCKET, buckets, cuda_handle, named_weights, weights_folder, write_weights
 
 WORKER = (sys.executable, "-m", "covey.rollout.vllm.worker")
 

@@ -7,7 +7,6 @@ maths.py, qa.py, code.py, tools.py, following.py      load.py     a prepared set
 """
 
 from covey.tasks.datasets.dataset import Dataset
-from covey.tasks.datasets.load import data_folder, load_dataset
-from covey.tasks.datasets.registry import DATASETS
+from covey.tasks.datasets.load import DATASETS, data_folder, load_dataset
 
 __all__ = ["DATASETS", "Dataset", "data_folder", "load_dataset"]

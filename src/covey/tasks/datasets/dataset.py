@@ -1,14 +1,30 @@
-"""What is said of a data set: its home, its licence, how a raw row becomes a row of tasks, and what is asked.
+"""When two questions are the same: their text without what does not change a question.
 
-A prepared file holds facts; words around a question are put there when it is loaded (`prompt`), so that they can be
-changed without preparing anything again.
+Case, white space, dollar signs, LaTeX's spacing and sizes, and punctuation do not count, but for a mark between two
+digits: 1.5 is not 15. Signs and brackets do: x+1 is not x-1.
 """
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+SPACING = re.compile(r"\\(?:left|right|displaystyle|quad|qquad|[,;:! ])(?![a-z])|[\s$~]+")
+FRACTIONS = re.compile(r"\\[dt]frac")
+MARKS = re.compile(r"(?<!\d)[.,:]|[.,:](?!\d)|[;!?'\"`´‘’“”*_]")
+
+
+def normal(text: str) -> str:
+    text = unicodedata.normalize("NFKC", text).casefold()
+    return MARKS.sub("", SPACING.sub("", FRACTIONS.sub(r"\\frac", text)))
+
+
+# -- What is said of a data set: its home, its licence, how a raw row becomes a row of tasks, and what is asked --------
+# A prepared file holds facts; words around a question are put there when it is loaded (`prompt`), so that they can be
+# changed without preparing anything again.
 
 Values = Mapping[str, Any]
 TRAIN, VALIDATION, TEST = SPLITS = ("train", "validation", "test")

@@ -1,4 +1,4 @@
-"""Prepared sets into tasks. They lie in DATA_DIR/NAME: one Parquet file per split, and manifest.json."""
+"""The data sets, by name."""
 
 from __future__ import annotations
 
@@ -11,11 +11,37 @@ from typing import Any
 from covey.config.schema import DataConfig
 from covey.errors import Absent, InputError, nearest, unknown
 from covey.storage import sha256
+from covey.tasks.datasets.code_and_tool_sets import BFCL, HUMANEVAL, MBPP, MBPP_SANITIZED, RLLA
 from covey.tasks.datasets.dataset import TEST, TRAIN, Choice, Dataset, asked
-from covey.tasks.datasets.registry import DATASETS
+from covey.tasks.datasets.math_sets import AIME24, AMC23, DAPO_MATH, DEEPSCALER, GSM8K, MATH, MATH_500
+from covey.tasks.datasets.question_sets import HOTPOTQA, IFEVAL, MUSIQUE, WIKI2
 from covey.tasks.reading import read_table
-from covey.tasks.taskset import TaskSet
-from covey.types import Task
+from covey.types import Task, TaskSet
+
+DATASETS: dict[str, Dataset] = {
+    dataset.name: dataset
+    for dataset in (
+        GSM8K,
+        MATH,
+        MATH_500,
+        AIME24,
+        AMC23,
+        DEEPSCALER,
+        DAPO_MATH,
+        IFEVAL,
+        HOTPOTQA,
+        MUSIQUE,
+        WIKI2,
+        MBPP,
+        MBPP_SANITIZED,
+        HUMANEVAL,
+        BFCL,
+        RLLA,
+    )
+}
+
+
+# -- Prepared sets into tasks. They lie in DATA_DIR/NAME: one Parquet file per split, and manifest.json ----------------
 
 MANIFEST = "manifest.json"
 

@@ -1,0 +1,274 @@
+"""The one place where parts are wired together: a run that was prepared (app/prepare.py) gets its model, engine,
+learner and loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from covey.agents.verifiers import VerifiersAgent
+from covey.app.checks import engine_gpus, shares_gpu
+from covey.app.cluster import start_remote
+from covey.app.models import make_engine, make_learner
+from covey.app.parts import open_rewards, open_workers, services, with_workers
+from covey.app.prepare import Prepared, ahead, make_algorithm, new_tasks, training_sampling
+from covey.app.resume import open_run
+from covey.app.run_files import Startable, as_it_began, store, threads_for, write_run_files
+from covey.config.schema import Config
+from covey.gateway import GatewayAgent
+from covey.protocols import Learner, RolloutEngine
+from covey.rewards import RewardSet
+from covey.tasks import batch_for_step, fresh_tasks
+from covey.types import Task
+from covey.workers import WorkerPool
+
+if TYPE_CHECKING:  # torch and transformers take seconds to import: only where a model is at hand
+    from covey.rollout.collector import Collector, Refill, TrainingSource
+    from covey.telemetry import Telemetry
+    from covey.training.checkpoint import Checkpoint
+    from covey.training.evaluate import Evaluator
+    from covey.training.folder import RunFolder
+    from covey.training.run import Run
+
+Note = Callable[[str], None]
+
+
+def build(prepared: Prepared, *, note: Note) -> Run:
+    """Load the model and join the parts; on resume, from the checkpoint. What lasts is closed with the run."""
+    with ExitStack() as resources:
+        workers = open_workers(prepared.agent, prepared.rewards, resources)
+        prepared = dataclasses.replace(prepared, agent=with_workers(prepared.agent, workers))
+        return _build(prepared, workers, resources, note)
+
+
+def continuing(prepared: Prepared, folder: Path) -> Prepared:
+    """The same run again, in its folder: from the last checkpoint, or from the start without one."""
+    prepared = dataclasses.replace(prepared, algorithm=make_algorithm(prepared.config))  # it remembers the run so far
+    if not list((folder / "checkpoints").glob("step-*")):
+        return dataclasses.replace(prepared, folder=folder)
+    config = dataclasses.replace(prepared.config, resume=str(folder))
+    return dataclasses.replace(prepared, folder=None, config=config)
+
+
+def _build(prepared: Prepared, workers: WorkerPool | None, resources: ExitStack, note: Note) -> Run:
+    folder, checkpoint = open_run(prepared, note)
+    try:
+        return _joined(prepared, folder, checkpoint, workers, resources)
+    except BaseException:
+        folder.abandon()  # the lock is released, so a retry can acquire it
+        raise
+
+
+def _joined(
+    prepared: Prepared,
+    folder: RunFolder,
+    checkpoint: Checkpoint | None,
+    workers: WorkerPool | None,
+    resources: ExitStack,
+) -> Run:
+    import torch
+
+    from covey.telemetry import working
+    from covey.training.run import Run
+    from covey.training.step import Road
+
+    config = prepared.config
+    if checkpoint is not None:
+        prepared = dataclasses.replace(prepared, model=as_it_began(prepared.model, config, folder))
+    threads = threads_for(config, folder if checkpoint is not None else None)
+    torch.set_num_threads(threads)
+    checkpoints = store(config, folder.path)
+    rewards = open_rewards(config, prepared.rewards, workers, resources)
+    with working(_starting(prepared), config.logging):
+        learner, open_engine = _learner_and_engine(prepared, checkpoint, folder.path, threads, resources)
+    write_run_files(prepared, folder, learner, threads, checkpoint)
+    telemetry = open_telemetry(prepared, folder.path, checkpoint)
+    engine = open_engine(telemetry)
+    collector = make_collector(prepared, engine, rewards)
+    source = _make_source(prepared, collector)
+    first_step = checkpoint.step if checkpoint is not None else 0
+    if checkpoint is not None:
+        source.restore(checkpoint.state["source"], first_step)
+    if isinstance(prepared.agent, GatewayAgent) and "console" in config.logging.to:
+        prepared.agent.announce = telemetry.note
+    if isinstance(prepared.agent, VerifiersAgent):
+        prepared.agent.announce_to(telemetry.note)
+    return Run(
+        config=config,
+        folder=folder,
+        road=Road(
+            source,
+            learner,
+            prepared.algorithm,
+            engine,
+            _schedule(prepared),
+            telemetry,
+            _own_thread(learner, resources) if ahead(config) else None,
+            publish_every(config),
+        ),
+        learner=learner,
+        engine=engine,
+        source=source,
+        evaluator=make_evaluator(prepared, collector, telemetry.warn) if prepared.tasks.validation else None,
+        telemetry=telemetry,
+        checkpoints=checkpoints,
+        tokenizer=collector.renderer.tokenizer,
+        total_steps=prepared.total_steps,
+        first_step=first_step,
+        resumed=checkpoint is not None,
+        best=checkpoint.state["best"] if checkpoint is not None else None,
+        services=services(prepared.agent),
+        resources=resources.pop_all(),
+    )
+
+
+def _starting(prepared: Prepared) -> str:
+    """What takes long before the first line of a run."""
+    config = prepared.config
+    loading = f"loading {config.model.name}"
+    return f"starting the processes of the Ray cluster, and {loading}" if config.cluster.name == "ray" else loading
+
+
+def _own_thread(learner: Learner, resources: ExitStack) -> Executor:
+    """Always the same one: every thread that computes brings its own workers and buffers, and keeps them."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix="covey-learner")
+    resources.callback(thread.shutdown)
+    if (close := getattr(learner, "close", None)) is not None:  # elsewhere: with it ends what the thread waits for
+        resources.callback(close)
+    return thread
+
+
+def _learner_and_engine(
+    prepared: Prepared, checkpoint: Checkpoint | None, path: Path, threads: int, resources: ExitStack
+) -> tuple[Learner, Callable[[Telemetry], RolloutEngine]]:
+    """The learner; and the engine, as soon as somebody can be told of its troubles. In this process, or in others."""
+    if prepared.config.cluster.name != "ray":
+        learner = make_learner(prepared, checkpoint)
+        return learner, lambda telemetry: make_engine(prepared, learner.model, log=path / "vllm.log")
+    remote = start_remote(prepared, checkpoint, path, threads, resources)
+
+    def told(telemetry: Telemetry) -> RolloutEngine:
+        remote.engine.tell(telemetry.warn)
+        for text in remote.notes:
+            telemetry.note(text)
+        return remote.engine
+
+    return remote.learner, told
+
+
+def make_collector(prepared: Prepared, engine: RolloutEngine, rewards: RewardSet) -> Collector:
+    from covey.rollout.collector import Collector
+    from covey.rollout.rendering import Renderer
+
+    source, config = prepared.model, prepared.config
+    assert source is not None
+    return Collector(
+        engine,
+        Renderer(source.tokenizer, config.model.context_length or source.context_length),
+        prepared.agent,
+        rewards,
+        config.seed,
+        config.agent.max_seconds,
+        max_response_tokens=config.agent.max_response_tokens,
+    )
+
+
+def make_evaluator(prepared: Prepared, collector: Collector, warn: Note) -> Evaluator:
+    from covey.training.evaluate import Evaluator
+
+    config = prepared.config
+    return Evaluator(
+        collector,
+        prepared.tasks.validation,
+        config.eval,
+        max_tokens=config.eval.max_tokens or config.rollout.max_tokens,
+        stop=tuple(config.rollout.stop),
+        trained_reward=prepared.trained_reward,
+        warn=warn,
+    )
+
+
+def _make_source(prepared: Prepared, collector: Collector) -> TrainingSource:
+    from covey.rollout.collector import TrainingSource
+
+    config = prepared.config
+
+    def batch(step: int) -> Sequence[Task]:
+        shuffle = config.data.shuffle
+        return batch_for_step(prepared.tasks.train, step, new_tasks(config), seed=config.seed, shuffle=shuffle)[1]
+
+    needs = prepared.algorithm.needs
+    parts: dict[str, Any] = {
+        "attempts": config.rollout.group_size,
+        "sampling": training_sampling(config),
+        "min_group_size": needs.min_group_size,
+        "greedy_baseline": needs.greedy_baseline,
+        "refill": _make_refill(prepared),
+    }
+    if not ahead(config):
+        return TrainingSource(collector, batch, **parts)
+    from covey.rollout.asynchronous import BackgroundSource, Reuse
+
+    lead, uses = config.mode.max_staleness, config.mode.max_uses
+    reuse = Reuse(config.data.train_batch_size, uses, lead, config.seed) if uses > 1 else None
+    return BackgroundSource(collector, batch, lead=lead, steps=prepared.total_steps, reuse=reuse, **parts)
+
+
+def publish_every(config: Config) -> int:
+    """Weights of an engine that shares the learner's GPU leave it with every sleep: it needs them each time."""
+    local = config.cluster.name == "local"
+    shared = shares_gpu(config, engine_gpus(config)) if local else config.cluster.rollout_devices is None
+    asleep = config.rollout.name == "vllm" and config.rollout.sleep and shared
+    return config.mode.publish_every if ahead(config) and not asleep else 1
+
+
+def _make_refill(prepared: Prepared) -> Refill | None:
+    from covey.rollout.collector import Refill
+
+    wanted = prepared.algorithm.filter
+    if not wanted.filter_groups:
+        return None
+    trained = {name: weight for name, weight in prepared.rewards.weights.items() if weight != 0}
+    counted = {wanted.filter_metric: 1.0} if wanted.filter_metric else trained
+
+    def fresh(step: int, round: int, count: int, tried: Collection[str]) -> Sequence[Task]:
+        return fresh_tasks(prepared.tasks.train, step, round, count, seed=prepared.config.seed, tried=tried)
+
+    return Refill(counted, prepared.algorithm.sees_rewards_apart, wanted.max_refills, fresh)
+
+
+def open_telemetry(prepared: Startable, path: Path, checkpoint: Checkpoint | None) -> Telemetry:
+    from covey.telemetry import Telemetry
+
+    state = checkpoint.state if checkpoint is not None else {}
+    first_step = state.get("step", 0)
+    telemetry = Telemetry.open(
+        prepared.info(path, first_step),
+        prepared.config.logging,
+        metrics_offset=state.get("metrics_offset"),
+        episodes_offset=state.get("episodes_offset"),
+    )
+    for text in prepared.warnings:
+        telemetry.warn(text)
+    if prepared.engine_reason:
+        telemetry.note(f"rollout={prepared.config.rollout.name}: {prepared.engine_reason}")
+    if checkpoint is not None:
+        telemetry.note(f"resumed at step {first_step} of {prepared.total_steps} in {path}")
+    return telemetry
+
+
+def _schedule(prepared: Prepared) -> Any:
+    from covey.training.step import Schedule
+
+    config = prepared.config
+    return Schedule(
+        groups_per_batch=config.learner.mini_batch_size,
+        epochs=config.learner.epochs,
+        weights=dict(prepared.rewards.weights),
+        temperature=config.rollout.temperature,
+        max_tokens=config.rollout.max_tokens,
+    )

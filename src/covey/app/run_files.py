@@ -1,0 +1,198 @@
+"""What is written down in the folder of a run, and read when it goes on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import yaml
+
+from covey.config.read import load_yaml
+from covey.config.schema import Config
+from covey.config.validate import UNUSED_BY_SFT, Change, differences, within
+from covey.errors import InputError
+from covey.redact import hide_settings, hide_words
+from covey.storage import write_whole, writing
+
+if TYPE_CHECKING:
+    from covey.models.loading import ModelSource
+    from covey.protocols import Algorithm, Learner
+    from covey.telemetry import RunInfo
+    from covey.training.checkpoint import Checkpoint, CheckpointStore
+    from covey.training.folder import RunFolder
+
+
+class Startable(Protocol):
+    """A run that could start, of whatever command."""
+
+    @property
+    def config(self) -> Config: ...
+
+    @property
+    def tree(self) -> dict[str, Any]: ...
+
+    @property
+    def overrides(self) -> tuple[str, ...]: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def contents(self) -> dict[str, str]: ...
+
+    @property
+    def algorithm(self) -> Algorithm: ...
+
+    @property
+    def model(self) -> ModelSource | None: ...
+
+    @property
+    def total_steps(self) -> int: ...
+
+    @property
+    def warnings(self) -> tuple[str, ...]: ...
+
+    @property
+    def folder(self) -> Path | None: ...
+
+    @property
+    def engine_reason(self) -> str: ...
+
+    @property
+    def command(self) -> str: ...
+
+    def info(self, path: Path, first_step: int) -> RunInfo: ...
+
+
+def store(config: Config, path: Path) -> CheckpointStore:
+    from covey.training.checkpoint import CheckpointStore
+
+    return CheckpointStore(path / "checkpoints", keep_last=config.loop.keep_last, keep_best=config.loop.keep_best)
+
+
+def as_it_began(model: ModelSource | None, config: Config, folder: RunFolder) -> ModelSource | None:
+    """The model at the commit that the run began with: on the hub there may be a newer one since."""
+    from covey.models.loading import open_source
+    from covey.rollout.templates import use_template
+
+    info = folder.info()
+    began = info.get("model_revision")
+    if model is None or began in (None, model.revision) or info["model"] != config.model.name:
+        return model
+    found = open_source(config.model, began)
+    use_template(found.tokenizer, config.agent.template)
+    return found
+
+
+def threads_for(config: Config, resumed: RunFolder | None) -> int:
+    """loop.threads; else what the run began with, since the last bits of results depend on it; else OMP_NUM_THREADS;
+    else one per core that this process may use."""
+    if config.loop.threads is not None:
+        return config.loop.threads
+    if resumed is not None:
+        return int(resumed.info()["threads"])
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    return int(wanted) if wanted.isdecimal() and int(wanted) > 0 else len(os.sched_getaffinity(0))
+
+
+def write_run_files(
+    prepared: Startable, folder: RunFolder, learner: Learner, threads: int, checkpoint: Checkpoint | None
+) -> None:
+    """run.json, config.yaml and .hydra/: what was run, so that it can be run again. A run that goes on keeps when and
+    with what it began, and gets the settings that are in force now."""
+    from covey.telemetry.history import relabel
+    from covey.training.folder import changes_before
+
+    precision = {"device": learner.device.type, "dtype": str(learner.dtype)}
+    facts = _facts(prepared, folder.path) | {"threads": threads}
+    if checkpoint is None:
+        _write_settings(prepared, folder.path)
+        revision = prepared.model.revision if prepared.model is not None else None
+        folder.write_info(facts | beginning(prepared, folder.path) | {"model_revision": revision} | precision)
+        return
+    info = folder.info()
+    began = {name: info[name] for name in precision}
+    if began != precision:
+        raise InputError(f"this run began with {began}, and would go on with {precision}\n  set model.device, dtype")
+    history = changes_before(info, checkpoint.step)
+    if changed := {change.key: [change.old, change.new] for change in changes_since(prepared, folder.path, checkpoint)}:
+        history.append({"step": checkpoint.step, "settings": changed})
+    info.pop("changes", None)
+    folder.write_info(info | facts | ({"changes": history} if history else {}))
+    relabel(folder.path, prepared.config.logging)  # compares with the settings that the next line replaces
+    _write_settings(prepared, folder.path)
+
+
+def beginning(prepared: Startable, path: Path) -> dict[str, Any]:
+    """What run.json says of a run's beginning."""
+    from covey.training.folder import next_number
+
+    return {
+        "tags": list(dict.fromkeys(prepared.config.logging.tags)),
+        "notes": prepared.config.logging.notes,
+        "number": next_number(Path(prepared.config.logging.output_dir)),
+        "started": datetime.now().isoformat(timespec="seconds"),
+        "command": shlex.join(["covey", prepared.command, "--config", str(path / "config.yaml")]),
+        "versions": versions(),
+    }
+
+
+def _facts(prepared: Startable, path: Path) -> dict[str, Any]:
+    """What run.json says of the settings that are in force."""
+    facts = prepared.info(path, 0)
+    shown = ("kind", "title", "algorithm", "model", "task", "total_steps", "reward_names", "trained_reward", "held_out")
+    return {
+        "project": prepared.config.logging.project,
+        "experiment": prepared.config.logging.experiment,
+        "fingerprint": prepared.fingerprint,
+        "status": "running",
+        **{name: getattr(facts, name) for name in shown},
+        "contents": prepared.contents,
+    }
+
+
+def _write_settings(prepared: Startable, path: Path) -> None:
+    """Without the run that this one went on from: who repeats it from these settings repeats all of it."""
+    named = prepared.tree["resume"] not in ("auto", "disable")
+    tree = prepared.tree | ({"resume": "auto"} if named else {})
+    words = [word for word in prepared.overrides if not (named and word.startswith("resume="))]
+    hydra = path / ".hydra"
+    with writing(hydra):
+        hydra.mkdir(exist_ok=True)  # a run that is started again before its first checkpoint
+    for file in (path / "config.yaml", hydra / "config.yaml"):
+        write_whole(file, yaml.safe_dump(hide_settings(tree), sort_keys=False, allow_unicode=True))
+    write_whole(hydra / "overrides.yaml", yaml.safe_dump(hide_words(words)))
+
+
+def changes_since(prepared: Startable, run: Path, checkpoint: Checkpoint | None) -> list[Change]:
+    """What differs from the settings, tasks and rewards that a checkpoint was trained with; without one, from the
+    run's own."""
+    from covey.training.checkpoint import CONFIG
+    from covey.training.folder import contents_at, read_info
+
+    own = run / CONFIG if checkpoint is None else checkpoint.folder / CONFIG
+    old = load_yaml(own if own.is_file() else run / CONFIG)
+    if not isinstance(old, dict):
+        raise InputError(f"{run / CONFIG} is damaged: it holds no settings")
+    found = differences(old, hide_settings(prepared.tree), prepared.config)
+    if prepared.command == "sft":
+        found = [change for change in found if not within(change.key, UNUSED_BY_SFT)]
+    info = read_info(run)
+    before = info.get("contents", {}) if checkpoint is None else contents_at(info, checkpoint.step)
+    for name, digest in prepared.contents.items():
+        if before.get(name, digest) != digest:
+            found.append(Change(name, before[name], digest))
+    return found
+
+
+def versions() -> dict[str, str]:
+    import torch
+    import transformers
+
+    import covey
+
+    return {"python": platform.python_version()} | {m.__name__: m.__version__ for m in (covey, torch, transformers)}

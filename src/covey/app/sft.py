@@ -1,0 +1,292 @@
+"""Wiring of `covey sft`: demonstrations, a template and a learner. What it shares with training is in build.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from covey.app.build import Note, open_telemetry
+from covey.app.models import make_learner
+from covey.app.prepare import Missing, open_model, total_steps
+from covey.app.resume import open_run, with_model_folder
+from covey.app.run_files import as_it_began, store, threads_for, write_run_files
+from covey.config import Composed, fingerprint
+from covey.config.schema import Config
+from covey.config.validate import UNUSED_BY_SFT, within
+from covey.errors import InputError, unknown
+from covey.redact import hide_settings
+from covey.rollout.templates import use_template
+from covey.tasks import DemonstrationSet, load_demonstrations
+from covey.telemetry import RunInfo, check_logging, working
+from covey.types import Demonstration, Episode, Messages, Task
+
+if TYPE_CHECKING:
+    from covey.algorithms.likelihood import Likelihood
+    from covey.models.loading import ModelSource
+    from covey.training.checkpoint import Checkpoint
+    from covey.training.folder import RunFolder
+    from covey.training.sft import SftRun
+
+Schemas = Sequence[Mapping[str, Any]]
+Write = Callable[[Messages, Schemas], tuple[Messages, Schemas | None]]  # what the chat template is given
+
+
+@dataclass(frozen=True)
+class PreparedSft:
+    """A run of `covey sft` that could start: checked, nothing loaded."""
+
+    config: Config
+    tree: dict[str, Any]
+    overrides: tuple[str, ...]
+    fingerprint: str
+    contents: dict[str, str]  # hashes of the demonstrations
+    description: str
+    train: tuple[Episode, ...]
+    validation: tuple[Episode, ...]
+    algorithm: Likelihood
+    model: ModelSource | None  # None where validation goes on without it
+    total_steps: int
+    warnings: tuple[str, ...]
+    folder: Path | None = None
+    engine_reason: str = ""
+    command: str = "sft"
+    absent: tuple[str, ...] = ()  # what is not on this machine, where a check goes on without it
+    refused: int = 0  # of the warnings, those for which a run would be refused
+    steps_known: bool = True  # without the demonstrations, epochs are an unknown number of steps
+
+    def info(self, path: Path, first_step: int) -> RunInfo:
+        logging = self.config.logging
+        return RunInfo(
+            folder=path,
+            title=f"{logging.project}/{logging.experiment}",
+            algorithm="sft",
+            model=self.config.model.name,
+            task=self.description.split(":")[0],
+            total_steps=self.total_steps,
+            first_step=first_step,
+            config=hide_settings(self.tree),
+            kind="sft",
+        )
+
+
+def prepare_sft(composed: Composed, *, folder: Path | None = None, tolerate_absent: bool = False) -> PreparedSft:
+    """Check all that configuration and files can tell. With `tolerate_absent`, what only another machine has becomes a
+    warning."""
+    from covey.algorithms.likelihood import Likelihood
+
+    composed = with_model_folder(composed)
+    config, warnings = composed.config, [*composed.warnings, *_unused(composed)]
+    missing = Missing()
+    missing.unless_absent(lambda: check_logging(config.logging))
+    if config.cluster.name != "local":
+        raise InputError(f"covey sft runs in one process: cluster={config.cluster.name} has no place\n  leave it out")
+    if config.learner.tensor_parallel > 1:
+        raise InputError("covey sft runs in one process: learner.tensor_parallel has no place\n  leave it out")
+    loaded = missing.unless_absent(lambda: load_demonstrations(config.data, config.seed))
+    found = loaded or DemonstrationSet((), (), "(files not here)")
+    source = missing.unless_absent(lambda: open_model(config))
+    warnings += [*found.warnings, *_check_sizes(config, found)]
+    train: tuple[Episode, ...] = ()
+    validation: tuple[Episode, ...] = ()
+    if source is not None:
+        use_template(source.tokenizer, config.agent.template)
+        show = Shower(config, source, found)
+        train, validation = show.all("training", found.train), show.all("validation", found.validation)
+        warnings += show.warnings
+    contents = {"training tasks": _digest(train), "validation tasks": _digest(validation)}
+    warnings += missing.warnings(tolerate=tolerate_absent)
+    return PreparedSft(
+        config=config,
+        tree=composed.tree,
+        overrides=composed.overrides,
+        fingerprint=fingerprint(composed.tree | {"command": "sft"} | contents),
+        contents=contents,
+        description=found.description,
+        train=train,
+        validation=validation,
+        algorithm=Likelihood(),
+        model=source,
+        total_steps=total_steps(config, len(train if source is not None else found.train)),
+        warnings=tuple(warnings),
+        folder=folder,
+        absent=tuple(missing.texts),
+        refused=composed.refused,
+        steps_known=loaded is not None or config.loop.total_steps is not None,
+    )
+
+
+def build_sft(prepared: PreparedSft, *, note: Note) -> SftRun:
+    """Load the model and join the parts; on resume, from the checkpoint."""
+    folder, checkpoint = open_run(prepared, note)
+    try:
+        return _joined(prepared, folder, checkpoint)
+    except BaseException:
+        folder.abandon()  # the lock is released, so a retry can acquire it
+        raise
+
+
+def _joined(prepared: PreparedSft, folder: RunFolder, checkpoint: Checkpoint | None) -> SftRun:
+    import torch
+
+    from covey.training.sft import SftRun
+
+    config, source = prepared.config, prepared.model
+    assert source is not None
+    if checkpoint is not None:
+        source = as_it_began(source, config, folder)
+        assert source is not None
+        prepared = dataclasses.replace(prepared, model=source)
+    threads = threads_for(config, folder if checkpoint is not None else None)
+    torch.set_num_threads(threads)
+    with working(f"loading {prepared.config.model.name}", prepared.config.logging):
+        learner = make_learner(prepared, checkpoint)
+    write_run_files(prepared, folder, learner, threads, checkpoint)
+    return SftRun(
+        config=config,
+        folder=folder,
+        learner=learner,
+        algorithm=prepared.algorithm,
+        telemetry=open_telemetry(prepared, folder.path, checkpoint),
+        checkpoints=store(config, folder.path),
+        tokenizer=source.tokenizer,
+        demonstrations=prepared.train,
+        validation=prepared.validation,
+        total_steps=prepared.total_steps,
+        first_step=checkpoint.step if checkpoint is not None else 0,
+        resumed=checkpoint is not None,
+        best=checkpoint.state["best"] if checkpoint is not None else None,
+    )
+
+
+class Shower:
+    """Demonstrations → episodes, as this model would have played them."""
+
+    def __init__(self, config: Config, source: ModelSource, found: DemonstrationSet) -> None:
+        from covey.models.folder import check_ids
+        from covey.rollout.rendering import Renderer
+
+        self.renderer = Renderer(source.tokenizer)
+        self.check_ids = partial(check_ids, source.name, source.tokenizer, source.config)
+        self.ends = source.eos_ids()
+        self.limit = config.model.context_length or source.context_length
+        self.schemas = _schemas(config, found)
+        self.write = _writer(config, source, found, self.schemas)
+        self.warnings: list[str] = []
+
+    def all(self, split: str, demonstrations: Sequence[Demonstration]) -> tuple[Episode, ...]:
+        """Those that fit into the model's context; how many do not is a warning."""
+        from covey.training.samples import episode_rows
+
+        found: list[Episode] = []
+        long: list[str] = []
+        for demonstration in demonstrations:
+            episode = self.episode(demonstration)
+            rows = episode_rows(episode, 0)
+            self.check_ids(id for row in rows for ids in (row.prompt_ids, row.response_ids) for id in ids)
+            length = max(row.length for row in rows)
+            if self.limit is None or length <= self.limit:
+                found.append(episode)
+            else:
+                long.append(f"{demonstration.place} ({length} tokens)")
+        if long:
+            text = f"{len(long)} of {len(demonstrations)} {split} demonstrations are longer than the "
+            text += f"context of {self.limit} tokens and left out, the first: {long[0]}"
+            if not found:
+                raise InputError(f"{text}\n  shorten them, or raise model.context_length if the model supports it")
+            self.warnings.append(text)
+        return tuple(found)
+
+    def episode(self, demonstration: Demonstration) -> Episode:
+        from covey.rollout.rendering import demonstrated
+
+        schemas = self.schemas if demonstration.tools is None else demonstration.tools
+        try:
+            _check_calls(demonstration, schemas)
+            messages, tools = self.write(demonstration.messages, schemas)
+            turns = demonstrated(self.renderer, messages, tools, self.ends)
+        except InputError as error:
+            raise InputError(f"{demonstration.place}: {error}") from error
+        asked = next(at for at, message in enumerate(messages) if message["role"] == "assistant")
+        return Episode(Task(demonstration.id, tuple(messages[:asked])), turns, tuple(messages), stop=turns[-1].stop)
+
+
+def _schemas(config: Config, found: DemonstrationSet) -> Schemas:
+    """Of the tools for demonstrations that bring none: agent.tools, or what generated ones were made with."""
+    names = config.agent.tools or found.tools
+    if not names:
+        return ()
+    from covey.agents.tools import resolve_tools
+
+    return resolve_tools(names, config.agent.tool_options).schemas()
+
+
+def _writer(config: Config, source: ModelSource, found: DemonstrationSet, schemas: Schemas) -> Write:
+    """How tools and calls are shown: as the agent does. Without any of them there is nothing to decide."""
+    if not schemas and not any(map(_uses_tools, (*found.train, *found.validation))):
+        return lambda messages, tools: (messages, None)
+    from covey.agents.formats import FORMATS, choose_format
+    from covey.agents.render_demonstrations import written
+
+    # agent=react and agent=code are formats of their own.
+    name = config.agent.name if config.agent.name in FORMATS else config.agent.format
+    format = choose_format(name, source.tokenizer, source.config.model_type, schemas)
+    return lambda messages, tools: written(messages, tools, format)
+
+
+def _uses_tools(demonstration: Demonstration) -> bool:
+    return bool(demonstration.tools) or any(m.get("tool_calls") or m["role"] == "tool" for m in demonstration.messages)
+
+
+def _check_calls(demonstration: Demonstration, schemas: Schemas) -> None:
+    known = [schema["function"]["name"] for schema in schemas]
+    for message in demonstration.messages:
+        for call in message.get("tool_calls") or ():
+            name = call["function"]["name"]
+            if not known:
+                raise InputError(
+                    f"calls the tool {name}, but no tools are known\n"
+                    "  give their schemas in a column tools, or name them: agent.tools=[calculator]"
+                )
+            if name not in known:
+                raise unknown("tool", name, known)
+
+
+def _check_sizes(config: Config, found: DemonstrationSet) -> list[str]:
+    loop, count = config.loop, len(found.train)
+    if loop.total_steps is not None and loop.total_epochs is not None:
+        raise InputError(
+            f"loop.total_steps={loop.total_steps} and loop.total_epochs={loop.total_epochs} contradict each other\n"
+            "  give one of them"
+        )
+    if config.eval.every and found.train and not found.validation:
+        raise InputError(
+            f"eval.every={config.eval.every}, but there is nothing to evaluate on\n"
+            "  give data.val_files, or eval.every=0"
+        )
+    if count and count < config.data.train_batch_size:
+        return [
+            f"data.train_batch_size={config.data.train_batch_size}, but there are {count} demonstrations: "
+            "every step takes all of them"
+        ]
+    return []
+
+
+def _unused(composed: Composed) -> list[str]:
+    """Settings that were given and mean nothing without sampling."""
+    given = [word.partition("=")[0].lstrip("+") for word in composed.overrides]
+    names = [name for name in given if within(f"{name}.", UNUSED_BY_SFT)]
+    return [f"not used by covey sft, where nothing is sampled: {', '.join(names)}"] if names else []
+
+
+def _digest(episodes: Sequence[Episode]) -> str:
+    """Changes with the tokens that are trained and tested on."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    for episode in episodes:
+        digest.update(repr([dataclasses.astuple(turn)[:2] for turn in episode.turns]).encode())
+    return digest.hexdigest()

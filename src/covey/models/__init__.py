@@ -1,0 +1,1 @@
+"""Models: where they are, what their files may contain, loading them."""

@@ -1,0 +1,97 @@
+"""Adapters of peft: new ones on a model, and folders that hold one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from covey.config.schema import ModelConfig
+from covey.errors import InputError
+from covey.imports import install_extra
+from covey.models.builtin import BUILTIN
+from covey.models.folder import AGAIN, built_empty, check_file, reason, some
+from covey.models.hub import ADAPTER, check_adapter, no_pickles
+
+CONFIG = "adapter_config.json"
+
+
+def require_peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise InputError(f"model.lora needs peft:  {install_extra('lora')}") from error
+    return peft
+
+
+def adapter_base(folder: Path) -> str:
+    """The model that an adapter was trained on, as locate() takes it."""
+    file = folder / CONFIG
+    try:
+        about = json.loads(file.read_bytes())
+        base, revision = about["base_model_name_or_path"], about.get("revision")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise InputError(f"{file} does not say which model the adapter is for ({reason(error)})\n{AGAIN}") from error
+    if not isinstance(base, str) or not base:
+        raise InputError(f"{file} does not say which model the adapter is for\n{AGAIN}")
+    return f"{base}@{revision}" if revision and not Path(base).expanduser().is_dir() and base not in BUILTIN else base
+
+
+def check_adapter_fits(folder: Path, model_config: Any, *, trusted: bool = False) -> None:
+    """Before weights are read: that the adapter's file is whole, and has the tensors that its configuration asks for on
+    this model. peft would leave what is missing at its start values."""
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+
+    check_adapter(folder)
+    check_file(folder / ADAPTER)
+    peft = require_peft()
+    model = built_empty(AutoModelForCausalLM, str(folder), model_config, trusted=trusted)
+    try:
+        config = peft.PeftConfig.from_pretrained(str(folder))
+        if config.peft_type != peft.PeftType.LORA:
+            return
+        config.init_lora_weights = False  # others are computed from the model's weights, which are not here
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            wanted = peft.get_peft_model_state_dict(peft.get_peft_model(model, config), save_embedding_layers=False)
+    except Exception as error:  # whatever a wrong value in the file leads to
+        raise InputError(
+            f"{folder / CONFIG}: no adapter for a {model_config.model_type} model ({reason(error)})\n"
+            "  fix: copy or download the adapter again, with the model it was trained on"
+        ) from error
+    with safe_open(folder / ADAPTER, framework="pt") as file:
+        found = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    problems = {
+        "missing from its weights": [name for name in wanted if name not in found],
+        "of another shape in its weights": [
+            f"{name} {found[name]}, not {list(weight.shape)}"
+            for name, weight in wanted.items()
+            if name in found and found[name] != list(weight.shape)
+        ],
+        "in its weights, but not in the adapter": [name for name in found if "lora_" in name and name not in wanted],
+    }
+    if any(problems.values()):
+        told = [f"  {what}: {some(sorted(names))}" for what, names in problems.items() if names]
+        fix = "  fix: copy or download the adapter again, with the model it was trained on"
+        raise InputError("\n".join([f"{folder}: the adapter does not fit its model and {CONFIG}", *told, fix]))
+
+
+def with_new_adapter(model: Any, config: ModelConfig, seed: int, revision: str | None = None) -> Any:
+    peft = require_peft()
+    torch.manual_seed(seed)  # the adapter's A matrices start random
+    lora = peft.LoraConfig(
+        r=config.lora.rank,
+        lora_alpha=config.lora.alpha,
+        target_modules=config.lora.target_modules,
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+        revision=revision,  # of the model below: who loads the adapter finds the same
+    )
+    return peft.get_peft_model(model, lora)
+
+
+def with_saved_adapter(model: Any, folder: Path) -> Any:
+    with no_pickles(str(folder)):
+        return require_peft().PeftModel.from_pretrained(model, folder, is_trainable=True)

@@ -1,0 +1,252 @@
+"""From a model's name to a tokenizer, a policy and its frozen reference.
+
+A name is a folder, a built-in model, or a Hugging Face id, in this order. An id may name a revision, ORG/NAME@REVISION;
+whether it does or not, all parts of a model are read at one commit, which a run writes down and goes on with.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from covey.config.schema import ModelConfig
+from covey.errors import Absent, InputError, nearest, unknown
+from covey.memory import keep_freed_memory, without_plans_by_shape
+from covey.models.adapters import adapter_base, check_adapter_fits, with_new_adapter, with_saved_adapter
+from covey.models.builtin import BUILTIN, builtin_folder
+from covey.models.folder import (
+    MAIN,
+    check_buildable,
+    check_generation,
+    check_weights_fit,
+    config_file,
+    explained,
+    load_weights,
+    read_config,
+    read_tokenizer,
+)
+from covey.models.hub import split_revision
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model is loaded from, with what can be known of it before its weights are."""
+
+    name: str
+    path: str  # a folder, or a hub id
+    tokenizer: Any
+    config: Any
+    adapter: Path | None = None  # a peft adapter folder on top of `path`
+    revision: str | None = None  # of the hub: the commit that all parts are read at
+    headless: bool = False  # its output layer is not used, and may be missing
+
+    @property
+    def context_length(self) -> int | None:
+        return getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+    def eos_ids(self) -> tuple[int, ...]:
+        """Every id that ends an answer: the tokenizer's, and what the model's generation settings add."""
+        from transformers import GenerationConfig
+
+        found = {self.tokenizer.eos_token_id}
+        try:
+            generation = GenerationConfig.from_pretrained(self.path, revision=self.revision or MAIN)
+        except OSError:  # a model folder need not have one
+            generation = GenerationConfig()
+        for ids in (generation.eos_token_id, self.config.get_text_config(decoder=True).eos_token_id):
+            found |= set(ids) if isinstance(ids, (list, tuple)) else {ids}
+        return tuple(sorted(i for i in found if i is not None))
+
+
+def parameter_count(source: ModelSource) -> int:
+    """Of the whole model, from its configuration alone."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return sum(p.numel() for p in AutoModelForCausalLM.from_config(source.config).parameters())
+
+
+def trained_count(source: ModelSource, config: ModelConfig) -> int:
+    """How many weights are trained, at most, before any is loaded: with adapters, only theirs."""
+    from transformers import AutoModelForCausalLM
+
+    if source.adapter is not None:
+        return (
+            sum(file.stat().st_size for file in source.adapter.glob("adapter_model.*")) // 2
+        )  # two bytes or more each
+    if config.lora.rank == 0:
+        return parameter_count(source)
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        model = with_new_adapter(AutoModelForCausalLM.from_config(source.config), config, seed=0)
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+class Located(NamedTuple):
+    path: str  # a folder, or a hub id
+    adapter: Path | None = None
+    revision: str | None = None  # of a hub id, where the name has one
+
+
+def locate(name: str) -> Located:
+    """The folder or hub id behind a name, and the adapter folder where the name is one. Loads nothing."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if (folder / "adapter_config.json").is_file():
+            base = adapter_base(folder)
+            if Path(base).expanduser().resolve() == folder.resolve():
+                raise InputError(f"{folder} is an adapter for itself\n  its adapter_config.json must name a model")
+            return locate(base)._replace(adapter=folder)
+        if not (folder / "config.json").is_file():
+            raise InputError(f"{name} is a folder without a model: config.json is missing")
+        return Located(str(folder))
+    if name in BUILTIN:
+        return Located(str(builtin_folder(name)))
+    ident, revision = split_revision(name)
+    if ident.count("/") == 1 and not name.startswith((".", "/", "~")):
+        return Located(ident, None, revision)
+    lines = [f"unknown model  {name}"]
+    if guess := nearest(name, BUILTIN):
+        lines.append(f"  did you mean   {guess}?")
+    lines.append(f"  a model is a folder, a Hugging Face id (ORG/NAME), or built in: {', '.join(BUILTIN)}")
+    raise InputError("\n".join(lines))
+
+
+def model_path(name: str) -> str:
+    """What transformers' `from_pretrained` takes for a model's name: the folder of a built-in model; any other name is
+    a folder or a Hugging Face id already."""
+    return str(builtin_folder(name)) if name in BUILTIN and not Path(name).is_dir() else name
+
+
+def open_source(config: ModelConfig, revision: str | None = None, *, headless: bool = False) -> ModelSource:
+    """Tokenizer and configuration, and all that can be checked before weights are read. `revision`: where a run began,
+    if it goes on. `headless`: the output layer is not used, and may be missing."""
+    path, adapter, named = locate(config.name)
+    trusted = config.trust_remote_code
+    with explained(config.name):
+        revision = _commit(path, revision or named)
+    model_config = read_config(config.name, path, revision=revision, trusted=trusted)
+    tokenizer = read_tokenizer(config.name, path, model_config, revision=revision, trusted=trusted)
+    from transformers import AutoModelForCausalLM  # not before: it takes a second, and the model may not be there
+
+    if Path(path).is_dir():
+        folder = Path(path)
+        check_generation(folder)
+        check_weights_fit(AutoModelForCausalLM, path, folder, model_config, headless=headless, trusted=trusted)
+    else:
+        check_buildable(AutoModelForCausalLM, config.name, model_config, trusted=trusted)
+    if adapter is not None:
+        check_adapter_fits(adapter, model_config, trusted=trusted)
+    return ModelSource(config.name, path, tokenizer, model_config, adapter, revision, headless)
+
+
+def _commit(path: str, revision: str | None) -> str | None:
+    """The commit of a hub's model behind a branch or tag; None for a folder. The hub may change while we read: once it
+    is known, everything is read there."""
+    if Path(path).is_dir():
+        return None
+    found = config_file(path, revision)
+    return found.parent.name if found.parent.parent.name == "snapshots" else revision
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        why = str(error).splitlines()[0]
+        raise InputError(f"model.device={name[:60]}: {why:.200}\n  use auto, cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"model.device={name}: training runs on cpu or cuda\n  use auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise Absent(f"model.device={name}, but torch sees no GPU here\n  use model.device=auto or cpu")
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in known:
+        raise unknown("model.dtype", name, ["auto", *known])
+    return known[name]
+
+
+def load_policy(source: ModelSource, config: ModelConfig, *, seed: int = 0) -> Any:
+    """The model to train, on its device, without dropout (it would part the learner from the sampler)."""
+    from transformers import AutoModelForCausalLM
+
+    device = pick_device(config.device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    else:
+        without_plans_by_shape()
+    with explained(source.name):
+        model = load_weights(
+            AutoModelForCausalLM,
+            source.name,
+            source.path,
+            revision=source.revision,
+            headless=source.headless,
+            trusted=config.trust_remote_code,
+            dtype=pick_dtype(config.dtype, device),
+            attn_implementation="sdpa",  # ours, also because a model's own may name code of the hub
+        )
+    model = model.to(device)
+    if source.adapter is not None:
+        model = with_saved_adapter(model, source.adapter)
+    elif config.lora.rank > 0:
+        model = with_new_adapter(model, config, seed, source.revision)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if config.lora.rank > 0:
+            model.enable_input_require_grads()
+    # Gradient checkpointing works in training mode only; without dropout the modes do not differ otherwise.
+    return model.train(config.gradient_checkpointing)
+
+
+class Reference:
+    """The start policy, frozen: the policy itself with its adapter off, or a copy made before training."""
+
+    def __init__(self, model: Any, *, offload: bool = False) -> None:
+        """`offload`: it waits in CPU memory while it is not asked. The policy's own weights never do."""
+        self.adapter = hasattr(model, "disable_adapter")
+        self.model = model if self.adapter else model.requires_grad_(False).eval()
+        self.home = next(model.parameters()).device
+        self.offload = offload and not self.adapter and self.home.type != "cpu"
+        self._askers = 0
+        if self.offload:
+            self.model.to("cpu")
+
+    @classmethod
+    def of(cls, policy: Any, *, offload: bool = False) -> Reference:
+        """The policy as it is now: with its adapter off, or copied."""
+        return cls(policy if hasattr(policy, "disable_adapter") else copy.deepcopy(policy), offload=offload)
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """While this lasts, the weights are where they are needed."""
+        self._askers += 1
+        if self.offload and self._askers == 1:
+            self.model.to(self.home)
+        try:
+            yield
+        finally:
+            self._askers -= 1
+            if self.offload and self._askers == 0:
+                self.model.to("cpu")
+
+    @contextmanager
+    def active(self) -> Iterator[Any]:
+        """The reference model; only while nothing samples, since switching an adapter off flips the shared module."""
+        with self.present(), self.model.disable_adapter() if self.adapter else nullcontext():
+            yield self.model

@@ -1,0 +1,1 @@
+"""Rewards for mathematical answers: one spelling, exact comparison, math-verify."""

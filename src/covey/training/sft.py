@@ -1,0 +1,187 @@
+"""Supervised fine-tuning: the same learner, packing, checkpoints and folder as reinforcement learning, and nothing to
+sample. A demonstration is an episode that somebody else played; its turns are learned from as they stand.
+
+    demonstrations → rows → pack → −log π → update
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from covey.algorithms.likelihood import Likelihood
+from covey.config.schema import Config
+from covey.errors import InputError, RunFailed
+from covey.learner.learner import Ask, Learner, NonFiniteError
+from covey.protocols import Metrics
+from covey.tasks import batch_for_step
+from covey.telemetry import Telemetry, write_report
+from covey.training.checkpoint import Best, Checkpoint, CheckpointStore, best_of
+from covey.training.folder import RunFolder
+from covey.training.interrupts import TimeLimit, set_aside, time_limit
+from covey.training.run import close_run
+from covey.training.samples import episode_rows, minibatches, to_samples
+from covey.training.step import merge
+from covey.training.warnings import Offenders
+from covey.types import Collected, Episode, Group, Samples
+
+AT_ONCE = 256  # demonstrations whose figures are held at once
+# Of a policy that sampled what it learns from; a demonstration was sampled by nobody.
+MEANINGLESS = ("policy/ratio_mean", "policy/ratio_max", "policy/kl_old", "policy/ess")
+
+
+@dataclass
+class SftRun:
+    """Everything that a run of `covey sft` is made of."""
+
+    config: Config
+    folder: RunFolder
+    learner: Learner
+    algorithm: Likelihood
+    telemetry: Telemetry
+    checkpoints: CheckpointStore
+    tokenizer: Any
+    demonstrations: Sequence[Episode]
+    validation: Sequence[Episode]
+    total_steps: int
+    first_step: int = 0
+    resumed: bool = False  # from a checkpoint, which may be of step 0: the evaluation before training is then recorded
+    best: Best | None = None  # the lowest validation loss among the checkpoints
+    evaluations: list[tuple[int, Metrics]] = field(default_factory=list)
+    terminated: bool = False  # SIGTERM ended it before its last step
+    limit: TimeLimit = field(default_factory=lambda: TimeLimit(None))
+    offenders: Offenders = field(init=False)  # demonstrations whose updates were left out
+
+    @property
+    def path(self) -> Path:
+        return self.folder.path
+
+    def train(self) -> SftRun:
+        status = "failed"
+        self.offenders = Offenders(
+            self.path,
+            limit=self.config.learner.max_skipped,
+            skipped=self.learner.skipped,
+            warn=self.telemetry.warn,
+        )
+        try:
+            reached = "finished" if self._all_steps() else "interrupted"
+            write_report(self.path, reached)  # who is killed before the status says so comes back for it
+            status = reached
+        except KeyboardInterrupt:
+            status = "interrupted"
+            raise
+        except InputError as error:  # a mistake that only a step could show: the run had started
+            raise RunFailed(str(error)) from error
+        finally:
+            close_run(self.folder, self.telemetry, status)
+        return self
+
+    def _all_steps(self) -> bool:
+        """False where `loop.max_minutes` or SIGTERM ended the run before its last step, with a checkpoint."""
+        with time_limit(self.config.loop.max_minutes) as self.limit, set_aside():
+            if self.resumed:  # the earlier process may have been killed before it deleted old checkpoints
+                self.checkpoints.delete_old(self.first_step, self.best)
+            if self.config.eval.before and not self.resumed:
+                self.evaluate(0)
+                if self.limit.terminated:
+                    self.terminated = True
+                    self._save(0, planned=False)
+                    return False
+            for index in range(self.first_step, self.total_steps):
+                self._step(index)
+                self.terminated = self.limit.terminated  # also in the last step: what would follow this run does not
+                if self.limit.reached and index + 1 < self.total_steps:
+                    return False
+        return True
+
+    def _step(self, index: int) -> None:
+        epoch, episodes = self._batch(index)
+        samples = as_samples(episodes)
+        with self.telemetry.stage("update"):
+            try:
+                metrics = self._update(samples)
+            except NonFiniteError as error:
+                self.offenders.end(index, [episode.task for episode in episodes], error)
+                raise
+        figures = {
+            "sft/epoch": float(epoch),
+            "sft/demonstrations": float(len(episodes)),
+            "sft/tokens": float(samples.mask_RT.sum()),
+            "perf/read_tokens": float(sum(row.length for row in samples.rows)),
+        }
+        with self.limit.whole():
+            self.telemetry.step(index, metrics | figures, None, ())
+        self.offenders.after(index, metrics["optim/skipped"], [episode.task for episode in episodes])
+        done, every, save = index + 1, self.config.eval.every, self.config.loop.save_every
+        last = done == self.total_steps
+        if (last and self.config.eval.after) or (every and done % every == 0):
+            self.evaluate(done)
+        planned = (last and self.config.loop.save_final) or bool(save and done % save == 0)
+        if planned:
+            self._save(done, planned=True)
+        # Only now: a signal during the evaluation or the checkpoint must not cost another step.
+        if self.limit.passed() and not planned and not last:
+            self._save(done, planned=False)
+
+    def _save(self, done: int, *, planned: bool) -> None:
+        with self.limit.whole(), self.telemetry.stage("checkpoint"):
+            self.checkpoint(done, planned=planned)
+
+    def _batch(self, index: int) -> tuple[int, list[Episode]]:
+        data = self.config.data
+        return batch_for_step(
+            self.demonstrations, index, data.train_batch_size, seed=self.config.seed, shuffle=data.shuffle
+        )
+
+    def _update(self, samples: Samples) -> Metrics:
+        advantages, plan = self.algorithm.advantages(samples), self.config.learner
+        batches = minibatches(samples, advantages, groups_per_batch=plan.mini_batch_size, epochs=plan.epochs)
+        metrics = merge([self.learner.update(batch, self.algorithm)[0] for batch in batches])
+        return {name: value for name, value in metrics.items() if name not in MEANINGLESS}
+
+    def evaluate(self, done: int) -> Metrics:
+        """The loss on demonstrations that are not trained on, after `done` updates."""
+        if not self.validation:
+            return {}
+        with self.telemetry.stage("evaluate"):
+            found = likelihood(self.learner, self.validation, self.config.eval.batch_size or AT_ONCE)
+        with self.limit.whole():
+            self.telemetry.evaluation(done, found, None)
+        self.evaluations.append((done, found))
+        return found
+
+    def checkpoint(self, done: int, *, planned: bool) -> Checkpoint:
+        """`planned`: not only because time is up; the best is one of those, whether a run was interrupted or not."""
+        if planned and self.evaluations and self.evaluations[-1][0] == done:
+            self.best = best_of(self.best, done, self.evaluations[-1][1]["eval/loss"], falls=True)
+        metrics_offset, episodes_offset = self.telemetry.offsets()
+        state = {
+            "metrics_offset": metrics_offset,
+            "episodes_offset": episodes_offset,
+            "best": self.best,
+            "algorithm": self.algorithm.state_dict(),
+        }
+        return self.checkpoints.save(done, self.learner, self.tokenizer, state)
+
+
+def as_samples(episodes: Sequence[Episode]) -> Samples:
+    """Demonstrations as a step's samples: each is a group of its own, and no reward is known. The temperature is 1,
+    whatever the model will be sampled with."""
+    collected = Collected(tuple(Group(episode.task, (episode,)) for episode in episodes))
+    return to_samples(collected, {}, temperature=1.0)
+
+
+def likelihood(learner: Learner, episodes: Sequence[Episode], at_once: int) -> Metrics:
+    """Mean −log π of the demonstrated tokens, and how many of them the model would have chosen itself."""
+    loss, right, count = 0.0, 0.0, 0
+    for start in range(0, len(episodes), at_once):
+        rows = [row for at, e in enumerate(episodes[start : start + at_once]) for row in episode_rows(e, at)]
+        out = learner.outputs(rows, 1.0, Ask(first_choice=True))
+        assert out.first_choice is not None
+        count += sum(sum(row.mask) for row in rows)
+        loss -= float(out.logprobs.double().sum())  # zero where the mask is
+        right += float(out.first_choice.sum())
+    return {"eval/loss": loss / count, "eval/token_accuracy": right / count, "eval/tokens": float(count)}
