@@ -36,7 +36,7 @@ SIDES = {
 
 
 def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
-    from kit.road import Sampler
+    from kit.pipeline import Sampler
 
     from covey.memory import keep_freed_memory
 

@@ -20,7 +20,7 @@ from kit.report import Plot, Result, command_line, measured_on, number, options,
 
 def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
     import torch
-    from kit.road import Trainer
+    from kit.pipeline import Trainer
 
     from covey.config.schema import LearnerConfig
 

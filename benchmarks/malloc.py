@@ -16,7 +16,7 @@ REPEATS = 3
 def measure(keep: bool) -> float:
     """Median seconds of an update on 5 groups of 16 answers of 9 tokens to prompts of 69, after two to warm up."""
     from kit.models import random_ids
-    from kit.road import made_up
+    from kit.pipeline import made_up
 
     from covey.algorithms import make
     from covey.config.schema import LearnerConfig, ModelConfig

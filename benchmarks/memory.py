@@ -26,7 +26,7 @@ def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _point(settings: dict[str, Any], point: dict[str, int]) -> dict[str, float]:
-    from kit.road import made_up
+    from kit.pipeline import made_up
 
     from covey.algorithms import make
     from covey.config.schema import LearnerConfig

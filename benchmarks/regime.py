@@ -39,7 +39,7 @@ def answer_lengths(count: int, median: int, spread: float, longest: int, seed: i
 
 
 def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
-    from kit.road import Sampler
+    from kit.pipeline import Sampler
 
     prepare(settings)
     model = load_model(settings["model"], settings["device"], settings["dtype"])

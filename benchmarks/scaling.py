@@ -27,7 +27,7 @@ KINDS = ("group", "prompt", "answer", SHARED)
 
 def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
     from kit.models import as_text
-    from kit.road import Trainer
+    from kit.pipeline import Trainer
 
     from covey.config.schema import LearnerConfig
     from covey.memory import keep_freed_memory

@@ -37,7 +37,7 @@ NOTES = {
 
 def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
     from kit.models import load_model, load_tokenizer
-    from kit.road import Trainer
+    from kit.pipeline import Trainer
 
     from covey.config.schema import LearnerConfig
     from covey.memory import keep_freed_memory

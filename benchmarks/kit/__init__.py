@@ -1,1 +1,1 @@
-"""What the benchmarks share: shapes and floors, random models, child processes, Covey's road, its rivals, tables."""
+"""What the benchmarks share: shapes and floors, random models, child processes, Covey, its rivals, tables."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from kit.measure import now, reset_peak
 from kit.models import write_config
-from kit.road import Timed, score
+from kit.pipeline import Timed, score
 
 
 def trl_steps(model: Any, tokenizer: Any, settings: dict[str, Any]) -> tuple[list[Timed], set[tuple[int, ...]]]:

@@ -143,7 +143,7 @@ class Algorithm(Estimator, Objective, Shaper, Protocol):
 class RolloutEngine(Protocol):
     """Samples with the policy of `version`. While the learner works it is paused; then weights are published."""
 
-    apart: bool  # True if its weights and kernels are not the learner's, so that their log-probs differ
+    owns_weights: bool  # True: a copy of the weights and kernels of its own, so its log-probs differ from the learner's
     version: int
     generated_tokens: int
     on_finished: Callable[[], None]  # called for every answer, on any thread
@@ -305,11 +305,11 @@ class Learner(Protocol):
 
     def weights(self) -> Any: ...
 
-    def rest(self) -> None:
+    def offload(self) -> None:
         """The engine samples: memory that it can use may be given back."""
         ...
 
-    def wake(self) -> None: ...
+    def reload(self) -> None: ...
 
     def save(self, folder: Path) -> None:
         """Model and optimiser, for a checkpoint (learner/saving.py)."""

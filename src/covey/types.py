@@ -1,4 +1,4 @@
-"""The nouns of Covey: what one stage of the road hands to the next.
+"""The nouns of Covey: what one stage of the pipeline passes to the next.
 
     Task (or Demonstration) → Turn → Episode → Group → Collected → Sample → Samples → Batch
 

@@ -1,4 +1,4 @@
-"""Every algorithm and regulariser on the whole road, from the command line, with a tiny model."""
+"""Every algorithm and regulariser on the whole pipeline, from the command line, with a tiny model."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_the_weights_are_those_of_one_process(
     apart = trained(tiny_model_folder, monkeypatch, **(RAY | settings))
     assert apart.trained == alone.trained and not apart.failures
     assert difference(apart, alone) < 1e-5
-    assert apart.run.road.algorithm.state_dict() == alone.run.road.algorithm.state_dict()
+    assert apart.run.pipeline.algorithm.state_dict() == alone.run.pipeline.algorithm.state_dict()
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ class Scripted:
     """Says what `reply` makes of a prompt's text and the sampling, letter by letter, and then the end of turn. The
     log-prob of its t-th token is −(t + 1) / 8."""
 
-    apart = False
+    owns_weights = False
 
     def __init__(self, reply: Callable[[str, Sampling], str]) -> None:
         self.tokenizer = tokenizer()

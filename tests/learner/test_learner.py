@@ -355,9 +355,9 @@ def test_weights_leave_the_gpu_while_the_engine_samples_if_asked(
     monkeypatch.setattr(learner, "_move", lambda device: moves.append(str(device)))
     for device in ("cpu", "cuda:1"):
         monkeypatch.setattr(Learner, "device", torch.device(device))
-        learner.rest()
-        learner.wake()
-        learner.wake()  # already there
+        learner.offload()
+        learner.reload()
+        learner.reload()  # already there
     assert moves == (["cpu", "cuda:1"] if offloads else [])
 
 
@@ -366,7 +366,7 @@ def test_weights_come_back_to_the_gpu_as_they_were() -> None:
     model = tiny_llama().cuda()
     learner = Learner(model, LearnerConfig(offload_weights=True), total_updates=1)
     before = {name: weight.clone() for name, weight in model.named_parameters()}
-    learner.rest()
+    learner.offload()
     assert all(weight.device.type == "cpu" for weight in model.parameters())
-    learner.wake()
+    learner.reload()
     assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())

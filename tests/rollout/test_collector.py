@@ -304,8 +304,8 @@ def test_a_group_teaches_if_it_differs_from_its_greedy_attempt() -> None:
     refill = Refill({"parity": 1.0}, False, 1, lambda *_: [])
     (group, *_) = asyncio.run(baseline_source(parity).next()).groups
     equal = tuple(replace(e, rewards={"parity": 0.0}) for e in group.episodes)
-    assert refill.teaches(replace(group, episodes=equal)), "the greedy attempt earned 1"
-    assert not refill.teaches(replace(group, episodes=equal, baseline=None))
+    assert refill.has_signal(replace(group, episodes=equal)), "the greedy attempt earned 1"
+    assert not refill.has_signal(replace(group, episodes=equal, baseline=None))
 
 
 def test_statistics_of_all_groups_reach_the_samples() -> None:

@@ -74,7 +74,7 @@ def _joined(
 
     from covey.telemetry import working
     from covey.training.run import Run
-    from covey.training.step import Road
+    from covey.training.step import Pipeline
 
     config = prepared.config
     if checkpoint is not None:
@@ -100,7 +100,7 @@ def _joined(
     return Run(
         config=config,
         folder=folder,
-        road=Road(
+        pipeline=Pipeline(
             source,
             learner,
             prepared.algorithm,

@@ -162,7 +162,7 @@ class Place:
 
 
 class RayEngine:
-    apart = True  # its weights are copies
+    owns_weights = True  # its weights are copies
 
     def __init__(
         self,

@@ -158,11 +158,11 @@ class RemoteLearner:
         """Who sends them: they are not in this process."""
         return self
 
-    def rest(self) -> None:
-        self._ask("call", "rest")
+    def offload(self) -> None:
+        self._ask("call", "offload")
 
-    def wake(self) -> None:
-        self._ask("call", "wake")
+    def reload(self) -> None:
+        self._ask("call", "reload")
 
     # -- what a run's folder keeps -----------------------------------------------------------------------------
 

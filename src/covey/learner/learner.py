@@ -101,14 +101,14 @@ class Learner:
         must read it together (`sharding.full_weights`)."""
         return self.model
 
-    def rest(self) -> None:
+    def offload(self) -> None:
         """With `offload_weights`, the weights wait in CPU memory; the engine has a copy of its own."""
         if self.config.offload_weights and self.device.type == "cuda":
             self._home = self.device
             self._move(torch.device("cpu"))
             torch.cuda.empty_cache()
 
-    def wake(self) -> None:
+    def reload(self) -> None:
         if self._home is not None:
             self._move(self._home)
             self._home = None

@@ -131,17 +131,18 @@ class Collector:
 
 @dataclass(frozen=True)
 class Refill:
-    """Dynamic sampling: groups that teach nothing are replaced, in so many rounds at most. A group teaches if its total
-    rewards differ, from each other or from that of its greedy attempt; with `apart`, if any of its rewards does."""
+    """Dynamic sampling: zero-variance groups are replaced by fresh ones, in at most `rounds` rounds. A group has a
+    learning signal if its total rewards differ, from each other or from the greedy attempt's; with `per_reward`, if any
+    single reward differs."""
 
     weights: Mapping[str, float]  # of the rewards that count
-    apart: bool
+    per_reward: bool
     rounds: int
     fresh: FreshTasks
 
-    def teaches(self, group: Group) -> bool:
+    def has_signal(self, group: Group) -> bool:
         episodes = _everyone(group)
-        if self.apart:
+        if self.per_reward:
             columns = [{e.rewards.get(name) for e in episodes} - {None} for name in self.weights]
             return any(len(column) > 1 for column in columns)
         return len({sum(w * (e.rewards.get(name) or 0.0) for name, w in self.weights.items()) for e in episodes}) > 1
@@ -231,7 +232,7 @@ class TrainingSource:
         kept = [g for g in kept if len(g.episodes) >= self.min_group_size]
         if self.refill is None:
             return kept, []
-        return [g for g in kept if self.refill.teaches(g)], [g for g in kept if not self.refill.teaches(g)]
+        return [g for g in kept if self.refill.has_signal(g)], [g for g in kept if not self.refill.has_signal(g)]
 
     def policy_updated(self, version: int) -> None:
         self.step = version

@@ -22,7 +22,7 @@ from covey.training.evaluate import Evaluator
 from covey.training.folder import RunFolder
 from covey.training.interrupts import TimeLimit, set_aside, signals_to, uninterrupted
 from covey.training.record import Step, episode_view, step_episodes, step_metrics, step_view
-from covey.training.step import Road, StepResult, publish, sample, update
+from covey.training.step import Pipeline, StepResult, publish, sample, update
 from covey.training.warnings import Offenders, StepWarnings
 from covey.types import Collected, Episode, Sampling, Task
 
@@ -33,7 +33,7 @@ class Run:
 
     config: Config
     folder: RunFolder
-    road: Road
+    pipeline: Pipeline
     learner: Learner
     engine: RolloutEngine
     source: TrainingSource
@@ -69,7 +69,7 @@ class Run:
         self._saved: int | None = None  # steps done at the newest checkpoint of this process
         self.warnings = StepWarnings(
             self.telemetry.warn,
-            rewards=[name for name, weight in self.road.schedule.weights.items() if weight],
+            rewards=[name for name, weight in self.pipeline.schedule.weights.items() if weight],
             total_steps=self.total_steps,
             limits={
                 "rollout.max_tokens": self.config.rollout.max_tokens,
@@ -169,7 +169,7 @@ class Run:
         if self.resumed:
             # The earlier process may have been killed before it deleted old checkpoints.
             self.checkpoints.delete_old(self.first_step, self.best)
-        await publish(self.road, self.first_step)
+        await publish(self.pipeline, self.first_step)
         self._is_open = True
 
     async def _before_step(self) -> bool:
@@ -190,12 +190,12 @@ class Run:
         tokens_before = self.engine.generated_tokens
         self._show_progress(self.source.attempts * self.config.data.train_batch_size, "answers")
         async with self._sampling():
-            collected = await sample(self.road)
+            collected = await sample(self.pipeline)
         await uninterrupted(self._learn(index, collected, tokens_before))
 
     async def _learn(self, index: int, collected: Collected, tokens_before: int) -> None:
         try:
-            result = await update(self.road, collected, index)
+            result = await update(self.pipeline, collected, index)
         except NonFiniteError as error:
             self.offenders.end(index, self.source.taken, error)
             raise
@@ -350,7 +350,7 @@ class Run:
             "metrics_offset": metrics_offset,
             "episodes_offset": episodes_offset,
             "best": self.best,
-            "algorithm": self.road.algorithm.state_dict(),
+            "algorithm": self.pipeline.algorithm.state_dict(),
             "source": self.source.state(),
         }
         self._saved = done

@@ -1,4 +1,4 @@
-"""One training step, for every mode and machine: the road from tasks to new weights, once."""
+"""One training step, for every mode and machine: from tasks to new weights."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Stages(Protocol):
 
 
 @dataclass(frozen=True)
-class Road:
-    """Who does what along the road."""
+class Pipeline:
+    """The parts that a step calls."""
 
     source: GroupSource
     learner: Learner
@@ -54,64 +54,68 @@ class Road:
     schedule: Schedule
     stages: Stages
     thread: Executor | None = None  # where the learner learns while episodes go on: tools answer, programs play
-    publish_every: int = 1  # an engine apart goes on with its weights in between
+    publish_every: int = 1  # an engine with its own weights keeps sampling with the old ones in between
 
 
-async def step(road: Road, index: int) -> StepResult:
-    return await update(road, await sample(road), index)
+async def step(pipeline: Pipeline, index: int) -> StepResult:
+    return await update(pipeline, await sample(pipeline), index)
 
 
-async def sample(road: Road) -> Collected:
+async def sample(pipeline: Pipeline) -> Collected:
     """Tasks → scored groups. If this is cancelled, nothing is lost: the next call samples the same step."""
-    with road.stages.stage("rollout"):
-        return await road.source.next()
+    with pipeline.stages.stage("rollout"):
+        return await pipeline.source.next()
 
 
-async def update(road: Road, collected: Collected, index: int) -> StepResult:
+async def update(pipeline: Pipeline, collected: Collected, index: int) -> StepResult:
     """Scored groups → new weights, published to the engine."""
-    with road.stages.stage("rollout"):
-        await road.engine.pause()
-    if road.thread is not None:
-        result = await asyncio.get_running_loop().run_in_executor(road.thread, learn, road, collected)
+    with pipeline.stages.stage("rollout"):
+        await pipeline.engine.pause()
+    if pipeline.thread is not None:
+        result = await asyncio.get_running_loop().run_in_executor(pipeline.thread, learn, pipeline, collected)
     else:
-        result = learn(road, collected)
-    await publish(road, index + 1, now=not road.engine.apart or (index + 1) % road.publish_every == 0)
-    if road.thread is not None:
+        result = learn(pipeline, collected)
+    await publish(
+        pipeline, index + 1, now=not pipeline.engine.owns_weights or (index + 1) % pipeline.publish_every == 0
+    )
+    if pipeline.thread is not None:
         result = replace(result, metrics=result.metrics | ages(result.samples, index))
     return result
 
 
-def learn(road: Road, collected: Collected) -> StepResult:
+def learn(pipeline: Pipeline, collected: Collected) -> StepResult:
     """From scored groups to new weights."""
-    road.learner.wake()
-    plan = road.schedule
+    pipeline.learner.reload()
+    plan = pipeline.schedule
     samples = to_samples(collected, plan.weights, temperature=plan.temperature, max_tokens=plan.max_tokens)
-    with road.stages.stage("annotate"):
-        samples = road.learner.annotate(samples, road.algorithm.needs)  # reference log-probs, values: only if needed
-    samples, shaped = road.algorithm.shape(samples)
-    advantages = road.algorithm.advantages(samples)
+    with pipeline.stages.stage("annotate"):
+        samples = pipeline.learner.annotate(
+            samples, pipeline.algorithm.needs
+        )  # reference log-probs and values, if needed
+    samples, shaped = pipeline.algorithm.shape(samples)
+    advantages = pipeline.algorithm.advantages(samples)
     updates: list[Metrics] = []
     trace = empty_trace(samples)
-    with road.stages.stage("update"):
+    with pipeline.stages.stage("update"):
         for batch in minibatches(samples, advantages, groups_per_batch=plan.groups_per_batch, epochs=plan.epochs):
-            metrics, seen = road.learner.update(batch, road.algorithm)
+            metrics, seen = pipeline.learner.update(batch, pipeline.algorithm)
             updates.append(metrics)
             if batch.epoch == 0:
                 write_trace(trace, batch.row_R, seen)
     metrics = {**shaped, **advantages.metrics, **merge(updates)}
-    if road.engine.apart:
+    if pipeline.engine.owns_weights:
         metrics |= mismatch(samples, trace, plan.groups_per_batch)
     return StepResult(collected, samples, advantages, metrics, trace)
 
 
-async def publish(road: Road, version: int, *, now: bool = True) -> None:
+async def publish(pipeline: Pipeline, version: int, *, now: bool = True) -> None:
     """The learner's weights to the engine, unless it is not yet time for that; it may sample from here on."""
-    with road.stages.stage("publish"):
+    with pipeline.stages.stage("publish"):
         if now:
-            await road.engine.publish(road.learner.weights(), version=version)
-        road.learner.rest()
-        await road.engine.resume()
-    road.source.policy_updated(version)
+            await pipeline.engine.publish(pipeline.learner.weights(), version=version)
+        pipeline.learner.offload()
+        await pipeline.engine.resume()
+    pipeline.source.policy_updated(version)
 
 
 def ages(samples: Samples, version: int) -> Metrics:

@@ -34,7 +34,7 @@ TURNS = 8  # of the event loop between two steps: enough for an agent to read an
 
 
 class EmbeddedEngine:
-    apart = False  # it samples with the learner's own module
+    owns_weights = False  # it samples with the learner's own module
 
     def __init__(
         self,

@@ -51,7 +51,7 @@ class VllmSettings:
 
 
 class VllmEngine:
-    apart = True  # its weights and kernels are not the learner's
+    owns_weights = True  # its weights and kernels are not the learner's
 
     def __init__(
         self, settings: VllmSettings, *, log: Path, same_gpu: bool = False, command: Sequence[str] | None = None

@@ -20,7 +20,7 @@ from covey.rewards import resolve_rewards
 from covey.rollout.collector import Collector, TrainingSource
 from covey.rollout.embedded import EmbeddedEngine
 from covey.rollout.rendering import Renderer
-from covey.training.step import Road, Schedule, StepResult, step
+from covey.training.step import Pipeline, Schedule, StepResult, step
 from covey.types import Collected, Completion, Episode, Group, Sampling, StopReason, Task, Turn
 from kit.measure import Stopwatch, now, reset_peak
 
@@ -90,9 +90,9 @@ class Trainer:
                 if number == warmup:
                     reset_peak()
                 watch = Stopwatch()
-                road = Road(source, self.learner, self.algorithm, engine, schedule, watch)
+                pipeline = Pipeline(source, self.learner, self.algorithm, engine, schedule, watch)
                 start = now()
-                result = await step(road, self.steps)
+                result = await step(pipeline, self.steps)
                 total = now() - start
                 self.steps += 1
                 sampling = watch.seconds["rollout"]
