@@ -36,7 +36,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "covey"
-GPU_ONLY = {f"rollout/embedded/{name}.py" for name in ("kernels", "gpu_batch", "fused_layers")}
+GPU_ONLY = {f"rollout/embedded/{name}.py" for name in ("kernels", "graphs")}
 FOLDERS = ("algorithms", "rollout", "rollout/embedded")
 SINGLE = ("learner/packing.py", "streams.py", "memory.py", "app/checks.py")
 HEAVY = ("torch", "transformers.models.llama.modeling_llama", "tokenizers", "hypothesis", "pytest")  # not Covey

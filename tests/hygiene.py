@@ -28,7 +28,7 @@ LIVE_LONGER = (  # helpers that Python, torch and the session's own fixtures kee
     "multiprocessing.resource_tracker",
     "multiprocessing.forkserver",
     "torch/_inductor/compile_worker",
-    "covey/rewards/math/verify.py",
+    "covey/rewards/math/verify_process.py",
     "kit.nest",
 )
 

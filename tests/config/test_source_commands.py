@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from covey.cli import words
+from covey.app import compose as words
 from covey.cli.main import main
 from covey.models import loading
 from tests.conftest import shared_folder

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from covey.cli import words
+from covey.app import compose as words
 from covey.cli.main import main
 from covey.config import compose
 from tests.rollout.no_vllm import without_vllm

@@ -18,7 +18,7 @@ from covey.rewards.ifeval import DETECTING, KINDS
 from covey.rewards.judge import read_mark
 from covey.rewards.math.algebra import NotAlgebra, parse
 from covey.rewards.math.rewards import equal, final_expression
-from covey.rewards.math.verify import wild
+from covey.rewards.math.verify_process import wild
 from covey.rewards.rewardset import find_conditions
 from covey.sandbox.hidden_tests import given_names, hidden_tests, used_as_modules
 from covey.types import Task

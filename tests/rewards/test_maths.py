@@ -17,9 +17,9 @@ import pytest
 from covey.errors import Absent, InputError
 from covey.imports import install_extra
 from covey.rewards.answers import boxed, labelled, stated, tagged
-from covey.rewards.math import verify
+from covey.rewards.math import verify_process
 from covey.rewards.math.rewards import equal, final_expression, gold_texts, math_equal
-from covey.rewards.math.verify import MathProcess, ProcessError
+from covey.rewards.math.verify_process import MathProcess, ProcessError
 from tests.rewards.replies import score
 
 MATH_VERIFY = importlib.util.find_spec("math_verify") is not None
@@ -355,8 +355,8 @@ def test_what_took_too_long_is_asked_again_and_answers_are_remembered(monkeypatc
         def ask(self, question: Any, seconds: float) -> bool | None:
             return answers.pop(0)
 
-    monkeypatch.setattr(verify, "_own_process", Process)
-    found = [asyncio.run(verify.verify("only here", "asked thrice", 1.0)) for _ in range(3)]
+    monkeypatch.setattr(verify_process, "_own_process", Process)
+    found = [asyncio.run(verify_process.verify("only here", "asked thrice", 1.0)) for _ in range(3)]
     assert found == [None, True, True]
     assert answers == [False]
 
@@ -376,7 +376,7 @@ def test_the_package_is_asked_only_about_what_is_open(monkeypatch: pytest.Monkey
         return {"x": True, "y": False}.get(reply)
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(verify, "verify", verify)
+    monkeypatch.setattr(verify_process, "verify", verify)
     one, none = {"math_verify": 1.0, "math_verify/timeout": 0.0}, {"math_verify": 0.0, "math_verify/timeout": 0.0}
     assert score("math_verify", "0.5", r"\frac12") == one
     assert score("math_verify", "0.7", r"\frac12") == none
@@ -410,18 +410,18 @@ def test_a_missing_package_is_told_before_training(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_what_would_keep_the_package_busy_is_not_put_to_it(reply: str, found: bool) -> None:
-    assert verify.wild(reply) is found
+    assert verify_process.wild(reply) is found
 
 
 def test_what_is_wild_is_not_equal_unless_the_answer_is_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "_verify", lambda gold, reply, seconds: True)
+    monkeypatch.setattr(verify_process, "_verify", lambda gold, reply, seconds: True)
     for gold, reply, verdict in [
         ("5", "10^{123456}", False),
         ("10^{123457}", "10^{123456}", True),
         ("5", "x" * 1005, False),
         ("5", "x" * 1004, True),
     ]:
-        assert asyncio.run(verify.verify(gold, reply, 1.0)) is verdict
+        assert asyncio.run(verify_process.verify(gold, reply, 1.0)) is verdict
 
 
 @NEEDS_MATH_VERIFY
@@ -445,7 +445,7 @@ def test_where_both_decide_they_agree(shared: Path) -> None:
     pairs = [(a, b) for a in draw.sample(plain, 60) for b in (a, draw.choice(numbers), f"{a} + 0")]
 
     async def theirs() -> list[bool | None]:
-        return [await verify.verify(a, b, 10.0) for a, b in pairs]
+        return [await verify_process.verify(a, b, 10.0) for a, b in pairs]
 
     decided = 0
     for (a, b), verdict in zip(pairs, asyncio.run(theirs()), strict=True):

@@ -25,7 +25,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
         _without_capture(monkeypatch)
 
     def make(model: Any, *, blocks: int = 1000, compiled: bool = False, **options: Any) -> EmbeddedEngine:
-        monkeypatch.setattr(paged_module, "affordable_tokens", lambda *_: blocks * paged_module.BLOCK)
+        monkeypatch.setattr(paged_module, "cache_tokens", lambda *_: blocks * paged_module.BLOCK)
         return engine_for(model, compiled=compiled, paged=True, **options)
 
     return make
@@ -34,7 +34,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
 def _without_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     if not CAN_RUN_TRITON:
         return  # only eager engines can be made here
-    from covey.rollout.embedded.gpu_batch import GraphDecoder, GraphStep
+    from covey.rollout.embedded.graphs import GraphDecoder, GraphStep
     from covey.rollout.embedded.kernels import splits_for
 
     def capture(self: Any, size: int, draws: bool) -> tuple[Any, torch.Tensor]:

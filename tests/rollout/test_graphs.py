@@ -163,9 +163,9 @@ def test_one_request_after_another_finds_nothing_of_the_one_before(
     on_gpu: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the same shape, so that it lies where the other lay: in the buffers, and here in Python's memory as well."""
-    from covey.rollout.embedded import gpu_batch
+    from covey.rollout.embedded import graphs
 
-    monkeypatch.setattr(gpu_batch, "id", lambda _: 0, raising=False)
+    monkeypatch.setattr(graphs, "id", lambda _: 0, raising=False)
     model = tiny_llama().to(DEVICE)
     engine = on_gpu(model, eos_ids=[])
     requests = [([n + 3, 9, 10 + n], Sampling(max_tokens=12, seed=n)) for n in range(2)]

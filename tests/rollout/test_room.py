@@ -35,7 +35,7 @@ def outcomes(engine: Any, requests: Sequence[Request]) -> list[Any]:
 @pytest.mark.parametrize("paged", [False, True])
 def test_a_request_that_does_not_fit_into_memory_fails_alone(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (slotted_module, paged_module):
-        monkeypatch.setattr(module, "affordable_tokens", lambda *_: 256)
+        monkeypatch.setattr(module, "cache_tokens", lambda *_: 256)
     model = tiny_llama()
     engine = engine_for(model, eos_ids=[], paged=paged, eager=True)
     fit: list[Request] = [([5, 6, n], Sampling(max_tokens=12, seed=n)) for n in range(3, 6)]

@@ -13,7 +13,7 @@ from covey.errors import Absent
 from covey.imports import install_extra
 from covey.rewards.answers import BOX, boxed, hashed, stated, tagged
 from covey.rewards.function import reward
-from covey.rewards.math import verify
+from covey.rewards.math import verify_process
 from covey.rewards.math.equality import CHOICE, LONGEST, WORD, Pair, compare, equal, plain_choice, value
 from covey.rewards.math.latex import TEXT, quantity, tidy
 from covey.types import Task
@@ -176,7 +176,7 @@ async def _verified(gold: str, reply: str, deadline: float) -> bool | None:
     known: dict[Pair, bool] = {}
     verdict, pairs = compare(gold, reply, known)
     while verdict is None and pairs and len(known) < MAX_QUESTIONS:
-        found = await verify.verify(*pairs[0], deadline)
+        found = await verify_process.verify(*pairs[0], deadline)
         if found is None:
             return None
         known[pairs[0]] = found
