@@ -123,7 +123,7 @@ def test_a_restart_without_a_checkpoint_begins_again_in_the_same_folder(
 ) -> None:
     from covey.app.compose import compose_words
     from covey.app.prepare import prepare
-    from covey.cli import train as command
+    from covey.app import train as command
     from covey.cli.words import parse
 
     monkeypatch.chdir(tmp_path)

@@ -120,7 +120,7 @@ def test_work_before_the_console_is_there(capsys: pytest.CaptureFixture[str], mo
 def test_a_run_in_a_pipe_shows_life_before_its_first_line_of_figures(tmp_path: Path, tiny_model_folder: Path) -> None:
     (tmp_path / "slow.py").write_text("import time\n\ndef slow(answer):\n    time.sleep(0.4)\n    return 0.0\n")
     (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "x"}\n')
-    quick = "from covey.telemetry import heartbeat as h; h.SOON = 0.0; h.TICK = 0.005; h.EVERY = 0.1"
+    quick = "from covey.telemetry import progress as h; h.SOON = 0.0; h.TICK = 0.005; h.HEARTBEAT_SECONDS = 0.1"
     words = ["train", f"model={tiny_model_folder}", "data.train_files=rows.jsonl", "data.val_files=rows.jsonl"]
     small = ["rollout.max_tokens=2", "rollout.group_size=2", "data.train_batch_size=1", "loop.total_steps=1"]
     code = f"{quick}\nfrom covey.cli.main import main\nmain({[*words, *small, 'reward=slow.py:slow']!r})"

@@ -20,7 +20,6 @@ from covey.config.schema import Config, EvalConfig
 from covey.errors import Absent, InputError
 from covey.ranges import ranges_of, refusal
 from covey.tasks import ask_like_tasks, plain_question
-from covey.training.samples import episode_rows
 from covey.types import Episode, Group, Sample, Sampling, Task, ToolUse
 
 SAMPLED, GIVEN = "bold green", "dim"
@@ -29,6 +28,8 @@ Decode = Callable[[list[int]], str]
 
 def show_tokens(episode: Episode, decode: Decode, console: Console) -> None:
     """The rows that are trained on. Sampled text is coloured, or between ⟦ ⟧ where there are no colours."""
+    from covey.training.samples import episode_rows
+
     rows = episode_rows(episode, 0)
     for number, row in enumerate(rows, 1):
         if len(rows) > 1:
