@@ -121,9 +121,9 @@ def test_a_run_that_is_restarted_does_not_read_as_ended(
 def test_a_restart_without_a_checkpoint_begins_again_in_the_same_folder(
     tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from covey.app import train as command
     from covey.app.compose import compose_words
     from covey.app.prepare import prepare
-    from covey.app import train as command
     from covey.cli.words import parse
 
     monkeypatch.chdir(tmp_path)
