@@ -16,7 +16,10 @@ VERIFIERS_PIP := $(VERIFIERS)/bin/python -m pip --disable-pip-version-check -q
 VLLM     := .venv-vllm
 VLLM_PIP := $(VLLM)/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo test fuzz dash-test test-kernels test-gpu test-slow check format bench bench-gpu bench-gpu-packages experiments oracles verifiers vllm clean
+DOCS     := .venv-docs
+DOCS_PIP := $(DOCS)/bin/python -m pip --disable-pip-version-check -q
+
+.PHONY: demo test docs docs-serve fuzz dash-test test-kernels test-gpu test-slow check format bench bench-gpu bench-gpu-packages experiments oracles verifiers vllm clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/covey train --config-name demo
@@ -51,6 +54,14 @@ check: $(VENV)/dev.stamp
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/audit.py
+
+# The documentation as a site in site/, with all links checked. docs-serve shows it at http://127.0.0.1:8000 while you
+# edit. Docstrings are read from the source files, so this environment has neither Covey nor torch.
+docs: $(DOCS)/stamp
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+docs-serve: $(DOCS)/stamp
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs serve
 
 format: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix .
@@ -134,5 +145,11 @@ $(VLLM)/stamp: pyproject.toml tests/integration/requirements.txt tests/integrati
 	$(VLLM_PIP) install -e . -r tests/integration/requirements.txt
 	touch $@
 
+$(DOCS)/stamp: pyproject.toml constraints.txt
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python tools/requirements.py docs > $(DOCS)/requirements.txt
+	$(DOCS_PIP) install -c constraints.txt -r $(DOCS)/requirements.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(ORACLES) $(VERIFIERS) $(VLLM) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(ORACLES) $(VERIFIERS) $(VLLM) $(DOCS) build dist site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

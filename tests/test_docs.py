@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import json
 import re
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from covey.cluster.engines import RayEngine
 from covey.config.schema import Config, CriticConfig
 from tests.algorithms.helpers import samples_of
 from tests.cli.test_algorithms import REWARDS, SMALL
+from tests.docs import pages
 from tests.rollout.no_vllm import without_vllm
 
 ROOT = Path(__file__).parent.parent
@@ -127,21 +129,33 @@ def test_the_table_of_losses_is_the_catalogue() -> None:
         assert aggregation == defaults["aggregation"], name
 
 
+REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"]
+RAW = REPOSITORY.replace("https://github.com/", "https://raw.githubusercontent.com/")
+HERE = re.compile(rf"(?:{re.escape(REPOSITORY)}/(?:blob|tree)|{re.escape(RAW)})/main/")  # addresses of this checkout
+
+
+def links(page: Path) -> list[str]:
+    """Targets of links and pictures, except those of other sites."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    return [target for target in targets if HERE.match(target) or not re.match(r"https?:|mailto:", target)]
+
+
 @pytest.mark.parametrize(
-    "path",
-    [
-        *PAGES.values(),
-        *(page for glob in ("docs", "docs/guides", "examples", ".") for page in (ROOT / glob).glob("*.md")),
-    ],
-    ids=lambda path: path.stem,
+    "page", [*pages.PAGES, ROOT / "examples/README.md"], ids=lambda page: str(page.relative_to(ROOT))
 )
-def test_links_lead_somewhere(path: Path) -> None:
-    for target in re.findall(r"\]\((?!http)([^)]+)\)", path.read_text()):
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in links(page):
         file, _, anchor = target.partition("#")
-        there = (path.parent / file).resolve() if file else path
-        assert there.is_dir() if file.endswith("/") else there.is_file(), target
-        headings = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE) if there.suffix == ".md" else []
+        start = HERE.match(file)
+        path = (ROOT / file[start.end() :] if start else page.parent / file).resolve() if file else page
+        assert path.is_dir() if file.endswith("/") else path.is_file(), target
+        headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE) if path.suffix == ".md" else []
         assert not anchor or anchor in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}, target
+
+
+def test_links_of_the_readme_work_on_the_package_index() -> None:
+    """It is the page of the package there, where relative links lead nowhere."""
+    assert [target for target in links(ROOT / "README.md") if not HERE.match(target)] == []
 
 
 # -- metrics ---------------------------------------------------------------------------------------------------------

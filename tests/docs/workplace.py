@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import re
+import runpy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from covey.app import compose as words
 from covey.cli.main import main
 from covey.config import compose
+from tests.docs.pages import PYTHON
 from tests.rollout.no_vllm import without_vllm
 
 QUESTIONS = [{"question": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(16)]
@@ -103,6 +105,11 @@ def furnish(folder: Path, model: Path) -> None:
     for name, text in TEXTS.items():
         _write(folder / name, text)
     with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for block in PYTHON:  # "Save this as digits.py"
+            if block.page.name == "tutorial.md" and (named := re.match(r"# (\w+\.py)\n", block.text)):
+                _write(folder / named[1], block.text)
+                runpy.run_path(named[1], run_name="__main__")
         patch.setenv("DATA_DIR", str(folder / "data"))
         assert main(["data", "prepare", "gsm8k", "--from", str(folder / "raw/gsm8k")]) == 0
     (first, *others) = RUNS
