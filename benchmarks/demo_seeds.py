@@ -1,4 +1,4 @@
-"""The demo with three seeds and with GRPO: the table and the picture of the README.
+"""The demo with three seeds and with GRPO: the table of docs/demo.md and the picture.
 
     .venv/bin/python benchmarks/demo_seeds.py [--seeds 0 1 2] [--algorithms gvpo grpo] [--out outputs/benchmark]
 
