@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,7 @@ import covey.trl
 from tests.docs.pages import ROOT
 
 DOCS = ROOT / "docs"
+SOURCE = ROOT / "src/covey"
 INDEX = (DOCS / "README.md").read_text()
 REPOSITORY = "https://github.com/owner/name"
 
@@ -70,6 +72,17 @@ def test_every_public_name_has_an_entry_in_the_api_pages() -> None:
     in_types = {f"covey.{name}" for name in ("Task", "Episode", "Group")}  # ::: covey.types
     assert names - shown == in_types and "covey.types" in shown
     assert shown - names == {"covey.types", "covey.protocols"}
+
+
+def test_the_architecture_has_every_package_and_the_import_rules() -> None:
+    page = (DOCS / "architecture.md").read_text()
+    rows = re.findall(r"^\| \[`(\w+)/`\]\(\.\./src/covey/\1/\) \| .+ \| (.*) \|$", page, re.MULTILINE)
+    assert sorted(package for package, _ in rows) == sorted(path.parent.name for path in SOURCE.glob("*/__init__.py"))
+    for package, first in rows:
+        assert all((SOURCE / package / name).is_file() for name in re.findall(r"`([\w.]+)`", first)), package
+    rules = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(rule["layers"] for rule in rules if rule["type"] == "layers")
+    assert "\n".join(re.sub(r" [|:] ", "  ", layer).replace("covey.", "") for layer in layers) in page
 
 
 def test_the_version_is_the_same_everywhere() -> None:
