@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from covey.agents.tools.calculator import MAX_DEPTH, MAX_DIGITS, Wrong, calculate, calculator
+from covey.agents.tools.calculator import MAX_DEPTH, MAX_DIGITS, ExpressionError, calculate, calculator
 from covey.agents.tools.tool import ToolMistake
 
 
@@ -146,7 +146,7 @@ def test_by_hand(expression: str, value: str) -> None:
     ],
 )
 def test_what_cannot_be_calculated_says_why(expression: str, message: str) -> None:
-    with pytest.raises(Wrong, match=message):
+    with pytest.raises(ExpressionError, match=message):
         calculate(expression)
 
 
@@ -171,9 +171,9 @@ def test_logarithms_of_what_is_beyond_all_floats() -> None:
 def test_many_postfixes() -> None:
     assert calculate("1" + "!" * 60) == "1"
     assert Fraction(calculate("1" + "%" * 20)) == Fraction(1, 10**40)
-    with pytest.raises(Wrong, match="nested more than 60 deep"):
+    with pytest.raises(ExpressionError, match="nested more than 60 deep"):
         calculate("1" + "!" * 990)
-    with pytest.raises(Wrong, match="more than 1000 digits"):
+    with pytest.raises(ExpressionError, match="more than 1000 digits"):
         calculate("1" + "%" * 990)
 
 
@@ -192,7 +192,7 @@ def test_whatever_is_written_only_the_models_mistakes_are_raised() -> None:
         try:
             calculate(" ".join(random_.choices(pieces, k=random_.randrange(1, 9))))
             worked += 1
-        except Wrong:
+        except ExpressionError:
             pass
     assert worked > 500
 
@@ -237,7 +237,7 @@ def test_it_agrees_with_fractions() -> None:
             continue
         try:
             found = Fraction(calculate(text))
-        except Wrong as wrong:  # something on the way was longer than the result
+        except ExpressionError as wrong:  # something on the way was longer than the result
             assert "more than 1000 digits" in str(wrong)
             continue
         exact += found == value
