@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from covey.errors import Absent, InputError, RunFailed
-from covey.gateway import GatewayAgent, Rules
-from covey.gateway.agent import play, require_program
+from covey.gateway import EpisodeRules, GatewayAgent
+from covey.gateway.agent import require_program, run_program
 from covey.rewards import resolve_rewards
 from covey.rollout.collector import Collector, NothingCompleted, TrainingSource
 from covey.rollout.rendering import Renderer
 from covey.types import Collected, Episode, Sampling, StopReason, Task
-from tests.gateway.house import Scripted
+from tests.gateway.running_gateway import ScriptedEngine
 
 TASKS = [Task(f"t{n}", ({"role": "user", "content": f"q{n}"},), answer="secret", columns={"k": n}) for n in range(2)]
 SAMPLING = Sampling(temperature=0.8, max_tokens=40)
@@ -33,8 +33,8 @@ class Ground:
     """A collector with a gateway, two tasks and two attempts at each."""
 
     def __init__(self, reward: Any = "given", seconds: float = 20.0, **options: Any) -> None:
-        self.engine = Scripted(lambda prompt, sampling: f"reply {sampling.seed % 1000}")
-        rules = Rules("tiny", sampling=SAMPLING, max_turns=options.pop("max_turns", None))
+        self.engine = ScriptedEngine(lambda prompt, sampling: f"reply {sampling.seed % 1000}")
+        rules = EpisodeRules("tiny", sampling=SAMPLING, max_turns=options.pop("max_turns", None))
         self.said: list[str] = []
         self.agent = GatewayAgent(rules, port=0, patience=options.pop("patience", 5.0), **options)
         self.agent.announce = self.said.append
@@ -52,8 +52,8 @@ class Ground:
 
     @property
     def token(self) -> str:
-        assert self.agent._book is not None
-        return self.agent._book.token
+        assert self.agent._registry is not None
+        return self.agent._registry.token
 
     def client(self) -> Any:
         import httpx
@@ -120,7 +120,7 @@ def test_another_temperature_than_the_runs_is_refused() -> None:
 
     ground = Ground()
     assert [len(e.turns) for e in episodes(step(ground, player))] == [1, 1, 1, 1]
-    assert {s.temperature for s in ground.engine.asked} == {0.8}
+    assert {s.temperature for s in ground.engine.requests} == {0.8}
 
 
 def test_a_reward_of_the_runs_scores_what_was_finished() -> None:
@@ -310,7 +310,7 @@ def test_what_left_the_programs_group_ends_too_and_keeps_nobody_waiting(tmp_path
     names = ("child", "orphan", "stranger")
 
     async def scene() -> bool:
-        playing = asyncio.create_task(play(["sh", "-c", f"cd {tmp_path}; {script}"], os.environ))
+        playing = asyncio.create_task(run_program(["sh", "-c", f"cd {tmp_path}; {script}"], os.environ))
         while not (tmp_path / "ready").exists():
             await asyncio.sleep(0.02)
         await asyncio.sleep(0.2)  # until they have sessions of their own
@@ -338,7 +338,7 @@ def test_what_left_the_programs_group_ends_too_and_keeps_nobody_waiting(tmp_path
 
 def test_the_end_of_what_a_program_wrote_is_kept() -> None:
     code = "import sys; sys.stdout.write('x' * 300_000); sys.stderr.write('the end'); sys.exit(3)"
-    status, words = asyncio.run(play([sys.executable, "-S", "-c", code], os.environ))
+    status, words = asyncio.run(run_program([sys.executable, "-S", "-c", code], os.environ))
     assert status == 3 and words.endswith("xthe end") and len(words) == 2000
 
 

@@ -19,7 +19,7 @@ from covey.cli.main import main
 from covey.gateway import GatewayAgent
 from covey.imports import install_extra
 from covey.telemetry.jsonl import read_episodes
-from tests.gateway.house import USER
+from tests.gateway.running_gateway import USER
 
 SMALL = [
     *("data=sort", "data.val_size=2", "rollout.group_size=2", "rollout.max_tokens=6"),
