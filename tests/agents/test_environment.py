@@ -267,7 +267,7 @@ def test_what_a_name_stands_for(tmp_path: Path) -> None:
         found("Nothing")
     with pytest.raises(InputError, match="plain must be a coroutine"):
         found("plain")
-    with pytest.raises(InputError, match="wrong makes something that has no reset and no step"):
+    with pytest.raises(InputError, match="wrong makes an object without reset and step"):
         asyncio.run(scored(found("wrong"), TASK, Script("x")))
 
 

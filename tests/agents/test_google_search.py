@@ -77,9 +77,9 @@ def tools(server: Server, **options: Any) -> ToolSet:
 
 def ask(made: ToolSet, *queries: Any) -> list[str]:
     async def go() -> list[str]:
-        async with made.open() as bench:
+        async with made.open() as session:
             calls = [Call("google_search", query if isinstance(query, dict) else {"query": query}) for query in queries]
-            return [result.text for result in await bench.call(calls)]
+            return [result.text for result in await session.call(calls)]
 
     return asyncio.run(go())
 

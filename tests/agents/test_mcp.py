@@ -243,8 +243,8 @@ def test_among_other_tools(url: str) -> None:
     ]
 
     async def play() -> list[Any]:
-        async with found.open() as bench:
-            return await bench.call(calls)
+        async with found.open() as session:
+            return await session.call(calls)
 
     results = asyncio.run(play())
     assert [result.text for result in results[:2]] == ["42", "42"]

@@ -23,8 +23,8 @@ def tools() -> ToolSet:
 
 def run(tools: ToolSet, *episodes: list[str]) -> list[list[ToolResult]]:
     async def episode(cells: list[str]) -> list[ToolResult]:
-        async with tools.open() as bench:
-            return [(await bench.call([Call("python_executor", {"code": code})]))[0] for code in cells]
+        async with tools.open() as session:
+            return [(await session.call([Call("python_executor", {"code": code})]))[0] for code in cells]
 
     async def go() -> list[list[ToolResult]]:
         return await asyncio.gather(*map(episode, episodes))

@@ -34,8 +34,8 @@ def corpus(tmp_path: Path) -> Path:
 
 def ask(corpus: Path, **arguments: Any) -> str:
     async def go() -> str:
-        async with resolve_tools(["search"], {"search": {"corpus": str(corpus)}}).open() as bench:
-            (result,) = await bench.call([Call("search", arguments)])
+        async with resolve_tools(["search"], {"search": {"corpus": str(corpus)}}).open() as session:
+            (result,) = await session.call([Call("search", arguments)])
             return result.text
 
     return asyncio.run(go())

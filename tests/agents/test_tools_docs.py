@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from covey.agents.tools.calculator import CONSTANTS, FUNCTIONS
-from covey.agents.tools.toolset import BUILTIN, SAME
+from covey.agents.tools.toolset import BUILTIN, SYNONYMS
 
 PAGE = (Path(__file__).parents[2] / "docs/tools.md").read_text()
 SECTIONS = dict(re.findall(r"### (\w+)\n(.*?)(?=\n##|\Z)", PAGE, re.DOTALL))
@@ -17,7 +17,7 @@ SECTIONS = dict(re.findall(r"### (\w+)\n(.*?)(?=\n##|\Z)", PAGE, re.DOTALL))
 
 @pytest.mark.parametrize("name", BUILTIN)
 def test_every_tool_is_described_with_its_options(name: str) -> None:
-    section = SECTIONS[SAME.get(name, name)]
+    section = SECTIONS[SYNONYMS.get(name, name)]
     assert name in section or name in SECTIONS
     kind = BUILTIN[name].options
     expected = {field.name: str(field.default).replace("None", "null") for field in fields(kind)} if kind else {}

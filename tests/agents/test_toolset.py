@@ -15,7 +15,7 @@ from covey.agents.formats.base import Call
 from covey.agents.tools import ToolFailure, ToolMistake, ToolResult, ToolSet, resolve_tools
 from covey.agents.tools.python import without_fence
 from covey.errors import InputError
-from tests.agents.here import Here
+from tests.agents.inline_pool import InlinePool
 
 
 @covey.tool
@@ -94,8 +94,8 @@ class Notes:
 
 def run(tools: ToolSet, *turns: Sequence[Call], **options: Any) -> list[list[ToolResult]]:
     async def go() -> list[list[ToolResult]]:
-        async with tools.open(Here(tools.functions), **options) as bench:
-            return [await bench.call(turn) for turn in turns]
+        async with tools.open(InlinePool(tools.functions), **options) as session:
+            return [await session.call(turn) for turn in turns]
 
     return asyncio.run(go())
 
@@ -325,18 +325,18 @@ def test_half_characters_do_not_reach_the_tokenizer() -> None:
 def test_state_belongs_to_one_episode_and_is_shared_by_its_tools() -> None:
     tools = resolve_tools([note, slow_note])
 
-    async def go() -> tuple[list[str], Here]:
-        here = Here(tools.functions)
-        async with tools.open(here) as first, tools.open(here) as second:
+    async def go() -> tuple[list[str], InlinePool]:
+        pool = InlinePool(tools.functions)
+        async with tools.open(pool) as first, tools.open(pool) as second:
             texts = [result.text for result in await first.call([Call("slow_note", {"text": "a"}), note_("b")])]
             texts += [result.text for result in await second.call([note_("c")])]
             texts += [result.text for result in await first.call([note_("d")])]
-            assert not here.sessions[0].closed
-        return texts, here
+            assert not pool.sessions[0].closed
+        return texts, pool
 
-    texts, here = asyncio.run(go())
+    texts, pool = asyncio.run(go())
     assert texts == ["a", "a b", "c", "a b d"]  # one after another, in the order of the calls
-    assert [session.closed and session.state["notes"].closed for session in here.sessions] == [True, True]
+    assert [session.closed and session.state["notes"].closed for session in pool.sessions] == [True, True]
 
 
 def note_(text: str) -> Call:
@@ -346,11 +346,11 @@ def note_(text: str) -> Call:
 def test_without_state_there_is_no_session() -> None:
     tools = resolve_tools([add])
 
-    async def go() -> Here:
-        here = Here(tools.functions)
-        async with tools.open(here) as bench:
-            await bench.call([Call("add", {"a": 1})])
-        return here
+    async def go() -> InlinePool:
+        pool = InlinePool(tools.functions)
+        async with tools.open(pool) as session:
+            await session.call([Call("add", {"a": 1})])
+        return pool
 
     assert asyncio.run(go()).sessions == []
 
@@ -358,20 +358,20 @@ def test_without_state_there_is_no_session() -> None:
 def test_an_episode_that_is_cancelled_gives_everything_back() -> None:
     tools = resolve_tools([note, covey.tool(timeout=60)(sleep.function)])
 
-    async def episode(here: Here, busy: asyncio.Event) -> None:
-        async with tools.open(here) as bench:
-            await bench.call([note_("a")])
+    async def episode(pool: InlinePool, busy: asyncio.Event) -> None:
+        async with tools.open(pool) as session:
+            await session.call([note_("a")])
             busy.set()
-            await bench.call([Call("sleep", {"seconds": 50}), note_("b")])
+            await session.call([Call("sleep", {"seconds": 50}), note_("b")])
 
-    async def go() -> Here:
-        here, busy = Here(tools.functions), asyncio.Event()
-        running = asyncio.ensure_future(episode(here, busy))
+    async def go() -> InlinePool:
+        pool, busy = InlinePool(tools.functions), asyncio.Event()
+        running = asyncio.ensure_future(episode(pool, busy))
         await busy.wait()
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        return here
+        return pool
 
     (session,) = asyncio.run(go()).sessions
     assert session.closed and session.state["notes"].closed

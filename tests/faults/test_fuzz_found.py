@@ -291,7 +291,7 @@ def test_more_than_was_announced() -> None:
 )
 def test_a_tool_servers_schema_that_is_none(wrong: dict[str, Any]) -> None:
     pytest.importorskip("jsonschema")
-    with pytest.raises(InputError, match=r"'t' of the server s: its inputSchema is no JSON schema"):
+    with pytest.raises(InputError, match=r"'t' of the server s: its inputSchema is not a JSON schema"):
         _check_schema(Server("s", command=("x",)), "t", wrong)
 
 
@@ -320,7 +320,7 @@ def test_a_list_of_tools_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
         return await listed(Client())
 
     monkeypatch.setattr(Connection, "_use", use)
-    with pytest.raises(ToolFailure, match=f"more than {mcp_connection.MOST_TOOLS} tools"):
+    with pytest.raises(ToolFailure, match=f"more than {mcp_connection.MAX_TOOLS} tools"):
         asyncio.run(Connection(Server("s", command=("x",))).tools())
 
 

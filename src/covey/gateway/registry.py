@@ -358,9 +358,7 @@ class Registry:
             raise RequestRefused(404, f"there is no episode {ident!r:.40}")
         if self._closed[ident].by_client:
             raise RequestRefused(409, "this episode was closed before: nothing has changed", code="episode_closed")
-        raise RequestRefused(
-            410, "this episode is over, its time ran out: nothing has changed", code="episode_over"
-        )
+        raise RequestRefused(410, "this episode is over, its time ran out: nothing has changed", code="episode_over")
 
     # -- Attempts that wait for a client -----------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import pytest
 
 from covey.agents.formats import choose_format, make_format
 from covey.agents.formats.base import Call
-from covey.agents.render_demonstrations import WRITERS, call_text, written
+from covey.agents.render_demonstrations import WRITERS, call_text, render_messages
 from covey.agents.turns import with_system
 from covey.errors import InputError
 from covey.rollout.policy import EpisodePolicy
@@ -55,7 +55,7 @@ def tokenizer_with(template: str | None) -> Any:
 
 def test_where_the_template_knows_no_tools_calls_and_results_are_text() -> None:
     format = make_format("hermes", native_tools=False)
-    messages, tools = written(TALK, [SCHEMA], format)
+    messages, tools = render_messages(TALK, [SCHEMA], format)
     assert tools is None
     assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant", "user", "assistant"]
     assert messages[0]["content"] == format.instructions([SCHEMA])
@@ -68,7 +68,7 @@ def test_where_the_template_knows_no_tools_calls_and_results_are_text() -> None:
 
 
 def test_where_it_knows_them_they_are_left_to_it() -> None:
-    messages, tools = written(TALK, [SCHEMA], make_format("hermes", native_tools=True))
+    messages, tools = render_messages(TALK, [SCHEMA], make_format("hermes", native_tools=True))
     assert tools == [SCHEMA]
     assert [m["role"] for m in messages] == [m["role"] for m in TALK]
     first, second = messages[1]["tool_calls"]
@@ -81,7 +81,7 @@ def test_calls_that_stand_in_the_text_get_their_results_shown_as_well() -> None:
     format = make_format("hermes", native_tools=False)
     text = call_text(format, [Call("add", {"a": 1, "b": 2})])
     talk = [QUESTION, {"role": "assistant", "content": text}, {"role": "tool", "content": "3"}]
-    assert written(talk, [], format) == (
+    assert render_messages(talk, [], format) == (
         (QUESTION, talk[1], {"role": "user", "content": "<tool_response>\n3\n</tool_response>"}),
         None,
     )
@@ -97,9 +97,9 @@ def test_what_is_written_is_read_as_the_same_call(name: str) -> None:
 
 def test_what_would_not_be_read_is_refused() -> None:
     with pytest.raises(InputError, match="cannot be written in the format llama"):
-        written(TALK, [SCHEMA], make_format("llama", native_tools=False))  # text before a call
+        render_messages(TALK, [SCHEMA], make_format("llama", native_tools=False))  # text before a call
     with pytest.raises(InputError, match="cannot be written in the format code"):
-        written(TALK, [SCHEMA], make_format("code"))
+        render_messages(TALK, [SCHEMA], make_format("code"))
 
 
 class Scripted:
@@ -117,7 +117,7 @@ def test_the_tokens_are_those_of_an_episode_with_the_same_calls(template: str | 
     format = choose_format("auto", tokenizer, "llama", [SCHEMA])
     assert format.native_tools == (template is not None)
     renderer = Renderer(tokenizer)
-    turns = demonstrated(renderer, *written(TALK, [SCHEMA], format), (EOS,))
+    turns = demonstrated(renderer, *render_messages(TALK, [SCHEMA], format), (EOS,))
     policy = EpisodePolicy(Scripted([turn.completion_ids for turn in turns]), renderer, Sampling(), ("s",))  # type: ignore[arg-type]
 
     async def play() -> list[list[Call]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from covey.agents.formats.json_repair import Unreadable, read, value_end
+from covey.agents.formats.json_repair import InvalidJson, parse_json, value_end
 from covey.storage import DEEPEST
 
 
@@ -32,7 +32,7 @@ from covey.storage import DEEPEST
     ],
 )
 def test_read(text: str, value: Any) -> None:
-    assert read(text) == value
+    assert parse_json(text) == value
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,14 @@ def test_read(text: str, value: Any) -> None:
     ],
 )
 def test_unreadable(text: str, words: str) -> None:
-    with pytest.raises(Unreadable) as raised:
-        read(text)
+    with pytest.raises(InvalidJson) as raised:
+        parse_json(text)
     assert words in str(raised.value)
 
 
 def test_nesting_up_to_the_limit_is_read() -> None:
     text = "[" * DEEPEST + "]" * DEEPEST
-    assert read(text) == json.loads(text)
+    assert parse_json(text) == json.loads(text)
 
 
 @pytest.mark.parametrize(
@@ -118,20 +118,20 @@ def test_long_texts_come_to_an_end(text: str) -> None:
     """At once, if time grows with the length; anything quadratic would take minutes, anything worse for ever."""
     value_end(text, 0)
     try:
-        read(text)
-    except Unreadable as problem:
+        parse_json(text)
+    except InvalidJson as problem:
         assert len(str(problem)) < 300
 
 
 NEVER_ENDING = """
-from covey.agents.formats.json_repair import Unreadable, read, value_end
+from covey.agents.formats.json_repair import InvalidJson, parse_json, value_end
 for quote in ('"', "'"):
     for inside in ("a" * 5000, "a\\\\n" * 5000, "\\\\" * 5001):
         text = "{" + quote + inside
         assert value_end(text, 0) is None
         try:
-            read(text)
-        except Unreadable:
+            parse_json(text)
+        except InvalidJson:
             continue
         raise AssertionError(text[:10])
 print("read")
