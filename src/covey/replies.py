@@ -1,4 +1,4 @@
-"""Parsing of reply texts, for agents and rewards: the end of thinking, and fenced code blocks.
+"""Helpers for conversations: the end of thinking and fenced code blocks in replies, and additions to system messages.
 
 Fences follow CommonMark: three or more backticks or tildes, then optionally a language. The block ends at a line with
 at least as many of the same character, indented by less than four spaces, or at the end of the text. The indentation of
@@ -16,6 +16,8 @@ import textwrap
 import warnings
 from collections.abc import Collection
 from dataclasses import dataclass
+
+from covey.types import Messages
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 # If the prompt opened the thinking, the reply only closes it, at the edge of a line and not inside a JSON string.
@@ -117,3 +119,13 @@ def _code(lines: str, indent: int) -> str:
 def _cut(line: str, indent: int) -> str:
     plain = line.lstrip(" \t")
     return line[: len(line) - len(plain)].expandtabs(4)[indent:] + plain
+
+
+def with_system(messages: Messages, text: str | None) -> Messages:
+    """Messages with a text at the end of their system message."""
+    if not text:
+        return messages
+    first, rest = messages[0], messages[1:]
+    if first["role"] != "system":
+        return ({"role": "system", "content": text}, *messages)
+    return ({**first, "content": f"{first['content']}\n\n{text}"}, *rest)

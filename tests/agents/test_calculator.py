@@ -145,7 +145,7 @@ def test_by_hand(expression: str, value: str) -> None:
         ("1_000", "write \\* to multiply"),
     ],
 )
-def test_what_cannot_be_calculated_says_why(expression: str, message: str) -> None:
+def test_errors_say_why(expression: str, message: str) -> None:
     with pytest.raises(ExpressionError, match=message):
         calculate(expression)
 
@@ -160,7 +160,7 @@ def test_a_long_sum_is_not_deep() -> None:
     assert calculate("-" * 999 + "1") == "-1"
 
 
-def test_logarithms_of_what_is_beyond_all_floats() -> None:
+def test_logarithms_of_numbers_beyond_the_range_of_floats() -> None:
     assert calculate("log(1e-999)") == "-999" and calculate("log(1e999 / 3 * 3)") == "999"
     assert float(calculate("ln(1e-999)")) == pytest.approx(-999 * math.log(10), rel=1e-14)
     assert float(calculate("log(2, 1e-999)")) == pytest.approx(math.log10(2) / -999, rel=1e-14)
@@ -177,7 +177,7 @@ def test_many_postfixes() -> None:
         calculate("1" + "%" * 990)
 
 
-def test_whatever_is_written_only_the_models_mistakes_are_raised() -> None:
+def test_any_text_raises_only_expression_errors() -> None:
     """Any other exception would be a failure of the infrastructure."""
     numbers = "0 1 2 3 7 10 0.5 1e-999 1e999 1e308 1e-320 5e-324 1e400 171 449 1,234 pi e"
     signs = "+ - * / // % ** ^ ! ( ) , of sqrt( abs( round( min( max( floor( ceil( log( ln( exp( sin( cos( tan("
@@ -197,7 +197,7 @@ def test_whatever_is_written_only_the_models_mistakes_are_raised() -> None:
     assert worked > 500
 
 
-def test_the_tool_turns_them_into_mistakes() -> None:
+def test_the_tool_turns_errors_into_mistakes() -> None:
     assert calculator(expression="6*7") == "42"
     with pytest.raises(ToolMistake, match="error: division by zero") as caught:
         calculator(expression="1/0")

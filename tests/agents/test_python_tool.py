@@ -38,7 +38,7 @@ def test_variables_stay_within_an_episode(tools: ToolSet) -> None:
     assert two[0].use.error == "raised" and "NameError: name 'x' is not defined" in two[0].text
 
 
-def test_what_the_code_does_wrong_is_for_the_model(tools: ToolSet) -> None:
+def test_errors_of_the_code_are_shown_to_the_model(tools: ToolSet) -> None:
     ((loop, after, exit_, error),) = run(
         tools, ["while True: pass", "print('again')", "import sys; sys.exit(3)", "print('a' * 5000); 1 / 0"]
     )

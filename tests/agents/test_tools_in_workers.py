@@ -1,4 +1,4 @@
-"""Tools that misbehave, in real workers: each costs its own episode, and nobody else notices."""
+"""Misbehaving tools in real workers: each costs only its own episode."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ FAULTS = {
 }
 
 
-def test_sixty_four_episodes_of_which_some_fail(tools: ToolSet, pool: WorkerPool, tmp_path: Path) -> None:
+def test_sixty_four_episodes_with_failures(tools: ToolSet, pool: WorkerPool, tmp_path: Path) -> None:
     """Every other episode meets a fault at some turn; the rest get what they would get alone."""
     hows = [*FAULTS, "raise"]
 
@@ -218,7 +218,7 @@ def test_sixty_four_episodes_of_which_some_fail(tools: ToolSet, pool: WorkerPool
     assert causes == Counter(FAULTS[hows[n // 2 % len(hows)]] for n in range(1, 64, 2) if n // 2 % len(hows) < 9)
 
 
-def test_output_without_end_costs_nothing(tools: ToolSet, pool: WorkerPool) -> None:
+def test_endless_output(tools: ToolSet, pool: WorkerPool) -> None:
     assert one(tools, pool, "shout", how="print", megabytes=256).text == "printed"
     returned = one(tools, pool, "shout", how="return", megabytes=64).text
     assert returned == "x" * 2048 + f"\n[cut: 2048 of {64 << 20} characters]"
@@ -226,7 +226,7 @@ def test_output_without_end_costs_nothing(tools: ToolSet, pool: WorkerPool) -> N
     assert raised.text.startswith("error: ValueError: xxx") and len(raised.text) < 3000
 
 
-def test_processes_that_a_tool_leaves_behind_end(tools: ToolSet, pool: WorkerPool, tmp_path: Path) -> None:
+def test_processes_that_a_tool_leaves_behind_are_killed(tools: ToolSet, pool: WorkerPool, tmp_path: Path) -> None:
     file = tmp_path / "pids"
 
     async def go() -> list[int]:
@@ -266,7 +266,7 @@ def test_a_stateful_tool_that_hangs_costs_its_episode(tools: ToolSet, pool: Work
     assert asyncio.run(go()) == ("tool_timeout", "2")
 
 
-def test_an_episode_that_is_cancelled_frees_its_workers(tools: ToolSet, pool: WorkerPool) -> None:
+def test_a_cancelled_episode_frees_its_workers(tools: ToolSet, pool: WorkerPool) -> None:
     async def busy(session: ToolSession) -> None:
         async with session:
             await session.call([Call("misbehave", {"how": "spin"}), Call("hang_with_state")])

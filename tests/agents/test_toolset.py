@@ -1,4 +1,4 @@
-"""Choosing tools, and running the calls of a turn."""
+"""Resolving tools, and running the calls of a turn."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def one(tools: ToolSet, name: str, **arguments: Any) -> ToolResult:
     return run(tools, [Call(name, arguments)])[0][0]
 
 
-# Choosing
+# -- Resolving -------------------------------------------------------------------------------------------------------
 
 
 def test_by_name_by_file_and_as_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def test_one_tool_under_two_names() -> None:
         resolve_tools(["python_executor", "code_interpreter"], sandbox=FakeSandbox())
 
 
-# Calling
+# -- Calling ---------------------------------------------------------------------------------------------------------
 
 
 def test_results_keep_the_order_of_the_calls() -> None:
@@ -184,7 +184,7 @@ def test_results_keep_the_order_of_the_calls() -> None:
     assert all(result.use.tool == "wait" and result.use.error is None for result in results)
 
 
-def test_what_the_model_did_wrong_is_a_text() -> None:
+def test_mistakes_of_the_model_are_texts() -> None:
     tools = resolve_tools([add, fail, "calculator"])
     calls = [
         Call("add", {"a": "2"}),
@@ -226,7 +226,7 @@ def test_what_the_model_did_wrong_is_a_text() -> None:
         (Call("fail", {"how": "circle"}), "tool_result", "returned a list that is not JSON"),
     ],
 )
-def test_what_the_infrastructure_did_wrong_is_a_failure(call: Call, cause: str, message: str) -> None:
+def test_faults_of_the_infrastructure_are_failures(call: Call, cause: str, message: str) -> None:
     with pytest.raises(ToolFailure, match=message) as caught:
         run(resolve_tools([add, sleep, fail]), [Call("add", {"a": 1}), call])
     assert caught.value.failure.cause == cause and message in caught.value.failure.message
@@ -240,7 +240,7 @@ def test_values_as_text(how: str, text: str) -> None:
     assert one(resolve_tools([fail]), "fail", how=how).text == text
 
 
-def test_the_limit_of_a_call_is_the_tools_own_or_the_runs() -> None:
+def test_limits_of_a_tool_override_those_of_the_run() -> None:
     quick = resolve_tools([sleep], {"sleep": {"timeout": 5}})
     assert one(quick, "sleep", seconds=0.1).text == "slept 0.1"
     with pytest.raises(ToolFailure, match=r"longer than 0\.01 seconds"):
@@ -255,7 +255,7 @@ def test_an_episode_ends_with_the_argument_of_answer() -> None:
     assert not wrong.ended and wrong.answer is None and wrong.use.error == "bad_arguments"
 
 
-def test_a_tool_of_the_users_that_ends() -> None:
+def test_a_users_tool_can_end_the_episode() -> None:
     @covey.tool(ends=True)
     def submit(solution: str) -> str:
         """Hand it in."""
@@ -269,7 +269,7 @@ def test_a_tool_of_the_users_that_ends() -> None:
     assert not one(tools, "submit", solution="").ended  # it may try again
 
 
-# Limits of the output
+# -- Output limits ---------------------------------------------------------------------------------------------------
 
 
 @covey.tool
@@ -315,11 +315,11 @@ def test_the_tokenizer_never_sees_a_gigabyte() -> None:
     assert seen == [3200, 3200]
 
 
-def test_half_characters_do_not_reach_the_tokenizer() -> None:
+def test_lone_surrogates_do_not_reach_the_tokenizer() -> None:
     assert one(resolve_tools([repeat]), "repeat", text="a\ud800b", times=1).text == "a?b"
 
 
-# State
+# -- State -----------------------------------------------------------------------------------------------------------
 
 
 def test_state_belongs_to_one_episode_and_is_shared_by_its_tools() -> None:
@@ -355,7 +355,7 @@ def test_without_state_there_is_no_session() -> None:
     assert asyncio.run(go()).sessions == []
 
 
-def test_an_episode_that_is_cancelled_gives_everything_back() -> None:
+def test_a_cancelled_episode_releases_everything() -> None:
     tools = resolve_tools([note, covey.tool(timeout=60)(sleep.function)])
 
     async def episode(pool: InlinePool, busy: asyncio.Event) -> None:
@@ -377,7 +377,7 @@ def test_an_episode_that_is_cancelled_gives_everything_back() -> None:
     assert session.closed and session.state["notes"].closed
 
 
-# python_executor
+# -- python_executor -------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -436,7 +436,7 @@ def test_an_episode_has_one_interpreter(name: str) -> None:
     assert session.cells == [("a", 7.0), ("b", 7.0)] and session.closed
 
 
-def test_what_code_does_wrong_is_the_models_to_read() -> None:
+def test_errors_of_the_code_are_shown_to_the_model() -> None:
     results, _ = python("python_executor", *OUTCOMES)
     assert [(result.use.error, result.text) for result in results] == [
         (None, "(no output)"),
@@ -448,7 +448,7 @@ def test_what_code_does_wrong_is_the_models_to_read() -> None:
     ]
 
 
-def test_what_the_sandbox_does_wrong_is_a_failure() -> None:
+def test_errors_of_the_sandbox_are_failures() -> None:
     with pytest.raises(ToolFailure, match="OSError: the sandbox is gone") as caught:
         python("python_executor", "lost")
     assert caught.value.cause == "sandbox"

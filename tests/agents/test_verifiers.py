@@ -294,7 +294,7 @@ def test_limits_end_an_episode_and_it_is_scored(home: Path) -> None:
     assert cut.stop is StopReason.LENGTH and cut.final_answer == "345"
 
 
-def test_what_it_does_wrong_is_a_failure(home: Path) -> None:
+def test_its_errors_are_failures(home: Path) -> None:
     episode = play(made(home, "sums_wrong", SOURCE), Script("2"), task=2)
     assert episode.failure is not None and episode.failure.cause == "environment"
     assert "the judge is down" in episode.failure.message

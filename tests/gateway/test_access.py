@@ -1,4 +1,4 @@
-"""Who is let in, what a post may change, and how much may be sent."""
+"""Access to the gateway: keys, closing of episodes, size limits, hidden columns, the queue of attempts."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_an_episode_is_closed_once_by_its_own_key_or_the_token(gateway: RunningG
     assert episode.given == {"reward": 1.0, "style": 0.25} and len(episode.turns) == 1
 
 
-def test_an_episode_whose_time_is_over_says_so(gateway: RunningGateway) -> None:
+def test_an_episode_whose_time_ran_out(gateway: RunningGateway) -> None:
     opened = gateway.open()
     episode = gateway.registry._open[opened["id"]]
     gateway.registry.end(episode)
@@ -100,7 +100,7 @@ def test_only_the_token_opens_episodes(gateway: RunningGateway) -> None:
     assert gateway.post("/episodes", key=gateway.open()["key"]).status_code == 403
 
 
-def test_other_hosts_and_pages_are_turned_away(gateway: RunningGateway) -> None:
+def test_other_hosts_and_pages_are_refused(gateway: RunningGateway) -> None:
     key = gateway.open()["key"]
     assert chat(gateway, key, headers={"host": "evil.example"}).status_code == 403
     assert chat(gateway, key, headers={"host": f"127.0.0.1.evil.example:{gateway.server.port}"}).status_code == 403
@@ -123,7 +123,7 @@ def test_bodies_are_bounded_and_must_be_json(gateway: RunningGateway) -> None:
         assert answer.status_code == 400 and "error" in answer.json()
 
 
-def test_other_places_and_verbs_are_refused_in_the_same_form(gateway: RunningGateway) -> None:
+def test_unknown_routes_and_methods_are_refused_in_openais_form(gateway: RunningGateway) -> None:
     import httpx
 
     for answer in (gateway.post("/v1/embeddings", json={}), httpx.get(gateway.url + "/v1/chat/completions")):
@@ -144,13 +144,13 @@ def test_it_listens_on_this_machine_only(gateway: RunningGateway) -> None:
         other.connect(("127.0.0.2", gateway.server.port))
 
 
-def test_a_port_in_use_is_told() -> None:
+def test_a_port_in_use_is_reported() -> None:
     with bind(0) as taken, pytest.raises(Absent, match=r"gateway\.port=0 takes a free one"):
         taken.listen()
         bind(taken.getsockname()[1])
 
 
-def test_what_a_program_sees_of_a_task_never_has_the_answer() -> None:
+def test_a_program_never_sees_the_answer() -> None:
     columns = {
         "hint": "h",
         "level": 3,
@@ -175,11 +175,11 @@ def test_what_a_program_sees_of_a_task_never_has_the_answer() -> None:
         (None, {"outputs": ["3"], "canonical_solution": "return 1", "answers": ["a"], "tool_calls": [{"name": "f"}]}),
     ],
 )
-def test_gold_goes_by_many_names(answer: Any, columns: dict[str, Any]) -> None:
+def test_solution_columns_have_many_names(answer: Any, columns: dict[str, Any]) -> None:
     assert public_task(Task("t", (USER,), answer, {**columns, "level": 3}))["columns"] == {"level": 3}
 
 
-def test_what_the_rewards_ask_for_is_not_shown(gateway: RunningGateway) -> None:
+def test_columns_that_rewards_use_are_hidden(gateway: RunningGateway) -> None:
     import httpx
 
     def close(final_answer: str, expected: str, question: str, tolerance: float = 0.1) -> float:
@@ -238,7 +238,7 @@ def test_attempts_are_taken_in_the_order_they_were_offered() -> None:
     asyncio.run(scene())
 
 
-def test_while_somebody_plays_no_attempt_is_given_up() -> None:
+def test_no_attempt_is_abandoned_while_another_is_played() -> None:
     """Nobody comes for the second for five times its patience, as the first is still being played; then nobody at
     all comes."""
 

@@ -1,4 +1,4 @@
-"""Chat requests of OpenAI's own client: what comes back, and what is recorded of it."""
+"""Chat requests with OpenAI's client: the responses, and the recorded episodes."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_tool_choice_none_shows_the_tools_and_reads_no_calls(gateway: RunningGat
     )
 
 
-def test_sampling_settings_are_followed_where_nobody_trains(gateway: RunningGateway) -> None:
+def test_sampling_settings_of_requests_are_followed_without_training(gateway: RunningGateway) -> None:
     ask(gateway.client(gateway.open()["key"]), temperature=0.25, top_p=0.5)
     ask(gateway.client(gateway.open()["key"]))
     assert [(s.temperature, s.top_p) for s in gateway.engine.requests] == [(0.25, 0.5), (1.0, 1.0)]
@@ -199,7 +199,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_followed_is_refused_in_openais_form(gateway: RunningGateway, name: str) -> None:
+def test_unsupported_fields_are_refused_in_openais_form(gateway: RunningGateway, name: str) -> None:
     from openai import BadRequestError
 
     fields, text = REFUSED[name]
@@ -211,12 +211,12 @@ def test_what_cannot_be_followed_is_refused_in_openais_form(gateway: RunningGate
     assert gateway.engine.requests == []
 
 
-def test_unknown_fields_are_tolerated(gateway: RunningGateway) -> None:
+def test_unknown_fields_are_ignored(gateway: RunningGateway) -> None:
     reply = ask(gateway.client(gateway.open()["key"]), user="me", seed=3, extra_body={"reasoning": {"effort": "low"}})
     assert reply.choices[0].message.content.startswith("Let me look.")
 
 
-def test_no_room_is_told_as_clients_know_it() -> None:
+def test_a_full_context_is_reported_with_openais_code() -> None:
     from openai import BadRequestError
 
     with serve_engine(ScriptedEngine(sleepy), max_response_tokens=20) as gateway:
@@ -230,7 +230,7 @@ def test_no_room_is_told_as_clients_know_it() -> None:
         assert gateway.episode(opened["id"]).stop is StopReason.LENGTH
 
 
-def test_an_engine_that_fails_is_told(gateway: RunningGateway) -> None:
+def test_an_engine_failure_is_reported(gateway: RunningGateway) -> None:
     from openai import InternalServerError
 
     def broken(prompt: str, sampling: Sampling) -> str:
@@ -269,7 +269,7 @@ def test_sixty_four_clients_at_once() -> None:
     assert engine.most_at_once > 8
 
 
-def test_a_client_that_hangs_up_leaves_no_turn() -> None:
+def test_a_client_that_disconnects_leaves_no_turn() -> None:
     import httpx
 
     hold = threading.Event()
@@ -301,7 +301,7 @@ def test_a_client_that_hangs_up_leaves_no_turn() -> None:
         assert len(gateway.episode(opened["id"]).turns) == 1
 
 
-def test_a_tiny_model_goes_on_from_its_own_tokens() -> None:
+def test_a_tiny_model_continues_from_its_own_tokens() -> None:
     """Sampled by the real engine: log-probs and ids of the second turn go on from the first."""
     from covey.rollout.embedded import EmbeddedEngine
 

@@ -1,4 +1,4 @@
-"""Requests that are larger than they should be, or never whole: they cost little, and others are served meanwhile."""
+"""Oversized and incomplete requests cost little, and other clients are served in the meantime."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def test_a_long_text_is_not_tokenised_on_the_event_loop(gateway: RunningGateway)
     assert gateway.engine.tokenizer.seen and all(thread != loop for _, thread in gateway.engine.tokenizer.seen)
 
 
-def test_a_hang_up_in_mid_body_is_no_error_of_ours(gateway: RunningGateway, caplog: pytest.LogCaptureFixture) -> None:
+def test_disconnecting_while_sending_a_body_is_not_an_error(
+    gateway: RunningGateway, caplog: pytest.LogCaptureFixture
+) -> None:
     key = gateway.open()["key"]
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:{gateway.server.port}\r\n"
     head += f"authorization: Bearer {key}\r\ncontent-length: 1000\r\n\r\n"

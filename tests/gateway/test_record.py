@@ -1,4 +1,4 @@
-"""What `covey serve` writes down when clients vanish and disks are full."""
+"""The record of `covey serve` when clients disappear and disks are full."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ids_of(path: Path) -> list[str]:
     return [json.loads(line)["id"] for line in path.read_text().splitlines()]
 
 
-def test_a_refused_line_leaves_no_half_of_it_and_the_client_can_try_again(
+def test_a_failed_write_leaves_no_partial_line_and_can_be_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serve_engine(ScriptedEngine(lambda prompt, _: "hello")) as gateway:
@@ -60,7 +60,7 @@ def test_a_refused_line_leaves_no_half_of_it_and_the_client_can_try_again(
     assert ids_of(record.path) == [first["id"], last["id"], late["id"]]
 
 
-def test_a_line_that_a_kill_tore_is_cut_off_when_the_folder_is_used_again(tmp_path: Path) -> None:
+def test_a_partial_last_line_is_removed_when_the_folder_is_reused(tmp_path: Path) -> None:
     path = tmp_path / "episodes.jsonl"
     assert whole_lines(path) == 0
     path.write_text('{"id": "old"}\n{"id": "to')
@@ -86,7 +86,7 @@ def test_whole_lines_over_parts(tmp_path: Path) -> None:
     assert whole_lines(path) == 20
 
 
-def test_episodes_whose_clients_are_gone_end_when_others_come(tmp_path: Path) -> None:
+def test_idle_episodes_are_closed_when_others_open(tmp_path: Path) -> None:
     with serve_engine(ScriptedEngine(lambda prompt, _: "hello")) as gateway:
         record = recording(gateway, tmp_path)
         gone, here = gateway.open(), gateway.open()
@@ -110,7 +110,7 @@ def test_after_a_day_of_silence_the_token_opens_a_new_episode(tmp_path: Path) ->
         assert ids_of(record.path) == [old]
 
 
-def test_a_silent_episode_that_cannot_be_written_is_nobody_elses_trouble_and_not_lost(tmp_path: Path) -> None:
+def test_an_idle_episode_that_cannot_be_written_is_kept_for_later(tmp_path: Path) -> None:
     full = True
     ended = []
 
@@ -131,7 +131,7 @@ def test_a_silent_episode_that_cannot_be_written_is_nobody_elses_trouble_and_not
         assert ended == [old["id"]] and old["id"] not in gateway.registry._open
 
 
-def test_a_full_disk_at_the_end_is_told_when_all_were_tried() -> None:
+def test_closing_tries_all_episodes_before_it_reports_a_full_disk() -> None:
     seen = []
 
     def refuse(episode: Any) -> None:

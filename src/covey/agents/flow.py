@@ -19,13 +19,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from covey.agents.formats.base import Call, describe_tools, function_of
 from covey.agents.formats.hermes import HermesFormat
 from covey.agents.formats.llama import LlamaFormat
+from covey.agents.tools import ToolResult
+from covey.agents.turns import Toolbox
 from covey.errors import unknown
 from covey.protocols import NoRoom, Policy
 from covey.replies import thinking_end
@@ -96,36 +97,6 @@ Steps taken:
 Write the answer to the query, in the form that it asks for."""
 
 
-class ToolResult(Protocol):
-    """The result of one call."""
-
-    @property
-    def text(self) -> str: ...
-    @property
-    def use(self) -> ToolUse: ...
-    @property
-    def ended(self) -> bool: ...
-    @property
-    def answer(self) -> str | None: ...
-
-
-class ToolSession(Protocol):
-    """Runs the tool calls of one episode."""
-
-    async def call(self, calls: Sequence[Call]) -> Sequence[ToolResult]: ...
-
-
-class Tools(Protocol):
-    def schemas(self) -> Sequence[Mapping[str, Any]]: ...
-
-    @property
-    def functions(self) -> Mapping[str, Callable[..., Any]]: ...
-
-    def in_workers(self, pool: Any) -> Tools: ...
-
-    def open(self, policy: Policy) -> AbstractAsyncContextManager[ToolSession]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Step:
     """A sub-goal, the tool calls for it, and their results."""
@@ -157,7 +128,7 @@ class Memory:
 class FlowAgent:
     """`modules`: names of the modules whose turns are trained on, or `all`. `max_turns`: plans per episode."""
 
-    tools: Tools
+    tools: Toolbox
     modules: Sequence[str] = ("planner",)
     max_turns: int = 8
 

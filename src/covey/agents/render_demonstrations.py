@@ -13,8 +13,8 @@ from typing import Any
 
 from covey.agents.formats import Format
 from covey.agents.formats.base import Call, Schemas, call_id, tool_calls_message
-from covey.agents.turns import with_system
 from covey.errors import InputError
+from covey.replies import with_system
 from covey.types import Messages
 
 Message = dict[str, Any]

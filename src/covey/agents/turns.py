@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from covey.agents.formats import Format
-from covey.agents.tools import Runner, ToolSession, ToolSet
+from covey.agents.tools import ToolSession, ToolSet
 from covey.protocols import NoRoom, Policy
+from covey.replies import with_system
 from covey.types import Episode, Messages, StopReason, Task, ToolUse
+from covey.workers import WorkerPool
 
 Message = Mapping[str, Any]
 
@@ -32,13 +34,12 @@ class ChatAgent:
 
 @dataclass(frozen=True)
 class Toolbox:
-    """The tools of a run with their limits. `runner` is the worker pool that runs users' tools; a run sets it when it
-    starts."""
+    """The tools of a run with their limits. `pool` runs users' tools; a run sets it when it starts."""
 
     tools: ToolSet
     max_tokens: int = 512
     seconds: float = 10.0
-    runner: Runner | None = None
+    pool: WorkerPool | None = None
 
     def schemas(self) -> list[dict[str, Any]]:
         return self.tools.schemas()
@@ -48,14 +49,14 @@ class Toolbox:
         """The functions that the pool for `in_workers` must have."""
         return self.tools.functions
 
-    def in_workers(self, pool: Runner) -> Toolbox:
+    def in_workers(self, pool: WorkerPool) -> Toolbox:
         """A copy that runs users' tools in the pool."""
-        return replace(self, runner=pool)
+        return replace(self, pool=pool)
 
     def open(self, policy: Policy) -> ToolSession:
         """The tool session of this policy's episode."""
         return self.tools.open(
-            self.runner, cut=policy.cut, max_tokens=self.max_tokens, seconds=self.seconds, waiting=policy.waiting
+            self.pool, cut=policy.cut, max_tokens=self.max_tokens, seconds=self.seconds, waiting=policy.waiting
         )
 
 
@@ -79,7 +80,7 @@ class ToolAgent:
         """The functions that the pool for `in_workers` must have."""
         return self.tools.functions
 
-    def in_workers(self, pool: Runner) -> ToolAgent:
+    def in_workers(self, pool: WorkerPool) -> ToolAgent:
         return replace(self, tools=self.tools.in_workers(pool))
 
     async def run(self, policy: Policy, task: Task) -> Episode:
@@ -122,13 +123,3 @@ class ToolAgent:
                         return StopReason.ANSWER, result.answer
                 messages += self.format.observe([(result.call, result.text) for result in results])
         return StopReason.TURNS, None
-
-
-def with_system(messages: Messages, text: str | None) -> Messages:
-    """Messages with a text at the end of their system message."""
-    if not text:
-        return messages
-    first, rest = messages[0], messages[1:]
-    if first["role"] != "system":
-        return ({"role": "system", "content": text}, *messages)
-    return ({**first, "content": f"{first['content']}\n\n{text}"}, *rest)

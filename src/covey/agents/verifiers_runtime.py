@@ -39,9 +39,9 @@ from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 
 from covey.agents.formats import Format
 from covey.agents.formats.base import Call
-from covey.agents.turns import with_system
 from covey.errors import InputError, RunFailed
 from covey.protocols import NoRoom, Policy
+from covey.replies import with_system
 from covey.types import StopReason, Turn
 
 __all__ = ["ChatHarness"]  # the package looks here for the harness of this module

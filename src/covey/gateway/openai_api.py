@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from covey.storage import TOO_DEEP, flaw
-from covey.types import Messages, RewardTable, StopReason, Turn
+from covey.types import RewardTable, StopReason, Turn
 
 # -- Errors ------------------------------------------------------------------------------------------------------------
 
@@ -241,16 +241,6 @@ def _match_results(calls: Sequence[Call], results: Sequence[Message]) -> list[tu
     if unknown:
         raise invalid("messages", f"no tool call before it has the tool_call_id {unknown.pop()!r:.60}")
     return [(call, call.problem or texts.get(call.id, "")) for call in calls if call.problem or call.id in texts]
-
-
-def with_system(messages: Messages, text: str | None) -> list[Mapping[str, Any]]:
-    """Messages with a text at the end of their system message."""
-    if not text:
-        return list(messages)
-    first, *rest = messages
-    if first["role"] != "system":
-        return [{"role": "system", "content": text}, *messages]
-    return [{**first, "content": f"{first['content']}\n\n{text}"}, *rest]
 
 
 # -- Requests ----------------------------------------------------------------------------------------------------------

@@ -36,11 +36,11 @@ from covey.gateway.openai_api import (
     RequestRefused,
     read_messages,
     to_openai,
-    with_system,
 )
 from covey.protocols import NoRoom, Policy
+from covey.replies import with_system
 from covey.storage import StorageFailed
-from covey.types import Episode, RewardTable, Sampling, StopReason, Task
+from covey.types import Episode, Messages, RewardTable, Sampling, StopReason, Task
 
 # Columns that hold the solution in common data sets.
 SOLUTION_COLUMNS = re.compile(
@@ -112,7 +112,7 @@ class OpenEpisode:
             )
 
     async def _answer(self, request: ChatRequest) -> list[Choice]:
-        messages = self._replies.to_template(request.messages)
+        messages: Messages = self._replies.to_template(request.messages)
         format = self.rules.format if request.tools else None
         native = format is not None and format.native_tools
         if format is not None and not native:

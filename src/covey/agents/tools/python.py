@@ -6,12 +6,13 @@ Errors of the code, timeouts included, are shown to the model. Errors of the san
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from covey.agents.tools.session import NO_OUTPUT
 from covey.agents.tools.tool import Kind, Tool, ToolFailure, ToolMistake, tool
 from covey.errors import InputError
 from covey.replies import PYTHON, unfenced
+from covey.sandbox import Outcome, Sandbox
 
 SESSION = "python_executor"  # its key in the episode's state
 TAIL = 600  # characters of the output before an error, so that the error itself is not cut off
@@ -21,32 +22,6 @@ KILLED: dict[str, tuple[Kind, str]] = {
     "memory": ("raised", "the code used too much memory and was stopped"),
     "output": ("raised", "the code printed too much and was stopped"),
 }
-
-
-class Outcome(Protocol):
-    @property
-    def stdout(self) -> str: ...
-
-    @property
-    def stderr(self) -> str: ...
-
-    @property
-    def exit_code(self) -> int | None: ...
-
-    @property
-    def killed(self) -> str | None: ...
-
-
-class Interpreter(Protocol):
-    async def execute(self, code: str, seconds: float | None = None) -> Outcome: ...
-
-    async def close(self) -> None: ...
-
-
-class Sandbox(Protocol):
-    """`covey.sandbox.Sandbox`. Errors of the model's code are outcomes; exceptions are faults of the sandbox."""
-
-    async def session(self) -> Interpreter: ...
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from covey.agents.formats.base import Call
 from covey.agents.tools.tool import Tool, ToolFailure, ToolMistake
 from covey.errors import message_of, nearest, said
 from covey.redact import hide
 from covey.types import ToolUse
-from covey.workers import RemoteError, WorkerDied, WorkerTimeout
+from covey.workers import RemoteError, WorkerDied, WorkerPool, WorkerSession, WorkerTimeout
 
 # -- Results as text ---------------------------------------------------------------------------------------------------
 
@@ -126,22 +126,6 @@ def as_tool_error(error: Exception, characters: int) -> ToolMistake | ToolFailur
 MAX_SHOWN_NAME = 64  # characters of the name of an unknown tool, in the message to the model
 
 
-class RunnerSession(Protocol):
-    """One worker for one episode, with its own `state`."""
-
-    async def call(self, name: str, /, *args: Any, seconds: float, **kwargs: Any) -> Any: ...
-
-    async def close(self) -> None: ...
-
-
-class Runner(Protocol):
-    """Runs users' functions in processes that can be killed: `covey.workers`."""
-
-    async def call(self, name: str, /, *args: Any, seconds: float, **kwargs: Any) -> Any: ...
-
-    async def session(self) -> RunnerSession: ...
-
-
 @dataclass(frozen=True, slots=True)
 class ToolResult:
     """The result of a call. `ended`: the tool ends the episode, with `answer` as the final answer."""
@@ -157,7 +141,7 @@ class ToolSession:
     def __init__(
         self,
         tools: Mapping[str, Tool],
-        runner: Runner | None,
+        pool: WorkerPool | None,
         *,
         cut: Cut = cut_by_characters,
         max_tokens: int = 512,
@@ -165,13 +149,13 @@ class ToolSession:
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.tools = tools
-        self.runner = runner
+        self.pool = pool
         self.cut = cut
         self.max_tokens = max_tokens
         self.seconds = seconds
         self.waiting = waiting
         self.state: dict[str, Any] = {}  # of tools that run in this process; workers keep their own
-        self.worker: RunnerSession | None = None
+        self.worker: WorkerSession | None = None
         self.state_locks = {True: asyncio.Lock(), False: asyncio.Lock()}  # for the state here, and in the worker
 
     async def call(self, calls: Sequence[Call]) -> list[ToolResult]:
@@ -222,14 +206,14 @@ class ToolSession:
         return render_result(tool.name, await value if inspect.isawaitable(value) else value, characters)
 
     async def _run_in_worker(self, tool: Tool, checked: Mapping[str, Any], characters: int) -> Output:
-        assert self.runner is not None  # checked by ToolSet.open
+        assert self.pool is not None  # checked by ToolSet.open
         seconds = tool.timeout or self.seconds
-        where: Runner | RunnerSession = self.runner
+        where: WorkerPool | WorkerSession = self.pool
         try:
             if tool.stateful:
                 if self.worker is None:
                     with self.waiting():  # for a free worker: this time is not counted as the episode's
-                        self.worker = await self.runner.session()
+                        self.worker = await self.pool.session()
                 where = self.worker
             output = await where.call(tool.key, tool.plain(checked), characters, seconds=seconds)
         except WorkerTimeout as error:

@@ -13,13 +13,15 @@ from typing import Any, get_type_hints
 
 from covey.agents.tools.calculator import calculator
 from covey.agents.tools.google import GoogleOptions, make_google_search
-from covey.agents.tools.python import PythonOptions, Sandbox, make_python
+from covey.agents.tools.python import PythonOptions, make_python
 from covey.agents.tools.schema import coerce
 from covey.agents.tools.search import SearchOptions, make_search
-from covey.agents.tools.session import Cut, Runner, ToolSession, WorkerTool, cut_by_characters
+from covey.agents.tools.session import Cut, ToolSession, WorkerTool, cut_by_characters
 from covey.agents.tools.tool import Tool, tool, with_limits
 from covey.errors import InputError, unknown
 from covey.imports import load_function
+from covey.sandbox import Sandbox
+from covey.workers import WorkerPool
 
 OPTIONS = "agent.tool_options"
 TOKENS = "max_output_tokens"
@@ -103,7 +105,7 @@ class ToolSet:
 
     def open(
         self,
-        runner: Runner | None = None,
+        pool: WorkerPool | None = None,
         *,
         cut: Cut = cut_by_characters,
         max_tokens: int = 512,
@@ -112,13 +114,13 @@ class ToolSet:
     ) -> ToolSession:
         """A session for one episode, to be used with `async with`.
 
-        `runner` is a worker pool with `functions`, needed if there are any. `cut(text, limit)` is the longest beginning
+        `pool` must have `functions`; it is needed if there are any. `cut(text, limit)` is the longest beginning
         of a text that has `limit` tokens. `max_tokens` (agent.max_tool_tokens) and `seconds` (agent.tool_seconds) are
         the limits of tools without their own. The episode's clock is stopped inside `waiting()`.
         """
-        assert runner is not None or not self.functions, f"{list(self.functions)} need workers"
+        assert pool is not None or not self.functions, f"{list(self.functions)} need workers"
         tools = {tool.name: tool for tool in self.tools}
-        return ToolSession(tools, runner, cut=cut, max_tokens=max_tokens, seconds=seconds, waiting=waiting)
+        return ToolSession(tools, pool, cut=cut, max_tokens=max_tokens, seconds=seconds, waiting=waiting)
 
 
 def resolve_tools(
