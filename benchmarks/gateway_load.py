@@ -39,23 +39,23 @@ SETTINGS = ["rollout.max_tokens=64", "gateway.port=0", "loop.threads=1"]
 async def serve(folder: Path) -> None:
     """covey serve, which tells what it holds when it is asked on its standard input."""
     from covey.app.loaded_model import open_bench, sampling
-    from covey.cli.serve import USAGE, Recorder, make_book
+    from covey.cli.serve import USAGE, Recorder, make_registry
     from covey.cli.words import parse
     from covey.gateway.server import Server
     from covey.memory import give_back_kept_memory
 
     bench = open_bench(parse([str(folder / "model"), *SETTINGS]), USAGE, asks_tasks=False)
-    book = make_book(bench, Recorder(folder / "record", bench.collector.renderer.decode))
+    registry = make_registry(bench, Recorder(folder / "record", bench.collector.renderer.decode))
     engine: Any = bench.engine
     async with sampling(bench):
-        server = Server(book, 0)
+        server = Server(registry, 0)
         await server.start()
         print(json.dumps({"url": server.url}), flush=True)
         while await asyncio.to_thread(sys.stdin.readline):
             gc.collect()
             give_back_kept_memory()
             held = {
-                "episodes": len(book._live),
+                "episodes": len(registry._open),
                 "requests": len(engine._futures),
                 "rows": len(engine._batch.scheduler.blocks._held),
                 "tasks": len(asyncio.all_tasks()),

@@ -2,10 +2,10 @@
 
     python examples/environment.py
 
-An environment is a class with `reset(task)` and `step(reply)`, which return what the model reads next, or `covey.Done`
-with the reward of the episode (docs/environments.md). Every episode has its own object. Here the model guesses a number
-and is told "higher" or "lower"; fewer guesses are worth more. SmolLM2-135M goes from 22 to 65 % of games won in 10
-steps, seven minutes of CPU time.
+An environment is a class with `reset(task)` and `step(reply)`, which return the next message for the model, or
+`covey.Done` with the episode's reward (docs/environments.md). Every episode has its own object. Here the model guesses
+a number and gets the reply "higher" or "lower"; fewer guesses earn a higher reward. SmolLM2-135M goes from 22 to 65 %
+of games won in 10 steps, seven minutes of CPU time.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import argparse
 import covey
 
 GUESSES = 4
-GAME = [  # a finished game first: it shows how moves look
+GAME = [  # one finished game as an example of the moves
     {"role": "system", "content": "Guess the secret number from 1 to 9. Reply with one digit."},
     {"role": "user", "content": "Guess."},
     {"role": "assistant", "content": "5"},
@@ -38,7 +38,7 @@ class Guess:
         return "Higher." if guess < self.secret else "Lower."
 
     def end(self, reason):
-        """Also called where an episode is cut off: its reply was too long, or there were too many turns."""
+        """Also called when an episode is truncated: a reply was too long, or there were too many turns."""
         return covey.Done(reward={"reward": 0.0, "found": 0.0})
 
 
@@ -52,7 +52,7 @@ if __name__ == "__main__":
     run = covey.train(
         model=args.model,
         tasks=numbers,
-        validation=numbers,  # all secrets there are; `sampled` plays each of them several times
+        validation=numbers,  # all possible secrets; `sampled` plays each of them several times
         algorithm="grpo",
         agent=Guess,
         data={"train_batch_size": 9},

@@ -1,4 +1,4 @@
-"""GVPO on answers you already have, for any pair of Hugging Face causal models.
+"""GVPO on existing answers, for any pair of Hugging Face causal models.
 
     python examples/gvpo_minimal.py [MODEL]
 

@@ -1,18 +1,18 @@
-"""An algorithm of your own, outside of the package: how answers are compared, and the loss that follows.
+"""An algorithm outside of the package: its advantage and its loss.
 
     python examples/own_algorithm.py
     covey train algorithm=examples/own_algorithm.py:Wins algorithm.penalty=0.2 data=largest
 
-A class is an algorithm if it is a dataclass with `advantages` (rewards → advantages), with `loss` (advantages and
-log-probs → a loss of each token), or with both, as here; the missing one is GRPO's. Its fields are settings. KL,
-importance correction, overlong shaping and dynamic sampling work with it as with any other
-(docs/algorithms/README.md). The types are those of covey/protocols.py and covey/types.py.
+An algorithm is a dataclass with `advantages` (rewards → advantages), `loss` (advantages and log-probs → a loss per
+token), or both, as here; a missing one is GRPO's. Its fields are settings. KL, importance correction, overlong shaping
+and dynamic sampling work with it as with any other algorithm (docs/algorithms/README.md). The types are defined in
+covey/protocols.py and covey/types.py.
 
     A_i = (wins_i − losses_i) / (k − 1)             against the other k − 1 answers to the same question
     L_t = −r_t A_i + ½ λ (log r_t)²                 r_t = π/π_old of a token, λ: `penalty`
 
-Only the order of the rewards counts, so an extreme reward moves no other answer. The penalty keeps later updates on the
-same samples (`learner.epochs`) near the policy that sampled; there is no clip.
+Only the order of the rewards counts, so an extreme reward does not change the advantages of other answers. The penalty
+keeps later updates on the same samples (`learner.epochs`) close to the sampling policy; there is no clipping.
 """
 
 import argparse
@@ -29,20 +29,20 @@ from covey.types import Batch, Samples
 
 @dataclass(frozen=True)
 class Wins:
-    """Each answer by how many answers of its group it beats, with a quadratic penalty in place of a clip."""
+    """Advantage: the answers of the group that an answer beats. Loss: a quadratic penalty instead of clipping."""
 
     needs: ClassVar[Needs] = Needs(min_group_size=2)
     term: ClassVar[str] = "policy"  # the loss is recorded as policy/loss
     couples: ClassVar[Couples] = "nothing"  # the loss of a token depends on no other token's log-prob
     on_policy_only: ClassVar[bool] = False  # several updates per batch are fine
 
-    penalty: Coefficient = 0.1  # λ, the price of moving away from the sampling policy
+    penalty: Coefficient = 0.1  # λ, for moving away from the sampling policy
 
     def __post_init__(self) -> None:
         check_ranges(self, "algorithm.")
 
     def advantages(self, samples: Samples) -> Advantages:
-        """[N], from all answers of the step at once."""
+        """[N], computed over all answers of the step."""
         rewards_N, group_N = samples.total_reward(), samples.group_N
         same_NN = group_N[:, None] == group_N[None, :]
         beats_NN = (rewards_N[:, None] - rewards_N[None, :]).sign() * same_NN  # 1: i beats j, −1: j beats i

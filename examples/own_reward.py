@@ -1,10 +1,10 @@
-"""Rewards of your own: plain functions, several of them, with weights and a condition.
+"""Your own rewards: several plain functions, with weights and a condition.
 
     python examples/own_reward.py
 
 A reward's parameters are filled in by name: any column of the data, `answer`, `final_answer`, `question`, … (see
-docs/rewards.md). The model learns to answer rightly, and in few words: SmolLM2-135M goes from 12 % right in 17 words to
-58 % right in 3 words in 8 steps, four minutes of CPU time.
+docs/rewards.md). The model learns to answer correctly and briefly: SmolLM2-135M goes from 12 % right in 17 words to 58
+% right in 3 words in 8 steps, four minutes of CPU time.
 """
 
 import argparse
@@ -21,7 +21,7 @@ def right(final_answer: str, answer: str) -> float:
 
 
 def brief(final_answer: str, longest: int) -> dict[str, float]:
-    """From 1 for a single word down to 0; `longest` is a column of the data. `words` is measured, not trained on."""
+    """From 1 for a single word down to 0; `longest` is a column of the data. `words` is logged, not trained on."""
     words = len(final_answer.split())
     return {"reward": max(0.0, 1 - (words - 1) / longest), "words": words}
 
@@ -44,8 +44,8 @@ if __name__ == "__main__":
         model=args.model,
         tasks=rows(400, seed=0),
         validation=rows(50, seed=1),
-        reward=[right, covey.only_if(brief, right)],  # brevity counts only where the answer is right
-        algorithm="gdpo",  # normalises each reward by itself before they are added
+        reward=[right, covey.only_if(brief, right)],  # brevity counts only if the answer is right
+        algorithm="gdpo",  # normalises each reward separately before adding them
         data={"train_batch_size": 8},
         rollout={"group_size": 8, "max_tokens": 20},
         learner={"lr": 3e-5},

@@ -1,4 +1,4 @@
-"""A whole RL loop in one file: sample groups of answers, score them, compare, learn, evaluate.
+"""A complete RL loop in one file: sample groups of answers, score them, compute advantages, update, evaluate.
 
     python examples/rl_loop.py
     python examples/rl_loop.py --algorithm rloo --steps 40 --model ORG/NAME
@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import covey
 
-# Shapes: N answers, T tokens of the longest allowed answer, P tokens of a prompt, V vocabulary.
+# Shapes: N answers, T tokens of the longest allowed answer, P prompt tokens, V vocabulary.
 
 # -- the task ---------------------------------------------------------------------------------------------------------
 
@@ -62,10 +62,10 @@ def reward(reply: str, answer: str) -> float:
 
 
 class Policy:
-    """A causal model and its tokenizer. A prompt is computed once for all the answers to it."""
+    """A causal model and its tokenizer. The prompt of a group is computed once."""
 
     def __init__(self, name: str, device: torch.device) -> None:
-        path = covey.model_path(name)  # the folder of a built-in model; other names stay as they are
+        path = covey.model_path(name)  # the folder of a built-in model; other names are unchanged
         self.tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
         self.tokenizer.pad_token = self.tokenizer.eos_token
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device).eval()
@@ -73,10 +73,10 @@ class Policy:
 
     def prompts(self, questions: list[Question]) -> tuple[Tensor, Tensor]:
         """Token ids [B, P], padded on the left, and their attention mask."""
-        shown = [q.messages for q in questions]
-        texts = self.tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=True)
-        found = self.tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt").to(self.device)
-        return found["input_ids"], found["attention_mask"]
+        messages = [q.messages for q in questions]
+        texts = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        encoded = self.tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt").to(self.device)
+        return encoded["input_ids"], encoded["attention_mask"]
 
     def forward(self, tokens: Tensor, attention: Tensor, cache: Any = None, **options: Any) -> Any:
         """`attention` covers the tokens in the cache and the new ones. Positions do not count padding."""
@@ -109,14 +109,14 @@ class Policy:
             logits = self.forward(token, attention, cache).logits
 
     def logprobs(self, prompts: tuple[Tensor, Tensor], count: int, answers: Tensor) -> Tensor:
-        """Of each token of the answers, with gradient: [N, T]. What follows the end of an answer is masked later."""
+        """Log-probs of the answers' tokens, with gradient: [N, T]. Tokens after an answer's end are masked later."""
         first, attention, cache = self.start(prompts, count)
-        given = answers[:, :-1]
-        rest = self.forward(given, torch.cat([attention, torch.ones_like(given)], 1), cache).logits
+        inputs = answers[:, :-1]
+        rest = self.forward(inputs, torch.cat([attention, torch.ones_like(inputs)], 1), cache).logits
         return torch.cat([first, rest], 1).float().log_softmax(-1).gather(-1, answers[..., None]).squeeze(-1)
 
     def texts(self, answers: Tensor, mask: Tensor) -> list[str]:
-        kept = [answer[shown] for answer, shown in zip(answers, mask, strict=True)]
+        kept = [answer[is_kept] for answer, is_kept in zip(answers, mask, strict=True)]
         return self.tokenizer.batch_decode(kept, skip_special_tokens=True)
 
 
@@ -127,16 +127,16 @@ def train_step(policy: Policy, optimizer: torch.optim.Optimizer, questions: list
     """Sample, score, compare, update: returns the mean reward of the sampled answers."""
     prompts = policy.prompts(questions)
     answers, mask = policy.sample(prompts, args.group_size, args.max_tokens)
-    asked = [question for question in questions for _ in range(args.group_size)]  # the question of each answer
+    repeated = [question for question in questions for _ in range(args.group_size)]  # the question of each answer
     groups = [number for number in range(len(questions)) for _ in range(args.group_size)]
     texts = policy.texts(answers, mask)
-    rewards = [reward(text, question.answer) for text, question in zip(texts, asked, strict=True)]
+    rewards = [reward(text, question.answer) for text, question in zip(texts, repeated, strict=True)]
     advantages = covey.advantages(args.algorithm, rewards, groups).to(policy.device)  # [N]
 
     old: Tensor | None = None
     for _ in range(args.epochs):
         logprobs = policy.logprobs(prompts, args.group_size, answers)
-        old = logprobs.detach() if old is None else old  # before the first update: those of the sampling policy
+        old = logprobs.detach() if old is None else old  # before the first update these are the sampling policy's
         loss, _ = covey.policy_loss(args.algorithm, logprobs, old, advantages, mask, groups=groups)
         optimizer.zero_grad()
         loss.backward()
@@ -146,7 +146,7 @@ def train_step(policy: Policy, optimizer: torch.optim.Optimizer, questions: list
 
 
 def evaluate(policy: Policy, questions: list[Question], max_tokens: int) -> float:
-    """The share of questions that are answered rightly, greedily."""
+    """Accuracy with greedy decoding."""
     texts = policy.texts(*policy.sample(policy.prompts(questions), 1, max_tokens, greedy=True))
     return sum(reward(text, q.answer) for text, q in zip(texts, questions, strict=True)) / len(questions)
 
@@ -178,7 +178,7 @@ def main() -> None:
         questions: list[Question] = []
         while len(questions) < args.questions:
             question = draw(rng)
-            if question.messages[-1]["content"] not in known:  # what is evaluated on is never trained on
+            if question.messages[-1]["content"] not in known:  # held-out questions are never trained on
                 questions.append(question)
         mean = train_step(policy, optimizer, questions, args)
         line = f"step {step:3}  reward {mean:.2f}  {time.perf_counter() - start:4.0f} s"

@@ -1,10 +1,10 @@
-"""An agent with a tool: the model asks a function of yours for what it cannot know.
+"""An agent with a tool: the model calls your function to look up a fact.
 
     python examples/tool_agent.py
 
-A tool is a plain function; the model is shown its name, its docstring and its parameters. The reward is 1 for the right
-price, which only the tool knows. Two worked examples show how a call is written; a model that was trained to call
-tools needs none. A model that gets no call right has nothing to learn from: imitate demonstrations first (docs/sft.md).
+A tool is a plain function; the model sees its name, docstring and parameters. The reward is 1 for the right price,
+which only the tool knows. Two worked examples show how to write a call; a model that was trained to call tools needs
+none. If a model never writes a valid call, it gets no reward signal: imitate demonstrations first (docs/sft.md).
 SmolLM2-135M: the mean reward of sampled episodes rises from 0.21 in the first step to 0.74 in the fourth and fifth.
 """
 

@@ -1,7 +1,7 @@
-"""Train on rows of your own and evaluate on rows that are held out.
+"""Train on your own rows and evaluate on held-out rows.
 
-Ten lines are the training; the rest makes the rows. SmolLM2-135M goes from 72 to 100 % of the held-out rows in 10
-steps, two minutes on one CPU core.
+The training is ten lines; the rest makes the rows. SmolLM2-135M goes from 72 to 100 % of the held-out rows in 10 steps,
+two minutes on one CPU core.
 
     python examples/train.py
     python examples/train.py --steps 5 --model ORG/NAME

@@ -1,10 +1,10 @@
-"""What is read in the text of a reply by agents and by rewards alike: where thinking ends, and fenced blocks of code.
+"""Helpers for conversations: the end of thinking and fenced code blocks in replies, and additions to system messages.
 
-Fences follow CommonMark: three or more backticks or tildes, then perhaps a language; the block ends at a line of at
-least as many of the same sign, indented by less than four spaces, or where the text ends. The indentation of the
-opening fence, which may stand in a list, is taken from every line. Deviations: a fence may be indented by more than
-three spaces and may follow `</think>` on its line, and a block of Python ends at the first fence at which its code is
-complete: one in a docstring does not end it.
+Fences follow CommonMark: three or more backticks or tildes, then optionally a language. The block ends at a line with
+at least as many of the same character, indented by less than four spaces, or at the end of the text. The indentation of
+the opening fence, which may be part of a list, is removed from every line. Deviations: a fence may be indented by more
+than three spaces and may follow `</think>` on its line; and a Python block ends at the first fence where its code is
+complete, so that a fence in a docstring does not end it.
 """
 
 from __future__ import annotations
@@ -17,54 +17,56 @@ import warnings
 from collections.abc import Collection
 from dataclasses import dataclass
 
-THINK, SPEAK = "<think>", "</think>"
-# Where the prompt opened the thinking, a reply only closes it: a mark on a line's edge, not one in a JSON string.
-ONLY_CLOSED = re.compile(rf"^[ \t]*+{SPEAK}|{SPEAK}[ \t]*+$", re.MULTILINE)
+from covey.types import Messages
+
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+# If the prompt opened the thinking, the reply only closes it, at the edge of a line and not inside a JSON string.
+ONLY_CLOSED = re.compile(rf"^[ \t]*+{THINK_CLOSE}|{THINK_CLOSE}[ \t]*+$", re.MULTILINE)
 
 PYTHON = ("python", "py", "python3")
 OPENING = re.compile(
-    rf"(?:^|(?<={SPEAK}))(?P<indent>[ \t]*+(?:(?:[-*+]|\d{{1,9}}[.)])[ \t]++)*+)"  # - ```python
+    rf"(?:^|(?<={THINK_CLOSE}))(?P<indent>[ \t]*+(?:(?:[-*+]|\d{{1,9}}[.)])[ \t]++)*+)"  # - ```python
     r"(?P<fence>`{3,}+(?=[^`\n]*$)|~{3,}+)[ \t]*+[{.]*+(?P<language>\w*+)[^\n]*+$",
     re.MULTILINE,
 )
 CLOSING = re.compile(r"^([ \t]*+)(`{3,}+|~{3,}+)[ \t\r]*+$", re.MULTILINE)
 MAX_PARSED = 50_000  # characters of code
-MAX_TRIED = 10  # fences that may end a block
+MAX_TRIED = 10  # closing fences tried per block
 
 
-def speech_start(text: str) -> int | None:
-    """Where a reply's thinking is over: 0 if there is none, None if it never ends. Only thinking that opens the reply
-    counts, written `<think>…</think>`; where the prompt has opened it, `</think>` at the edge of a line."""
+def thinking_end(text: str) -> int | None:
+    """The position after a reply's thinking: 0 if there is none, None if it never ends. Thinking is `<think>…</think>`
+    at the beginning of the reply; if the prompt opened it, everything up to a `</think>` at the edge of a line."""
     begin = len(text) - len(text.lstrip())
-    if text.startswith(THINK, begin):
-        end = text.find(SPEAK, begin)
-        return None if end < 0 else end + len(SPEAK)
+    if text.startswith(THINK_OPEN, begin):
+        end = text.find(THINK_CLOSE, begin)
+        return None if end < 0 else end + len(THINK_CLOSE)
     closed = ONLY_CLOSED.search(text)
-    if closed is None or THINK in text[: closed.start()]:
+    if closed is None or THINK_OPEN in text[: closed.start()]:
         return 0
     return closed.end()
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    language: str  # in small letters; "" if none is named
-    code: str  # its lines, each with its end
+    language: str  # lower case; "" if none is named
+    code: str  # with line ends
     start: int  # of the line of its opening fence
-    end: int  # behind its closing fence, or of the text
+    end: int  # after its closing fence, or the end of the text
     closed: bool
 
 
 def blocks(text: str, start: int = 0) -> list[Block]:
     """The fenced blocks of a text, in order."""
-    found, opening = [], OPENING.search(text, start)
+    result, opening = [], OPENING.search(text, start)
     while opening is not None:
-        found.append(block_at(text, opening))
-        opening = OPENING.search(text, found[-1].end)
-    return found
+        result.append(block_at(text, opening))
+        opening = OPENING.search(text, result[-1].end)
+    return result
 
 
 def unfenced(text: str, languages: Collection[str] | None = None) -> str | None:
-    """The code of a text that is one closed block and nothing else; in one of these languages, if they are given."""
+    """The code of a text that is one closed block and nothing else, in one of `languages` if given."""
     text = text.strip()
     opening = OPENING.match(text)
     if opening is None or (languages is not None and opening["language"].lower() not in languages):
@@ -74,12 +76,12 @@ def unfenced(text: str, languages: Collection[str] | None = None) -> str | None:
 
 
 def is_python(opening: re.Match[str]) -> bool:
-    """Whether a match of OPENING begins a block of Python."""
+    """Whether a match of OPENING starts a Python block."""
     return opening["language"].lower() in PYTHON
 
 
 def block_at(text: str, opening: re.Match[str]) -> Block:
-    """The block that a match of OPENING begins."""
+    """The block that starts at a match of OPENING."""
     begin, indent = min(opening.end() + 1, len(text)), len(opening["indent"].expandtabs(4))
     same = (one for one in CLOSING.finditer(text, begin) if one[2].startswith(opening["fence"]))
     closings = list(itertools.islice(same, MAX_TRIED))
@@ -100,14 +102,14 @@ def _parses(code: str) -> bool:
         return False
     try:
         with warnings.catch_warnings(action="ignore", category=SyntaxWarning):
-            ast.parse(textwrap.dedent(code))  # it may be the inside of a function
+            ast.parse(textwrap.dedent(code))  # it may be the body of a function
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     return True
 
 
 def _code(lines: str, indent: int) -> str:
-    """Without up to `indent` columns of white space before each line; as it is, if only its fence was indented."""
+    """The lines without up to `indent` columns of white space; unchanged if only the fence was indented."""
     first = next((line for line in lines.split("\n") if line.strip()), "")
     if indent == 0 or not first.startswith((" ", "\t")):
         return lines
@@ -117,3 +119,13 @@ def _code(lines: str, indent: int) -> str:
 def _cut(line: str, indent: int) -> str:
     plain = line.lstrip(" \t")
     return line[: len(line) - len(plain)].expandtabs(4)[indent:] + plain
+
+
+def with_system(messages: Messages, text: str | None) -> Messages:
+    """Messages with a text at the end of their system message."""
+    if not text:
+        return messages
+    first, rest = messages[0], messages[1:]
+    if first["role"] != "system":
+        return ({"role": "system", "content": text}, *messages)
+    return ({**first, "content": f"{first['content']}\n\n{text}"}, *rest)

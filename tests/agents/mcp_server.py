@@ -1,4 +1,4 @@
-"""A tool server for tests, of the package: `python mcp_server.py [PORT]`; stdio without a port."""
+"""An MCP server for tests: `python mcp_server.py [PORT]`, over stdio without a port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that says what it is told to say, and episodes on it."""
+"""A scripted engine, and episodes that it plays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.conftest import byte_tokenizer
 
 
 class Script:
-    """Says its texts one after the other, each ended by the model's own end of turn, and keeps the prompts."""
+    """Replies with its texts in order, each followed by an end-of-turn token, and records the prompts."""
 
     def __init__(self, *texts: str, tokenizer: Any = None) -> None:
         self.texts = list(texts)
@@ -34,7 +34,7 @@ class Script:
 
 
 def with_braces() -> Any:
-    """The tests' tokenizer with what JSON needs besides."""
+    """The tests' tokenizer with brackets and braces for JSON."""
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([*"{}[]"])
     return tokenizer
@@ -46,7 +46,7 @@ def policy_of(engine: Script, max_tokens: int = 10_000, **limits: Any) -> Episod
 
 
 async def scored(agent: Agent, task: Task, engine: Script, reward: Any = "given", **limits: Any) -> Episode:
-    """One episode as training collects it: failures are on it."""
+    """One episode as training collects it, with its failure if it has one."""
     collector = Collector(
         engine,  # type: ignore[arg-type]
         Renderer(engine.tokenizer),
@@ -61,7 +61,7 @@ async def scored(agent: Agent, task: Task, engine: Script, reward: Any = "given"
 
 
 def one_row(episode: Episode) -> bool:
-    """Whether every turn goes on token for token from the one before it."""
+    """Whether every prompt continues the tokens of the turn before it."""
     for before, after in zip(episode.turns, episode.turns[1:], strict=False):
         whole = before.prompt_ids + before.completion_ids
         if after.prompt_ids[: len(whole)] != whole:

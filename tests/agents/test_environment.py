@@ -1,4 +1,4 @@
-"""Environments: reset and step, one per episode, closed with it; what they say an episode is worth."""
+"""Environments: reset and step, one per episode, closed at its end; their rewards and failures."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class Patient:
         return covey.Done({"reward": -1.0, "turns": self.turns, "cut": float(reason == "length")})
 
 
-def test_an_episode_that_ends_before_it_is_done() -> None:
+def test_an_episode_that_ends_before_the_environment_is_done() -> None:
     turns = asyncio.run(scored(EnvironmentAgent(Patient, max_turns=2), TASK, Script("a", "b", "c")))
     assert turns.stop is StopReason.TURNS and len(turns.turns) == 2
     assert turns.rewards == {"given": -1.0, "given/turns": 2.0, "given/cut": 0.0}
@@ -183,7 +183,7 @@ def broken(where: str, how: str) -> type:
         ("returns 7", "environment", "{where} must return messages or a text"),
     ],
 )
-def test_what_an_environment_does_wrong_is_a_failure(where: str, how: str, cause: str, text: str) -> None:
+def test_errors_of_an_environment_are_failures(where: str, how: str, cause: str, text: str) -> None:
     kind = broken(where, how)
     episode = asyncio.run(scored(EnvironmentAgent(kind, max_turns=3, seconds=0.05), TASK, Script("x", "y")))
     assert episode.failure is not None and episode.failure.cause == cause
@@ -231,7 +231,7 @@ def test_in_workers_environments_may_hang_and_crash(pool: WorkerPool) -> None:
     assert one.messages[1]["content"] == "from 1 to 100"  # reset was asked there, too
 
 
-def test_what_a_name_stands_for(tmp_path: Path) -> None:
+def test_agents_by_name(tmp_path: Path) -> None:
     file = tmp_path / "agents_of_mine.py"
     file.write_text(
         "import covey\n"
@@ -267,7 +267,7 @@ def test_what_a_name_stands_for(tmp_path: Path) -> None:
         found("Nothing")
     with pytest.raises(InputError, match="plain must be a coroutine"):
         found("plain")
-    with pytest.raises(InputError, match="wrong makes something that has no reset and no step"):
+    with pytest.raises(InputError, match="wrong makes an object without reset and step"):
         asyncio.run(scored(found("wrong"), TASK, Script("x")))
 
 

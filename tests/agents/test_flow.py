@@ -1,4 +1,4 @@
-"""The four modules, played by a script: who is asked what, what is learned from, and how an episode ends."""
+"""The four modules with a scripted engine: their prompts, which turns are trained on, how an episode ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STOP, CONTINUE = "It is known.\nConclusion: STOP", "Not yet.\nConclusion: CONTIN
 
 @dataclass
 class Scripted:
-    """A policy that says its lines one after the other, and keeps what it was asked."""
+    """A policy that replies with its lines in order and records its prompts."""
 
     lines: list[str | Reply | Exception]
     asked: list[str] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Result:
 
 @dataclass
 class FakeTools:
-    """Finds what it is told to; counts benches that are open."""
+    """Returns `finds(call)` as results; counts open sessions."""
 
     finds: Callable[[Call], str] = lambda call: f"found {call.arguments['query']}"
     called: list[Call] = field(default_factory=list)
@@ -155,24 +155,24 @@ def test_what_each_module_is_shown() -> None:
         ((), [False, False, False, False]),
     ],
 )
-def test_turns_of_the_chosen_modules_are_learned_from(modules: Sequence[str], trained: list[bool]) -> None:
+def test_turns_of_the_chosen_modules_are_trained_on(modules: Sequence[str], trained: list[bool]) -> None:
     episode = play(FlowAgent(FakeTools(), modules), Scripted([PLAN, CALL, STOP, "Birds."]))
     assert [turn.trained for turn in episode.turns] == trained
 
 
-def test_a_module_that_there_is_not() -> None:
+def test_an_unknown_module() -> None:
     with pytest.raises(InputError, match="did you mean   planner"):
         FlowAgent(FakeTools(), ("planer",))
 
 
-def test_the_plans_run_out_and_there_is_an_answer_all_the_same() -> None:
+def test_after_the_last_plan_the_generator_still_answers() -> None:
     episode = play(FlowAgent(FakeTools(), max_turns=2), Scripted([PLAN, CALL, CONTINUE] * 2 + ["Birds, I guess."]))
     assert (episode.final_answer, episode.stop) == ("Birds, I guess.", StopReason.TURNS)
     assert len(episode.tools) == 2
 
 
 @pytest.mark.parametrize("before", range(4))
-def test_a_reply_that_is_cut_off_ends_the_episode_and_nothing_of_it_is_run(before: int) -> None:
+def test_a_truncated_reply_ends_the_episode_and_is_not_run(before: int) -> None:
     lines: list[str | Reply | Exception] = [PLAN, CALL, STOP, "Birds."]
     lines[before] = Reply(str(lines[before]), StopReason.LENGTH)
     tools, policy = FakeTools(), Scripted(lines)
@@ -287,7 +287,7 @@ def test_verdicts(verdict: str, stops: bool) -> None:
     assert episode.stop is (StopReason.EOS if stops else StopReason.TURNS)
 
 
-def test_a_fault_of_ours_is_raised_and_the_bench_closed() -> None:
+def test_a_tool_failure_is_raised_and_the_session_closed() -> None:
     def broken(call: Call) -> str:
         raise RuntimeError("the search server is down")
 
@@ -315,7 +315,7 @@ def test_the_opening_is_the_first_prompt() -> None:
     assert agent.opening(TASK)[0][0]["content"] == policy.asked[0]
 
 
-def test_episodes_side_by_side_have_memories_of_their_own() -> None:
+def test_concurrent_episodes_have_separate_memories() -> None:
     agent = FlowAgent(FakeTools(), max_turns=3)
     words = [f"word{n}" for n in range(8)]
     policies = [

@@ -1,4 +1,4 @@
-"""google_search, against a server of our own that behaves badly on request."""
+"""google_search, against a local server that fails on request."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def tools(server: Server, **options: Any) -> ToolSet:
 
 def ask(made: ToolSet, *queries: Any) -> list[str]:
     async def go() -> list[str]:
-        async with made.open() as bench:
+        async with made.open() as session:
             calls = [Call("google_search", query if isinstance(query, dict) else {"query": query}) for query in queries]
-            return [result.text for result in await bench.call(calls)]
+            return [result.text for result in await session.call(calls)]
 
     return asyncio.run(go())
 
@@ -101,7 +101,7 @@ def test_results_are_numbered(server: Server) -> None:
     assert made.schemas()[0]["function"]["parameters"]["properties"]["top_k"]["default"] == 2
 
 
-def test_one_question_is_asked_once(server: Server) -> None:
+def test_concurrent_searches_share_one_request(server: Server) -> None:
     made = tools(server)
     first = ask(made, "a", "a", "b", "a")  # at the same time
     assert ask(made, "a") == first[:1]  # and later, in another episode
@@ -109,7 +109,7 @@ def test_one_question_is_asked_once(server: Server) -> None:
 
 
 @pytest.mark.parametrize("trouble", [500, 503, 429, "drop"])
-def test_trouble_that_passes_is_tried_again(server: Server, trouble: Any) -> None:
+def test_temporary_errors_are_retried(server: Server, trouble: Any) -> None:
     server.answers = [trouble]
     assert ask(tools(server), "a")[0].startswith("[1] T1")
     assert len(server.seen) == 2
@@ -126,7 +126,7 @@ def test_trouble_that_passes_is_tried_again(server: Server, trouble: Any) -> Non
         (["hang"], {"timeout": 0.3}, "no answer within 0.3 seconds|timed out", 1),
     ],
 )
-def test_trouble_that_stays_is_a_failure(
+def test_lasting_errors_are_failures(
     server: Server, answers: list[Any], options: dict[str, Any], message: str, requests: int
 ) -> None:
     server.answers = answers
@@ -145,7 +145,7 @@ def test_a_server_that_is_down(server: Server) -> None:
         ask(made, "a")
 
 
-def test_who_waited_for_a_failed_search_asks_again(server: Server) -> None:
+def test_after_a_failed_search_a_waiting_caller_retries(server: Server) -> None:
     server.answers = [403]
     made = tools(server)
 

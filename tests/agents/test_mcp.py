@@ -105,7 +105,7 @@ def test_calls_over_http(url: str) -> None:
     run(play, found)  # another event loop: it connects anew
 
 
-def test_what_the_model_does_wrong_is_told_to_it() -> None:
+def test_mistakes_of_the_model_are_shown_to_it() -> None:
     async def play(found: dict[str, Any]) -> None:
         with pytest.raises(ToolMistake) as raised:
             await found["fail"].function(text="the file is not there")
@@ -123,7 +123,7 @@ def test_what_the_model_does_wrong_is_told_to_it() -> None:
     assert found["add"].check({"a": 1, "b": 2}) == {"a": 1, "b": 2}
 
 
-def test_a_server_that_crashes_fails_the_call_and_is_started_again() -> None:
+def test_a_server_that_crashes_fails_the_call_and_is_restarted() -> None:
     async def play(found: dict[str, Any]) -> None:
         first = await found["tick"].function()
         with pytest.raises(ToolFailure, match=r"(?s)tool server test .*: crash: .*; it wrote: .*going down") as raised:
@@ -135,7 +135,7 @@ def test_a_server_that_crashes_fails_the_call_and_is_started_again() -> None:
     run(play, tools())
 
 
-def test_a_server_that_hangs_is_left_and_started_again() -> None:
+def test_a_server_that_hangs_is_abandoned_and_restarted() -> None:
     async def play(found: dict[str, Any]) -> list[int]:
         pids = [int((await found["tick"].function()).split()[0])]
         with pytest.raises(ToolFailure, match=r"hang took longer than 0\.5 s") as raised:
@@ -147,7 +147,7 @@ def test_a_server_that_hangs_is_left_and_started_again() -> None:
     assert first != second and not alive(first) and not alive(second)
 
 
-def test_a_server_that_goes_away() -> None:
+def test_a_server_that_stops() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -196,7 +196,7 @@ def test_a_connection_for_each_episode() -> None:
     assert one != two and first == second == "2"
 
 
-def test_the_state_of_an_episode_is_no_argument_of_the_models() -> None:
+def test_the_model_cannot_set_state() -> None:
     tool = McpTool("f", "", print, (), stateful=True, input_schema={"type": "object"})  # it allows any name
     with pytest.raises(ToolMistake, match="error: f: state: there is no such argument") as mistake:
         tool.check({"state": 1})
@@ -204,7 +204,7 @@ def test_the_state_of_an_episode_is_no_argument_of_the_models() -> None:
     assert replace(tool, stateful=False).check({"state": 1}) == {"state": 1}
 
 
-def test_messages_tell_no_keys() -> None:
+def test_messages_contain_no_secrets() -> None:
     secret = "https://me:hush@host.test:81/a/b?key=hush#hush"
     for server in (Server("x", url=secret), find_server(f"mcp:{secret}", {})):
         assert server.url == secret and server.place == "https://host.test:81/a/b" and "hush" not in server.name
@@ -222,7 +222,7 @@ def test_messages_tell_no_keys() -> None:
     assert "hush" not in str(absent.value)
 
 
-def test_a_choice_of_tools_with_names_of_their_own(url: str) -> None:
+def test_only_and_prefix(url: str) -> None:
     def named(*only: str) -> list[str]:
         return [tool.name for tool in mcp_tools("mcp:x", {"x": {"url": url, "only": only, "prefix": "x_"}}, 1.0)]
 
@@ -231,7 +231,7 @@ def test_a_choice_of_tools_with_names_of_their_own(url: str) -> None:
         named("addd")
 
 
-def test_among_other_tools(url: str) -> None:
+def test_mcp_tools_beside_other_tools(url: str) -> None:
     server = {"url": url, "only": ["add", "fail"], "max_output_tokens": 4}
     found = resolve_tools(["calculator", "mcp:test"], {"test": server}, seconds=20.0)
     assert found.names == ("calculator", "add", "fail") and not found.functions  # nothing that needs a worker
@@ -243,8 +243,8 @@ def test_among_other_tools(url: str) -> None:
     ]
 
     async def play() -> list[Any]:
-        async with found.open() as bench:
-            return await bench.call(calls)
+        async with found.open() as session:
+            return await session.call(calls)
 
     results = asyncio.run(play())
     assert [result.text for result in results[:2]] == ["42", "42"]
@@ -256,7 +256,7 @@ def test_among_other_tools(url: str) -> None:
         resolve_tools(["mcp:test", "mcp:again"], {"test": server, "again": server})
 
 
-def test_a_server_that_is_not_there() -> None:
+def test_a_missing_server() -> None:
     with pytest.raises(Absent, match="tool server nowhere-to-be-found"):
         mcp_tools("mcp:stdio:nowhere-to-be-found", {}, 1.0)
     with pytest.raises(Absent, match="start it first"):

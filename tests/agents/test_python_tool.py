@@ -23,8 +23,8 @@ def tools() -> ToolSet:
 
 def run(tools: ToolSet, *episodes: list[str]) -> list[list[ToolResult]]:
     async def episode(cells: list[str]) -> list[ToolResult]:
-        async with tools.open() as bench:
-            return [(await bench.call([Call("python_executor", {"code": code})]))[0] for code in cells]
+        async with tools.open() as session:
+            return [(await session.call([Call("python_executor", {"code": code})]))[0] for code in cells]
 
     async def go() -> list[list[ToolResult]]:
         return await asyncio.gather(*map(episode, episodes))
@@ -38,7 +38,7 @@ def test_variables_stay_within_an_episode(tools: ToolSet) -> None:
     assert two[0].use.error == "raised" and "NameError: name 'x' is not defined" in two[0].text
 
 
-def test_what_the_code_does_wrong_is_for_the_model(tools: ToolSet) -> None:
+def test_errors_of_the_code_are_shown_to_the_model(tools: ToolSet) -> None:
     ((loop, after, exit_, error),) = run(
         tools, ["while True: pass", "print('again')", "import sys; sys.exit(3)", "print('a' * 5000); 1 / 0"]
     )

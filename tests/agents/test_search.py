@@ -1,4 +1,4 @@
-"""search: corpora, the index that is kept, and real questions."""
+"""search: corpora, the saved index, and real questions."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def corpus(tmp_path: Path) -> Path:
 
 def ask(corpus: Path, **arguments: Any) -> str:
     async def go() -> str:
-        async with resolve_tools(["search"], {"search": {"corpus": str(corpus)}}).open() as bench:
-            (result,) = await bench.call([Call("search", arguments)])
+        async with resolve_tools(["search"], {"search": {"corpus": str(corpus)}}).open() as session:
+            (result,) = await session.call([Call("search", arguments)])
             return result.text
 
     return asyncio.run(go())
@@ -83,7 +83,7 @@ def test_a_damaged_corpus_says_where(corpus: Path, text: str, message: str) -> N
         read_corpus([corpus])
 
 
-def test_a_corpus_that_is_not_there(tmp_path: Path, corpus: Path) -> None:
+def test_a_missing_corpus(tmp_path: Path, corpus: Path) -> None:
     with pytest.raises(
         Absent, match=r"(?s)agent\.tool_options\.search\.corpus: no such file.*did you mean   .*corpus\.jsonl"
     ):
@@ -95,7 +95,7 @@ def test_a_corpus_that_is_not_there(tmp_path: Path, corpus: Path) -> None:
         resolve_tools(["search"])
 
 
-def test_the_hash_is_of_the_content(corpus: Path) -> None:
+def test_the_fingerprint_depends_on_the_content(corpus: Path) -> None:
     before = fingerprint([corpus])
     corpus.touch()
     assert fingerprint([corpus]) == before
@@ -136,7 +136,7 @@ def test_the_scores_are_those_of_the_formula(corpus: Path) -> None:
     assert open_index(corpus).bm25.get_scores(["seine"]) == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_index_is_kept_beside_the_corpus_and_used_again(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_index_is_saved_beside_the_corpus_and_reused(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bm25s = pytest.importorskip("bm25s", reason="bm25s is not installed")
     from covey.agents.tools.search import open_index
 
@@ -148,7 +148,7 @@ def test_the_index_is_kept_beside_the_corpus_and_used_again(corpus: Path, monkey
     assert [entry.name for entry in kept.parent.iterdir()] == [kept.name]  # no draft is left
 
 
-def test_a_corpus_that_cannot_be_written_beside(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_corpus_in_a_read_only_folder(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("bm25s", reason="bm25s is not installed")
     cache = tmp_path / "cache"
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))

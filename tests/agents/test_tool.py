@@ -1,4 +1,4 @@
-"""From a function to what a model is told of it, and back from what a model writes."""
+"""Tools from functions: their schemas, and conversion of the arguments that a model writes."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_defaults_and_missing_annotations() -> None:
     }
 
 
-def test_state_is_not_the_models() -> None:
+def test_state_is_hidden_from_the_model() -> None:
     def remember(note: str, state: dict[str, Any]) -> str:
         """Keep a note."""
         return note
@@ -177,7 +177,7 @@ def odd_default(x: Any = object()) -> str:  # noqa: B008
         (lambda x: x, "fix: @covey.tool"),
     ],
 )
-def test_what_no_model_can_call_is_refused(function: Any, message: str) -> None:
+def test_functions_that_a_model_cannot_call_are_refused(function: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         covey.tool(function)
 
@@ -279,7 +279,7 @@ def test_a_docstring_without_anything() -> None:
         (Any, {"x": [None]}, {"x": [None]}),
     ],
 )
-def test_what_models_write_is_taken_for_what_it_means(annotation: Any, written: Any, value: Any) -> None:
+def test_arguments_with_a_clear_meaning_are_converted(annotation: Any, written: Any, value: Any) -> None:
     found = accepting(annotation).check({"x": written})["x"]
     assert found == value and type(found) is type(value)
 
@@ -308,7 +308,7 @@ def test_what_models_write_is_taken_for_what_it_means(annotation: Any, written: 
         (Colour, "green", 'must be one of "red", "dark blue"'),
     ],
 )
-def test_anything_else_is_a_mistake_that_says_what_was_wanted(annotation: Any, written: Any, message: str) -> None:
+def test_other_arguments_are_mistakes_that_name_the_expected_type(annotation: Any, written: Any, message: str) -> None:
     with pytest.raises(ToolMistake, match=message) as caught:
         accepting(annotation).check({"x": written})
     assert caught.value.kind == "bad_arguments" and len(caught.value.text) < 400

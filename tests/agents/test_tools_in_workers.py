@@ -1,4 +1,4 @@
-"""Tools that misbehave, in real workers: each costs its own episode, and nobody else notices."""
+"""Misbehaving tools in real workers: each costs only its own episode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 import covey
 from covey.agents.formats.base import Call
-from covey.agents.tools import Bench, ToolFailure, ToolSet, resolve_tools
+from covey.agents.tools import ToolFailure, ToolSession, ToolSet, resolve_tools
 from covey.workers import WorkerPool
 
 
@@ -158,8 +158,8 @@ def alive(pid: int) -> bool:
 
 def one(tools: ToolSet, pool: WorkerPool, name: str, **arguments: Any) -> Any:
     async def go() -> Any:
-        async with tools.open(pool) as bench:
-            return (await bench.call([Call(name, arguments)]))[0]
+        async with tools.open(pool) as session:
+            return (await session.call([Call(name, arguments)]))[0]
 
     return asyncio.run(go())
 
@@ -185,18 +185,18 @@ FAULTS = {
 }
 
 
-def test_sixty_four_episodes_of_which_some_fail(tools: ToolSet, pool: WorkerPool, tmp_path: Path) -> None:
+def test_sixty_four_episodes_with_failures(tools: ToolSet, pool: WorkerPool, tmp_path: Path) -> None:
     """Every other episode meets a fault at some turn; the rest get what they would get alone."""
     hows = [*FAULTS, "raise"]
 
     async def episode(n: int) -> list[str]:
         texts: list[str] = []
-        async with tools.open(pool, seconds=20.0) as bench:
+        async with tools.open(pool, seconds=20.0) as session:
             for turn in range(3):
                 calls = [Call("double", {"n": 10 * n + turn}), Call("count", {"path": str(tmp_path / f"{n}")})]
                 if n % 2 and turn == n % 3:
                     calls.insert(1, Call("misbehave", {"how": hows[n // 2 % len(hows)]}))
-                texts += [result.text for result in await bench.call(calls)]
+                texts += [result.text for result in await session.call(calls)]
         return texts
 
     async def go() -> list[Any]:
@@ -218,7 +218,7 @@ def test_sixty_four_episodes_of_which_some_fail(tools: ToolSet, pool: WorkerPool
     assert causes == Counter(FAULTS[hows[n // 2 % len(hows)]] for n in range(1, 64, 2) if n // 2 % len(hows) < 9)
 
 
-def test_output_without_end_costs_nothing(tools: ToolSet, pool: WorkerPool) -> None:
+def test_endless_output(tools: ToolSet, pool: WorkerPool) -> None:
     assert one(tools, pool, "shout", how="print", megabytes=256).text == "printed"
     returned = one(tools, pool, "shout", how="return", megabytes=64).text
     assert returned == "x" * 2048 + f"\n[cut: 2048 of {64 << 20} characters]"
@@ -226,12 +226,12 @@ def test_output_without_end_costs_nothing(tools: ToolSet, pool: WorkerPool) -> N
     assert raised.text.startswith("error: ValueError: xxx") and len(raised.text) < 3000
 
 
-def test_processes_that_a_tool_leaves_behind_end(tools: ToolSet, pool: WorkerPool, tmp_path: Path) -> None:
+def test_processes_that_a_tool_leaves_behind_are_killed(tools: ToolSet, pool: WorkerPool, tmp_path: Path) -> None:
     file = tmp_path / "pids"
 
     async def go() -> list[int]:
-        async with tools.open(pool) as bench:
-            assert (await bench.call([Call("fork", {"path": str(file)})]))[0].text == "forked"
+        async with tools.open(pool) as session:
+            assert (await session.call([Call("fork", {"path": str(file)})]))[0].text == "forked"
         pids = [int(line) for line in file.read_text().split()]
         while any(map(alive, pids)):
             await asyncio.sleep(0.02)
@@ -244,9 +244,9 @@ def test_state_is_shared_and_closed(tools: ToolSet, pool: WorkerPool, tmp_path: 
     file = str(tmp_path / "count")
 
     async def go() -> list[str]:
-        async with tools.open(pool) as bench:
+        async with tools.open(pool) as session:
             calls = [Call("count", {"path": file}), Call("count", {"path": file}), Call("read_count")]
-            return [result.text for result in await bench.call(calls)]
+            return [result.text for result in await session.call(calls)]
 
     assert asyncio.run(go()) == ["1", "2", "2"]
     assert Path(file).read_text() == "closed at 2"
@@ -259,17 +259,17 @@ def test_a_stateful_tool_that_hangs_costs_its_episode(tools: ToolSet, pool: Work
         async with tools.open(pool) as other:
             await other.call([Call("count", {"path": file})])
             with pytest.raises(ToolFailure) as caught:
-                async with tools.open(pool) as bench:
-                    await bench.call([Call("hang_with_state")])
+                async with tools.open(pool) as session:
+                    await session.call([Call("hang_with_state")])
             return caught.value.cause, (await other.call([Call("count", {"path": file})]))[0].text
 
     assert asyncio.run(go()) == ("tool_timeout", "2")
 
 
-def test_an_episode_that_is_cancelled_frees_its_workers(tools: ToolSet, pool: WorkerPool) -> None:
-    async def busy(bench: Bench) -> None:
-        async with bench:
-            await bench.call([Call("misbehave", {"how": "spin"}), Call("hang_with_state")])
+def test_a_cancelled_episode_frees_its_workers(tools: ToolSet, pool: WorkerPool) -> None:
+    async def busy(session: ToolSession) -> None:
+        async with session:
+            await session.call([Call("misbehave", {"how": "spin"}), Call("hang_with_state")])
 
     async def go() -> str:
         running = [asyncio.ensure_future(busy(tools.open(pool))) for _ in range(12)]
@@ -277,8 +277,8 @@ def test_an_episode_that_is_cancelled_frees_its_workers(tools: ToolSet, pool: Wo
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        async with tools.open(pool) as bench:
-            return (await bench.call([Call("double", {"n": 1})]))[0].text
+        async with tools.open(pool) as session:
+            return (await session.call([Call("double", {"n": 1})]))[0].text
 
     assert asyncio.run(go()) == "2 m"
 

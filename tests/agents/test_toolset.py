@@ -1,4 +1,4 @@
-"""Choosing tools, and running the calls of a turn."""
+"""Resolving tools, and running the calls of a turn."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from covey.agents.formats.base import Call
 from covey.agents.tools import ToolFailure, ToolMistake, ToolResult, ToolSet, resolve_tools
 from covey.agents.tools.python import without_fence
 from covey.errors import InputError
-from tests.agents.here import Here
+from tests.agents.inline_pool import InlinePool
 
 
 @covey.tool
@@ -94,8 +94,8 @@ class Notes:
 
 def run(tools: ToolSet, *turns: Sequence[Call], **options: Any) -> list[list[ToolResult]]:
     async def go() -> list[list[ToolResult]]:
-        async with tools.open(Here(tools.functions), **options) as bench:
-            return [await bench.call(turn) for turn in turns]
+        async with tools.open(InlinePool(tools.functions), **options) as session:
+            return [await session.call(turn) for turn in turns]
 
     return asyncio.run(go())
 
@@ -104,7 +104,7 @@ def one(tools: ToolSet, name: str, **arguments: Any) -> ToolResult:
     return run(tools, [Call(name, arguments)])[0][0]
 
 
-# Choosing
+# -- Resolving -------------------------------------------------------------------------------------------------------
 
 
 def test_by_name_by_file_and_as_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def test_one_tool_under_two_names() -> None:
         resolve_tools(["python_executor", "code_interpreter"], sandbox=FakeSandbox())
 
 
-# Calling
+# -- Calling ---------------------------------------------------------------------------------------------------------
 
 
 def test_results_keep_the_order_of_the_calls() -> None:
@@ -184,7 +184,7 @@ def test_results_keep_the_order_of_the_calls() -> None:
     assert all(result.use.tool == "wait" and result.use.error is None for result in results)
 
 
-def test_what_the_model_did_wrong_is_a_text() -> None:
+def test_mistakes_of_the_model_are_texts() -> None:
     tools = resolve_tools([add, fail, "calculator"])
     calls = [
         Call("add", {"a": "2"}),
@@ -226,7 +226,7 @@ def test_what_the_model_did_wrong_is_a_text() -> None:
         (Call("fail", {"how": "circle"}), "tool_result", "returned a list that is not JSON"),
     ],
 )
-def test_what_the_infrastructure_did_wrong_is_a_failure(call: Call, cause: str, message: str) -> None:
+def test_faults_of_the_infrastructure_are_failures(call: Call, cause: str, message: str) -> None:
     with pytest.raises(ToolFailure, match=message) as caught:
         run(resolve_tools([add, sleep, fail]), [Call("add", {"a": 1}), call])
     assert caught.value.failure.cause == cause and message in caught.value.failure.message
@@ -240,7 +240,7 @@ def test_values_as_text(how: str, text: str) -> None:
     assert one(resolve_tools([fail]), "fail", how=how).text == text
 
 
-def test_the_limit_of_a_call_is_the_tools_own_or_the_runs() -> None:
+def test_limits_of_a_tool_override_those_of_the_run() -> None:
     quick = resolve_tools([sleep], {"sleep": {"timeout": 5}})
     assert one(quick, "sleep", seconds=0.1).text == "slept 0.1"
     with pytest.raises(ToolFailure, match=r"longer than 0\.01 seconds"):
@@ -255,7 +255,7 @@ def test_an_episode_ends_with_the_argument_of_answer() -> None:
     assert not wrong.ended and wrong.answer is None and wrong.use.error == "bad_arguments"
 
 
-def test_a_tool_of_the_users_that_ends() -> None:
+def test_a_users_tool_can_end_the_episode() -> None:
     @covey.tool(ends=True)
     def submit(solution: str) -> str:
         """Hand it in."""
@@ -269,7 +269,7 @@ def test_a_tool_of_the_users_that_ends() -> None:
     assert not one(tools, "submit", solution="").ended  # it may try again
 
 
-# Limits of the output
+# -- Output limits ---------------------------------------------------------------------------------------------------
 
 
 @covey.tool
@@ -315,28 +315,28 @@ def test_the_tokenizer_never_sees_a_gigabyte() -> None:
     assert seen == [3200, 3200]
 
 
-def test_half_characters_do_not_reach_the_tokenizer() -> None:
+def test_lone_surrogates_do_not_reach_the_tokenizer() -> None:
     assert one(resolve_tools([repeat]), "repeat", text="a\ud800b", times=1).text == "a?b"
 
 
-# State
+# -- State -----------------------------------------------------------------------------------------------------------
 
 
 def test_state_belongs_to_one_episode_and_is_shared_by_its_tools() -> None:
     tools = resolve_tools([note, slow_note])
 
-    async def go() -> tuple[list[str], Here]:
-        here = Here(tools.functions)
-        async with tools.open(here) as first, tools.open(here) as second:
+    async def go() -> tuple[list[str], InlinePool]:
+        pool = InlinePool(tools.functions)
+        async with tools.open(pool) as first, tools.open(pool) as second:
             texts = [result.text for result in await first.call([Call("slow_note", {"text": "a"}), note_("b")])]
             texts += [result.text for result in await second.call([note_("c")])]
             texts += [result.text for result in await first.call([note_("d")])]
-            assert not here.sessions[0].closed
-        return texts, here
+            assert not pool.sessions[0].closed
+        return texts, pool
 
-    texts, here = asyncio.run(go())
+    texts, pool = asyncio.run(go())
     assert texts == ["a", "a b", "c", "a b d"]  # one after another, in the order of the calls
-    assert [session.closed and session.state["notes"].closed for session in here.sessions] == [True, True]
+    assert [session.closed and session.state["notes"].closed for session in pool.sessions] == [True, True]
 
 
 def note_(text: str) -> Call:
@@ -346,38 +346,38 @@ def note_(text: str) -> Call:
 def test_without_state_there_is_no_session() -> None:
     tools = resolve_tools([add])
 
-    async def go() -> Here:
-        here = Here(tools.functions)
-        async with tools.open(here) as bench:
-            await bench.call([Call("add", {"a": 1})])
-        return here
+    async def go() -> InlinePool:
+        pool = InlinePool(tools.functions)
+        async with tools.open(pool) as session:
+            await session.call([Call("add", {"a": 1})])
+        return pool
 
     assert asyncio.run(go()).sessions == []
 
 
-def test_an_episode_that_is_cancelled_gives_everything_back() -> None:
+def test_a_cancelled_episode_releases_everything() -> None:
     tools = resolve_tools([note, covey.tool(timeout=60)(sleep.function)])
 
-    async def episode(here: Here, busy: asyncio.Event) -> None:
-        async with tools.open(here) as bench:
-            await bench.call([note_("a")])
+    async def episode(pool: InlinePool, busy: asyncio.Event) -> None:
+        async with tools.open(pool) as session:
+            await session.call([note_("a")])
             busy.set()
-            await bench.call([Call("sleep", {"seconds": 50}), note_("b")])
+            await session.call([Call("sleep", {"seconds": 50}), note_("b")])
 
-    async def go() -> Here:
-        here, busy = Here(tools.functions), asyncio.Event()
-        running = asyncio.ensure_future(episode(here, busy))
+    async def go() -> InlinePool:
+        pool, busy = InlinePool(tools.functions), asyncio.Event()
+        running = asyncio.ensure_future(episode(pool, busy))
         await busy.wait()
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        return here
+        return pool
 
     (session,) = asyncio.run(go()).sessions
     assert session.closed and session.state["notes"].closed
 
 
-# python_executor
+# -- python_executor -------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -436,7 +436,7 @@ def test_an_episode_has_one_interpreter(name: str) -> None:
     assert session.cells == [("a", 7.0), ("b", 7.0)] and session.closed
 
 
-def test_what_code_does_wrong_is_the_models_to_read() -> None:
+def test_errors_of_the_code_are_shown_to_the_model() -> None:
     results, _ = python("python_executor", *OUTCOMES)
     assert [(result.use.error, result.text) for result in results] == [
         (None, "(no output)"),
@@ -448,7 +448,7 @@ def test_what_code_does_wrong_is_the_models_to_read() -> None:
     ]
 
 
-def test_what_the_sandbox_does_wrong_is_a_failure() -> None:
+def test_errors_of_the_sandbox_are_failures() -> None:
     with pytest.raises(ToolFailure, match="OSError: the sandbox is gone") as caught:
         python("python_executor", "lost")
     assert caught.value.cause == "sandbox"

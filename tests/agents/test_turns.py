@@ -124,14 +124,14 @@ def test_mistakes_are_observations(line: str, error: str, told: str) -> None:
     assert told in episode.messages[2]["content"]
 
 
-def test_a_reply_that_was_cut_off_is_not_acted_on() -> None:
+def test_a_truncated_reply_is_not_parsed() -> None:
     whole = call("answer", answer="5")
     length = len(TOKENIZER(whole, add_special_tokens=False)["input_ids"])
     episode = play([whole], max_tokens=length)  # all of the call, but not its end of turn
     assert episode.stop is StopReason.LENGTH and episode.answer is None and episode.tools == ()
 
 
-def test_the_episodes_own_tokens_run_out() -> None:
+def test_the_token_limit_of_an_episode() -> None:
     first = call("calculator", expression="2+3")
     used = len(TOKENIZER(first, add_special_tokens=False)["input_ids"]) + 1
     episode = play([first, "5"], max_response_tokens=used)
@@ -191,7 +191,7 @@ def pool() -> Iterator[WorkerPool]:
 
 
 def test_a_step_of_64_episodes_with_tools_that_misbehave(pool: WorkerPool) -> None:
-    tools = Toolbox(resolve_tools([wobble]), runner=pool)
+    tools = Toolbox(resolve_tools([wobble]), pool=pool)
     agent = make_agent(AgentConfig(name="hf", max_turns=3), tools, TOKENIZER, "llama")
     assert isinstance(agent, ToolAgent)
     names = [f"{how} {number}" for number in range(8) for how in KINDS]
@@ -222,7 +222,7 @@ def test_a_step_of_64_episodes_with_tools_that_misbehave(pool: WorkerPool) -> No
 
 
 def test_a_step_in_which_every_tool_hangs_says_why(pool: WorkerPool) -> None:
-    tools = Toolbox(resolve_tools([wobble]), runner=pool)
+    tools = Toolbox(resolve_tools([wobble]), pool=pool)
     agent = make_agent(AgentConfig(name="hf"), tools, TOKENIZER, "llama")
     tasks = [Task(f"t{i}", ({"role": "user", "content": f"t{i}"},), answer="1") for i in range(2)]
     lines = {f"t{i}": [call("wobble", how="hang", number=1)] for i in range(2)}

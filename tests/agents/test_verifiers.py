@@ -260,7 +260,7 @@ def test_a_tool_server_that_is_never_ready(home: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(verifiers_runtime, "READY_SECONDS", 6)
     monkeypatch.setattr(verifiers_runtime, "WAIT_SECONDS", 2)
     monkeypatch.setattr(
-        verifiers_runtime.HostRuntime, "tell", verifiers_runtime.HostRuntime.tell
+        verifiers_runtime.HostRuntime, "report", verifiers_runtime.HostRuntime.report
     )  # put back afterwards
     # Printed before the imports, which take seconds on a busy machine.
     source = (
@@ -279,7 +279,7 @@ def test_a_tool_server_that_is_never_ready(home: Path, monkeypatch: pytest.Monke
 def test_tools_need_a_format() -> None:
     from covey.agents.verifiers_runtime import PolicyClient
 
-    with pytest.raises(InputError, match="has tools, and it is not known how the model calls them"):
+    with pytest.raises(InputError, match="has tools, and the model's tool-call format is not known"):
         PolicyClient(policy_of(Script()), None)._format([{}])
 
 
@@ -294,7 +294,7 @@ def test_limits_end_an_episode_and_it_is_scored(home: Path) -> None:
     assert cut.stop is StopReason.LENGTH and cut.final_answer == "345"
 
 
-def test_what_it_does_wrong_is_a_failure(home: Path) -> None:
+def test_its_errors_are_failures(home: Path) -> None:
     episode = play(made(home, "sums_wrong", SOURCE), Script("2"), task=2)
     assert episode.failure is not None and episode.failure.cause == "environment"
     assert "the judge is down" in episode.failure.message

@@ -56,7 +56,7 @@ def test_a_shell_block_holds_commands_and_nothing_else() -> None:
 
 
 def test_blocks_of_other_languages_are_known() -> None:
-    """Formats of tool calls: tests/agents/formats/test_formats_page.py. JSON and YAML must be that."""
+    """Formats of tool calls: tests/agents/test_pages.py. JSON and YAML must be that."""
     for block in BLOCKS:
         if block.language == "json":
             json.loads(block.text)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from covey.agents.formats import FORMATS, detect, make_format
 from covey.agents.formats.base import Call
-from covey.agents.formats.json_repair import Unreadable, read, value_end
-from covey.agents.render_demonstrations import WRITERS, call_text, written
-from covey.agents.tools.calculator import Wrong, calculate
+from covey.agents.formats.json_repair import InvalidJson, parse_json, value_end
+from covey.agents.render_demonstrations import WRITERS, call_text, render_messages
+from covey.agents.tools.calculator import ExpressionError, calculate
 from covey.agents.tools.schema import coerce
 from covey.agents.tools.tool import ToolMistake, read_docstring, tool
 from covey.errors import InputError
@@ -61,8 +61,8 @@ def reads_lenient(text: str) -> None:
     end = value_end(text, 0)
     assert end is None or 0 < end <= len(text)
     try:
-        value = read(text)
-    except Unreadable as problem:
+        value = parse_json(text)
+    except InvalidJson as problem:
         assert 0 < len(str(problem)) < 500
     else:
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
@@ -129,7 +129,7 @@ talk = st.lists(
 def writes_demonstrations(messages: list[dict[str, Any]]) -> None:
     for form in EVERY:
         try:
-            found, _ = written(messages, SCHEMAS, form)
+            found, _ = render_messages(messages, SCHEMAS, form)
         except InputError:
             continue
         assert all(isinstance(message["content"], str) for message in found)
@@ -151,7 +151,7 @@ sums = st.one_of(
 def calculates(text: str) -> None:
     try:
         found = calculate(text)
-    except Wrong as error:
+    except ExpressionError as error:
         assert 0 < len(str(error)) < 2000
     else:
         assert isinstance(found, str) and 0 < len(found) < 2000
@@ -241,5 +241,5 @@ test_fuzz = suite(TARGETS)
     "expression", ["9**9**9", "factorial(10**9)", "(" * 500 + "1" + ")" * 500, "10**10**10", "1e999999"]
 )
 def test_bombs_of_the_calculator_are_told(expression: str) -> None:
-    with pytest.raises(Wrong):
+    with pytest.raises(ExpressionError):
         calculate(expression)

@@ -23,7 +23,7 @@ from covey.algorithms import schema
 from covey.config import compose, expand_sweep
 from covey.config.read import read_env_file, read_yaml
 from covey.errors import InputError
-from covey.gateway.openai_api import Refused, read_messages, read_rewards
+from covey.gateway.openai_api import RequestRefused, read_messages, read_rewards
 from covey.models.loading import pick_device, pick_dtype
 from covey.rewards import REWARDS, resolve_rewards
 from covey.rewards.bfcl import NotCalls, calls_in
@@ -265,13 +265,13 @@ def test_a_time_without_end() -> None:
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), float("inf"), float("nan"), "1", None])
 def test_a_posted_reward_beyond_all_floats(value: Any) -> None:
-    with pytest.raises(Refused, match="finite number"):
+    with pytest.raises(RequestRefused, match="finite number"):
         read_rewards({"reward": value})
 
 
 @pytest.mark.parametrize("calls", [7, 1.5, "x", {"a": 1}])
 def test_tool_calls_that_are_no_list(calls: Any) -> None:
-    with pytest.raises(Refused, match="must be a list"):
+    with pytest.raises(RequestRefused, match="must be a list"):
         read_messages([{"role": "assistant", "tool_calls": calls}])
 
 
@@ -291,7 +291,7 @@ def test_more_than_was_announced() -> None:
 )
 def test_a_tool_servers_schema_that_is_none(wrong: dict[str, Any]) -> None:
     pytest.importorskip("jsonschema")
-    with pytest.raises(InputError, match=r"'t' of the server s: its inputSchema is no JSON schema"):
+    with pytest.raises(InputError, match=r"'t' of the server s: its inputSchema is not a JSON schema"):
         _check_schema(Server("s", command=("x",)), "t", wrong)
 
 
@@ -320,7 +320,7 @@ def test_a_list_of_tools_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
         return await listed(Client())
 
     monkeypatch.setattr(Connection, "_use", use)
-    with pytest.raises(ToolFailure, match=f"more than {mcp_connection.MOST_TOOLS} tools"):
+    with pytest.raises(ToolFailure, match=f"more than {mcp_connection.MAX_TOOLS} tools"):
         asyncio.run(Connection(Server("s", command=("x",))).tools())
 
 

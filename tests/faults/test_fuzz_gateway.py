@@ -26,7 +26,7 @@ from schemathesis.specs.openapi.checks import (  # noqa: E402
 )
 
 from tests.faults.fuzzing import Target, json_values, scalars, suite  # noqa: E402
-from tests.gateway.house import House, Scripted, serving  # noqa: E402
+from tests.gateway.running_gateway import RunningGateway, ScriptedEngine, serve_engine  # noqa: E402
 
 ERROR = {
     "type": "object",
@@ -154,11 +154,11 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 
 
 @cache
-def house() -> House:
+def gateway() -> RunningGateway:
     """One server for all requests of this file; its engine says the same to everybody."""
     stack = ExitStack()
     atexit.register(stack.close)
-    return stack.enter_context(serving(Scripted(lambda text, sampling: "a reply")))
+    return stack.enter_context(serve_engine(ScriptedEngine(lambda text, sampling: "a reply")))
 
 
 def _operations() -> dict[str, Any]:
@@ -167,10 +167,10 @@ def _operations() -> dict[str, Any]:
 
 
 def conforms(case: Any) -> None:
-    place = house()
-    headers = {"authorization": f"Bearer {place.book.token}:fuzz"}
+    place = gateway()
+    headers = {"authorization": f"Bearer {place.registry.token}:fuzz"}
     if case.method.upper() == "POST" and case.path == "/episodes":
-        headers["authorization"] = f"Bearer {place.book.token}"
+        headers["authorization"] = f"Bearer {place.registry.token}"
     case.call_and_validate(base_url=place.url, headers=headers, checks=CHECKS, timeout=60)
 
 
@@ -246,13 +246,13 @@ asked = st.tuples(st.sampled_from(["POST", "POST", "GET", "PUT"]), st.sampled_fr
 def _client() -> Any:
     import httpx
 
-    return httpx.Client(base_url=house().url, trust_env=False, timeout=60)
+    return httpx.Client(base_url=gateway().url, trust_env=False, timeout=60)
 
 
 def refuses(given: tuple[str, str, str, bytes]) -> None:
     method, route, key, body = given
-    place = house()
-    key = key.replace("TOKEN", place.book.token).replace("NAMED", f"{place.book.token}:raw")
+    place = gateway()
+    key = key.replace("TOKEN", place.registry.token).replace("NAMED", f"{place.registry.token}:raw")
     headers = {b"authorization": f"Bearer {key}".strip().encode("latin-1")}
     answer = _client().request(method, route, content=body, headers=headers)
     assert answer.status_code < 500, (answer.status_code, answer.text[:500])

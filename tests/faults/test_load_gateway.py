@@ -20,12 +20,12 @@ import pytest
 import torch
 
 from covey.cli.serve import Recorder
-from covey.gateway import Book, Rules
+from covey.gateway import EpisodeRules, Registry
 from covey.rollout.embedded.engine import EmbeddedEngine
 from covey.rollout.policy import EpisodePolicy
 from covey.rollout.rendering import Renderer
 from covey.types import Sampling
-from tests.gateway.house import House, running
+from tests.gateway.running_gateway import RunningGateway, running
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 CLIENTS = 40  # two of each rude kind
@@ -39,7 +39,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def crowded_house(record: Any, *, ends: float, max_tokens: int) -> Iterator[House]:
+def crowded_gateway(record: Any, *, ends: float, max_tokens: int) -> Iterator[RunningGateway]:
     """covey serve without a command line, with a tiny model in the embedded engine."""
     from kit.caller import CONTEXT, make_model, make_tokenizer
 
@@ -58,12 +58,14 @@ def crowded_house(record: Any, *, ends: float, max_tokens: int) -> Iterator[Hous
         sampling = Sampling(max_tokens=max_tokens)
         return EpisodePolicy(engine, renderer, sampling, (0, "load", next(numbers)))
 
-    over: list[Any] = []
-    book = Book(Rules("tiny"), new_policy=new_policy, on_closed=record(renderer) if record else over.append)
-    server = Server(book, 0)
+    closed: list[Any] = []
+    registry = Registry(
+        EpisodeRules("tiny"), new_policy=new_policy, on_closed=record(renderer) if record else closed.append
+    )
+    server = Server(registry, 0)
     try:
         with running(server):
-            yield House(book, server, engine, over)
+            yield RunningGateway(registry, server, engine, closed)
     finally:
         engine.close()
 
@@ -92,14 +94,14 @@ def test_a_crowd_is_recorded_once_each_with_the_tokens_it_was_given(tmp_path: Pa
             sessions += await crowd.play(CLIENTS)
             await crowd.http.aclose()
             crowd.http = Crowd(url, token, turns=2).http
-            until(lambda: idle(house.engine) and not house.book._live)
+            until(lambda: idle(gateway.engine) and not gateway.registry._open)
             gc.collect()
             files.append(len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0)
         await crowd.http.aclose()
         return sessions, files
 
-    with crowded_house(lambda renderer: Recorder(tmp_path, renderer.decode), ends=0.1, max_tokens=16) as house:
-        sessions, files = asyncio.run(rounds(house.url, house.book.token))
+    with crowded_gateway(lambda renderer: Recorder(tmp_path, renderer.decode), ends=0.1, max_tokens=16) as gateway:
+        sessions, files = asyncio.run(rounds(gateway.url, gateway.registry.token))
     lines = [json.loads(line) for line in (tmp_path / "episodes.jsonl").read_text().splitlines()]
     assert wrongs(sessions, lines) == []
     assert len(lines) == 2 * CLIENTS == len({line["id"] for line in lines})
@@ -112,26 +114,26 @@ def test_a_crowd_is_recorded_once_each_with_the_tokens_it_was_given(tmp_path: Pa
 @pytest.mark.parametrize("politely", [True, False])
 def test_the_sequences_of_who_has_gone_are_given_up(politely: bool) -> None:
     """The reply would be as long as the context; whoever asked for it hangs up, or its machine is gone."""
-    with crowded_house(None, ends=1e-9, max_tokens=400) as house:
-        opened = house.open()
+    with crowded_gateway(None, ends=1e-9, max_tokens=400) as gateway:
+        opened = gateway.open()
         body = json.dumps({"messages": [{"role": "user", "content": "?"}], "n": 3}).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{house.server.port}\r\nAuthorization: Bearer "
-        line = socket.create_connection(("127.0.0.1", house.server.port))
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{gateway.server.port}\r\nAuthorization: Bearer "
+        line = socket.create_connection(("127.0.0.1", gateway.server.port))
         line.sendall(f"{head}{opened['key']}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
-        until(lambda: house.engine.generated_tokens > 0)
+        until(lambda: gateway.engine.generated_tokens > 0)
         if not politely:
             line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset, not a good-bye
         line.close()
-        until(lambda: idle(house.engine))
-        assert house.engine.generated_tokens < 3 * 400
-        live = house.book._live[opened["id"]]
-        assert live.policy.turns == [] and not live._running
+        until(lambda: idle(gateway.engine))
+        assert gateway.engine.generated_tokens < 3 * 400
+        episode = gateway.registry._open[opened["id"]]
+        assert episode.policy.turns == [] and not episode._running
 
 
 def test_clients_give_up_silent_connections_before_the_server_does() -> None:
     """Where both wait for the same time, a request may be sent into a connection that is just being closed."""
     import httpx
 
-    with crowded_house(None, ends=0.5, max_tokens=4) as house:
+    with crowded_gateway(None, ends=0.5, max_tokens=4) as gateway:
         expiry = httpx.Limits().keepalive_expiry
-        assert expiry is not None and house.server._server.config.timeout_keep_alive > 2 * expiry
+        assert expiry is not None and gateway.server._server.config.timeout_keep_alive > 2 * expiry

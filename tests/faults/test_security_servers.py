@@ -17,11 +17,10 @@ from covey.dashboard import server as dash_server
 from covey.dashboard.runs import Library
 from covey.dashboard.server import Dash
 from covey.dashboard.static_page import html_report, markdown_report, read_all
-from covey.gateway import server as gateway_app
 from covey.gateway import server as gateway_server
 from tests.conftest import ROOT
 from tests.dashboard.made import episode, healthy, write_episodes, write_run
-from tests.gateway.house import USER, House, Scripted, serving
+from tests.gateway.running_gateway import USER, RunningGateway, ScriptedEngine, serve_engine
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +40,8 @@ def dash(run: Path) -> Iterator[Dash]:
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
-    with serving(Scripted(lambda prompt, _: "hello")) as made:
+def gateway() -> Iterator[RunningGateway]:
+    with serve_engine(ScriptedEngine(lambda prompt, _: "hello")) as made:
         yield made
 
 
@@ -70,23 +69,25 @@ def ask_dash(dash: Dash, path: str, *headers: str, host: str | None = None, verb
     return raw(dash.port, "\r\n".join([*lines, "", ""]).encode())
 
 
-def ask_gateway(house: House, *headers: str, body: bytes = b"", path: str = "/v1/models", verb: str = "GET") -> bytes:
-    lines = [f"{verb} {path} HTTP/1.1", f"Host: 127.0.0.1:{house.server.port}", "Connection: close"]
-    lines += [f"Authorization: Bearer {house.book.token}", *headers]
-    return raw(house.server.port, "\r\n".join([*lines, "", ""]).encode() + body)
+def ask_gateway(
+    gateway: RunningGateway, *headers: str, body: bytes = b"", path: str = "/v1/models", verb: str = "GET"
+) -> bytes:
+    lines = [f"{verb} {path} HTTP/1.1", f"Host: 127.0.0.1:{gateway.server.port}", "Connection: close"]
+    lines += [f"Authorization: Bearer {gateway.registry.token}", *headers]
+    return raw(gateway.server.port, "\r\n".join([*lines, "", ""]).encode() + body)
 
 
-def test_both_listen_on_the_loopback_alone(dash: Dash, house: House) -> None:
+def test_both_listen_on_the_loopback_alone(dash: Dash, gateway: RunningGateway) -> None:
     rows = Path("/proc/net/tcp").read_text().splitlines()[1:]
     listening = {row.split()[1] for row in rows if row.split()[3] == "0A"}
-    for port in (dash.port, house.server.port):
+    for port in (dash.port, gateway.server.port):
         assert [place for place in listening if place.endswith(f":{port:04X}")] == [f"0100007F:{port:04X}"]
     rows = Path("/proc/net/tcp6").read_text().splitlines()[1:] if Path("/proc/net/tcp6").exists() else []
     assert not [row for row in rows if row.split()[1].endswith(f":{dash.port:04X}") and row.split()[3] == "0A"]
 
 
-def test_tokens_are_long_random_and_compared_in_constant_time(dash: Dash, house: House) -> None:
-    assert len(dash.token) >= 32 and len(house.book.token) >= 32 and dash.token != house.book.token
+def test_tokens_are_long_random_and_compared_in_constant_time(dash: Dash, gateway: RunningGateway) -> None:
+    assert len(dash.token) >= 32 and len(gateway.registry.token) >= 32 and dash.token != gateway.registry.token
     from covey.gateway import registry
 
     for module in (dash_server, registry):
@@ -97,22 +98,27 @@ def test_tokens_are_long_random_and_compared_in_constant_time(dash: Dash, house:
             assert not told, told
 
 
-def test_no_server_prints_a_token_or_an_address(dash: Dash, house: House, capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_server_prints_a_token_or_an_address(
+    dash: Dash, gateway: RunningGateway, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert status(ask_dash(dash, f"/?token={dash.token}")) == 303
     assert status(ask_dash(dash, f"/nowhere?token={dash.token}")) == 404
-    assert status(ask_gateway(house, path=f"/v1/nowhere?key={house.book.token}")) == 404
+    assert status(ask_gateway(gateway, path=f"/v1/nowhere?key={gateway.registry.token}")) == 404
     said = "".join(capfd.readouterr())
-    assert dash.token not in said and house.book.token not in said and "nowhere" not in said
+    assert dash.token not in said and gateway.registry.token not in said and "nowhere" not in said
 
 
 # -- who asks ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example:{port}", "", "[::1]"])
-def test_a_name_that_was_bent_to_this_machine(dash: Dash, house: House, host: str) -> None:
+def test_a_name_that_was_bent_to_this_machine(dash: Dash, gateway: RunningGateway, host: str) -> None:
     assert status(ask_dash(dash, "/api/runs", host=host.format(port=dash.port) or " ")) == 403
-    lines = f"GET /v1/models HTTP/1.1\r\nHost: {host.format(port=house.server.port)}\r\nConnection: close\r\n"
-    assert status(raw(house.server.port, f"{lines}Authorization: Bearer {house.book.token}\r\n\r\n".encode())) == 403
+    lines = f"GET /v1/models HTTP/1.1\r\nHost: {host.format(port=gateway.server.port)}\r\nConnection: close\r\n"
+    assert (
+        status(raw(gateway.server.port, f"{lines}Authorization: Bearer {gateway.registry.token}\r\n\r\n".encode()))
+        == 403
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,17 +141,17 @@ def test_its_own_page_and_links_are_answered(dash: Dash) -> None:
 
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:1", "https://127.0.0.1:{port}"])
-def test_pages_of_others_get_nothing_from_the_gateway(house: House, origin: str) -> None:
+def test_pages_of_others_get_nothing_from_the_gateway(gateway: RunningGateway, origin: str) -> None:
     """Nor does a question beforehand (OPTIONS) tell them that they may ask."""
-    origin = f"Origin: {origin.format(port=house.server.port)}"
+    origin = f"Origin: {origin.format(port=gateway.server.port)}"
     for verb in ("GET", "OPTIONS"):
-        answer = ask_gateway(house, origin, "Access-Control-Request-Method: POST", verb=verb)
+        answer = ask_gateway(gateway, origin, "Access-Control-Request-Method: POST", verb=verb)
         assert status(answer) == 403 and b"access-control-allow" not in answer.lower()
 
 
-def test_answers_say_that_they_are_no_pages(dash: Dash, house: House) -> None:
+def test_answers_say_that_they_are_no_pages(dash: Dash, gateway: RunningGateway) -> None:
     wanted = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
-    for answer in (ask_gateway(house), ask_gateway(house, path="/x"), ask_dash(dash, "/"), ask_dash(dash, "/x")):
+    for answer in (ask_gateway(gateway), ask_gateway(gateway, path="/x"), ask_dash(dash, "/"), ask_dash(dash, "/x")):
         head = answer.partition(b"\r\n\r\n")[0].decode().lower()
         found = dict(line.split(": ", 1) for line in head.split("\r\n")[1:])
         assert wanted.items() <= found.items() and "default-src 'none'" in found["content-security-policy"]
@@ -163,11 +169,11 @@ WAYS = [
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_no_way_leads_out(dash: Dash, house: House, way: str) -> None:
-    for answer in (ask_dash(dash, way), ask_gateway(house, path=way)):
+def test_no_way_leads_out(dash: Dash, gateway: RunningGateway, way: str) -> None:
+    for answer in (ask_dash(dash, way), ask_gateway(gateway, path=way)):
         assert 400 <= status(answer) < 500 and b"root:" not in answer, answer[:200]
     for ident in ("..", "%2e%2e", "..%2f..%2fetc%2fpasswd", "a/../../b"):
-        assert status(ask_gateway(house, path=f"/episodes/{ident}")) in (403, 404)
+        assert status(ask_gateway(gateway, path=f"/episodes/{ident}")) in (403, 404)
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "episodes.jsonl", ".hydra/overrides.yaml"])
@@ -223,32 +229,32 @@ def test_settings_that_grow_without_end_are_not_read(run: Path, tmp_path: Path) 
 # -- how much, how slow, how many --------------------------------------------------------------------------------------
 
 
-def test_bodies_without_a_length_are_bounded_too(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway_app, "MAX_BODY", 1000)
+def test_bodies_without_a_length_are_bounded_too(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_server, "MAX_BODY", 1000)
     chunks = b"".join(b"190\r\n" + b"x" * 400 + b"\r\n" for _ in range(5)) + b"0\r\n\r\n"
     chunked = ("Transfer-Encoding: chunked",)
-    answer = ask_gateway(house, *chunked, body=chunks, path="/v1/chat/completions", verb="POST")
+    answer = ask_gateway(gateway, *chunked, body=chunks, path="/v1/chat/completions", verb="POST")
     assert status(answer) == 413
-    said = ask_gateway(house, "Content-Length: 999999999", body=b"x" * 2000, path="/episodes", verb="POST")
+    said = ask_gateway(gateway, "Content-Length: 999999999", body=b"x" * 2000, path="/episodes", verb="POST")
     assert status(said) == 413
 
 
-def test_without_a_key_no_body_is_read(house: House) -> None:
+def test_without_a_key_no_body_is_read(gateway: RunningGateway) -> None:
     started = time.monotonic()
-    lines = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{house.server.port}\r\n"
-    answer = raw(house.server.port, f"{lines}Content-Length: 1000000\r\nConnection: close\r\n\r\n".encode())
+    lines = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{gateway.server.port}\r\n"
+    answer = raw(gateway.server.port, f"{lines}Content-Length: 1000000\r\nConnection: close\r\n\r\n".encode())
     assert status(answer) == 401 and time.monotonic() - started < 15
 
 
 @pytest.mark.parametrize("size", [70_000, 2_000_000])
-def test_headers_are_bounded(dash: Dash, house: House, size: int) -> None:
+def test_headers_are_bounded(dash: Dash, gateway: RunningGateway, size: int) -> None:
     big = "X-Big: " + "y" * size
-    assert status(ask_gateway(house, big)) in (0, 400, 431)
+    assert status(ask_gateway(gateway, big)) in (0, 400, 431)
     assert status(ask_dash(dash, "/api/runs", big)) in (0, 400, 431)
     many = [f"X-{n}: y" for n in range(5000)]
     assert status(ask_dash(dash, "/api/runs", *many)) in (0, 400, 431)
     assert status(ask_dash(dash, "/api/runs?x=" + "y" * size)) in (0, 403, 414)
-    assert status(ask_dash(dash, "/api/runs")) == 200 and status(ask_gateway(house)) == 200, "others are served"
+    assert status(ask_dash(dash, "/api/runs")) == 200 and status(ask_gateway(gateway)) == 200, "others are served"
 
 
 def test_the_dash_takes_no_bodies(dash: Dash) -> None:
@@ -262,40 +268,40 @@ def test_the_dash_takes_no_bodies(dash: Dash) -> None:
 @pytest.mark.parametrize("begun", [b"", b"GET /v1/models HTTP/1.1\r\nHost: 12", b"GET / HTTP/1.1\r\n"])
 def test_who_says_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
     monkeypatch.setattr(gateway_server, "HEAD_SECONDS", 0.2)
-    with serving(Scripted(lambda prompt, _: "hello")) as house:
+    with serve_engine(ScriptedEngine(lambda prompt, _: "hello")) as gateway:
         started = time.monotonic()
-        raw(house.server.port, begun, seconds=20)
+        raw(gateway.server.port, begun, seconds=20)
         assert time.monotonic() - started < 15, "the server hung up, not we"
-        reply = house.post("/v1/chat/completions", json={"model": "tiny", "messages": [USER]})
+        reply = gateway.post("/v1/chat/completions", json={"model": "tiny", "messages": [USER]})
         assert reply.status_code == 200, "who asks is answered"
 
 
 def test_a_second_request_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_server, "HEAD_SECONDS", 0.2)
-    with serving(Scripted(lambda prompt, _: "hello")) as house:
-        whole = f"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1:{house.server.port}\r\n\r\n".encode()
+    with serve_engine(ScriptedEngine(lambda prompt, _: "hello")) as gateway:
+        whole = f"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1:{gateway.server.port}\r\n\r\n".encode()
         started = time.monotonic()
-        answer = raw(house.server.port, whole + whole[:20])
+        answer = raw(gateway.server.port, whole + whole[:20])
         assert status(answer) == 401 and time.monotonic() - started < 15
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway_app, "BODY_SECONDS", 0.2)
-    answer = ask_gateway(house, "Content-Length: 100", body=b"{", path="/episodes", verb="POST")
+def test_a_body_that_does_not_come_is_not_waited_for(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_server, "BODY_SECONDS", 0.2)
+    answer = ask_gateway(gateway, "Content-Length: 100", body=b"{", path="/episodes", verb="POST")
     assert status(answer) == 408
 
 
 def test_a_busy_event_loop_is_not_the_clients_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """The learner works for longer than a client may take, while its body waits to be read."""
-    monkeypatch.setattr(gateway_app, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(gateway_server, "BODY_SECONDS", 0.3)
     monkeypatch.setattr(gateway_server, "HEAD_SECONDS", 0.3)
-    with serving(Scripted(lambda prompt, _: "hello")) as house:
-        head = f"POST /episodes HTTP/1.1\r\nHost: 127.0.0.1:{house.server.port}\r\nConnection: close\r\n"
-        head += f"Authorization: Bearer {house.book.token}\r\nContent-Length: 2\r\n\r\n"
-        assert house.server._serving is not None
-        loop = house.server._serving.get_loop()
+    with serve_engine(ScriptedEngine(lambda prompt, _: "hello")) as gateway:
+        head = f"POST /episodes HTTP/1.1\r\nHost: 127.0.0.1:{gateway.server.port}\r\nConnection: close\r\n"
+        head += f"Authorization: Bearer {gateway.registry.token}\r\nContent-Length: 2\r\n\r\n"
+        assert gateway.server._serving is not None
+        loop = gateway.server._serving.get_loop()
         for first, rest in ((head, "{}"), (head[:30], head[30:] + "{}")):
-            with socket.create_connection(("127.0.0.1", house.server.port), 10) as line:
+            with socket.create_connection(("127.0.0.1", gateway.server.port), 10) as line:
                 line.sendall(first.encode())
                 time.sleep(0.1)
                 loop.call_soon_threadsafe(time.sleep, 1.0)
@@ -320,14 +326,14 @@ def test_silent_connections_do_not_keep_others_out_of_the_dash(dash: Dash) -> No
 
 def test_too_many_connections_to_the_gateway_are_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_server, "MAX_CONNECTIONS", 10)
-    with serving(Scripted(lambda prompt, _: "hello")) as house:
-        lines = [socket.create_connection(("127.0.0.1", house.server.port), 10) for _ in range(12)]
+    with serve_engine(ScriptedEngine(lambda prompt, _: "hello")) as gateway:
+        lines = [socket.create_connection(("127.0.0.1", gateway.server.port), 10) for _ in range(12)]
         time.sleep(0.3)
-        assert status(ask_gateway(house)) == 503
+        assert status(ask_gateway(gateway)) == 503
         for line in lines:
             line.close()
         for _ in range(100):
-            if status(answer := ask_gateway(house)) == 200:
+            if status(answer := ask_gateway(gateway)) == 200:
                 break
             time.sleep(0.05)
         assert status(answer) == 200

@@ -1,4 +1,4 @@
-"""agent=gateway under the collector: programs that come for attempts, and programs that are started for them."""
+"""agent=gateway with the collector: clients that take attempts, and programs that are started for them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from covey.errors import Absent, InputError, RunFailed
-from covey.gateway import GatewayAgent, Rules
-from covey.gateway.agent import play, require_program
+from covey.gateway import EpisodeRules, GatewayAgent
+from covey.gateway.agent import require_program, run_program
 from covey.rewards import resolve_rewards
 from covey.rollout.collector import Collector, NothingCompleted, TrainingSource
 from covey.rollout.rendering import Renderer
 from covey.types import Collected, Episode, Sampling, StopReason, Task
-from tests.gateway.house import Scripted
+from tests.gateway.running_gateway import ScriptedEngine
 
 TASKS = [Task(f"t{n}", ({"role": "user", "content": f"q{n}"},), answer="secret", columns={"k": n}) for n in range(2)]
 SAMPLING = Sampling(temperature=0.8, max_tokens=40)
@@ -33,8 +33,8 @@ class Ground:
     """A collector with a gateway, two tasks and two attempts at each."""
 
     def __init__(self, reward: Any = "given", seconds: float = 20.0, **options: Any) -> None:
-        self.engine = Scripted(lambda prompt, sampling: f"reply {sampling.seed % 1000}")
-        rules = Rules("tiny", sampling=SAMPLING, max_turns=options.pop("max_turns", None))
+        self.engine = ScriptedEngine(lambda prompt, sampling: f"reply {sampling.seed % 1000}")
+        rules = EpisodeRules("tiny", sampling=SAMPLING, max_turns=options.pop("max_turns", None))
         self.said: list[str] = []
         self.agent = GatewayAgent(rules, port=0, patience=options.pop("patience", 5.0), **options)
         self.agent.announce = self.said.append
@@ -52,8 +52,8 @@ class Ground:
 
     @property
     def token(self) -> str:
-        assert self.agent._book is not None
-        return self.agent._book.token
+        assert self.agent._registry is not None
+        return self.agent._registry.token
 
     def client(self) -> Any:
         import httpx
@@ -84,7 +84,7 @@ async def ask(client: Any, opened: dict[str, Any], **more: Any) -> Any:
     return await client.post("/v1/chat/completions", headers=headers, json=body)
 
 
-def test_a_program_comes_for_attempts_and_posts_what_they_are_worth() -> None:
+def test_a_client_takes_attempts_and_posts_rewards() -> None:
     seen = []
 
     async def player(ground: Ground) -> None:
@@ -106,7 +106,7 @@ def test_a_program_comes_for_attempts_and_posts_what_they_are_worth() -> None:
     assert ground.said[0].startswith("gateway: http://127.0.0.1:") and ground.token in ground.said[0]
 
 
-def test_another_temperature_than_the_runs_is_refused() -> None:
+def test_a_temperature_other_than_the_runs_is_refused() -> None:
     async def player(ground: Ground) -> None:
         async with ground.client() as client:
             for _ in range(4):
@@ -120,10 +120,10 @@ def test_another_temperature_than_the_runs_is_refused() -> None:
 
     ground = Ground()
     assert [len(e.turns) for e in episodes(step(ground, player))] == [1, 1, 1, 1]
-    assert {s.temperature for s in ground.engine.asked} == {0.8}
+    assert {s.temperature for s in ground.engine.requests} == {0.8}
 
 
-def test_a_reward_of_the_runs_scores_what_was_finished() -> None:
+def test_the_runs_reward_scores_finished_episodes() -> None:
     async def player(ground: Ground) -> None:
         async with ground.client() as client:
             for _ in range(4):
@@ -138,7 +138,7 @@ def test_a_reward_of_the_runs_scores_what_was_finished() -> None:
     assert [e.rewards for e in found] == [{"length": len(e.final_answer)} for e in found]
 
 
-def test_what_nobody_comes_for_or_closes_is_a_failure_and_late_posts_change_nothing() -> None:
+def test_attempts_not_taken_or_not_closed_fail_and_late_posts_change_nothing() -> None:
     statuses = []
 
     async def player(ground: Ground) -> None:
@@ -158,7 +158,7 @@ def test_what_nobody_comes_for_or_closes_is_a_failure_and_late_posts_change_noth
     assert statuses == [410, 410]
 
 
-def test_waiting_for_the_model_or_for_a_program_is_not_the_episodes_time() -> None:
+def test_waiting_does_not_count_as_the_episodes_time() -> None:
     """Four attempts of half a second one after the other, each with 1.5 s of its own."""
 
     async def player(ground: Ground) -> None:
@@ -205,7 +205,7 @@ def test_an_engine_that_fails_costs_the_attempt() -> None:
     assert found.failures == {"agent": 1} and found.examples["agent"].startswith("OSError: out of feathers")
 
 
-# -- programs that are started ---------------------------------------------------------------------------------------
+# -- Programs started by Covey ---------------------------------------------------------------------------------------
 
 PLAYER = """
 import json, os, sys, time, urllib.request
@@ -256,7 +256,7 @@ def test_a_program_is_started_for_each_attempt_and_no_more_than_allowed_at_once(
     assert len(marks) == 8 and max(running) <= 2
 
 
-def test_a_program_that_ends_badly_is_a_failure_with_its_last_words(tmp_path: Path) -> None:
+def test_an_exit_code_is_a_failure_with_the_end_of_the_output(tmp_path: Path) -> None:
     line = command(
         tmp_path,
         """
@@ -298,7 +298,7 @@ def test_a_program_and_all_it_started_are_killed_at_the_deadline(tmp_path: Path)
     assert len(pids) == 4 and not [pid for pid in pids if alive(pid)]
 
 
-def test_what_left_the_programs_group_ends_too_and_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_processes_that_left_the_group_are_killed_without_delay(tmp_path: Path) -> None:
     """Three sleepers with sessions of their own that hold the pipe: one whose parent lives, one whose parent is gone,
     and one without the program's environment, which nobody finds."""
     script = """
@@ -310,7 +310,7 @@ def test_what_left_the_programs_group_ends_too_and_keeps_nobody_waiting(tmp_path
     names = ("child", "orphan", "stranger")
 
     async def scene() -> bool:
-        playing = asyncio.create_task(play(["sh", "-c", f"cd {tmp_path}; {script}"], os.environ))
+        playing = asyncio.create_task(run_program(["sh", "-c", f"cd {tmp_path}; {script}"], os.environ))
         while not (tmp_path / "ready").exists():
             await asyncio.sleep(0.02)
         await asyncio.sleep(0.2)  # until they have sessions of their own
@@ -336,9 +336,9 @@ def test_what_left_the_programs_group_ends_too_and_keeps_nobody_waiting(tmp_path
     assert returned and living == [False, False, True]
 
 
-def test_the_end_of_what_a_program_wrote_is_kept() -> None:
+def test_the_end_of_a_programs_output_is_kept() -> None:
     code = "import sys; sys.stdout.write('x' * 300_000); sys.stderr.write('the end'); sys.exit(3)"
-    status, words = asyncio.run(play([sys.executable, "-S", "-c", code], os.environ))
+    status, words = asyncio.run(run_program([sys.executable, "-S", "-c", code], os.environ))
     assert status == 3 and words.endswith("xthe end") and len(words) == 2000
 
 
@@ -350,12 +350,12 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-def test_nothing_that_works_is_told_with_the_likely_fix(tmp_path: Path) -> None:
+def test_a_run_without_any_attempt_names_the_likely_fix(tmp_path: Path) -> None:
     with pytest.raises(NothingCompleted, match=r"4 × program: .*exit code 3[\s\S]*run agent\.command by hand"):
         step(Ground(command=f"{sys.executable} -S -c 'raise SystemExit(3)'"))
 
 
-def test_a_command_that_cannot_be_run_is_told_at_once() -> None:
+def test_a_command_that_cannot_be_run_is_reported_at_once() -> None:
     for line in ("", "python 'unclosed"):
         with pytest.raises(InputError, match=r"agent\.command"):
             Ground(command=line)
@@ -373,7 +373,7 @@ def test_a_dead_engine_ends_the_run_whatever_the_program_says(tmp_path: Path) ->
         step(ground)
 
 
-def test_who_waits_for_an_attempt_when_the_run_ends_is_told_there_is_none() -> None:
+def test_clients_that_wait_when_the_run_ends_get_no_attempt() -> None:
     async def scene() -> int:
         ground = Ground()
         await ground.agent.__aenter__()
@@ -386,7 +386,7 @@ def test_who_waits_for_an_attempt_when_the_run_ends_is_told_there_is_none() -> N
     assert asyncio.run(scene()) == 204
 
 
-def test_the_runs_own_programs_are_the_only_ones(tmp_path: Path) -> None:
+def test_with_a_command_clients_cannot_take_attempts(tmp_path: Path) -> None:
     async def player(ground: Ground) -> None:
         async with ground.client() as client:
             assert (await client.post("/episodes")).status_code == 409

@@ -1,4 +1,4 @@
-"""Chat requests of OpenAI's own client: what comes back, and what is recorded of it."""
+"""Chat requests with OpenAI's client: the responses, and the recorded episodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from covey.training.samples import episode_rows
 from covey.types import Sampling, StopReason
 from tests.conftest import tiny_llama
-from tests.gateway.house import SEARCH, USER, House, Scripted, serving, tokenizer
+from tests.gateway.running_gateway import SEARCH, USER, RunningGateway, ScriptedEngine, serve_engine, tokenizer
 
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "quails"}}\n</tool_call>'
 
@@ -24,8 +24,8 @@ def sleepy(prompt: str, sampling: Sampling) -> str:
 
 
 @pytest.fixture
-def house() -> Iterator[House]:
-    with serving(Scripted(sleepy)) as made:
+def gateway() -> Iterator[RunningGateway]:
+    with serve_engine(ScriptedEngine(sleepy)) as made:
         yield made
 
 
@@ -33,9 +33,9 @@ def ask(client: Any, messages: Any = (USER,), **more: Any) -> Any:
     return client.chat.completions.create(model="tiny", messages=list(messages), **more)
 
 
-def test_a_conversation_with_a_tool_is_one_row_of_sampled_tokens(house: House) -> None:
-    opened = house.open(task={"id": "q1", "messages": [USER], "answer": "grass", "hint": "low"})
-    client = house.client(opened["key"])
+def test_a_conversation_with_a_tool_is_one_row_of_sampled_tokens(gateway: RunningGateway) -> None:
+    opened = gateway.open(task={"id": "q1", "messages": [USER], "answer": "grass", "hint": "low"})
+    client = gateway.client(opened["key"])
     first = ask(client, tools=[SEARCH]).choices[0]
     assert first.finish_reason == "tool_calls" and first.message.content == "Let me look."
     (call,) = first.message.tool_calls
@@ -43,13 +43,13 @@ def test_a_conversation_with_a_tool_is_one_row_of_sampled_tokens(house: House) -
     result = {"role": "tool", "tool_call_id": call.id, "content": "Coturnix roosts on the ground."}
     second = ask(client, [USER, first.message, result], tools=[SEARCH]).choices[0]
     assert (second.finish_reason, second.message.content) == ("stop", "In the grass.")
-    assert house.post(f"/episodes/{opened['id']}/reward", json={"reward": 0.5}).status_code == 200
+    assert gateway.post(f"/episodes/{opened['id']}/reward", json={"reward": 0.5}).status_code == 200
 
-    episode = house.episode(opened["id"])
+    episode = gateway.episode(opened["id"])
     one, two = episode.turns
     before = one.prompt_ids + one.completion_ids
     assert two.prompt_ids[: len(before)] == before
-    between = house.engine.tokenizer.decode(list(two.prompt_ids[len(before) :]))
+    between = gateway.engine.tokenizer.decode(list(two.prompt_ids[len(before) :]))
     assert between == (
         "\n<|im_start|>user\n<tool_response>Coturnix roosts on the ground.</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
@@ -65,20 +65,20 @@ def test_a_conversation_with_a_tool_is_one_row_of_sampled_tokens(house: House) -
 
 
 def test_a_template_without_tools_gets_them_in_the_system_message_and_results_from_the_user() -> None:
-    engine = Scripted(lambda prompt, _: "In the grass." if "<tool_response>\ngrass" in prompt else CALL)
+    engine = ScriptedEngine(lambda prompt, _: "In the grass." if "<tool_response>\ngrass" in prompt else CALL)
     engine.tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    with serving(engine) as house:
-        opened = house.open()
-        client = house.client(opened["key"])
+    with serve_engine(engine) as gateway:
+        opened = gateway.open()
+        client = gateway.client(opened["key"])
         system = {"role": "developer", "content": "Be brief."}
         first = ask(client, [system, USER], tools=[SEARCH]).choices[0].message
         result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "grass"}
         ask(client, [system, USER, first, result], tools=[SEARCH])
-        house.post(f"/episodes/{opened['id']}/finish")
-        one, two = house.episode(opened["id"]).turns
+        gateway.post(f"/episodes/{opened['id']}/finish")
+        one, two = gateway.episode(opened["id"]).turns
     assert two.prompt_ids[: len(one.prompt_ids + one.completion_ids)] == one.prompt_ids + one.completion_ids
     shown = engine.tokenizer.decode(list(two.prompt_ids))
     assert shown.startswith("<|im_start|>system\nBe brief.\n\n# Tools") and '"name": "search"' in shown
@@ -87,11 +87,11 @@ def test_a_template_without_tools_gets_them_in_the_system_message_and_results_fr
     )
 
 
-def test_a_stream_is_the_whole_reply_in_pieces(house: House) -> None:
-    whole = ask(house.client(house.open()["key"]), tools=[SEARCH], logprobs=True)
+def test_a_stream_is_the_whole_reply_in_pieces(gateway: RunningGateway) -> None:
+    whole = ask(gateway.client(gateway.open()["key"]), tools=[SEARCH], logprobs=True)
     chunks = list(
         ask(
-            house.client(house.open()["key"]),
+            gateway.client(gateway.open()["key"]),
             tools=[SEARCH],
             logprobs=True,
             stream=True,
@@ -114,16 +114,16 @@ def test_a_stream_is_the_whole_reply_in_pieces(house: House) -> None:
 
 
 def test_several_replies_are_branches_each_a_turn_of_its_own() -> None:
-    engine = Scripted(lambda prompt, sampling: "more" if "again" in prompt else f"say {sampling.seed % 1000}")
-    with serving(engine) as house:
-        opened = house.open()
-        client = house.client(opened["key"])
+    engine = ScriptedEngine(lambda prompt, sampling: "more" if "again" in prompt else f"say {sampling.seed % 1000}")
+    with serve_engine(engine) as gateway:
+        opened = gateway.open()
+        client = gateway.client(opened["key"])
         choices = ask(client, n=4).choices
         texts = [choice.message.content for choice in choices]
         assert len(set(texts)) == 4 and [choice.index for choice in choices] == [0, 1, 2, 3]
         ask(client, [USER, choices[1].message, {"role": "user", "content": "again"}])
-        house.post("/episodes/current/finish", key=opened["key"])
-        episode = house.episode(opened["id"])
+        gateway.post("/episodes/current/finish", key=opened["key"])
+        episode = gateway.episode(opened["id"])
     assert sorted(map(engine.tokenizer.decode, [list(t.completion_ids[:-1]) for t in episode.turns[:4]])) == sorted(
         texts
     )
@@ -134,11 +134,11 @@ def test_several_replies_are_branches_each_a_turn_of_its_own() -> None:
     assert sum(sum(row.mask) for row in rows) == episode.response_tokens  # every sampled token once
 
 
-def test_log_probs_are_the_turns_and_usage_counts_tokens(house: House) -> None:
-    opened = house.open()
-    reply = ask(house.client(opened["key"]), logprobs=True)
-    house.post(f"/episodes/{opened['id']}/finish")
-    (turn,) = house.episode(opened["id"]).turns
+def test_log_probs_are_the_turns_and_usage_counts_tokens(gateway: RunningGateway) -> None:
+    opened = gateway.open()
+    reply = ask(gateway.client(opened["key"]), logprobs=True)
+    gateway.post(f"/episodes/{opened['id']}/finish")
+    (turn,) = gateway.episode(opened["id"]).turns
     entries = reply.choices[0].logprobs.content
     assert [entry.logprob for entry in entries] == list(turn.logprobs)
     assert "".join(entry.token for entry in entries) == reply.choices[0].message.content
@@ -147,8 +147,8 @@ def test_log_probs_are_the_turns_and_usage_counts_tokens(house: House) -> None:
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
 
 
-def test_where_a_reply_ends(house: House) -> None:
-    client = house.client(house.open()["key"])
+def test_where_a_reply_ends(gateway: RunningGateway) -> None:
+    client = gateway.client(gateway.open()["key"])
     stopped = ask(client, stop=["look"]).choices[0]
     assert (stopped.message.content, stopped.finish_reason) == ("Let me ", "stop")
     for limit in ({"max_tokens": 5}, {"max_completion_tokens": 5}):
@@ -157,18 +157,20 @@ def test_where_a_reply_ends(house: House) -> None:
         assert cut.message.tool_calls is None
 
 
-def test_tool_choice_none_shows_the_tools_and_reads_no_calls(house: House) -> None:
-    opened = house.open()
-    reply = ask(house.client(opened["key"]), tools=[SEARCH], tool_choice="none").choices[0]
+def test_tool_choice_none_shows_the_tools_and_reads_no_calls(gateway: RunningGateway) -> None:
+    opened = gateway.open()
+    reply = ask(gateway.client(opened["key"]), tools=[SEARCH], tool_choice="none").choices[0]
     assert reply.message.tool_calls is None and CALL in reply.message.content
-    house.post(f"/episodes/{opened['id']}/finish")
-    assert '"name": "search"' in house.engine.tokenizer.decode(list(house.episode(opened["id"]).turns[0].prompt_ids))
+    gateway.post(f"/episodes/{opened['id']}/finish")
+    assert '"name": "search"' in gateway.engine.tokenizer.decode(
+        list(gateway.episode(opened["id"]).turns[0].prompt_ids)
+    )
 
 
-def test_sampling_settings_are_followed_where_nobody_trains(house: House) -> None:
-    ask(house.client(house.open()["key"]), temperature=0.25, top_p=0.5)
-    ask(house.client(house.open()["key"]))
-    assert [(s.temperature, s.top_p) for s in house.engine.asked] == [(0.25, 0.5), (1.0, 1.0)]
+def test_sampling_settings_of_requests_are_followed_without_training(gateway: RunningGateway) -> None:
+    ask(gateway.client(gateway.open()["key"]), temperature=0.25, top_p=0.5)
+    ask(gateway.client(gateway.open()["key"]))
+    assert [(s.temperature, s.top_p) for s in gateway.engine.requests] == [(0.25, 0.5), (1.0, 1.0)]
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -197,81 +199,81 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_followed_is_refused_in_openais_form(house: House, name: str) -> None:
+def test_unsupported_fields_are_refused_in_openais_form(gateway: RunningGateway, name: str) -> None:
     from openai import BadRequestError
 
     fields, text = REFUSED[name]
-    opened = house.open()
-    answer = house.post("/v1/chat/completions", key=opened["key"], json={"messages": [USER], "model": "x"} | fields)
+    opened = gateway.open()
+    answer = gateway.post("/v1/chat/completions", key=opened["key"], json={"messages": [USER], "model": "x"} | fields)
     assert answer.status_code == 400 and text in answer.json()["error"]["message"]
     with pytest.raises(BadRequestError, match=text):
-        ask(house.client(opened["key"]), extra_body=fields)
-    assert house.engine.asked == []
+        ask(gateway.client(opened["key"]), extra_body=fields)
+    assert gateway.engine.requests == []
 
 
-def test_unknown_fields_are_tolerated(house: House) -> None:
-    reply = ask(house.client(house.open()["key"]), user="me", seed=3, extra_body={"reasoning": {"effort": "low"}})
+def test_unknown_fields_are_ignored(gateway: RunningGateway) -> None:
+    reply = ask(gateway.client(gateway.open()["key"]), user="me", seed=3, extra_body={"reasoning": {"effort": "low"}})
     assert reply.choices[0].message.content.startswith("Let me look.")
 
 
-def test_no_room_is_told_as_clients_know_it() -> None:
+def test_a_full_context_is_reported_with_openais_code() -> None:
     from openai import BadRequestError
 
-    with serving(Scripted(sleepy), max_response_tokens=20) as house:
-        opened = house.open()
-        client = house.client(opened["key"])
+    with serve_engine(ScriptedEngine(sleepy), max_response_tokens=20) as gateway:
+        opened = gateway.open()
+        client = gateway.client(opened["key"])
         assert ask(client).choices[0].finish_reason == "length"
         with pytest.raises(BadRequestError, match=r"agent\.max_response_tokens is used up") as error:
             ask(client)
         assert error.value.code == "context_length_exceeded"
-        house.post(f"/episodes/{opened['id']}/finish")
-        assert house.episode(opened["id"]).stop is StopReason.LENGTH
+        gateway.post(f"/episodes/{opened['id']}/finish")
+        assert gateway.episode(opened["id"]).stop is StopReason.LENGTH
 
 
-def test_an_engine_that_fails_is_told(house: House) -> None:
+def test_an_engine_failure_is_reported(gateway: RunningGateway) -> None:
     from openai import InternalServerError
 
     def broken(prompt: str, sampling: Sampling) -> str:
         raise OSError("out of feathers")
 
-    house.engine.reply = broken
+    gateway.engine.reply = broken
     with pytest.raises(InternalServerError, match="out of feathers"):
-        ask(house.client(house.open()["key"]))
+        ask(gateway.client(gateway.open()["key"]))
 
 
 def test_sixty_four_clients_at_once() -> None:
     """Each has its own conversation: no token of one is in another."""
-    engine = Scripted(lambda prompt, _: f"heard {prompt.rpartition('number ')[2].partition('<')[0]}")
+    engine = ScriptedEngine(lambda prompt, _: f"heard {prompt.rpartition('number ')[2].partition('<')[0]}")
     ready = threading.Barrier(64)
-    with serving(engine) as house:
-        shared = house.client(house.book.token)
+    with serve_engine(engine) as gateway:
+        shared = gateway.client(gateway.registry.token)
 
         def play(number: int) -> str:
-            client = shared.with_options(api_key=f"{house.book.token}:player-{number}")
+            client = shared.with_options(api_key=f"{gateway.registry.token}:player-{number}")
             ready.wait()
             talk: list[Any] = [{"role": "user", "content": f"number {number}"}]
             for turn in range(3):
                 reply = ask(client, talk).choices[0].message
                 assert reply.content == f"heard {number}{'.' * turn}"
                 talk += [reply, {"role": "user", "content": f"number {number}{'.' * (turn + 1)}"}]
-            closed = house.post("/episodes/current/reward", key=client.api_key, json={"reward": number})
+            closed = gateway.post("/episodes/current/reward", key=client.api_key, json={"reward": number})
             return str(closed.json()["id"])
 
         with ThreadPoolExecutor(64) as pool:
             idents = list(pool.map(play, range(64)))
         for number, ident in enumerate(idents):
-            episode = house.episode(ident)
+            episode = gateway.episode(ident)
             assert episode.given == {"reward": number}
             (row,) = episode_rows(episode, 0)
             assert sum(row.mask) == episode.response_tokens == sum(len(f"heard {number}") + t + 1 for t in range(3))
     assert engine.most_at_once > 8
 
 
-def test_a_client_that_hangs_up_leaves_no_turn() -> None:
+def test_a_client_that_disconnects_leaves_no_turn() -> None:
     import httpx
 
     hold = threading.Event()
-    engine = Scripted(lambda prompt, _: "done")
+    engine = ScriptedEngine(lambda prompt, _: "done")
     plain = engine.generate
 
     async def slow(token_ids: Any, sampling: Sampling) -> Any:
@@ -283,23 +285,23 @@ def test_a_client_that_hangs_up_leaves_no_turn() -> None:
         return await plain(token_ids, sampling)
 
     engine.generate = slow  # type: ignore[method-assign]
-    with serving(engine) as house:
-        opened = house.open()
+    with serve_engine(engine) as gateway:
+        opened = gateway.open()
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(
-                f"{house.url}/v1/chat/completions",
+                f"{gateway.url}/v1/chat/completions",
                 headers={"authorization": f"Bearer {opened['key']}"},
                 json={"messages": [USER]},
                 timeout=0.5,
                 trust_env=False,
             )
-        assert ask(house.client(opened["key"])).choices[0].message.content == "done"
+        assert ask(gateway.client(opened["key"])).choices[0].message.content == "done"
         time.sleep(1.5)  # the first would be done by now
-        house.post(f"/episodes/{opened['id']}/finish")
-        assert len(house.episode(opened["id"]).turns) == 1
+        gateway.post(f"/episodes/{opened['id']}/finish")
+        assert len(gateway.episode(opened["id"]).turns) == 1
 
 
-def test_a_tiny_model_goes_on_from_its_own_tokens() -> None:
+def test_a_tiny_model_continues_from_its_own_tokens() -> None:
     """Sampled by the real engine: log-probs and ids of the second turn go on from the first."""
     from covey.rollout.embedded import EmbeddedEngine
 
@@ -307,13 +309,13 @@ def test_a_tiny_model_goes_on_from_its_own_tokens() -> None:
     model = tiny_llama(vocabulary=len(tokens), eos_token_id=tokens.eos_token_id)
     engine = EmbeddedEngine(model, eos_ids=[tokens.eos_token_id], decode=tokens.decode, context_length=512)
     engine.tokenizer = tokens  # type: ignore[attr-defined]
-    with serving(engine, Sampling(max_tokens=12)) as house:
-        opened = house.open()
-        client = house.client(opened["key"])
+    with serve_engine(engine, Sampling(max_tokens=12)) as gateway:
+        opened = gateway.open()
+        client = gateway.client(opened["key"])
         first = ask(client, logprobs=True).choices[0]
         second = ask(client, [USER, first.message, {"role": "user", "content": "And then?"}], logprobs=True).choices[0]
-        house.post(f"/episodes/{opened['id']}/finish")
-        one, two = house.episode(opened["id"]).turns
+        gateway.post(f"/episodes/{opened['id']}/finish")
+        one, two = gateway.episode(opened["id"]).turns
         engine.close()
     assert two.prompt_ids[: len(one.prompt_ids + one.completion_ids)] == one.prompt_ids + one.completion_ids
     assert [e.logprob for e in first.logprobs.content] == list(one.logprobs)

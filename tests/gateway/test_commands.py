@@ -19,7 +19,7 @@ from covey.cli.main import main
 from covey.gateway import GatewayAgent
 from covey.imports import install_extra
 from covey.telemetry.jsonl import read_episodes
-from tests.gateway.house import USER
+from tests.gateway.running_gateway import USER
 
 SMALL = [
     *("data=sort", "data.val_size=2", "rollout.group_size=2", "rollout.max_tokens=6"),
@@ -72,7 +72,7 @@ def test_two_steps_played_by_a_program_with_openais_client(tiny_model_folder: Pa
         assert ratios == pytest.approx([1.0] * sampled, abs=1e-3), "what is learned from is what was sampled"
 
 
-def test_a_program_outside_plays_a_run_and_the_server_stays_the_same(
+def test_an_external_program_plays_a_whole_run_on_one_server(
     tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It keeps one connection over steps and evaluations: the server is started once."""
@@ -121,7 +121,7 @@ def test_a_program_outside_plays_a_run_and_the_server_stays_the_same(
     assert "token: $COVEY_TOKEN" in said and "a-token-for-this-test" not in said
 
 
-def test_what_is_missing_is_told_before_the_model_loads(
+def test_missing_requirements_are_reported_before_the_model_loads(
     tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from covey.gateway.server import bind
@@ -138,7 +138,7 @@ def test_what_is_missing_is_told_before_the_model_loads(
         assert install_extra("serve") in capsys.readouterr().err
 
 
-def test_a_run_hides_what_its_rewards_ask_for(tiny_model_folder: Path) -> None:
+def test_a_run_hides_columns_that_its_rewards_use(tiny_model_folder: Path) -> None:
     from covey.algorithms import algorithm_schemas
     from covey.app.prepare import prepare
     from covey.config import compose

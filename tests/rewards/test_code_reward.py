@@ -121,7 +121,7 @@ def test_the_last_block_of_python(reply: str, code: str) -> None:
     ],
 )
 def test_where_speech_begins(text: str, start: int | None) -> None:
-    assert covey.replies.speech_start(text) == start
+    assert covey.replies.thinking_end(text) == start
 
 
 def test_many_fences_are_read_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Environments of your own: a class with `reset` and `step` instead of a coroutine.
+"""Environments of the user: a class with `reset` and `step` instead of a coroutine.
 
     class Guess:
         def reset(self, task):
@@ -11,10 +11,10 @@
                 return covey.Done(reward=1.0)
             return covey.Done(reward=0.0) if self.left == 0 else "Wrong. Try again."
 
-Every episode has an environment of its own, which is closed with it. Its reward is the built-in reward `given`. An
-episode that ends before the environment is done (turns, tokens) is scored by its method `end(reason)`, if it has one,
-which returns `Done`; otherwise nobody says what it is worth, and it is left out. With a pool of workers an environment
-lives in a process of its own, where it may hang or crash without harm to others.
+Every episode has its own environment, which is closed at the episode's end. The environment's reward is the built-in
+reward `given`. If an episode ends before the environment is done (turns or tokens used up), the environment's method
+`end(reason)` returns its `Done`; without that method the episode has no reward and is excluded. With a worker pool each
+environment runs in a process of its own, where a hang or crash costs only its episode.
 """
 
 from __future__ import annotations
@@ -34,15 +34,18 @@ from covey.workers import WorkerError, WorkerPool, WorkerSession, WorkerTimeout
 
 Message = Mapping[str, Any]
 
-WORKERS = "environment"  # what workers call the factory
+FACTORY = "environment"  # the factory's name in the worker pool
 
 
 class EnvironmentFailed(NamedFailure):
-    """An environment raised, hung, or returned what it must not. The model is not to blame."""
+    """An environment raised, hung, or returned an invalid value. This is not the model's fault."""
 
 
-class Seat(Protocol):
-    """Where an environment lives. Each call has `seconds`, where there is a way to keep it to that."""
+# -- Where an environment runs -----------------------------------------------------------------------------------------
+
+
+class Host(Protocol):
+    """Runs one environment. Each call may take `seconds`, as far as the host can enforce it."""
 
     async def start(self, factory: Callable[[], Any], seconds: float) -> None: ...
 
@@ -53,18 +56,18 @@ class Seat(Protocol):
     def has(self, method: str) -> bool: ...
 
 
-class Inline:
-    """In this process. What is `async` is kept to its time; what is not holds everything up while it runs."""
+class InProcess:
+    """Runs the environment in this process. Only `async` methods can be interrupted; others block the event loop."""
 
     def __init__(self) -> None:
         self.environment: Any = None
 
     async def start(self, factory: Callable[[], Any], seconds: float) -> None:
-        self.environment = await _result(factory(), seconds)
+        self.environment = await _await(factory(), seconds)
         check_environment(factory, dir(self.environment))
 
     async def call(self, method: str, argument: Any, seconds: float) -> Any:
-        return await _result(getattr(self.environment, method)(argument), seconds)
+        return await _await(getattr(self.environment, method)(argument), seconds)
 
     def has(self, method: str) -> bool:
         return callable(getattr(self.environment, method, None))
@@ -72,12 +75,12 @@ class Inline:
     async def close(self, seconds: float) -> None:
         for name in ("aclose", "close"):
             if self.has(name):
-                await _result(getattr(self.environment, name)(), seconds)
+                await _await(getattr(self.environment, name)(), seconds)
                 return
 
 
 class InWorker:
-    """In a worker of its own, which is killed if a call takes too long."""
+    """Runs the environment in its own worker, which is killed if a call takes too long."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self.pool = pool
@@ -87,7 +90,7 @@ class InWorker:
     async def start(self, factory: Callable[[], Any], seconds: float) -> None:
         self.session = await self.pool.session()
         try:
-            await self.session.make(WORKERS, seconds=seconds)
+            await self.session.make(FACTORY, seconds=seconds)
             self.methods = frozenset(await self.session.method("__dir__", seconds=seconds))
             check_environment(factory, self.methods)
         except BaseException:
@@ -107,139 +110,143 @@ class InWorker:
 
 
 def check_environment(factory: Callable[[], Any], methods: Collection[str]) -> None:
-    """Whether a factory makes environments; known only once it has made one."""
+    """Check what a factory returned. This is only known after calling it."""
     missing = [method for method in ("reset", "step") if method not in methods]
     if missing:
         name = getattr(factory, "__name__", factory)
-        raise InputError(f"agent {name} makes something that has no {' and no '.join(missing)}: no environment")
+        raise InputError(f"agent {name} makes an object without {' and '.join(missing)}: not an environment")
 
 
-async def _result(value: Any, seconds: float) -> Any:
+async def _await(value: Any, seconds: float) -> Any:
     if not inspect.isawaitable(value):
         return value
     async with asyncio.timeout(seconds):
         return await value
 
 
+# -- The agent ---------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class EnvironmentAgent:
-    """Plays an environment: each reply goes to `step`, what comes back is shown, until it is done."""
+    """Plays an environment: each reply goes to `step`, whose messages are shown to the model, until it is done."""
 
     factory: Callable[[], Any]
     max_turns: int
-    seconds: float = 10.0  # one reset or step may take this long
-    seat: Callable[[], Seat] = Inline
+    seconds: float = 10.0  # for one call of reset or step
+    host: Callable[[], Host] = InProcess
 
-    reward: ClassVar[str] = "given"  # what scores its episodes when the user names no reward
+    reward: ClassVar[str] = "given"  # the reward if the user names none
 
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """What a pool of workers must have for `in_workers`."""
-        return {WORKERS: self.factory}
+        """The functions that the pool for `in_workers` must have."""
+        return {FACTORY: self.factory}
 
     def in_workers(self, pool: WorkerPool) -> EnvironmentAgent:
-        """The same with every environment in a worker of its own."""
-        return replace(self, seat=partial(InWorker, pool))
+        """A copy that runs every environment in its own worker."""
+        return replace(self, host=partial(InWorker, pool))
 
     def opening(self, task: Task) -> tuple[Messages, None]:
-        """The task's own messages: an environment says what it adds when it is reset."""
+        """The task's messages. What an environment adds is only known after its reset."""
         return task.messages, None
 
     async def run(self, policy: Policy, task: Task) -> Episode:
-        async with self._world(policy) as world:
-            opening = _messages("reset", await world.ask("reset", task)) or list(task.messages)
-            said: list[Message] = []
-            stop, done = await self._play(policy, world, opening, said)
-            if done is None and world.seat.has("end"):
-                done = await world.ask("end", stop.value)
+        async with self._open(policy) as environment:
+            opening = _messages("reset", await environment.call("reset", task)) or list(task.messages)
+            messages: list[Message] = []  # after the opening
+            stop, done = await self._play(policy, environment, opening, messages)
+            if done is None and environment.host.has("end"):
+                done = await environment.call("end", stop.value)
                 if not isinstance(done, Done):
                     raise EnvironmentFailed("environment", f"end must return covey.Done(reward=...); got {done!r:.80}")
         return Episode(
             task,
             tuple(policy.turns),
-            (*task.messages, *beyond(opening, task.messages), *said),
+            (*task.messages, *without_task(opening, task.messages), *messages),
             stop=stop,
-            given=None if done is None else _table(done),
+            given=None if done is None else _rewards(done),
         )
 
     async def _play(
-        self, policy: Policy, world: World, opening: Messages, said: list[Message]
+        self, policy: Policy, environment: OpenEnvironment, opening: Messages, messages: list[Message]
     ) -> tuple[StopReason, Done | None]:
         for _ in range(self.max_turns):
             try:
-                reply = await policy.ask([*opening, *said])
+                reply = await policy.ask([*opening, *messages])
             except NoRoom:
                 return StopReason.LENGTH, None
-            said.append({"role": "assistant", "content": reply.text})
+            messages.append({"role": "assistant", "content": reply.text})
             if reply.stop is StopReason.LENGTH:
                 return reply.stop, None
-            answer = await world.ask("step", reply.text)
-            if isinstance(answer, Done):
-                said += answer.messages
-                return reply.stop, answer
-            said += _messages("step", answer)
+            result = await environment.call("step", reply.text)
+            if isinstance(result, Done):
+                messages += result.messages
+                return reply.stop, result
+            messages += _messages("step", result)
         return StopReason.TURNS, None
 
     @asynccontextmanager
-    async def _world(self, policy: Policy) -> AsyncIterator[World]:
-        """A fresh environment, closed at the end whatever happens. Waiting for a place is not the episode's time."""
-        world = World(self.seat(), getattr(self.factory, "__name__", "environment"), self.seconds)
+    async def _open(self, policy: Policy) -> AsyncIterator[OpenEnvironment]:
+        """A new environment, closed at the end in any case. Waiting for a worker is not counted as the episode's
+        time."""
+        environment = OpenEnvironment(self.host(), getattr(self.factory, "__name__", "environment"), self.seconds)
         with policy.waiting():
-            await world.guard("__init__", world.seat.start(self.factory, self.seconds))
+            await environment.guard("__init__", environment.host.start(self.factory, self.seconds))
         try:
-            yield world
+            yield environment
         finally:
-            await world.guard("close", world.seat.close(self.seconds))
+            await environment.guard("close", environment.host.close(self.seconds))
 
 
 @dataclass(frozen=True)
-class World:
-    """An episode's environment. What it does wrong is a failure of this episode alone."""
+class OpenEnvironment:
+    """The environment of one episode. Its errors are failures of this episode only."""
 
-    seat: Seat
+    host: Host
     name: str
     seconds: float
 
-    async def ask(self, method: str, argument: Any) -> Any:
-        return await self.guard(method, self.seat.call(method, argument, self.seconds))
+    async def call(self, method: str, argument: Any) -> Any:
+        return await self.guard(method, self.host.call(method, argument, self.seconds))
 
-    async def guard(self, what: str, call: Awaitable[Any]) -> Any:
+    async def guard(self, method: str, call: Awaitable[Any]) -> Any:
         try:
             return await call
         except (TimeoutError, WorkerTimeout):
-            text = f"{self.name}.{what} took longer than agent.tool_seconds={self.seconds:g}"
+            text = f"{self.name}.{method} took longer than agent.tool_seconds={self.seconds:g}"
             raise EnvironmentFailed("environment_timeout", text) from None
         except (EnvironmentFailed, InputError, RunFailed):
             raise
-        except WorkerError as error:  # its own exception, or its end
-            raise EnvironmentFailed("environment", f"{self.name}.{what}: {error}") from error
+        except WorkerError as error:  # the environment's own exception, or the death of its worker
+            raise EnvironmentFailed("environment", f"{self.name}.{method}: {error}") from error
         except (Exception, SystemExit) as error:
-            raise EnvironmentFailed("environment", f"{self.name}.{what}: {said(error)}") from error
+            raise EnvironmentFailed("environment", f"{self.name}.{method}: {said(error)}") from error
 
 
 def _messages(method: str, value: Any) -> list[Message]:
-    """What an environment returned, as messages: a text is the user's."""
+    """The messages that an environment returned. A string is a user message."""
     if value is None and method == "reset":
         return []
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
-    found = [value] if isinstance(value, Mapping) else value
-    if not isinstance(found, Sequence) or not found or not all(_is_message(message) for message in found):
-        ends = ", or covey.Done(reward=...)" if method == "step" else ""
-        raise EnvironmentFailed("environment", f"{method} must return messages or a text{ends}; got {value!r:.80}")
-    return list(found)
+    messages = [value] if isinstance(value, Mapping) else value
+    if not isinstance(messages, Sequence) or not messages or not all(map(_is_message, messages)):
+        done = ", or covey.Done(reward=...)" if method == "step" else ""
+        raise EnvironmentFailed("environment", f"{method} must return messages or a text{done}; got {value!r:.80}")
+    return list(messages)
 
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, Mapping) and isinstance(value.get("role"), str) and "content" in value
 
 
-def beyond(opening: Messages, own: Messages) -> Messages:
-    """Messages without the task's own, where they begin with them."""
-    return opening[len(own) :] if list(opening[: len(own)]) == list(own) else opening
+def without_task(messages: Messages, task: Messages) -> Messages:
+    """Messages without the task's own at their beginning, if they begin with them."""
+    return messages[len(task) :] if list(messages[: len(task)]) == list(task) else messages
 
 
-def _table(done: Done) -> RewardTable | None:
+def _rewards(done: Done) -> RewardTable | None:
     if done.reward is None or isinstance(done.reward, Mapping):
         return done.reward
     return {"reward": float(done.reward)}

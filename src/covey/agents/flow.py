@@ -1,17 +1,17 @@
-"""Four modules that share a memory: planner → executor → verifier, again and again, and a generator at the end.
+"""agent=flow: four modules that share a memory. Planner, executor and verifier take turns; a generator answers.
 
 AgentFlow, Li et al. 2025, https://arxiv.org/abs/2510.05592
 
     planner     sees the query, the tools and the memory; writes the next sub-goal and the tool for it
-    executor    turns that into a call of the tool, which is run; the result goes into the memory
-    verifier    sees the query and the memory; says whether more is needed
+    executor    writes a call of that tool, which is run; the result goes into the memory
+    verifier    sees the query and the memory; decides whether more is needed
     generator   writes the answer from the query and the memory
 
-All are the same policy. Each turn is a conversation of its own, so it becomes a row of tokens of its own. The reward of
-the episode goes to every turn that is learned from: those of the modules in `agent.train_modules`.
+All modules are the same policy. Each turn is a separate conversation, so it becomes a separate row of tokens. The
+episode's reward goes to every trained turn: those of the modules in `agent.train_modules`.
 
 Deviations: no analysis of the query before the first plan; planner and executor write short lines and JSON rather than
-justifications and Python; a reply that is cut off, whoever's it is, ends the episode.
+justifications and Python; a truncated reply of any module ends the episode.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
-from covey.agents.formats.base import Call, function_of, in_words
+from covey.agents.formats.base import Call, describe_tools, function_of
 from covey.agents.formats.hermes import HermesFormat
 from covey.agents.formats.llama import LlamaFormat
+from covey.agents.tools import ToolResult
+from covey.agents.turns import Toolbox
 from covey.errors import unknown
 from covey.protocols import NoRoom, Policy
-from covey.replies import speech_start
+from covey.replies import thinking_end
 from covey.types import Episode, Messages, StopReason, Task, ToolUse
 
 MODULES = ("planner", "executor", "verifier", "generator")
@@ -96,39 +97,9 @@ Steps taken:
 Write the answer to the query, in the form that it asks for."""
 
 
-class ToolResult(Protocol):
-    """What became of one call."""
-
-    @property
-    def text(self) -> str: ...
-    @property
-    def use(self) -> ToolUse: ...
-    @property
-    def ended(self) -> bool: ...
-    @property
-    def answer(self) -> str | None: ...
-
-
-class Bench(Protocol):
-    """The tools of one episode."""
-
-    async def call(self, calls: Sequence[Call]) -> Sequence[ToolResult]: ...
-
-
-class Tools(Protocol):
-    def schemas(self) -> Sequence[Mapping[str, Any]]: ...
-
-    @property
-    def functions(self) -> Mapping[str, Callable[..., Any]]: ...
-
-    def in_workers(self, pool: Any) -> Tools: ...
-
-    def open(self, policy: Policy) -> AbstractAsyncContextManager[Bench]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What was wanted, what was called for it, and what came back."""
+    """A sub-goal, the tool calls for it, and their results."""
 
     goal: str
     calls: str
@@ -137,27 +108,27 @@ class Step:
 
 @dataclass
 class Memory:
-    """All that the modules of one episode know of each other's work, and what the episode is made of."""
+    """The steps that the modules of one episode share, and what the episode is built from."""
 
     steps: list[Step] = field(default_factory=list)
-    said: list[dict[str, Any]] = field(default_factory=list)
+    replies: list[dict[str, Any]] = field(default_factory=list)
     uses: list[ToolUse] = field(default_factory=list)
     answer: str | None = None
 
     def __str__(self) -> str:
-        """The steps, as modules read them."""
-        shown = (
+        """The steps, as they are shown to the modules."""
+        steps = (
             f"Step {number}\nSub-goal: {step.goal}\nCall: {step.calls}\nResult: {step.result}"
             for number, step in enumerate(self.steps, 1)
         )
-        return "\n\n".join(shown) or "(none)"
+        return "\n\n".join(steps) or "(none)"
 
 
 @dataclass(frozen=True)
 class FlowAgent:
-    """`modules`: whose turns are learned from, by name; `all` for every one. `max_turns`: plans of one episode."""
+    """`modules`: names of the modules whose turns are trained on, or `all`. `max_turns`: plans per episode."""
 
-    tools: Tools
+    tools: Toolbox
     modules: Sequence[str] = ("planner",)
     max_turns: int = 8
 
@@ -168,7 +139,7 @@ class FlowAgent:
 
     @property
     def functions(self) -> Mapping[str, Callable[..., Any]]:
-        """What a pool of workers must have for `in_workers`."""
+        """The functions that the pool for `in_workers` must have."""
         return self.tools.functions
 
     def in_workers(self, pool: Any) -> FlowAgent:
@@ -180,72 +151,73 @@ class FlowAgent:
     async def run(self, policy: Policy, task: Task) -> Episode:
         memory = Memory()
         try:
-            stop = await self._play(policy, _query(task), memory)
+            stop = await self._run_modules(policy, _query(task), memory)
         except NoRoom:
             stop = StopReason.LENGTH
         return Episode(
             task,
             tuple(policy.turns),
-            (*task.messages, *memory.said),
+            (*task.messages, *memory.replies),
             stop=stop,
             answer=memory.answer,
             tools=tuple(memory.uses),
         )
 
-    async def _play(self, policy: Policy, query: str, memory: Memory) -> StopReason:
-        async with self.tools.open(policy) as bench:
-            enough = False
+    async def _run_modules(self, policy: Policy, query: str, memory: Memory) -> StopReason:
+        async with self.tools.open(policy) as session:
+            done = False
             for _ in range(self.max_turns):
                 plan, _ = await self._ask("planner", policy, memory, self._planner(query, memory))
                 goal, calls = await self._calls(policy, query, memory, plan)
-                results = await bench.call(calls)
+                results = await session.call(calls)
                 self._remember(memory, goal, calls, results, policy)
                 if memory.answer is not None:
                     return StopReason.ANSWER
                 verdict, _ = await self._ask("verifier", policy, memory, self._verifier(query, memory))
-                if enough := _enough(verdict):
+                if done := _says_stop(verdict):
                     break
-        _, last = await self._ask("generator", policy, memory, _prompt(GENERATOR, query=query, memory=memory))
-        return last if enough else StopReason.TURNS
+        _, stop = await self._ask("generator", policy, memory, _prompt(GENERATOR, query=query, memory=memory))
+        return stop if done else StopReason.TURNS
 
     async def _ask(self, module: str, policy: Policy, memory: Memory, messages: Messages) -> tuple[str, StopReason]:
-        """What a module says, without its thinking. A reply that is cut off is of no use to the others."""
+        """A module's reply without its thinking. A truncated reply is useless to the other modules."""
         trained = module in self.modules or "all" in self.modules
         reply = await policy.ask(messages, trained=trained)
-        memory.said.append({"role": "assistant", "name": module, "content": reply.text})
+        memory.replies.append({"role": "assistant", "name": module, "content": reply.text})
         if reply.stop is StopReason.LENGTH:
             raise NoRoom(f"the {module}'s reply was cut off")
-        start = speech_start(reply.text)
+        start = thinking_end(reply.text)
         return ("" if start is None else reply.text[start:].strip()), reply.stop
 
     async def _calls(self, policy: Policy, query: str, memory: Memory, plan: str) -> tuple[str, tuple[Call, ...]]:
-        """The sub-goal and the calls for it. A plan that names no tool of ours is a call that goes wrong."""
-        goal, name = _plan(plan)
+        """The sub-goal and the calls for it. A plan that names no known tool becomes a malformed call."""
+        goal, name = _parse_plan(plan)
         if not goal or not name:
             problem = "The plan must end with the lines\nSub-goal: what is to be done\nTool: the name of one tool"
             return goal or "(none)", (Call(name, problem=problem),)
         schema = next((s for s in self.tools.schemas() if function_of(s)["name"] == name), None)
         if schema is None:
             return goal, (Call(name),)
-        prompt = _prompt(EXECUTOR, query=query, goal=goal, tool=in_words([schema]), name=name)
+        prompt = _prompt(EXECUTOR, query=query, goal=goal, tool=describe_tools([schema]), name=name)
         reply, _ = await self._ask("executor", policy, memory, prompt)
-        return goal, _executed(reply, name)
+        return goal, _parse_calls(reply, name)
 
     def _remember(
         self, memory: Memory, goal: str, calls: Sequence[Call], results: Sequence[ToolResult], policy: Policy
     ) -> None:
         text = policy.plain("\n".join(result.text for result in results))
-        memory.steps.append(Step(policy.plain(goal), policy.plain("; ".join(map(_written, calls))), text))
+        memory.steps.append(Step(policy.plain(goal), policy.plain("; ".join(map(_call_text, calls))), text))
         memory.uses += [result.use for result in results]
-        ended = [result for result in results if result.ended]
-        if ended:
-            memory.answer = ended[0].answer or ""
+        for result in results:
+            if result.ended:
+                memory.answer = result.answer or ""
+                return
 
     def _planner(self, query: str, memory: Memory) -> Messages:
-        return _prompt(PLANNER, query=query, tools=in_words(self.tools.schemas()), memory=memory)
+        return _prompt(PLANNER, query=query, tools=describe_tools(self.tools.schemas()), memory=memory)
 
     def _verifier(self, query: str, memory: Memory) -> Messages:
-        return _prompt(VERIFIER, query=query, tools=in_words(self.tools.schemas()), memory=memory)
+        return _prompt(VERIFIER, query=query, tools=describe_tools(self.tools.schemas()), memory=memory)
 
 
 def _prompt(text: str, **parts: object) -> Messages:
@@ -253,7 +225,7 @@ def _prompt(text: str, **parts: object) -> Messages:
 
 
 def _query(task: Task) -> str:
-    """The task as one text. Who said what is marked where there is more than a system message and a question."""
+    """The task as one text. Roles are written out if there is more than a system message and a question."""
     system = [str(m["content"]) for m in task.messages if m["role"] == "system"]
     rest = [m for m in task.messages if m["role"] != "system"]
     if len(rest) == 1:
@@ -261,38 +233,39 @@ def _query(task: Task) -> str:
     return "\n\n".join([*system, *(f"{m['role']}: {m['content']}" for m in rest)])
 
 
-def _plan(text: str) -> tuple[str, str]:
-    """Sub-goal and tool: the last of each, for a planner may think aloud before."""
-    found = {"goal": "", "tool": ""}
+def _parse_plan(text: str) -> tuple[str, str]:
+    """Sub-goal and tool: the last of each, since a planner may think aloud before."""
+    values = {"goal": "", "tool": ""}
     lines = list(LINE.finditer(text))
     ends = [*(line.start() for line in lines[1:]), len(text)]
     for line, end in zip(lines, ends, strict=False):
-        said = text[line.end() : end].strip()
-        found["tool" if line["label"].lower().startswith("tool") else "goal"] = said
-    return found["goal"], found["tool"].split("\n")[0].strip().strip("`'\"[]*").strip()
+        is_tool = line["label"].lower().startswith("tool")
+        values["tool" if is_tool else "goal"] = text[line.end() : end].strip()
+    return values["goal"], values["tool"].split("\n")[0].strip().strip("`'\"[]*").strip()
 
 
-def _executed(reply: str, name: str) -> tuple[Call, ...]:
-    """The executor's calls of the planned tool: between tags, or JSON alone."""
+def _parse_calls(reply: str, name: str) -> tuple[Call, ...]:
+    """The executor's calls of the planned tool, between tags or as bare JSON."""
     tagged = "<tool_call>" in reply or not reply.startswith("{")
     parsed = (HermesFormat() if tagged else LlamaFormat()).parse(reply)
     if not parsed.calls:
         return (Call(name, problem="The executor wrote no tool call."),)
-    return tuple(call if call.problem or call.name == name else _other(call, name) for call in parsed.calls)
+    return tuple(
+        call
+        if call.problem or call.name == name
+        else Call(call.name, id=call.id, problem=f"The executor called {call.name}, but the plan says {name}.")
+        for call in parsed.calls
+    )
 
 
-def _other(call: Call, planned: str) -> Call:
-    return Call(call.name, id=call.id, problem=f"The executor called {call.name}, but the plan says {planned}.")
-
-
-def _written(call: Call) -> str:
+def _call_text(call: Call) -> str:
     if call.problem is not None:
         return f"{call.name or 'none'} (malformed)"
     return f"{call.name}({json.dumps(dict(call.arguments), ensure_ascii=False)})"
 
 
-def _enough(verdict: str) -> bool:
-    """The last conclusion counts. Without one, a last line that says STOP and nothing else."""
+def _says_stop(verdict: str) -> bool:
+    """Whether the last conclusion is STOP; without a conclusion, whether the last line is just STOP."""
     conclusions = VERDICT.findall(verdict)
     last = conclusions[-1] if conclusions else verdict.rpartition("\n")[2].strip(" .*`")
     return bool(last.lower() == "stop")

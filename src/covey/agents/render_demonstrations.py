@@ -1,8 +1,8 @@
-"""Demonstrations as an episode would have had them: tools explained, calls written and results shown as in sampling.
+"""Demonstrations rendered as sampled episodes would be: tools explained, calls written, results shown in the same way.
 
-Where the chat template shows tools and calls by itself, they are left to it. Where it does not, the tools are explained
-in the system message, a call is written into the reply's text in the agent's format, and a result comes as the message
-that the format makes of it.
+If the chat template shows tools and calls by itself, they are left to it. Otherwise the tools are explained in the
+system message, calls are written into the reply's text in the agent's format, and results become the messages that the
+format makes of them.
 """
 
 from __future__ import annotations
@@ -12,70 +12,67 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from covey.agents.formats import Format
-from covey.agents.formats.base import Call, Schemas, call_id
-from covey.agents.turns import with_system
+from covey.agents.formats.base import Call, Schemas, call_id, tool_calls_message
 from covey.errors import InputError
+from covey.replies import with_system
 from covey.types import Messages
 
 Message = dict[str, Any]
 
 
-def written(messages: Messages, schemas: Schemas, format: Format) -> tuple[Messages, Schemas | None]:
-    """The messages and tools that the chat template is given. `messages` have tool calls in OpenAI's form."""
-    said = _conversation(messages, format)
+def render_messages(messages: Messages, schemas: Schemas, format: Format) -> tuple[Messages, Schemas | None]:
+    """The messages and tools for the chat template. `messages` have tool calls in OpenAI's form."""
+    rendered = _render_conversation(messages, format)
     if format.native_tools:
-        return said, schemas or None
-    return tuple(with_system(said, format.instructions(schemas))), None
+        return rendered, schemas or None
+    return tuple(with_system(rendered, format.instructions(schemas))), None
 
 
-def _conversation(messages: Messages, format: Format) -> tuple[Message, ...]:
-    found: list[Message] = []
-    calls: list[Call] = []  # of the last reply, still without a result
-    names: dict[str, Call] = {}  # the same by the ids that the demonstration gave them
+def _render_conversation(messages: Messages, format: Format) -> tuple[Message, ...]:
+    rendered: list[Message] = []
+    pending: list[Call] = []  # calls of the last reply without a result
+    by_id: dict[str, Call] = {}  # the same by the demonstration's own ids
     results: list[tuple[Call, str]] = []
     for message in messages:
-        if message["role"] == "tool" and calls:
-            call = names.get(str(message.get("tool_call_id"))) or calls[0]
-            calls.remove(call)
+        if message["role"] == "tool" and pending:
+            call = by_id.get(str(message.get("tool_call_id"))) or pending[0]
+            pending.remove(call)
             results.append((call, str(message["content"])))
             continue
-        found += format.observe(results)
+        rendered += format.observe(results)
         results = []
         if message["role"] == "assistant":
-            calls, names = _calls(message, len(found), format)
-            found.append(_reply(message, calls, format) if message.get("tool_calls") else dict(message))
+            pending, by_id = _read_calls(message, len(rendered), format)
+            rendered.append(_render_reply(message, pending, format) if message.get("tool_calls") else dict(message))
         else:
-            found.append(dict(message))
-    return (*found, *format.observe(results))
+            rendered.append(dict(message))
+    return (*rendered, *format.observe(results))
 
 
-def _calls(message: Mapping[str, Any], place: int, format: Format) -> tuple[list[Call], dict[str, Call]]:
-    """The calls of a reply: listed, or written into its text. Ids are made anew, since some templates are strict."""
+def _read_calls(message: Mapping[str, Any], place: int, format: Format) -> tuple[list[Call], dict[str, Call]]:
+    """The calls of a reply, from its `tool_calls` or from its text. They get new ids, since some templates demand a
+    certain form."""
     if not message.get("tool_calls"):
         return list(format.parse(str(message["content"])).calls), {}
     calls: list[Call] = []
-    names: dict[str, Call] = {}
-    for number, given in enumerate(message["tool_calls"]):
-        function = given["function"]
-        ident = call_id(f"{function['name']} {number}", place)
-        calls.append(Call(function["name"], function["arguments"], ident))
-        if "id" in given:
-            names[str(given["id"])] = calls[-1]
-    return calls, names
+    by_id: dict[str, Call] = {}
+    for number, entry in enumerate(message["tool_calls"]):
+        function = entry["function"]
+        new_id = call_id(f"{function['name']} {number}", place)
+        calls.append(Call(function["name"], function["arguments"], new_id))
+        if "id" in entry:
+            by_id[str(entry["id"])] = calls[-1]
+    return calls, by_id
 
 
-def _reply(message: Mapping[str, Any], calls: Sequence[Call], format: Format) -> Message:
-    """A reply that calls tools, for the template, or as text."""
+def _render_reply(message: Mapping[str, Any], calls: Sequence[Call], format: Format) -> Message:
+    """A reply with tool calls, for the template or as text."""
     content = str(message["content"])
     if format.native_tools:
-        listed = [
-            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": dict(call.arguments)}}
-            for call in calls
-        ]
-        return {**message, "content": content, "tool_calls": listed}
+        return {**message, "content": content, "tool_calls": tool_calls_message(calls)}
     text = "\n".join(part for part in (content, call_text(format, calls)) if part)
-    read = [(call.name, dict(call.arguments)) for call in format.parse(text).calls if call.problem is None]
-    if read != [(call.name, dict(call.arguments)) for call in calls]:
+    parsed = [(call.name, dict(call.arguments)) for call in format.parse(text).calls if call.problem is None]
+    if parsed != [(call.name, dict(call.arguments)) for call in calls]:
         raise InputError(
             f"this reply cannot be written in the format {format.name} so that it is read as the same calls:\n{text}"
         )

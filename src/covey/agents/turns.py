@@ -1,46 +1,25 @@
-"""The tools of a run, with where they run and their limits: what an agent opens for each episode."""
+"""Agents that chat: one answer, or several turns with tools.
+
+`ChatAgent` samples one answer to the task's messages. `ToolAgent` repeats: sample a reply, run its tool calls, add the
+results to the conversation, until a reply calls no tool. Mistakes of the model (malformed calls, unknown tools, wrong
+arguments) come back to it as observations. A failure of the infrastructure ends the episode as a failure. A reply that
+was cut off ends the episode too; nothing in it is parsed or run.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from covey.agents.formats import Format
-from covey.agents.tools import Bench, Runner, ToolSet
+from covey.agents.tools import ToolSession, ToolSet
 from covey.protocols import NoRoom, Policy
+from covey.replies import with_system
 from covey.types import Episode, Messages, StopReason, Task, ToolUse
+from covey.workers import WorkerPool
 
-
-@dataclass(frozen=True)
-class Toolbox:
-    """`runner` has the functions of users' tools; it is there when the run begins."""
-
-    tools: ToolSet
-    max_tokens: int = 512
-    seconds: float = 10.0
-    runner: Runner | None = None
-
-    def schemas(self) -> list[dict[str, Any]]:
-        return self.tools.schemas()
-
-    @property
-    def functions(self) -> dict[str, Callable[..., Any]]:
-        """What a pool of workers must have for `in_workers`."""
-        return self.tools.functions
-
-    def in_workers(self, pool: Runner) -> Toolbox:
-        """The same, with users' tools in killable processes."""
-        return replace(self, runner=pool)
-
-    def open(self, policy: Policy) -> Bench:
-        """The bench of the episode that this policy plays."""
-        return self.tools.open(
-            self.runner, cut=policy.cut, max_tokens=self.max_tokens, seconds=self.seconds, waiting=policy.waiting
-        )
-
-
-# -- The plain agent: the task's messages in, one answer out -----------------------------------------------------------
+Message = Mapping[str, Any]
 
 
 class ChatAgent:
@@ -53,32 +32,44 @@ class ChatAgent:
         return Episode(task, (turn,), (*task.messages, reply), stop=turn.stop)
 
 
-# -- The turn loop: ask, run the tools that were called, show what came back, until there is an answer -----------------
-# The model's mistakes (malformed calls, unknown tools, wrong arguments) come back to it as observations. A failure of
-# ours ends the episode as a failure. A reply that was cut off ends it too: nothing in it is parsed or run.
+@dataclass(frozen=True)
+class Toolbox:
+    """The tools of a run with their limits. `pool` runs users' tools; a run sets it when it starts."""
 
-Message = Mapping[str, Any]
+    tools: ToolSet
+    max_tokens: int = 512
+    seconds: float = 10.0
+    pool: WorkerPool | None = None
 
+    def schemas(self) -> list[dict[str, Any]]:
+        return self.tools.schemas()
 
-@dataclass
-class Talk:
-    """What was said after the task's own messages, and what the tools did."""
+    @property
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """The functions that the pool for `in_workers` must have."""
+        return self.tools.functions
 
-    said: list[Message] = field(default_factory=list)
-    uses: list[ToolUse] = field(default_factory=list)
-    answer: str | None = None
+    def in_workers(self, pool: WorkerPool) -> Toolbox:
+        """A copy that runs users' tools in the pool."""
+        return replace(self, pool=pool)
+
+    def open(self, policy: Policy) -> ToolSession:
+        """The tool session of this policy's episode."""
+        return self.tools.open(
+            self.pool, cut=policy.cut, max_tokens=self.max_tokens, seconds=self.seconds, waiting=policy.waiting
+        )
 
 
 @dataclass(frozen=True)
 class ToolAgent:
-    """One loop for all ways of writing a call."""
+    """The same loop for every tool-call format."""
 
     tools: Toolbox
     format: Format
     max_turns: int
 
     def opening(self, task: Task) -> tuple[Messages, Sequence[Mapping[str, Any]] | None]:
-        """The task with the tools explained, by the template or in the system message."""
+        """The task's messages and the tools for the chat template; or the tools explained in the system message."""
         schemas = self.tools.schemas()
         if self.format.native_tools or not schemas:
             return task.messages, schemas or None
@@ -86,56 +77,49 @@ class ToolAgent:
 
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """What a pool of workers must have for `in_workers`."""
+        """The functions that the pool for `in_workers` must have."""
         return self.tools.functions
 
-    def in_workers(self, pool: Runner) -> ToolAgent:
+    def in_workers(self, pool: WorkerPool) -> ToolAgent:
         return replace(self, tools=self.tools.in_workers(pool))
 
     async def run(self, policy: Policy, task: Task) -> Episode:
-        talk = Talk()
-        stop = await self._converse(policy, task, talk)
+        messages: list[Message] = []  # after the task's own
+        uses: list[ToolUse] = []
+        stop, answer = await self._converse(policy, task, messages, uses)
         return Episode(
             task,
             tuple(policy.turns),
-            (*task.messages, *talk.said),
+            (*task.messages, *messages),
             stop=stop,
-            answer=talk.answer,
-            tools=tuple(talk.uses),
+            answer=answer,
+            tools=tuple(uses),
         )
 
-    async def _converse(self, policy: Policy, task: Task, talk: Talk) -> StopReason:
-        opening, shown = self.opening(task)
-        async with self.tools.open(policy) as bench:
+    async def _converse(
+        self, policy: Policy, task: Task, messages: list[Message], uses: list[ToolUse]
+    ) -> tuple[StopReason, str | None]:
+        """Play the episode, adding to `messages` and `uses`. Returns why it stopped, and the final answer if it is not
+        the last reply."""
+        opening, schemas = self.opening(task)
+        async with self.tools.open(policy) as session:
             for _ in range(self.max_turns):
                 try:
-                    reply = await policy.ask([*opening, *talk.said], tools=shown, stop=self.format.stop)
+                    reply = await policy.ask([*opening, *messages], tools=schemas, stop=self.format.stop)
                 except NoRoom:
-                    return StopReason.LENGTH
+                    return StopReason.LENGTH, None
                 if reply.stop is StopReason.LENGTH:
-                    talk.said.append({"role": "assistant", "content": reply.text})
-                    return reply.stop
+                    messages.append({"role": "assistant", "content": reply.text})
+                    return reply.stop, None
                 parsed = self.format.parse(reply.text)
                 policy.remember(parsed.message)
-                talk.said.append(parsed.message)
+                messages.append(parsed.message)
                 if not parsed.calls:
-                    talk.answer = parsed.answer
-                    return reply.stop
-                results = await bench.call(parsed.calls)
-                talk.uses += [result.use for result in results]
-                ended = [result for result in results if result.ended]
-                if ended:
-                    talk.answer = ended[0].answer
-                    return StopReason.ANSWER
-                talk.said += self.format.observe([(result.call, result.text) for result in results])
-        return StopReason.TURNS
-
-
-def with_system(messages: Messages, text: str | None) -> Messages:
-    """Messages with a text at the end of their system message."""
-    if not text:
-        return messages
-    first, rest = messages[0], messages[1:]
-    if first["role"] != "system":
-        return ({"role": "system", "content": text}, *messages)
-    return ({**first, "content": f"{first['content']}\n\n{text}"}, *rest)
+                    return reply.stop, parsed.answer
+                results = await session.call(parsed.calls)
+                uses += [result.use for result in results]
+                for result in results:
+                    if result.ended:
+                        return StopReason.ANSWER, result.answer
+                messages += self.format.observe([(result.call, result.text) for result in results])
+        return StopReason.TURNS, None

@@ -1,14 +1,15 @@
-"""Environments of the package `verifiers`: its tasks, its turns, its tools and its rewards, with tokens of our own.
+"""agent=verifiers: environments of the package `verifiers`, with our own sampling.
 
     covey train agent=verifiers agent.environment=gsm8k-v1
     covey train agent=verifiers agent.environment=my_env.py:make
 
-`agent.environment` is the id of an installed environment, or a name of yours: an `Env`, an `EnvConfig`, or a function
-that returns one. `agent.environment_options` is the package's own `env` block (`taskset`, roles, limits). Its tasks are
-trained on, and its reward is the built-in reward `given`, with each reward and metric measured beside it.
+`agent.environment` is the id of an installed environment, or `file.py:name`: an `Env`, an `EnvConfig`, or a function
+that returns one. `agent.environment_options` is the package's `env` block (`taskset`, roles, limits). The run trains on
+the environment's tasks. The environment's reward is the built-in reward `given`; each of its rewards and metrics is
+reported as well.
 
-A role that has no harness of its own is played by a chat loop in this process, instead of the package's default, which
-would let the model run commands on this machine.
+A role without its own harness is played by a chat loop in this process. The package's default would let the model run
+commands on this machine.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from covey.agents.environment import EnvironmentFailed, beyond
+from covey.agents.environment import EnvironmentFailed, without_task
 from covey.config.schema import AgentConfig
 from covey.errors import InputError, place_in, said, with_place
 from covey.imports import install_extra, load_function, no_exit
@@ -33,8 +34,8 @@ from covey.types import Episode, Messages, RewardTable, StopReason, Task
 if TYPE_CHECKING:
     from covey.agents.formats import Format
 
-HARNESS = "covey_chat"  # the name under which the package finds our chat loop
-REPLACED = ("bash", "null")  # harnesses of the package that the chat loop stands in for
+HARNESS = "covey_chat"  # the module name under which the package finds our chat loop
+REPLACED = ("bash", "null")  # harnesses of the package that the chat loop replaces
 
 
 def require_verifiers() -> Any:
@@ -44,41 +45,41 @@ def require_verifiers() -> Any:
         raise InputError(f"agent=verifiers needs the package ({error})\n  {install_extra('verifiers')}") from error
     from covey.agents import verifiers_runtime
 
-    sys.modules.setdefault(HARNESS, verifiers_runtime)  # harnesses are found by the name of a module
+    sys.modules.setdefault(HARNESS, verifiers_runtime)  # the package imports harnesses by module name
     verifiers_runtime.install()
     return v1
 
 
 def load_verifiers(config: AgentConfig) -> VerifiersAgent:
     if not config.environment:
-        raise InputError("agent=verifiers plays an environment\n  agent.environment=NAME, or file.py:function")
+        raise InputError("agent=verifiers needs an environment\n  fix: agent.environment=NAME, or file.py:function")
     return VerifiersAgent(load_environment(config.environment, config.environment_options, config.max_turns))
 
 
 def load_environment(name: str, options: Mapping[str, Any], max_turns: int) -> Any:
-    """The `Env` that a name stands for."""
+    """The `Env` with this name."""
     vf = require_verifiers()
     if ":" in name:
-        found = load_function("environment", name)
+        value = load_function("environment", name)
         with no_exit(f"environment {name}"):
-            found = found if isinstance(found, (vf.Env, vf.EnvConfig)) else found(**options)
-        if isinstance(found, vf.Env):
-            return found
-        if not isinstance(found, vf.EnvConfig):
-            raise InputError(f"environment {name}: neither an Env nor an EnvConfig, but {type(found).__name__}")
-        return vf.load_environment(_played(vf, found, max_turns))
+            value = value if isinstance(value, (vf.Env, vf.EnvConfig)) else value(**options)
+        if isinstance(value, vf.Env):
+            return value
+        if not isinstance(value, vf.EnvConfig):
+            raise InputError(f"environment {name}: neither an Env nor an EnvConfig, but {type(value).__name__}")
+        return vf.load_environment(_with_defaults(vf, value, max_turns))
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a module beside, as well as an installed one
+        sys.path.append(os.getcwd())  # so that modules in the working folder are found
     block = dict(options)
     block["taskset"] = {**block.get("taskset", {}), "id": name}
     try:
-        return vf.load_environment(_played(vf, vf.resolve_env_config(block), max_turns))
+        return vf.load_environment(_with_defaults(vf, vf.resolve_env_config(block), max_turns))
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise InputError(f"environment {name}: {error}") from error
 
 
-def _played(vf: Any, config: Any, max_turns: int) -> Any:
-    """The configuration with our chat loop where no program is named, and a limit of turns where there is none."""
+def _with_defaults(vf: Any, config: Any, max_turns: int) -> Any:
+    """The configuration with our chat loop for roles without a program, and a limit for roles without max_turns."""
     from verifiers.v1.configs.agent import agent_config_fields
 
     default = vf.default_harness_id(config.taskset.id)
@@ -89,32 +90,32 @@ def _played(vf: Any, config: Any, max_turns: int) -> Any:
         if harness in REPLACED:
             changes["harness"] = vf.HarnessConfig(id=HARNESS)
             if "runtime" not in spec.model_fields_set:
-                changes["runtime"] = vf.SubprocessConfig()  # a folder: the chat loop needs no machine of its own
+                changes["runtime"] = vf.SubprocessConfig()  # just a folder: the chat loop needs no container
         roles[role] = spec.model_copy(update=changes)
     return config.model_copy(update=roles)
 
 
 @dataclass(frozen=True)
 class VerifiersAgent:
-    """Plays each episode as the environment does, with the policy as its model."""
+    """Runs the environment's own episodes, with the policy as their model."""
 
     environment: Any
-    format: Format | None = None  # how the model calls tools; needed if the environment has some
-    _served: Served = field(default_factory=lambda: Served(), repr=False)
-    _tasks: dict[str, Any] = field(default_factory=dict, repr=False)  # the package's own, by the id of ours
+    format: Format | None = None  # the tool-call format, if the environment has tools
+    _server: EnvironmentServer = field(default_factory=lambda: EnvironmentServer(), repr=False)
+    _tasks: dict[str, Any] = field(default_factory=dict, repr=False)  # the package's tasks by the id of ours
 
     reward: ClassVar[str] = "given"
 
     def tasks(self, size: int | None = None) -> tuple[Task, ...]:
-        """What there is to train on: all of the taskset, or the first `size` of it."""
+        """The tasks of the taskset, or the first `size` of them."""
         taskset = self.environment.taskset
         if size is None and not taskset.bounded:
-            raise InputError("this environment makes tasks without end\n  data.train_size says how many to take")
-        found = []
+            raise InputError("this environment has an endless taskset\n  fix: data.train_size=N")
+        tasks = []
         for task in itertools.islice(taskset, size):
-            found.append(_task(self.environment.config.env_id, task))
-            self._tasks[found[-1].id] = task
-        return tuple(found)
+            tasks.append(_convert_task(self.environment.config.env_id, task))
+            self._tasks[tasks[-1].id] = task
+        return tuple(tasks)
 
     def opening(self, task: Task) -> tuple[Messages, None]:
         return task.messages, None
@@ -126,55 +127,56 @@ class VerifiersAgent:
         if task.id not in self._tasks:
             raise InputError(f"task {task.id} is not of this environment: agent=verifiers brings its own tasks")
         client = PolicyClient(policy, self.format)
-        clients = await self._served.clients(self.environment)
-        place = vf.TrainClientConfig(base_url=f"http://policy.invalid/{uuid.uuid4().hex}", api_key_var="NONE")
-        key = place.model_dump_json()  # a client is found by its configuration: this one is of this episode only
+        clients = await self._server.clients(self.environment)
+        # The package looks up a client by its configuration: this one is unique to the episode.
+        client_config = vf.TrainClientConfig(base_url=f"http://policy.invalid/{uuid.uuid4().hex}", api_key_var="NONE")
+        key = client_config.model_dump_json()
         clients[key] = client
         try:
-            context = vf.ModelContext(model=MODEL, client=place, sampling=vf.SamplingConfig())
-            played = await self.environment.run_episode(self._tasks[task.id], context, on_trace=client.watch)
+            context = vf.ModelContext(model=MODEL, client=client_config, sampling=vf.SamplingConfig())
+            result = await self.environment.run_episode(self._tasks[task.id], context, on_trace=client.watch)
         finally:
             del clients[key]
-        if client.broken is not None:
-            raise client.broken
-        return self._episode(policy, task, client, played)
+        if client.fatal_error is not None:
+            raise client.fatal_error
+        return self._to_episode(policy, task, client, result)
 
-    def _episode(self, policy: Policy, task: Task, client: Any, played: Any) -> Episode:
-        if not played.ok:
-            errors = [*played.errors, *(error for trace in played.traces for error in trace.errors)]
-            text = _told(errors[0]) if errors else "it did not complete"
-            late = played.is_timeout or any(trace.is_timeout for trace in played.traces)
-            raise EnvironmentFailed("environment_timeout" if late else "environment", text)
-        trained = [trace for trace in played.traces if trace.agent.trainable]
-        said = client.said.get(trained[-1].id, []) if trained else []
+    def _to_episode(self, policy: Policy, task: Task, client: Any, result: Any) -> Episode:
+        if not result.ok:
+            errors = [*result.errors, *(error for trace in result.traces for error in trace.errors)]
+            text = _error_text(errors[0]) if errors else "it did not complete"
+            timed_out = result.is_timeout or any(trace.is_timeout for trace in result.traces)
+            raise EnvironmentFailed("environment_timeout" if timed_out else "environment", text)
+        trained = [trace for trace in result.traces if trace.agent.trainable]
+        conversation = client.conversations.get(trained[-1].id, []) if trained else []
         stop = policy.turns[-1].stop if policy.turns else None
         if any(trace.stop_condition == "max_turns" for trace in trained):
             stop = StopReason.TURNS
         return Episode(
             task,
             tuple(policy.turns),
-            (*task.messages, *beyond(said, task.messages)),
-            stop=StopReason.LENGTH if client.full else stop,
-            given=_given(trained),
+            (*task.messages, *without_task(conversation, task.messages)),
+            stop=StopReason.LENGTH if client.no_room else stop,
+            given=_rewards(trained),
         )
 
-    def announce_to(self, tell: Callable[[str], None]) -> None:
-        """Where to report that a tool server is being waited for."""
+    def announce_to(self, report: Callable[[str], None]) -> None:
+        """Set the function that reports waiting for a tool server."""
         from covey.agents import verifiers_runtime
 
-        verifiers_runtime.HostRuntime.tell = staticmethod(tell)
+        verifiers_runtime.HostRuntime.report = staticmethod(report)
 
     async def aclose(self) -> None:
-        await self._served.close()
+        await self._server.close()
 
 
-def _told(error: Any) -> str:
-    """An error as the package records it, with the line of the environment's code that raised it."""
+def _error_text(error: Any) -> str:
+    """An error recorded by the package, with the line of the environment's code that raised it."""
     return with_place(f"{error.type}: {error.message}", place_in(error.traceback or ""))
 
 
-def _task(environment: str, task: Any) -> Task:
-    """A task of the package as one of ours. What its author added to it travels along."""
+def _convert_task(environment: str, task: Any) -> Task:
+    """A task of the package as one of ours. Fields that its author added become columns."""
     from verifiers.v1 import TaskData
     from verifiers.v1.dialects.chat import message_to_wire
 
@@ -187,14 +189,14 @@ def _task(environment: str, task: Any) -> Task:
     else:
         messages += [message_to_wire(message) for message in data.prompt or []]
     if not messages:
-        messages.append({"role": "user", "content": ""})  # the user opens: nobody knows yet with what
+        messages.append({"role": "user", "content": ""})  # the environment's user writes the first message later
     own = {name: value for name, value in data.model_dump(mode="json").items() if name not in TaskData.model_fields}
     return Task(f"{environment}/{data.idx}", tuple(messages), answer=own.pop("answer", None), columns=own)
 
 
-def _given(traces: Sequence[Any]) -> RewardTable | None:
-    """The weighted sum that the package trains on, and every reward and metric by its name. Several roles that learn
-    share the mean; their names stand before those of their rewards."""
+def _rewards(traces: Sequence[Any]) -> RewardTable | None:
+    """The weighted sum that the package trains on, and every reward and metric by name. If several roles are trained,
+    they share the mean, and the names have the role as a prefix."""
     if not traces:
         return None
     table: dict[str, float | None] = {"reward": fmean(trace.reward for trace in traces)}
@@ -207,20 +209,20 @@ def _given(traces: Sequence[Any]) -> RewardTable | None:
     return table
 
 
-class Served:
-    """What an environment needs while it is played (its server, its shared tools), held by a task of its own: opened
-    when first used, and left when it is closed or the event loop ends."""
+class EnvironmentServer:
+    """The environment's server and shared tools, held open by a task. It starts at the first use and ends when it is
+    closed or the event loop ends."""
 
     def __init__(self) -> None:
         self._task: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[dict[str, Any]] | None = None
-        self._leave = asyncio.Event()
+        self._ended = asyncio.Event()
 
     async def clients(self, environment: Any) -> dict[str, Any]:
-        """The model clients of the environment's server, by their configuration."""
+        """The model clients of the environment's server, by their configuration as JSON."""
         if self._task is None or self._task.done():
             self._ready = asyncio.get_running_loop().create_future()
-            self._leave = asyncio.Event()
+            self._ended = asyncio.Event()
             self._task = asyncio.create_task(self._hold(environment, self._ready), name="verifiers")
         assert self._ready is not None
         return await asyncio.shield(self._ready)
@@ -228,17 +230,17 @@ class Served:
     async def _hold(self, environment: Any, ready: asyncio.Future[dict[str, Any]]) -> None:
         from verifiers.v1.interception import InterceptionServerConfig
 
-        environment.config.interception = InterceptionServerConfig()  # one server: its clients are known
+        environment.config.interception = InterceptionServerConfig()  # a single server, whose clients we can register
         try:
             async with environment.serving():
                 ready.set_result(environment._interception.clients)
-                await self._leave.wait()
-        except (Exception, SystemExit) as error:  # the package exits where it is not logged in
+                await self._ended.wait()
+        except (Exception, SystemExit) as error:  # the package exits if the user is not logged in
             if ready.done():
                 raise
             ready.set_exception(EnvironmentFailed("environment", said(error)))
 
     async def close(self) -> None:
         if self._task is not None:
-            self._leave.set()
+            self._ended.set()
             await asyncio.wait([self._task])

@@ -15,7 +15,7 @@ from covey.agents.tools import ToolSet, resolve_tools
 from covey.agents.verifiers import VerifiersAgent, load_verifiers
 from covey.config.schema import Config
 from covey.errors import InputError
-from covey.gateway import GatewayAgent, Rules
+from covey.gateway import EpisodeRules, GatewayAgent
 from covey.gateway.agent import require_program
 from covey.gateway.server import bind, require_packages
 from covey.protocols import Agent
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def make_gateway(config: Config, source: ModelSource | None) -> GatewayAgent:
     """The agent, with the tool-call format of the model where that is here."""
     rollout = config.rollout
-    rules = Rules(
+    rules = EpisodeRules(
         model=config.model.name,
         sampling=Sampling(temperature=rollout.temperature, top_p=rollout.top_p),
         max_turns=config.agent.max_turns,

@@ -229,12 +229,12 @@ def _writer(config: Config, source: ModelSource, found: DemonstrationSet, schema
     if not schemas and not any(map(_uses_tools, (*found.train, *found.validation))):
         return lambda messages, tools: (messages, None)
     from covey.agents.formats import FORMATS, choose_format
-    from covey.agents.render_demonstrations import written
+    from covey.agents.render_demonstrations import render_messages
 
     # agent=react and agent=code are formats of their own.
     name = config.agent.name if config.agent.name in FORMATS else config.agent.format
     format = choose_format(name, source.tokenizer, source.config.model_type, schemas)
-    return lambda messages, tools: written(messages, tools, format)
+    return lambda messages, tools: render_messages(messages, tools, format)
 
 
 def _uses_tools(demonstration: Demonstration) -> bool:

@@ -17,7 +17,7 @@ from covey.app.loaded_model import Bench, open_bench, sampling
 from covey.app.parts import tool_format
 from covey.app.prepare import training_sampling
 from covey.cli.words import parse
-from covey.gateway import Book, Live, Rules
+from covey.gateway import EpisodeRules, OpenEpisode, Registry
 from covey.gateway.server import Server, bind, require_packages
 from covey.redact import hide_known
 from covey.storage import writing
@@ -69,11 +69,11 @@ async def serve(bench: Bench, folder: Path, say: Callable[[str], None]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ended.set)
     with closing(Recorder(folder, bench.collector.renderer.decode)) as record:
-        book = make_book(bench, record)
+        registry = make_registry(bench, record)
         async with sampling(bench):
-            server = Server(book, bench.prepared.config.gateway.port)
+            server = Server(registry, bench.prepared.config.gateway.port)
             await server.start()
-            say(HELLO.format(model=book.rules.model, url=server.url, token=book.shown_token, path=record.path))
+            say(HELLO.format(model=registry.rules.model, url=server.url, token=registry.shown_token, path=record.path))
             try:
                 await ended.wait()
             finally:
@@ -81,7 +81,7 @@ async def serve(bench: Bench, folder: Path, say: Callable[[str], None]) -> None:
     say(f"{record.count} episodes in {record.path}")
 
 
-def make_book(bench: Bench, on_closed: Callable[[Live], None]) -> Book:
+def make_registry(bench: Bench, on_closed: Callable[[OpenEpisode], None]) -> Registry:
     from covey.rollout.policy import EpisodePolicy
 
     prepared, collector = bench.prepared, bench.collector
@@ -98,7 +98,9 @@ def make_book(bench: Bench, on_closed: Callable[[Live], None]) -> Book:
             max_response_tokens=collector.max_response_tokens,
         )
 
-    return Book(Rules(config.model.name, tool_format(config, source)), new_policy=new_policy, on_closed=on_closed)
+    return Registry(
+        EpisodeRules(config.model.name, tool_format(config, source)), new_policy=new_policy, on_closed=on_closed
+    )
 
 
 class Recorder:
@@ -110,8 +112,8 @@ class Recorder:
         self.count = 0
         self.decode = decode
 
-    def __call__(self, live: Live) -> None:
-        episode = live.episode()
+    def __call__(self, open_episode: OpenEpisode) -> None:
+        episode = open_episode.to_episode()
         if not episode.turns:
             return
         from covey.rewards.builtin import given
@@ -138,7 +140,7 @@ class Recorder:
             with writing(self.path):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
             self.writer = PartWriter(self.path, whole_lines(self.path))
-        record = finite(line | {"id": live.id, "metadata": live.metadata})
+        record = finite(line | {"id": open_episode.id, "metadata": open_episode.metadata})
         self.writer.write(hide_known(json.dumps(record, default=str)).encode() + b"\n")
         self.count += 1
 

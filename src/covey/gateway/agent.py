@@ -1,7 +1,11 @@
-"""A program that plays one episode: started with the episode's address and key in its environment.
+"""agent=gateway: programs outside of this process play the attempts over HTTP.
 
-It leads a process group of its own, which ends with it, or when its time is over. On Linux so does what has left the
-group: whatever was started with the program's environment is found by a variable that only this program has.
+With `agent.command`, one program is started for each attempt, with the episode's address and key in its environment. It
+leads a process group, which is killed when it exits or when its time is up. On Linux, processes that left the group are
+killed too: they are found by a variable in their environment that only this program's processes have.
+
+Without a command, clients take attempts with POST /episodes. The server runs as long as the agent's context, which a
+run keeps open from its first evaluation to its last.
 """
 
 from __future__ import annotations
@@ -20,19 +24,19 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import Absent, EpisodeError, InputError
-from covey.gateway.registry import TOKEN, Book, Live, Rules, shown_task
+from covey.gateway.registry import TOKEN, EpisodeRules, OpenEpisode, Registry, public_task
 from covey.gateway.server import Server
 from covey.protocols import Policy
 from covey.types import Episode, Messages, Task
 
-TAIL = 2000  # bytes of its output that are kept
-PIECE = 1 << 16  # bytes of it that are read at once
-MARK = "COVEY_PROGRAM"  # in the environment of a program and of all it starts
-LONGEST_TASK = 100_000  # bytes; the system takes no longer value in an environment
+KEPT_OUTPUT = 2000  # bytes at the end of a program's output
+READ_SIZE = 1 << 16  # bytes read at once; a pipe holds no more
+MARK = "COVEY_PROGRAM"  # environment variable of a program and of all processes that it starts
+MAX_TASK = 100_000  # bytes; the system limits the length of an environment variable
 
 
 def split_command(command: str) -> tuple[str, ...]:
-    """agent.command as words."""
+    """agent.command as a list of words."""
     try:
         words = tuple(shlex.split(command))
     except ValueError as error:
@@ -48,117 +52,112 @@ def require_program(command: str) -> None:
         raise Absent(f"agent.command={command!r}: there is no program {name} here")
 
 
-def environment(live: Live, url: str, inherited: Mapping[str, str]) -> dict[str, str]:
-    """OPENAI_BASE_URL, OPENAI_API_KEY, COVEY_EPISODE_URL and COVEY_TASK (JSON; not there where it would be too long)
-    besides the run's own variables."""
-    variables = {name: value for name, value in inherited.items() if not _kept_back(name)}
-    direct = ",".join(filter(None, (variables.get("NO_PROXY") or variables.get("no_proxy"), "127.0.0.1,localhost")))
+def program_environment(episode: OpenEpisode, url: str, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The run's own environment with OPENAI_BASE_URL, OPENAI_API_KEY, COVEY_EPISODE_URL, and COVEY_TASK as JSON if it
+    is not too long. Tokens that would give a program access to more than its episode are removed."""
+    variables = {
+        name: value
+        for name, value in inherited.items()
+        # Anyone with the token of a Ray cluster can run code there.
+        if name not in (TOKEN, "COVEY_TASK") and not name.startswith("RAY_AUTH_")
+    }
+    no_proxy = ",".join(filter(None, (variables.get("NO_PROXY") or variables.get("no_proxy"), "127.0.0.1,localhost")))
     variables |= {
         "OPENAI_BASE_URL": f"{url}/v1",
-        "OPENAI_API_KEY": live.key,
-        "COVEY_EPISODE_URL": f"{url}/episodes/{live.id}",
-        "NO_PROXY": direct,
-        "no_proxy": direct,
+        "OPENAI_API_KEY": episode.key,
+        "COVEY_EPISODE_URL": f"{url}/episodes/{episode.id}",
+        "NO_PROXY": no_proxy,
+        "no_proxy": no_proxy,
     }
-    task = json.dumps(shown_task(live.task, live.rules.hidden), default=str)
-    return variables | ({"COVEY_TASK": task} if len(task.encode()) <= LONGEST_TASK else {})
+    task = json.dumps(public_task(episode.task, episode.rules.hidden), default=str)
+    return variables | ({"COVEY_TASK": task} if len(task.encode()) <= MAX_TASK else {})
 
 
-def _kept_back(name: str) -> bool:
-    """What would let a program in elsewhere: who has a Ray cluster's token can run anything there."""
-    return name in (TOKEN, "COVEY_TASK") or name.startswith("RAY_AUTH_")
+async def run_program(command: Sequence[str], variables: Mapping[str, str]) -> tuple[int, str]:
+    """Run a program to its end. Returns its exit code and the end of its output. Cancelling kills it.
 
-
-async def play(command: Sequence[str], variables: Mapping[str, str]) -> tuple[int, str]:
-    """Run a program to its end: its exit code and the end of what it wrote. Cancelled, it is killed.
-
-    The pipe is ours, not asyncio's: its wait() would last until everyone who holds the pipe has ended."""
+    The pipe is our own: asyncio's `wait()` would last until every process that inherited the pipe has exited."""
     mark = secrets.token_hex(16)
-    reading, writing = os.pipe()
-    os.set_blocking(reading, False)
-    loop, written = asyncio.get_running_loop(), bytearray()
+    read_end, write_end = os.pipe()
+    os.set_blocking(read_end, False)
+    loop, output = asyncio.get_running_loop(), bytearray()
     try:
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 env={**variables, MARK: mark},
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=writing,
+                stdout=write_end,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
             )
         finally:
-            os.close(writing)
-        loop.add_reader(reading, lambda: _keep_tail(reading, written) or loop.remove_reader(reading))
+            os.close(write_end)
+        loop.add_reader(read_end, lambda: _read_output(read_end, output) or loop.remove_reader(read_end))
         try:
             await process.wait()
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what it has left behind ends too
+                os.killpg(process.pid, signal.SIGKILL)  # processes that it left behind
             _kill_marked(mark)
             await process.wait()
-        _keep_tail(reading, written)  # a full pipe is one piece
+        _read_output(read_end, output)
     finally:
-        loop.remove_reader(reading)
-        os.close(reading)
+        loop.remove_reader(read_end)
+        os.close(read_end)
     assert process.returncode is not None
-    return process.returncode, written.decode(errors="replace").strip()
+    return process.returncode, output.decode(errors="replace").strip()
 
 
-def _keep_tail(pipe: int, written: bytearray) -> bool:
-    """Read what is there. False at the end of the pipe."""
+def _read_output(pipe: int, output: bytearray) -> bool:
+    """Read what is available and keep the end of it. False at the end of the pipe."""
     try:
-        piece = os.read(pipe, PIECE)
+        piece = os.read(pipe, READ_SIZE)
     except BlockingIOError:
         return True
-    written += piece
-    del written[:-TAIL]
+    output += piece
+    del output[:-KEPT_OUTPUT]
     return bool(piece)
 
 
 def _kill_marked(mark: str) -> None:
-    """Kill what has left the program's group, until there is no more: one may start another meanwhile."""
-    wanted = f"{MARK}={mark}".encode()
+    """Kill processes that left the program's group. Repeat, since one may fork in the meantime."""
+    variable = f"{MARK}={mark}".encode()
     for _ in range(10):
-        found = [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if wanted in _environment_of(folder)]
-        if not found:
+        marked = [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if variable in _environment_of(folder)]
+        if not marked:
             return
-        for pid in found:
+        for pid in marked:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
 def _environment_of(folder: Path) -> list[bytes]:
-    """Of a process, as it was started. None for one that is gone, has ended, or is somebody else's."""
+    """The environment of a process. Empty if it has exited or belongs to another user."""
     try:
         return (folder / "environ").read_bytes().split(b"\0")
     except OSError:
         return []
 
 
-# -- agent=gateway: attempts are played by programs outside, over HTTP -------------------------------------------------
-# Programs come for attempts (POST /episodes), or one is started for each (`agent.command`). The server lives as long as
-# the agent's context, which a run keeps open from its first evaluation to its last.
-
-
 class Abandoned(EpisodeError):
-    """Nobody came for the attempt."""
+    """No client took the attempt."""
 
     cause = "abandoned"
 
 
 class ProgramFailed(EpisodeError):
-    """The program ended badly, or asked the model nothing."""
+    """The program exited with an error, or never called the model."""
 
     cause = "program"
 
 
 class GatewayAgent:
-    """Implements `covey.protocols.Agent`. `patience`: seconds without anybody coming for an attempt after which those
-    that wait are given up. `programs`: how many run at once."""
+    """Implements `covey.protocols.Agent`. `patience`: seconds without any client taking an attempt, after which waiting
+    attempts fail. `programs`: how many run at once."""
 
     def __init__(
-        self, rules: Rules, *, port: int, patience: float, command: str | None = None, programs: int = 16
+        self, rules: EpisodeRules, *, port: int, patience: float, command: str | None = None, programs: int = 16
     ) -> None:
         self.rules = rules
         self.port = port
@@ -166,23 +165,22 @@ class GatewayAgent:
         self.command = split_command(command) if command is not None else None
         self.programs = programs
         self.announce: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
-        self._book: Book | None = None
+        self._registry: Registry | None = None
         self._server: Server | None = None
-        self._places: asyncio.Semaphore | None = None
+        self._slots: asyncio.Semaphore | None = None
 
     def opening(self, task: Task) -> tuple[Messages, Sequence[Mapping[str, Any]] | None]:
-        """What the program will write is not known; most begin with the task."""
+        """A guess: the program's prompt is not known, but most begin with the task."""
         return task.messages, None
 
     async def __aenter__(self) -> GatewayAgent:
-        self._book = Book(self.rules, offers=self.command is None)
-        self._places = asyncio.Semaphore(self.programs)
-        self._server = Server(self._book, self.port)
+        self._registry = Registry(self.rules, offers=self.command is None)
+        self._slots = asyncio.Semaphore(self.programs)
+        self._server = Server(self._registry, self.port)
         await self._server.start()
         if self.command is None:
-            self.announce(
-                f"gateway: {self._server.url}   token: {self._book.shown_token}   POST /episodes gives an attempt"
-            )
+            token = self._registry.shown_token
+            self.announce(f"gateway: {self._server.url}   token: {token}   POST /episodes gives an attempt")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -190,41 +188,40 @@ class GatewayAgent:
         await self._server.stop()
 
     async def run(self, policy: Policy, task: Task) -> Episode:
-        assert self._book is not None, "the gateway is open while the run is"
-        live = self._book.open(policy, task)
+        assert self._registry is not None, "the gateway is open while the run is"
+        episode = self._registry.open(policy, task)
         try:
             if self.command is not None:
-                await self._start_program(live, self.command)
+                await self._run_program(episode, self.command)
             else:
-                await self._hand_over(live)
+                await self._wait_for_client(self._registry, episode)
         finally:
-            self._book.end(live)
-            await live.settled()
-        if live.error is not None:
-            raise live.error
+            self._registry.end(episode)
+            await episode.wait_until_idle()
+        if episode.error is not None:
+            raise episode.error
         if not policy.turns:
-            raise ProgramFailed("the episode was closed without anything asked of the model")
-        return live.episode()
+            raise ProgramFailed("the episode was closed without a request to the model")
+        return episode.to_episode()
 
-    async def _hand_over(self, live: Live) -> None:
-        assert self._book is not None
-        with live.policy.waiting():
-            taken = await self._book.offer(live, self.patience)
+    async def _wait_for_client(self, registry: Registry, episode: OpenEpisode) -> None:
+        with episode.policy.waiting():
+            taken = await registry.offer(episode, self.patience)
         if not taken:
             raise Abandoned(
-                f"nobody came for an attempt in {self.patience:g} s (agent.max_seconds): is the program running?"
+                f"no client took an attempt in {self.patience:g} s (agent.max_seconds): is the program running?"
             )
-        await live.closed.wait()
+        await episode.closed.wait()
 
-    async def _start_program(self, live: Live, command: Sequence[str]) -> None:
-        assert self._server is not None and self._places is not None
-        with live.policy.waiting():
-            await self._places.acquire()
+    async def _run_program(self, episode: OpenEpisode, command: Sequence[str]) -> None:
+        assert self._server is not None and self._slots is not None
+        with episode.policy.waiting():
+            await self._slots.acquire()
         try:
-            code, output = await play(command, environment(live, self._server.url, os.environ))
+            code, output = await run_program(command, program_environment(episode, self._server.url, os.environ))
         finally:
-            self._places.release()
-        if live.error is not None or live.used_up:  # not the program's fault: it could not be answered
+            self._slots.release()
+        if episode.error is not None or episode.limit_reached:  # not the program's fault: a request was refused
             return
         if code:
             raise ProgramFailed(f"{shlex.join(command)} ended with exit code {code}: {output[-500:] or 'no output'}")

@@ -1,4 +1,11 @@
-"""What a client is told when it does not get what it asked for, in OpenAI's form."""
+"""OpenAI's chat API: requests are read and checked, replies are written whole or as a stream, errors in its form.
+
+Clients send the arguments of a tool call as a JSON string and add keys of their own to the replies that they send back;
+chat templates want the arguments as an object, and a tool-call format decides how calls and results are written.
+`ReplyMemory` recognises a reply that a client sends back, so that the conversation continues from its sampled tokens.
+
+Unknown fields of a request are ignored. Known fields that cannot be followed are refused.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +17,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from covey.storage import TOO_DEEP, flaw
-from covey.types import Messages, RewardTable, StopReason, Turn
+from covey.types import RewardTable, StopReason, Turn
 
-KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+# -- Errors ------------------------------------------------------------------------------------------------------------
+
+ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A request that is answered with an error. `code` is for programs, the text for people."""
 
     def __init__(self, status: int, text: str, *, code: str | None = None, param: str | None = None) -> None:
@@ -26,36 +35,31 @@ class Refused(Exception):
         self.param = param
 
     def body(self) -> dict[str, Any]:
-        kind = KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        kind = ERROR_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.text, "type": kind, "param": self.param, "code": self.code}}
 
 
-def wrong(param: str, text: str) -> Refused:
-    return Refused(400, f"{param}: {text}", param=param)
-
-
-# -- The JSON of a request. What JSON can say, but nothing after it can take, is refused here with a reason ------------
+def invalid(param: str, text: str) -> RequestRefused:
+    return RequestRefused(400, f"{param}: {text}", param=param)
 
 
 def read_body(raw: bytes | bytearray) -> dict[str, Any]:
+    """The JSON object of a request. JSON that a later stage could not handle is refused with a reason."""
     try:
         body = json.loads(raw or b"{}")
         reason = flaw(body)
     except RecursionError:
         reason = TOO_DEEP
-    except ValueError as error:  # also what is not UTF-8, and numbers of thousands of digits
-        raise Refused(400, f"not JSON: {error!s:.200}") from error
+    except ValueError as error:  # bytes that are not UTF-8, and numbers with thousands of digits, too
+        raise RequestRefused(400, f"not JSON: {error!s:.200}") from error
     if reason is not None:
-        raise Refused(400, f"not JSON that is read here: {reason}")
+        raise RequestRefused(400, f"not JSON that is read here: {reason}")
     if not isinstance(body, dict):
-        raise Refused(400, "the body must be a JSON object")
+        raise RequestRefused(400, "the body must be a JSON object")
     return body
 
 
-# -- Messages as clients write them ↔ as chat templates and tool-call formats want them --------------------------------
-# OpenAI's clients send a call's arguments as JSON in a string, and echo replies with keys of their own; templates want
-# the arguments themselves, and formats decide how a call and its result are written among the messages. A reply that a
-# client echoes is recognised, so that the conversation goes on from the tokens that were sampled.
+# -- Messages ----------------------------------------------------------------------------------------------------------
 
 Message = dict[str, Any]
 
@@ -63,7 +67,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class Call(Protocol):
-    """A tool call as the model wrote it; `problem` says what could not be read of it."""
+    """A tool call as the model wrote it. `problem` says why it could not be parsed."""
 
     @property
     def name(self) -> str: ...
@@ -87,7 +91,7 @@ class Parsed(Protocol):
 
 
 class Format(Protocol):
-    """How a model writes calls: one of `covey.agents.formats`."""
+    """A tool-call format: one of `covey.agents.formats`."""
 
     @property
     def stop(self) -> Sequence[str]: ...
@@ -103,8 +107,8 @@ class Format(Protocol):
 
 
 @dataclass(frozen=True)
-class Said:
-    """A reply of the model's: as it stands among messages, and the calls in it."""
+class ChatReply:
+    """A sampled reply: its message for the chat template, and its tool calls."""
 
     message: Mapping[str, Any]
     calls: Sequence[Call] = ()
@@ -112,63 +116,65 @@ class Said:
 
 def read_messages(raw: Any) -> tuple[Message, ...]:
     if not isinstance(raw, list) or not raw:
-        raise wrong("messages", "must be a list with at least one message")
-    return tuple(read_message(message, f"messages[{place}]") for place, message in enumerate(raw))
+        raise invalid("messages", "must be a list with at least one message")
+    return tuple(read_message(message, f"messages[{index}]") for index, message in enumerate(raw))
 
 
 def read_message(raw: Any, where: str = "message") -> Message:
-    """A client's message with what is known of it; keys that mean nothing here are left out."""
+    """A client's message with its known keys; others are dropped."""
     if not isinstance(raw, Mapping):
-        raise wrong(where, "must be an object with role and content")
+        raise invalid(where, "must be an object with role and content")
     role = raw.get("role")
     if role not in ROLES:
-        raise wrong(f"{where}.role", f"must be one of {', '.join(ROLES)}, got {role!r:.40}")
+        raise invalid(f"{where}.role", f"must be one of {', '.join(ROLES)}, got {role!r:.40}")
     message: Message = {"role": "system" if role == "developer" else role}
-    message["content"] = _content(raw.get("content"), where)
+    message["content"] = _read_content(raw.get("content"), where)
     if role == "assistant" and raw.get("tool_calls"):
         if not isinstance(raw["tool_calls"], list):
-            raise wrong(f"{where}.tool_calls", "must be a list of function calls")
+            raise invalid(f"{where}.tool_calls", "must be a list of function calls")
         message["tool_calls"] = [
-            _call(call, f"{where}.tool_calls[{place}]") for place, call in enumerate(raw["tool_calls"])
+            _read_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(raw["tool_calls"])
         ]
     return message | {key: raw[key] for key in ("name", "tool_call_id") if isinstance(raw.get(key), str)}
 
 
-def _content(raw: Any, where: str) -> str:
+def _read_content(raw: Any, where: str) -> str:
     if raw is None or isinstance(raw, str):
         return raw or ""
     parts = raw if isinstance(raw, list) else [raw]
     if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
-        raise wrong(f"{where}.content", "must be a string, or a list of text parts; images and sounds are not read")
+        raise invalid(
+            f"{where}.content", "must be a string, or a list of text parts; images and audio are not supported"
+        )
     return "".join(part["text"] for part in parts)
 
 
-def _call(raw: Any, where: str) -> dict[str, Any]:
+def _read_call(raw: Any, where: str) -> dict[str, Any]:
     function = raw.get("function") if isinstance(raw, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise wrong(where, "must be a function call with a name")
+        raise invalid(where, "must be a function call with a name")
     return {
         "type": "function",
         "id": str(raw.get("id") or ""),
-        "function": {"name": function["name"], "arguments": _arguments(function.get("arguments"))},
+        "function": {"name": function["name"], "arguments": _read_arguments(function.get("arguments"))},
     }
 
 
-def _arguments(raw: Any) -> Any:
-    """The object that a string holds; what is none stays as it is."""
+def _read_arguments(raw: Any) -> Any:
+    """The object in a JSON string; a string that holds none is kept as it is."""
     if not isinstance(raw, str):
         return raw or {}
     try:
-        found = json.loads(raw or "{}")
+        value = json.loads(raw or "{}")
     except (ValueError, RecursionError):
         return raw
-    return found if isinstance(found, dict) and flaw(found) is None else raw  # a template shows it
+    return value if isinstance(value, dict) and flaw(value) is None else raw  # a chat template will render it
 
 
-def outward(said: Said) -> Message:
-    """A reply in OpenAI's form."""
-    content = str(said.message.get("content") or "")
-    calls = [call for call in said.calls if call.problem is None]
+def to_openai(reply: ChatReply) -> Message:
+    """A reply as OpenAI's clients expect it."""
+    content = str(reply.message.get("content") or "")
+    calls = [call for call in reply.calls if call.problem is None]
     message: Message = {"role": "assistant", "content": content if content or not calls else None}
     if calls:
         message["tool_calls"] = [
@@ -182,86 +188,76 @@ def outward(said: Said) -> Message:
     return message
 
 
-def fingerprint(message: Message) -> str:
-    """The same for a reply and for its echo."""
-    return json.dumps([message["content"], message.get("tool_calls") or []], sort_keys=True)
-
-
-class Memory:
-    """The replies of one episode, so that their echoes are recognised."""
+class ReplyMemory:
+    """The replies of one episode, to recognise them when a client sends them back."""
 
     def __init__(self, format: Format | None) -> None:
         self.format = format
-        self._said: dict[str, Said] = {}
+        self._replies: dict[str, ChatReply] = {}
 
-    def keep(self, said: Said) -> None:
-        self._said[fingerprint(read_message(outward(said)))] = said
+    def add(self, reply: ChatReply) -> None:
+        self._replies[_fingerprint(read_message(to_openai(reply)))] = reply
 
-    def inward(self, messages: Sequence[Message]) -> list[Mapping[str, Any]]:
-        """A client's messages as the template is to show them."""
-        found: list[Mapping[str, Any]] = []
+    def to_template(self, messages: Sequence[Message]) -> list[Mapping[str, Any]]:
+        """A client's messages for the chat template, with our own replies as they were sampled."""
+        shown: list[Mapping[str, Any]] = []
         rest = list(messages)
         while rest:
             message = rest.pop(0)
-            said = self._said.get(fingerprint(message)) if message["role"] == "assistant" else None
-            if said is None:
-                found.append(self._foreign(message))
+            reply = self._replies.get(_fingerprint(message)) if message["role"] == "assistant" else None
+            if reply is None:
+                self._check_foreign(message)
+                shown.append(message)
                 continue
-            found.append(said.message)
+            shown.append(reply.message)
             results = []
-            while said.calls and rest and rest[0]["role"] == "tool":
+            while reply.calls and rest and rest[0]["role"] == "tool":
                 results.append(rest.pop(0))
             if results:
-                assert self.format is not None, "a reply has calls only if a format found them"
-                found += self.format.observe(_pairs(said.calls, results))
-        return found
+                assert self.format is not None, "a reply has calls only if a format parsed them"
+                shown += self.format.observe(_match_results(reply.calls, results))
+        return shown
 
-    def _foreign(self, message: Message) -> Message:
-        """A message that did not come from here."""
+    def _check_foreign(self, message: Message) -> None:
+        """A message that was not sampled here must be one that the chat template can show."""
         if message.get("tool_calls") and (self.format is None or not self.format.native_tools):
-            raise Refused(
+            raise RequestRefused(
                 400,
                 "messages: there are tool calls that this server did not make, and the model's chat template cannot "
                 "show them; echo replies as they were received",
                 param="messages",
             )
-        return message
 
 
-def _pairs(calls: Sequence[Call], results: Sequence[Message]) -> list[tuple[Call, str]]:
-    """Each call of a reply with its result, in the order of the calls; malformed ones with what is wrong."""
+def _fingerprint(message: Message) -> str:
+    """Equal for a reply and for its copy from a client."""
+    return json.dumps([message["content"], message.get("tool_calls") or []], sort_keys=True)
+
+
+def _match_results(calls: Sequence[Call], results: Sequence[Message]) -> list[tuple[Call, str]]:
+    """Each call of a reply with its result, in the order of the calls; malformed calls with their problem."""
     texts = {message.get("tool_call_id"): message["content"] for message in results}
     unknown = set(texts) - {call.id for call in calls}
     if unknown:
-        raise wrong("messages", f"no tool call before it has the tool_call_id {unknown.pop()!r:.60}")
+        raise invalid("messages", f"no tool call before it has the tool_call_id {unknown.pop()!r:.60}")
     return [(call, call.problem or texts.get(call.id, "")) for call in calls if call.problem or call.id in texts]
 
 
-def with_system(messages: Messages, text: str | None) -> list[Mapping[str, Any]]:
-    """Messages with a text at the end of their system message."""
-    if not text:
-        return list(messages)
-    first, *rest = messages
-    if first["role"] != "system":
-        return [{"role": "system", "content": text}, *messages]
-    return [{**first, "content": f"{first['content']}\n\n{text}"}, *rest]
-
-
-# -- A chat request, read and checked. Unknown fields are tolerated; known ones that cannot be followed are refused ----
+# -- Requests ----------------------------------------------------------------------------------------------------------
 
 MAX_CHOICES = 128
-MAX_STOPS, LONGEST_STOP = 64, 1000  # strings, characters: each is looked for after every token
-MAX_REWARDS, LONGEST_NAME = 64, 100  # names, characters: each is a metric of the run
-LARGEST_REWARD = sys.float_info.max  # a whole number may be beyond it
+MAX_STOPS, MAX_STOP_LENGTH = 64, 1000  # strings, characters: each is searched for after every token
+MAX_REWARDS, MAX_REWARD_NAME = 64, 100  # names, characters: each is a metric of the run
+MAX_REWARD = sys.float_info.max  # an integer may be larger
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What `/v1/chat/completions` was asked for."""
+class ChatRequest:
+    """A request to `/v1/chat/completions`."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...]
-    may_call: bool  # False: the tools are shown, and calls are not read (tool_choice: none)
+    may_call: bool  # False: the tools are shown, but calls are not parsed (tool_choice: none)
     n: int
     stop: tuple[str, ...]
     max_tokens: int | None
@@ -269,91 +265,89 @@ class Asked:
     top_p: float | None
     logprobs: bool
     stream: bool
-    with_usage: bool  # of a stream, at its end
+    with_usage: bool  # usage at the end of a stream
 
 
-def read_request(body: Mapping[str, Any]) -> Asked:
-    _refuse_what_changes_sampling(body)
-    tools = _tools(body.get("tools"))
+def read_request(body: Mapping[str, Any]) -> ChatRequest:
+    _refuse_changed_sampling(body)
+    tools = _read_tools(body.get("tools"))
     limit = body.get("max_completion_tokens")
     limit = body.get("max_tokens") if limit is None else limit
     options = body.get("stream_options")
-    return Asked(
+    if body.get("top_logprobs"):
+        raise invalid("top_logprobs", "only 0 is supported: log-probs are those of the sampled tokens")
+    return ChatRequest(
         messages=read_messages(body.get("messages")),
         tools=tools,
-        may_call=_may_call(body.get("tool_choice"), bool(tools)),
-        n=_whole(body, "n", 1, most=MAX_CHOICES) or 1,
-        stop=_stop(body.get("stop")),
-        max_tokens=_whole({"max_tokens": limit}, "max_tokens", 1),
-        temperature=_number(body, "temperature", 0.0, 100.0),
-        top_p=_number(body, "top_p", 1e-6, 1.0),
-        logprobs=_logprobs(body),
+        may_call=_read_tool_choice(body.get("tool_choice"), bool(tools)),
+        n=_read_integer(body, "n", 1, most=MAX_CHOICES) or 1,
+        stop=_read_stop(body.get("stop")),
+        max_tokens=_read_integer({"max_tokens": limit}, "max_tokens", 1),
+        temperature=_read_number(body, "temperature", 0.0, 100.0),
+        top_p=_read_number(body, "top_p", 1e-6, 1.0),
+        logprobs=body.get("logprobs") is True,
         stream=body.get("stream") is True,
         with_usage=isinstance(options, Mapping) and options.get("include_usage") is True,
     )
 
 
-def _refuse_what_changes_sampling(body: Mapping[str, Any]) -> None:
-    """Tokens must come from the model's own distribution: nothing here bends it."""
+def _refuse_changed_sampling(body: Mapping[str, Any]) -> None:
+    """Tokens must be drawn from the model's own distribution."""
     for name in ("presence_penalty", "frequency_penalty", "logit_bias", "functions", "function_call"):
         if body.get(name):
-            raise wrong(name, "is not supported; leave it out")
-    form = body.get("response_format")
-    if form is not None and not (isinstance(form, Mapping) and form.get("type") == "text"):
-        raise wrong("response_format", "only text is supported: replies are sampled as the model writes them")
+            raise invalid(name, "is not supported; leave it out")
+    response_format = body.get("response_format")
+    if response_format is not None and not (
+        isinstance(response_format, Mapping) and response_format.get("type") == "text"
+    ):
+        raise invalid("response_format", "only text is supported: replies are sampled as the model writes them")
 
 
-def _tools(raw: Any) -> tuple[Mapping[str, Any], ...]:
+def _read_tools(raw: Any) -> tuple[Mapping[str, Any], ...]:
     if raw is None:
         return ()
     if not isinstance(raw, list):
-        raise wrong("tools", "must be a list")
+        raise invalid("tools", "must be a list")
     for tool in raw:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise wrong("tools", 'each must be {"type": "function", "function": {"name": ..., "parameters": ...}}')
+            raise invalid("tools", 'each must be {"type": "function", "function": {"name": ..., "parameters": ...}}')
     return tuple(raw)
 
 
-def _may_call(choice: Any, tools: bool) -> bool:
+def _read_tool_choice(choice: Any, has_tools: bool) -> bool:
     if choice in (None, "auto"):
-        return tools
+        return has_tools
     if choice == "none":
         return False
-    raise wrong("tool_choice", "only auto and none are supported: a forced call is not what the model would sample")
+    raise invalid("tool_choice", "only auto and none are supported: a forced call is not what the model would sample")
 
 
-def _stop(raw: Any) -> tuple[str, ...]:
+def _read_stop(raw: Any) -> tuple[str, ...]:
     stop = [] if raw is None else [raw] if isinstance(raw, str) else raw
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
-        raise wrong("stop", "must be a string or a list of strings")
-    if len(stop) > MAX_STOPS or any(len(text) > LONGEST_STOP for text in stop):
-        raise wrong("stop", f"at most {MAX_STOPS} strings of {LONGEST_STOP} characters, got {len(stop)} strings")
+        raise invalid("stop", "must be a string or a list of strings")
+    if len(stop) > MAX_STOPS or any(len(text) > MAX_STOP_LENGTH for text in stop):
+        raise invalid("stop", f"at most {MAX_STOPS} strings of {MAX_STOP_LENGTH} characters, got {len(stop)} strings")
     return tuple(stop)
 
 
-def _logprobs(body: Mapping[str, Any]) -> bool:
-    if body.get("top_logprobs"):
-        raise wrong("top_logprobs", "only 0 is supported: log-probs are those of the sampled tokens")
-    return body.get("logprobs") is True
-
-
-def _whole(body: Mapping[str, Any], name: str, least: int, most: int | None = None) -> int | None:
+def _read_integer(body: Mapping[str, Any], name: str, least: int, most: int | None = None) -> int | None:
     value = body.get(name)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
         bound = f" to {most}" if most is not None else ""
-        raise wrong(name, f"must be a whole number from {least}{bound}, got {value!r:.40}")
+        raise invalid(name, f"must be a whole number from {least}{bound}, got {value!r:.40}")
     return value
 
 
-def _number(body: Mapping[str, Any], name: str, least: float, most: float) -> float | None:
+def _read_number(body: Mapping[str, Any], name: str, least: float, most: float) -> float | None:
     value = body.get(name)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise wrong(name, f"must be a number from {least:g} to {most:g}, got {value!r:.40}")
+        raise invalid(name, f"must be a number from {least:g} to {most:g}, got {value!r:.40}")
     return float(value)
 
 
@@ -361,21 +355,23 @@ def read_rewards(body: Mapping[str, Any]) -> RewardTable:
     """`{"reward": 1.0}`, `{"rewards": {"name": 1.0}}`, or both."""
     named = body.get("rewards")
     if named is not None and not isinstance(named, Mapping):
-        raise wrong("rewards", 'must be an object: {"name": 1.0}')
+        raise invalid("rewards", 'must be an object: {"name": 1.0}')
     table = {**(named or {}), **({"reward": body["reward"]} if "reward" in body else {})}
     if not table:
-        raise Refused(400, 'give {"reward": 1.0} or {"rewards": {"name": 1.0}}', param="reward")
-    if len(table) > MAX_REWARDS or not all(0 < len(name) <= LONGEST_NAME for name in table):
-        raise wrong("rewards", f"at most {MAX_REWARDS} names of 1 to {LONGEST_NAME} characters, got {len(table)} names")
+        raise RequestRefused(400, 'give {"reward": 1.0} or {"rewards": {"name": 1.0}}', param="reward")
+    if len(table) > MAX_REWARDS or not all(0 < len(name) <= MAX_REWARD_NAME for name in table):
+        raise invalid(
+            "rewards", f"at most {MAX_REWARDS} names of 1 to {MAX_REWARD_NAME} characters, got {len(table)} names"
+        )
     for name, value in table.items():
-        if not isinstance(value, int | float) or not abs(value) <= LARGEST_REWARD:
-            raise wrong(name[:40], f"a reward must be a finite number, got {value!r:.40}")
+        if not isinstance(value, int | float) or not abs(value) <= MAX_REWARD:
+            raise invalid(name[:40], f"a reward must be a finite number, got {value!r:.40}")
     return {name: float(value) for name, value in table.items()}
 
 
-# -- Replies in OpenAI's form, whole or as a stream of chunks ----------------------------------------------------------
+# -- Replies -----------------------------------------------------------------------------------------------------------
 
-PIECE = 24  # characters of a streamed chunk
+CHUNK = 24  # characters of a streamed chunk
 
 
 @dataclass(frozen=True)
@@ -387,24 +383,23 @@ class Choice:
     tokens: Sequence[str]
 
     @property
-    def finish(self) -> str:
+    def finish_reason(self) -> str:
         if self.turn.stop is StopReason.LENGTH:
             return "length"
         return "tool_calls" if self.message.get("tool_calls") else "stop"
 
     def logprobs(self) -> dict[str, Any]:
-        """Of the sampled tokens, under the distribution they were drawn from."""
-        pairs = zip(self.tokens, self.turn.logprobs, strict=True)
+        """Log-probs of the sampled tokens, under the distribution they were drawn from."""
         entries = [
             {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, logprob in pairs
+            for text, logprob in zip(self.tokens, self.turn.logprobs, strict=True)
         ]
         return {"content": entries, "refusal": None}
 
 
 @dataclass(frozen=True)
-class Completed:
-    """An answered request."""
+class ChatCompletion:
+    """The answer to a request."""
 
     id: str
     model: str
@@ -416,54 +411,50 @@ class Completed:
         sampled = sum(len(choice.turn.completion_ids) for choice in self.choices)
         return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
-    def whole(self) -> dict[str, Any]:
+    def body(self) -> dict[str, Any]:
         choices = [
             {
                 "index": index,
                 "message": {**choice.message, "refusal": None},
-                "finish_reason": choice.finish,
+                "finish_reason": choice.finish_reason,
                 "logprobs": choice.logprobs() if self.logprobs else None,
             }
             for index, choice in enumerate(self.choices)
         ]
-        return self._frame("chat.completion") | {"choices": choices, "usage": self.usage()}
+        return self._envelope("chat.completion") | {"choices": choices, "usage": self.usage()}
 
     def events(self, *, with_usage: bool) -> Iterator[str]:
-        """The same as server-sent events."""
-        frame = self._frame("chat.completion.chunk")
+        """The answer as server-sent events."""
+        envelope = self._envelope("chat.completion.chunk")
+
+        def event(choices: list[dict[str, Any]], **more: Any) -> str:
+            return f"data: {json.dumps(envelope | {'choices': choices} | more)}\n\n"
+
         for index, choice in enumerate(self.choices):
-            shown = choice.logprobs() if self.logprobs else None
+            logprobs = choice.logprobs() if self.logprobs else None
             for delta in _deltas(choice.message):
-                yield _event(frame | {"choices": [_part(index, delta, logprobs=shown)]})
-                shown = None  # once, with the first chunk: clients join them
-            yield _event(frame | {"choices": [_part(index, {}, finish=choice.finish)]})
+                yield event([{"index": index, "delta": delta, "finish_reason": None, "logprobs": logprobs}])
+                logprobs = None  # only in the first chunk: clients concatenate them
+            yield event([{"index": index, "delta": {}, "finish_reason": choice.finish_reason, "logprobs": None}])
         if with_usage:
-            yield _event(frame | {"choices": [], "usage": self.usage()})
+            yield event([], usage=self.usage())
         yield "data: [DONE]\n\n"
 
-    def _frame(self, kind: str) -> dict[str, Any]:
+    def _envelope(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": int(time.time()), "model": self.model}
-
-
-def _part(index: int, delta: Message, *, finish: str | None = None, logprobs: Any = None) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
 
 
 def _deltas(message: Message) -> Iterator[dict[str, Any]]:
     yield {"role": "assistant", "content": None if message["content"] is None else ""}
-    for piece in _pieces(message["content"] or ""):
+    for piece in _chunks(message["content"] or ""):
         yield {"content": piece}
-    for place, call in enumerate(message.get("tool_calls", ())):
+    for index, call in enumerate(message.get("tool_calls", ())):
         function = call["function"]
-        opening = {"index": place, "id": call["id"], "type": "function"}
-        yield {"tool_calls": [opening | {"function": {"name": function["name"], "arguments": ""}}]}
-        for piece in _pieces(function["arguments"]):
-            yield {"tool_calls": [{"index": place, "function": {"arguments": piece}}]}
+        header = {"index": index, "id": call["id"], "type": "function"}
+        yield {"tool_calls": [header | {"function": {"name": function["name"], "arguments": ""}}]}
+        for piece in _chunks(function["arguments"]):
+            yield {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
 
 
-def _pieces(text: str) -> Iterator[str]:
-    return (text[at : at + PIECE] for at in range(0, len(text), PIECE))
-
-
-def _event(chunk: dict[str, Any]) -> str:
-    return f"data: {json.dumps(chunk)}\n\n"
+def _chunks(text: str) -> Iterator[str]:
+    return (text[at : at + CHUNK] for at in range(0, len(text), CHUNK))

@@ -1,7 +1,13 @@
-"""One episode under way: every request is answered by its policy, which keeps the turns.
+"""Open episodes of the gateway and the registry of all of them.
 
-Requests whose messages go on from an earlier reply go on from its tokens. Several may come at once, and one may ask for
-several replies: each reply is a turn of the episode, and all of them are learned from.
+An `OpenEpisode` answers requests with its policy, which keeps the turns. A request whose messages continue an earlier
+reply continues from that reply's tokens. Requests may arrive concurrently, and one may ask for several replies: each
+reply is a turn of the episode, and all of them are trained on.
+
+The `Registry` checks keys: one admin token, and a key for each episode. An episode is open until a client posts its
+reward or finishes it, or the run ends it. Without a run, it is also closed after a day without a request, when the next
+episode is opened. Closed episodes are remembered for a while, so that a late or repeated post gets a clear error and
+changes nothing. In training, the registry also holds the queue of attempts that wait for a client.
 """
 
 from __future__ import annotations
@@ -21,392 +27,410 @@ from typing import Any
 
 from covey.errors import InputError
 from covey.gateway.openai_api import (
-    Asked,
+    ChatReply,
+    ChatRequest,
     Choice,
     Format,
-    Memory,
     Message,
-    Refused,
-    Said,
-    outward,
+    ReplyMemory,
+    RequestRefused,
     read_messages,
-    with_system,
+    to_openai,
 )
 from covey.protocols import NoRoom, Policy
+from covey.replies import with_system
 from covey.storage import StorageFailed
-from covey.types import Episode, RewardTable, Sampling, StopReason, Task
+from covey.types import Episode, Messages, RewardTable, Sampling, StopReason, Task
+
+# Columns that hold the solution in common data sets.
+SOLUTION_COLUMNS = re.compile(
+    "answers?|canonical_solution|cases|ground_truth|outputs|reward_model|solutions?|test_list|tests?|tool_calls"
+)
+MAX_CLOSED = 10_000  # closed episodes that are remembered
+IDLE_SECONDS = 24 * 3600.0  # without a request, after which an episode that belongs to no run is closed
+# Environment variable with the admin token; without it every server makes a new one.
+TOKEN = "COVEY_TOKEN"  # noqa: S105 - the variable's name
 
 
 @dataclass(frozen=True)
-class Rules:
-    """What holds for all episodes. `sampling`: in training the run's own, and no other; None: a request chooses."""
+class EpisodeRules:
+    """Settings of all episodes of a server. `sampling`: that of the run, which requests may not change; None: a request
+    chooses."""
 
     model: str
     format: Format | None = None
     sampling: Sampling | None = None
     max_turns: int | None = None
-    hidden: frozenset[str] = frozenset()  # columns of a task that no program sees
+    hidden: frozenset[str] = frozenset()  # columns of a task that clients do not see
 
 
-class Live:
-    def __init__(self, id: str, key: str, policy: Policy, task: Task, rules: Rules, metadata: Any = None) -> None:
+class OpenEpisode:
+    def __init__(
+        self, id: str, key: str, policy: Policy, task: Task, rules: EpisodeRules, metadata: Any = None
+    ) -> None:
         self.id = id
         self.key = key
         self.policy = policy
         self.task = task
         self.rules = rules
         self.metadata = metadata
-        self.given: RewardTable | None = None
+        self.rewards: RewardTable | None = None  # posted by the client
         self.error: Exception | None = None  # of the engine
         self.closed = asyncio.Event()
-        self.began = self.used = time.monotonic()
-        self._memory = Memory(rules.format)
+        self.opened_at = self.last_request_at = time.monotonic()
+        self._replies = ReplyMemory(rules.format)
         self._running: set[asyncio.Task[list[Choice]]] = set()
         self._stop: StopReason | None = None
         self._conversation: tuple[Mapping[str, Any], ...] = ()
-        self._begun = 0  # replies that were asked for
+        self._requested_replies = 0
 
-    # -- requests ----------------------------------------------------------------------------------------------------
+    # -- Requests ----------------------------------------------------------------------------------------------------
 
-    def start(self, asked: Asked) -> asyncio.Task[list[Choice]]:
-        """Sample the replies to a request. The task is cancelled when the episode ends."""
-        if self.closed.is_set():  # while the request was still coming in
-            raise Refused(410, "this episode is over: nothing more can be asked in it", code="episode_over")
-        self._check(asked)
-        self.used = time.monotonic()
-        self._begun += asked.n
-        task = asyncio.get_running_loop().create_task(self._ask(asked))
+    def start(self, request: ChatRequest) -> asyncio.Task[list[Choice]]:
+        """Sample the replies to a request. The task is cancelled when the episode is closed."""
+        if self.closed.is_set():  # while the body was being received
+            raise _episode_over()
+        self._check(request)
+        self.last_request_at = time.monotonic()
+        self._requested_replies += request.n
+        task = asyncio.get_running_loop().create_task(self._answer(request))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task
 
-    def _check(self, asked: Asked) -> None:
-        ours = self.rules.sampling
-        if ours is not None:
-            _same("temperature", asked.temperature, ours.temperature)
-            _same("top_p", asked.top_p, ours.top_p)
-        if asked.tools and self.rules.format is None:
-            raise Refused(400, "tools: it is not known how this model writes tool calls; set agent.format")
+    def _check(self, request: ChatRequest) -> None:
+        if self.rules.sampling is not None:
+            _require_same("temperature", request.temperature, self.rules.sampling.temperature)
+            _require_same("top_p", request.top_p, self.rules.sampling.top_p)
+        if request.tools and self.rules.format is None:
+            raise RequestRefused(400, "tools: it is not known how this model writes tool calls; set agent.format")
         limit = self.rules.max_turns
-        if limit is not None and self._begun + asked.n > limit:
+        if limit is not None and self._requested_replies + request.n > limit:
             self._stop = StopReason.TURNS
-            raise Refused(400, f"an episode has at most {limit} replies (agent.max_turns)", code="too_many_turns")
+            raise RequestRefused(
+                400, f"an episode has at most {limit} replies (agent.max_turns)", code="too_many_turns"
+            )
 
-    async def _ask(self, asked: Asked) -> list[Choice]:
-        messages = self._memory.inward(asked.messages)
-        form = self.rules.format if asked.tools else None
-        if form is not None and not form.native_tools:
-            messages = with_system(messages, _instructions(form, asked.tools))
-        shown = asked.tools if form is not None and form.native_tools else None
-        branches = [asyncio.create_task(self._branch(asked, messages, shown)) for _ in range(asked.n)]
+    async def _answer(self, request: ChatRequest) -> list[Choice]:
+        messages: Messages = self._replies.to_template(request.messages)
+        format = self.rules.format if request.tools else None
+        native = format is not None and format.native_tools
+        if format is not None and not native:
+            messages = with_system(messages, _instructions(format, request.tools))
+        tools = request.tools if native else None
+        samples = [asyncio.create_task(self._sample(request, messages, tools)) for _ in range(request.n)]
         try:
-            choices = await asyncio.gather(*branches)
+            choices = await asyncio.gather(*samples)
         except NoRoom as full:
             self._stop = StopReason.LENGTH
-            raise Refused(400, str(full), code="context_length_exceeded") from full
-        except InputError as mistake:  # the template does not take these messages
-            raise Refused(400, str(mistake), param="messages") from mistake
+            raise RequestRefused(400, str(full), code="context_length_exceeded") from full
+        except InputError as mistake:  # the template refuses these messages
+            raise RequestRefused(400, str(mistake), param="messages") from mistake
         finally:
-            for branch in branches:
-                branch.cancel()
-        self._conversation = (*asked.messages, _plain(choices[0].message))
+            for sample in samples:
+                sample.cancel()
+        self._conversation = (*request.messages, _with_text(choices[0].message))
         return choices
 
-    async def _branch(self, asked: Asked, messages: Sequence[Mapping[str, Any]], shown: Any) -> Choice:
-        form = self.rules.format if asked.may_call else None
+    async def _sample(self, request: ChatRequest, messages: Sequence[Mapping[str, Any]], tools: Any) -> Choice:
+        format = self.rules.format if request.may_call else None
+        fixed = self.rules.sampling is not None
         reply = await self.policy.ask(
             messages,
-            tools=shown,
-            stop=(*asked.stop, *(form.stop if form is not None else ())),
-            max_tokens=asked.max_tokens,
-            temperature=None if self.rules.sampling is not None else asked.temperature,
-            top_p=None if self.rules.sampling is not None else asked.top_p,
+            tools=tools,
+            stop=(*request.stop, *(format.stop if format is not None else ())),
+            max_tokens=request.max_tokens,
+            temperature=None if fixed else request.temperature,
+            top_p=None if fixed else request.top_p,
         )
         turn = reply.turn
         assert turn is not None
-        said = Said({"role": "assistant", "content": reply.text})
-        if form is not None and reply.stop is not StopReason.LENGTH:
-            parsed = form.parse(reply.text)
-            said = Said(parsed.message, parsed.calls)
+        chat_reply = ChatReply({"role": "assistant", "content": reply.text})
+        if format is not None and reply.stop is not StopReason.LENGTH:
+            parsed = format.parse(reply.text)
+            chat_reply = ChatReply(parsed.message, parsed.calls)
             self.policy.remember(parsed.message)
-        self._memory.keep(said)
-        return Choice(outward(said), turn, [self.policy.decode([token]) for token in turn.completion_ids])
+        self._replies.add(chat_reply)
+        return Choice(to_openai(chat_reply), turn, [self.policy.decode([token]) for token in turn.completion_ids])
 
-    # -- its end -----------------------------------------------------------------------------------------------------
+    # -- Closing -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """No request is answered from now on; those under way are given up."""
+        """Refuse further requests and cancel those in progress."""
         self.closed.set()
         for task in self._running:
             task.cancel()
 
-    async def settled(self) -> None:
-        """Until requests that were given up have let go of the policy."""
+    async def wait_until_idle(self) -> None:
+        """Wait until cancelled requests no longer use the policy."""
         await asyncio.gather(*self._running, return_exceptions=True)
 
-    def episode(self) -> Episode:
+    def to_episode(self) -> Episode:
         turns = tuple(self.policy.turns)
         stop = self._stop or (turns[-1].stop if turns else None)
-        seconds = time.monotonic() - self.began
-        return Episode(self.task, turns, self._messages(), stop=stop, given=self.given, seconds=seconds)
+        seconds = time.monotonic() - self.opened_at
+        return Episode(self.task, turns, self._messages(), stop=stop, given=self.rewards, seconds=seconds)
 
     @property
-    def used_up(self) -> bool:
-        """Whether the last thing a client heard is that the episode may have no further reply."""
+    def limit_reached(self) -> bool:
+        """Whether a request was refused because the episode may have no further reply."""
         return self._stop is not None
 
     def _messages(self) -> tuple[Mapping[str, Any], ...]:
-        """The task's messages and what came after them in the last conversation; a client that wrote a prompt of its
-        own has all of it there."""
+        """The task's messages and the last conversation. A conversation that begins with the task's messages only adds
+        the rest; one with a prompt of the client's own is kept whole."""
         own = tuple(self.task.messages)
-        begins_so = [_plain(message) for message in self._conversation[: len(own)]] == [_plain(m) for m in own]
-        return (*own, *(self._conversation[len(own) :] if begins_so else self._conversation))
+        starts_with_task = [_with_text(message) for message in self._conversation[: len(own)]] == [
+            _with_text(message) for message in own
+        ]
+        return (*own, *(self._conversation[len(own) :] if starts_with_task else self._conversation))
 
 
-def _instructions(form: Format, tools: Any) -> str | None:
-    """Schemas come from a client, in any shape."""
+def _episode_over() -> RequestRefused:
+    return RequestRefused(410, "this episode is over: nothing more can be asked in it", code="episode_over")
+
+
+def _instructions(format: Format, tools: Any) -> str | None:
+    """The tools in words. A client may send schemas of any shape."""
     try:
-        return form.instructions(tools)
+        return format.instructions(tools)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
-        what = f"{type(error).__name__}: {error!s:.100}"
-        raise Refused(400, f"tools: their parameters are no JSON schema that can be shown ({what})") from error
+        reason = f"{type(error).__name__}: {error!s:.100}"
+        raise RequestRefused(
+            400, f"tools: their parameters are not a JSON schema that can be shown ({reason})"
+        ) from error
 
 
-def _same(name: str, asked: float | None, ours: float) -> None:
-    if asked is not None and asked != ours:
-        raise Refused(
+def _require_same(name: str, requested: float | None, setting: float) -> None:
+    if requested is not None and requested != setting:
+        raise RequestRefused(
             400,
-            f"{name}={asked:g}, but this run samples with rollout.{name}={ours:g}: what is learned from must be drawn "
-            f"as the learner assumes; leave it out, or set rollout.{name}",
+            f"{name}={requested:g}, but this run samples with rollout.{name}={setting:g}: training needs tokens drawn "
+            f"from the distribution that the learner assumes; leave {name} out, or set rollout.{name}",
             param=name,
         )
 
 
-def _plain(message: Mapping[str, Any]) -> Message:
-    """With a text for a content, which rewards read."""
+def _with_text(message: Mapping[str, Any]) -> Message:
+    """A message whose content is a string, as rewards expect it."""
     return {**message, "content": message.get("content") or ""}
 
 
-# -- Who may come in: one admin's token, a key for each episode; and the attempts that wait for a program --------------
-# An episode is open until its reward is posted, it is finished, the run ends it, or, without a run, nobody has asked
-# for anything in it for a day when another one is opened. What became of it is remembered for
-# a while, so that a late or a second post is told so and changes nothing.
-
-GOLD = re.compile(  # columns that tell what is right, in the data sets that are around
-    "answers?|canonical_solution|cases|ground_truth|outputs|reward_model|solutions?|test_list|tests?|tool_calls"
-)
-REMEMBERED = 10_000  # episodes that are over
-SILENT = 24 * 3600.0  # seconds without a request after which an episode that no run has asked for is over
-# In the environment: the admin's token, where it is not to be a new one each time.
-TOKEN = "COVEY_TOKEN"  # noqa: S105 - the variable's name
+# -- The registry ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Over:
-    """An episode of the past, and who ended it."""
-
+class ClosedEpisode:
     id: str
-    digest: bytes  # of its key
-    by_client: bool  # its reward was posted, or it was finished; otherwise the run ended it
+    key_digest: bytes
+    by_client: bool  # the client posted a reward or finished it; otherwise the run ended it
 
 
 @dataclass(frozen=True)
 class Admin:
-    """The caller with the token."""
+    """The caller with the admin token."""
 
 
-Caller = Admin | Live | Over
+Caller = Admin | OpenEpisode | ClosedEpisode
 NewPolicy = Callable[[], Policy]
-Closed = Callable[[Live], None]
+OnClosed = Callable[[OpenEpisode], None]
 
 
-class Book:
-    """The episodes of one server. With `new_policy` anybody with the token opens episodes; otherwise a run offers its
-    attempts. `on_closed` is called for each that is over."""
+class Registry:
+    """The episodes of one server. With `new_policy`, anyone with the token opens episodes (covey serve); otherwise a
+    run offers its attempts. `on_closed` is called for each closed episode."""
 
     def __init__(
-        self, rules: Rules, *, new_policy: NewPolicy | None = None, on_closed: Closed | None = None, offers: bool = True
+        self,
+        rules: EpisodeRules,
+        *,
+        new_policy: NewPolicy | None = None,
+        on_closed: OnClosed | None = None,
+        offers: bool = True,
     ) -> None:
         self.rules = rules
         self.token = _token()
         self.new_policy = new_policy
-        self.on_closed = on_closed or (lambda live: None)
-        self.offers = offers  # whether programs may come for attempts
-        self.last_taken = time.monotonic()
-        self._live: dict[str, Live] = {}
-        self._over: OrderedDict[str, Over] = OrderedDict()
+        self.on_closed = on_closed or (lambda episode: None)
+        self.offers = offers  # whether clients may take attempts
+        self.last_taken_at = time.monotonic()
+        self._open: dict[str, OpenEpisode] = {}
+        self._closed: OrderedDict[str, ClosedEpisode] = OrderedDict()
         self._keys: dict[bytes, str] = {}  # digest of a key → id
-        self._taken: set[str] = set()  # ids of attempts that somebody plays
-        self._offered: deque[tuple[Live, asyncio.Event]] = deque()
-        self._arrived = asyncio.Condition()
+        self._taken: set[str] = set()  # ids of open attempts that a client has taken
+        self._offered: deque[tuple[OpenEpisode, asyncio.Event]] = deque()
+        self._changed = asyncio.Condition()
         self._closing = False
 
     @property
     def shown_token(self) -> str:
-        """For who starts a server. One that is in the environment stays there."""
+        """The token for the start-up message. One from the environment is shown as the name of its variable."""
         return f"${TOKEN}" if os.environ.get(TOKEN) == self.token else self.token
 
-    # -- opening and ending ------------------------------------------------------------------------------------------
+    # -- Opening and closing -----------------------------------------------------------------------------------------
 
-    def open(self, policy: Policy, task: Task, *, metadata: Any = None, key: str | None = None) -> Live:
+    def open(self, policy: Policy, task: Task, *, metadata: Any = None, key: str | None = None) -> OpenEpisode:
         ident = secrets.token_hex(8)
-        live = Live(ident, key or f"ck-{secrets.token_urlsafe(24)}", policy, task, self.rules, metadata)
-        self._live[ident] = live
-        self._keys[_digest(live.key)] = ident
-        return live
+        episode = OpenEpisode(ident, key or f"ck-{secrets.token_urlsafe(24)}", policy, task, self.rules, metadata)
+        self._open[ident] = episode
+        self._keys[_digest(episode.key)] = ident
+        return episode
 
-    def open_new(self, task: Task | None = None, *, metadata: Any = None, key: str | None = None) -> Live:
-        """An episode that no run has asked for."""
+    def open_new(self, task: Task | None = None, *, metadata: Any = None, key: str | None = None) -> OpenEpisode:
+        """Open an episode that belongs to no run."""
         assert self.new_policy is not None
-        self._end_silent()
+        self._close_idle()
         task = task or Task(secrets.token_hex(8), ())
         return self.open(self.new_policy(), task, metadata=metadata, key=key)
 
-    def end(self, live: Live, *, by_client: bool = False, given: RewardTable | None = None) -> None:
-        """Close an episode, once; a second time changes nothing. One that cannot be recorded takes no more requests,
-        but stays: it can be closed again when there is room."""
-        if live.id not in self._live:
+    def end(self, episode: OpenEpisode, *, by_client: bool = False, rewards: RewardTable | None = None) -> None:
+        """Close an episode; closing it again changes nothing. If `on_closed` cannot record it, the episode takes no
+        more requests but stays registered, so that a later call can record it."""
+        if episode.id not in self._open:
             return
-        live.given = given
-        live.close()
-        self.on_closed(live)
-        del self._live[live.id]
-        self._over[live.id] = Over(live.id, _digest(live.key), by_client)
-        if len(self._over) > REMEMBERED:
-            _, gone = self._over.popitem(last=False)
-            del self._keys[gone.digest]
-        self._taken.discard(live.id)
-        self.last_taken = time.monotonic()  # whoever played it may come for the next
+        episode.rewards = rewards
+        episode.close()
+        self.on_closed(episode)
+        del self._open[episode.id]
+        self._closed[episode.id] = ClosedEpisode(episode.id, _digest(episode.key), by_client)
+        if len(self._closed) > MAX_CLOSED:
+            _, oldest = self._closed.popitem(last=False)
+            del self._keys[oldest.key_digest]
+        self._taken.discard(episode.id)
+        self.last_taken_at = time.monotonic()  # its client may take the next attempt now
 
-    def _end_silent(self) -> None:
-        """Episodes that nobody has asked for anything in for so long: their clients are gone. A key of the client's own
-        making is free again. Where a disk is full they wait for the next time, or for the server's end, which tells.
-        """
+    def _close_idle(self) -> None:
+        """Close episodes whose clients have been silent for IDLE_SECONDS, and free the keys that clients chose. If the
+        disk is full they stay open; the next call, or closing the server, tries again."""
         now = time.monotonic()
-        for live in [live for live in self._live.values() if now - live.used > SILENT]:
+        for episode in [one for one in self._open.values() if now - one.last_request_at > IDLE_SECONDS]:
             with suppress(StorageFailed):
-                self.end(live)
-                if live.key.startswith(f"{self.token}:"):
-                    del self._keys[self._over.pop(live.id).digest]
+                self.end(episode)
+                if episode.key.startswith(f"{self.token}:"):
+                    del self._keys[self._closed.pop(episode.id).key_digest]
 
     async def close(self) -> None:
-        """End all episodes; who waits for an attempt waits no longer. What a disk refuses is told when all are over."""
+        """End all episodes and wake the clients that wait for an attempt. Raises the first storage error at the end."""
         self._closing = True
-        refused: StorageFailed | None = None
-        for live in list(self._live.values()):
+        failure: StorageFailed | None = None
+        for episode in list(self._open.values()):
             try:
-                self.end(live)
+                self.end(episode)
             except StorageFailed as error:
-                refused = refused or error
+                failure = failure or error
         await self._notify()
-        if refused is not None:
-            raise refused
+        if failure is not None:
+            raise failure
 
-    # -- callers -----------------------------------------------------------------------------------------------------
+    # -- Callers -----------------------------------------------------------------------------------------------------
 
     def caller(self, key: str) -> Caller:
-        """Whose key it is. With `new_policy`, one that begins with the token opens an episode."""
+        """The caller that a key belongs to. With `new_policy`, a new key TOKEN:NAME opens an episode."""
         if hmac.compare_digest(_digest(key), _digest(self.token)):
             return Admin()
-        ident = self._keys.get(_digest(key))  # by its digest: how long it takes says nothing about other keys
+        ident = self._keys.get(_digest(key))  # looked up by digest: the time it takes reveals nothing about other keys
         if ident is not None:
-            return self._live.get(ident) or self._over[ident]
+            return self._open.get(ident) or self._closed[ident]
         token, _, name = key.partition(":")
         if self.new_policy is not None and name and hmac.compare_digest(_digest(token), _digest(self.token)):
             return self.open_new(metadata={"name": name}, key=key)
-        raise Refused(401, "this key opens nothing here: use the token that was printed, or an episode's key")
+        raise RequestRefused(401, "this key opens nothing here: use the token that was printed, or an episode's key")
 
-    def playing(self, caller: Caller) -> Live:
-        """The episode that a caller plays."""
-        if isinstance(caller, Live):
+    def episode_of(self, caller: Caller) -> OpenEpisode:
+        """The episode in which a caller may chat."""
+        if isinstance(caller, OpenEpisode):
             return caller
-        if isinstance(caller, Over):
-            raise Refused(410, "this episode is over: nothing more can be asked in it", code="episode_over")
+        if isinstance(caller, ClosedEpisode):
+            raise _episode_over()
         if self.new_policy is None:
-            raise Refused(403, "this is the admin's token: POST /episodes gives a key to play with")
-        key = f"{self.token}:default"
-        found = self.caller(key)
-        return self.playing(found)
+            raise RequestRefused(403, "this is the admin's token: POST /episodes gives a key to play with")
+        return self.episode_of(self.caller(f"{self.token}:default"))
 
-    def episode(self, caller: Caller, ident: str) -> Live:
+    def find(self, caller: Caller, ident: str) -> OpenEpisode:
         """An open episode that the caller may close: its own, or any with the token."""
-        if not isinstance(caller, Admin) and ident in ("current", caller.id):
+        if not isinstance(caller, Admin):
+            if ident not in ("current", caller.id):
+                raise RequestRefused(403, "this key is for another episode")
             ident = caller.id
-        elif not isinstance(caller, Admin):
-            raise Refused(403, "this key is for another episode")
-        if ident in self._live:
-            return self._live[ident]
-        if ident not in self._over:
-            raise Refused(404, f"there is no episode {ident!r:.40}")
-        if self._over[ident].by_client:
-            raise Refused(409, "this episode was closed before: nothing has changed", code="episode_closed")
-        raise Refused(410, "this episode is over, its time had run out: nothing has changed", code="episode_over")
+        if ident in self._open:
+            return self._open[ident]
+        if ident not in self._closed:
+            raise RequestRefused(404, f"there is no episode {ident!r:.40}")
+        if self._closed[ident].by_client:
+            raise RequestRefused(409, "this episode was closed before: nothing has changed", code="episode_closed")
+        raise RequestRefused(410, "this episode is over, its time ran out: nothing has changed", code="episode_over")
 
-    # -- attempts that wait for a program ----------------------------------------------------------------------------
+    # -- Attempts that wait for a client -----------------------------------------------------------------------------
 
-    async def offer(self, live: Live, patience: float) -> bool:
-        """Wait until somebody comes for the attempt; False if nobody has come for any for so long. While somebody plays
-        one, nobody else's is given up: a program may play them one after the other, each for as long as it takes."""
+    async def offer(self, episode: OpenEpisode, patience: float) -> bool:
+        """Wait until a client takes the attempt. False if no client has taken any attempt for `patience` seconds. The
+        timer does not run while some attempt is being played: one client may play all of them, one after another."""
         taken = asyncio.Event()
-        place = (live, taken)
-        since = time.monotonic()
-        self._offered.append(place)
+        entry = (episode, taken)
+        offered_at = time.monotonic()
+        self._offered.append(entry)
         await self._notify()
         try:
             while not taken.is_set():
                 now = time.monotonic()
-                left = (now if self._taken else max(since, self.last_taken)) + patience - now
-                if left <= 0:
+                seconds = (now if self._taken else max(offered_at, self.last_taken_at)) + patience - now
+                if seconds <= 0:
                     return False
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(taken.wait(), left)
+                    await asyncio.wait_for(taken.wait(), seconds)
             return True
         finally:
-            if place in self._offered:
-                self._offered.remove(place)
+            if entry in self._offered:
+                self._offered.remove(entry)
 
-    async def take(self, wait: float) -> Live | None:
-        """The attempt that has waited longest; None if there was none for so long."""
+    async def take(self, wait: float) -> OpenEpisode | None:
+        """The attempt that has waited longest; None if there is none within `wait` seconds."""
         try:
-            async with asyncio.timeout(wait), self._arrived:
-                await self._arrived.wait_for(lambda: self._offered or self._closing)
+            async with asyncio.timeout(wait), self._changed:
+                await self._changed.wait_for(lambda: self._offered or self._closing)
         except TimeoutError:
             return None
         if not self._offered:
             return None
-        live, taken = self._offered.popleft()
-        self._taken.add(live.id)
-        self.last_taken = time.monotonic()
+        episode, taken = self._offered.popleft()
+        self._taken.add(episode.id)
+        self.last_taken_at = time.monotonic()
         taken.set()
-        return live
+        return episode
 
     async def _notify(self) -> None:
-        async with self._arrived:
-            self._arrived.notify_all()
+        async with self._changed:
+            self._changed.notify_all()
 
 
-def shown_task(task: Task, hidden: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """What a program may know of a task: never its answer, a column that holds it, or a `hidden` one."""
-    kept = {name: value for name, value in task.columns.items() if name not in hidden}
-    columns = {name: value for name, value in kept.items() if not _tells(name, value, task.answer)}
+# -- Tasks as clients see and send them --------------------------------------------------------------------------------
+
+
+def public_task(task: Task, hidden: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """A task without its answer, without columns that hold the solution, and without `hidden` columns."""
+    columns = {
+        name: value
+        for name, value in task.columns.items()
+        if name not in hidden and not _reveals_answer(name, value, task.answer)
+    }
     return {"id": task.id, "messages": [dict(message) for message in task.messages], "columns": columns}
 
 
-def _tells(name: str, value: Any, answer: Any) -> bool:
-    if GOLD.fullmatch(name) or (answer is not None and str(value).strip() == str(answer).strip()):
+def _reveals_answer(name: str, value: Any, answer: Any) -> bool:
+    if SOLUTION_COLUMNS.fullmatch(name) or (answer is not None and str(value).strip() == str(answer).strip()):
         return True
     if isinstance(value, Mapping):
-        return any(_tells(str(inner), item, answer) for inner, item in value.items())
-    return isinstance(value, list) and any(_tells("", item, answer) for item in value)
+        return any(_reveals_answer(str(inner), item, answer) for inner, item in value.items())
+    return isinstance(value, list) and any(_reveals_answer("", item, answer) for item in value)
 
 
 def read_task(body: Mapping[str, Any]) -> Task | None:
-    """A task that a client brings: `{"task": {"id": ..., "messages": [...], ...}}`."""
+    """The task of a request: `{"task": {"id": ..., "messages": [...], ...}}`."""
     raw = body.get("task")
     if raw is None:
         return None
     if not isinstance(raw, Mapping):
-        raise Refused(400, 'task: must be an object, such as {"id": "t1", "messages": [...]}', param="task")
+        raise RequestRefused(400, 'task: must be an object, such as {"id": "t1", "messages": [...]}', param="task")
     messages = read_messages(raw["messages"]) if raw.get("messages") else ()
     columns = {name: value for name, value in raw.items() if name not in ("id", "messages", "answer")}
     return Task(str(raw.get("id") or secrets.token_hex(8)), messages, raw.get("answer"), columns)

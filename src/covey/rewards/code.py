@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeGuard
 
 from covey.errors import InputError
-from covey.replies import PYTHON, blocks, speech_start
+from covey.replies import PYTHON, blocks, thinking_end
 from covey.rewards.function import reward
 from covey.types import Task
 
@@ -56,7 +56,7 @@ async def code_reward(
 def last_code(reply: str) -> str:
     """The last fenced block of Python, else the last fenced block, else all of the reply, each behind the thinking.
     Indentation behind that of the fence stays: it may continue a function."""
-    said = reply[speech_start(reply) or 0 :]
+    said = reply[thinking_end(reply) or 0 :]
     found = [block for block in blocks(said) if block.code.strip()]  # a stray fence at the end opens an empty one
     chosen = [block.code for block in found if block.language in PYTHON] or [block.code for block in found]
     return chosen[-1] if chosen else said

@@ -55,7 +55,7 @@ def test_no_block_is_the_answer(text: str) -> None:
     assert FORMAT.parse(text) == Parsed({"role": "assistant", "content": text})
 
 
-def test_only_the_first_block_is_run_and_the_model_is_told() -> None:
+def test_only_the_first_block_is_run_and_an_observation_says_so() -> None:
     block = "```python\nprint(1)\n```\n"
     for more, words in ((1, "1 more block of your reply was not run"), (3, "3 more blocks of your reply were not run")):
         first, note = FORMAT.parse(block * (1 + more)).calls
@@ -81,7 +81,7 @@ def test_malformed(text: str, words: str) -> None:
     assert words in call.problem
 
 
-def test_results_stand_in_a_fence_that_they_cannot_close() -> None:
+def test_results_cannot_close_their_fence() -> None:
     call, note = Call("python_executor", {"code": ""}), Call("python_executor", problem="…")
     assert FORMAT.observe([(call, "4")]) == [{"role": "user", "content": "```output\n4\n```"}]
     assert FORMAT.observe([(call, "a\n```\nb"), (note, "Not run.")]) == [
@@ -90,7 +90,7 @@ def test_results_stand_in_a_fence_that_they_cannot_close() -> None:
     assert FORMAT.observe([]) == []
 
 
-def test_a_reply_ends_where_it_would_make_up_output_and_the_block_is_whole() -> None:
+def test_the_stop_string_ends_a_reply_after_the_block() -> None:
     text = "```python\nprint(1)\n```\n```output\n2\n```"
     (stop,) = FORMAT.stop
     assert called(FORMAT.parse(text[: text.index(stop)])) == [("python_executor", {"code": "print(1)"})]

@@ -54,7 +54,7 @@ def test_several_calls_with_text_around() -> None:
     assert len({call.id for call in parsed.calls}) == 2
 
 
-def test_white_space_between_calls_is_no_text() -> None:
+def test_white_space_between_calls_is_dropped() -> None:
     assert FORMAT.parse(f"\n{SEARCH}\n \n{SEARCH}\n").message["content"] == ""
 
 
@@ -151,11 +151,11 @@ def test_text_is_an_answer_and_stays_as_it_is(text: str) -> None:
 
 
 class TestThinking:
-    def test_a_call_in_the_thinking_is_none(self) -> None:
+    def test_a_call_in_the_thinking_is_ignored(self) -> None:
         text = f"<think>\nMaybe {SEARCH}?\n</think>\n\nParis."
         assert FORMAT.parse(text) == Parsed({"role": "assistant", "content": text})
 
-    def test_a_call_after_it_is_one_and_the_thinking_stays_untouched(self) -> None:
+    def test_a_call_after_the_thinking(self) -> None:
         think = f"<think>\nMaybe {SEARCH} ?\n\n</think>\n\nI look."
         parsed = FORMAT.parse(f"{think}\n{SEARCH}")
         assert called(parsed) == [("search", {"query": "covey"})]
@@ -168,7 +168,7 @@ class TestThinking:
         assert called(parsed) == [("search", {"query": "covey"})]
         assert parsed.message["content"] == think
 
-    def test_thinking_that_never_ends(self) -> None:
+    def test_unclosed_thinking(self) -> None:
         parsed = FORMAT.parse(f"<think>\nMaybe {SEARCH}")
         assert [call.problem for call in parsed.calls] == [
             "Your thinking is not closed. Write </think> first, then the call or the answer."
@@ -176,7 +176,7 @@ class TestThinking:
         assert FORMAT.parse("<think>\nHm.").calls == ()
 
 
-def test_a_reply_has_so_many_calls_at_most() -> None:
+def test_the_limit_of_calls_in_a_reply() -> None:
     assert [call.problem for call in FORMAT.parse(SEARCH * MAX_CALLS).calls] == [None] * MAX_CALLS
     parsed = FORMAT.parse(SEARCH * 500)
     assert len(parsed.calls) == MAX_CALLS + 1
@@ -195,11 +195,11 @@ class TestResults:
             {"role": "tool", "name": "now", "tool_call_id": "bbbbbbbbb", "content": "12:00"},
         ]
 
-    def test_where_no_call_can_be_shown_a_user_speaks(self) -> None:
+    def test_without_valid_calls_results_are_a_user_message(self) -> None:
         content = "<tool_response>\nmalformed\n</tool_response>"
         assert FORMAT.observe([(self.bad, "malformed")]) == [{"role": "user", "content": content}]
 
-    def test_where_the_template_knows_no_tools_a_user_speaks(self) -> None:
+    def test_without_native_tools_results_are_a_user_message(self) -> None:
         plain = HermesFormat(native_tools=False)
         content = "<tool_response>\nfound\n</tool_response>\n<tool_response>\n12:00\n</tool_response>"
         assert plain.observe([(self.good, "found"), (self.other, "12:00")]) == [{"role": "user", "content": content}]
@@ -208,7 +208,7 @@ class TestResults:
         assert FORMAT.observe([]) == []
 
 
-def test_where_the_template_knows_no_tools_calls_stay_in_the_text() -> None:
+def test_without_native_tools_calls_stay_in_the_text() -> None:
     text = f"I look. {SEARCH}"
     parsed = HermesFormat(native_tools=False).parse(text)
     assert called(parsed) == [("search", {"query": "covey"})]

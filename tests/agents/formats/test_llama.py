@@ -50,7 +50,7 @@ def test_one_call(text: str, content: str) -> None:
         '<function=search>{"query": "covey"}</function>\n<function=now>{}</function>',
     ],
 )
-def test_several_calls_stay_in_the_text_for_the_template_shows_one_only(text: str) -> None:
+def test_several_calls_stay_in_the_text(text: str) -> None:
     parsed = FORMAT.parse(text)
     assert called(parsed) == [("search", {"query": "covey"}), ("now", {})]
     assert parsed.message == {"role": "assistant", "content": text}
@@ -122,14 +122,14 @@ def test_the_second_call_is_malformed() -> None:
     assert "tool_calls" not in parsed.message
 
 
-def test_so_many_calls_at_most() -> None:
+def test_the_limit_of_calls_in_a_reply() -> None:
     for text in (";".join([SEARCH] * 500), "<function=f>{}</function>" * 500):
         assert [call.problem is None for call in FORMAT.parse(text).calls] == [True] * MAX_CALLS + [False]
     for text in (";".join([SEARCH] * MAX_CALLS), "<function=f>{}</function>" * MAX_CALLS):
         assert [call.problem for call in FORMAT.parse(text).calls] == [None] * MAX_CALLS
 
 
-def test_thinking_that_never_ends() -> None:
+def test_unclosed_thinking() -> None:
     assert [bool(call.problem) for call in FORMAT.parse(f"<think>\n<|python_tag|>{SEARCH}").calls] == [True]
     assert FORMAT.parse("<think>\nHm.").calls == ()
 

@@ -139,14 +139,14 @@ def test_one_of_two_is_malformed() -> None:
     assert len(parsed.message["tool_calls"]) == 1
 
 
-def test_so_many_calls_at_most() -> None:
+def test_the_limit_of_calls_in_a_reply() -> None:
     for number, more in ((MAX_CALLS, []), (MAX_CALLS + 1, [False]), (500, [False])):
         listed = ", ".join([NOW] * number)
         for text in (f"[TOOL_CALLS] [{listed}]", f"[{listed}]", "[TOOL_CALLS]now{}" * number, "now{}" * number):
             assert [call.problem is None for call in FORMAT.parse(text).calls] == [True] * MAX_CALLS + more
 
 
-def test_thinking_that_never_ends() -> None:
+def test_unclosed_thinking() -> None:
     assert [bool(call.problem) for call in FORMAT.parse("<think>[TOOL_CALLS]now{}").calls] == [True]
     assert FORMAT.parse("<think>Hm.").calls == ()
 

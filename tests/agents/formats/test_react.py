@@ -90,7 +90,7 @@ def test_a_final_answer(text: str, answer: str) -> None:
     assert parsed.message == {"role": "assistant", "content": text}
 
 
-def test_what_comes_first_counts() -> None:
+def test_the_first_action_or_answer_counts() -> None:
     both = step("search", "covey") + "\nObservation: a group of birds\nThought: So.\nFinal Answer: birds"
     parsed = FORMAT.parse(both)
     assert called(parsed) == [("search", {"query": "covey"})]
@@ -135,7 +135,7 @@ def test_results_are_observations() -> None:
     assert FORMAT.observe([]) == []
 
 
-def test_a_reply_ends_before_it_makes_up_a_result() -> None:
+def test_the_stop_string_prevents_made_up_results() -> None:
     text = step("search", "covey") + "\nObservation: made up"
     (stop,) = FORMAT.stop
     assert called(FORMAT.parse(text[: text.index(stop)])) == [("search", {"query": "covey"})]

@@ -1,4 +1,4 @@
-"""Calls in a format's own text are read back, whatever they hold; anything else never raises and always ends."""
+"""Calls written in a format are parsed back, whatever they contain; any other text never raises and ends in time."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def as_python(value: Any) -> str:
     return repr(value)
 
 
-# -- one writer for each way of writing --------------------------------------------------------------------------------
+# -- Writers, one per syntax -----------------------------------------------------------------------------------------
 
 
 def hermes(rng: random.Random, calls: list[tuple[str, Arguments]]) -> str:
@@ -146,7 +146,7 @@ def test_code_is_read_back() -> None:
         check(parsed)
 
 
-# -- what is not a call ------------------------------------------------------------------------------------------------
+# -- Texts without calls ---------------------------------------------------------------------------------------------
 
 
 def check(parsed: Parsed) -> None:
@@ -175,7 +175,7 @@ def mutated(rng: random.Random, text: str) -> str:
 
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("name", FORMATS)
-def test_anything_is_read_without_raising(name: str, native: bool) -> None:
+def test_any_text_is_parsed_without_raising(name: str, native: bool) -> None:
     format = make_format(name, SCHEMAS, native_tools=native)
     outcomes = set()
     for seed in range(3000):
@@ -189,7 +189,7 @@ def test_anything_is_read_without_raising(name: str, native: bool) -> None:
     assert outcomes >= {"problem", "text"}
 
 
-def test_without_its_end_no_call_is_run() -> None:
+def test_a_truncated_call_is_not_run() -> None:
     """Every beginning of a reply that ends before the last tag: what is run of it is what was whole."""
     rng = random.Random(0)
     calls = [("search", some_arguments(rng)), ("add", some_arguments(rng))]
@@ -231,7 +231,7 @@ ADVERSARIES = [
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("unit", ADVERSARIES, ids=range(len(ADVERSARIES)))
-def test_long_replies_come_to_an_end(name: str, unit: str) -> None:
+def test_long_replies_take_linear_time(name: str, unit: str) -> None:
     """At once, where time grows with the length. A regular expression gone wrong would take hours."""
     format: Format = make_format(name, SCHEMAS)
     for head in (

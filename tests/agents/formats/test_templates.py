@@ -1,4 +1,4 @@
-"""Which format a template speaks, and whether the messages that formats make can be shown by it."""
+"""The format of a chat template, and whether the template can show the messages that formats make."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_detect(template: str | None, model_type: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("template", [templates.HERMES, templates.LLAMA, templates.MISTRAL, templates.MISTRAL_ARGS])
-def test_these_show_tools(template: str) -> None:
+def test_templates_that_show_tools(template: str) -> None:
     assert shows_tools(tokenizer_with(template))
 
 
@@ -90,7 +90,7 @@ def test_these_show_tools(template: str) -> None:
         None,
     ],
 )
-def test_these_do_not(template: str | None) -> None:
+def test_templates_that_do_not_show_tools(template: str | None) -> None:
     assert not shows_tools(tokenizer_with(template))
 
 
@@ -108,9 +108,7 @@ def test_these_do_not(template: str | None) -> None:
         ("auto", templates.HERMES + "{#- <function=f> -#}", "hermes", False),
     ],
 )
-def test_tools_are_left_to_the_template_if_it_shows_them_in_the_chosen_format(
-    setting: str, template: str, name: str, native: bool
-) -> None:
+def test_native_tools_only_in_the_templates_own_format(setting: str, template: str, name: str, native: bool) -> None:
     format = choose_format(setting, tokenizer_with(template), "llama")
     assert (format.name, format.native_tools) == (name, native)
 
@@ -205,7 +203,7 @@ def test_without_tools_in_the_template_roles_alternate_and_nothing_is_lost(name:
     assert rendered.count("found") >= 2
 
 
-def test_a_malformed_call_is_no_new_question_to_qwen3() -> None:
+def test_qwen3_keeps_its_thinking_after_a_malformed_call() -> None:
     """Its template drops thinking from before the last question: what was sampled would be rewritten."""
     tokenizer = tokenizer_with(templates.FORGETFUL)
     format = make_format("hermes")
@@ -253,7 +251,7 @@ class TestQwen:
         ],
         ids=["one", "two", "malformed", "both"],
     )
-    def test_the_next_prompt_goes_on_from_what_was_sampled(self, shared: Path, text: str) -> None:
+    def test_the_next_prompt_continues_from_the_sampled_tokens(self, shared: Path, text: str) -> None:
         tokenizer, format = qwen(shared), make_format("hermes")
         renderer = Renderer(tokenizer)
         prompt = renderer.prompt([QUESTION], [SCHEMA])

@@ -1,4 +1,4 @@
-"""A tool call as the model wrote it."""
+"""The interface of a tool-call format, and helpers for formats: parsing calls, building messages, describing tools."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from covey.agents.formats.json_repair import Unreadable, read, skip_space, value_end
-from covey.replies import SPEAK
+from covey.agents.formats.json_repair import InvalidJson, parse_json, skip_space, value_end
+from covey.replies import THINK_CLOSE
+
+MAX_CALLS = 32  # of one reply, so that a model that repeats itself does not start a thousand processes
+ID_CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+MAX_NAME = 128
+ARGUMENTS = ("arguments", "parameters")
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a turn. `problem` says what could not be read of it; then there is nothing to run."""
+    """A tool call as the model wrote it. `problem` says why it could not be parsed; such a call is not run."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -23,76 +28,69 @@ class Call:
     problem: str | None = None
 
 
-# -- What a format is, and what formats share: reading calls, writing messages, telling thinking from speech -----------
-
-Schemas = Sequence[Mapping[str, Any]]
-Results = Sequence[tuple[Call, str]]
-
-MAX_CALLS = 32  # of one reply; a model that repeats itself does not start a thousand processes
-LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-MAX_NAME = 128
-ARGUMENTS = ("arguments", "parameters")
-
-
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A reply, read. No calls: it is the last one, and `answer` is the final answer where that is not the content."""
+    """A parsed reply. A reply without calls is the last one; `answer` is the final answer if it is not the content."""
 
-    message: dict[str, Any]  # role assistant, as it goes on in the conversation
+    message: dict[str, Any]  # the assistant's message for the conversation
     calls: tuple[Call, ...] = ()
     answer: str | None = None
 
 
+Schemas = Sequence[Mapping[str, Any]]
+Results = Sequence[tuple[Call, str]]
+
+
 class Format(Protocol):
-    """How a model writes tool calls and is shown their results. It keeps nothing: one serves all episodes."""
+    """How a model writes tool calls and is shown their results. A format has no state: one serves all episodes."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """Strings that end a reply."""
+        """Stop strings."""
         ...
 
     @property
     def native_tools(self) -> bool:
-        """Whether the chat template shows tools, calls and results by itself. Otherwise `instructions` go into the
-        system message, calls stay in the text, and results come as a user's message."""
+        """Whether the chat template shows tools, calls and results. Otherwise `instructions` go into the system
+        message, calls stay in the text, and results become a user message."""
         ...
 
     def instructions(self, schemas: Schemas) -> str | None:
-        """System text that explains the tools and how to call them; None without tools."""
+        """Text for the system message that explains the tools and how to call them; None without tools."""
         ...
 
     def parse(self, text: str) -> Parsed:
-        """A reply without its end-of-turn token. Never raises: what cannot be read is a call with a `problem`."""
+        """Parse a reply without its end-of-turn token. Never raises: an unreadable call has a `problem`."""
         ...
 
     def observe(self, results: Results) -> list[dict[str, Any]]:
-        """Messages that show the results of one reply's calls."""
+        """Messages with the results of one reply's calls."""
         ...
 
 
-# -- calls -----------------------------------------------------------------------------------------------------------
+# -- Parsing calls -----------------------------------------------------------------------------------------------------
 
 
 def call_id(text: str, place: int) -> str:
-    """Nine letters or digits, as Mistral's template demands: the same for the same call in the same place."""
+    """Nine letters or digits, as Mistral's template demands. Equal calls in the same place have equal ids."""
     number = int.from_bytes(hashlib.sha256(f"{place}\n{text}".encode(errors="replace")).digest()[:8], "big")
-    return "".join(LETTERS[number // 62**digit % 62] for digit in range(9))
+    return "".join(ID_CHARACTERS[number // 62**digit % 62] for digit in range(9))
 
 
-def read_call(text: str, place: int, how: str) -> Call:
-    """A call from its JSON text. `how` shows the model how it is written."""
+def parse_call(text: str, place: int, how: str) -> Call:
+    """A call from its JSON text. `how` tells the model how to write a call."""
     try:
-        value = read(text)
-    except Unreadable as problem:
+        value = parse_json(text)
+    except InvalidJson as problem:
         return malformed(text, place, f"The tool call is not valid JSON: {problem}. {how}")
     return make_call(value, call_id(text, place), how)
 
 
 def make_call(value: Any, ident: str, how: str) -> Call:
-    """A call from its JSON value: `name`, and `arguments` (or `parameters`) as an object or as JSON in a string."""
+    """A call from its JSON value: `name`, and `arguments` or `parameters` as an object or a JSON string."""
 
     def wrong(problem: str, name: str = "") -> Call:
         return Call(name, id=ident, problem=f"{problem} {how}")
@@ -104,17 +102,17 @@ def make_call(value: Any, ident: str, how: str) -> Call:
         return wrong('The tool call has no "name".')
     if len(name) > MAX_NAME:
         return wrong(f'The "name" of the tool call is longer than {MAX_NAME} characters.')
-    given = [key for key in ARGUMENTS if key in value]
-    if len(given) > 1:
+    keys = [key for key in ARGUMENTS if key in value]
+    if len(keys) > 1:
         return wrong('The tool call has both "arguments" and "parameters".', name)
     if unknown := set(value) - {"name", *ARGUMENTS, "id", "type"}:
-        keys = ", ".join(json.dumps(key[:40], ensure_ascii=False) for key in sorted(unknown)[:4])
-        return wrong(f"The tool call has unknown keys: {keys}.", name)
-    arguments = value[given[0]] if given else None
+        shown = ", ".join(json.dumps(key[:40], ensure_ascii=False) for key in sorted(unknown)[:4])
+        return wrong(f"The tool call has unknown keys: {shown}.", name)
+    arguments = value[keys[0]] if keys else None
     if isinstance(arguments, str):
         try:
-            arguments = read(arguments) if arguments.strip() else None
-        except Unreadable as problem:
+            arguments = parse_json(arguments) if arguments.strip() else None
+        except InvalidJson as problem:
             return wrong(f"The arguments of {name} are not valid JSON: {problem}.", name)
     if arguments is None:
         arguments = {}
@@ -124,48 +122,49 @@ def make_call(value: Any, ident: str, how: str) -> Call:
 
 
 def is_call(value: Any) -> bool:
-    """Whether a JSON value that stands alone is meant as a call, and is not just an answer in JSON."""
+    """Whether a bare JSON value is meant as a call rather than as an answer in JSON."""
     return (
         isinstance(value, dict) and isinstance(value.get("name"), str) and bool({"arguments", "parameters"} & {*value})
     )
 
 
 def looks_like_call(text: str) -> bool:
-    """The same of a text that is not JSON."""
+    """Whether a text that is not valid JSON is meant as a call."""
     return bool(re.search(r"""["']name["']""", text) and re.search(r"""["'](?:arguments|parameters)["']""", text))
 
 
-def tagged(
+def tagged_calls(
     text: str,
     start: int,
     opening: re.Pattern[str],
     closing: str,
     how: str,
-    read_one: Callable[[re.Match[str], str], Call],
+    parse_one: Callable[[re.Match[str], str], Call],
 ) -> tuple[list[str], list[Call]]:
-    """Calls between two marks: the text around them, and the calls. What is malformed counts as text too."""
+    """Calls between an opening and a closing tag. Returns the text around them and the calls; the text of malformed
+    calls is part of both."""
     calls: list[Call] = []
     pieces: list[str] = []
     at = 0
-    while found := opening.search(text, max(at, start)):
-        pieces.append(text[at : found.start()])
+    while tag := opening.search(text, max(at, start)):
+        pieces.append(text[at : tag.start()])
         if len(calls) == MAX_CALLS:
-            call, at = too_many(text), len(text)
-        elif inside := _inside(text, found.end(), opening, closing):
-            call, at = read_one(found, inside[0]), inside[1]
+            call, at = too_many_calls(text), len(text)
+        elif inside := _inside(text, tag.end(), opening, closing):
+            call, at = parse_one(tag, inside[0]), inside[1]
         else:
-            following = opening.search(text, found.end())
+            following = opening.search(text, tag.end())
             at = following.start() if following else len(text)
-            call = malformed(text, found.start(), f"A tool call is not closed: {closing} is missing. {how}")
+            call = malformed(text, tag.start(), f"A tool call is not closed: {closing} is missing. {how}")
         calls.append(call)
         if call.problem:
-            pieces.append(text[found.start() : at])
+            pieces.append(text[tag.start() : at])
     return [*pieces, text[at:]], calls
 
 
 def _inside(text: str, start: int, opening: re.Pattern[str], closing: str) -> tuple[str, int] | None:
-    """What stands between `start` and the closing mark, and where that ends; None if it is not closed before the next
-    one opens. Marks inside a JSON string do not count, as long as the JSON is well formed."""
+    """The text between `start` and the closing tag, and the end of that tag; None if the next tag opens before. Tags
+    inside a JSON string are ignored if the JSON is well formed."""
     end = value_end(text, start)
     if end is not None and text.startswith(closing, after := skip_space(text, end)):
         return text[start:end], after + len(closing)
@@ -179,42 +178,44 @@ def malformed(text: str, place: int, problem: str, name: str = "") -> Call:
     return Call(name, id=call_id(text, place), problem=problem)
 
 
-def too_many(text: str) -> Call:
+def too_many_calls(text: str) -> Call:
     return malformed(text, -1, f"A reply may have {MAX_CALLS} tool calls at most. The others were not run.")
 
 
-# -- thinking --------------------------------------------------------------------------------------------------------
-
-
-def still_thinking(text: str) -> Parsed:
-    """A reply that calls a tool, or should, and has not stopped thinking."""
-    problem = f"Your thinking is not closed. Write {SPEAK} first, then the call or the answer."
+def unclosed_thinking(text: str) -> Parsed:
+    """A reply that calls a tool, or should, while its thinking is not closed."""
+    problem = f"Your thinking is not closed. Write {THINK_CLOSE} first, then the call or the answer."
     return Parsed(assistant(text), (malformed(text, 0, problem),))
 
 
-# -- messages --------------------------------------------------------------------------------------------------------
+# -- Messages ----------------------------------------------------------------------------------------------------------
 
 
 def assistant(content: str, calls: Sequence[Call] = ()) -> dict[str, Any]:
-    """The reply as a message. Malformed calls are not among its `tool_calls`: their text stays in the content."""
+    """The reply as a message. Malformed calls are not in `tool_calls`: their text stays in the content."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
-    sound = [call for call in calls if call.problem is None]
-    if sound:
-        message["tool_calls"] = [
-            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": dict(call.arguments)}}
-            for call in sound
-        ]
+    valid = [call for call in calls if call.problem is None]
+    if valid:
+        message["tool_calls"] = tool_calls_message(valid)
     return message
 
 
-def joined(pieces: Sequence[str]) -> str:
-    """Text around calls, without the white space that set them apart."""
+def tool_calls_message(calls: Sequence[Call]) -> list[dict[str, Any]]:
+    """Calls as the `tool_calls` of a message."""
+    return [
+        {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": dict(call.arguments)}}
+        for call in calls
+    ]
+
+
+def join_text(pieces: Sequence[str]) -> str:
+    """The text around calls, without the white space that separated them."""
     return "\n".join(piece.strip() for piece in pieces if piece.strip())
 
 
-def show(results: Results, native: bool, wrap: Callable[[Call, str], str]) -> list[dict[str, Any]]:
-    """A tool's message for each result. Templates expect one only after a call that they can show: where the template
-    knows no tools, or no call was well formed, a user's message says it all."""
+def result_messages(results: Results, native: bool, wrap: Callable[[Call, str], str]) -> list[dict[str, Any]]:
+    """A `tool` message for each result. Templates accept one only after a call that they can show: without native
+    tools, or without a well-formed call, one user message has all results."""
     if not results:
         return []
     if native and any(call.problem is None for call, _ in results):
@@ -225,46 +226,49 @@ def show(results: Results, native: bool, wrap: Callable[[Call, str], str]) -> li
     return [{"role": "user", "content": "\n".join(wrap(call, text) for call, text in results)}]
 
 
-def labelled(call: Call, text: str) -> str:
+def with_label(call: Call, text: str) -> str:
     return f"Result of {call.name}:\n{text}" if call.problem is None else text
 
 
-# -- tools -----------------------------------------------------------------------------------------------------------
+# -- Tools -------------------------------------------------------------------------------------------------------------
 
 
 def function_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Name, description and parameters of a tool, from OpenAI's form."""
-    found: Mapping[str, Any] = schema.get("function", schema)
-    return found
+    function: Mapping[str, Any] = schema.get("function", schema)
+    return function
 
 
-def as_json(schemas: Schemas) -> str:
+def schemas_as_json(schemas: Schemas) -> str:
     return "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
 
 
-def in_words(schemas: Schemas) -> str:
-    """`search(query: string, top_k: integer = 3): what it does`, with a line for each parameter that is described."""
-    return "\n".join(_described(function_of(schema)) for schema in schemas)
+def describe_tools(schemas: Schemas) -> str:
+    """`search(query: string, top_k: integer = 3): what it does`, with a line for each described parameter."""
+    return "\n".join(_describe(function_of(schema)) for schema in schemas)
 
 
-def _described(function: Mapping[str, Any]) -> str:
+def _describe(function: Mapping[str, Any]) -> str:
     parameters = function.get("parameters") or {}
     properties, required = parameters.get("properties") or {}, parameters.get("required") or ()
-    properties = {name: about if isinstance(about, Mapping) else {} for name, about in properties.items()}  # or `true`
-    shown = ", ".join(_parameter(name, about, name in required) for name, about in properties.items())
+    # A JSON schema may also be `true`.
+    properties = {name: schema if isinstance(schema, Mapping) else {} for name, schema in properties.items()}
+    shown = ", ".join(_parameter(name, schema, name in required) for name, schema in properties.items())
     lines = [f"- {function['name']}({shown}): {function.get('description') or ''}".rstrip(": ")]
-    lines += [f"    {name}: {about['description']}" for name, about in properties.items() if about.get("description")]
+    lines += [
+        f"    {name}: {schema['description']}" for name, schema in properties.items() if schema.get("description")
+    ]
     return "\n".join(lines)
 
 
-def _parameter(name: str, about: Mapping[str, Any], required: bool) -> str:
-    kind = about.get("type", "any")
-    if "enum" in about:
-        kind = [json.dumps(value, ensure_ascii=False) for value in about["enum"]]
-    elif "anyOf" in about:
-        kind = [str(member.get("type", "any")) if isinstance(member, Mapping) else "any" for member in about["anyOf"]]
+def _parameter(name: str, schema: Mapping[str, Any], required: bool) -> str:
+    kind = schema.get("type", "any")
+    if "enum" in schema:
+        kind = [json.dumps(value, ensure_ascii=False) for value in schema["enum"]]
+    elif "anyOf" in schema:
+        kind = [str(member.get("type", "any")) if isinstance(member, Mapping) else "any" for member in schema["anyOf"]]
     kind = kind if isinstance(kind, str) else " | ".join(map(str, kind))
     if required:
         return f"{name}: {kind}"
-    default = json.dumps(about["default"], ensure_ascii=False) if "default" in about else "optional"
+    default = json.dumps(schema["default"], ensure_ascii=False) if "default" in schema else "optional"
     return f"{name}: {kind} = {default}"

@@ -1,14 +1,14 @@
-"""Code as action: a fenced block of Python is run, and its output comes back.
+"""Code as action: a fenced Python block is run, and its output is shown to the model.
 
     The sum is easy to compute:
     ```python
     print(sum(range(10)))
     ```
 
-The first ```python block (also ```py, ```python3) of a reply is run; state is kept within the episode. A model is to
-wait for the output, so further blocks are not run, and it is told so. A reply without such a block is the final answer:
-other fences, or none, make no difference. The stop string is the fence in which output is shown: a block's own end
-(three backticks) may as well open another. Malformed: a block that is empty or not closed.
+The first ```python block (also ```py, ```python3) of a reply is run; state is kept within the episode. Further blocks
+are not run, since the model should wait for the output; an observation says so. A reply without such a block is the
+final answer, whatever other fences it has. The stop string is the fence of the output: the end of a block (three
+backticks) cannot be one, since it may also open a block. Malformed: a block that is empty or not closed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from covey.agents.formats.base import (
     assistant,
     call_id,
     malformed,
-    still_thinking,
+    unclosed_thinking,
 )
-from covey.replies import OPENING, block_at, is_python, speech_start
+from covey.replies import OPENING, block_at, is_python, thinking_end
 
-TOOLS = ("python_executor", "code_interpreter")  # two names of one tool
+TOOLS = ("python_executor", "code_interpreter")  # two names of the same tool
 HOW = "Write the code between a line ```python and a line ```"
 INSTRUCTIONS = """You can run Python. Write the code in one block, and stop after it:
 ```python
@@ -53,9 +53,9 @@ class CodeFormat:
 
     def parse(self, text: str) -> Parsed:
         message = assistant(text)
-        start = speech_start(text)
+        start = thinking_end(text)
         if start is None:
-            return still_thinking(text) if _opening(text, 0) else Parsed(message)
+            return unclosed_thinking(text) if _opening(text, 0) else Parsed(message)
         first = _opening(text, start)
         return Parsed(message, self._calls(text, first) if first else ())
 
@@ -77,15 +77,15 @@ class CodeFormat:
     def observe(self, results: Results) -> list[dict[str, Any]]:
         if not results:
             return []
-        return [{"role": "user", "content": "\n".join(_shown(call, text) for call, text in results)}]
+        return [{"role": "user", "content": "\n".join(_output(call, text) for call, text in results)}]
 
 
 def _opening(text: str, start: int) -> re.Match[str] | None:
     return next((one for one in OPENING.finditer(text, start) if is_python(one)), None)
 
 
-def _shown(call: Call, text: str) -> str:
-    """Output in a fence that is longer than any in it."""
+def _output(call: Call, text: str) -> str:
+    """The output in a fence that is longer than any fence in it."""
     if call.problem is not None:
         return text
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)

@@ -1,4 +1,4 @@
-"""Which format a model was taught, from its chat template."""
+"""All formats, and the choice of the one that a model was trained on, from its chat template."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ from covey.agents.formats.mistral import MistralFormat
 from covey.agents.formats.react import ReactFormat
 from covey.errors import unknown
 
-# Model types that mean one format, for tokenizers that come without a template.
+# Formats of model types, for tokenizers without a chat template.
 TYPES = {"mistral": "mistral", "mistral3": "mistral", "ministral": "mistral", "mixtral": "mistral", "mllama": "llama"}
 FORMATS: Mapping[str, Callable[[Schemas, bool], Format]] = {
     "hermes": lambda schemas, native: HermesFormat(native),
     "llama": lambda schemas, native: LlamaFormat(native),
     "mistral": lambda schemas, native: MistralFormat(native),
     "react": lambda schemas, native: ReactFormat(schemas),
-    "code": lambda schemas, native: CodeFormat(_executor(schemas)),
+    "code": lambda schemas, native: CodeFormat(_code_tool(schemas)),
 }
 NOT_JSON = ("<function=", "<arg_key>")  # inside <tool_call>: Qwen3-Coder, GLM
 LLAMA = ("<|eom_id|>", "<|start_header_id|>ipython")  # Llama 3.2 has only the second
 PROBE = "covey_probe_tool"
 
 
-def _executor(schemas: Schemas) -> str:
-    """What the tool is called that runs code."""
+def _code_tool(schemas: Schemas) -> str:
+    """The name of the tool that runs code."""
     names = [function_of(schema)["name"] for schema in schemas]
     return next((name for name in TOOLS if name in names), TOOLS[0])
 
 
 def make_format(name: str, schemas: Schemas = (), *, native_tools: bool = True) -> Format:
-    """A format by its name. `native_tools`: the template shows tools in that format."""
+    """A format by name. `native_tools`: the chat template shows tools in this format."""
     if name not in FORMATS:
         raise unknown("format", name, FORMATS)
     return FORMATS[name](schemas, native_tools)
 
 
 def choose_format(setting: str, tokenizer: Any, model_type: str, schemas: Schemas = ()) -> Format:
-    """agent.format: auto, or a name. Tools are left to the template only if it shows them in this very format."""
+    """The format of agent.format: `auto`, or a name. The template shows the tools only if it uses the same format."""
     template = template_of(tokenizer)
     name = detect(template, model_type) if setting == "auto" else setting
-    return make_format(name, schemas, native_tools=_written(template) == name and shows_tools(tokenizer))
+    return make_format(name, schemas, native_tools=_template_format(template) == name and shows_tools(tokenizer))
 
 
 def detect(chat_template: str | None, model_type: str) -> str:
-    """The name of the format that a template writes calls in; hermes where it writes none."""
+    """The format of a chat template; hermes if it has none."""
     if chat_template is None:
         return TYPES.get(model_type, "hermes")
-    return _written(chat_template) or "hermes"
+    return _template_format(chat_template) or "hermes"
 
 
-def _written(template: str | None) -> str | None:
-    """The format of a template's calls; None if it is none of ours."""
+def _template_format(template: str | None) -> str | None:
+    """The format in which a template writes calls; None if it is unknown."""
     if template is None:
         return None
     if "<tool_call>" in template:
@@ -68,15 +68,15 @@ def _written(template: str | None) -> str | None:
 
 
 def template_of(tokenizer: Any) -> str | None:
-    """A tokenizer's template as it is used with tools; some have several."""
-    found = getattr(tokenizer, "chat_template", None)
-    if isinstance(found, Mapping):
-        found = found.get("tool_use") or found.get("default")
-    return found
+    """The chat template of a tokenizer. If there are several, the one for tools."""
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, Mapping):
+        template = template.get("tool_use") or template.get("default")
+    return template
 
 
 def shows_tools(tokenizer: Any) -> bool:
-    """Whether the template shows tools at all: it is given one and its name looked for."""
+    """Whether the template shows tools: a rendering with a tool must contain the tool's name."""
     function = {
         "name": PROBE,
         "description": "A probe.",
@@ -86,11 +86,11 @@ def shows_tools(tokenizer: Any) -> bool:
             "required": ["x"],
         },
     }
-    talk = [{"role": "user", "content": "?"}]
+    messages = [{"role": "user", "content": "?"}]
     try:
-        shown = tokenizer.apply_chat_template(
-            talk, tools=[{"type": "function", "function": function}], add_generation_prompt=True, tokenize=False
+        rendered = tokenizer.apply_chat_template(
+            messages, tools=[{"type": "function", "function": function}], add_generation_prompt=True, tokenize=False
         )
-    except Exception:  # a template may raise anything at tools it does not want
+    except Exception:  # a template that does not accept tools may raise anything
         return False
-    return PROBE in str(shown)
+    return PROBE in str(rendered)

@@ -1,13 +1,13 @@
-"""Hermes: Qwen2.5, Qwen3, Hermes, SmolLM.
+"""Tool calls of Hermes, Qwen2.5, Qwen3 and SmolLM.
 
     Some text.
     <tool_call>
     {"name": "search", "arguments": {"query": "covey"}}
     </tool_call>
 
-Several calls may stand in one reply, with text around them. Accepted besides: arguments as JSON in a string,
-`parameters` for `arguments`, none at all, and what `lenient.py` reads. Malformed: JSON that is none, a call without
-`</tool_call>`, two calls in one pair of tags, a call inside thinking that is not closed.
+A reply may have several calls, with text around them. Also accepted: arguments as a JSON string, `parameters` instead
+of `arguments`, no arguments, and the JSON deviations of `json_repair.py`. Malformed: invalid JSON, a missing
+`</tool_call>`, two calls in one pair of tags, a call in unclosed thinking.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from covey.agents.formats.base import (
     Parsed,
     Results,
     Schemas,
-    as_json,
     assistant,
-    joined,
+    join_text,
     malformed,
-    read_call,
-    show,
-    still_thinking,
-    tagged,
+    parse_call,
+    result_messages,
+    schemas_as_json,
+    tagged_calls,
+    unclosed_thinking,
 )
-from covey.replies import speech_start
+from covey.replies import thinking_end
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 OPENING = re.compile(OPEN)
@@ -57,28 +57,30 @@ class HermesFormat:
     stop: ClassVar[tuple[str, ...]] = ()
 
     def instructions(self, schemas: Schemas) -> str | None:
-        return INSTRUCTIONS.format(tools=as_json(schemas)) if schemas else None
+        return INSTRUCTIONS.format(tools=schemas_as_json(schemas)) if schemas else None
 
     def parse(self, text: str) -> Parsed:
-        start = speech_start(text)
+        start = thinking_end(text)
         if start is None:
-            return still_thinking(text) if OPEN in text else Parsed(assistant(text))
+            return unclosed_thinking(text) if OPEN in text else Parsed(assistant(text))
         pieces, calls = _calls(text, start)
         if not self.native_tools or all(call.problem for call in calls):
             return Parsed(assistant(text), calls)
-        return Parsed(assistant(joined(pieces), calls), calls)
+        return Parsed(assistant(join_text(pieces), calls), calls)
 
     def observe(self, results: Results) -> list[dict[str, Any]]:
-        return show(results, self.native_tools, _response)
+        return result_messages(results, self.native_tools, _response)
 
 
 def _calls(text: str, start: int) -> tuple[list[str], tuple[Call, ...]]:
-    pieces, calls = tagged(text, start, OPENING, CLOSE, HOW, lambda mark, body: read_call(body, mark.start(), HOW))
+    pieces, calls = tagged_calls(
+        text, start, OPENING, CLOSE, HOW, lambda mark, body: parse_call(body, mark.start(), HOW)
+    )
     if not calls and (stray := text.find(CLOSE, start)) >= 0:
         calls = [malformed(text, stray, f"A tool call is not opened: {OPEN} is missing. {HOW}")]
     return pieces, tuple(calls)
 
 
 def _response(call: Call, text: str) -> str:
-    """As Qwen's template writes results: Qwen3 knows by it that this is no new question, and keeps its thinking."""
+    """The form of Qwen's template. By it Qwen3's template knows that this is not a new question, and keeps thinking."""
     return f"<tool_response>\n{text}\n</tool_response>"

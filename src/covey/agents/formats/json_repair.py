@@ -1,14 +1,14 @@
-"""JSON as models write it.
+"""A JSON parser for the small deviations of language models.
 
-Read besides strict JSON, because it can mean one thing only:
+Besides strict JSON it accepts deviations that have only one possible meaning:
 
     line breaks and tabs inside a string        {"code": "a = 1
                                                  b = 2"}
     a comma after the last entry                {"a": 1,}
     Python's quotes and constants               {'a': True, 'b': None}
 
-Anything else is `Unreadable`, and its text tells the model what to mend: a key given twice, NaN and infinity, half a
-surrogate pair, nesting deeper than 64, and whatever is not JSON at all. Time grows with the length of the text only.
+Anything else raises `InvalidJson`, whose text tells the model what to correct: duplicate keys, NaN and infinity, lone
+surrogates, nesting deeper than 64, and any other syntax error. Parsing takes linear time.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from typing import Any
 
 from covey.storage import TOO_DEEP, flaw
 
-# A string is taken whole or not at all (possessive), so nothing here is tried twice.
+# Possessive quantifiers prevent backtracking.
 TOKEN = re.compile(r"""\s+|[{}\[\]:,]|"(?:[^"\\]++|\\.)*+"|'(?:[^'\\]++|\\.)*+'|[-+.\w]+""", re.DOTALL)
 CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
 
-class Unreadable(ValueError):
-    """Not JSON, in words for the model."""
+class InvalidJson(ValueError):
+    """A text that is not JSON. The message is for the model."""
 
 
-def read(text: str) -> Any:
-    """The value of a text. Raises `Unreadable`."""
+def parse_json(text: str) -> Any:
+    """The value of a text, or `InvalidJson`."""
     try:
         value = _loads(text)
     except json.JSONDecodeError as error:
         try:
-            value = _loads(_mended(text))
+            value = _loads(_repair(text))
         except json.JSONDecodeError:
-            raise Unreadable(_explain(error, text)) from error
+            raise InvalidJson(_explain(error, text)) from error
     if (reason := flaw(value)) is not None:
-        raise Unreadable(reason)
+        raise InvalidJson(reason)
     return value
 
 
 def value_end(text: str, start: int) -> int | None:
-    """Where the object or list that begins at `start` (white space aside) ends. Brackets in strings do not count."""
+    """The end of the object or list that begins at `start` or after white space. Brackets in strings are ignored."""
     depth, at = 0, start
     while token := TOKEN.match(text, at):
         at, mark = token.end(), token[0]
@@ -67,41 +67,41 @@ def skip_space(text: str, at: int) -> int:
 
 def _loads(text: str) -> Any:
     try:
-        return json.loads(text, strict=False, parse_constant=_no_constant, object_pairs_hook=_no_key_twice)
-    except (Unreadable, json.JSONDecodeError):
+        return json.loads(text, strict=False, parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
+    except (InvalidJson, json.JSONDecodeError):
         raise
     except RecursionError as error:
-        raise Unreadable(TOO_DEEP) from error
+        raise InvalidJson(TOO_DEEP) from error
     except ValueError as error:
-        raise Unreadable("a number has too many digits") from error
+        raise InvalidJson("a number has too many digits") from error
 
 
-def _no_constant(word: str) -> None:
-    raise Unreadable(f"{word} is not a JSON value")
+def _refuse_constant(word: str) -> None:
+    raise InvalidJson(f"{word} is not a JSON value")
 
 
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
         ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
         shown = json.dumps(twice[:40].encode(errors="replace").decode(), ensure_ascii=False)
-        raise Unreadable(f"the key {shown} is given twice")
-    return found
+        raise InvalidJson(f"the key {shown} is given twice")
+    return value
 
 
-def _mended(text: str) -> str:
-    """Strict JSON with the same meaning; the text itself where it is not made of JSON's words."""
-    words, at = [], 0
+def _repair(text: str) -> str:
+    """Strict JSON with the same meaning; the text itself if it has other tokens than JSON's."""
+    tokens, at = [], 0
     while at < len(text):
         token = TOKEN.match(text, at)
         if token is None:
             return text
         at = token.end()
         if not token[0].isspace():
-            words.append(token[0])
+            tokens.append(token[0])
     kept = []
-    for place, word in enumerate(words):
-        before, after = words[place - 1 : place], words[place + 1 : place + 2]
+    for place, word in enumerate(tokens):
+        before, after = tokens[place - 1 : place], tokens[place + 1 : place + 2]
         if word == "," and after in (["}"], ["]"]) and before not in ([], ["{"], ["["], [","], [":"]):
             continue
         kept.append(_double_quoted(word) if word.startswith("'") else CONSTANTS.get(word, word))
@@ -109,13 +109,13 @@ def _mended(text: str) -> str:
 
 
 def _double_quoted(word: str) -> str:
-    swapped = {"\\'": "'", '"': '\\"'}
-    inner = re.sub(r"\\.|\"", lambda found: swapped.get(found[0], found[0]), word[1:-1], flags=re.DOTALL)
+    escapes = {"\\'": "'", '"': '\\"'}
+    inner = re.sub(r"\\.|\"", lambda match: escapes.get(match[0], match[0]), word[1:-1], flags=re.DOTALL)
     return f'"{inner}"'
 
 
 def _explain(error: json.JSONDecodeError, text: str) -> str:
-    """What is wrong, where, and how it is written."""
+    """The error in words for the model: what is wrong, and where."""
     if not text.strip():
         return "it is empty"
     if error.msg == "Extra data":

@@ -1,11 +1,12 @@
-"""Llama 3.1, 3.2 and 3.3.
+"""Tool calls of Llama 3.1, 3.2 and 3.3.
 
     {"name": "search", "parameters": {"query": "covey"}}
 
-The call is the whole reply. Before it `<|python_tag|>` may stand, and text before that. Several calls are set apart by
-`;` or white space. The other way of writing it is `<function=search>{"query": "covey"}</function>`, with text around.
-Accepted besides: `arguments` for `parameters`, JSON in a string, and what `lenient.py` reads. An object without both
-`name` and `parameters` is an answer in JSON, not a call. Malformed: text after a call, JSON that breaks off.
+The call is the whole reply. `<|python_tag|>` may come before it, and text before that. Several calls are separated by
+`;` or white space. The other form is `<function=search>{"query": "covey"}</function>`, with text around it. Also
+accepted: `arguments` instead of `parameters`, arguments as a JSON string, and the JSON deviations of `json_repair.py`.
+An object without both `name` and `parameters` is an answer in JSON, not a call. Malformed: text after a call, truncated
+JSON.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from covey.agents.formats.base import (
     Parsed,
     Results,
     Schemas,
-    as_json,
     assistant,
     call_id,
     is_call,
-    joined,
-    labelled,
+    join_text,
     looks_like_call,
     make_call,
     malformed,
-    read_call,
-    show,
-    still_thinking,
-    tagged,
-    too_many,
+    parse_call,
+    result_messages,
+    schemas_as_json,
+    tagged_calls,
+    too_many_calls,
+    unclosed_thinking,
+    with_label,
 )
-from covey.agents.formats.json_repair import Unreadable, read, skip_space, value_end
-from covey.replies import speech_start
+from covey.agents.formats.json_repair import InvalidJson, parse_json, skip_space, value_end
+from covey.replies import thinking_end
 
 TAG = "<|python_tag|>"
 OPEN, CLOSE = "<function=", "</function>"
@@ -60,40 +61,40 @@ class LlamaFormat:
     stop: ClassVar[tuple[str, ...]] = ()
 
     def instructions(self, schemas: Schemas) -> str | None:
-        return INSTRUCTIONS.format(tools=as_json(schemas)) if schemas else None
+        return INSTRUCTIONS.format(tools=schemas_as_json(schemas)) if schemas else None
 
     def parse(self, text: str) -> Parsed:
-        start = speech_start(text)
+        start = thinking_end(text)
         if start is None:
-            return still_thinking(text) if TAG in text or OPEN in text else Parsed(assistant(text))
+            return unclosed_thinking(text) if TAG in text or OPEN in text else Parsed(assistant(text))
         pieces, calls = _calls(text, start)
-        # The template shows one call at most: several are kept as the text that the model wrote.
+        # The template shows at most one call per reply: several are kept as the text that the model wrote.
         if not self.native_tools or len(calls) != 1 or calls[0].problem:
             return Parsed(assistant(text), calls)
-        return Parsed(assistant(joined(pieces), calls), calls)
+        return Parsed(assistant(join_text(pieces), calls), calls)
 
     def observe(self, results: Results) -> list[dict[str, Any]]:
-        return show(results, self.native_tools, labelled)
+        return result_messages(results, self.native_tools, with_label)
 
 
 def _calls(text: str, start: int) -> tuple[list[str], tuple[Call, ...]]:
-    """The text around the calls, and the calls. The first mark decides: others may stand in its strings."""
+    """The text around the calls, and the calls. The first mark decides; others may be part of its strings."""
     body = text[start:].strip()
     if body.startswith("{") and _means_call(body):
         return [text[:start]], _objects(body)
     tag, function = text.find(TAG, start), FUNCTION.search(text, start)
     if tag >= 0 and (function is None or tag < function.start()):
         return [text[:tag]], _objects(text[tag + len(TAG) :].strip())
-    pieces, calls = tagged(text, start, FUNCTION, CLOSE, TAGGED_HOW, _tagged_call)
+    pieces, calls = tagged_calls(text, start, FUNCTION, CLOSE, TAGGED_HOW, _tagged_call)
     return pieces, tuple(calls)
 
 
 def _means_call(body: str) -> bool:
-    """Whether JSON at the beginning of a reply is a call or an answer."""
+    """Whether JSON at the beginning of a reply is a call rather than an answer."""
     end = value_end(body, 0)
     try:
-        return is_call(read(body[:end])) if end is not None else looks_like_call(body)
-    except Unreadable:
+        return is_call(parse_json(body[:end])) if end is not None else looks_like_call(body)
+    except InvalidJson:
         return looks_like_call(body[:end])
 
 
@@ -102,12 +103,12 @@ def _objects(body: str) -> tuple[Call, ...]:
     at = 0
     while at < len(body) or not calls:
         if len(calls) == MAX_CALLS:
-            return (*calls, too_many(body))
+            return (*calls, too_many_calls(body))
         end = value_end(body, at)
         if end is None and calls:
-            # What stands beside a call is mostly its result, made up: nothing of such a reply is run.
+            # The text after a call is usually a made-up result: no call of such a reply is run.
             return (malformed(body, at, f"Something follows the tool call. {HOW}"),)
-        calls.append(read_call(body[at:end], at, HOW))
+        calls.append(parse_call(body[at:end], at, HOW))
         if end is None:
             break
         at = skip_space(body, end)
@@ -119,7 +120,7 @@ def _objects(body: str) -> tuple[Call, ...]:
 def _tagged_call(mark: re.Match[str], body: str) -> Call:
     name, ident = mark[1], call_id(mark[1] + body, mark.start())
     try:
-        arguments = read(body) if body.strip() else {}
-    except Unreadable as problem:
+        arguments = parse_json(body) if body.strip() else {}
+    except InvalidJson as problem:
         return Call(name, id=ident, problem=f"The arguments of {name} are not valid JSON: {problem}. {TAGGED_HOW}")
     return make_call({"name": name, "arguments": arguments}, ident, TAGGED_HOW)

@@ -1,4 +1,4 @@
-"""ReAct: reasoning and acting in plain lines.
+"""ReAct: thoughts, actions and observations in labelled lines.
 
     Thought: I need the year.                     Thought: I know enough.
     Action: search                                Final Answer: 1889
@@ -6,11 +6,11 @@
 
 Yao et al. 2022, https://arxiv.org/abs/2210.03629
 
-A line begins with its label, whatever its case, and may be set in bold (`**Action:** search`); `Input:` is short for
-`Action Input:`. The name of a tool may stand in quotes, backticks or brackets. The input is a JSON object (see
-`lenient.py`), or plain text for a tool with one required parameter (or only one); a fence around it is taken off.
-What comes first counts, an action or the final answer; what follows an action is not read, for the result was made up.
-Malformed: neither of the two, an action without an input, an input that is neither JSON nor plain text for its tool.
+A line begins with its label, in any case, and may be bold (`**Action:** search`). `Input:` is short for `Action
+Input:`. The name of a tool may be in quotes, backticks or brackets. The input is a JSON object (see `json_repair.py`),
+or plain text for a tool with one required parameter (or only one); a fence around it is removed. The first action or
+final answer counts; text after an action is ignored, since its result would be made up. Malformed: neither action nor
+answer, an action without an input, an input that is neither JSON nor plain text for its tool.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from covey.agents.formats.base import (
     Schemas,
     assistant,
     call_id,
+    describe_tools,
     function_of,
-    in_words,
     malformed,
-    still_thinking,
+    unclosed_thinking,
 )
-from covey.agents.formats.json_repair import Unreadable, read, skip_space, value_end
-from covey.replies import speech_start
+from covey.agents.formats.json_repair import InvalidJson, parse_json, skip_space, value_end
+from covey.replies import thinking_end
 
 LABEL = re.compile(
     r"^[ \t]*+\**+(?P<label>thought|action input|input|action|observation|final answer)\**+[ \t]*+:\**+",
@@ -69,13 +69,13 @@ class ReactFormat:
     native_tools: ClassVar[bool] = False
 
     def instructions(self, schemas: Schemas) -> str | None:
-        return INSTRUCTIONS.format(tools=in_words(schemas)) if schemas else None
+        return INSTRUCTIONS.format(tools=describe_tools(schemas)) if schemas else None
 
     def parse(self, text: str) -> Parsed:
         message = assistant(text)
-        start = speech_start(text)
+        start = thinking_end(text)
         if start is None:
-            return still_thinking(text)
+            return unclosed_thinking(text)
         for label in LABEL.finditer(text, start):
             kind = label["label"].lower()
             if kind == "final answer":
@@ -104,54 +104,54 @@ class ReactFormat:
             return malformed(text, action.start(), f"{arguments} {HOW}", name)
         return Call(name, arguments, call_id(text, action.start()))
 
-    def _arguments(self, name: str, given: str) -> dict[str, Any] | str:
-        """Arguments from an input, or what is wrong with it."""
-        if given.startswith("{"):
+    def _arguments(self, name: str, text: str) -> dict[str, Any] | str:
+        """The arguments in an input, or a string that says what is wrong with it."""
+        if text.startswith("{"):
             try:
-                value = read(given)
-            except Unreadable as problem:
+                value = parse_json(text)
+            except InvalidJson as problem:
                 return f"The Action Input of {name} is not valid JSON: {problem}."
             return value if isinstance(value, dict) else f"The Action Input of {name} must be a JSON object."
         parameter = self._parameter(name)
         if parameter is None:
             return f"The Action Input of {name} must be a JSON object."
         if not parameter:
-            return {} if given.lower() in ("", "none", "null") else f"{name} takes no input: write Action Input: {{}}."
-        ((key, about),) = parameter.items()
-        return {key: _value(given, about)} if given else f"The Action Input of {name} is empty."
+            return {} if text.lower() in ("", "none", "null") else f"{name} takes no input: write Action Input: {{}}."
+        ((key, schema),) = parameter.items()
+        return {key: _convert(text, schema)} if text else f"The Action Input of {name} is empty."
 
     def _parameter(self, name: str) -> Mapping[str, Any] | None:
-        """The one parameter that plain text can mean, with its schema; empty if there is none to fill in, None if
-        several come into question. What an unknown tool takes does not matter: the model is told which are known."""
+        """The parameter that plain text stands for, with its schema: empty if the tool has no parameters, None if there
+        is more than one candidate. For an unknown tool any name will do: the call is refused later."""
         functions = [function_of(schema) for schema in self.schemas]
-        about = next((function for function in functions if function["name"] == name), None)
-        if about is None:
+        function = next((function for function in functions if function["name"] == name), None)
+        if function is None:
             return {"input": {}}
-        parameters = about.get("parameters") or {}
+        parameters = function.get("parameters") or {}
         properties, required = parameters.get("properties") or {}, parameters.get("required") or ()
         if not properties:
             return {}
-        wanted = list(required) or list(properties)
-        return {wanted[0]: properties.get(wanted[0], {})} if len(wanted) == 1 else None
+        candidates = list(required) or list(properties)
+        return {candidates[0]: properties.get(candidates[0], {})} if len(candidates) == 1 else None
 
 
 def _input(text: str, start: int) -> str:
-    """An input ends with its JSON object, or where the next line with a label begins."""
+    """The input: its JSON object, or the text up to the next labelled line."""
     if text.startswith("{", skip_space(text, start)) and (end := value_end(text, start)) is not None:
         return text[start:end].strip()
     following = LABEL.search(text, start)
-    given = text[start : following.start() if following else len(text)].strip()
-    fenced = FENCE.match(given)
-    return fenced[2].strip() if fenced else given
+    plain = text[start : following.start() if following else len(text)].strip()
+    fenced = FENCE.match(plain)
+    return fenced[2].strip() if fenced else plain
 
 
-def _value(text: str, about: Mapping[str, Any]) -> Any:
-    """Plain text as a parameter wants it: a string stays as it is, but for quotes around it."""
+def _convert(text: str, schema: Mapping[str, Any]) -> Any:
+    """Plain text as the value of a parameter. A string is kept as it is, except for quotes around it."""
     quoted = len(text) > 1 and text[0] == text[-1] == '"'
-    kind = about.get("type", "string") if isinstance(about, Mapping) else "string"  # `true` is a schema too
+    kind = schema.get("type", "string") if isinstance(schema, Mapping) else "string"  # it may also be `true`
     if "string" in kind and not quoted:
         return text
     try:
-        return read(text)
-    except Unreadable:
+        return parse_json(text)
+    except InvalidJson:
         return text

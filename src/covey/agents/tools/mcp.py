@@ -1,12 +1,12 @@
-"""Tools of servers that speak the Model Context Protocol.
+"""Tools of MCP servers (Model Context Protocol).
 
     agent.tools='[calculator, mcp:https://host/mcp, "mcp:stdio:python server.py", mcp:files]'
     agent.tool_options='{files: {command: "npx -y @modelcontextprotocol/server-filesystem /data", per_episode: true}}'
 
-A server is asked for its tools once, before the run starts; the model sees them with the server's own names,
-descriptions and schemas. What a server says is wrong with a call is shown to the model; a server that is down or too
-slow is a failure of the episode, cause `mcp`. All episodes share one connection, unless the server keeps state that
-belongs to an episode (`per_episode`).
+A server's tools are listed once, before the run starts. The model sees the server's own names, descriptions and
+schemas. Errors that a server reports for a call are shown to the model; a server that is down or too slow is a failure
+of the episode, cause `mcp`. All episodes share one connection, unless the server keeps state per episode
+(`per_episode`).
 """
 
 from __future__ import annotations
@@ -27,31 +27,32 @@ from covey.errors import Absent, InputError, unknown
 
 PREFIX = "mcp:"
 STDIO = "stdio:"
-MOST_SHOWN = 10  # mistakes of one call
+MAX_SHOWN = 10  # mistakes of one call
 OPTIONS = tuple(option.name for option in fields(Server) if option.name != "name")
 
 
 @dataclass(frozen=True, eq=False)
 class McpTool(Tool):
-    """A tool of a server: its schema is the server's, as it is."""
+    """A tool of a server, with the schema that the server gives."""
 
     input_schema: Mapping[str, Any] = field(default_factory=dict)
 
     def schema(self) -> dict[str, Any]:
-        about = {"name": self.name, "description": self.description, "parameters": dict(self.input_schema)}
-        return {"type": "function", "function": about}
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.input_schema)}
+        return {"type": "function", "function": function}
 
     def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         from jsonschema import Draft202012Validator
 
         try:
-            found = list(islice(Draft202012Validator(dict(self.input_schema)).iter_errors(dict(arguments)), MOST_SHOWN))
-        except Exception as error:  # a reference that leads nowhere, or in a circle
+            validator = Draft202012Validator(dict(self.input_schema))
+            errors = list(islice(validator.iter_errors(dict(arguments)), MAX_SHOWN))
+        except Exception as error:  # a broken or circular reference
             raise ToolFailure(CAUSE, f"the schema of {self.name}: {type(error).__name__}: {error!s:.200}") from error
         problems = [
-            f"{'.'.join(map(str, error.absolute_path)) or 'arguments'}: {error.message:.500}" for error in found
+            f"{'.'.join(map(str, error.absolute_path)) or 'arguments'}: {error.message:.500}" for error in errors
         ]
-        if self.stateful and STATE in arguments:  # a schema may allow any name; this one is the episode's
+        if self.stateful and STATE in arguments:  # reserved for the episode's state, even if the schema allows it
             problems.append(f"{STATE}: there is no such argument")
         if problems:
             raise ToolMistake("bad_arguments", f"error: {self.name}: {'; '.join(problems)}\n{self.usage()}")
@@ -59,41 +60,41 @@ class McpTool(Tool):
 
     def usage(self) -> str:
         required = set(self.input_schema.get("required", ()))
-        shown = [
+        parameters = [
             f"{name}: {_kind(schema)}" + ("" if name in required else " (optional)")
             for name, schema in self.input_schema.get("properties", {}).items()
         ]
-        return f"expected: {self.name}({', '.join(shown)})"
+        return f"expected: {self.name}({', '.join(parameters)})"
 
     def plain(self, checked: Mapping[str, Any]) -> dict[str, Any]:
         return dict(checked)
 
 
 def _kind(schema: Any) -> str:
-    """`true` and `false` are schemas too."""
+    """The type of a schema, which may also be `true` or `false`."""
     return str(schema.get("type", "any")) if isinstance(schema, Mapping) else "any"
 
 
 def mcp_tools(name: str, options: Mapping[str, Any], seconds: float) -> list[Tool]:
-    """The tools of the server called `name` (`mcp:...`). `options` are agent.tool_options, `seconds` is
-    agent.tool_seconds. The server is asked now, in a loop of its own."""
+    """The tools of the server `name` (`mcp:...`). `options` are agent.tool_options, `seconds` is agent.tool_seconds.
+    The server is contacted now, on a separate event loop."""
     server = find_server(name, options)
     with ThreadPoolExecutor(1) as thread:
-        offered = thread.submit(asyncio.run, _listed(server)).result()
+        offered = thread.submit(asyncio.run, _list_tools(server)).result()
     known = [tool.name for tool in offered]
-    for wanted in server.only:
-        if wanted not in known:
-            raise unknown(f"tool of {server.name}", wanted, known)
+    for tool_name in server.only:
+        if tool_name not in known:
+            raise unknown(f"tool of {server.name}", tool_name, known)
     shared = Connection(server)
     return [_tool(server, shared, tool, seconds) for tool in offered if not server.only or tool.name in server.only]
 
 
-async def _listed(server: Server) -> list[Any]:
+async def _list_tools(server: Server) -> list[Any]:
     connection = Connection(server)
     try:
         return await connection.tools()
     except ToolFailure as failure:
-        raise Absent(f"{failure}\n  start it first, or mend its command or address") from failure
+        raise Absent(f"{failure}\n  start it first, or correct its command or address") from failure
     finally:
         await connection.aclose()
 
@@ -106,27 +107,22 @@ def find_server(name: str, options: Mapping[str, Any]) -> Server:
     if place.startswith(STDIO):
         command = _command(PREFIX + STDIO, place.removeprefix(STDIO))
         return Server(command[0], command=command)
-    given = options.get(place)
-    if not isinstance(given, Mapping):
+    settings = options.get(place)
+    if not isinstance(settings, Mapping):
         raise InputError(
             f"tool {name}: where is that server?\n"
             f"  fix: agent.tool_options='{{{place}: {{command: \"python server.py\"}}}}', or {{url: https://...}};\n"
             "  or name it directly: mcp:https://host/path, mcp:stdio:COMMAND"
         )
-    return _server(name, place, given)
-
-
-def _server(tool: str, name: str, given: Mapping[str, Any]) -> Server:
-    for option in given:
+    for option in settings:
         if option not in OPTIONS:
-            raise unknown(f"setting of {tool}", str(option), OPTIONS)
-    if ("command" in given) == ("url" in given):
-        raise InputError(f"tool {tool}: give command (a server to start) or url (one that runs), and not both")
-    made = dict(given)
-    if "command" in made:
-        made["command"] = _command(tool, made["command"])
-    made["only"] = tuple(made.get("only", ()))
-    return Server(name, **made)
+            raise unknown(f"setting of {name}", str(option), OPTIONS)
+    if ("command" in settings) == ("url" in settings):
+        raise InputError(f"tool {name}: give command (a server to start) or url (one that runs), and not both")
+    fields = {**settings, "only": tuple(settings.get("only", ()))}
+    if "command" in fields:
+        fields["command"] = _command(name, fields["command"])
+    return Server(place, **fields)
 
 
 def _command(tool: str, command: Any) -> tuple[str, ...]:
@@ -146,7 +142,7 @@ def _tool(server: Server, shared: Connection, offered: Any, seconds: float) -> T
     async def call(**arguments: Any) -> str:
         state = arguments.pop(STATE) if server.per_episode else {}
         connection = state.setdefault(f"{PREFIX}{server.name}", Connection(server)) if server.per_episode else shared
-        return shown(await connection.call(offered.name, arguments, limit))
+        return result_text(await connection.call(offered.name, arguments, limit))
 
     call.__name__ = name = server.prefix + re.sub(r"[^A-Za-z0-9_-]", "_", offered.name)
     return McpTool(
@@ -155,7 +151,7 @@ def _tool(server: Server, shared: Connection, offered: Any, seconds: float) -> T
         function=call,
         parameters=(),
         stateful=server.per_episode,
-        timeout=limit + server.start_seconds,  # its own deadlines are inside, one for connecting and one for the call
+        timeout=limit + server.start_seconds,  # the connection has its own deadlines for connecting and for the call
         max_output_tokens=server.max_output_tokens,
         inline=True,
         input_schema=schema,
@@ -172,13 +168,13 @@ def _check_schema(server: Server, name: str, schema: Mapping[str, Any]) -> None:
     except (SchemaError, RecursionError, ValueError) as error:
         why = error.message if isinstance(error, SchemaError) else str(error)
         raise InputError(
-            f"tool {name[:60]!r} of the server {server.name}: its inputSchema is no JSON schema ({why:.200})\n"
-            f"  mend the server, or leave the tool out: agent.tool_options.{server.name}.only=[...]"
+            f"tool {name[:60]!r} of the server {server.name}: its inputSchema is not a JSON schema ({why:.200})\n"
+            f"  fix the server, or exclude the tool: agent.tool_options.{server.name}.only=[...]"
         ) from None
 
 
-def shown(result: Any) -> str:
-    """A result as text. One that the server calls an error is the model's to mend."""
+def result_text(result: Any) -> str:
+    """A result as text. A result that the server marks as an error is a mistake of the model."""
     parts = [_part(block) for block in result.content]
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]

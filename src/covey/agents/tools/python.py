@@ -1,20 +1,21 @@
-"""python_executor (= code_interpreter): runs code of the model's in a sandbox, one session for an episode.
+"""python_executor (= code_interpreter): runs the model's code in a sandbox, with one interpreter per episode.
 
-What the code does wrong, its deadline included, is the model's to read. What the sandbox does wrong is a failure.
+Errors of the code, timeouts included, are shown to the model. Errors of the sandbox are failures of the episode.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
-from covey.agents.tools.session import NOTHING
+from covey.agents.tools.session import NO_OUTPUT
 from covey.agents.tools.tool import Kind, Tool, ToolFailure, ToolMistake, tool
 from covey.errors import InputError
 from covey.replies import PYTHON, unfenced
+from covey.sandbox import Outcome, Sandbox
 
-SESSION = "python_executor"  # its place in the episode's state
-TAIL = 600  # characters of what was printed before an error: the error itself must not be cut off
+SESSION = "python_executor"  # its key in the episode's state
+TAIL = 600  # characters of the output before an error, so that the error itself is not cut off
 KILLED: dict[str, tuple[Kind, str]] = {
     "deadline": ("deadline", "the code ran for too long and was stopped"),
     "cpu": ("deadline", "the code used too much CPU time and was stopped"),
@@ -23,35 +24,9 @@ KILLED: dict[str, tuple[Kind, str]] = {
 }
 
 
-class Outcome(Protocol):
-    @property
-    def stdout(self) -> str: ...
-
-    @property
-    def stderr(self) -> str: ...
-
-    @property
-    def exit_code(self) -> int | None: ...
-
-    @property
-    def killed(self) -> str | None: ...
-
-
-class Interpreter(Protocol):
-    async def execute(self, code: str, seconds: float | None = None) -> Outcome: ...
-
-    async def close(self) -> None: ...
-
-
-class Sandbox(Protocol):
-    """`covey.sandbox.Sandbox`: its outcomes are the model's doing, its exceptions are not."""
-
-    async def session(self) -> Interpreter: ...
-
-
 @dataclass(frozen=True)
 class PythonOptions:
-    timeout: float | None = None  # seconds of one execution; null: sandbox.seconds
+    timeout: float | None = None  # seconds per execution; null: sandbox.seconds
 
 
 def make_python(options: PythonOptions, sandbox: Sandbox | None) -> Tool:
@@ -72,27 +47,27 @@ def make_python(options: PythonOptions, sandbox: Sandbox | None) -> Tool:
             outcome = await state[SESSION].execute(without_fence(code), options.timeout)
         except Exception as error:
             raise ToolFailure("sandbox", f"python_executor: {type(error).__name__}: {error}") from error
-        return told(outcome)
+        return outcome_text(outcome)
 
     return replace(tool(python_executor), inline=True)
 
 
 def without_fence(code: str) -> str:
-    """Models like to write ```python around code, also where nothing else is expected."""
-    inside = unfenced(code, ("", *PYTHON))
-    return code if inside is None else inside
+    """Models often put ```python around code, even in an argument that holds nothing else."""
+    block = unfenced(code, ("", *PYTHON))
+    return code if block is None else block
 
 
-def told(outcome: Outcome) -> str:
-    """What the code printed; or `ToolMistake`, with the last that it printed before the error."""
+def outcome_text(outcome: Outcome) -> str:
+    """The output of the code; or a `ToolMistake` with the error and the end of the output before it."""
     if outcome.killed is None and outcome.exit_code == 0:
-        return _joined(outcome.stdout, outcome.stderr) or NOTHING
-    kind, why = KILLED.get(outcome.killed or "", ("raised", ""))
+        return _join(outcome.stdout, outcome.stderr) or NO_OUTPUT
+    kind, reason = KILLED.get(outcome.killed or "", ("raised", ""))
     if outcome.killed is None and not outcome.stderr.strip():
-        why = f"the code ended with exit code {outcome.exit_code}"
+        reason = f"the code ended with exit code {outcome.exit_code}"
     printed = outcome.stdout if len(outcome.stdout) <= TAIL else f"[…]{outcome.stdout[-TAIL:]}"
-    raise ToolMistake(kind, _joined(printed, outcome.stderr[-2 * TAIL :], f"error: {why}" if why else ""))
+    raise ToolMistake(kind, _join(printed, outcome.stderr[-2 * TAIL :], f"error: {reason}" if reason else ""))
 
 
-def _joined(*parts: str) -> str:
+def _join(*parts: str) -> str:
     return "\n".join(part.strip("\n") for part in parts if part.strip())

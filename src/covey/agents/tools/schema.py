@@ -1,7 +1,7 @@
-"""Types of a tool's parameters: as JSON schema, and from what a model writes.
+"""Types of a tool's parameters: their JSON schema, and conversion of the values that a model writes.
 
-A model writes JSON, and not always of the right type: "3" for an integer, a list inside a string. What can mean only
-one thing is taken for it; anything else is a `ValueError` whose text says what was expected.
+Models write JSON with wrong types: "3" for an integer, a list inside a string. A value with only one possible meaning
+is converted; any other raises a `ValueError` that says what was expected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SUPPORTED = "str, int, float, bool, list, dict, Literal, Enum, X | None, Any"
 
 
 def schema_of(annotation: Any) -> dict[str, Any]:
-    """JSON schema of an annotation. One that models cannot write is the user's mistake."""
+    """JSON schema of an annotation. `InputError` for a type that a model cannot write."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation is Any:
         return {}
@@ -41,7 +41,7 @@ def schema_of(annotation: Any) -> dict[str, Any]:
         values = schema_of(arguments[1]) if arguments else {}
         return {"type": "object"} | ({"additionalProperties": values} if values else {})
     if _is_enum(annotation):
-        return _choice(_enum_words(annotation))
+        return _choice(_enum_values(annotation))
     raise InputError(f"its type {_name(annotation)} cannot be written by a model\n  fix: use {SUPPORTED}")
 
 
@@ -63,8 +63,8 @@ def _is_enum(annotation: Any) -> bool:
     return inspect.isclass(annotation) and issubclass(annotation, Enum)
 
 
-def _enum_words(kind: type[Enum]) -> list[Any]:
-    """What a model writes for a member: its value, or its name where some value is not JSON."""
+def _enum_values(kind: type[Enum]) -> list[Any]:
+    """The values of the members, or their names if some value is not JSON."""
     values = [member.value for member in kind]
     return values if all(type(value) in SIMPLE for value in values) else [member.name for member in kind]
 
@@ -74,7 +74,7 @@ def _name(annotation: Any) -> str:
 
 
 def coerce(annotation: Any, value: Any) -> Any:
-    """`value` as the annotation wants it, or `ValueError`."""
+    """`value` converted to the annotation's type, or `ValueError`."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation is Any:
         return value
@@ -87,14 +87,14 @@ def coerce(annotation: Any, value: Any) -> Any:
     if origin in (Union, types.UnionType):
         return _one_of(arguments, value)
     if annotation in LISTS or origin in LISTS:
-        return [_inside(n, arguments[0] if arguments else Any, v) for n, v in enumerate(_container(list, value))]
+        return [_item(n, arguments[0] if arguments else Any, v) for n, v in enumerate(_container(list, value))]
     if annotation in DICTS or origin in DICTS:
         key, kind = arguments or (Any, Any)
-        return {coerce(key, k): _inside(repr(k), kind, v) for k, v in _container(dict, value).items()}
-    assert _is_enum(annotation), annotation  # schema_of has refused everything else
-    words = _enum_words(annotation)
+        return {coerce(key, k): _item(repr(k), kind, v) for k, v in _container(dict, value).items()}
+    assert _is_enum(annotation), annotation  # schema_of refuses everything else
+    values = _enum_values(annotation)
     try:
-        return list(annotation)[words.index(_choose(words, value))]
+        return list(annotation)[values.index(_choose(values, value))]
     except ValueError:
         if isinstance(value, str) and value in annotation.__members__:
             return annotation[value]
@@ -102,9 +102,9 @@ def coerce(annotation: Any, value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The same as JSON has it: an Enum's member as what a model writes for it."""
+    """`value` as JSON: a member of an Enum becomes the value that a model writes for it."""
     if isinstance(value, Enum):
-        return _enum_words(type(value))[list(type(value)).index(value)]
+        return _enum_values(type(value))[list(type(value)).index(value)]
     if isinstance(value, list):
         return [plain(item) for item in value]
     if isinstance(value, dict):
@@ -134,7 +134,7 @@ def _float(value: Any) -> float:
         raise ValueError("must be a number of reasonable size") from None
 
 
-def _number(value: Any, wanted: str) -> int | float:
+def _number(value: Any, expected: str) -> int | float:
     if isinstance(value, str):
         for read in (int, float):
             try:
@@ -142,13 +142,10 @@ def _number(value: Any, wanted: str) -> int | float:
                 break
             except ValueError:
                 pass
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _finite(value):
-        raise ValueError(f"must be {wanted}, got {_shown(value)}")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or (isinstance(value, float) and not math.isfinite(value)):
+        raise ValueError(f"must be {expected}, got {_shown(value)}")
     return value
-
-
-def _finite(value: int | float) -> bool:
-    return isinstance(value, int) or math.isfinite(value)
 
 
 def _boolean(value: Any) -> bool:
@@ -160,29 +157,29 @@ def _boolean(value: Any) -> bool:
     raise ValueError(f"must be true or false, got {_shown(value)}")
 
 
-def _nothing(value: Any) -> None:
+def _null(value: Any) -> None:
     if value is not None and not (isinstance(value, str) and value.strip().lower() in ("null", "none")):
         raise ValueError(f"must be null, got {_shown(value)}")
 
 
-_SIMPLE: dict[Any, Any] = {str: _text, int: _integer, float: _float, bool: _boolean, types.NoneType: _nothing}
+_SIMPLE: dict[Any, Any] = {str: _text, int: _integer, float: _float, bool: _boolean, types.NoneType: _null}
 
 
 def _container(kind: type, value: Any) -> Any:
-    """A list or a dict, also one that the model wrote as JSON into a string."""
-    wanted = "a list" if kind is list else "an object"
-    read = value
+    """A list or a dict, or one written as JSON in a string."""
+    expected = "a list" if kind is list else "an object"
+    parsed = value
     if isinstance(value, str):
         try:
-            read = json.loads(value)
+            parsed = json.loads(value)
         except (ValueError, RecursionError):
-            raise ValueError(f"must be {wanted}, got {_shown(value)}") from None
-    if not isinstance(read, kind):
-        raise ValueError(f"must be {wanted}, got {_shown(value)}")
-    return read
+            raise ValueError(f"must be {expected}, got {_shown(value)}") from None
+    if not isinstance(parsed, kind):
+        raise ValueError(f"must be {expected}, got {_shown(value)}")
+    return parsed
 
 
-def _inside(place: Any, kind: Any, value: Any) -> Any:
+def _item(place: Any, kind: Any, value: Any) -> Any:
     try:
         return coerce(kind, value)
     except ValueError as error:
@@ -194,9 +191,9 @@ def _choose(options: list[Any], value: Any) -> Any:
         if type(option) is type(value) and option == value:
             return option
     written = value.strip() if isinstance(value, str) else json.dumps(value, default=str)
-    for same in (str.__str__, str.casefold):
+    for normalise in (str.__str__, str.casefold):
         for option in options:
-            if same(_text_of(option)) == same(written):
+            if normalise(_text_of(option)) == normalise(written):
                 return option
     raise ValueError(f"must be one of {', '.join(json.dumps(option) for option in options)}, got {_shown(value)}")
 
@@ -206,15 +203,15 @@ def _text_of(option: Any) -> str:
 
 
 def _one_of(members: tuple[Any, ...], value: Any) -> Any:
-    """A member that the value already is, or else the first that it can be taken for."""
+    """Convert to the first member of a union that accepts the value; members of the value's own type come first."""
     problems = []
     for member in sorted(members, key=lambda member: type(value) is not (get_origin(member) or member)):
         try:
             return coerce(member, value)
         except ValueError as error:
             problems.append(str(error))
-    wanted = dict.fromkeys(problem.split(", got ")[0] for problem in problems)
-    raise ValueError(f"{' or '.join(wanted)}, got {_shown(value)}")
+    expected = dict.fromkeys(problem.split(", got ")[0] for problem in problems)
+    raise ValueError(f"{' or '.join(expected)}, got {_shown(value)}")
 
 
 def _shown(value: Any) -> str:

@@ -1,6 +1,10 @@
-"""Passages to search: a folder of .txt, .md and .jsonl, or one JSONL, JSON or Parquet file with title and text.
+"""search: BM25 over a local corpus, with the package bm25s.
 
-A record of a file is one passage. A text of a folder is cut at its empty lines into passages of about a screen.
+A corpus is a folder of .txt, .md and .jsonl files, or one JSONL, JSON or Parquet file with `text` and `title`. A record
+is one passage. A text file is split at empty lines into passages of about PASSAGE characters.
+
+The index is built once per corpus and saved beside it in `.covey-index/`, under a hash of the corpus' content, or in
+the user's cache folder if the corpus' folder is read-only. All episodes of a run share it.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ KEY = "agent.tool_options.search.corpus"
 RECORDS = (".jsonl", ".json", ".parquet")
 TEXTS = (".txt", ".md")
 TEXT_COLUMNS = ("text", "contents", "content")
-PASSAGE = 1200  # characters of a passage cut from a text
+PASSAGE = 1200  # characters of a passage of a text file
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,7 @@ class Passage:
 
 
 def corpus_files(path: Path) -> list[Path]:
-    """The files of a corpus, in order; or what is wrong with the setting."""
+    """The files of a corpus, in order."""
     if path.is_file():
         if path.suffix not in (*RECORDS, *TEXTS):
             raise InputError(f"{KEY}={path}: a corpus is {', '.join((*RECORDS, *TEXTS))}, or a folder of them")
@@ -49,19 +53,19 @@ def corpus_files(path: Path) -> list[Path]:
         if path.parent.is_dir() and (guess := nearest(path.name, (entry.name for entry in path.parent.iterdir()))):
             lines.append(f"  did you mean   {path.with_name(guess)}?")
         raise Absent("\n".join(lines))
-    found = [
+    files = [
         entry
         for entry in sorted(path.rglob("*"))
         if entry.suffix in (*TEXTS, ".jsonl")
         and not any(part.startswith(".") for part in entry.relative_to(path).parts)
     ]
-    if not found:
+    if not files:
         raise InputError(f"{KEY}={path}: no .txt, .md or .jsonl file in this folder")
-    return found
+    return files
 
 
 def fingerprint(files: Iterable[Path]) -> str:
-    """A hash of what is in the files, whatever they are called and wherever they lie."""
+    """A hash of the names and contents of the files, independent of their folder."""
     digest = blake2b(digest_size=16)
     for file in files:
         digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
@@ -79,8 +83,8 @@ def _read(file: Path) -> Iterator[Passage]:
     if file.suffix in TEXTS:
         return _text(file)
     if file.suffix == ".parquet":
-        return _records(file, _parquet(file))
-    return _records(file, _jsonl(file) if file.suffix == ".jsonl" else _json(file))
+        return _records(_parquet(file))
+    return _records(_jsonl(file) if file.suffix == ".jsonl" else _json(file))
 
 
 def _text(file: Path) -> Iterator[Passage]:
@@ -90,14 +94,14 @@ def _text(file: Path) -> Iterator[Passage]:
         raise InputError(f"{file}: not UTF-8 text ({error})") from error
     heading = re.match(r"\s*#\s+(.+)", text) if file.suffix == ".md" else None
     title = heading[1].strip() if heading else file.stem
-    held: list[str] = []
+    passage: list[str] = []
     for paragraph in filter(None, (part.strip() for part in re.split(r"\n\s*\n", text))):
-        if held and sum(map(len, held)) + len(paragraph) > PASSAGE:
-            yield Passage(title, "\n\n".join(held))
-            held = []
-        held.append(paragraph)
-    if held:
-        yield Passage(title, "\n\n".join(held))
+        if passage and sum(map(len, passage)) + len(paragraph) > PASSAGE:
+            yield Passage(title, "\n\n".join(passage))
+            passage = []
+        passage.append(paragraph)
+    if passage:
+        yield Passage(title, "\n\n".join(passage))
 
 
 def _jsonl(file: Path) -> Iterator[tuple[str, Any]]:
@@ -129,8 +133,8 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
     number = 0
     try:
         table = pq.ParquetFile(file)
-        wanted = [name for name in table.schema_arrow.names if name in ("title", *TEXT_COLUMNS)]
-        for batch in table.iter_batches(columns=wanted):
+        columns = [name for name in table.schema_arrow.names if name in ("title", *TEXT_COLUMNS)]
+        for batch in table.iter_batches(columns=columns):
             for row in batch.to_pylist():
                 yield f"{file}, row {number}", row
                 number += 1
@@ -138,44 +142,39 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
         raise InputError(f"{file}: not a readable Parquet file ({str(error).splitlines()[0]})") from error
 
 
-def _records(file: Path, rows: Iterator[tuple[str, Any]]) -> Iterator[Passage]:
+def _records(rows: Iterator[tuple[str, Any]]) -> Iterator[Passage]:
     for place, row in rows:
-        text = next((row[column] for column in TEXT_COLUMNS if column in row), None) if _is_row(row) else None
+        is_row = isinstance(row, Mapping)
+        text = next((row[column] for column in TEXT_COLUMNS if column in row), None) if is_row else None
         if not isinstance(text, str):
-            named = _whole(", ".join(map(str, row)))[:200] if _is_row(row) else ""
-            columns = f"; it has: {named or 'nothing'}" if _is_row(row) else ""
+            names = _without_surrogates(", ".join(map(str, row)))[:200] if is_row else ""
+            columns = f"; it has: {names or 'nothing'}" if is_row else ""
             raise InputError(f"{place}: a passage needs a column `text` (and may have `title`){columns}")
-        # Half characters, which JSON can write, are none: what is searched is shown to a model.
-        yield Passage(_whole(str(row.get("title") or "")), _whole(text))
+        yield Passage(_without_surrogates(str(row.get("title") or "")), _without_surrogates(text))
 
 
-def _whole(text: str) -> str:
+def _without_surrogates(text: str) -> str:
+    """JSON can hold lone surrogates, which tokenizers refuse."""
     return text.encode(errors="replace").decode()
 
 
-def _is_row(row: Any) -> bool:
-    return isinstance(row, Mapping)
+# -- Index and search --------------------------------------------------------------------------------------------------
 
-
-# -- search: BM25 over a local corpus, with the bm25s package ----------------------------------------------------------
-# The index is made once for a corpus and kept beside it, in `.covey-index/`, under a hash of the corpus' content (or in
-# the user's cache folder where nothing can be written there). All episodes of a run share it.
-
-MOST = 20  # passages of one search
-LAYOUT = "1"  # of the index folder: another one, another hash
+MAX_PASSAGES = 20  # of one search
+LAYOUT = "1"  # version of the index folder's layout, part of its name
 
 
 @dataclass(frozen=True)
 class SearchOptions:
     corpus: str | None = None  # a folder of .txt, .md, .jsonl, or a JSONL, JSON or Parquet file with title and text
-    top_k: int = 3  # passages, unless the model asks for another number
+    top_k: int = 3  # passages, unless the model requests another number
 
 
 def make_search(options: SearchOptions) -> Tool:
     if options.corpus is None:
         raise InputError(f"tool search: which corpus?\n  fix: {KEY}=FILE_OR_FOLDER")
-    if not 1 <= options.top_k <= MOST:
-        raise InputError(f"agent.tool_options.search.top_k must lie in 1..{MOST}, got {options.top_k}")
+    if not 1 <= options.top_k <= MAX_PASSAGES:
+        raise InputError(f"agent.tool_options.search.top_k must lie in 1..{MAX_PASSAGES}, got {options.top_k}")
     index = open_index(Path(options.corpus).expanduser().resolve())
 
     async def search(query: str, top_k: int = options.top_k) -> str:
@@ -187,15 +186,15 @@ def make_search(options: SearchOptions) -> Tool:
         """
         if top_k < 1:
             raise ToolMistake("bad_arguments", f"error: search: top_k must be at least 1, got {top_k}")
-        # In a thread: a search in a large corpus would hold up every other episode. It always ends.
-        return numbered(await asyncio.to_thread(index.find, query, min(top_k, MOST)))
+        # In a thread: a search in a large corpus would block all other episodes.
+        return format_passages(await asyncio.to_thread(index.find, query, min(top_k, MAX_PASSAGES)))
 
     return replace(tool(search), inline=True)
 
 
-def numbered(passages: list[Passage]) -> str:
-    found = (f"[{n}] {passage.title}\n{passage.text}".replace("] \n", "]\n") for n, passage in enumerate(passages, 1))
-    return "\n\n".join(found) or "nothing found"
+def format_passages(passages: list[Passage]) -> str:
+    entries = (f"[{n}] {passage.title}\n{passage.text}".replace("] \n", "]\n") for n, passage in enumerate(passages, 1))
+    return "\n\n".join(entries) or "nothing found"
 
 
 @dataclass(frozen=True)
@@ -204,7 +203,7 @@ class Index:
     bm25: bm25s.BM25
 
     def find(self, query: str, top_k: int) -> list[Passage]:
-        """The best passages that share a word with the query, best first; equals in the order of the corpus."""
+        """The best passages that share a word with the query, best first; ties in the order of the corpus."""
         import numpy as np
 
         words = _words([query])[0]
@@ -227,13 +226,14 @@ def open_index(corpus: Path) -> Index:
     if not passages:
         raise InputError(f"{KEY}={corpus}: there is no passage in it")
     name = f"{fingerprint(files)}-{LAYOUT}-{bm25s.__version__}"
-    for home in _homes(corpus):
-        if (home / name).is_dir():
-            return Index(passages, bm25s.BM25.load(home / name, show_progress=False))
-    made = bm25s.BM25()
-    made.index(_words([f"{passage.title}\n{passage.text}" for passage in passages]), show_progress=False)
-    _keep(made, name, _homes(corpus))
-    return Index(passages, made)
+    folders = _index_folders(corpus)
+    for folder in folders:
+        if (folder / name).is_dir():
+            return Index(passages, bm25s.BM25.load(folder / name, show_progress=False))
+    bm25 = bm25s.BM25()
+    bm25.index(_words([f"{passage.title}\n{passage.text}" for passage in passages]), show_progress=False)
+    _save(bm25, name, folders)
+    return Index(passages, bm25)
 
 
 def _words(texts: list[str]) -> Any:
@@ -242,25 +242,25 @@ def _words(texts: list[str]) -> Any:
     return bm25s.tokenize(texts, stopwords="en", return_ids=False, show_progress=False)
 
 
-def _homes(corpus: Path) -> list[Path]:
-    """Where an index may be kept. A folder that is marked read-only stays as it is, also where we could write."""
+def _index_folders(corpus: Path) -> list[Path]:
+    """Folders that may hold the index. Nothing is written to a folder marked read-only, even with the rights to."""
     folder = corpus if corpus.is_dir() else corpus.parent
     beside = [folder / ".covey-index"] if folder.stat().st_mode & 0o222 else []
     cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "covey" / "search"
     return [*beside, cached]
 
 
-def _keep(made: bm25s.BM25, name: str, homes: list[Path]) -> None:
-    """Written beside and renamed: an index is whole or absent. Where nothing can be written it is made each time."""
-    for home in homes:
+def _save(bm25: bm25s.BM25, name: str, folders: list[Path]) -> None:
+    """Save the index in the first writable folder. Renaming a finished draft makes this atomic."""
+    for folder in folders:
         try:
-            home.mkdir(parents=True, exist_ok=True)
-            draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=home))
+            folder.mkdir(parents=True, exist_ok=True)
+            draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder))
         except OSError:
             continue
         try:
-            made.save(draft, show_progress=False)
-            draft.rename(home / name)
-        except OSError:  # the disk is full, or another run was faster
+            bm25.save(draft, show_progress=False)
+            draft.rename(folder / name)
+        except OSError:  # the disk is full, or another run saved it first
             shutil.rmtree(draft, ignore_errors=True)
         return

@@ -1,4 +1,15 @@
-"""What a tool returned, as text for the model: within its limit, and with a mark where something was cut off."""
+"""The tool session of one episode: it runs the calls of each turn and holds the state of the episode's tools.
+
+    async with tools.open(pool, cut=cut) as session:
+        results = await session.call(calls)
+
+The calls of a turn run concurrently, and results keep the order of the calls. Calls of tools that share `state` run one
+after another, in that order. A mistake of the model becomes a result whose text the model reads; a fault of the
+infrastructure raises `ToolFailure`, which ends the episode. The state is released however the block is left.
+
+Users' tools run in workers (`WorkerTool`). Only as much of a result as may be shown leaves the worker, so a gigabyte of
+output costs nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,102 +21,97 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from covey.agents.formats.base import Call
 from covey.agents.tools.tool import Tool, ToolFailure, ToolMistake
 from covey.errors import message_of, nearest, said
 from covey.redact import hide
 from covey.types import ToolUse
-from covey.workers import RemoteError, WorkerDied, WorkerTimeout
+from covey.workers import RemoteError, WorkerDied, WorkerPool, WorkerSession, WorkerTimeout
 
-CHARACTERS_PER_TOKEN = 32  # more than any text has: what lies beyond is dropped before anything is tokenised
-NOTHING = "(no output)"
+# -- Results as text ---------------------------------------------------------------------------------------------------
+
+CHARACTERS_PER_TOKEN = 32  # more than any text has: characters beyond are dropped before anything is tokenised
+NO_OUTPUT = "(no output)"
 
 Cut = Callable[[str, int], str]
-"""The longest beginning of a text that has at most so many tokens."""
+"""`cut(text, limit)`: the longest beginning of a text that has at most `limit` tokens."""
+
+
+def cut_by_characters(text: str, limit: int) -> str:
+    """For use without a tokenizer: four characters per token."""
+    return text[: 4 * limit]
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The beginning of a text, and how many characters it had."""
+    """The beginning of a text, and the length of the whole."""
 
     text: str
     length: int
 
 
-def by_characters(text: str, limit: int) -> str:
-    """Where no tokenizer is at hand: four characters a token."""
-    return text[: 4 * limit]
-
-
-def rendered(tool: str, value: Any, characters: int) -> Output:
-    """A return value as text, no more than `characters` of it. One that is not JSON is a fault of the tool's author."""
+def render_result(tool: str, value: Any, characters: int) -> Output:
+    """A return value as text, at most `characters` of it. A value that is not JSON is a fault of the tool's author."""
     if value is None:
-        text = NOTHING
+        text = NO_OUTPUT
     elif isinstance(value, str):
         text = value
     elif isinstance(value, (bool, int, float, list, dict)):
-        text = _json(tool, value)
+        try:
+            text = json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise _bad_result(tool, f"a {type(value).__name__} that is not JSON ({error})") from error
     else:
-        raise _wrong(tool, f"returned {type(value).__name__}")
+        raise _bad_result(tool, type(value).__name__)
     return Output(text[:characters], len(text))
 
 
-def _json(tool: str, value: Any) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise _wrong(tool, f"returned a {type(value).__name__} that is not JSON ({error})") from error
+def _bad_result(tool: str, what: str) -> ToolFailure:
+    return ToolFailure(
+        "tool_result", f"tool {tool} returned {what}; it may return a string, number, bool, None, list or dict"
+    )
 
 
-def _wrong(tool: str, what: str) -> ToolFailure:
-    return ToolFailure("tool_result", f"tool {tool} {what}; it may return a string, number, bool, None, list or dict")
-
-
-def within(output: Output, limit: int, cut: Cut) -> str:
-    """At most `limit` tokens, and behind them a mark that says how much is missing."""
-    whole = output.text[: limit * CHARACTERS_PER_TOKEN]
-    text = cut(readable(whole), limit)
+def truncate(output: Output, limit: int, cut: Cut) -> str:
+    """At most `limit` tokens, followed by a mark that says how much was cut."""
+    text = output.text[: limit * CHARACTERS_PER_TOKEN]
+    # Tokenizers refuse lone surrogates. Replacing them keeps the length.
+    text = cut(text.encode("utf-8", "replace").decode("utf-8"), limit)
     return text if len(text) == output.length else f"{text}\n[cut: {len(text)} of {output.length} characters]"
 
 
-def readable(text: str) -> str:
-    """Halves of surrogate pairs are no characters, and tokenizers refuse them. The length stays."""
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
-# -- A user's tool inside a worker: called, and its result brought into a form that can travel -------------------------
-# Only the beginning of a result leaves the worker, so that a gigabyte costs nothing on the way.
+# -- Calls inside a worker ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class InWorker:
-    """What a pool of workers is given for a tool. Returns an `Output`, or the `ToolMistake` or `ToolFailure` that the
-    call ended in."""
+class WorkerTool:
+    """A tool as a function for a worker pool. It returns an `Output`, or the `ToolMistake` or `ToolFailure` of the
+    call."""
 
     tool: Tool
 
     def __call__(self, arguments: Mapping[str, Any], characters: int, state: dict[str, Any]) -> Any:
-        # Not a coroutine itself: a plain function may want to run an event loop of its own.
+        # Not a coroutine itself: a plain function may run an event loop of its own.
         try:
             checked = self.tool.check(arguments)
             value = self.tool.function(**checked, **({"state": state} if self.tool.stateful else {}))
             if inspect.isawaitable(value):
-                return self._later(value, characters)
-            return rendered(self.tool.name, value, characters)
+                return self._await(value, characters)
+            return render_result(self.tool.name, value, characters)
         except Exception as error:
-            return told(error, characters)
+            return as_tool_error(error, characters)
 
-    async def _later(self, value: Awaitable[Any], characters: int) -> Output | ToolMistake | ToolFailure:
+    async def _await(self, value: Awaitable[Any], characters: int) -> Output | ToolMistake | ToolFailure:
         try:
-            return rendered(self.tool.name, await value, characters)
+            return render_result(self.tool.name, await value, characters)
         except Exception as error:
-            return told(error, characters)
+            return as_tool_error(error, characters)
 
 
-def told(error: Exception, characters: int) -> ToolMistake | ToolFailure:
-    """A tool's own exception is for the model to read, unless it says that the infrastructure is at fault."""
+def as_tool_error(error: Exception, characters: int) -> ToolMistake | ToolFailure:
+    """The model reads the exception of a tool, unless the tool raised a `ToolFailure`."""
     match error:
         case ToolFailure():
             return ToolFailure(error.cause, error.message[:characters])
@@ -115,36 +121,14 @@ def told(error: Exception, characters: int) -> ToolMistake | ToolFailure:
     return ToolMistake("raised", text[:characters], hide(said(error))[:characters])
 
 
-# -- The workbench of one episode: runs the calls of a turn, and holds what its tools hold -----------------------------
-# async with tools.open(pool, cut=cut) as bench:
-# results = await bench.call(calls)
-#
-# The calls of a turn run at the same time; results keep the order of the calls. Calls that share a state run one after
-# another, in that order. A mistake of the model's is a result whose text it reads; a fault of the infrastructure is a
-# `ToolFailure`, which ends the episode. However the block is left, what was held is released.
+# -- The session -------------------------------------------------------------------------------------------------------
 
-LONGEST_NAME = 64  # of a tool that does not exist, when the model is told so
-
-
-class Session(Protocol):
-    """One worker for one episode, with a `state` of its own."""
-
-    async def call(self, name: str, /, *args: Any, seconds: float, **kwargs: Any) -> Any: ...
-
-    async def close(self) -> None: ...
-
-
-class Runner(Protocol):
-    """Where users' functions run so that they can be killed: `covey.workers`."""
-
-    async def call(self, name: str, /, *args: Any, seconds: float, **kwargs: Any) -> Any: ...
-
-    async def session(self) -> Session: ...
+MAX_SHOWN_NAME = 64  # characters of the name of an unknown tool, in the message to the model
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What became of a call. `ended`: the tool ends the episode, with `answer`."""
+    """The result of a call. `ended`: the tool ends the episode, with `answer` as the final answer."""
 
     call: Call
     text: str
@@ -153,29 +137,29 @@ class ToolResult:
     answer: str | None = None
 
 
-class Bench:
+class ToolSession:
     def __init__(
         self,
         tools: Mapping[str, Tool],
-        runner: Runner | None,
+        pool: WorkerPool | None,
         *,
-        cut: Cut = by_characters,
+        cut: Cut = cut_by_characters,
         max_tokens: int = 512,
         seconds: float = 10.0,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.tools = tools
-        self.runner = runner
+        self.pool = pool
         self.cut = cut
         self.max_tokens = max_tokens
         self.seconds = seconds
         self.waiting = waiting
-        self.state: dict[str, Any] = {}  # of tools that run here; the others' is in their worker
-        self.held: Session | None = None
-        self.turns = {True: asyncio.Lock(), False: asyncio.Lock()}  # for states here, and in the worker
+        self.state: dict[str, Any] = {}  # of tools that run in this process; workers keep their own
+        self.worker: WorkerSession | None = None
+        self.state_locks = {True: asyncio.Lock(), False: asyncio.Lock()}  # for the state here, and in the worker
 
     async def call(self, calls: Sequence[Call]) -> list[ToolResult]:
-        """Run the calls of one turn. The first `ToolFailure` stops the others and is raised."""
+        """Run the calls of one turn. The first `ToolFailure` cancels the others and is raised."""
         try:
             async with asyncio.TaskGroup() as group:
                 running = [group.create_task(self._result(call)) for call in calls]
@@ -189,88 +173,81 @@ class Bench:
         start = time.perf_counter()
         tool = self.tools.get(call.name)
         limit = (tool.max_output_tokens if tool else None) or self.max_tokens
-        answer, kind, detail = None, None, ""
+        answer, mistake_kind, detail = None, None, ""
         try:
             if call.problem is not None:
                 raise ToolMistake("malformed", f"error: {call.problem}")
             if tool is None:
-                raise self._unknown(call.name)
+                raise self._unknown_tool(call.name)
             checked = tool.check(call.arguments)
             output = await self._run(tool, checked, limit * CHARACTERS_PER_TOKEN)
             answer = tool.answer(checked) if tool.ends else None
         except ToolMistake as mistake:
-            output, kind, detail = Output(mistake.text, len(mistake.text)), mistake.kind, mistake.detail
-        use = ToolUse(call.name, time.perf_counter() - start, kind, detail)
-        return ToolResult(call, within(output, limit, self.cut), use, answer is not None, answer)
+            output, mistake_kind, detail = Output(mistake.text, len(mistake.text)), mistake.kind, mistake.detail
+        use = ToolUse(call.name, time.perf_counter() - start, mistake_kind, detail)
+        return ToolResult(call, truncate(output, limit, self.cut), use, answer is not None, answer)
 
-    def _unknown(self, name: str) -> ToolMistake:
-        name = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}…"
+    def _unknown_tool(self, name: str) -> ToolMistake:
+        name = name if len(name) <= MAX_SHOWN_NAME else f"{name[:MAX_SHOWN_NAME]}…"
         guess = nearest(name, self.tools)
         hint = f" (did you mean {guess}?)" if guess else ""
         known = ", ".join(self.tools) or "none"
         return ToolMistake("unknown_tool", f"error: there is no tool {name!r}{hint}; the tools are: {known}")
 
     async def _run(self, tool: Tool, checked: Mapping[str, Any], characters: int) -> Output:
+        run = self._run_inline if tool.inline else self._run_in_worker
         if not tool.stateful:
-            return await self._anywhere(tool, checked, characters)
-        async with self.turns[tool.inline]:
-            return await self._anywhere(tool, checked, characters)
+            return await run(tool, checked, characters)
+        async with self.state_locks[tool.inline]:
+            return await run(tool, checked, characters)
 
-    async def _anywhere(self, tool: Tool, checked: Mapping[str, Any], characters: int) -> Output:
-        if tool.inline:
-            return await self._here(tool, checked, characters)
-        return await self._in_worker(tool, checked, characters)
-
-    async def _here(self, tool: Tool, checked: Mapping[str, Any], characters: int) -> Output:
+    async def _run_inline(self, tool: Tool, checked: Mapping[str, Any], characters: int) -> Output:
         value = tool.function(**checked, **({"state": self.state} if tool.stateful else {}))
-        return rendered(tool.name, await value if inspect.isawaitable(value) else value, characters)
+        return render_result(tool.name, await value if inspect.isawaitable(value) else value, characters)
 
-    async def _in_worker(self, tool: Tool, checked: Mapping[str, Any], characters: int) -> Output:
-        assert self.runner is not None  # ToolSet.open has seen to it
+    async def _run_in_worker(self, tool: Tool, checked: Mapping[str, Any], characters: int) -> Output:
+        assert self.pool is not None  # checked by ToolSet.open
         seconds = tool.timeout or self.seconds
-        where: Runner | Session = self.runner
+        where: WorkerPool | WorkerSession = self.pool
         try:
             if tool.stateful:
-                where = self.held = self.held or await self._worker()
-            came = await where.call(tool.key, tool.plain(checked), characters, seconds=seconds)
+                if self.worker is None:
+                    with self.waiting():  # for a free worker: this time is not counted as the episode's
+                        self.worker = await self.pool.session()
+                where = self.worker
+            output = await where.call(tool.key, tool.plain(checked), characters, seconds=seconds)
         except WorkerTimeout as error:
             raise ToolFailure("tool_timeout", f"tool {tool.name} took longer than {seconds:g} seconds") from error
         except WorkerDied as error:
             raise ToolFailure("tool_crash", f"tool {tool.name} ended its worker: {error}") from error
-        except RemoteError as error:  # not the tool's own exception: those come as values
+        except RemoteError as error:  # not the tool's own exception, which is returned as a value
             raise ToolFailure("tool_crash", f"tool {tool.name}: {error}") from error
-        if isinstance(came, Output):
-            return came
-        raise came
+        if isinstance(output, Output):
+            return output
+        raise output
 
-    async def _worker(self) -> Session:
-        """A worker of the episode's own. Waiting until one is free is not the episode's time."""
-        assert self.runner is not None
-        with self.waiting():
-            return await self.runner.session()
-
-    async def __aenter__(self) -> Bench:
+    async def __aenter__(self) -> ToolSession:
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Shielded: an episode that is cancelled once more while it cleans up still gives everything back.
+        # Shielded: an episode that is cancelled again during its clean-up still releases everything.
         await asyncio.shield(asyncio.ensure_future(self._release()))
 
     async def _release(self) -> None:
-        held, self.held = self.held, None
+        worker, self.worker = self.worker, None
         values, self.state = list(self.state.values()), {}
         try:
             await close_all(values)
         finally:
-            if held is not None:
-                await held.close()
+            if worker is not None:
+                await worker.close()
 
 
 async def close_all(values: Sequence[Any]) -> None:
-    """`aclose` or `close` of everything that has one; the first error is raised when all had their turn."""
-    problems = []
+    """Call `aclose` or `close` of each value that has one, then raise the first error."""
+    errors = []
     for value in values:
         close = getattr(value, "aclose", None) or getattr(value, "close", None)
         try:
@@ -278,6 +255,6 @@ async def close_all(values: Sequence[Any]) -> None:
             if inspect.isawaitable(done):
                 await done
         except Exception as error:
-            problems.append(error)
-    if problems:
-        raise problems[0]
+            errors.append(error)
+    if errors:
+        raise errors[0]

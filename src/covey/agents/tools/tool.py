@@ -1,7 +1,19 @@
-"""What goes wrong with a tool call, and whose fault it is.
+"""Tools: plain functions with a name, a description and parameters that a model can fill in.
 
-What the model did wrong is an observation: it reads the text and may do better. What the infrastructure did wrong ends
-the episode as a failure, which is neither learned from nor compared with.
+    @covey.tool(timeout=10, max_output_tokens=512)
+    async def search(query: str, top_k: int = 3) -> str:
+        \"\"\"Search the corpus.
+
+        Args:
+            query: What to look for.
+            top_k: How many passages.
+        \"\"\"
+
+The model does not see a parameter called `state`: it is a dict that belongs to one episode and is shared by its tools.
+Values in it that have `close` or `aclose` are closed when the episode ends.
+
+A `ToolMistake` is the model's mistake: the model reads its text and may do better. A `ToolFailure` is the fault of the
+infrastructure: it ends the episode as a failure, which is neither trained on nor part of its group's statistics.
 """
 
 from __future__ import annotations
@@ -24,10 +36,10 @@ Kind = Literal["malformed", "unknown_tool", "bad_arguments", "raised", "deadline
 
 
 class ToolMistake(Exception):
-    """The model's mistake. `text` is what it is shown; `detail`, where the tool raised, is for the user alone."""
+    """The model's mistake. The model is shown `text`; only the user sees `detail`, the place where the tool raised."""
 
     def __init__(self, kind: Kind, text: str, detail: str = "") -> None:
-        super().__init__(kind, text, detail)  # all of them: an exception is pickled by its arguments
+        super().__init__(kind, text, detail)  # exceptions are pickled by their arguments
         self.kind = kind
         self.text = text
         self.detail = detail
@@ -37,20 +49,15 @@ class ToolMistake(Exception):
 
 
 class ToolFailure(NamedFailure):
-    """The infrastructure's fault. `cause` is short and countable: tool_timeout, tool_crash, tool_result, sandbox,
-    search, or a word of a user's own tool."""
+    """A fault of the infrastructure. Failures are counted by `cause`: tool_timeout, tool_crash, tool_result, sandbox,
+    search, or a word that a user's tool chooses."""
 
     @property
     def failure(self) -> Failure:
         return Failure(self.cause, hide(self.message))
 
 
-# -- What a docstring says of a function and of its parameters ---------------------------------------------------------
-# Three ways of writing are read:
-#
-# Args:                          :param query: What to look for.        Search.  Args: query: what  top_k: how many
-# query: What to look for.
-# top_k (int): How many.
+# -- Docstrings --------------------------------------------------------------------------------------------------------
 
 ARGS = re.compile(r"(?:^|(?<=\s))(?:Args|Arguments|Parameters)[ \t]*:[ \t]*", re.MULTILINE)
 FIELD = re.compile(r"^[ \t]*:(\w+)[ \t]*([^:\n]*):", re.MULTILINE)
@@ -60,24 +67,29 @@ SECTION = re.compile(
 
 
 def read_docstring(text: str | None, parameters: Iterable[str]) -> tuple[str, dict[str, str]]:
-    """The first paragraph, and a description for each parameter that has one."""
+    """The first paragraph, and a description for each parameter that has one. Three styles are supported:
+
+    Args:                          :param query: What to look for.      Search.  Args: query: what  top_k: how many
+        query: What to look for.
+        top_k (int): How many.
+    """
     text = inspect.cleandoc(text or "")
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     starts = [len(text)]
     if args := ARGS.search(text):
         starts.append(args.start())
-        found |= _sections(text, args, list(parameters))
+        descriptions |= _sections(text, args, list(parameters))
     if fields := list(FIELD.finditer(text)):
         starts.append(fields[0].start())
-        found |= _fields(text, fields, list(parameters))
+        descriptions |= _fields(text, fields, list(parameters))
     if end := SECTION.search(text):
         starts.append(end.start())
     paragraph = re.split(r"\n[ \t]*\n", text[: min(starts)].strip())[0]
-    return _one_line(paragraph), found
+    return _one_line(paragraph), descriptions
 
 
 def _sections(text: str, args: re.Match[str], parameters: list[str]) -> dict[str, str]:
-    """`name: text` and `name (type): text`. On the line of `Args:` itself names may follow each other on one line."""
+    """`name: text` and `name (type): text`, one per line, or several on the line of `Args:`."""
     if not parameters:
         return {}
     body = text[args.end() :]
@@ -85,55 +97,36 @@ def _sections(text: str, args: re.Match[str], parameters: list[str]) -> dict[str
         body = body[: end.start()]
     on_one_line = bool(body.split("\n", 1)[0].strip())
     if not on_one_line and "\n" in text[: args.start()]:  # cleandoc moves all lines after the first to the margin
-        body = _indented(body)
+        lines = body.split("\n")[1:]  # the section ends at the first line that is not indented
+        end_line = next((n for n, line in enumerate(lines) if line.strip() and not line[0].isspace()), len(lines))
+        body = "\n".join(lines[:end_line])
     before = r"(?:^|(?<=[\s;,]))" if on_one_line else r"^[ \t]*"
     names = "|".join(re.escape(name) for name in parameters)
     entry = re.compile(rf"{before}({names})[ \t]*(?:\([^)\n]*\))?[ \t]*:(?!:)", re.MULTILINE)
-    return _between(body, list(entry.finditer(body)))
-
-
-def _indented(body: str) -> str:
-    """The lines of a section: it ends where a line begins at the margin."""
-    lines = body.split("\n")[1:]
-    end = next((n for n, line in enumerate(lines) if line.strip() and not line[0].isspace()), len(lines))
-    return "\n".join(lines[:end])
+    entries = list(entry.finditer(body))
+    descriptions: dict[str, str] = {}
+    for found, following in zip_longest(entries, entries[1:]):
+        description = body[found.end() : following.start() if following else len(body)]
+        descriptions.setdefault(found[1], _one_line(description).rstrip(";,"))
+    return descriptions
 
 
 def _fields(text: str, fields: list[re.Match[str]], parameters: list[str]) -> dict[str, str]:
-    """`:param name:` and `:param type name:`; a field ends where the next begins, or at an empty line."""
-    found = {}
+    """`:param name:` and `:param type name:`. A field ends at the next field or at an empty line."""
+    descriptions = {}
     for field, following in zip_longest(fields, fields[1:]):
         words = field[2].split()
         if field[1] in ("param", "parameter", "arg", "argument") and words and words[-1] in parameters:
             body = text[field.end() : following.start() if following else len(text)]
-            found[words[-1]] = _one_line(re.split(r"\n[ \t]*\n", body)[0])
-    return found
-
-
-def _between(body: str, entries: list[re.Match[str]]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for entry, following in zip_longest(entries, entries[1:]):
-        text = body[entry.end() : following.start() if following else len(body)]
-        found.setdefault(entry[1], _one_line(text).rstrip(";,"))
-    return found
+            descriptions[words[-1]] = _one_line(re.split(r"\n[ \t]*\n", body)[0])
+    return descriptions
 
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-# -- A tool is a plain function with a name, a description and parameters that a model can fill in ---------------------
-# @covey.tool(timeout=10, max_output_tokens=512)
-# async def search(query: str, top_k: int = 3) -> str:
-# """Search the corpus.
-#
-# Args:
-# query: What to look for.
-# top_k: How many passages.
-# """
-#
-# A parameter called `state` is not the model's: it is a dict that belongs to one episode and is shared by its tools.
-# What lies in it and has `close` or `aclose` is closed when the episode ends.
+# -- Tools -------------------------------------------------------------------------------------------------------------
 
 STATE = "state"
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -149,20 +142,20 @@ class Parameter:
 
 @dataclass(frozen=True, eq=False)
 class Tool:
-    """A function and what a model is told of it. Calling it calls the function."""
+    """A function and its description for the model. Calling the tool calls the function."""
 
     name: str
     description: str
     function: Callable[..., Any]
     parameters: tuple[Parameter, ...]
-    stateful: bool = False  # it asks for `state`
-    timeout: float | None = None  # seconds of one call; None: agent.tool_seconds
+    stateful: bool = False  # it has a parameter `state`
+    timeout: float | None = None  # seconds per call; None: agent.tool_seconds
     max_output_tokens: int | None = None  # None: agent.max_tool_tokens
     ends: bool = False  # calling it ends the episode
-    inline: bool = False  # ours, and cannot hang: it runs on the event loop, not in a worker
+    inline: bool = False  # built in and cannot hang: it runs on the event loop, not in a worker
 
     def __post_init__(self) -> None:
-        # What a function shows of itself: help(), inspect.signature and pickle by name work as before.
+        # So that help(), inspect.signature and pickling by name work as for the function.
         for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
             self.__dict__[attribute] = getattr(self.function, attribute, None)
         self.__dict__["__wrapped__"] = self.function
@@ -175,32 +168,32 @@ class Tool:
         return function if isinstance(function, Tool) else tool(function)
 
     def schema(self) -> dict[str, Any]:
-        """As OpenAI's interface and chat templates have it."""
+        """The tool as JSON schema, in the form of OpenAI's API and of chat templates."""
         properties = {parameter.name: dict(parameter.schema) for parameter in self.parameters}
         required = [parameter.name for parameter in self.parameters if parameter.required]
         parameters = {"type": "object", "properties": properties, "required": required}
-        about = {"name": self.name, "description": self.description, "parameters": parameters}
-        return {"type": "function", "function": about}
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
+        return {"type": "function", "function": function}
 
     def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of a call, each as its parameter wants it; or `ToolMistake`, which tells the model what to mend."""
+        """The arguments of a call, converted to their types. Raises a `ToolMistake` that lists all problems."""
         known = {parameter.name: parameter for parameter in self.parameters}
         problems = [
             f"unknown argument {name[:60]!r}{_guess(name[:60], known)}" for name in arguments if name not in known
         ]
-        found = {}
+        checked = {}
         for name, parameter in known.items():
             if name not in arguments:
                 if parameter.required:
                     problems.append(f"missing argument {name!r}")
                 continue
             try:
-                found[name] = coerce(parameter.annotation, arguments[name])
+                checked[name] = coerce(parameter.annotation, arguments[name])
             except ValueError as error:
                 problems.append(f"argument {name!r} {error}")
         if problems:
             raise ToolMistake("bad_arguments", f"error: {self.name}: {'; '.join(problems)}\n{self.usage()}")
-        return found
+        return checked
 
     def usage(self) -> str:
         """One line: `expected: search(query: string, top_k: integer = 3)`."""
@@ -208,17 +201,18 @@ class Tool:
 
     @property
     def key(self) -> str:
-        """Its name among the functions of a pool of workers, where rewards are too."""
+        """Its name in a worker pool, which holds reward functions as well."""
         return f"tool:{self.name}"
 
     def plain(self, checked: Mapping[str, Any]) -> dict[str, Any]:
-        """Checked arguments as JSON has them, for the way to another process."""
+        """Checked arguments as JSON values, to send them to a worker."""
         return {name: plain(value) for name, value in checked.items()}
 
     def answer(self, checked: Mapping[str, Any]) -> str:
-        """What a tool that ends the episode was given: its argument `answer`, its only one, or all of them."""
-        given = self.plain(checked)
-        value = given.get("answer", next(iter(given.values())) if len(given) == 1 else given)
+        """The final answer from a tool that ends the episode: its argument `answer`, its only argument, or all of
+        them."""
+        arguments = self.plain(checked)
+        value = arguments.get("answer", next(iter(arguments.values())) if len(arguments) == 1 else arguments)
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -263,17 +257,16 @@ def tool(
     max_output_tokens: int | None = None,
     ends: bool = False,
 ) -> Any:
-    """Make a tool of a function, `def` or `async def`. `ends=True`: calling it ends the episode."""
+    """Turn a function (`def` or `async def`) into a tool. `ends=True`: calling it ends the episode."""
 
     def make(function: Callable[..., Any]) -> Tool:
-        made = read(function, name)
-        return configured(replace(made, ends=ends), timeout=timeout, max_output_tokens=max_output_tokens)
+        return with_limits(replace(_from_function(function, name), ends=ends), timeout, max_output_tokens)
 
     return make if function is None else make(function)
 
 
-def configured(tool: Tool, *, timeout: float | None = None, max_output_tokens: int | None = None) -> Tool:
-    """The same tool with limits of its own, where any are given."""
+def with_limits(tool: Tool, timeout: float | None, max_output_tokens: int | None) -> Tool:
+    """The tool with new limits, where they are not None."""
     if timeout is not None and not timeout > 0:
         raise InputError(f"tool {tool.name}: timeout must be more than 0 seconds, got {timeout}")
     if max_output_tokens is not None and max_output_tokens < 1:
@@ -285,7 +278,7 @@ def configured(tool: Tool, *, timeout: float | None = None, max_output_tokens: i
     )
 
 
-def read(function: Callable[..., Any], name: str | None = None) -> Tool:
+def _from_function(function: Callable[..., Any], name: str | None) -> Tool:
     """A tool from a function's signature and docstring."""
     name = name or str(getattr(function, "__name__", type(function).__name__))
     if not NAME.fullmatch(name):
@@ -298,14 +291,14 @@ def read(function: Callable[..., Any], name: str | None = None) -> Tool:
     for parameter in signature:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise InputError(f"tool {name}: a model gives every argument by its name\n  fix: do without {parameter}")
-    own = [parameter for parameter in signature if parameter.name != STATE]
-    description, about = read_docstring(_annotated(function).__doc__, [parameter.name for parameter in own])
-    parameters = tuple(_parameter(name, p, hints.get(p.name, str), about.get(p.name)) for p in own)
-    return Tool(name, description, function, parameters, stateful=len(own) < len(signature))
+    visible = [parameter for parameter in signature if parameter.name != STATE]
+    description, descriptions = read_docstring(_annotated(function).__doc__, [parameter.name for parameter in visible])
+    parameters = tuple(_parameter(name, p, hints.get(p.name, str), descriptions.get(p.name)) for p in visible)
+    return Tool(name, description, function, parameters, stateful=len(visible) < len(signature))
 
 
 def _annotated(function: Callable[..., Any]) -> Any:
-    """Where annotations and docstring are: a partial's function, the `__call__` of an object."""
+    """The object with the annotations and the docstring: a partial's function, or an object's `__call__`."""
     if isinstance(function, partial):
         return _annotated(function.func)
     return function if inspect.isroutine(function) else type(function).__call__
@@ -316,7 +309,7 @@ def _parameter(tool: str, parameter: inspect.Parameter, annotation: Any, descrip
     if get_origin(annotation) is Annotated and description is None:
         description = next((note for note in get_args(annotation)[1:] if isinstance(note, str)), None)
     if parameter.default is None and annotation is not Any:
-        annotation = Optional[annotation]  # noqa: UP045  (`|` does not take every annotation)
+        annotation = Optional[annotation]  # noqa: UP045  (`|` does not accept every annotation)
     try:
         schema = schema_of(annotation)
     except InputError as error:

@@ -1,4 +1,8 @@
-"""Settings of a built-in tool: the fields of a dataclass, from a mapping that a user wrote."""
+"""The built-in tools, and the tools of an agent.
+
+Tools are named by a built-in name, `module:function`, `file.py:function` or `mcp:SERVER`, or given as functions. Their
+options come from agent.tool_options, by the name of the tool or of the tool server.
+"""
 
 from __future__ import annotations
 
@@ -9,35 +13,29 @@ from typing import Any, get_type_hints
 
 from covey.agents.tools.calculator import calculator
 from covey.agents.tools.google import GoogleOptions, make_google_search
-from covey.agents.tools.python import PythonOptions, Sandbox, make_python
+from covey.agents.tools.python import PythonOptions, make_python
 from covey.agents.tools.schema import coerce
 from covey.agents.tools.search import SearchOptions, make_search
-from covey.agents.tools.session import Bench, Cut, InWorker, Runner, by_characters
-from covey.agents.tools.tool import Tool, configured, tool
+from covey.agents.tools.session import Cut, ToolSession, WorkerTool, cut_by_characters
+from covey.agents.tools.tool import Tool, tool, with_limits
 from covey.errors import InputError, unknown
 from covey.imports import load_function
+from covey.sandbox import Sandbox
+from covey.workers import WorkerPool
+
+OPTIONS = "agent.tool_options"
+TOKENS = "max_output_tokens"
+MCP = "mcp:"  # before the address or the name of a tool server
+
+ToolName = str | Tool | Callable[..., Any]
 
 
-def read_options(place: str, kind: type | None, given: Mapping[str, Any], also: Sequence[str] = ()) -> Any:
-    """An object of `kind`, or None where a tool has no options. `also` are names that are known besides."""
-    hints = {field.name: get_type_hints(kind)[field.name] for field in fields(kind)} if kind is not None else {}
-    values = {}
-    for name, value in given.items():
-        if name not in hints:
-            raise unknown(f"option in {place}", name, [*hints, *also])
-        try:
-            values[name] = coerce(hints[name], value)
-        except ValueError as error:
-            raise InputError(f"{place}.{name} {error}") from error
-    return None if kind is None else kind(**values)
-
-
-# -- The tools that come with Covey, by the name that users type -------------------------------------------------------
+# -- Built-in tools ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Builtin:
-    make: Callable[[Any, Sandbox | None], Tool]  # from its options, and where code of the model's runs
+    make: Callable[[Any, Sandbox | None], Tool]  # from its options and the sandbox
     options: type | None = None
 
 
@@ -59,25 +57,30 @@ BUILTIN: dict[str, Builtin] = {
     "google_search": Builtin(lambda options, _: make_google_search(options), GoogleOptions),
     "answer": Builtin(lambda _, __: replace(answer, inline=True)),
 }
-SAME = {"code_interpreter": "python_executor"}
+SYNONYMS = {"code_interpreter": "python_executor"}
 
 
-def same_tool(one: str, other: str) -> bool:
-    return SAME.get(one, one) == SAME.get(other, other)
+def read_options(setting: str, kind: type | None, values: Mapping[str, Any], also: Sequence[str] = ()) -> Any:
+    """An options object of `kind` from a user's mapping; None if the tool has no options. Error messages list the names
+    in `also` as known too."""
+    hints = {field.name: get_type_hints(kind)[field.name] for field in fields(kind)} if kind is not None else {}
+    options = {}
+    for name, value in values.items():
+        if name not in hints:
+            raise unknown(f"option in {setting}", name, [*hints, *also])
+        try:
+            options[name] = coerce(hints[name], value)
+        except ValueError as error:
+            raise InputError(f"{setting}.{name} {error}") from error
+    return None if kind is None else kind(**options)
 
 
-# -- Which tools an agent has: by name, `module:function`, `file.py:function`, or functions themselves -----------------
-
-OPTIONS = "agent.tool_options"
-TOKENS = "max_output_tokens"
-MCP = "mcp:"  # before the address or the name of a tool server
-
-ToolName = str | Tool | Callable[..., Any]
+# -- The tools of an agent ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Options of every tool; a built-in one has no timeout, or one of its own."""
+    """Options that every tool has. Built-in tools have no `timeout`, or one of their own."""
 
     timeout: float | None = None
     max_output_tokens: int | None = None
@@ -93,32 +96,31 @@ class ToolSet:
 
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """What must run in workers: the functions for a pool."""
-        return {tool.key: InWorker(tool) for tool in self.tools if not tool.inline}
+        """The functions that a worker pool must have to run these tools."""
+        return {tool.key: WorkerTool(tool) for tool in self.tools if not tool.inline}
 
     def schemas(self) -> list[dict[str, Any]]:
-        """As chat templates take them: `tools=`."""
+        """For the `tools=` argument of chat templates."""
         return [tool.schema() for tool in self.tools]
 
     def open(
         self,
-        runner: Runner | None = None,
+        pool: WorkerPool | None = None,
         *,
-        cut: Cut = by_characters,
+        cut: Cut = cut_by_characters,
         max_tokens: int = 512,
         seconds: float = 10.0,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> Bench:
-        """A bench for one episode, to be used with `async with`.
+    ) -> ToolSession:
+        """A session for one episode, to be used with `async with`.
 
-        `runner` is a pool of workers that has `functions`, needed if there are any. `cut(text, limit)` is the longest
-        beginning of a text that has `limit` tokens. `max_tokens` (agent.max_tool_tokens) and `seconds`
-        (agent.tool_seconds) are the limits of tools that have none of their own. Inside `waiting()` the episode's clock
-        stands still.
+        `pool` must have `functions`; it is needed if there are any. `cut(text, limit)` is the longest beginning
+        of a text that has `limit` tokens. `max_tokens` (agent.max_tool_tokens) and `seconds` (agent.tool_seconds) are
+        the limits of tools without their own. The episode's clock is stopped inside `waiting()`.
         """
-        assert runner is not None or not self.functions, f"{list(self.functions)} need workers"
+        assert pool is not None or not self.functions, f"{list(self.functions)} need workers"
         tools = {tool.name: tool for tool in self.tools}
-        return Bench(tools, runner, cut=cut, max_tokens=max_tokens, seconds=seconds, waiting=waiting)
+        return ToolSession(tools, pool, cut=cut, max_tokens=max_tokens, seconds=seconds, waiting=waiting)
 
 
 def resolve_tools(
@@ -128,42 +130,43 @@ def resolve_tools(
     sandbox: Sandbox | None = None,
     seconds: float = 10.0,
 ) -> ToolSet:
-    """`options` is agent.tool_options: settings by the name of a tool, or of a tool server. `sandbox` runs what
-    python_executor is given. `seconds` is agent.tool_seconds, for tools of servers (`mcp:...`), which are asked now."""
+    """The tools with these names. `options` is agent.tool_options. `sandbox` runs the code of python_executor.
+    `seconds` is agent.tool_seconds, for the tools of servers (`mcp:...`), which are contacted here."""
     options = options or {}
-    found: list[Tool] = []
-    servers = [name for name in names if isinstance(name, str) and name.startswith(MCP)]
-    for one in (one for name in names for one in _find_all(name, options, sandbox, seconds)):
-        if clash := next((other for other in found if same_tool(other.name, one.name)), None):
-            other = "" if clash.name == one.name else f" (the same as {clash.name})"
+    tools: list[Tool] = []
+    for new in (resolved for name in names for resolved in _resolve(name, options, sandbox, seconds)):
+        if clash := next((other for other in tools if _canonical(other.name) == _canonical(new.name)), None):
+            other = "" if clash.name == new.name else f" (the same as {clash.name})"
             fix = "name it once, or rename one with @covey.tool(name=...)"
-            raise InputError(f"two tools are called {one.name}{other}\n  fix: {fix}")
-        found.append(one)
-    known = [*(tool.name for tool in found), *(name.removeprefix(MCP) for name in servers)]
+            raise InputError(f"two tools are called {new.name}{other}\n  fix: {fix}")
+        tools.append(new)
+    servers = [name.removeprefix(MCP) for name in names if isinstance(name, str) and name.startswith(MCP)]
+    known = [*(tool.name for tool in tools), *servers]
     for key in options:
         if key not in known:
             raise unknown(f"tool in {OPTIONS}", key, known)
-    return ToolSet(tuple(found))
+    return ToolSet(tuple(tools))
 
 
-def _find_all(name: ToolName, options: Mapping[str, Any], sandbox: Sandbox | None, seconds: float) -> Sequence[Tool]:
-    if isinstance(name, str) and name.startswith(MCP):
-        from covey.agents.tools.mcp import mcp_tools  # a server has several
+def _canonical(name: str) -> str:
+    return SYNONYMS.get(name, name)
+
+
+def _resolve(name: ToolName, options: Mapping[str, Any], sandbox: Sandbox | None, seconds: float) -> Sequence[Tool]:
+    """The tools that a name stands for: all tools of a server, otherwise one."""
+    if not isinstance(name, str):
+        return [_users_tool(name, options)]
+    if name.startswith(MCP):
+        from covey.agents.tools.mcp import mcp_tools
 
         return mcp_tools(name, options, seconds)
-    return [_find(name, options, sandbox)]
-
-
-def _find(name: ToolName, options: Mapping[str, Any], sandbox: Sandbox | None) -> Tool:
-    if not isinstance(name, str):
-        return _users(Tool.of(name), options)
     if name in BUILTIN:
-        return _builtin(name, options, sandbox)
+        return [_builtin(name, options, sandbox)]
     if ":" in name:
         function = load_function("tool", name)
         if not callable(function):
             raise InputError(f"tool {name} is not a function")
-        return _users(Tool.of(function), options)
+        return [_users_tool(function, options)]
     if name.endswith(".py"):
         raise InputError(f"tool {name} names no function\n  fix: {name}:FUNCTION")
     raise unknown("tool", name, BUILTIN)
@@ -171,19 +174,20 @@ def _find(name: ToolName, options: Mapping[str, Any], sandbox: Sandbox | None) -
 
 def _builtin(name: str, options: Mapping[str, Any], sandbox: Sandbox | None) -> Tool:
     own = _options(name, options)
-    kind = BUILTIN[name]
+    builtin = BUILTIN[name]
     rest = {key: value for key, value in own.items() if key != TOKENS}
-    made = kind.make(read_options(f"{OPTIONS}.{name}", kind.options, rest, [TOKENS]), sandbox)
+    made = builtin.make(read_options(f"{OPTIONS}.{name}", builtin.options, rest, [TOKENS]), sandbox)
     return _limited(replace(made, name=name), {TOKENS: own[TOKENS]} if TOKENS in own else {})
 
 
-def _users(tool: Tool, options: Mapping[str, Any]) -> Tool:
+def _users_tool(function: Callable[..., Any], options: Mapping[str, Any]) -> Tool:
+    tool = Tool.of(function)
     return _limited(tool, _options(tool.name, options))
 
 
 def _limited(tool: Tool, own: Mapping[str, Any]) -> Tool:
     limits = read_options(f"{OPTIONS}.{tool.name}", Limits, own)
-    return configured(tool, timeout=limits.timeout, max_output_tokens=limits.max_output_tokens)
+    return with_limits(tool, limits.timeout, limits.max_output_tokens)
 
 
 def _options(name: str, options: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""A pool of workers that is none: functions run here and now."""
+"""A worker pool that runs functions in this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from covey.agents.tools.session import close_all
 from covey.workers import WorkerDied, WorkerTimeout
 
 
-class HereSession:
+class InlineSession:
     def __init__(self, functions: Mapping[str, Callable[..., Any]]) -> None:
         self.functions = functions
         self.state: dict[str, Any] = {}
@@ -32,14 +32,14 @@ class HereSession:
         await close_all(list(self.state.values()))
 
 
-class Here:
+class InlinePool:
     def __init__(self, functions: Mapping[str, Callable[..., Any]]) -> None:
         self.functions = functions
-        self.sessions: list[HereSession] = []
+        self.sessions: list[InlineSession] = []
 
     async def call(self, name: str, /, *args: Any, seconds: float, **kwargs: Any) -> Any:
-        return await HereSession(self.functions).call(name, *args, seconds=seconds, **kwargs)
+        return await InlineSession(self.functions).call(name, *args, seconds=seconds, **kwargs)
 
-    async def session(self) -> HereSession:
-        self.sessions.append(HereSession(self.functions))
+    async def session(self) -> InlineSession:
+        self.sessions.append(InlineSession(self.functions))
         return self.sessions[-1]

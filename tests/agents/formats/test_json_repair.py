@@ -1,4 +1,4 @@
-"""JSON as models write it: what is read, what is refused and with which words."""
+"""JSON with the deviations of models: what is accepted, what is refused and with which message."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from covey.agents.formats.json_repair import Unreadable, read, value_end
+from covey.agents.formats.json_repair import InvalidJson, parse_json, value_end
 from covey.storage import DEEPEST
 
 
@@ -31,8 +31,8 @@ from covey.storage import DEEPEST
         ("{}", {}),
     ],
 )
-def test_read(text: str, value: Any) -> None:
-    assert read(text) == value
+def test_valid_and_repaired_json(text: str, value: Any) -> None:
+    assert parse_json(text) == value
 
 
 @pytest.mark.parametrize(
@@ -69,15 +69,15 @@ def test_read(text: str, value: Any) -> None:
         ("__import__('os')", "expecting value"),
     ],
 )
-def test_unreadable(text: str, words: str) -> None:
-    with pytest.raises(Unreadable) as raised:
-        read(text)
+def test_invalid_json(text: str, words: str) -> None:
+    with pytest.raises(InvalidJson) as raised:
+        parse_json(text)
     assert words in str(raised.value)
 
 
-def test_nesting_up_to_the_limit_is_read() -> None:
+def test_nesting_up_to_the_limit_is_parsed() -> None:
     text = "[" * DEEPEST + "]" * DEEPEST
-    assert read(text) == json.loads(text)
+    assert parse_json(text) == json.loads(text)
 
 
 @pytest.mark.parametrize(
@@ -114,32 +114,32 @@ def test_value_end(text: str, end: int | None) -> None:
     ],
     ids=range(8),
 )
-def test_long_texts_come_to_an_end(text: str) -> None:
-    """At once, if time grows with the length; anything quadratic would take minutes, anything worse for ever."""
+def test_long_texts_take_linear_time(text: str) -> None:
+    """Linear time is fast enough here; quadratic time would take minutes."""
     value_end(text, 0)
     try:
-        read(text)
-    except Unreadable as problem:
+        parse_json(text)
+    except InvalidJson as problem:
         assert len(str(problem)) < 300
 
 
 NEVER_ENDING = """
-from covey.agents.formats.json_repair import Unreadable, read, value_end
+from covey.agents.formats.json_repair import InvalidJson, parse_json, value_end
 for quote in ('"', "'"):
     for inside in ("a" * 5000, "a\\\\n" * 5000, "\\\\" * 5001):
         text = "{" + quote + inside
         assert value_end(text, 0) is None
         try:
-            read(text)
-        except Unreadable:
+            parse_json(text)
+        except InvalidJson:
             continue
         raise AssertionError(text[:10])
-print("read")
+print("done")
 """
 
 
-def test_a_string_without_an_end_is_looked_at_once() -> None:
-    """A pattern such as "(?:[^"]+|x)*" tries 2^5000 ways to divide what stands before the missing quote. It would never
-    come back, and holds the interpreter meanwhile: so in a process of its own, which is killed then."""
+def test_an_unclosed_string_is_scanned_once() -> None:
+    """A pattern such as "(?:[^"]+|x)*" tries 2^5000 ways to split the text before the missing quote. It would block the
+    interpreter forever, so this runs in a process that can be killed."""
     child = subprocess.run([sys.executable, "-c", NEVER_ENDING], capture_output=True, text=True, timeout=60)
-    assert (child.stdout, child.stderr) == ("read\n", "")
+    assert (child.stdout, child.stderr) == ("done\n", "")

@@ -1,4 +1,4 @@
-"""Demonstrations that call tools, token for token what an episode with the same calls would have been."""
+"""Demonstrations with tool calls have the same tokens as a sampled episode with the same calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from covey.agents.formats import choose_format, make_format
 from covey.agents.formats.base import Call
-from covey.agents.render_demonstrations import WRITERS, call_text, written
+from covey.agents.render_demonstrations import WRITERS, call_text, render_messages
 from covey.agents.turns import with_system
 from covey.errors import InputError
 from covey.rollout.policy import EpisodePolicy
@@ -53,9 +53,9 @@ def tokenizer_with(template: str | None) -> Any:
     return tokenizer
 
 
-def test_where_the_template_knows_no_tools_calls_and_results_are_text() -> None:
+def test_without_native_tools_calls_and_results_are_text() -> None:
     format = make_format("hermes", native_tools=False)
-    messages, tools = written(TALK, [SCHEMA], format)
+    messages, tools = render_messages(TALK, [SCHEMA], format)
     assert tools is None
     assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant", "user", "assistant"]
     assert messages[0]["content"] == format.instructions([SCHEMA])
@@ -67,8 +67,8 @@ def test_where_the_template_knows_no_tools_calls_and_results_are_text() -> None:
     assert messages[4]["content"].startswith("Once more.\n<tool_call>\n")
 
 
-def test_where_it_knows_them_they_are_left_to_it() -> None:
-    messages, tools = written(TALK, [SCHEMA], make_format("hermes", native_tools=True))
+def test_with_native_tools_they_are_left_to_the_template() -> None:
+    messages, tools = render_messages(TALK, [SCHEMA], make_format("hermes", native_tools=True))
     assert tools == [SCHEMA]
     assert [m["role"] for m in messages] == [m["role"] for m in TALK]
     first, second = messages[1]["tool_calls"]
@@ -77,29 +77,29 @@ def test_where_it_knows_them_they_are_left_to_it() -> None:
     assert len(first["id"]) == 9 and first["id"] != second["id"]
 
 
-def test_calls_that_stand_in_the_text_get_their_results_shown_as_well() -> None:
+def test_results_of_calls_in_the_text_are_rendered_too() -> None:
     format = make_format("hermes", native_tools=False)
     text = call_text(format, [Call("add", {"a": 1, "b": 2})])
     talk = [QUESTION, {"role": "assistant", "content": text}, {"role": "tool", "content": "3"}]
-    assert written(talk, [], format) == (
+    assert render_messages(talk, [], format) == (
         (QUESTION, talk[1], {"role": "user", "content": "<tool_response>\n3\n</tool_response>"}),
         None,
     )
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_what_is_written_is_read_as_the_same_call(name: str) -> None:
+def test_written_calls_are_parsed_as_the_same_calls(name: str) -> None:
     format = make_format(name, native_tools=False)
     calls = [Call("add", {"text": 'a "quoted"\n</tool_call> line', "n": [1, {"x": None}]})]
     found = format.parse(call_text(format, calls)).calls
     assert [(c.name, c.arguments, c.problem) for c in found] == [("add", calls[0].arguments, None)]
 
 
-def test_what_would_not_be_read_is_refused() -> None:
+def test_calls_that_would_not_be_parsed_are_refused() -> None:
     with pytest.raises(InputError, match="cannot be written in the format llama"):
-        written(TALK, [SCHEMA], make_format("llama", native_tools=False))  # text before a call
+        render_messages(TALK, [SCHEMA], make_format("llama", native_tools=False))  # text before a call
     with pytest.raises(InputError, match="cannot be written in the format code"):
-        written(TALK, [SCHEMA], make_format("code"))
+        render_messages(TALK, [SCHEMA], make_format("code"))
 
 
 class Scripted:
@@ -117,7 +117,7 @@ def test_the_tokens_are_those_of_an_episode_with_the_same_calls(template: str | 
     format = choose_format("auto", tokenizer, "llama", [SCHEMA])
     assert format.native_tools == (template is not None)
     renderer = Renderer(tokenizer)
-    turns = demonstrated(renderer, *written(TALK, [SCHEMA], format), (EOS,))
+    turns = demonstrated(renderer, *render_messages(TALK, [SCHEMA], format), (EOS,))
     policy = EpisodePolicy(Scripted([turn.completion_ids for turn in turns]), renderer, Sampling(), ("s",))  # type: ignore[arg-type]
 
     async def play() -> list[list[Call]]:

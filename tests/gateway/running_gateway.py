@@ -1,4 +1,4 @@
-"""A server in a thread of its own, with an engine that says what it is told, or a tiny model's."""
+"""A gateway in a thread of its own, with a scripted engine or a tiny model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from covey.gateway import Book, Live, Rules
+from covey.gateway import EpisodeRules, OpenEpisode, Registry
 from covey.rollout.policy import EpisodePolicy
 from covey.rollout.rendering import Renderer
 from covey.types import Completion, Episode, Sampling, StopReason
 
-WHY = "the gateway's packages are not here: pip install -e '.[serve]' openai httpx"
+WHY = "the gateway's packages are not installed: pip install -e '.[serve]' openai httpx"
 for package in ("fastapi", "uvicorn", "httpx", "openai"):
     pytest.importorskip(package, reason=WHY)
 
@@ -62,21 +62,21 @@ def tokenizer() -> Any:
     return wrapped
 
 
-class Scripted:
-    """Says what `reply` makes of a prompt's text and the sampling, letter by letter, and then the end of turn. The
-    log-prob of its t-th token is −(t + 1) / 8."""
+class ScriptedEngine:
+    """Answers with `reply(prompt text, sampling)`, one token per letter, and the end of turn. The log-prob of the t-th
+    token is −(t + 1) / 8."""
 
     owns_weights = False
 
     def __init__(self, reply: Callable[[str, Sampling], str]) -> None:
         self.tokenizer = tokenizer()
         self.reply = reply
-        self.asked: list[Sampling] = []
+        self.requests: list[Sampling] = []
         self.busy = 0
         self.most_at_once = 0
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Completion:
-        self.asked.append(sampling)
+        self.requests.append(sampling)
         self.busy += 1
         self.most_at_once = max(self.most_at_once, self.busy)
         try:
@@ -96,11 +96,11 @@ class Scripted:
 
 
 @dataclass
-class House:
-    book: Book
+class RunningGateway:
+    registry: Registry
     server: Server
     engine: Any
-    over: list[Live]
+    closed: list[OpenEpisode]
 
     @property
     def url(self) -> str:
@@ -114,7 +114,7 @@ class House:
     def post(self, path: str, key: str | None = None, **more: Any) -> Any:
         import httpx
 
-        headers = {"authorization": f"Bearer {key or self.book.token}"} | more.pop("headers", {})
+        headers = {"authorization": f"Bearer {key or self.registry.token}"} | more.pop("headers", {})
         return httpx.post(self.url + path, headers=headers, timeout=60, trust_env=False, **more)
 
     def open(self, **body: Any) -> dict[str, Any]:
@@ -124,15 +124,15 @@ class House:
         return found
 
     def episode(self, ident: str) -> Episode:
-        """An episode that is over."""
-        (live,) = [live for live in self.over if live.id == ident]
-        return live.episode()
+        """A closed episode, as it is trained on."""
+        (found,) = [one for one in self.closed if one.id == ident]
+        return found.to_episode()
 
 
 @contextmanager
-def serving(
+def serve_engine(
     engine: Any, sampling: Sampling | None = None, context_length: int | None = None, **limits: Any
-) -> Iterator[House]:
+) -> Iterator[RunningGateway]:
     """`covey serve` without a command line."""
     from covey.agents.formats import choose_format
 
@@ -144,11 +144,11 @@ def serving(
         stream = (0, "test", next(numbers))
         return EpisodePolicy(engine, renderer, sampling or Sampling(max_tokens=200), stream, **limits)
 
-    over: list[Live] = []
-    rules = Rules("tiny", choose_format("auto", tokens, "llama"))
-    server = Server(Book(rules, new_policy=new_policy, on_closed=over.append), 0)
+    closed: list[OpenEpisode] = []
+    rules = EpisodeRules("tiny", choose_format("auto", tokens, "llama"))
+    server = Server(Registry(rules, new_policy=new_policy, on_closed=closed.append), 0)
     with running(server):
-        yield House(server.book, server, engine, over)
+        yield RunningGateway(server.registry, server, engine, closed)
 
 
 @contextmanager
