@@ -30,7 +30,7 @@ from covey.rewards.bfcl import NotCalls, calls_in
 from covey.rewards.ifeval import count_sentences
 from covey.rewards.judge import read_mark
 from covey.rewards.rewardset import find_conditions
-from covey.sandbox.hidden_tests import given_names, hidden_tests
+from covey.sandbox.hidden_tests import solution_names, hidden_tests
 from covey.tasks import reading
 from covey.tasks.check import check_files
 from covey.tasks.files import find_files, read_tasks
@@ -217,7 +217,7 @@ def test_columns_that_a_reward_cannot_read_are_told_before_training(
 @pytest.mark.parametrize("source", ["\x00", "\ud800", "(" * 5000, "-" * 100_000 + "1"])
 def test_hidden_tests_that_are_no_python(source: str) -> None:
     with pytest.raises(InputError, match="a hidden test is not Python"):
-        given_names([source], "")
+        solution_names([source], "")
 
 
 def test_hidden_tests_of_a_wrong_type() -> None:

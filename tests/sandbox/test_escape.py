@@ -20,14 +20,14 @@ import pytest
 from covey.sandbox import Limits, Outcome, Sandbox
 from covey.sandbox.tiers import examine, interpreter
 from tests.sandbox.attempts import ATTEMPTS, HEAD, NOT_BY_LIMITS, Attempt
-from tests.sandbox.conftest import WALLED, run, sandbox_of
+from tests.sandbox.conftest import ISOLATED, run, sandbox_of
 
 SMALL = Limits(seconds=10, memory_mb=128, processes=16, disk_mb=8)
 PROJECT = Path(__file__).parents[2]
 ROOT = os.geteuid() == 0
 
 
-@pytest.fixture(params=WALLED)
+@pytest.fixture(params=ISOLATED)
 def small(request: pytest.FixtureRequest) -> Sandbox:
     """Without Landlock and seccomp, which not every kernel has: the walls must hold by themselves."""
     return sandbox_of(request.param, limits=SMALL, filters=False)
@@ -140,24 +140,24 @@ def assert_stopped(outcome: Outcome, world: dict[str, Any]) -> None:
     assert world["process"].poll() is None
 
 
-BY_WALLS = [attempt for attempt in ATTEMPTS if not attempt.needs_filters]
+BY_ISOLATION = [attempt for attempt in ATTEMPTS if not attempt.needs_filters]
 BY_FILTERS = [attempt for attempt in ATTEMPTS if attempt.needs_filters]
 
 
-@pytest.fixture(scope="module", params=WALLED)
+@pytest.fixture(scope="module", params=ISOLATED)
 def walls_alone(request: pytest.FixtureRequest, world: dict[str, Any]) -> dict[str, Outcome]:
     """Without Landlock and seccomp, which not every kernel has: the walls must hold by themselves."""
-    return attempts_inside(sandbox_of(request.param, limits=SMALL, filters=False, max_concurrent=3), world, BY_WALLS)
+    return attempts_inside(sandbox_of(request.param, limits=SMALL, filters=False, max_concurrent=3), world, BY_ISOLATION)
 
 
-@pytest.mark.parametrize("attempt", BY_WALLS, ids=lambda attempt: attempt.name)
+@pytest.mark.parametrize("attempt", BY_ISOLATION, ids=lambda attempt: attempt.name)
 def test_walls_alone_stop_it(attempt: Attempt, walls_alone: dict[str, Outcome], world: dict[str, Any]) -> None:
     assert_stopped(walls_alone[attempt.name], world)
 
 
-@pytest.mark.parametrize("tier", WALLED)
+@pytest.mark.parametrize("tier", ISOLATED)
 @pytest.mark.parametrize(
-    "attempts", [pytest.param(BY_WALLS, marks=pytest.mark.slow), BY_FILTERS], ids=["by walls", "by filters"]
+    "attempts", [pytest.param(BY_ISOLATION, marks=pytest.mark.slow), BY_FILTERS], ids=["by isolation", "by filters"]
 )
 def test_walls_and_filters_stop_it(attempts: list[Attempt], tier: str, world: dict[str, Any]) -> None:
     sandbox = sandbox_of(tier, limits=SMALL, max_concurrent=3)
@@ -232,13 +232,13 @@ def test_a_daemon_ends_with_its_sandbox(sandbox: Sandbox, wait: float) -> None:
     assert gone(mark)
 
 
-def test_a_daemon_was_there_to_be_ended(walled: Sandbox) -> None:
+def test_a_daemon_was_there_to_be_ended(isolated: Sandbox) -> None:
     """The test above would see one: the same program, looked at from outside while it runs."""
     mark = f"daemon-{os.getpid()}-seen"
     code = DAEMON.replace("MARK", repr(mark)).replace("WAIT", "60")
 
     async def look() -> bool:
-        task = asyncio.create_task(walled.run(code, seconds=30))
+        task = asyncio.create_task(isolated.run(code, seconds=30))
         seen = False
         for _ in range(200):
             await asyncio.sleep(0.02)
@@ -252,7 +252,7 @@ def test_a_daemon_was_there_to_be_ended(walled: Sandbox) -> None:
     assert gone(mark), "a cancelled run leaves nothing behind either"
 
 
-@pytest.mark.parametrize("tier", WALLED)
+@pytest.mark.parametrize("tier", ISOLATED)
 def test_a_daemon_ends_when_we_are_killed(tier: str) -> None:
     """Whoever ran the sandbox is gone, without a chance to clean up."""
     sandbox_of(tier)

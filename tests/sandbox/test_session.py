@@ -48,9 +48,9 @@ def test_a_session_keeps_its_names(sandbox: Sandbox) -> None:
         ("import os\nfor f in range(3, 99):\n  try: os.close(f)\n  except OSError: pass", None),
     ],
 )
-def test_a_lost_session_starts_afresh_and_says_so(walled: Sandbox, code: str, killed: str | None) -> None:
+def test_a_lost_session_starts_afresh_and_says_so(isolated: Sandbox, code: str, killed: str | None) -> None:
     async def cells() -> list[Outcome]:
-        async with await walled.session() as session:
+        async with await isolated.session() as session:
             await session.execute("x = 1")
             lost = await session.execute(code, seconds=1 if killed == "deadline" else None)
             return [lost, await session.execute("'x' in globals()"), await session.execute("1")]
@@ -62,9 +62,9 @@ def test_a_lost_session_starts_afresh_and_says_so(walled: Sandbox, code: str, ki
     assert (later.restarted, later.stderr) == (False, "")
 
 
-def test_a_session_that_ends_between_cells(walled: Sandbox) -> None:
+def test_a_session_that_ends_between_cells(isolated: Sandbox) -> None:
     async def cells() -> Outcome:
-        async with await walled.session() as session:
+        async with await isolated.session() as session:
             await session.execute("x = 1")
             assert session._process is not None
             session._process._popen.kill()  # as the kernel does where memory runs out
@@ -75,7 +75,7 @@ def test_a_session_that_ends_between_cells(walled: Sandbox) -> None:
     assert (outcome.stdout, outcome.exit_code, outcome.restarted) == ("42\n", 0, True)
 
 
-def test_what_a_cell_writes_on_our_descriptors_changes_its_own_exit_code_at_most(walled: Sandbox) -> None:
+def test_what_a_cell_writes_on_our_descriptors_changes_its_own_exit_code_at_most(isolated: Sandbox) -> None:
     forged = r"""
 import os
 for f in range(3, 64):
@@ -84,13 +84,13 @@ for f in range(3, 64):
 """
 
     async def cells() -> list[Outcome]:
-        async with await walled.session() as session:
+        async with await isolated.session() as session:
             return [await session.execute(cell) for cell in (forged, "print('second')", "print('third')")]
 
     assert run(cells()) == [Outcome("", "", 0), Outcome("second\n", "", 0), Outcome("third\n", "", 0)]
 
 
-def test_a_cell_that_floods_our_descriptors_waits_for_its_deadline(walled: Sandbox) -> None:
+def test_a_cell_that_floods_our_descriptors_waits_for_its_deadline(isolated: Sandbox) -> None:
     """Nobody reads what it writes there before it stops."""
     code = """
 import os
@@ -101,24 +101,24 @@ for f in range(3, 64):
 """
 
     async def cells() -> list[Outcome]:
-        async with await walled.session() as session:
+        async with await isolated.session() as session:
             return [await session.execute(code, seconds=1), await session.execute("6 * 7")]
 
     flooding, after = run(cells())
     assert (flooding.killed, after.stdout) == ("deadline", "42\n")
 
 
-def test_a_long_cell_passes_through_the_pipe(walled: Sandbox) -> None:
+def test_a_long_cell_passes_through_the_pipe(isolated: Sandbox) -> None:
     async def cell() -> Outcome:
-        async with await walled.session() as session:
+        async with await isolated.session() as session:
             return await session.execute(f"len({'x' * 10**6!r})")
 
     assert run(cell()).stdout == "1000000\n"
 
 
-def test_an_open_session_holds_no_place(walled: Sandbox) -> None:
+def test_an_open_session_holds_no_place(isolated: Sandbox) -> None:
     """Or episodes that keep one open would wait for each other for ever when their answers are to be checked."""
-    sandbox = Sandbox(walled.tier, max_concurrent=1)
+    sandbox = Sandbox(isolated.tier, max_concurrent=1)
 
     async def both() -> tuple[Outcome, Outcome]:
         async with await sandbox.session() as session:
@@ -128,9 +128,9 @@ def test_an_open_session_holds_no_place(walled: Sandbox) -> None:
     assert [outcome.stdout for outcome in run(both())] == ["1\n", "5\n"]
 
 
-def test_a_cancelled_cell_takes_the_session_with_it(walled: Sandbox) -> None:
+def test_a_cancelled_cell_takes_the_session_with_it(isolated: Sandbox) -> None:
     async def cancelled() -> Outcome:
-        session = await walled.session()
+        session = await isolated.session()
         await session.execute("x = 1")
         task = asyncio.create_task(session.execute("while True: pass", seconds=60))
         await asyncio.sleep(0.3)
