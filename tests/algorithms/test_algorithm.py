@@ -74,7 +74,7 @@ def one_update(algorithm: Algorithm) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_goes_with_every_loss_or_says_why_not(name: str, loss: str) -> None:
     if (name == "gvpo") != (loss == "gvpo"):
-        with pytest.raises(ValueError, match="gvpo is one piece"):
+        with pytest.raises(ValueError, match="belong together"):
             make(name, loss=loss)
         return
     value, gradient = one_update(make(name, loss=loss))
@@ -201,7 +201,7 @@ def test_a_setting_of_another_algorithm_is_unknown() -> None:
         ("kl_old_coef", 0.1, "an external KL breaks GVPO's zero sum"),
         ("correction", "token", "importance weights would break GVPO's zero sum"),
         ("correction_cap", 2.0, "importance weights would break GVPO's zero sum"),
-        ("reject_above", 2.0, "leaving out single answers would break GVPO's zero sum"),
+        ("reject_above", 2.0, "rejecting single answers would break GVPO's zero sum"),
         ("aggregation", "token-mean", "gvpo sums over tokens by its theory"),
         ("norm_length", 10, "gvpo sums over tokens by its theory"),
     ],
@@ -243,7 +243,7 @@ def test_state_is_kept_by_part() -> None:
     both = make("dgdo", kl_coef=0.1, kl_target=0.1)
     assert set(both.state_dict()) == {"estimator", "kl"}
     assert make("grpo").state_dict() == {}
-    with pytest.raises(ValueError, match=r"dgdo remembers \['estimator'\], but the checkpoint holds \[\]"):
+    with pytest.raises(ValueError, match=r"dgdo has the state \['estimator'\], but the checkpoint holds \[\]"):
         make("dgdo").load_state_dict({})
 
 

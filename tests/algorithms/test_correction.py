@@ -174,7 +174,7 @@ def test_the_function_corrects_with_the_sampling_log_probs() -> None:
 
 def test_with_gvpo_it_is_refused() -> None:
     zeros = torch.zeros(2, 1)
-    with pytest.raises(ValueError, match="right for samples of any policy"):
+    with pytest.raises(ValueError, match="valid for samples of any policy"):
         policy_loss("gvpo", zeros, zeros, zeros[:, 0], zeros, groups=[0, 0], sampling_logprobs=zeros)
 
 

@@ -277,7 +277,7 @@ def test_its_state_survives_a_resume() -> None:
     assert resumed.kl is not None and first.kl is not None
     assert resumed.kl.coef == first.kl.coef != 0.5
     assert make("grpo", kl_coef=0.5).state_dict() == {}
-    with pytest.raises(ValueError, match=r"grpo remembers \[\], but the checkpoint holds \['kl'\]"):
+    with pytest.raises(ValueError, match=r"grpo has the state \[\], but the checkpoint holds \['kl'\]"):
         make("grpo", kl_coef=0.5).load_state_dict(state)
 
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from covey.algorithms.ops import (
-    along,
-    back,
     backward_sum,
     effective_sample_size,
     episode_sum,
+    from_timeline,
     group_mean,
     group_size,
     group_std,
@@ -21,6 +20,7 @@ from covey.algorithms.ops import (
     probability_ratio,
     simplex_with_floor,
     timeline,
+    to_timeline,
     token_rewards,
     whiten,
 )
@@ -91,8 +91,8 @@ def test_time_runs_across_tool_turns_and_forked_rows() -> None:
     places, valid = timeline(mask, episode, 3)
     assert [row[on].tolist() for row, on in zip(places, valid, strict=True)] == [[4, 7, 16, 17, 18], [], [0, 1, 12]]
     x = torch.arange(20, dtype=F64).reshape(5, 4)
-    same(along(x, places, valid), [[4, 7, 16, 17, 18], [0] * 5, [0, 1, 12, 0, 0]])
-    same(back(along(x, places, valid), places, valid, mask), x * mask)
+    same(to_timeline(x, places, valid), [[4, 7, 16, 17, 18], [0] * 5, [0, 1, 12, 0, 0]])
+    same(from_timeline(to_timeline(x, places, valid), places, valid, mask), x * mask)
 
 
 def test_a_step_without_any_sampled_token_has_an_empty_timeline() -> None:

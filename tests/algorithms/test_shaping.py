@@ -100,7 +100,7 @@ def test_lengths_count_though_the_answer_is_masked() -> None:
     ("name", "options"), [("overlong", {"overlong_buffer": 0.5}), ("truncated", {"truncated": "penalise"})]
 )
 def test_a_reward_of_the_same_name_is_refused(name: str, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"a reward is called '{name}', as is the one that the algorithm adds"):
+    with pytest.raises(ValueError, match=f"the algorithm adds a reward called '{name}'"):
         make("grpo", **options).check_rewards({"right": 1.0, name: 0.0})
     make("grpo", **options).check_rewards({"right": 1.0})
     make("grpo").check_rewards({"right": 1.0, name: 0.0})

@@ -20,7 +20,7 @@ from covey.rewards.math.algebra import NotAlgebra, parse
 from covey.rewards.math.rewards import equal, final_expression
 from covey.rewards.math.verify_process import wild
 from covey.rewards.rewardset import find_conditions
-from covey.sandbox.hidden_tests import solution_names, hidden_tests, used_as_modules
+from covey.sandbox.hidden_tests import hidden_tests, solution_names, used_as_modules
 from covey.types import Task
 from tests.faults.fuzzing import Target, json_values, mixed, repeated, scalars, suite, texts
 from tests.rewards.replies import episode_of, task_of

@@ -242,7 +242,7 @@ def test_reasons(isolated: Sandbox, solution: str, reason: str) -> None:
 
 def test_a_test_cannot_hand_over_its_own_functions(isolated: Sandbox) -> None:
     verdict = run(isolated.check("def f(g): return g(1)", Asserts(("assert f(lambda x: x) == 1",))))
-    assert reasons(verdict) == ["a test passes a function, which cannot reach the solution"]
+    assert reasons(verdict) == ["a test passes a function, which cannot be passed to the solution"]
 
 
 def test_a_deadline_counts_only_what_was_done_before(sandbox: Sandbox) -> None:

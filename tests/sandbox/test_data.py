@@ -1,4 +1,4 @@
-"""Reference solutions of MBPP and HumanEval must pass their own tests through the wall between solution and tests."""
+"""Reference solutions of MBPP and HumanEval must pass their own tests with solution and tests in separate sandboxes."""
 
 from __future__ import annotations
 

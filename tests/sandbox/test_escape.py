@@ -29,13 +29,13 @@ ROOT = os.geteuid() == 0
 
 @pytest.fixture(params=ISOLATED)
 def small(request: pytest.FixtureRequest) -> Sandbox:
-    """Without Landlock and seccomp, which not every kernel has: the walls must hold by themselves."""
+    """Without Landlock and seccomp, which not every kernel has: the isolation must suffice by itself."""
     return sandbox_of(request.param, limits=SMALL, filters=False)
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """Things of the host's that attempts are after."""
+    """Files, sockets and processes of the host that the attempts try to reach."""
     folder = tmp_path_factory.mktemp("world")
     secret = folder / "secret"
     secret.write_text("secret")
@@ -96,7 +96,7 @@ def outside(code: str, environment: dict[str, str], folder: Path) -> str:
 
 
 def can_be_shown(attempt: Attempt) -> bool:
-    """Whether the attempt may be made without a sandbox here, and has what it needs."""
+    """Whether this attempt can be made here without a sandbox, and has what it needs."""
     if attempt.outside == "network":
         return (
             any(name != "lo" for _, name in socket.if_nameindex())
@@ -112,16 +112,16 @@ def test_without_a_sandbox_it_succeeds(attempt: Attempt, world: dict[str, Any], 
     if not can_be_shown(attempt):
         pytest.skip(f"not to be tried without a sandbox here ({attempt.outside})")
     code = program(attempt, world, scratch=str(tmp_path), inside=False)
-    said = outside(code, world["environment"], tmp_path)
-    if attempt.outside == "maybe" and "ESCAPED" not in said:
-        pytest.skip("this kernel lets nobody")
-    assert "ESCAPED" in said
+    printed = outside(code, world["environment"], tmp_path)
+    if attempt.outside == "maybe" and "ESCAPED" not in printed:
+        pytest.skip("this kernel forbids it")
+    assert "ESCAPED" in printed
 
 
 def attempts_inside(
     sandbox: Sandbox, world: dict[str, Any], chosen: list[Attempt], *, strangers: bool = True
 ) -> dict[str, Outcome]:
-    """All of them, some at a time: they cannot be in each other's way."""
+    """Run the attempts, several at a time: they cannot affect each other."""
 
     async def gather() -> list[Outcome]:
         scratch = "/tmp" if strangers else "."
@@ -145,21 +145,22 @@ BY_FILTERS = [attempt for attempt in ATTEMPTS if attempt.needs_filters]
 
 
 @pytest.fixture(scope="module", params=ISOLATED)
-def walls_alone(request: pytest.FixtureRequest, world: dict[str, Any]) -> dict[str, Outcome]:
-    """Without Landlock and seccomp, which not every kernel has: the walls must hold by themselves."""
-    return attempts_inside(sandbox_of(request.param, limits=SMALL, filters=False, max_concurrent=3), world, BY_ISOLATION)
+def isolation_alone(request: pytest.FixtureRequest, world: dict[str, Any]) -> dict[str, Outcome]:
+    """Without Landlock and seccomp, which not every kernel has: the isolation must suffice by itself."""
+    sandbox = sandbox_of(request.param, limits=SMALL, filters=False, max_concurrent=3)
+    return attempts_inside(sandbox, world, BY_ISOLATION)
 
 
 @pytest.mark.parametrize("attempt", BY_ISOLATION, ids=lambda attempt: attempt.name)
-def test_walls_alone_stop_it(attempt: Attempt, walls_alone: dict[str, Outcome], world: dict[str, Any]) -> None:
-    assert_stopped(walls_alone[attempt.name], world)
+def test_isolation_alone_stop_it(attempt: Attempt, isolation_alone: dict[str, Outcome], world: dict[str, Any]) -> None:
+    assert_stopped(isolation_alone[attempt.name], world)
 
 
 @pytest.mark.parametrize("tier", ISOLATED)
 @pytest.mark.parametrize(
     "attempts", [pytest.param(BY_ISOLATION, marks=pytest.mark.slow), BY_FILTERS], ids=["by isolation", "by filters"]
 )
-def test_walls_and_filters_stop_it(attempts: list[Attempt], tier: str, world: dict[str, Any]) -> None:
+def test_isolation_and_filters_stop_it(attempts: list[Attempt], tier: str, world: dict[str, Any]) -> None:
     sandbox = sandbox_of(tier, limits=SMALL, max_concurrent=3)
     if attempts is BY_FILTERS and "seccomp" not in examine(sandbox.tier).detail:
         pytest.skip("no seccomp on this kernel")
@@ -171,7 +172,7 @@ def test_what_the_weak_tier_stops_and_what_it_does_not(world: dict[str, Any]) ->
     """With Landlock and seccomp. What it lets through is named, here and in docs/sandbox.md: no more, no less."""
     sandbox = sandbox_of("limits", limits=SMALL, max_concurrent=3)
     if "landlock and seccomp" not in examine(sandbox.tier).detail or not ROOT:
-        pytest.skip("what is written down is for root, on a kernel with Landlock and seccomp")
+        pytest.skip("the documented list is for root on a kernel with Landlock and seccomp")
     harmless = [attempt for attempt in ATTEMPTS if attempt.name not in ("fill /dev/shm", "write a kernel setting")]
     found = attempts_inside(sandbox, world, harmless, strangers=False)
     let_through = {name for name, outcome in found.items() if "ESCAPED" in outcome.stdout}
