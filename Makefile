@@ -51,6 +51,7 @@ check: $(VENV)/dev.stamp
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/audit.py
+	-$(BIN)/python tools/plain_words.py
 
 format: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix .

@@ -17,7 +17,7 @@ from covey.algorithms.functional import (
     index_groups,
     policy_loss,
 )
-from tests.algorithms.helpers import F64, GROUP_ESTIMATORS, NAN, same, tensor
+from tests.algorithms.helpers import F64, GROUP_ESTIMATORS, NAN, WITHOUT_CRITIC, same, tensor
 
 
 def test_groups_are_numbered_by_first_appearance() -> None:
@@ -34,7 +34,7 @@ def test_labels_may_be_anything_in_any_order(name: str) -> None:
     same(advantages(name, rewards, torch.tensor([40, 7, 40, 7, 40])), expected)
 
 
-@pytest.mark.parametrize("name", [*GROUP_ESTIMATORS, "reinforce_plus_plus", "remax"])
+@pytest.mark.parametrize("name", WITHOUT_CRITIC)
 def test_whole_numbers_are_rewards_too(name: str) -> None:
     rewards = torch.tensor([1, 0, 3, 0])
     options: dict[str, Any] = {"baseline_rewards": torch.ones(4)} if name == "remax" else {}
@@ -99,7 +99,7 @@ def extras(name: str, answers: int) -> dict[str, Any]:
     return options
 
 
-@pytest.mark.parametrize("name", [*GROUP_ESTIMATORS, "ppo", "reinforce_plus_plus", "remax"])
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_answer_that_was_never_scored_is_left_out(name: str) -> None:
     """Its advantage is 0, and the others' are as if it were not there."""
     rewards, groups = tensor(1.0, NAN, 0.0, 3.0, 2.0, NAN), ["a", "a", "a", "b", "b", "b"]
@@ -111,7 +111,7 @@ def test_an_answer_that_was_never_scored_is_left_out(name: str) -> None:
     assert not bool(found[[1, 5]].any())
 
 
-@pytest.mark.parametrize("name", [*GROUP_ESTIMATORS, "ppo", "reinforce_plus_plus", "remax"])
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_where_no_answer_was_scored_there_is_no_advantage(name: str) -> None:
     found = advantages(name, tensor(NAN, NAN), [0, 0], mask=torch.ones(2, 3), **extras(name, 2))
     assert not bool(found.any())
