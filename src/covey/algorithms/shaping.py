@@ -82,9 +82,9 @@ def _with_reward(samples: Samples, name: str, score: Callable[[Tensor, Tensor], 
 
 @dataclass(frozen=True, slots=True)
 class GroupFilter:
-    filter_groups: bool = False  # replace groups whose rewards are all equal by fresh ones
+    filter_groups: bool = False  # replace groups whose rewards are all equal by newly sampled ones
     filter_metric: str | None = None  # the reward that must differ within a group; null: any that is trained on
-    max_refills: Refills = 3  # times to sample again before going on with what there is; 0: equal groups are left out
+    max_refills: Refills = 3  # times to sample again; 0: groups of equal rewards are dropped, not replaced
 
     def __post_init__(self) -> None:
         check_ranges(self, "algorithm.")
