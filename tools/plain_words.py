@@ -34,7 +34,7 @@ ADVICE = {
     r"joined layers?\b": "fused layers",
     r"offenders?\b": "non-finite updates; the name of what is wrong",
     r"walls\b|the wall\b(?![-\s](?:time|clock))|walled\b": "isolation",
-    r"hand(?:s|ed|ing)? (?:over|on)\b": "submit, pass",
+    r"(?<!by.)\bhand(?:s|ed|ing)? (?:over|on)\b": "submit, pass",
     r"let(?:s|ting)? go of\b": "release",
     r"under way\b": "in progress, pending",
     r"on (?:its|their) way\b": "in transit, pending",

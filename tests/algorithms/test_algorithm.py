@@ -72,7 +72,7 @@ def one_update(algorithm: Algorithm) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_algorithm_goes_with_every_loss_or_says_why_not(name: str, loss: str) -> None:
+def test_every_algorithm_trains_with_every_loss_or_gives_the_reason(name: str, loss: str) -> None:
     if (name == "gvpo") != (loss == "gvpo"):
         with pytest.raises(ValueError, match="belong together"):
             make(name, loss=loss)
@@ -164,17 +164,17 @@ def test_a_setting_given_wins_over_every_default() -> None:
         ("reinforce++_baseline", "reinforce_plus_plus_baseline"),
     ],
 )
-def test_other_names_that_people_type(typed: str, meant: str) -> None:
+def test_other_spellings_of_names(typed: str, meant: str) -> None:
     assert ALIASES[typed] == meant
     assert make(typed) == make(meant)
 
 
-def test_no_name_means_two_things() -> None:
+def test_names_are_unambiguous() -> None:
     assert not set(ALIASES) & set(ALGORITHMS)
     assert len(ALIASES) == sum(len(entry.also) for entry in ALGORITHMS.values())
 
 
-def test_unknown_names_are_told_with_the_nearest() -> None:
+def test_unknown_names_get_a_suggestion() -> None:
     with pytest.raises(ValueError, match=r"unknown algorithm  gvpoo\n  did you mean   gvpo\?"):
         make("gvpoo")
     with pytest.raises(ValueError, match=r"unknown setting of grpo  clip_hihg\n  did you mean   clip_high\?"):
@@ -214,7 +214,7 @@ def test_what_would_break_gvpo_is_refused_with_the_reason(key: str, value: Any, 
 
 
 @pytest.mark.parametrize("name", ["gdpo", "dgdo"])
-def test_a_kl_in_the_reward_is_refused_where_each_reward_stands_for_itself(name: str) -> None:
+def test_a_kl_in_the_reward_is_refused_if_rewards_are_normalised_separately(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} normalises each reward by itself.*kl_in=loss"):
         make(name, kl_in="reward", kl_coef=0.1)
     assert make(name, kl_in="reward").needs.reference is False  # no KL: nothing to refuse

@@ -119,7 +119,7 @@ def summed(algorithm: Algorithm, logprobs: Tensor, batch: Batch, parts: Sequence
 
 @every_loss
 def test_micro_batches_add_up_to_the_whole(name: str, options: dict[str, Any]) -> None:
-    """Cut anywhere, also through episodes and groups: then what belongs together is told by a first pass."""
+    """Cut anywhere, also through episodes and groups: sums over episodes and groups then come from a first pass."""
     logprobs, batch = random_batch()
     algorithm = built(name, options)
     whole = value_and_gradient(lambda x: total_loss(algorithm, x, batch), logprobs)

@@ -180,7 +180,7 @@ def test_the_gate_of_sapo_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_value_of_each_term_is_told(name: str) -> None:
+def test_metrics_include_the_value_of_each_term(name: str) -> None:
     logprobs, batch = random_batch()
     options: dict[str, Any] = {"groups": [0, 0, 0, 1, 1, 1, 2, 2, 2]}
     options |= {} if name == "gvpo" else {"kl_coef": 0.1, "kl_old_coef": 0.2}
@@ -245,6 +245,6 @@ def test_what_cannot_be_is_refused(name: str, options: dict[str, float], message
         make("grpo", loss=name, **options)
 
 
-def test_who_is_right_for_samples_of_another_policy() -> None:
+def test_losses_that_are_valid_off_policy() -> None:
     wrong = {name for name in LOSSES if make("gvpo" if name == "gvpo" else "grpo", loss=name).objective.on_policy_only}
     assert wrong == {"policy_gradient"}

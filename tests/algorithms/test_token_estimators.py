@@ -178,7 +178,7 @@ def test_a_critic_is_needed() -> None:
     assert make("reinforce_plus_plus").needs.min_group_size == 1
 
 
-def test_what_is_told_of_the_critic() -> None:
+def test_metrics_of_the_critic() -> None:
     samples = forked_step()
     found: Advantages = Gae().advantages(samples)
     assert samples.values_RT is not None and found.returns is not None

@@ -71,7 +71,7 @@ def test_dr_grpo_has_no_standard_deviation(ledger: Ledger, seed: int) -> None:
 @pytest.mark.parametrize("holes", [False, True])
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (1.0, 0.0), (0.0, 0.5)])
 def test_gae(ledger: Ledger, seed: int, holes: bool, gamma: float, lam: float) -> None:
-    """Rewards on every token. Beyond the mask verl leaves what nobody reads, so only sampled tokens are compared."""
+    """Rewards on every token. Only sampled tokens are compared: verl leaves unused values beyond the mask."""
     step = case(seed, holes=holes)
     rewards = 0.1 * step.advantages + step.on_last_token()
     expected, returns = theirs("gae", step, token_rewards=rewards, values=step.values, gamma=gamma, lam=lam)
@@ -252,8 +252,8 @@ def test_a_step_of_one_token(ledger: Ledger) -> None:
 
 
 @pytest.mark.parametrize(("name", "other"), [("grpo", "grpo"), ("rloo", "rloo"), ("opo", "opo"), ("gpg", "gpg")])
-def test_a_reward_that_was_never_given(ledger: Ledger, name: str, other: str) -> None:
-    """NaN spreads over the group in verl. In Covey an answer without a reward is left out, with advantage 0."""
+def test_a_missing_reward(ledger: Ledger, name: str, other: str) -> None:
+    """NaN spreads over the group in verl. In Covey an answer without a reward is skipped, with advantage 0."""
     step = small(["a", "a", "a", "b", "b"], [1.0, math.nan, 0.5, 1.0, 0.0], [1] * 5)
     expected, _ = theirs(other, step)
     assert expected[:3].isnan().all()
@@ -269,8 +269,8 @@ def test_gdpo_whitens_over_answers_not_tokens(ledger: Ledger) -> None:
     """One group with rewards 1, 0 and answers of 1 and 3 tokens; one group without signal and answers of 2 tokens.
 
     With A = (x, −x, 0, 0) after the group step, over answers: mean 0, variance 2x²/3: ±√(3/2), and 0 where there was no
-    signal. Over tokens the long answer drags the mean to −x/4, variance x²/2, and the group without signal is told to
-    do more of what it did: 1/(4√½) = 0.354."""
+    signal. Over tokens the long answer moves the mean to −x/4, variance x²/2, and the group without signal gets
+    the advantage 1/(4√½) = 0.354."""
     step = small(["a", "a", "b", "b"], [1.0, 0.0, 0.5, 0.5], [1, 3, 2, 2])
     found, expected = ours("gdpo", step)[:, 0], theirs("gdpo", step)[0][:, 0]
     assert found.tolist() == pytest.approx([math.sqrt(1.5), -math.sqrt(1.5), 0, 0], abs=1e-5)

@@ -144,7 +144,7 @@ def test_losses_with_importance_weights(ledger: Ledger, seed: int, name: str, ot
 
 
 def test_sapo_can_be_aggregated_otherwise(ledger: Ledger) -> None:
-    """verl's SAPO takes the mean of each answer whatever `loss_agg_mode` says; Covey does as it is told."""
+    """verl's SAPO takes the mean of each answer for every `loss_agg_mode`; Covey follows the setting."""
     step = case(0)
     expected, _ = theirs("sapo", step, "token-mean", step.logprobs)
     fixed, _ = theirs("sapo", step, "seq-mean-token-mean", step.logprobs)

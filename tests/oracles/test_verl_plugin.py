@@ -415,7 +415,7 @@ def test_dgdo_goes_on_from_call_to_call(ledger: Ledger) -> None:
 
 @pytest.mark.parametrize("name", ["covey_gdpo", "dgdo"])
 def test_verl_gives_reward_columns_to_gdpo_alone(name: str) -> None:
-    """Asked for by its own name in a run, the estimator is told only the sum: it says what to set instead."""
+    """Used by its own name in a run, the estimator receives only the sum: the error names the settings to use."""
     step = case(0)
     with pytest.raises(InputError, match=f"adv_estimator=gdpo .algorithm.gdpo_estimator={name}"):
         batch_advantages(name, step, algorithm(**COLUMNS), **two_rewards(step))

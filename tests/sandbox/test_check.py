@@ -23,7 +23,7 @@ def reasons(verdict: Verdict) -> list[str]:
     return [result.reason for result in verdict.detail]
 
 
-# -- honest solutions ------------------------------------------------------------------------------------------------
+# -- Honest solutions ------------------------------------------------------------------------------------------------
 
 
 def test_each_assert_counts(sandbox: Sandbox) -> None:
@@ -52,7 +52,7 @@ def test_a_prompt_with_its_check(sandbox: Sandbox) -> None:
 
 
 def test_a_helper_of_the_prompt_is_the_tests_own(isolated: Sandbox) -> None:
-    """A solution that redefines it changes nothing for them."""
+    """A solution that redefines it does not affect the tests."""
     tests = Function(
         "def helper(x):\n    return x\n\ndef f(x):\n    pass\n", "f", "def check(c):\n    assert helper(c(1)) == 2\n"
     )
@@ -84,7 +84,7 @@ def test_a_function_may_be_called_like_a_module(isolated: Sandbox) -> None:
     assert run(isolated.check("def bisect(xs, x): return sum(y < x for y in xs)", tests)).passed == 2
 
 
-def test_a_check_that_waits_its_turn_holds_nothing(isolated: Sandbox) -> None:
+def test_a_waiting_check_holds_no_resources(isolated: Sandbox) -> None:
     sandbox = Sandbox(isolated.tier, max_concurrent=1)
 
     async def waiting() -> tuple[int, int, int]:
@@ -102,12 +102,12 @@ def test_a_check_that_waits_its_turn_holds_nothing(isolated: Sandbox) -> None:
     assert before == during == after
 
 
-def test_more_tests_than_reports_may_wait(isolated: Sandbox) -> None:
+def test_more_tests_than_unread_reports_allowed(isolated: Sandbox) -> None:
     tests = Asserts(("assert len('a')",) * 3000, functions=())
     assert run(isolated.check("", tests)).passed == 3000
 
 
-def test_objects_stay_where_they_are_and_can_be_used() -> None:
+def test_objects_stay_in_the_solution_and_can_be_used() -> None:
     sandbox = sandbox_of("namespaces")
     setup = "root = Node(1)\nroot.left = Node(2)\nroot.left.right = Node(3)"
     tests = Asserts(
@@ -148,7 +148,7 @@ def same(x): return x
         "__import__('datetime').timedelta(1, 2, 3)",
     ],
 )  # fmt: skip
-def test_values_travel(expression: str) -> None:
+def test_values_round_trip(expression: str) -> None:
     value = eval(expression)
     back = loads(dumps(value, _nothing), _nothing)
     assert (back, type(back), repr(back)) == (value, type(value), repr(value))
@@ -158,12 +158,12 @@ def _nothing(value: Any) -> Any:
     raise Unsupported(type(value).__name__)
 
 
-def test_not_a_number_travels() -> None:
+def test_nan_round_trips() -> None:
     back = loads(dumps([float("nan")], _nothing), _nothing)
     assert back[0] != back[0]
 
 
-def test_subclasses_arrive_as_what_they_are_made_of() -> None:
+def test_subclasses_arrive_as_their_base_type() -> None:
     class Sly(int):
         def __eq__(self, other: object) -> bool:
             return True
@@ -177,7 +177,7 @@ def test_subclasses_arrive_as_what_they_are_made_of() -> None:
 @pytest.mark.parametrize(
     "text", ['{"$": "os.system", "v": "x"}', '{"v": 1}', "{", '{"$": "set", "v": [[1]]}', "[" * 10**5]
 )
-def test_nonsense_is_no_value(text: str) -> None:
+def test_invalid_messages_are_rejected(text: str) -> None:
     with pytest.raises(ValueError):
         loads(text, _nothing)
 
@@ -193,7 +193,7 @@ def test_nonsense_is_no_value(text: str) -> None:
         (["assert f(lambda q: q)"], "def helper(z): return z", ("f",)),
     ],
 )
-def test_names_that_the_solution_gives(tests: list[str], setup: str, names: tuple[str, ...]) -> None:
+def test_names_that_the_solution_defines(tests: list[str], setup: str, names: tuple[str, ...]) -> None:
     assert solution_names(tests, setup) == names
 
 
@@ -209,7 +209,7 @@ def test_rows_of_data_sets() -> None:
         solution_names(["assert ("], "")
 
 
-# -- honest failures -------------------------------------------------------------------------------------------------
+# -- Honest failures -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -240,12 +240,12 @@ def test_reasons(isolated: Sandbox, solution: str, reason: str) -> None:
     assert (verdict.passed, reasons(verdict)[0]) == (0, reason)
 
 
-def test_a_test_cannot_hand_over_its_own_functions(isolated: Sandbox) -> None:
+def test_a_test_cannot_pass_its_own_functions(isolated: Sandbox) -> None:
     verdict = run(isolated.check("def f(g): return g(1)", Asserts(("assert f(lambda x: x) == 1",))))
     assert reasons(verdict) == ["a test passes a function, which cannot be passed to the solution"]
 
 
-def test_a_deadline_counts_only_what_was_done_before(sandbox: Sandbox) -> None:
+def test_results_before_the_deadline_count(sandbox: Sandbox) -> None:
     code = "def f(x):\n    while x: pass\n    return x"
     verdict = run(sandbox.check(code, Asserts(("assert f(0) == 0", "assert f(1) == 1", "assert f(0) == 0")), seconds=1))
     assert [(result.passed, result.reason) for result in verdict.detail] == [
@@ -255,7 +255,7 @@ def test_a_deadline_counts_only_what_was_done_before(sandbox: Sandbox) -> None:
     ]
 
 
-# -- tricks ----------------------------------------------------------------------------------------------------------
+# -- Tricks ----------------------------------------------------------------------------------------------------------
 
 FORGE = """
 import os
@@ -378,10 +378,10 @@ def f(*a): return Yes()
         "isinstance(f(1), str)", "round(f(1), 2) <= 2", "f(1) in (1, 2)", "max(f(1), 2) == 2",
     ],
 )  # fmt: skip
-def test_an_object_that_agrees_to_everything_is_not_believed(isolated: Sandbox, test: str) -> None:
+def test_an_object_equal_to_everything_does_not_pass(isolated: Sandbox, test: str) -> None:
     code = YES + f"\nassert {test}"
     simple = subprocess.run([interpreter(), "-I", "-S", "-c", code], capture_output=True, timeout=20)
-    honest = {"isinstance(f(1), str)"}  # what no object can lie about
+    honest = {"isinstance(f(1), str)"}  # which no object can fake
     assert (simple.returncode == 0) or test in honest or "max" in test
     verdict = run(isolated.check(YES, Asserts((f"assert {test}",))))
     assert verdict.passed == 0 and all(reasons(verdict))

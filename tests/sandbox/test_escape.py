@@ -169,7 +169,7 @@ def test_isolation_and_filters_stop_it(attempts: list[Attempt], tier: str, world
 
 
 def test_what_the_weak_tier_stops_and_what_it_does_not(world: dict[str, Any]) -> None:
-    """With Landlock and seccomp. What it lets through is named, here and in docs/sandbox.md: no more, no less."""
+    """With Landlock and seccomp. Exactly the gaps listed here and in docs/sandbox.md get through."""
     sandbox = sandbox_of("limits", limits=SMALL, max_concurrent=3)
     if "landlock and seccomp" not in examine(sandbox.tier).detail or not ROOT:
         pytest.skip("the documented list is for root on a kernel with Landlock and seccomp")
@@ -181,7 +181,7 @@ def test_what_the_weak_tier_stops_and_what_it_does_not(world: dict[str, Any]) ->
     assert [name for name in sorted(NOT_BY_LIMITS) if name not in page] == []
 
 
-# -- outliving the deadline ------------------------------------------------------------------------------------------
+# -- Outliving the deadline ------------------------------------------------------------------------------------------
 
 DAEMON = """
 import os, signal, subprocess, sys, time
@@ -208,7 +208,7 @@ def alive(mark: str) -> list[int]:
 
 
 def gone(mark: str) -> bool:
-    """The kernel ends a namespace's processes together, but not in no time."""
+    """The kernel kills a namespace's processes together, but that takes a moment."""
     for _ in range(200):
         if not alive(mark):
             return True
@@ -234,7 +234,7 @@ def test_a_daemon_ends_with_its_sandbox(sandbox: Sandbox, wait: float) -> None:
 
 
 def test_a_daemon_was_there_to_be_ended(isolated: Sandbox) -> None:
-    """The test above would see one: the same program, looked at from outside while it runs."""
+    """The test above could see a daemon: the same program, observed from outside while it runs."""
     mark = f"daemon-{os.getpid()}-seen"
     code = DAEMON.replace("MARK", repr(mark)).replace("WAIT", "60")
 
@@ -254,8 +254,8 @@ def test_a_daemon_was_there_to_be_ended(isolated: Sandbox) -> None:
 
 
 @pytest.mark.parametrize("tier", ISOLATED)
-def test_a_daemon_ends_when_we_are_killed(tier: str) -> None:
-    """Whoever ran the sandbox is gone, without a chance to clean up."""
+def test_a_daemon_ends_when_covey_is_killed(tier: str) -> None:
+    """The process that ran the sandbox is killed and cannot clean up."""
     sandbox_of(tier)
     mark = f"daemon-{os.getpid()}-{tier}-orphan"
     code = DAEMON.replace("MARK", repr(mark)).replace("WAIT", "600")
@@ -294,14 +294,14 @@ def test_the_deadline_holds(sandbox: Sandbox, code: str) -> None:
     assert time.monotonic() - started < 30  # not the 60 s that the programs would have taken
 
 
-# -- signals, output -------------------------------------------------------------------------------------------------
+# -- Signals, output -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("target", ["-1", "os.getppid()", "1", "0"])
-def test_killing_others_kills_nobody_outside(small: Sandbox, world: dict[str, Any], target: str) -> None:
+def test_killing_everything_kills_nothing_outside(small: Sandbox, world: dict[str, Any], target: str) -> None:
     outcome = run(small.run(f"import os\ntry: os.kill({target}, 9)\nexcept OSError: pass\nprint('done')"))
     assert world["process"].poll() is None
-    # 0 is its own group; otherwise it lives on, as nobody was there to be killed (process 1 cannot be from inside)
+    # 0 is its own group; otherwise it continues, as there was nothing to kill (process 1 cannot be killed from inside)
     assert outcome.stdout == ("" if target == "0" else "done\n")
     assert run(small.run("print(1)")).ok
 
@@ -314,7 +314,7 @@ def test_a_flood_is_cut_off(sandbox: Sandbox, stream: str) -> None:
 
 
 def test_a_flood_of_a_short_program_is_cut_off_too(sandbox: Sandbox) -> None:
-    """It has ended before we had read it all."""
+    """It ends before its output is read completely."""
     size = sandbox.limits.output_bytes
     exact = run(sandbox.run(f"print('x' * {size}, end='')"))
     assert (len(exact.stdout), exact.truncated, exact.ok) == (size, False, True)
@@ -346,7 +346,7 @@ open('shut/inner/x', 'w').close(); os.chmod('shut/inner', 0); os.chmod('shut', 0
 
 @pytest.mark.parametrize("code", [DEEP, TRAPS], ids=["too deep to walk through", "links, shut folders, pipes"])
 def test_what_a_program_leaves_is_removed_and_nothing_else(tmp_path: Path, code: str) -> None:
-    """The weak tier works in a folder of the host's, which the host removes."""
+    """The weak tier uses a folder of the host, which the host removes."""
     sandbox = sandbox_of("limits", filters=False)
     (tmp_path / "kept").write_text("kept")
     before = set(Path(tempfile.gettempdir()).glob("covey-*"))
@@ -365,7 +365,7 @@ def test_a_program_that_breaks_its_interpreter_breaks_nothing_else(sandbox: Sand
     assert run(sandbox.run("print(1)")).stdout == "1\n"
 
 
-def test_the_environment_holds_only_what_we_put_there(sandbox: Sandbox) -> None:
+def test_the_environment_holds_only_coveys_variables(sandbox: Sandbox) -> None:
     found = run(sandbox.run("import os\nprint(sorted(os.environ))")).stdout
     expected = {"HOME", "LANG", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PATH", "TMPDIR"}
     assert set(eval(found)) - {"PWD", "LC_CTYPE"} == expected

@@ -42,7 +42,7 @@ def test_signals_are_the_default_ones_whatever_covey_was_started_with(sandbox: S
     assert outcome == Outcome("True\n", "", 0)
 
 
-def test_a_traceback_shows_the_program_and_nothing_of_ours(sandbox: Sandbox) -> None:
+def test_a_traceback_has_no_frames_of_covey(sandbox: Sandbox) -> None:
     outcome = run(sandbox.run("def f():\n    return 1 / 0\n\nf()\n"))
     lines = outcome.stderr.splitlines()
     assert (outcome.exit_code, lines[-1]) == (1, "ZeroDivisionError: division by zero")
@@ -71,7 +71,7 @@ def test_how_programs_end(isolated: Sandbox, code: str, exit_code: int, last: st
 
 
 def test_cpu_time_of_many_threads_counts(isolated: Sandbox) -> None:
-    """Two processes that burn: the parent has nothing to do, and the children are ended at their own limit."""
+    """Two busy child processes and an idle parent: the children are killed at their own limits."""
     code = """
 import hashlib, threading
 data = b"x" * 10**8
@@ -97,7 +97,7 @@ time.sleep(60)
 
 
 def test_memory_counts_where_the_first_thread_has_ended(sandbox: Sandbox) -> None:
-    """The kernel shows no memory for that thread; the others hold it."""
+    """The kernel reports no memory for that thread, only for the others."""
     code = """
 import ctypes, os, threading, time
 def hold():
@@ -142,7 +142,7 @@ def test_files_stay_in_their_folder(isolated: Sandbox, name: str) -> None:
         run(isolated.run("", files={name: ""}))
 
 
-def test_only_so_many_run_at_once(tmp_path: Path) -> None:
+def test_concurrent_programs_are_bounded(tmp_path: Path) -> None:
     sandbox = sandbox_of("namespaces", max_concurrent=2)
     code = "import time\ns = time.time(); time.sleep(0.3); print(s, time.time())"
 
@@ -166,7 +166,7 @@ def test_settings_of_a_run(isolated: Sandbox) -> None:
     assert (made.tier, made.limits, made.max_concurrent) == (isolated.tier, Limits(seconds=2, memory_mb=100), 3)
 
 
-def test_what_we_do_wrong_is_an_error_of_the_sandbox(isolated: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_infrastructure_failures_are_sandbox_errors(isolated: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     from covey.sandbox import tiers
 
     real = tiers.view
@@ -190,7 +190,7 @@ def test_nothing_stays_open(isolated: Sandbox) -> None:
 
 
 @pytest.mark.parametrize("call", ["dup", "pidfd_open"])
-def test_nothing_stays_open_where_there_is_no_room_to_listen(
+def test_nothing_stays_open_without_free_descriptors(
     isolated: Sandbox, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     started: list[subprocess.Popen[bytes]] = []

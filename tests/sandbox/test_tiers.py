@@ -44,7 +44,7 @@ def test_the_weak_one_is_refused_unless_allowed(monkeypatch: pytest.MonkeyPatch)
         choose()
 
 
-def test_a_tier_that_is_asked_for_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requested_tier_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "namespaces")
     with pytest.raises(InputError, match=r"sandbox\.tier=bubblewrap does not work here"):
         choose("bubblewrap")
@@ -61,7 +61,7 @@ def test_without_bwrap_the_doctor_says_how_to_get_it(monkeypatch: pytest.MonkeyP
 
 
 def test_a_broken_bwrap_is_not_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is there, but cannot do its work: in many containers."""
+    """It is installed but does not work, as in many containers."""
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\necho 'no permission to make a namespace' >&2\nexit 1\n")
     fake.chmod(0o755)
@@ -95,7 +95,7 @@ def test_a_project_below_usr_is_covered(monkeypatch: pytest.MonkeyPatch) -> None
     assert "/usr/share" in hidden
 
 
-def test_folders_that_nobody_may_pass(tmp_path: Path) -> None:
+def test_folders_closed_to_the_user_nobody(tmp_path: Path) -> None:
     closed = tmp_path / "closed"
     (closed / "inner").mkdir(parents=True)
     for folder in (tmp_path, *tmp_path.parents[:-2]):
@@ -105,7 +105,7 @@ def test_folders_that_nobody_may_pass(tmp_path: Path) -> None:
     assert closed_folder("/usr/bin/env") is None
 
 
-# -- the filter, by an interpreter of its own -------------------------------------------------------------------------
+# -- The filter, by an independent interpreter ------------------------------------------------------------------------
 
 
 def verdict(
@@ -157,8 +157,8 @@ def test_what_the_filter_refuses(machine: str, column: int, name: int) -> None:
         assert verdict(program, 0x40000000 | 41, 2) == 0x80000000
 
 
-def test_numbers_of_calls_are_this_machines() -> None:
-    """Against the C library's own header, where there is one."""
+def test_call_numbers_match_the_kernel_headers() -> None:
+    """Compared with the C library's header, if it is installed."""
     headers = {
         "x86_64": ("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", 0),
         "aarch64": ("/usr/include/asm-generic/unistd.h", 1),
@@ -201,7 +201,7 @@ print(outcome.stdout + outcome.stderr)
 
 @pytest.mark.parametrize("tier", ["bubblewrap", "namespaces"])
 def test_an_ordinary_user_has_the_same_isolation(tier: str) -> None:
-    """The rest of these tests run as whoever runs them: in a container, that is often root."""
+    """The other tests run as the current user, which is often root in a container."""
     python = "/usr/bin/python3"
     if os.geteuid() != 0 or shutil.which("setpriv") is None or not os.path.exists(python):
         pytest.skip("needs root to become an ordinary user, setpriv, and a Python for everybody")
