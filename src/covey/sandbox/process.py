@@ -105,21 +105,23 @@ class Process:
         reports, writer = os.pipe()
         input_file = sealed(stdin.encode("utf-8", errors="surrogatepass")) if stdin is not None else None
         try:
-            started = launch(tier, limits, request, control=writer, folder=folder, folders=folders, filters=filters)
+            command, request_file = launch(
+                tier, limits, request, control=writer, folder=folder, folders=folders, filters=filters
+            )
             try:
                 self._popen = subprocess.Popen(
-                    started.command,
+                    command,
                     env={**ENVIRONMENT, "HOME": folder, "TMPDIR": folder},
                     cwd="/",
                     stdin=subprocess.DEVNULL if input_file is None else input_file,
                     stdout=subprocess.PIPE if capture else subprocess.DEVNULL,
                     stderr=subprocess.PIPE if capture else subprocess.DEVNULL,
-                    pass_fds=(started.request, writer, *pass_fds),
+                    pass_fds=(request_file, writer, *pass_fds),
                     start_new_session=True,
                     bufsize=0,
                 )
             finally:
-                started.close()
+                os.close(request_file)
         except OSError as error:
             os.close(reports)
             if self._scratch is not None:

@@ -177,17 +177,6 @@ class Finding:
 # -- Starting a process ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A command and the descriptor of the request it reads, to be closed once the process runs."""
-
-    command: tuple[str, ...]
-    request: int
-
-    def close(self) -> None:
-        os.close(self.request)
-
-
 def launch(
     tier: Tier,
     limits: Limits,
@@ -197,8 +186,10 @@ def launch(
     folder: str = "/tmp",
     folders: Sequence[str] = (),
     filters: bool = True,
-) -> Launch:
-    """`control`: the descriptor for the sandbox's reports. `folder`: the working folder (on the host, for `limits`)."""
+) -> tuple[tuple[str, ...], int]:
+    """A command, and the descriptor of the request it reads, to be closed once the process runs.
+
+    `control`: the descriptor for the sandbox's reports. `folder`: the working folder (on the host, for `limits`)."""
     seen = view(tuple(folders))
     isolated = tier.name != "limits"
     full = {
@@ -220,17 +211,18 @@ def launch(
     python = (interpreter(), *FLAGS, "-c", BOOT)
     if tier.name != "bubblewrap":
         file = packed(full)
-        return Launch((*python, str(file), "namespace" if isolated else "limits"), file)
+        return (*python, str(file), "namespace" if isolated else "limits"), file
+    bwrap = _bubblewrap(limits, tuple(folders))
     if os.geteuid() != 0:
         file = packed(full)
-        return Launch((*_bubblewrap(limits, tuple(folders)), *python, str(file), "inside"), file)
+        return (*bwrap, *python, str(file), "inside"), file
     # The request contains the command, and the command the number of the request's descriptor: reserve that first.
     reserved = os.open("/dev/null", os.O_RDONLY)
-    full["bubblewrap"] = [*_bubblewrap(limits, tuple(folders)), *python, str(reserved), "inside"]
+    full["bubblewrap"] = [*bwrap, *python, str(reserved), "inside"]
     file = packed(full)
     os.dup2(file, reserved, inheritable=False)
     os.close(file)
-    return Launch((*python, str(reserved), "down"), reserved)
+    return (*python, str(reserved), "down"), reserved
 
 
 def _bubblewrap(limits: Limits, folders: tuple[str, ...]) -> tuple[str, ...]:
@@ -324,14 +316,14 @@ def _try(tier: Tier) -> dict[str, bool]:
         os.chmod(folder, 0o777)  # noqa: S103 - root runs this as nobody, in a folder with a random name
         where = folder if tier is LIMITS else "/tmp"
         request = {"role": "program", "code": "print(6 * 7)"}
-        started = launch(tier, Limits(), request, control=writer, folder=where)
+        command, request_file = launch(tier, Limits(), request, control=writer, folder=where)
         try:
             done = subprocess.run(
-                started.command,
+                command,
                 env=ENVIRONMENT,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
-                pass_fds=(started.request, writer),
+                pass_fds=(request_file, writer),
                 start_new_session=True,
                 timeout=PATIENCE,
             )
@@ -340,7 +332,7 @@ def _try(tier: Tier) -> dict[str, bool]:
                 b"".join(iter(lambda: os.read(reader, 4096), b"")) if select.select([reader], [], [], 0)[0] else b""
             )
         finally:
-            started.close()
+            os.close(request_file)
             os.close(reader)
     messages = [json.loads(line) for line in reports.splitlines()]
     errors = [message["error"] for message in messages if "error" in message]
