@@ -8,15 +8,15 @@ With s_i = Σ_t log π_θ(y_i,t) and ρ_i = s_i − s'_i, the log-ratio to the a
     L   = −β/(k−1) Σ_i sg(w_i) s_i                  averaged over groups
 
 which has the gradient of ½ Σ_i [(βρ_i − sg(mean βρ)) − (R_i − R̄)]² / (k−1), the sample variance of βρ − R. For any
-full-support sampling distribution its one minimum is π* ∝ π' e^{R/β}: no importance weights, no clipping, and the KL
-constraint sits inside the weights.
+full-support sampling distribution its unique minimum is π* ∝ π' e^{R/β}: no importance weights, no clipping, and the KL
+constraint is part of the weights.
 
 The advantage is R − R̄ alone; the loss subtracts β(ρ − ρ̄), computed from the current log-probs. w carries no gradient
-(with gradient the fixed point would be π'^½ e^{R/2β}); tokens are summed, not averaged (a mean would change the
+(with a gradient the fixed point would be π'^½ e^{R/2β}); tokens are summed, not averaged (a mean would change the
 target).
 
-Deviations: the anchor is the start model by default (`reference="initial"`); "old", the sampling policy, is how the
-authors run it, and with one update per batch is then REINFORCE with a group baseline.
+Deviations: the anchor is the start model by default (`reference="initial"`); the authors use "old", the sampling policy,
+which with one update per batch is REINFORCE with a group baseline.
 Shapes: N episodes, R rows, T tokens.
 """
 
