@@ -15,8 +15,8 @@ The advantage is R − R̄ alone; the loss subtracts β(ρ − ρ̄), computed f
 (with a gradient the fixed point would be π'^½ e^{R/2β}); tokens are summed, not averaged (a mean would change the
 target).
 
-Deviations: the anchor is the start model by default (`reference="initial"`); the authors use "old", the sampling policy,
-which with one update per batch is REINFORCE with a group baseline.
+Deviations: the anchor is the start model by default (`reference="initial"`); the authors use "old", the sampling
+policy, which with one update per batch is REINFORCE with a group baseline.
 Shapes: N episodes, R rows, T tokens.
 """
 

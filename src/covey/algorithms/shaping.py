@@ -29,7 +29,7 @@ Refills = Annotated[int, Range(0, 1_000_000)]
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    overlong_buffer: Buffer = 0.0  # last tokens before rollout.max_tokens that are penalised: below 1 a share of it; 0: none
+    overlong_buffer: Buffer = 0.0  # last tokens before rollout.max_tokens with a penalty; below 1: a share of it
     overlong_penalty: Coefficient = 1.0  # penalty of an answer of full length
     truncated: str = "keep"  # answers cut off by the limit: keep | mask (do not learn from them) | penalise (reward −1)
 
