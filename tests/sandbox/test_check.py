@@ -230,7 +230,7 @@ def test_rows_of_data_sets() -> None:
         ),
         (
             "def add(a, b): return 'x' * 2 ** 25",
-            "the solution's process sent no answer of ours, or one that is too long",
+            "the solution's process sent an invalid answer, or one that is too long",
         ),
         ("import sys\nsys.exit(0)", "the solution does not load: SystemExit: 0"),
     ],
