@@ -1,6 +1,6 @@
-"""What the whole suite keeps to: default signals, a time limit for every test, and no process that outlives its module.
+"""Rules of the whole suite: default signals, a time limit for every test, and no process that outlives its module.
 
-`conftest.py` takes these hooks and fixtures over.
+`conftest.py` imports these hooks and fixtures.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 PROC = Path("/proc")
-MARK = "COVEY_TEST_PROCESS"  # an environment variable by which a process is found whose parent has ended
-SLOW_SECONDS = 3600  # of a test that is marked slow; the others have `timeout` of pyproject.toml
+MARK = "COVEY_TEST_PROCESS"  # an environment variable that marks processes, also those whose parent has ended
+SLOW_SECONDS = 3600  # for tests marked slow; the others have `timeout` of pyproject.toml
 UNRESPONSIVE_SECONDS = float(os.environ.get("COVEY_TEST_UNRESPONSIVE", 60))  # after a test's time limit
-# Seconds that a process may take to end after its module, unless that has a PROCESS_GRACE of its own.
+# Seconds that a process may take to end after its module; a module may set its own PROCESS_GRACE.
 GRACE = float(os.environ.get("COVEY_TEST_GRACE", 10))
 SHOWN = 300  # characters of a command line
 LIVE_LONGER = (  # helpers that Python, torch and the session's own fixtures keep until the test process ends
@@ -53,9 +53,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True, wrapper=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Generator[None, Any, Any]:
-    """pytest-timeout fails a test by a signal. A main thread that hangs in C code, or a fixture that hangs afterwards,
-    does not answer one: then the stacks are printed and the process ends, which xdist reports by the test's name before
-    it starts another process for the rest."""
+    """pytest-timeout fails a test by a signal, which does not reach a main thread that hangs in C code or a fixture
+    that hangs afterwards. Then the stacks are printed and the process exits; xdist reports the test's name and starts
+    another process for the rest."""
     stderr = item.config.stash[fault_handler_stderr_fd_key]
     faulthandler.dump_traceback_later(settings.timeout + UNRESPONSIVE_SECONDS, file=stderr, exit=True)
     return (yield)
@@ -67,9 +67,9 @@ def pytest_timeout_cancel_timer(item: pytest.Item) -> Generator[None, Any, Any]:
     return (yield)
 
 
-# -- processes ---------------------------------------------------------------------------------------------------------
+# -- Processes ---------------------------------------------------------------------------------------------------------
 
-_first_seen: dict[int, str] = {}  # the test after which a process was there
+_first_seen: dict[int, str] = {}  # the test after which a process was first seen
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +81,7 @@ def _seen_processes(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_process_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Autouse fixtures are set up first, so this one ends after all others of the module."""
+    """Autouse fixtures are set up first, so this one is torn down after all others of the module."""
     before = set(running())
     yield
     end = time.monotonic() + getattr(request.module, "PROCESS_GRACE", GRACE)
@@ -92,11 +92,11 @@ def no_process_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
             os.kill(pid, signal.SIGKILL)
     if left:
         lines = [f"  {pid} ({_first_seen.get(pid, request.node.nodeid)}): {words}" for pid, words in left.items()]
-        pytest.fail("\n".join(["processes were left running, and are killed now:", *lines]), pytrace=False)
+        pytest.fail("\n".join(["processes were left running and are killed now:", *lines]), pytrace=False)
 
 
 def running() -> dict[int, str]:
-    """What this process has started and is still there, also where the parent has ended: id and command line."""
+    """Running processes that this one has started, also those whose parent has ended: id and command line."""
     mark = f"{MARK}={os.getpid()}".encode()
     marked = [int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit() and mark in _environment(entry)]
     found = {}
@@ -120,7 +120,7 @@ def descendants(pid: int) -> Iterator[int]:
 def _environment(entry: Path) -> list[bytes]:
     try:
         return (entry / "environ").read_bytes().split(b"\0")
-    except OSError:  # gone, or somebody else's
+    except OSError:  # gone, or of another user
         return []
 
 

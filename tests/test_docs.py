@@ -25,7 +25,7 @@ from covey.algorithms.shaping import GroupFilter, Shaping
 from covey.cli.main import main
 from covey.cluster.engines import RayEngine
 from covey.config.schema import Config, CriticConfig
-from tests.algorithms.helpers import samples_of
+from tests.algorithms.helpers import EXCHANGEABLE, samples_of
 from tests.cli.test_algorithms import REWARDS, SMALL
 from tests.docs import pages
 from tests.rollout.no_vllm import without_vllm
@@ -121,7 +121,7 @@ def test_the_table_of_algorithms_is_the_catalogue() -> None:
 
 def test_the_table_of_losses_is_the_catalogue() -> None:
     rows = {quoted(row[0])[0]: row[2:] for row in tables(README, "loss")}
-    assert set(rows) == set(LOSSES) - {"gvpo"}
+    assert set(rows) == set(EXCHANGEABLE)
     for name, (own, aggregation) in rows.items():
         defaults = {key: default for key, (_, default) in settings("grpo", name).items()}
         written = {key: float(number) for key, number in re.findall(r"`(\w+)` ([-\d.e]+)", own)}

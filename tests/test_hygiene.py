@@ -1,4 +1,4 @@
-"""The suite's own rules, tried on small suites in processes of their own."""
+"""The rules of the suite (tests/hygiene.py), tested on small suites in separate processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def suite(folder: Path, tests: str, *words: str, ignored: tuple[int, ...] = (), **variables: str) -> tuple[int, str]:
-    """Run a file of tests under this project's options: exit code and what was printed."""
+    """Run a file of tests with this project's options, and return exit code and output."""
     (folder / "conftest.py").write_text("from tests.hygiene import *\nfrom tests.hygiene import _seen_processes\n")
     (folder / "test_it.py").write_text(f"import os, signal, subprocess, sys, threading, time\nimport pytest\n{tests}")
 
@@ -26,7 +26,14 @@ def suite(folder: Path, tests: str, *words: str, ignored: tuple[int, ...] = (), 
             signal.signal(number, signal.SIG_IGN)
 
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder), *words]
-    command += ["-p", "pytest_timeout", "-p", "xdist", "-p", "no:cacheprovider"]  # without others, it starts sooner
+    command += [
+        "-p",
+        "pytest_timeout",
+        "-p",
+        "xdist",
+        "-p",
+        "no:cacheprovider",
+    ]  # faster without other plugins
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     found = subprocess.run(
         [*command, str(folder)],
@@ -79,7 +86,7 @@ def test_next():
     )
     assert code == 1 and "1 failed, 1 passed" in text, text
     assert "FAILED test_it.py::test_hangs" in text and "Timeout" in text
-    assert "Stack of another" in text and "in waits" in text  # of the other threads too
+    assert "Stack of another" in text and "in waits" in text  # also of other threads
 
 
 def test_a_test_that_answers_no_signal_is_named_and_the_others_run(tmp_path: Path) -> None:
@@ -87,7 +94,7 @@ def test_a_test_that_answers_no_signal_is_named_and_the_others_run(tmp_path: Pat
         tmp_path,
         """
 def test_hangs():
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})  # as deaf as a deadlock in C code
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})  # like a deadlock in C code
     time.sleep(60)
 
 def test_next():
@@ -125,6 +132,6 @@ def test_next():
     )
     assert code == 1 and "1 failed, 1 passed, 1 error" in text, text
     left = set(re.findall(r"^  (\d+) \((\S+)\): (.*)$", text, re.MULTILINE))  # $CI makes pytest print it twice
-    assert sorted(words for _, _, words in left) == ["sleep 302", "sleep 303"]  # one of them has lost its parent
+    assert sorted(words for _, _, words in left) == ["sleep 302", "sleep 303"]  # the parent of one has ended
     assert ("test_it.py::test_leaves", "sleep 302") in {(test, words) for _, test, words in left}
     assert gone(*(int(pid) for pid, _, _ in left))

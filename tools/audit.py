@@ -1,8 +1,8 @@
-"""What Covey is built on, as part of `make check`.
+"""Checks of the dependencies, as part of `make check`.
 
-Always: every module that src imports is declared in pyproject.toml, what is installed fits together, and the versions
-in constraints.txt are those that are here. Where a vulnerability service can be reached: pip-audit. Where it cannot,
-that is said, and nobody waits for longer than PATIENCE. tools/audit.toml lists what may pass, with the reason.
+Always: every module that src imports is declared in pyproject.toml, the installed packages are compatible, and their
+versions are those of constraints.txt. If a vulnerability service can be reached within PATIENCE: pip-audit; otherwise
+the output says that no audit was made. tools/audit.toml lists accepted exceptions, with the reason.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Accepted = Mapping[str, Mapping[str, str]]
 
 
 def plain(name: str) -> str:
-    """A package's name as packages are compared."""
+    """The normalised name of a package."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-# -- always ------------------------------------------------------------------------------------------------------------
+# -- Without a network -------------------------------------------------------------------------------------------------
 
 
 def imported(source: Path) -> dict[str, str]:
-    """Modules of others that are imported anywhere in the source, and one file that does."""
+    """Third-party modules that the source imports, each with one file that imports it."""
     found: dict[str, str] = {}
     for path in sorted(source.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -47,12 +47,14 @@ def imported(source: Path) -> dict[str, str]:
 
 def declared(project: Mapping[str, Any]) -> set[str]:
     extras: Mapping[str, Sequence[str]] = project.get("optional-dependencies", {})
-    wanted = [*project["dependencies"], *(word for name, words in extras.items() if name != "dev" for word in words)]
-    return {plain(re.split(r"[\s\[<>=!~;]", word, maxsplit=1)[0]) for word in wanted}
+    requirements = [*project["dependencies"]]
+    requirements += [requirement for name, extra in extras.items() if name != "dev" for requirement in extra]
+    return {plain(re.split(r"[\s\[<>=!~;]", requirement, maxsplit=1)[0]) for requirement in requirements}
 
 
 def undeclared(modules: Mapping[str, str], names: set[str], accepted: Accepted) -> list[str]:
-    """A module counts as declared if a package that brings it is, or one of its own name (which may not be here)."""
+    """A module is declared if a package that provides it is, or a package of its own name (not necessarily
+    installed)."""
     homes = importlib.metadata.packages_distributions()
     faults = []
     for module, place in modules.items():
@@ -63,30 +65,30 @@ def undeclared(modules: Mapping[str, str], names: set[str], accepted: Accepted) 
     return faults + [f"tools/audit.toml: nothing imports {module} any more" for module in sorted(stale)]
 
 
-def unmet(told: str, accepted: Accepted) -> list[str]:
-    """Lines of `pip check` that nobody has accepted."""
-    lines = [line for line in told.splitlines() if " requires " in line or " has requirement " in line]
+def unmet(output: str, accepted: Accepted) -> list[str]:
+    """Lines of `pip check` that are not accepted."""
+    lines = [line for line in output.splitlines() if " requires " in line or " has requirement " in line]
     return [line for line in lines if plain(line.split()[0]) not in map(plain, accepted["unmet"])]
 
 
 def differing(constraints: str) -> list[str]:
-    """Versions here that are not the pinned ones. A build's own mark (+cpu) does not count."""
+    """Installed versions that differ from the pinned ones. A local version label (+cpu) is ignored."""
     faults = []
     for name, version in re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;#]+)", constraints, re.MULTILINE):
         try:
             here = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            continue  # not every environment has all of them
+            continue  # not every environment has all packages
         if here != version and here.partition("+")[0] != version:
             faults.append(f"{name} {here} is installed, constraints.txt pins {version}")
     return faults
 
 
-# -- where the service can be reached ----------------------------------------------------------------------------------
+# -- With a vulnerability service --------------------------------------------------------------------------------------
 
 
 def ask(command: Sequence[str] = COMMAND, patience: float = PATIENCE) -> tuple[str, str]:
-    """What pip-audit found, as JSON, and otherwise why there was no audit."""
+    """The JSON output of pip-audit, or the reason why there was no audit."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=patience)
     except subprocess.TimeoutExpired:
@@ -97,7 +99,7 @@ def ask(command: Sequence[str] = COMMAND, patience: float = PATIENCE) -> tuple[s
 
 
 def judge(answer: str, why: str, accepted: Accepted) -> tuple[str, list[str]]:
-    """What to say, and the faults. Packages that the service does not know were not audited, whatever it calls that."""
+    """A summary and the faults. Packages that the service does not know count as not audited."""
     if not answer:
         return f"NO AUDIT WAS MADE: {why}", []
     packages = json.loads(answer)["dependencies"]
@@ -107,7 +109,7 @@ def judge(answer: str, why: str, accepted: Accepted) -> tuple[str, list[str]]:
     found = {one["id"]: package for package in asked for one in package["vulns"]}
     known = accepted["vulnerabilities"]
     faults = [
-        f"{package['name']} {package['version']}: {ident} (upgrade it, or say in tools/audit.toml why it may stay)"
+        f"{package['name']} {package['version']}: {ident} (upgrade it, or accept it in tools/audit.toml with a reason)"
         for ident, package in found.items()
         if ident not in known
     ]
@@ -122,10 +124,10 @@ def main() -> int:
     check = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True)
     faults = undeclared(imported(ROOT / "src" / "covey"), declared(project), accepted)
     faults += unmet(check.stdout, accepted) + differing((ROOT / "constraints.txt").read_text())
-    said, found = judge(*ask(), accepted)
+    summary, found = judge(*ask(), accepted)
     for line in [*faults, *found]:
         print(f"audit: {line}", file=sys.stderr)
-    print(f"dependencies: {said}; declared, fitting and pinned as they should be: {'no' if faults else 'yes'}")
+    print(f"dependencies: {summary}; declared, compatible and pinned: {'no' if faults else 'yes'}")
     return int(bool(faults or found))
 
 

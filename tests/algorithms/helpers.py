@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covey.algorithms import ALGORITHMS, LOSSES, make
 from covey.algorithms.aggregation import divide
 from covey.algorithms.algorithm import Algorithm
 from covey.algorithms.ops import make_batch
@@ -21,12 +22,14 @@ from covey.types import Batch, Samples
 F64 = torch.float64
 NAN = float("nan")
 
-# The estimators that compare the answers of a group and give one advantage to each.
-GROUP_ESTIMATORS = (
-    *("grpo", "dr_grpo", "gvpo", "gdpo", "dgdo", "rloo", "opo", "gpg", "grpo_passk"),
-    "reinforce_plus_plus_baseline",
-)
-LOSS_NAMES = ("ppo_clip", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "policy_gradient", "gvpo")
+NEEDS = {name: make(name).needs for name in ALGORITHMS}
+# Algorithms that compare the answers of a group, one advantage per answer; and those with an advantage per token.
+GROUP_ESTIMATORS = [name for name, needs in NEEDS.items() if needs.min_group_size > 1]
+TOKEN_ESTIMATORS = [name for name, needs in NEEDS.items() if needs.min_group_size == 1 and not needs.greedy_baseline]
+WITHOUT_CRITIC = [name for name, needs in NEEDS.items() if not needs.values]
+# Losses that any estimator can use, and algorithms that can use any of them.
+EXCHANGEABLE = [name for name, loss in LOSSES.items() if loss.exchangeable]
+COMBINABLE = [name for name, entry in ALGORITHMS.items() if entry.loss in EXCHANGEABLE]
 
 
 def tensor(*values: Any) -> Tensor:

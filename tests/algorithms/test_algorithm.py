@@ -19,7 +19,7 @@ from covey.algorithms.catalogue import ALIASES
 from covey.algorithms.ops import make_batch
 from covey.protocols import TokenOutputs
 from covey.types import Samples
-from tests.algorithms.helpers import F64, random_batch, samples_of
+from tests.algorithms.helpers import COMBINABLE, EXCHANGEABLE, F64, random_batch, samples_of
 
 
 def random_step(seed: int = 0) -> tuple[torch.Tensor, Samples]:
@@ -72,9 +72,9 @@ def one_update(algorithm: Algorithm) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_algorithm_goes_with_every_loss_or_says_why_not(name: str, loss: str) -> None:
+def test_every_algorithm_trains_with_every_loss_or_gives_the_reason(name: str, loss: str) -> None:
     if (name == "gvpo") != (loss == "gvpo"):
-        with pytest.raises(ValueError, match="gvpo is one piece"):
+        with pytest.raises(ValueError, match="belong together"):
             make(name, loss=loss)
         return
     value, gradient = one_update(make(name, loss=loss))
@@ -82,10 +82,9 @@ def test_every_algorithm_goes_with_every_loss_or_says_why_not(name: str, loss: s
     assert float(gradient.abs().max()) > 1e-6
 
 
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "gvpo"])
-def test_every_algorithm_goes_with_every_beside(name: str) -> None:
-    """KL in the loss or in the reward, correction, shaping."""
-    kl_in = "loss" if name in ("gdpo", "dgdo") else "reward"
+@pytest.mark.parametrize("name", COMBINABLE)
+def test_every_algorithm_goes_with_kl_correction_and_shaping(name: str) -> None:
+    kl_in = "loss" if make(name).uses_named_rewards else "reward"
     algorithm = make(name, kl_coef=0.1, kl_in=kl_in, kl_old_coef=0.1, correction="sequence", overlong_buffer=0.5)
     value, gradient = one_update(algorithm)
     assert bool(value.isfinite()) and bool(gradient.isfinite().all())
@@ -134,13 +133,15 @@ def test_vetted_defaults(name: str, expected: dict[str, Any]) -> None:
                 assert getattr(part, field.name) == expected[field.name]
 
 
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "gvpo"])
-@pytest.mark.parametrize("loss", ["dr_grpo", "gspo", "dapo"])
+@pytest.mark.parametrize("name", COMBINABLE)
+@pytest.mark.parametrize("loss", EXCHANGEABLE)
 def test_a_loss_that_is_chosen_brings_its_own_defaults(name: str, loss: str) -> None:
     """Dr. GRPO's loss is its aggregation: without it the choice would be without effect."""
     aggregation = make(name, loss=loss).aggregation
     assert isinstance(aggregation, Aggregation)
-    assert aggregation.aggregation == LOSSES[loss].defaults.get("aggregation", "token-mean")
+    entry = ALGORITHMS[name]
+    usual = entry.defaults if loss == entry.loss else {}  # an algorithm may change its usual loss's defaults
+    assert aggregation.aggregation == {"aggregation": "token-mean", **LOSSES[loss].defaults, **usual}["aggregation"]
 
 
 def test_a_setting_given_wins_over_every_default() -> None:
@@ -163,17 +164,17 @@ def test_a_setting_given_wins_over_every_default() -> None:
         ("reinforce++_baseline", "reinforce_plus_plus_baseline"),
     ],
 )
-def test_other_names_that_people_type(typed: str, meant: str) -> None:
+def test_other_spellings_of_names(typed: str, meant: str) -> None:
     assert ALIASES[typed] == meant
     assert make(typed) == make(meant)
 
 
-def test_no_name_means_two_things() -> None:
+def test_names_are_unambiguous() -> None:
     assert not set(ALIASES) & set(ALGORITHMS)
     assert len(ALIASES) == sum(len(entry.also) for entry in ALGORITHMS.values())
 
 
-def test_unknown_names_are_told_with_the_nearest() -> None:
+def test_unknown_names_get_a_suggestion() -> None:
     with pytest.raises(ValueError, match=r"unknown algorithm  gvpoo\n  did you mean   gvpo\?"):
         make("gvpoo")
     with pytest.raises(ValueError, match=r"unknown setting of grpo  clip_hihg\n  did you mean   clip_high\?"):
@@ -201,7 +202,7 @@ def test_a_setting_of_another_algorithm_is_unknown() -> None:
         ("kl_old_coef", 0.1, "an external KL breaks GVPO's zero sum"),
         ("correction", "token", "importance weights would break GVPO's zero sum"),
         ("correction_cap", 2.0, "importance weights would break GVPO's zero sum"),
-        ("reject_above", 2.0, "leaving out single answers would break GVPO's zero sum"),
+        ("reject_above", 2.0, "rejecting single answers would break GVPO's zero sum"),
         ("aggregation", "token-mean", "gvpo sums over tokens by its theory"),
         ("norm_length", 10, "gvpo sums over tokens by its theory"),
     ],
@@ -213,7 +214,7 @@ def test_what_would_break_gvpo_is_refused_with_the_reason(key: str, value: Any, 
 
 
 @pytest.mark.parametrize("name", ["gdpo", "dgdo"])
-def test_a_kl_in_the_reward_is_refused_where_each_reward_stands_for_itself(name: str) -> None:
+def test_a_kl_in_the_reward_is_refused_if_rewards_are_normalised_separately(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} normalises each reward by itself.*kl_in=loss"):
         make(name, kl_in="reward", kl_coef=0.1)
     assert make(name, kl_in="reward").needs.reference is False  # no KL: nothing to refuse
@@ -230,12 +231,15 @@ def test_needs_are_those_of_all_parts() -> None:
     both = make("ppo", kl_coef=0.1, correction="token").needs
     assert both.reference and both.proximal and both.values and both.min_group_size == 1
     assert make("remax").needs.greedy_baseline and make("remax").needs.min_group_size == 1
-    for name in ("grpo", "gvpo", "rloo", "opo", "gpg", "gdpo", "dgdo", "grpo_passk", "reinforce_plus_plus_baseline"):
-        assert make(name).needs.min_group_size == 2
+    assert {name for name in ALGORITHMS if make(name).needs.min_group_size != 2} == {
+        "ppo",
+        "remax",
+        "reinforce_plus_plus",
+    }
 
 
 def test_what_is_coupled() -> None:
-    coupled = {loss: make("gvpo" if loss == "gvpo" else "grpo", loss=loss).couples for loss in LOSSES}
+    coupled = {name: loss.objective.couples for name, loss in LOSSES.items()}  # type: ignore[attr-defined]
     assert coupled == dict.fromkeys(LOSSES, "nothing") | {"gspo": "episodes", "gvpo": "groups"}
 
 
@@ -243,7 +247,7 @@ def test_state_is_kept_by_part() -> None:
     both = make("dgdo", kl_coef=0.1, kl_target=0.1)
     assert set(both.state_dict()) == {"estimator", "kl"}
     assert make("grpo").state_dict() == {}
-    with pytest.raises(ValueError, match=r"dgdo remembers \['estimator'\], but the checkpoint holds \[\]"):
+    with pytest.raises(ValueError, match=r"dgdo has the state \['estimator'\], but the checkpoint holds \[\]"):
         make("dgdo").load_state_dict({})
 
 
@@ -256,6 +260,7 @@ def test_two_algorithms_share_no_state() -> None:
 
 
 def test_gvpo_is_estimator_and_loss_in_one() -> None:
+    assert set(ALGORITHMS) - set(COMBINABLE) == set(LOSSES) - set(EXCHANGEABLE) == {"gvpo"}
     gvpo = make("gvpo", beta=0.3)
     assert gvpo.estimator is gvpo.objective
     assert gvpo.aggregation == GroupSum() and gvpo.kl is None and gvpo.correction is None

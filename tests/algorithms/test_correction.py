@@ -46,7 +46,7 @@ def test_weights_of_whole_answers_across_their_rows() -> None:
     assert metrics["correction/capped"] == 1.0
 
 
-def test_what_lies_outside_the_band_is_left_out() -> None:
+def test_ratios_outside_the_band_are_rejected() -> None:
     found, metrics = weights("token", correction_cap=10.0, reject_below=0.3, reject_above=3.5)
     same(found, [0.5, 0.0, 1.5, 0.0, 3.0])
     assert metrics["correction/rejected"] == pytest.approx(2 / 5)
@@ -174,7 +174,7 @@ def test_the_function_corrects_with_the_sampling_log_probs() -> None:
 
 def test_with_gvpo_it_is_refused() -> None:
     zeros = torch.zeros(2, 1)
-    with pytest.raises(ValueError, match="right for samples of any policy"):
+    with pytest.raises(ValueError, match="valid for samples of any policy"):
         policy_loss("gvpo", zeros, zeros, zeros[:, 0], zeros, groups=[0, 0], sampling_logprobs=zeros)
 
 

@@ -83,7 +83,7 @@ def test_instability_uses_the_size_of_the_mean_and_epsilon() -> None:
     assert found["instability"] == pytest.approx(math.sqrt(1 + 1e-8) / 2.5, rel=1e-12)
 
 
-def test_rewards_that_were_not_given_are_left_out() -> None:
+def test_missing_rewards_do_not_count() -> None:
     group = torch.tensor([0, 0, 0, 1, 1, 2])
     found = Dgdo().instability(tensor(1, NAN, 3, 5, NAN, NAN), group)
     assert found == Dgdo().instability(tensor(1, 3, 5), torch.tensor([0, 0, 1]))
@@ -107,7 +107,7 @@ def test_instability_is_capped_unless_the_paper_is_followed() -> None:
 
 
 def test_statistics_are_those_before_groups_were_filtered() -> None:
-    """The flat groups that were replaced count in the instability, and only there."""
+    """The replaced zero-variance groups count in the instability, and only there."""
     seen = Seen(
         group_N=torch.tensor([0, 0, 1, 1, 1]),
         rewards={"a": tensor(1, 3, 5, 5, 5), "b": tensor(0, 2, 1, 1, 1)},
@@ -144,7 +144,7 @@ def test_weights_follow_the_softmax_of_the_instability() -> None:
 
 
 def test_weights_are_averaged_over_steps_before_the_floor_is_applied() -> None:
-    """w ← β w + (1 − β) target, from uniform: by hand over three steps, with a floor that holds `b` all the while."""
+    """w ← β w + (1 − β) target, from uniform: by hand over three steps, with a floor that `b` stays at."""
     dgdo = Dgdo(warmup_steps=0, beta=0.5, beta_start=0.5, min_weight=0.45)
     samples = samples_of({"a": [0.0, 4.0], "b": [1.0, 1.0]}, [0, 0])  # D = 1 and 0
     target = math.e / (math.e + 1)
@@ -185,7 +185,7 @@ def test_the_advantage_is_gdpos_with_the_weights_of_the_step() -> None:
     assert found.metrics["gdpo/a/mean"] == pytest.approx(float(samples.rewards["a"].nanmean()))
 
 
-def test_a_reward_of_weight_zero_takes_no_part() -> None:
+def test_a_reward_of_weight_zero_is_ignored() -> None:
     with_idle = Dgdo(warmup_steps=0)
     samples = samples_of({"a": [1, 3], "idle": [5, 9], "b": [0, 2]}, [0, 0], weights={"idle": 0.0})
     found = with_idle.advantages(samples)
@@ -221,7 +221,7 @@ def test_the_floor_holds_and_weights_sum_to_one(paper_exact: bool) -> None:
 # State.
 
 
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped() -> None:
+def test_a_resumed_run_continues_exactly() -> None:
     settings: dict[str, Any] = {"warmup_steps": 2, "beta_warmup_steps": 5}
     straight, first, resumed = (make("dgdo", **settings) for _ in range(3))
     for step in range(4):

@@ -17,7 +17,7 @@ from covey.algorithms.functional import (
     index_groups,
     policy_loss,
 )
-from tests.algorithms.helpers import F64, GROUP_ESTIMATORS, NAN, same, tensor
+from tests.algorithms.helpers import F64, GROUP_ESTIMATORS, NAN, WITHOUT_CRITIC, same, tensor
 
 
 def test_groups_are_numbered_by_first_appearance() -> None:
@@ -34,7 +34,7 @@ def test_labels_may_be_anything_in_any_order(name: str) -> None:
     same(advantages(name, rewards, torch.tensor([40, 7, 40, 7, 40])), expected)
 
 
-@pytest.mark.parametrize("name", [*GROUP_ESTIMATORS, "reinforce_plus_plus", "remax"])
+@pytest.mark.parametrize("name", WITHOUT_CRITIC)
 def test_whole_numbers_are_rewards_too(name: str) -> None:
     rewards = torch.tensor([1, 0, 3, 0])
     options: dict[str, Any] = {"baseline_rewards": torch.ones(4)} if name == "remax" else {}
@@ -58,7 +58,7 @@ def test_the_precision_is_that_of_the_rewards(name: str) -> None:
         assert advantages(name, torch.tensor([1.0, 0.0], dtype=dtype), [0, 0]).dtype == dtype
 
 
-def test_answers_alone_are_warned_about_where_they_teach_nothing() -> None:
+def test_single_answers_without_signal_give_a_warning() -> None:
     with pytest.warns(UserWarning, match="2 groups have a single answer: rloo learns nothing from them"):
         advantages("rloo", tensor(1, 2, 3, 4), ["a", "b", "c", "c"])
     with warnings.catch_warnings():
@@ -68,7 +68,7 @@ def test_answers_alone_are_warned_about_where_they_teach_nothing() -> None:
         advantages("remax", tensor(1, 2), ["a", "b"], baseline_rewards=tensor(0, 0))
 
 
-def test_a_reward_of_an_answer_sits_on_its_last_sampled_token() -> None:
+def test_the_reward_of_an_answer_is_on_its_last_sampled_token() -> None:
     mask = torch.tensor([[1, 1, 0], [1, 0, 1]])
     _, found = advantages("reinforce_plus_plus", tensor(8, 4), [0, 1], mask=mask, gamma=0.5, with_returns=True)
     same(found, [[4, 8, 0], [2, 0, 4]])
@@ -99,8 +99,8 @@ def extras(name: str, answers: int) -> dict[str, Any]:
     return options
 
 
-@pytest.mark.parametrize("name", [*GROUP_ESTIMATORS, "ppo", "reinforce_plus_plus", "remax"])
-def test_an_answer_that_was_never_scored_is_left_out(name: str) -> None:
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_answer_without_a_reward_is_skipped(name: str) -> None:
     """Its advantage is 0, and the others' are as if it were not there."""
     rewards, groups = tensor(1.0, NAN, 0.0, 3.0, 2.0, NAN), ["a", "a", "a", "b", "b", "b"]
     mask = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 1], [1, 0, 0], [1, 1, 1], [1, 0, 0]])
@@ -111,19 +111,19 @@ def test_an_answer_that_was_never_scored_is_left_out(name: str) -> None:
     assert not bool(found[[1, 5]].any())
 
 
-@pytest.mark.parametrize("name", [*GROUP_ESTIMATORS, "ppo", "reinforce_plus_plus", "remax"])
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_where_no_answer_was_scored_there_is_no_advantage(name: str) -> None:
     found = advantages(name, tensor(NAN, NAN), [0, 0], mask=torch.ones(2, 3), **extras(name, 2))
     assert not bool(found.any())
 
 
-def test_what_token_rewards_say_where_nothing_was_sampled_does_not_count() -> None:
+def test_token_rewards_outside_the_mask_do_not_count() -> None:
     """NaN there does not make an answer unscored."""
     per_token, mask = tensor([1, NAN], [0, 1], [NAN, 0]), torch.tensor([[1, 0], [1, 1], [0, 1]])
     same(advantages("rloo", per_token, [0, 0, 0], mask=mask), advantages("rloo", tensor(1, 1, 0), [0, 0, 0]))
 
 
-def test_mistakes_of_advantages_are_told() -> None:
+def test_invalid_arguments_of_advantages() -> None:
     with pytest.raises(ValueError, match=r"rewards have shape \(2,\) but there are 3 group labels"):
         advantages("grpo", tensor(1, 0), [0, 0, 0])
     with pytest.raises(ValueError, match="grpo has no returns"):
@@ -197,7 +197,7 @@ def test_one_advantage_per_answer_is_the_same_for_each_of_its_tokens() -> None:
         same(per_token, per_answer)
 
 
-def test_mistakes_of_policy_loss_are_told() -> None:
+def test_invalid_arguments_of_policy_loss() -> None:
     zeros = torch.zeros(1, 1)
     with pytest.raises(ValueError, match=r"unknown loss  gsop\n  did you mean   gspo"):
         policy_loss("gsop", zeros, zeros, zeros[0], zeros)

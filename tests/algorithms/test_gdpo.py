@@ -39,7 +39,7 @@ def counts(answers: int, rewards: int) -> tuple[int, int]:
     return distinct(ours, answers), distinct(grpo, answers)
 
 
-def test_it_tells_more_mixtures_of_two_rewards_apart_than_grpo() -> None:
+def test_it_distinguishes_more_mixtures_of_two_rewards_than_grpo() -> None:
     found = [counts(n, 2) for n in range(2, 12)]
     assert [gdpo for gdpo, _ in found] == [3, 6, 14, 26, 38, 59, 81, 109, 145, 186]
     assert [grpo for _, grpo in found] == [2, 4, 7, 11, 16, 22, 29, 37, 46, 56]
@@ -69,7 +69,7 @@ def test_the_batch_step_runs_over_all_episodes_with_epsilon() -> None:
     same(found, raw / (raw.std() + 1))
 
 
-def test_a_reward_that_was_not_given_is_left_out_of_its_statistics() -> None:
+def test_a_missing_reward_does_not_count_in_its_statistics() -> None:
     """`b` was given to two of three answers: those are compared with each other, and the third has `a` alone."""
     rewards = {"a": tensor(1, 0, 2), "b": tensor(NAN, 4, 0)}
     raw = tensor(0, -1, 1) + tensor(0, 1, -1) / math.sqrt(2)
@@ -101,7 +101,7 @@ def test_weight_zero_of_the_only_reward_of_an_answer_leaves_it_without() -> None
 
 
 def test_a_group_without_signal_has_advantage_zero_whatever_the_lengths() -> None:
-    """Whitened over tokens, the mean would not be 0, and the flat group would be pushed."""
+    """Whitened over tokens, the mean would not be 0, and the zero-variance group would get an advantage."""
     mask = torch.arange(9) < torch.tensor([1, 9, 2, 8, 3, 7])[:, None]
     rewards = {"a": tensor(1, 0, 3, 0.1, 0.1, 0.1), "b": tensor(0, 0, 1, 1, 1, 1)}
     found = advantages("gdpo", rewards, [0, 0, 0, 1, 1, 1], mask=mask)

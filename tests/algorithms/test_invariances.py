@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from covey.algorithms import make
+from covey.algorithms import LOSSES, make
 from covey.algorithms.algorithm import Algorithm
 from covey.algorithms.functional import policy_loss
 from covey.algorithms.ops import episode_sum, make_batch
 from covey.types import Batch
-from tests.algorithms.helpers import F64, LOSS_NAMES, NAN, outputs, random_batch, same, total_loss, value_and_gradient
+from tests.algorithms.helpers import F64, NAN, outputs, random_batch, same, total_loss, value_and_gradient
 
 ALL_AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 # Every loss as it comes, with two KLs beside it where it may have them; and one with every aggregation.
-CASES: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in LOSS_NAMES]
+CASES: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in LOSSES]
 CASES += [("ppo_clip", {"aggregation": how}) for how in ALL_AGGREGATIONS]
 CASES += [("gspo", {"aggregation": "token-mean"}), ("gvpo", {"reference": "old", "clip_weight": 0.3})]
 IDS = ["-".join([name, *map(str, options.values())]) for name, options in CASES]
@@ -119,7 +119,7 @@ def summed(algorithm: Algorithm, logprobs: Tensor, batch: Batch, parts: Sequence
 
 @every_loss
 def test_micro_batches_add_up_to_the_whole(name: str, options: dict[str, Any]) -> None:
-    """Cut anywhere, also through episodes and groups: then what belongs together is told by a first pass."""
+    """Cut anywhere, also through episodes and groups: sums over episodes and groups then come from a first pass."""
     logprobs, batch = random_batch()
     algorithm = built(name, options)
     whole = value_and_gradient(lambda x: total_loss(algorithm, x, batch), logprobs)

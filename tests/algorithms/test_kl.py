@@ -52,7 +52,7 @@ def test_k3_keeps_its_digits_where_the_policies_almost_agree() -> None:
     same(kl_penalty(tensor(0.0), tensor(1e-6), "k3") * 1e12, [0.5], 1e-3)
 
 
-def test_an_unknown_estimator_is_told_with_those_known() -> None:
+def test_an_unknown_estimator_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match="unknown KL estimator 'k4'; known: k1, kl, abs, k2"):
         kl_penalty(tensor(0.0), tensor(0.0), "k4")
     with pytest.raises(ValueError, match="kl_estimator must be one of k1, kl, abs, k2, mse, k3, low_var_kl, full"):
@@ -142,7 +142,7 @@ def test_both_kls_beside_each_other() -> None:
     assert list(make("grpo").loss(outputs(logprobs), batch)) == ["policy"]
 
 
-def test_the_full_kl_is_what_the_model_said_of_the_whole_vocabulary() -> None:
+def test_the_full_kl_comes_from_the_whole_vocabulary() -> None:
     logprobs, batch = random_batch()
     full = torch.rand(9, 5, dtype=F64)
     algorithm = make("grpo", kl_coef=0.5, kl_estimator="full", aggregation="token-mean")
@@ -175,7 +175,7 @@ K1 = tensor([0.5, -1.0, 0.0], [0.25, 0.0, 0.0], [-0.5, 0.0, 0.0])
 
 
 @pytest.mark.parametrize("before", [None, torch.full((3, 3), 2.0, dtype=F64)])
-def test_in_the_reward_every_sampled_token_pays_for_itself(before: Tensor | None) -> None:
+def test_in_the_reward_every_sampled_token_has_its_own_penalty(before: Tensor | None) -> None:
     algorithm = make("reinforce_plus_plus", kl_coef=0.1, kl_in="reward")
     samples, metrics = algorithm.shape(shaped_step(token_rewards_RT=before))
     same(samples.token_rewards_RT, (0 if before is None else before) - 0.1 * K1)
@@ -252,7 +252,7 @@ def test_a_step_larger_than_the_horizon_moves_it_by_a_fifth_at_most() -> None:
         Kl(kl_horizon=0)
 
 
-def test_the_loss_uses_what_the_coefficient_has_become() -> None:
+def test_the_loss_uses_the_adapted_coefficient() -> None:
     algorithm = make("grpo", kl_coef=0.5, kl_target=0.1, kl_horizon=4.0, kl_estimator="k2")
     logprobs, batch = random_batch()
     before = algorithm.loss(outputs(logprobs), batch)["kl"].sum
@@ -277,7 +277,7 @@ def test_its_state_survives_a_resume() -> None:
     assert resumed.kl is not None and first.kl is not None
     assert resumed.kl.coef == first.kl.coef != 0.5
     assert make("grpo", kl_coef=0.5).state_dict() == {}
-    with pytest.raises(ValueError, match=r"grpo remembers \[\], but the checkpoint holds \['kl'\]"):
+    with pytest.raises(ValueError, match=r"grpo has the state \[\], but the checkpoint holds \['kl'\]"):
         make("grpo", kl_coef=0.5).load_state_dict(state)
 
 
@@ -299,7 +299,7 @@ def test_what_is_needed_follows_from_the_settings() -> None:
     assert needs(kl_estimator="full") == (False, False, False)
 
 
-def test_k1_in_the_loss_is_remarked_upon() -> None:
+def test_k1_in_the_loss_gives_a_warning() -> None:
     for name in ("k1", "kl"):
         assert "mean zero" in make("grpo", kl_coef=0.1, kl_estimator=name).remarks()[0]
     assert make("grpo", kl_coef=0.1, kl_estimator="k1", kl_in="reward").remarks() == []
@@ -326,7 +326,7 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> Non
         make("grpo", **options)
 
 
-def test_the_reference_is_told_of_without_being_trained_on() -> None:
+def test_the_kl_to_the_reference_is_a_metric_without_a_coefficient() -> None:
     """Where reference log-probs are at hand, the KL is a metric, though kl_coef is 0."""
     logprobs, batch = random_batch()
     assert batch.ref_logprobs_RT is not None

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from covey.algorithms.ops import (
-    along,
-    back,
     backward_sum,
     effective_sample_size,
     episode_sum,
+    from_timeline,
     group_mean,
     group_size,
     group_std,
@@ -21,6 +20,7 @@ from covey.algorithms.ops import (
     probability_ratio,
     simplex_with_floor,
     timeline,
+    to_timeline,
     token_rewards,
     whiten,
 )
@@ -37,7 +37,7 @@ def test_statistics_of_each_group_are_given_back_to_its_members() -> None:
     same(group_std(VALUES, GROUPS), [7**0.5, 8**0.5, 7**0.5, 8**0.5, 7**0.5, 0])
 
 
-def test_members_that_do_not_count_are_left_out_of_all_statistics() -> None:
+def test_invalid_members_do_not_count_in_any_statistic() -> None:
     valid = torch.tensor([True, True, True, True, False, False])
     same(group_size(GROUPS, valid_N=valid), [2, 2, 2, 2, 2, 0])
     same(group_mean(VALUES, GROUPS, valid), [1.5, 7, 1.5, 7, 1.5, 0])
@@ -91,8 +91,8 @@ def test_time_runs_across_tool_turns_and_forked_rows() -> None:
     places, valid = timeline(mask, episode, 3)
     assert [row[on].tolist() for row, on in zip(places, valid, strict=True)] == [[4, 7, 16, 17, 18], [], [0, 1, 12]]
     x = torch.arange(20, dtype=F64).reshape(5, 4)
-    same(along(x, places, valid), [[4, 7, 16, 17, 18], [0] * 5, [0, 1, 12, 0, 0]])
-    same(back(along(x, places, valid), places, valid, mask), x * mask)
+    same(to_timeline(x, places, valid), [[4, 7, 16, 17, 18], [0] * 5, [0, 1, 12, 0, 0]])
+    same(from_timeline(to_timeline(x, places, valid), places, valid, mask), x * mask)
 
 
 def test_a_step_without_any_sampled_token_has_an_empty_timeline() -> None:
@@ -100,7 +100,7 @@ def test_a_step_without_any_sampled_token_has_an_empty_timeline() -> None:
     assert places.shape == valid.shape == (2, 0)
 
 
-def test_the_reward_sits_on_the_last_sampled_token_beside_what_shapers_added() -> None:
+def test_the_reward_is_on_the_last_sampled_token_plus_token_rewards() -> None:
     added = torch.arange(20, dtype=F64).reshape(5, 4) / 100 * torch.tensor(FORKED_MASK)
     samples = samples_of(
         [10.0, 20.0, 30.0], [0, 0, 0], mask=FORKED_MASK, episode=FORKED_EPISODE, token_rewards_RT=added
@@ -115,7 +115,7 @@ def test_discounted_sums_run_backwards() -> None:
     same(backward_sum(tensor([1.0, 2.0, 4.0], [0.0, 0.0, 8.0]), 0.5), [[3, 4, 4], [2, 4, 8]])
 
 
-def test_ratios_are_held_where_exp_would_overflow() -> None:
+def test_ratios_are_clamped_before_exp_overflows() -> None:
     found = probability_ratio(tensor(0.0, 1.0, 500.0, -500.0), tensor(0.0, 0.5, 0.0, 0.0))
     same(found, torch.exp(tensor(0.0, 0.5, 20.0, -20.0)))
 

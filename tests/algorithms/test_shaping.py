@@ -1,4 +1,4 @@
-"""Answers that are too long: DAPO's soft punishment and what is done with those that were cut off."""
+"""Overlong and truncated answers: DAPO's soft penalty, masking and penalising."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def long_step(*lengths: int, max_tokens: int = 100, **columns: Any) -> Samples:
 @pytest.mark.parametrize(
     ("length", "expected"), [(50, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (100, -1.0), (110, -1.0)]
 )
-def test_the_soft_punishment_by_hand(length: int, expected: float) -> None:
+def test_the_soft_penalty_by_hand(length: int, expected: float) -> None:
     assert float(overlong(torch.tensor([length]), 100, 20)[0]) == pytest.approx(expected)
     assert float(overlong(torch.tensor([length]), 100, 20, penalty=3.0)[0]) == pytest.approx(3 * expected)
 
@@ -36,7 +36,7 @@ def test_the_buffer_is_a_number_of_tokens_or_a_share(buffer: float) -> None:
     same(samples.total_reward(), [1.0, 0.75, 0.5])
 
 
-def test_the_punishment_is_a_reward_of_its_own_beside_the_others() -> None:
+def test_the_penalty_is_a_separate_reward() -> None:
     """So that GDPO normalises it by itself: correct 1, 0, 1 and overlong 0, −½, −1."""
     algorithm = make("gdpo", overlong_buffer=20)
     samples, _ = algorithm.shape(
@@ -63,7 +63,7 @@ def cut_step() -> Samples:
     return long_step(3, 2, 3, max_tokens=3, truncated_N=torch.tensor([True, False, True]))
 
 
-def test_truncated_answers_are_kept_unless_said_otherwise() -> None:
+def test_truncated_answers_are_kept_by_default() -> None:
     samples = cut_step()
     assert shaped_by(Shaping(), samples) is samples
 
@@ -91,7 +91,7 @@ def test_a_masked_row_masks_all_rows_of_its_episode() -> None:
 
 
 def test_lengths_count_though_the_answer_is_masked() -> None:
-    """Both at once: the answer that hit the limit is punished for it in the group's statistics."""
+    """Both at once: the truncated answer is penalised in the group's statistics."""
     samples = shaped_by(Shaping(overlong_buffer=1.0, truncated="mask"), cut_step())
     same(samples.rewards["overlong"], [-1.0, 0.0, -1.0])
 
@@ -100,7 +100,7 @@ def test_lengths_count_though_the_answer_is_masked() -> None:
     ("name", "options"), [("overlong", {"overlong_buffer": 0.5}), ("truncated", {"truncated": "penalise"})]
 )
 def test_a_reward_of_the_same_name_is_refused(name: str, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"a reward is called '{name}', as is the one that the algorithm adds"):
+    with pytest.raises(ValueError, match=f"the algorithm adds a reward called '{name}'"):
         make("grpo", **options).check_rewards({"right": 1.0, name: 0.0})
     make("grpo", **options).check_rewards({"right": 1.0})
     make("grpo").check_rewards({"right": 1.0, name: 0.0})
@@ -121,7 +121,7 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> Non
 
 
 def test_a_masked_answer_pays_its_kl_like_the_others() -> None:
-    """Equal rewards and equal KLs make equal totals: nobody is better for being cut off."""
+    """Equal rewards and equal KLs make equal totals: no answer gains from being cut off."""
     algorithm = make("rloo", truncated="mask", kl_coef=0.5, kl_in="reward")
     zeros = torch.zeros(2, 1, dtype=torch.float64)
     samples = samples_of(

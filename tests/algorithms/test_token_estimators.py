@@ -15,7 +15,7 @@ from covey.algorithms.functional import advantages
 from covey.algorithms.gae import Gae, explained_variance, value_loss
 from covey.protocols import Advantages
 from covey.types import Samples
-from tests.algorithms.helpers import F64, NAN, same, samples_of, tensor
+from tests.algorithms.helpers import F64, NAN, TOKEN_ESTIMATORS, same, samples_of, tensor
 
 # Four episodes as seven rows that lie in no order: 0 and 2 are forked, 1 has a tool's words inside, 3 sampled nothing.
 MASK = [
@@ -130,21 +130,21 @@ def test_with_lambda_one_the_critic_only_shifts_the_return() -> None:
     same(make("ppo", gamma=0.9, lam=1.0).advantages(samples).returns, plain)
 
 
-@pytest.mark.parametrize("name", ["ppo", "reinforce_plus_plus"])
+@pytest.mark.parametrize("name", TOKEN_ESTIMATORS)
 def test_equal_advantages_are_whitened_to_zero(name: str) -> None:
     mask, values = torch.tensor([[1, 1], [1, 0]]), torch.zeros(2, 2, dtype=F64)
     for reward in (0.1, 1e6):
         rewards = torch.full((2,), reward, dtype=F64)
-        options: dict[str, Any] = {"values": values} if name == "ppo" else {}
+        options: dict[str, Any] = {"values": values} if make(name).needs.values else {}
         assert advantages(name, rewards, [0, 1], mask=mask, **options).tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
-@pytest.mark.parametrize("name", ["ppo", "reinforce_plus_plus"])
+@pytest.mark.parametrize("name", TOKEN_ESTIMATORS)
 def test_the_order_of_the_answers_does_not_matter(name: str) -> None:
     torch.manual_seed(0)
     rewards, values, mask = torch.rand(6, dtype=F64), torch.rand(6, 4, dtype=F64), torch.rand(6, 4) < 0.6
     order = torch.randperm(6)
-    options: dict[str, Any] = {"values": values} if name == "ppo" else {}
+    options: dict[str, Any] = {"values": values} if make(name).needs.values else {}
     moved = {key: column[order] for key, column in options.items()}
     found = advantages(name, rewards, range(6), mask=mask, **options)
     same(advantages(name, rewards[order], range(6), mask=mask[order], **moved), found[order])
@@ -178,7 +178,7 @@ def test_a_critic_is_needed() -> None:
     assert make("reinforce_plus_plus").needs.min_group_size == 1
 
 
-def test_what_is_told_of_the_critic() -> None:
+def test_metrics_of_the_critic() -> None:
     samples = forked_step()
     found: Advantages = Gae().advantages(samples)
     assert samples.values_RT is not None and found.returns is not None

@@ -47,7 +47,7 @@ def test_an_unbiased_kl_needs_sampled_tokens_in_the_loss() -> None:
             make("grpo", kl_coef=0.1, kl_unbiased=True, **options)
 
 
-def test_recompute_asks_for_the_learners_log_probs_and_weighs_nothing() -> None:
+def test_recompute_needs_the_learners_log_probs_and_applies_no_weights() -> None:
     correction = make("grpo", correction="recompute").correction
     assert correction is not None and correction.needs.proximal and not correction.active
     with pytest.raises(ValueError, match="reject"):

@@ -66,7 +66,7 @@ def test_a_command_of_the_guide_trains(name: str, data: Path, tiny_model_folder:
     if name == "react":
         pytest.importorskip("bm25s", reason="needs the extra covey[search]")
     if name == "code" and not any(finding.works for finding in describe() if not finding.tier.weak):
-        pytest.skip("no sandbox with walls can be had here")
+        pytest.skip("no sandbox that isolates works here")
     words = shlex.split(f"{SMALL} {SHARED} {COMMANDS[name]}")
     assert main(["train", f"model={tiny_model_folder}", *words]) == 0
     (path,) = data.glob("outputs/*/*/metrics.jsonl")

@@ -81,7 +81,7 @@ def test_explain_an_algorithms_setting_by_any_of_its_names(algorithms):
     text = explain("algorithm.beta", algorithms)
     assert text.startswith("algorithm.beta  (gvpo)\n  strength of the KL constraint\n")
     assert "aliases  algorithm.gvpo_beta" in text
-    assert "algorithm.beta  (dgdo)\n  how much of the old weights is kept each step\n" in text
+    assert "algorithm.beta  (dgdo)\n  share of the old weights kept each step\n" in text
     assert explain("gvpo_beta", algorithms) == text.split("\n\n")[0]
 
 
@@ -141,7 +141,7 @@ def test_the_page_of_all_settings_is_what_the_command_writes(capsys):
     write_it = "covey config explain --markdown > docs/settings.md"
     assert (Path(__file__).parents[2] / "docs" / "settings.md").read_text() == page, write_it
     assert "| `learner.lr` | `1e-05` | a number from 0 to 10 | learning rate after the warm-up |" in page
-    assert "| `algorithm.beta` | dgdo | a number from 0 to 1 | how much of the old weights is kept each step |" in page
+    assert "| `algorithm.beta` | dgdo | a number from 0 to 1 | share of the old weights kept each step |" in page
     assert [key for key in schema_settings() if f"| `{key}` |" not in page] == []
 
 

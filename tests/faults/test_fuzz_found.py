@@ -30,14 +30,14 @@ from covey.rewards.bfcl import NotCalls, calls_in
 from covey.rewards.ifeval import count_sentences
 from covey.rewards.judge import read_mark
 from covey.rewards.rewardset import find_conditions
-from covey.sandbox.hidden_tests import given_names, hidden_tests
+from covey.sandbox.hidden_tests import hidden_tests, solution_names
 from covey.tasks import reading
 from covey.tasks.check import check_files
 from covey.tasks.files import find_files, read_tasks
 from covey.telemetry.figures import ABSENT, duration
 from covey.telemetry.history import read_run
 from covey.training.folder import find_unfinished
-from covey.workers.link import LARGEST, LENGTH, Inbox, NoFrame
+from covey.workers.handle import LENGTH, MAX_FRAME, FrameReader, InvalidFrame
 from tests.faults.fuzzing import bounded
 from tests.rewards.replies import score, task_of
 
@@ -217,7 +217,7 @@ def test_columns_that_a_reward_cannot_read_are_told_before_training(
 @pytest.mark.parametrize("source", ["\x00", "\ud800", "(" * 5000, "-" * 100_000 + "1"])
 def test_hidden_tests_that_are_no_python(source: str) -> None:
     with pytest.raises(InputError, match="a hidden test is not Python"):
-        given_names([source], "")
+        solution_names([source], "")
 
 
 def test_hidden_tests_of_a_wrong_type() -> None:
@@ -275,15 +275,15 @@ def test_tool_calls_that_are_no_list(calls: Any) -> None:
         read_messages([{"role": "assistant", "tool_calls": calls}])
 
 
-@pytest.mark.parametrize("length", [0, 1, LARGEST + 1, 2**63, 2**64 - 1])
+@pytest.mark.parametrize("length", [0, 1, MAX_FRAME + 1, 2**63, 2**64 - 1])
 def test_a_length_that_nobody_would_send(length: int) -> None:
-    with pytest.raises(NoFrame, match="a length of"):
-        Inbox().feed(LENGTH.pack(length))
+    with pytest.raises(InvalidFrame, match="a length of"):
+        FrameReader().feed(LENGTH.pack(length))
 
 
 def test_more_than_was_announced() -> None:
-    with pytest.raises(NoFrame, match="3 bytes too many"):
-        Inbox().feed(LENGTH.pack(4) + b"1234567")
+    with pytest.raises(InvalidFrame, match="3 bytes too many"):
+        FrameReader().feed(LENGTH.pack(4) + b"1234567")
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from covey.agents.tools.mcp import mcp_tools
 from covey.agents.tools.tool import ToolFailure, ToolMistake
 from covey.errors import InputError
-from covey.workers import WorkerError, WorkerPool, link
-from covey.workers.link import LARGEST, LENGTH, Inbox, NoFrame, framed
+from covey.workers import WorkerError, WorkerPool, handle
+from covey.workers.handle import LENGTH, MAX_FRAME, FrameReader, InvalidFrame, WorkerHandle, encode_frame
 from tests.faults.fuzzing import Target, json_values, scalars, suite, texts
 
 SMALL = 1 << 20
@@ -31,28 +31,28 @@ SMALL = 1 << 20
 
 # -- frames ----------------------------------------------------------------------------------------------------------
 
-lengths = st.one_of(st.integers(0, 40), st.sampled_from([LARGEST, LARGEST + 1, 2**63, 2**64 - 1, 2**40]))
+lengths = st.one_of(st.integers(0, 40), st.sampled_from([MAX_FRAME, MAX_FRAME + 1, 2**63, 2**64 - 1, 2**40]))
 frames = st.one_of(
     st.binary(max_size=60),
     st.builds(lambda length, body: LENGTH.pack(length) + body, lengths, st.binary(max_size=60)),
-    st.builds(lambda value, prefix: bytes(framed(prefix, value)), scalars, st.binary(min_size=2, max_size=2)),
-    st.builds(lambda value, end: bytes(framed(b"\x00\x01", value))[:end], scalars, st.integers(0, 60)),
+    st.builds(lambda value, prefix: bytes(encode_frame(prefix, value)), scalars, st.binary(min_size=2, max_size=2)),
+    st.builds(lambda value, end: bytes(encode_frame(b"\x00\x01", value))[:end], scalars, st.integers(0, 60)),
 )
 sent = st.lists(frames, max_size=3).map(b"".join)
 
 
 def fills(given: tuple[bytes, int]) -> None:
     data, piece = given
-    inbox = Inbox()
+    reader = FrameReader()
     tracemalloc.start()
     try:
         for at in range(0, len(data), piece):
-            found = inbox.feed(data[at : at + piece])
+            found = reader.feed(data[at : at + piece])
             if found is not None:
                 assert len(found) == LENGTH.unpack(data[: LENGTH.size])[0]
                 break
-    except NoFrame as what:
-        assert "bytes" in str(what)
+    except InvalidFrame as error:
+        assert "bytes" in str(error)
     finally:
         assert tracemalloc.get_traced_memory()[1] < SMALL, "memory for what has not come"
         tracemalloc.stop()
@@ -64,10 +64,10 @@ values = json_values(["a"], st.none() | st.booleans() | st.integers() | st.text(
 def arrives(given: tuple[Any, list[int]]) -> None:
     """Cut anywhere, a frame arrives whole."""
     value, cuts = given
-    data, inbox, found, at = bytes(framed(b"\x00\x01", value)), Inbox(), None, 0
+    data, reader, found, at = bytes(encode_frame(b"\x00\x01", value)), FrameReader(), None, 0
     for size in [*cuts, len(data)]:
         assert found is None
-        found, at = inbox.feed(data[at : at + size]), at + size
+        found, at = reader.feed(data[at : at + size]), at + size
         if at >= len(data):
             break
     assert found is not None and bytes(found[:2]) == b"\x00\x01" and pickle.loads(found[2:]) == value
@@ -79,18 +79,18 @@ def asks(given: tuple[bytes, bool]) -> None:
 
     async def ask() -> Any:
         ours, theirs = socket.socketpair()
-        made = link.Link(1, ours)
+        made = WorkerHandle(1, ours)
         try:
             theirs.sendall(data)
             if ends:
                 theirs.close()
-            return await WorkerPool._ask(None, made, "f", memoryview(b""), 0.05)  # type: ignore[arg-type]
+            return await WorkerPool._request(None, made, "f", memoryview(b""), 0.05)  # type: ignore[arg-type]
         finally:
             made.close()
             theirs.close()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(link, "GRACE", 0.01)
+        patch.setattr(handle, "GRACE", 0.01)
         try:
             asyncio.run(ask())
         except WorkerError as error:

@@ -20,7 +20,7 @@ from covey.rewards.math.algebra import NotAlgebra, parse
 from covey.rewards.math.rewards import equal, final_expression
 from covey.rewards.math.verify_process import wild
 from covey.rewards.rewardset import find_conditions
-from covey.sandbox.hidden_tests import given_names, hidden_tests, used_as_modules
+from covey.sandbox.hidden_tests import hidden_tests, solution_names, used_as_modules
 from covey.types import Task
 from tests.faults.fuzzing import Target, json_values, mixed, repeated, scalars, suite, texts
 from tests.rewards.replies import episode_of, task_of
@@ -244,7 +244,7 @@ def reads_tests(given: tuple[dict[str, Any], str]) -> None:
     columns, source = given
     with suppress(InputError):
         hidden_tests(columns)
-    for read in (lambda: given_names([source], ""), lambda: used_as_modules([source], "")):
+    for read in (lambda: solution_names([source], ""), lambda: used_as_modules([source], "")):
         with suppress(InputError):
             read()
 

@@ -301,7 +301,7 @@ def change(path: Path, **settings: Any) -> None:
 FORBIDDEN = {"dill", "cloudpickle", "joblib", "shelve", "marshal", "pickle", "jsonpickle", "_pickle", "telnetlib"}
 # Where one of them has a place, and why: between processes of one's own, never from a file or a network.
 ALLOWED = {
-    "workers/link.py": {"pickle"},  # forks of this process talk over socket pairs
+    "workers/handle.py": {"pickle"},  # forks of this process talk over socket pairs
     "workers/pool.py": {"pickle"},
     "workers/worker.py": {"pickle"},
     "sandbox/tiers.py": {"marshal"},  # our own modules, on their way into a sandbox; nothing comes back this way

@@ -1,5 +1,5 @@
-"""Random steps by seed, in float64, as unpleasant as real ones: uneven groups whose answers do not lie side by side,
-groups of equal rewards, answers of all lengths, gaps where a tool spoke, log-ratios of ±50.
+"""Random steps by seed, in float64, with the difficulties of real ones: uneven groups with interleaved answers, groups
+of equal rewards, answers of all lengths, gaps for tool output, log-ratios of ±50.
 
 Shapes: N answers, T tokens.
 """
@@ -28,7 +28,7 @@ class Case:
     advantages: Tensor  # [N, T], any
 
     def on_last_token(self, rewards: Tensor | None = None) -> Tensor:
-        """[N] rewards → [N, T], as trainers with token rewards hold them."""
+        """[N] rewards → [N, T], the format of trainers with token rewards."""
         rewards = self.rewards if rewards is None else rewards
         place = torch.arange(self.mask.shape[1])
         last = (self.mask * place).max(-1).values
@@ -82,7 +82,7 @@ def _mask(count: int, length: int, holes: bool, empty: bool, random: torch.Gener
 
 
 def _rewards(groups: list[str], random: torch.Generator) -> Tensor:
-    """Right or wrong in one group, the same for all in another, anything in the rest."""
+    """Binary rewards in one group, equal ones in another, random ones in the rest."""
     rewards = torch.randn(len(groups), generator=random, dtype=torch.float64)
     binary = (rewards > 0).double()
     named = {"prompt 0": torch.full_like(rewards, 0.1), "prompt 1": binary}
@@ -98,7 +98,7 @@ def _log_ratio(count: int, length: int, extreme: bool, random: torch.Generator) 
 
 
 def samples(case: Case, rewards: Tensor | None = None) -> Samples:
-    """A step as Covey's own loop holds it, for what `advantages` does not reach: a KL in the reward."""
+    """A step as Covey's training loop has it, for a KL in the reward, which `advantages` does not cover."""
     number: dict[str, int] = {}
     return Samples(
         rows=(),

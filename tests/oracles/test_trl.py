@@ -322,7 +322,7 @@ def test_an_answer_that_nobody_scored(ledger: Ledger, name: str) -> None:
     found = advantages(name, rewards, step.groups, **settings)[:4]
     theory = [1 / 3, -2 / 3, 1 / 3, 0] if name == "grpo" else [1 / 2, -1, 1 / 2, 0]
     assert expected.tolist() == pytest.approx(theory)
-    ledger.same(f"{name}, an answer that nobody scored", f"TRL {kind.__name__}", found, expected)
+    ledger.same(f"{name}, an answer without a reward", f"TRL {kind.__name__}", found, expected)
 
 
 # Where they differ.
@@ -337,7 +337,7 @@ def test_an_exploding_ratio_without_dual_clip(ledger: Ledger) -> None:
     found, _ = policy_loss("ppo_clip", logprobs, old, bad, mask, dual_clip=None)
     assert float(found) == pytest.approx(math.exp(20))
     assert float(expected) == pytest.approx(math.exp(50))
-    because = "log-ratios are held to ±20; TRL's exponential is free"
+    because = "log-ratios are clamped to ±20; TRL's exponential is unbounded"
     ledger.differs("loss ppo_clip, log-ratio 50, no dual clip", "TRL loss_type=grpo", found, expected, because=because)
 
 
@@ -350,7 +350,7 @@ def test_k3_far_below_the_reference(ledger: Ledger) -> None:
     found, _ = policy_loss("ppo_clip", logprobs, logprobs, none, mask, ref_logprobs=ref, kl_coef=1.0)
     assert float(found) == pytest.approx(math.exp(20) - 21 + 10 * (math.exp(20) - 1))
     assert float(expected) == pytest.approx(math.exp(30) - 31)
-    because = "a straight line beyond d = 20; TRL's exponential is free"
+    because = "a straight line beyond d = 20; TRL's exponential is unbounded"
     ledger.differs("KL k3, 30 below the reference", "TRL beta", found, expected, because=because)
 
 

@@ -71,7 +71,7 @@ def test_dr_grpo_has_no_standard_deviation(ledger: Ledger, seed: int) -> None:
 @pytest.mark.parametrize("holes", [False, True])
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (1.0, 0.0), (0.0, 0.5)])
 def test_gae(ledger: Ledger, seed: int, holes: bool, gamma: float, lam: float) -> None:
-    """Rewards on every token. Beyond the mask verl leaves what nobody reads, so only sampled tokens are compared."""
+    """Rewards on every token. Only sampled tokens are compared: verl leaves unused values beyond the mask."""
     step = case(seed, holes=holes)
     rewards = 0.1 * step.advantages + step.on_last_token()
     expected, returns = theirs("gae", step, token_rewards=rewards, values=step.values, gamma=gamma, lam=lam)
@@ -181,7 +181,7 @@ def test_a_group_of_one(ledger: Ledger, name: str, other: str, alone: float) -> 
     ledger.differs(f"{name}, a group of one", f"verl {other}", found[2], expected[2], because=LONELY)
 
 
-LONELY = "an answer without siblings has no baseline: Covey learns nothing from it, verl from the raw reward"
+LONELY = "a single answer has no baseline: Covey gives it advantage 0, verl the raw reward"
 
 
 @pytest.mark.filterwarnings("ignore:.*have a single answer")
@@ -210,7 +210,7 @@ def test_a_group_of_one_for_pass_at_k(ledger: Ledger) -> None:
     with pytest.raises(ValueError, match="at least 2"):
         theirs("grpo_passk", step, config=verl_config.AlgoConfig())
     assert float(ours("grpo_passk", step)[2]) == 0
-    because = "verl stops with an error, Covey gives 0 and warns"
+    because = "verl raises an error, Covey gives 0 and warns"
     ledger.differs("grpo_passk, a group of one", "verl grpo_passk", 0.0, None, because=because)
 
 
@@ -223,7 +223,7 @@ def test_equal_rewards_have_no_signal_in_float32(ledger: Ledger) -> None:
     found = advantages("grpo", rewards, ["a"] * 7)
     assert found.tolist() == [0.0] * 7
     assert expected[:, 0].abs().tolist() == pytest.approx([0.0074] * 7, abs=2e-4)
-    because = "equal rewards: a spread within rounding is none; verl divides rounding by rounding"
+    because = "equal rewards: a spread within rounding error counts as zero; verl divides rounding errors by each other"
     ledger.differs("grpo, equal float32 rewards of 0.1", "verl grpo", found, expected[:, 0], because=because)
 
 
@@ -236,7 +236,7 @@ def test_equal_returns_have_no_signal_in_float32(ledger: Ledger) -> None:
     found = advantages("reinforce_plus_plus", rewards, ["a"] * 7, mask=mask)
     assert found.tolist() == [[0.0]] * 7
     assert 0 < float(expected.abs().max()) < 1e-3
-    because = "equal returns: a spread within rounding is none; verl whitens the rounding"
+    because = "equal returns: a spread within rounding error counts as zero; verl whitens the rounding errors"
     thing, oracle = "reinforce_plus_plus, equal float32 returns", "verl reinforce_plus_plus"
     ledger.differs(thing, oracle, found, expected, because=because)
 
@@ -247,13 +247,13 @@ def test_a_step_of_one_token(ledger: Ledger) -> None:
     with pytest.raises(ValueError, match="sum of the mask is one"):
         theirs("reinforce_plus_plus", step, config=verl_config.AlgoConfig())
     assert ours("reinforce_plus_plus", step).tolist() == [[0.0]]
-    because = "nothing to whiten: verl stops with an error, Covey gives 0"
+    because = "nothing to whiten: verl raises an error, Covey gives 0"
     ledger.differs("reinforce_plus_plus, one token", "verl reinforce_plus_plus", 0.0, None, because=because)
 
 
 @pytest.mark.parametrize(("name", "other"), [("grpo", "grpo"), ("rloo", "rloo"), ("opo", "opo"), ("gpg", "gpg")])
-def test_a_reward_that_was_never_given(ledger: Ledger, name: str, other: str) -> None:
-    """NaN spreads over the group in verl. In Covey an answer that nobody scored is left out, with advantage 0."""
+def test_a_missing_reward(ledger: Ledger, name: str, other: str) -> None:
+    """NaN spreads over the group in verl. In Covey an answer without a reward is skipped, with advantage 0."""
     step = small(["a", "a", "a", "b", "b"], [1.0, math.nan, 0.5, 1.0, 0.0], [1] * 5)
     expected, _ = theirs(other, step)
     assert expected[:3].isnan().all()
@@ -261,21 +261,21 @@ def test_a_reward_that_was_never_given(ledger: Ledger, name: str, other: str) ->
     without = small(["a", "a", "b", "b"], [1.0, 0.5, 1.0, 0.0], [1] * 4)
     assert found[[0, 2, 3, 4]].tolist() == ours(name, without).tolist()
     assert float(found[1].abs().max()) == 0
-    because = "left out of the group, with advantage 0; in verl NaN spreads over the group"
-    ledger.differs(f"{name}, a reward that was never given", f"verl {other}", found, expected, because=because)
+    because = "excluded from the group, with advantage 0; in verl NaN spreads over the group"
+    ledger.differs(f"{name}, a missing reward", f"verl {other}", found, expected, because=because)
 
 
 def test_gdpo_whitens_over_answers_not_tokens(ledger: Ledger) -> None:
     """One group with rewards 1, 0 and answers of 1 and 3 tokens; one group without signal and answers of 2 tokens.
 
     With A = (x, −x, 0, 0) after the group step, over answers: mean 0, variance 2x²/3: ±√(3/2), and 0 where there was no
-    signal. Over tokens the long answer drags the mean to −x/4, variance x²/2, and the group without signal is told to
-    do more of what it did: 1/(4√½) = 0.354."""
+    signal. Over tokens the long answer moves the mean to −x/4, variance x²/2, and the group without signal gets
+    the advantage 1/(4√½) = 0.354."""
     step = small(["a", "a", "b", "b"], [1.0, 0.0, 0.5, 0.5], [1, 3, 2, 2])
     found, expected = ours("gdpo", step)[:, 0], theirs("gdpo", step)[0][:, 0]
     assert found.tolist() == pytest.approx([math.sqrt(1.5), -math.sqrt(1.5), 0, 0], abs=1e-5)
     assert expected.tolist() == pytest.approx([1.25 * math.sqrt(2), -0.75 * math.sqrt(2), 0.35355, 0.35355], abs=1e-5)
-    because = "the last step runs over answers: over tokens, a group without signal gets an advantage"
+    because = "the last step normalises over answers: over tokens, a group without signal gets an advantage"
     ledger.differs("gdpo", "verl gdpo", found, expected, because=because)
 
 
@@ -310,7 +310,7 @@ def test_remax_with_token_rewards(ledger: Ledger) -> None:
     found = advantages("remax", rewards, groups, mask=mask, baseline_rewards=greedy)[:, None] * mask
     assert found.tolist() == [[2.5, 2.5]]
     assert expected.tolist() == [[2.5, 1.5]]
-    because = "one advantage for the whole answer, as in the paper; verl takes the reward to come"
+    because = "one advantage for the whole answer, as in the paper; verl uses the reward-to-go"
     ledger.differs("remax, rewards on single tokens", "verl remax", found, expected, because=because)
 
 

@@ -144,7 +144,7 @@ def test_losses_with_importance_weights(ledger: Ledger, seed: int, name: str, ot
 
 
 def test_sapo_can_be_aggregated_otherwise(ledger: Ledger) -> None:
-    """verl's SAPO takes the mean of each answer whatever `loss_agg_mode` says; Covey does as it is told."""
+    """verl's SAPO takes the mean of each answer for every `loss_agg_mode`; Covey follows the setting."""
     step = case(0)
     expected, _ = theirs("sapo", step, "token-mean", step.logprobs)
     fixed, _ = theirs("sapo", step, "seq-mean-token-mean", step.logprobs)
@@ -153,7 +153,7 @@ def test_sapo_can_be_aggregated_otherwise(ledger: Ledger) -> None:
     gate = torch.where(step.advantages > 0, 1.0, 1.05)
     token = -4 / gate * torch.sigmoid(gate * (torch.exp(step.logprobs - step.old) - 1)) * step.advantages
     assert float(found) == pytest.approx(float(token[step.mask].mean()))
-    because = "the aggregation asked for; verl's sapo always takes seq-mean-token-mean"
+    because = "the configured aggregation; verl's sapo always takes seq-mean-token-mean"
     ledger.differs("loss sapo, token-mean", "verl sapo", found, expected, because=because)
 
 
@@ -170,7 +170,7 @@ def test_gspo_beyond_a_mean_log_ratio_of_ten(ledger: Ledger) -> None:
     assert float(gradient(found, logprobs)) == pytest.approx(math.exp(12))
     assert expected.item() == pytest.approx(math.exp(10))
     assert float(gradient(expected, logprobs)) == 0
-    because = "log s is held to ±20; verl to at most 10, where a bad answer loses its gradient"
+    because = "log s is clamped to ±20; verl's to at most 10, where a bad answer loses its gradient"
     ledger.differs("loss gspo, log s = 12 and a bad answer", "verl gspo", found, expected, because=because)
 
 
@@ -256,7 +256,7 @@ def test_k3_is_not_cut_at_ten(ledger: Ledger, d: float, own: float, other: float
     assert expected.item() == other
     assert float(gradient(found.sum(), logprobs)) == pytest.approx(1 - math.exp(d))
     assert float(gradient(expected.sum(), logprobs)) == 0
-    because = "verl cuts k3 at 10, beyond which nothing pulls back to the reference"
+    because = "verl clamps k3 at 10, which has no gradient back to the reference"
     ledger.differs("KL k3 above 10", "verl kl_penalty k3", found, expected, because=because)
 
 
@@ -354,5 +354,5 @@ def test_rejected_tokens_keep_their_place_in_the_mean(ledger: Ledger) -> None:
     assert kept.tolist() == [[1, 0]]
     assert float(found) == -0.5
     assert float(expected) == -1
-    because = "rejected tokens keep their place in the mean, so that rejecting never raises the weight of the others"
+    because = "rejected tokens still count in the mean, so that rejection never raises the weight of the others"
     ledger.differs("rejected tokens in the mean", "verl rollout_rs", found, expected, because=because)

@@ -193,7 +193,7 @@ def test_gvpo_weights(ledger: Ledger, seed: int, options: dict[str, Any]) -> Non
     divisor = sizes - int(options.get("use_bessel_correction", True))
     factor = BETA * len(step.groups) / len(set(step.groups)) / divisor
     expected = (factor * weight)[:, None] * step.mask
-    ledger.same("gvpo's finished weight", "verl compute_advantage, plug-in gvpo", found, expected)
+    ledger.same("gvpo's weight", "verl compute_advantage, plug-in gvpo", found, expected)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -304,7 +304,7 @@ def test_gvpo_in_the_default_trainer(ledger: Ledger, monkeypatch: pytest.MonkeyP
     v1.PPOTrainer._compute_advantage(run, batch, {})
     found, expected = written["advantages"], nested(batch_advantages("gvpo", step, algorithm()))
     oracle = "verl PPOTrainer (v1), plug-in gvpo"
-    ledger.same("gvpo's finished weight", oracle, found.values(), expected.values())
+    ledger.same("gvpo's weight", oracle, found.values(), expected.values())
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
@@ -415,7 +415,7 @@ def test_dgdo_goes_on_from_call_to_call(ledger: Ledger) -> None:
 
 @pytest.mark.parametrize("name", ["covey_gdpo", "dgdo"])
 def test_verl_gives_reward_columns_to_gdpo_alone(name: str) -> None:
-    """Asked for by its own name in a run, the estimator is told only the sum: it says what to set instead."""
+    """Used by its own name in a run, the estimator receives only the sum: the error names the settings to use."""
     step = case(0)
     with pytest.raises(InputError, match=f"adv_estimator=gdpo .algorithm.gdpo_estimator={name}"):
         batch_advantages(name, step, algorithm(**COLUMNS), **two_rewards(step))

@@ -1,4 +1,4 @@
-"""Attempts to break out. Each is a program that prints ESCAPED if it got what it wanted.
+"""Attempts to break out. Each is a program that prints ESCAPED if it succeeded.
 
 `{name}` in a program stands for something of the host's, made by the fixture `world`; `{pids}` for all processes that
 it sees in a sandbox, and for one of the tests' own without: those of strangers are left alone. `outside` says whether
@@ -22,12 +22,12 @@ def escaped(what=""):
 class Attempt:
     name: str
     program: str
-    outside: str = "always"  # always | root | network | userns | never; maybe: where this kernel allows it to anybody
-    needs_filters: bool = False  # only Landlock or seccomp stand against it
+    outside: str = "always"  # always | root | network | userns | never; maybe: if this kernel allows it
+    needs_filters: bool = False  # only Landlock or seccomp prevent it
 
 
 ATTEMPTS = [
-    # -- reading what is not theirs
+    # -- Reading files of the host
     Attempt("read /etc/shadow", "open('/etc/shadow').read(); escaped()", "root"),
     Attempt("read a file of the user's", "open({secret_file}).read(); escaped()"),
     Attempt("read the project", "open({project} + '/pyproject.toml').read(); escaped()"),
@@ -129,7 +129,7 @@ number = {{'x86_64': 250, 'aarch64': 219}}[os.uname().machine]
 if libc.syscall(number, 10, -3, b'user', b'covey-test-key', 0) > 0: escaped()
 """,
     ),
-    # -- writing where it is not theirs
+    # -- Writing to the host
     Attempt(
         "write into /usr", "open('/usr/covey-escape', 'w').close(); os.unlink('/usr/covey-escape'); escaped()", "root"
     ),
@@ -157,7 +157,7 @@ p = '/proc/sys/vm/swappiness'; old = open(p).read(); open(p, 'w').write(old); es
 """,
         "root",
     ),
-    # -- the network
+    # -- The network
     Attempt("a service on the loopback", "socket.create_connection(('127.0.0.1', {port}), 3); escaped()"),
     Attempt(
         "a service on the loopback, IPv6 spelling",
@@ -180,7 +180,7 @@ s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.connect(('169.254.169.25
     Attempt("network devices", "if [n for _, n in socket.if_nameindex() if n != 'lo']: escaped()", "network"),
     Attempt("an abstract socket", "s = socket.socket(socket.AF_UNIX); s.connect({abstract}); escaped()"),
     Attempt("a socket in a folder", "s = socket.socket(socket.AF_UNIX); s.connect({socket_file}); escaped()"),
-    # -- power
+    # -- Privileges
     Attempt(
         "namespaces of the host",
         """
@@ -290,7 +290,7 @@ for which in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC, 
 """,
     ),
     Attempt("core dumps", "import resource\nif resource.getrlimit(resource.RLIMIT_CORE)[1] != 0: escaped()"),
-    # -- using things up (the sandboxes of these tests have 128 MB, 16 processes, 8 MB of disk)
+    # -- Exhausting resources (the sandboxes of these tests have 128 MB, 16 processes, 8 MB of disk)
     Attempt("memory of one process", "x = bytearray(b'x') * (200 * 2**20); escaped(len(x))"),
     Attempt(
         "memory of many processes",
@@ -403,7 +403,7 @@ stop.set()
 """,
     ),
     Attempt("open files without end", "import resource\nf = [os.open('/dev/null', 0) for _ in range(300)]; escaped()"),
-    # -- what is known to have broken others
+    # -- Known exploits
     Attempt("proxies of the host", "if [n for n in os.environ if 'proxy' in n.lower()]: escaped()"),
     Attempt(
         "the program's own file, for writing", "os.close(os.open('/proc/self/exe', os.O_WRONLY)); escaped()", "never"
@@ -530,5 +530,5 @@ if libc.syscall({{'x86_64': 321, 'aarch64': 280}}[os.uname().machine], 0, wish, 
     ),
 ]
 
-# What the tier `limits` does not stop, though it has Landlock and seccomp here. docs/sandbox.md says so.
+# What the tier `limits` does not stop, even with Landlock and seccomp; listed in docs/sandbox.md.
 NOT_BY_LIMITS = {"fill the disk", "memory in sockets", "namespaces of the host", "setuid programs"}

@@ -12,7 +12,7 @@ from covey.sandbox import TIERS, Limits, Sandbox
 from covey.sandbox.tiers import examine
 
 T = TypeVar("T")
-WALLED = ("bubblewrap", "namespaces")
+ISOLATED = ("bubblewrap", "namespaces")
 
 
 def run(awaitable: Coroutine[Any, Any, T]) -> T:
@@ -26,20 +26,20 @@ def sandbox_of(tier: str, **options: Any) -> Sandbox:
     return Sandbox(TIERS[tier], **options)
 
 
-@pytest.fixture(params=[*WALLED, "limits"])
+@pytest.fixture(params=[*ISOLATED, "limits"])
 def sandbox(request: pytest.FixtureRequest) -> Sandbox:
     """With the usual limits, in each tier."""
     return sandbox_of(request.param)
 
 
 @pytest.fixture
-def walled() -> Sandbox:
-    """One with walls."""
-    return quickest_walls(limits=Limits(seconds=20))
+def isolated() -> Sandbox:
+    """A sandbox of a tier that isolates."""
+    return quickest_isolated(limits=Limits(seconds=20))
 
 
-def quickest_walls(**options: Any) -> Sandbox:
-    for tier in reversed(WALLED):
+def quickest_isolated(**options: Any) -> Sandbox:
+    for tier in reversed(ISOLATED):
         if examine(TIERS[tier]).works:
             return sandbox_of(tier, **options)
-    pytest.skip("no tier with walls works here")
+    pytest.skip("no tier that isolates works here")

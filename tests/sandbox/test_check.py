@@ -11,10 +11,10 @@ import pytest
 
 from covey.errors import InputError
 from covey.sandbox import Asserts, Cases, Function, Limits, Sandbox, Verdict, hidden_tests
-from covey.sandbox.hidden_tests import given_names
+from covey.sandbox.hidden_tests import solution_names
 from covey.sandbox.inside.values import Unsupported, dumps, loads
 from covey.sandbox.tiers import interpreter
-from tests.sandbox.conftest import quickest_walls, run, sandbox_of
+from tests.sandbox.conftest import quickest_isolated, run, sandbox_of
 
 ADD = Asserts(("assert add(2, 3) == 5", "assert add('a', 'b') == 'ab'"))
 
@@ -23,7 +23,7 @@ def reasons(verdict: Verdict) -> list[str]:
     return [result.reason for result in verdict.detail]
 
 
-# -- honest solutions ------------------------------------------------------------------------------------------------
+# -- Honest solutions ------------------------------------------------------------------------------------------------
 
 
 def test_each_assert_counts(sandbox: Sandbox) -> None:
@@ -51,13 +51,13 @@ def test_a_prompt_with_its_check(sandbox: Sandbox) -> None:
     assert reasons(run(sandbox.check("    return x\n", tests))) == ["assertion failed"]
 
 
-def test_a_helper_of_the_prompt_is_the_tests_own(walled: Sandbox) -> None:
-    """A solution that redefines it changes nothing for them."""
+def test_a_helper_of_the_prompt_is_the_tests_own(isolated: Sandbox) -> None:
+    """A solution that redefines it does not affect the tests."""
     tests = Function(
         "def helper(x):\n    return x\n\ndef f(x):\n    pass\n", "f", "def check(c):\n    assert helper(c(1)) == 2\n"
     )
-    assert run(walled.check("def helper(x):\n    return 2\ndef f(x):\n    return 1\n", tests)).passed == 0
-    assert run(walled.check("def f(x):\n    return 2\n", tests)).passed == 1
+    assert run(isolated.check("def helper(x):\n    return 2\ndef f(x):\n    return 1\n", tests)).passed == 0
+    assert run(isolated.check("def f(x):\n    return 2\n", tests)).passed == 1
 
 
 def test_programs_that_read_and_print(sandbox: Sandbox) -> None:
@@ -71,7 +71,7 @@ def test_programs_that_read_and_print(sandbox: Sandbox) -> None:
 
 
 def test_a_long_output_can_be_right() -> None:
-    sandbox = quickest_walls(limits=Limits(output_bytes=1000), max_concurrent=1)
+    sandbox = quickest_isolated(limits=Limits(output_bytes=1000), max_concurrent=1)
     lines = "12345678\n" * 400
     cases = Cases((("", lines), ("", "1\n")))
     right = run(sandbox.check("print('12345678  \\n' * 400)", cases))
@@ -79,13 +79,13 @@ def test_a_long_output_can_be_right() -> None:
     assert reasons(run(sandbox.check("print('12345678' * 1200)", cases))) == ["killed: output"] * 2
 
 
-def test_a_function_may_be_called_like_a_module(walled: Sandbox) -> None:
+def test_a_function_may_be_called_like_a_module(isolated: Sandbox) -> None:
     tests = Asserts(("assert bisect([1, 3], 2) == 1", "assert math.isclose(bisect([1], 2), 1.0)"))
-    assert run(walled.check("def bisect(xs, x): return sum(y < x for y in xs)", tests)).passed == 2
+    assert run(isolated.check("def bisect(xs, x): return sum(y < x for y in xs)", tests)).passed == 2
 
 
-def test_a_check_that_waits_its_turn_holds_nothing(walled: Sandbox) -> None:
-    sandbox = Sandbox(walled.tier, max_concurrent=1)
+def test_a_waiting_check_holds_no_resources(isolated: Sandbox) -> None:
+    sandbox = Sandbox(isolated.tier, max_concurrent=1)
 
     async def waiting() -> tuple[int, int, int]:
         async with sandbox.gate:
@@ -102,12 +102,12 @@ def test_a_check_that_waits_its_turn_holds_nothing(walled: Sandbox) -> None:
     assert before == during == after
 
 
-def test_more_tests_than_reports_may_wait(walled: Sandbox) -> None:
+def test_more_tests_than_unread_reports_allowed(isolated: Sandbox) -> None:
     tests = Asserts(("assert len('a')",) * 3000, functions=())
-    assert run(walled.check("", tests)).passed == 3000
+    assert run(isolated.check("", tests)).passed == 3000
 
 
-def test_objects_stay_where_they_are_and_can_be_used() -> None:
+def test_objects_stay_in_the_solution_and_can_be_used() -> None:
     sandbox = sandbox_of("namespaces")
     setup = "root = Node(1)\nroot.left = Node(2)\nroot.left.right = Node(3)"
     tests = Asserts(
@@ -148,7 +148,7 @@ def same(x): return x
         "__import__('datetime').timedelta(1, 2, 3)",
     ],
 )  # fmt: skip
-def test_values_travel(expression: str) -> None:
+def test_values_round_trip(expression: str) -> None:
     value = eval(expression)
     back = loads(dumps(value, _nothing), _nothing)
     assert (back, type(back), repr(back)) == (value, type(value), repr(value))
@@ -158,12 +158,12 @@ def _nothing(value: Any) -> Any:
     raise Unsupported(type(value).__name__)
 
 
-def test_not_a_number_travels() -> None:
+def test_nan_round_trips() -> None:
     back = loads(dumps([float("nan")], _nothing), _nothing)
     assert back[0] != back[0]
 
 
-def test_subclasses_arrive_as_what_they_are_made_of() -> None:
+def test_subclasses_arrive_as_their_base_type() -> None:
     class Sly(int):
         def __eq__(self, other: object) -> bool:
             return True
@@ -177,7 +177,7 @@ def test_subclasses_arrive_as_what_they_are_made_of() -> None:
 @pytest.mark.parametrize(
     "text", ['{"$": "os.system", "v": "x"}', '{"v": 1}', "{", '{"$": "set", "v": [[1]]}', "[" * 10**5]
 )
-def test_nonsense_is_no_value(text: str) -> None:
+def test_invalid_messages_are_rejected(text: str) -> None:
     with pytest.raises(ValueError):
         loads(text, _nothing)
 
@@ -193,8 +193,8 @@ def test_nonsense_is_no_value(text: str) -> None:
         (["assert f(lambda q: q)"], "def helper(z): return z", ("f",)),
     ],
 )
-def test_names_that_the_solution_gives(tests: list[str], setup: str, names: tuple[str, ...]) -> None:
-    assert given_names(tests, setup) == names
+def test_names_that_the_solution_defines(tests: list[str], setup: str, names: tuple[str, ...]) -> None:
+    assert solution_names(tests, setup) == names
 
 
 def test_rows_of_data_sets() -> None:
@@ -206,10 +206,10 @@ def test_rows_of_data_sets() -> None:
     with pytest.raises(InputError, match="no tests in a row with the columns answer, question"):
         hidden_tests({"question": "", "answer": ""})
     with pytest.raises(InputError, match="not Python"):
-        given_names(["assert ("], "")
+        solution_names(["assert ("], "")
 
 
-# -- honest failures -------------------------------------------------------------------------------------------------
+# -- Honest failures -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -230,22 +230,22 @@ def test_rows_of_data_sets() -> None:
         ),
         (
             "def add(a, b): return 'x' * 2 ** 25",
-            "the solution's process sent no answer of ours, or one that is too long",
+            "the solution's process sent an invalid answer, or one that is too long",
         ),
         ("import sys\nsys.exit(0)", "the solution does not load: SystemExit: 0"),
     ],
 )
-def test_reasons(walled: Sandbox, solution: str, reason: str) -> None:
-    verdict = run(walled.check(solution, ADD))
+def test_reasons(isolated: Sandbox, solution: str, reason: str) -> None:
+    verdict = run(isolated.check(solution, ADD))
     assert (verdict.passed, reasons(verdict)[0]) == (0, reason)
 
 
-def test_a_test_cannot_hand_over_its_own_functions(walled: Sandbox) -> None:
-    verdict = run(walled.check("def f(g): return g(1)", Asserts(("assert f(lambda x: x) == 1",))))
-    assert reasons(verdict) == ["a test passes a function, which cannot reach the solution"]
+def test_a_test_cannot_pass_its_own_functions(isolated: Sandbox) -> None:
+    verdict = run(isolated.check("def f(g): return g(1)", Asserts(("assert f(lambda x: x) == 1",))))
+    assert reasons(verdict) == ["a test passes a function, which cannot be passed to the solution"]
 
 
-def test_a_deadline_counts_only_what_was_done_before(sandbox: Sandbox) -> None:
+def test_results_before_the_deadline_count(sandbox: Sandbox) -> None:
     code = "def f(x):\n    while x: pass\n    return x"
     verdict = run(sandbox.check(code, Asserts(("assert f(0) == 0", "assert f(1) == 1", "assert f(0) == 0")), seconds=1))
     assert [(result.passed, result.reason) for result in verdict.detail] == [
@@ -255,7 +255,7 @@ def test_a_deadline_counts_only_what_was_done_before(sandbox: Sandbox) -> None:
     ]
 
 
-# -- tricks ----------------------------------------------------------------------------------------------------------
+# -- Tricks ----------------------------------------------------------------------------------------------------------
 
 FORGE = """
 import os
@@ -378,19 +378,19 @@ def f(*a): return Yes()
         "isinstance(f(1), str)", "round(f(1), 2) <= 2", "f(1) in (1, 2)", "max(f(1), 2) == 2",
     ],
 )  # fmt: skip
-def test_an_object_that_agrees_to_everything_is_not_believed(walled: Sandbox, test: str) -> None:
+def test_an_object_equal_to_everything_does_not_pass(isolated: Sandbox, test: str) -> None:
     code = YES + f"\nassert {test}"
     simple = subprocess.run([interpreter(), "-I", "-S", "-c", code], capture_output=True, timeout=20)
-    honest = {"isinstance(f(1), str)"}  # what no object can lie about
+    honest = {"isinstance(f(1), str)"}  # which no object can fake
     assert (simple.returncode == 0) or test in honest or "max" in test
-    verdict = run(walled.check(YES, Asserts((f"assert {test}",))))
+    verdict = run(isolated.check(YES, Asserts((f"assert {test}",))))
     assert verdict.passed == 0 and all(reasons(verdict))
 
 
 @pytest.fixture(scope="module")
 def tricked() -> dict[str, Verdict]:
     """The verdict on each trick."""
-    sandbox = quickest_walls(max_concurrent=3)
+    sandbox = quickest_isolated(max_concurrent=3)
 
     async def judge() -> list[Verdict]:
         return await asyncio.gather(*(sandbox.check(solution, ADD, seconds=8) for solution, _ in TRICKS.values()))
@@ -411,12 +411,12 @@ def test_it_would_have_fooled_a_simple_runner(trick: str) -> None:
     assert subprocess.run([interpreter(), "-I", "-S", "-c", simple], capture_output=True, timeout=20).returncode == 0
 
 
-def test_the_right_solution_still_passes_where_tricks_are_tried(walled: Sandbox) -> None:
+def test_the_right_solution_still_passes_where_tricks_are_tried(isolated: Sandbox) -> None:
     """The tricks above fail because they are wrong, not because nothing passes."""
-    assert run(walled.check("def add(a, b): return a + b", ADD, seconds=8)).passed == 2
+    assert run(isolated.check("def add(a, b): return a + b", ADD, seconds=8)).passed == 2
 
 
-def test_expected_output_never_enters_a_sandbox(walled: Sandbox) -> None:
+def test_expected_output_never_enters_a_sandbox(isolated: Sandbox) -> None:
     code = "import os, sys\nprint([f for f in os.listdir('/proc/self/fd') if int(f) > 2], len(sys.stdin.read()))"
-    outcome = run(walled.run(code, stdin="abc"))
+    outcome = run(isolated.run(code, stdin="abc"))
     assert outcome.stdout == "['3'] 3\n"  # 3: the folder that is being listed

@@ -1,4 +1,4 @@
-"""Reference solutions of MBPP and HumanEval must pass their own tests through the wall between solution and tests."""
+"""Reference solutions of MBPP and HumanEval must pass their own tests with solution and tests in separate sandboxes."""
 
 from __future__ import annotations
 
@@ -49,23 +49,23 @@ def failed(verdicts: dict[str, Verdict]) -> dict[str, str]:
 SPECIAL = ("mbpp/126", "mbpp/367", "mbpp/533", "mbpp/596", "mbpp/601", "HumanEval/32", "HumanEval/38", "HumanEval/50")
 
 
-def test_reference_solutions_of_a_few_problems_pass(walled: Sandbox, shared: Path) -> None:
+def test_reference_solutions_of_a_few_problems_pass(isolated: Sandbox, shared: Path) -> None:
     """Those that need something special (a function named sum, objects, types, helpers), and some others."""
     every = problems(shared)
     chosen = {name: every[name] for name in (*SPECIAL, *list(every)[::120])}
-    sandbox = Sandbox(walled.tier, Limits(seconds=60), max_concurrent=2)
+    sandbox = Sandbox(isolated.tier, Limits(seconds=60), max_concurrent=2)
     assert failed(run(judge(sandbox, chosen))) == {}
 
 
-def test_the_solution_of_another_problem_fails(walled: Sandbox, shared: Path) -> None:
+def test_the_solution_of_another_problem_fails(isolated: Sandbox, shared: Path) -> None:
     every = problems(shared)
     mixed = {"mixed": (every["mbpp/2"][0], every["mbpp/3"][1])}
-    assert run(judge(walled, mixed))["mixed"].passed == 0
+    assert run(judge(isolated, mixed))["mixed"].passed == 0
 
 
 @pytest.mark.slow
-def test_reference_solutions_pass(walled: Sandbox, shared: Path) -> None:
-    sandbox = Sandbox(walled.tier, Limits(seconds=60), max_concurrent=os.cpu_count() or 1)
+def test_reference_solutions_pass(isolated: Sandbox, shared: Path) -> None:
+    sandbox = Sandbox(isolated.tier, Limits(seconds=60), max_concurrent=os.cpu_count() or 1)
     verdicts = run(judge(sandbox, problems(shared)))
     assert len(verdicts) == 974 + 427 + 164
     assert failed(verdicts) == EXCEPTIONS

@@ -20,22 +20,22 @@ import pytest
 from covey.sandbox import Limits, Outcome, Sandbox
 from covey.sandbox.tiers import examine, interpreter
 from tests.sandbox.attempts import ATTEMPTS, HEAD, NOT_BY_LIMITS, Attempt
-from tests.sandbox.conftest import WALLED, run, sandbox_of
+from tests.sandbox.conftest import ISOLATED, run, sandbox_of
 
 SMALL = Limits(seconds=10, memory_mb=128, processes=16, disk_mb=8)
 PROJECT = Path(__file__).parents[2]
 ROOT = os.geteuid() == 0
 
 
-@pytest.fixture(params=WALLED)
+@pytest.fixture(params=ISOLATED)
 def small(request: pytest.FixtureRequest) -> Sandbox:
-    """Without Landlock and seccomp, which not every kernel has: the walls must hold by themselves."""
+    """Without Landlock and seccomp, which not every kernel has: the isolation must suffice by itself."""
     return sandbox_of(request.param, limits=SMALL, filters=False)
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """Things of the host's that attempts are after."""
+    """Files, sockets and processes of the host that the attempts try to reach."""
     folder = tmp_path_factory.mktemp("world")
     secret = folder / "secret"
     secret.write_text("secret")
@@ -96,7 +96,7 @@ def outside(code: str, environment: dict[str, str], folder: Path) -> str:
 
 
 def can_be_shown(attempt: Attempt) -> bool:
-    """Whether the attempt may be made without a sandbox here, and has what it needs."""
+    """Whether this attempt can be made here without a sandbox, and has what it needs."""
     if attempt.outside == "network":
         return (
             any(name != "lo" for _, name in socket.if_nameindex())
@@ -112,16 +112,16 @@ def test_without_a_sandbox_it_succeeds(attempt: Attempt, world: dict[str, Any], 
     if not can_be_shown(attempt):
         pytest.skip(f"not to be tried without a sandbox here ({attempt.outside})")
     code = program(attempt, world, scratch=str(tmp_path), inside=False)
-    said = outside(code, world["environment"], tmp_path)
-    if attempt.outside == "maybe" and "ESCAPED" not in said:
-        pytest.skip("this kernel lets nobody")
-    assert "ESCAPED" in said
+    printed = outside(code, world["environment"], tmp_path)
+    if attempt.outside == "maybe" and "ESCAPED" not in printed:
+        pytest.skip("this kernel forbids it")
+    assert "ESCAPED" in printed
 
 
 def attempts_inside(
     sandbox: Sandbox, world: dict[str, Any], chosen: list[Attempt], *, strangers: bool = True
 ) -> dict[str, Outcome]:
-    """All of them, some at a time: they cannot be in each other's way."""
+    """Run the attempts, several at a time: they cannot affect each other."""
 
     async def gather() -> list[Outcome]:
         scratch = "/tmp" if strangers else "."
@@ -140,26 +140,27 @@ def assert_stopped(outcome: Outcome, world: dict[str, Any]) -> None:
     assert world["process"].poll() is None
 
 
-BY_WALLS = [attempt for attempt in ATTEMPTS if not attempt.needs_filters]
+BY_ISOLATION = [attempt for attempt in ATTEMPTS if not attempt.needs_filters]
 BY_FILTERS = [attempt for attempt in ATTEMPTS if attempt.needs_filters]
 
 
-@pytest.fixture(scope="module", params=WALLED)
-def walls_alone(request: pytest.FixtureRequest, world: dict[str, Any]) -> dict[str, Outcome]:
-    """Without Landlock and seccomp, which not every kernel has: the walls must hold by themselves."""
-    return attempts_inside(sandbox_of(request.param, limits=SMALL, filters=False, max_concurrent=3), world, BY_WALLS)
+@pytest.fixture(scope="module", params=ISOLATED)
+def isolation_alone(request: pytest.FixtureRequest, world: dict[str, Any]) -> dict[str, Outcome]:
+    """Without Landlock and seccomp, which not every kernel has: the isolation must suffice by itself."""
+    sandbox = sandbox_of(request.param, limits=SMALL, filters=False, max_concurrent=3)
+    return attempts_inside(sandbox, world, BY_ISOLATION)
 
 
-@pytest.mark.parametrize("attempt", BY_WALLS, ids=lambda attempt: attempt.name)
-def test_walls_alone_stop_it(attempt: Attempt, walls_alone: dict[str, Outcome], world: dict[str, Any]) -> None:
-    assert_stopped(walls_alone[attempt.name], world)
+@pytest.mark.parametrize("attempt", BY_ISOLATION, ids=lambda attempt: attempt.name)
+def test_isolation_alone_stop_it(attempt: Attempt, isolation_alone: dict[str, Outcome], world: dict[str, Any]) -> None:
+    assert_stopped(isolation_alone[attempt.name], world)
 
 
-@pytest.mark.parametrize("tier", WALLED)
+@pytest.mark.parametrize("tier", ISOLATED)
 @pytest.mark.parametrize(
-    "attempts", [pytest.param(BY_WALLS, marks=pytest.mark.slow), BY_FILTERS], ids=["by walls", "by filters"]
+    "attempts", [pytest.param(BY_ISOLATION, marks=pytest.mark.slow), BY_FILTERS], ids=["by isolation", "by filters"]
 )
-def test_walls_and_filters_stop_it(attempts: list[Attempt], tier: str, world: dict[str, Any]) -> None:
+def test_isolation_and_filters_stop_it(attempts: list[Attempt], tier: str, world: dict[str, Any]) -> None:
     sandbox = sandbox_of(tier, limits=SMALL, max_concurrent=3)
     if attempts is BY_FILTERS and "seccomp" not in examine(sandbox.tier).detail:
         pytest.skip("no seccomp on this kernel")
@@ -168,10 +169,10 @@ def test_walls_and_filters_stop_it(attempts: list[Attempt], tier: str, world: di
 
 
 def test_what_the_weak_tier_stops_and_what_it_does_not(world: dict[str, Any]) -> None:
-    """With Landlock and seccomp. What it lets through is named, here and in docs/sandbox.md: no more, no less."""
+    """With Landlock and seccomp. Exactly the gaps listed here and in docs/sandbox.md get through."""
     sandbox = sandbox_of("limits", limits=SMALL, max_concurrent=3)
     if "landlock and seccomp" not in examine(sandbox.tier).detail or not ROOT:
-        pytest.skip("what is written down is for root, on a kernel with Landlock and seccomp")
+        pytest.skip("the documented list is for root on a kernel with Landlock and seccomp")
     harmless = [attempt for attempt in ATTEMPTS if attempt.name not in ("fill /dev/shm", "write a kernel setting")]
     found = attempts_inside(sandbox, world, harmless, strangers=False)
     let_through = {name for name, outcome in found.items() if "ESCAPED" in outcome.stdout}
@@ -180,7 +181,7 @@ def test_what_the_weak_tier_stops_and_what_it_does_not(world: dict[str, Any]) ->
     assert [name for name in sorted(NOT_BY_LIMITS) if name not in page] == []
 
 
-# -- outliving the deadline ------------------------------------------------------------------------------------------
+# -- Outliving the deadline ------------------------------------------------------------------------------------------
 
 DAEMON = """
 import os, signal, subprocess, sys, time
@@ -207,7 +208,7 @@ def alive(mark: str) -> list[int]:
 
 
 def gone(mark: str) -> bool:
-    """The kernel ends a namespace's processes together, but not in no time."""
+    """The kernel kills a namespace's processes together, but that takes a moment."""
     for _ in range(200):
         if not alive(mark):
             return True
@@ -232,13 +233,13 @@ def test_a_daemon_ends_with_its_sandbox(sandbox: Sandbox, wait: float) -> None:
     assert gone(mark)
 
 
-def test_a_daemon_was_there_to_be_ended(walled: Sandbox) -> None:
-    """The test above would see one: the same program, looked at from outside while it runs."""
+def test_a_daemon_was_there_to_be_ended(isolated: Sandbox) -> None:
+    """The test above could see a daemon: the same program, observed from outside while it runs."""
     mark = f"daemon-{os.getpid()}-seen"
     code = DAEMON.replace("MARK", repr(mark)).replace("WAIT", "60")
 
     async def look() -> bool:
-        task = asyncio.create_task(walled.run(code, seconds=30))
+        task = asyncio.create_task(isolated.run(code, seconds=30))
         seen = False
         for _ in range(200):
             await asyncio.sleep(0.02)
@@ -252,9 +253,9 @@ def test_a_daemon_was_there_to_be_ended(walled: Sandbox) -> None:
     assert gone(mark), "a cancelled run leaves nothing behind either"
 
 
-@pytest.mark.parametrize("tier", WALLED)
-def test_a_daemon_ends_when_we_are_killed(tier: str) -> None:
-    """Whoever ran the sandbox is gone, without a chance to clean up."""
+@pytest.mark.parametrize("tier", ISOLATED)
+def test_a_daemon_ends_when_covey_is_killed(tier: str) -> None:
+    """The process that ran the sandbox is killed and cannot clean up."""
     sandbox_of(tier)
     mark = f"daemon-{os.getpid()}-{tier}-orphan"
     code = DAEMON.replace("MARK", repr(mark)).replace("WAIT", "600")
@@ -293,14 +294,14 @@ def test_the_deadline_holds(sandbox: Sandbox, code: str) -> None:
     assert time.monotonic() - started < 30  # not the 60 s that the programs would have taken
 
 
-# -- signals, output -------------------------------------------------------------------------------------------------
+# -- Signals, output -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("target", ["-1", "os.getppid()", "1", "0"])
-def test_killing_others_kills_nobody_outside(small: Sandbox, world: dict[str, Any], target: str) -> None:
+def test_killing_everything_kills_nothing_outside(small: Sandbox, world: dict[str, Any], target: str) -> None:
     outcome = run(small.run(f"import os\ntry: os.kill({target}, 9)\nexcept OSError: pass\nprint('done')"))
     assert world["process"].poll() is None
-    # 0 is its own group; otherwise it lives on, as nobody was there to be killed (process 1 cannot be from inside)
+    # 0 is its own group; otherwise it continues, as there was nothing to kill (process 1 cannot be killed from inside)
     assert outcome.stdout == ("" if target == "0" else "done\n")
     assert run(small.run("print(1)")).ok
 
@@ -313,7 +314,7 @@ def test_a_flood_is_cut_off(sandbox: Sandbox, stream: str) -> None:
 
 
 def test_a_flood_of_a_short_program_is_cut_off_too(sandbox: Sandbox) -> None:
-    """It has ended before we had read it all."""
+    """It ends before its output is read completely."""
     size = sandbox.limits.output_bytes
     exact = run(sandbox.run(f"print('x' * {size}, end='')"))
     assert (len(exact.stdout), exact.truncated, exact.ok) == (size, False, True)
@@ -345,7 +346,7 @@ open('shut/inner/x', 'w').close(); os.chmod('shut/inner', 0); os.chmod('shut', 0
 
 @pytest.mark.parametrize("code", [DEEP, TRAPS], ids=["too deep to walk through", "links, shut folders, pipes"])
 def test_what_a_program_leaves_is_removed_and_nothing_else(tmp_path: Path, code: str) -> None:
-    """The weak tier works in a folder of the host's, which the host removes."""
+    """The weak tier uses a folder of the host, which the host removes."""
     sandbox = sandbox_of("limits", filters=False)
     (tmp_path / "kept").write_text("kept")
     before = set(Path(tempfile.gettempdir()).glob("covey-*"))
@@ -364,7 +365,7 @@ def test_a_program_that_breaks_its_interpreter_breaks_nothing_else(sandbox: Sand
     assert run(sandbox.run("print(1)")).stdout == "1\n"
 
 
-def test_the_environment_holds_only_what_we_put_there(sandbox: Sandbox) -> None:
+def test_the_environment_holds_only_coveys_variables(sandbox: Sandbox) -> None:
     found = run(sandbox.run("import os\nprint(sorted(os.environ))")).stdout
     expected = {"HOME", "LANG", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PATH", "TMPDIR"}
     assert set(eval(found)) - {"PWD", "LC_CTYPE"} == expected

@@ -42,7 +42,7 @@ def test_signals_are_the_default_ones_whatever_covey_was_started_with(sandbox: S
     assert outcome == Outcome("True\n", "", 0)
 
 
-def test_a_traceback_shows_the_program_and_nothing_of_ours(sandbox: Sandbox) -> None:
+def test_a_traceback_has_no_frames_of_covey(sandbox: Sandbox) -> None:
     outcome = run(sandbox.run("def f():\n    return 1 / 0\n\nf()\n"))
     lines = outcome.stderr.splitlines()
     assert (outcome.exit_code, lines[-1]) == (1, "ZeroDivisionError: division by zero")
@@ -65,13 +65,13 @@ def test_a_traceback_shows_the_program_and_nothing_of_ours(sandbox: Sandbox) -> 
         ("print('\\ud800')", 0, ""),
     ],
 )
-def test_how_programs_end(walled: Sandbox, code: str, exit_code: int, last: str) -> None:
-    outcome = run(walled.run(code))
+def test_how_programs_end(isolated: Sandbox, code: str, exit_code: int, last: str) -> None:
+    outcome = run(isolated.run(code))
     assert (outcome.exit_code, "".join(outcome.stderr.splitlines()[-1:]), outcome.killed) == (exit_code, last, None)
 
 
-def test_cpu_time_of_many_threads_counts(walled: Sandbox) -> None:
-    """Two processes that burn: the parent has nothing to do, and the children are ended at their own limit."""
+def test_cpu_time_of_many_threads_counts(isolated: Sandbox) -> None:
+    """Two busy child processes and an idle parent: the children are killed at their own limits."""
     code = """
 import hashlib, threading
 data = b"x" * 10**8
@@ -79,7 +79,7 @@ def burn():
     while True: hashlib.sha256(data)
 for _ in range(3): threading.Thread(target=burn).start()
 """
-    outcome = run(walled.run(code, seconds=3))
+    outcome = run(isolated.run(code, seconds=3))
     assert outcome.killed in ("cpu", "deadline") and outcome.timed_out and outcome.exit_code is None
 
 
@@ -97,7 +97,7 @@ time.sleep(60)
 
 
 def test_memory_counts_where_the_first_thread_has_ended(sandbox: Sandbox) -> None:
-    """The kernel shows no memory for that thread; the others hold it."""
+    """The kernel reports no memory for that thread, only for the others."""
     code = """
 import ctypes, os, threading, time
 def hold():
@@ -113,7 +113,7 @@ time.sleep(60)
     assert run(sandbox.run(code, seconds=5)).killed == "memory"
 
 
-def test_useful_things_work(walled: Sandbox) -> None:
+def test_useful_things_work(isolated: Sandbox) -> None:
     code = """
 import asyncio, multiprocessing, subprocess, sys, tempfile, threading
 async def hello(): return "async"
@@ -124,7 +124,7 @@ with tempfile.TemporaryFile() as file: print(file.write(b"x"))
 import decimal, sqlite3, zlib, json, random, datetime, zoneinfo
 print(sqlite3.connect(":memory:").execute("select 1").fetchone())
 """
-    assert run(walled.run(code)) == Outcome("async\n[1, 2]\nshell\n1\n(1,)\n", "", 0)
+    assert run(isolated.run(code)) == Outcome("async\n[1, 2]\nshell\n1\n(1,)\n", "", 0)
 
 
 def test_packages_of_a_given_folder(tmp_path: Path) -> None:
@@ -137,12 +137,12 @@ def test_packages_of_a_given_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["/etc/x", "../x", "a/../../x", "main.py", "."])
-def test_files_stay_in_their_folder(walled: Sandbox, name: str) -> None:
+def test_files_stay_in_their_folder(isolated: Sandbox, name: str) -> None:
     with pytest.raises(ValueError, match="relative name"):
-        run(walled.run("", files={name: ""}))
+        run(isolated.run("", files={name: ""}))
 
 
-def test_only_so_many_run_at_once(tmp_path: Path) -> None:
+def test_concurrent_programs_are_bounded(tmp_path: Path) -> None:
     sandbox = sandbox_of("namespaces", max_concurrent=2)
     code = "import time\ns = time.time(); time.sleep(0.3); print(s, time.time())"
 
@@ -161,37 +161,37 @@ def test_settings_travel_to_other_processes() -> None:
     assert run(other.run("print(1)")).ok
 
 
-def test_settings_of_a_run(walled: Sandbox) -> None:
-    made = Sandbox.of(SandboxConfig(tier=walled.tier.name, seconds=2, memory_mb=100, max_concurrent=3))
-    assert (made.tier, made.limits, made.max_concurrent) == (walled.tier, Limits(seconds=2, memory_mb=100), 3)
+def test_settings_of_a_run(isolated: Sandbox) -> None:
+    made = Sandbox.of(SandboxConfig(tier=isolated.tier.name, seconds=2, memory_mb=100, max_concurrent=3))
+    assert (made.tier, made.limits, made.max_concurrent) == (isolated.tier, Limits(seconds=2, memory_mb=100), 3)
 
 
-def test_what_we_do_wrong_is_an_error_of_the_sandbox(walled: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_infrastructure_failures_are_sandbox_errors(isolated: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     from covey.sandbox import tiers
 
     real = tiers.view
     monkeypatch.setattr(tiers, "view", lambda folders=(): {**real(folders), "binds": ["/does/not/exist"]})
     with pytest.raises(SandboxError, match="could not be started"):
-        run(walled.run("print(1)"))
+        run(isolated.run("print(1)"))
 
 
-def test_nothing_stays_open(walled: Sandbox) -> None:
+def test_nothing_stays_open(isolated: Sandbox) -> None:
     async def several() -> None:
         for _ in range(3):
-            await walled.run("print(1)")
-            await walled.run("while True: pass", seconds=0.1)
-            async with await walled.session() as session:
+            await isolated.run("print(1)")
+            await isolated.run("while True: pass", seconds=0.1)
+            async with await isolated.session() as session:
                 await session.execute("1")
 
-    run(walled.run("print(1)"))
+    run(isolated.run("print(1)"))
     before = set(os.listdir("/proc/self/fd"))
     run(several())
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 @pytest.mark.parametrize("call", ["dup", "pidfd_open"])
-def test_nothing_stays_open_where_there_is_no_room_to_listen(
-    walled: Sandbox, monkeypatch: pytest.MonkeyPatch, call: str
+def test_nothing_stays_open_without_free_descriptors(
+    isolated: Sandbox, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     started: list[subprocess.Popen[bytes]] = []
 
@@ -203,12 +203,12 @@ def test_nothing_stays_open_where_there_is_no_room_to_listen(
     def full(*_: object) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    run(walled.run("print(1)"))
+    run(isolated.run("print(1)"))
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(subprocess, "Popen", Remembered)
     monkeypatch.setattr(os, call, full)
     with pytest.raises(SandboxError, match="Too many open files"):
-        run(walled.run("import time; time.sleep(60)"))
+        run(isolated.run("import time; time.sleep(60)"))
     assert len(os.listdir("/proc/self/fd")) == before
     assert [process.returncode for process in started] == [-signal.SIGKILL]
 

@@ -48,9 +48,9 @@ def test_a_session_keeps_its_names(sandbox: Sandbox) -> None:
         ("import os\nfor f in range(3, 99):\n  try: os.close(f)\n  except OSError: pass", None),
     ],
 )
-def test_a_lost_session_starts_afresh_and_says_so(walled: Sandbox, code: str, killed: str | None) -> None:
+def test_a_lost_session_restarts_and_reports_it(isolated: Sandbox, code: str, killed: str | None) -> None:
     async def cells() -> list[Outcome]:
-        async with await walled.session() as session:
+        async with await isolated.session() as session:
             await session.execute("x = 1")
             lost = await session.execute(code, seconds=1 if killed == "deadline" else None)
             return [lost, await session.execute("'x' in globals()"), await session.execute("1")]
@@ -62,9 +62,9 @@ def test_a_lost_session_starts_afresh_and_says_so(walled: Sandbox, code: str, ki
     assert (later.restarted, later.stderr) == (False, "")
 
 
-def test_a_session_that_ends_between_cells(walled: Sandbox) -> None:
+def test_a_session_that_ends_between_cells(isolated: Sandbox) -> None:
     async def cells() -> Outcome:
-        async with await walled.session() as session:
+        async with await isolated.session() as session:
             await session.execute("x = 1")
             assert session._process is not None
             session._process._popen.kill()  # as the kernel does where memory runs out
@@ -75,7 +75,7 @@ def test_a_session_that_ends_between_cells(walled: Sandbox) -> None:
     assert (outcome.stdout, outcome.exit_code, outcome.restarted) == ("42\n", 0, True)
 
 
-def test_what_a_cell_writes_on_our_descriptors_changes_its_own_exit_code_at_most(walled: Sandbox) -> None:
+def test_writing_to_coveys_descriptors_changes_at_most_the_cells_exit_code(isolated: Sandbox) -> None:
     forged = r"""
 import os
 for f in range(3, 64):
@@ -84,14 +84,14 @@ for f in range(3, 64):
 """
 
     async def cells() -> list[Outcome]:
-        async with await walled.session() as session:
+        async with await isolated.session() as session:
             return [await session.execute(cell) for cell in (forged, "print('second')", "print('third')")]
 
     assert run(cells()) == [Outcome("", "", 0), Outcome("second\n", "", 0), Outcome("third\n", "", 0)]
 
 
-def test_a_cell_that_floods_our_descriptors_waits_for_its_deadline(walled: Sandbox) -> None:
-    """Nobody reads what it writes there before it stops."""
+def test_a_cell_that_floods_coveys_descriptors_is_killed_at_its_deadline(isolated: Sandbox) -> None:
+    """What it writes there is not read before it stops."""
     code = """
 import os
 for f in range(3, 64):
@@ -101,24 +101,24 @@ for f in range(3, 64):
 """
 
     async def cells() -> list[Outcome]:
-        async with await walled.session() as session:
+        async with await isolated.session() as session:
             return [await session.execute(code, seconds=1), await session.execute("6 * 7")]
 
     flooding, after = run(cells())
     assert (flooding.killed, after.stdout) == ("deadline", "42\n")
 
 
-def test_a_long_cell_passes_through_the_pipe(walled: Sandbox) -> None:
+def test_a_long_cell_passes_through_the_pipe(isolated: Sandbox) -> None:
     async def cell() -> Outcome:
-        async with await walled.session() as session:
+        async with await isolated.session() as session:
             return await session.execute(f"len({'x' * 10**6!r})")
 
     assert run(cell()).stdout == "1000000\n"
 
 
-def test_an_open_session_holds_no_place(walled: Sandbox) -> None:
-    """Or episodes that keep one open would wait for each other for ever when their answers are to be checked."""
-    sandbox = Sandbox(walled.tier, max_concurrent=1)
+def test_an_idle_session_does_not_hold_the_gate(isolated: Sandbox) -> None:
+    """Otherwise episodes with open sessions would wait for each other forever when their answers are checked."""
+    sandbox = Sandbox(isolated.tier, max_concurrent=1)
 
     async def both() -> tuple[Outcome, Outcome]:
         async with await sandbox.session() as session:
@@ -128,9 +128,9 @@ def test_an_open_session_holds_no_place(walled: Sandbox) -> None:
     assert [outcome.stdout for outcome in run(both())] == ["1\n", "5\n"]
 
 
-def test_a_cancelled_cell_takes_the_session_with_it(walled: Sandbox) -> None:
+def test_cancelling_a_cell_ends_the_session(isolated: Sandbox) -> None:
     async def cancelled() -> Outcome:
-        session = await walled.session()
+        session = await isolated.session()
         await session.execute("x = 1")
         task = asyncio.create_task(session.execute("while True: pass", seconds=60))
         await asyncio.sleep(0.3)
@@ -146,7 +146,7 @@ def test_a_cancelled_cell_takes_the_session_with_it(walled: Sandbox) -> None:
     assert time.monotonic() - started < 50
 
 
-# -- between two cells nothing runs ----------------------------------------------------------------------------------
+# -- Nothing runs between two cells ----------------------------------------------------------------------------------
 
 BURN = "    while True: sum(range(10**5))\n"
 FORGED = r"""
@@ -197,7 +197,7 @@ async def ticks_while_idle(session: Session) -> int:
 
 @pytest.mark.parametrize("what", LEFT_RUNNING)
 def test_nothing_runs_between_two_cells(sandbox: Sandbox, what: str) -> None:
-    """A process that burns would use up to 50 ticks of a hundredth of a second."""
+    """A busy process would use up to 50 clock ticks of 10 ms."""
 
     async def cells() -> tuple[Outcome, int, Outcome]:
         async with await sandbox.session() as session:
@@ -214,7 +214,7 @@ def test_nothing_runs_between_two_cells(sandbox: Sandbox, what: str) -> None:
 
 
 def test_a_child_that_wakes_the_session_is_ended_at_the_latest_at_the_deadline(sandbox: Sandbox) -> None:
-    """Where it wakes the session at once, the session never stops and so its cell never ends."""
+    """If it wakes the session at once, the session never stops, so its cell never ends."""
     code = "import os, signal\nme = os.getpid()\nif os.fork() == 0:\n  while True: os.kill(me, signal.SIGCONT)"
 
     async def cells() -> int:
@@ -225,7 +225,7 @@ def test_a_child_that_wakes_the_session_is_ended_at_the_latest_at_the_deadline(s
     assert run(cells()) <= 2
 
 
-def test_the_model_is_told_which_processes_were_ended(sandbox: Sandbox) -> None:
+def test_killed_processes_are_reported_to_the_model(sandbox: Sandbox) -> None:
     async def cells() -> list[Outcome]:
         start = "import subprocess\nchildren = [subprocess.Popen(['sleep', '60']) for _ in range(2)]"
         async with await sandbox.session() as session:
@@ -236,7 +236,7 @@ def test_the_model_is_told_which_processes_were_ended(sandbox: Sandbox) -> None:
     assert wait == Outcome("[-9, -9]\n", "", 0)
 
 
-def test_threads_go_on_in_the_next_cell(sandbox: Sandbox) -> None:
+def test_threads_continue_in_the_next_cell(sandbox: Sandbox) -> None:
     make = "from concurrent.futures import *\npool = ThreadPoolExecutor(2)\npool.submit(abs, -3).result()"
 
     async def cells() -> list[Outcome]:
@@ -248,7 +248,7 @@ def test_threads_go_on_in_the_next_cell(sandbox: Sandbox) -> None:
 
 @pytest.mark.parametrize("then", ["while True: pass", "import time\ntime.sleep(60)"])
 def test_a_cell_cannot_forge_its_end(sandbox: Sandbox, then: str) -> None:
-    """It is over when its process has stopped, whatever is written on any descriptor."""
+    """A cell is over when its process has stopped, whatever it writes to any descriptor."""
 
     async def cells() -> list[Outcome]:
         async with await sandbox.session() as session:
@@ -286,7 +286,7 @@ def test_a_cell_that_only_stops_ends_the_session(sandbox: Sandbox) -> None:
 
 
 def test_a_session_that_wakes_itself_between_cells_is_ended(sandbox: Sandbox) -> None:
-    """A timer of the kernel's sends SIGCONT while the session is stopped."""
+    """A kernel timer sends SIGCONT while the session is stopped."""
     code = """
 import ctypes, threading
 class Event(ctypes.Structure):

@@ -1,4 +1,4 @@
-"""Which tier is chosen, what is said where none can be had, and the filters as the kernel will read them."""
+"""The choice of a tier, the message if none works, and the seccomp filter as the kernel interprets it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 from covey.cli import doctor
 from covey.errors import InputError
 from covey.sandbox import TIERS, choose, describe, tiers
-from covey.sandbox.inside import filters
-from covey.sandbox.inside.walls import closed_folder
+from covey.sandbox.inside import kernel
+from covey.sandbox.inside.isolation import closed_folder
 from covey.sandbox.tiers import Finding, view
 
 
@@ -44,9 +44,9 @@ def test_the_weak_one_is_refused_unless_allowed(monkeypatch: pytest.MonkeyPatch)
         choose()
 
 
-def test_a_tier_that_is_asked_for_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requested_tier_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "namespaces")
-    with pytest.raises(InputError, match=r"sandbox\.tier=bubblewrap cannot be had here"):
+    with pytest.raises(InputError, match=r"sandbox\.tier=bubblewrap does not work here"):
         choose("bubblewrap")
     with pytest.raises(InputError, match=r"did you mean +namespaces"):
         choose("namespace")
@@ -61,7 +61,7 @@ def test_without_bwrap_the_doctor_says_how_to_get_it(monkeypatch: pytest.MonkeyP
 
 
 def test_a_broken_bwrap_is_not_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is there, but cannot do its work: in many containers."""
+    """It is installed but does not work, as in many containers."""
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\necho 'no permission to make a namespace' >&2\nexit 1\n")
     fake.chmod(0o755)
@@ -95,7 +95,7 @@ def test_a_project_below_usr_is_covered(monkeypatch: pytest.MonkeyPatch) -> None
     assert "/usr/share" in hidden
 
 
-def test_folders_that_nobody_may_pass(tmp_path: Path) -> None:
+def test_folders_closed_to_the_user_nobody(tmp_path: Path) -> None:
     closed = tmp_path / "closed"
     (closed / "inner").mkdir(parents=True)
     for folder in (tmp_path, *tmp_path.parents[:-2]):
@@ -105,13 +105,13 @@ def test_folders_that_nobody_may_pass(tmp_path: Path) -> None:
     assert closed_folder("/usr/bin/env") is None
 
 
-# -- the filter, by an interpreter of its own -------------------------------------------------------------------------
+# -- The filter, by an independent interpreter ------------------------------------------------------------------------
 
 
 def verdict(
     program: bytes, number: int, argument: int = 0, architecture: int = 0xC000003E, more: tuple[int, int] = (0, 0)
 ) -> int:
-    """What the kernel's packet filter would return, for the instructions that we use."""
+    """A BPF interpreter for the instructions that the filter uses."""
     steps = [struct.unpack_from("HBBI", program, offset) for offset in range(0, len(program), 8)]
     seen = {0: number, 4: architecture, 16: argument, 24: more[0], 32: more[1]}
     value, position = 0, 0
@@ -129,10 +129,10 @@ def verdict(
 
 @pytest.mark.parametrize(("machine", "column", "name"), [("x86_64", 0, 0xC000003E), ("aarch64", 1, 0xC00000B7)])
 def test_what_the_filter_refuses(machine: str, column: int, name: int) -> None:
-    program = filters.filter_program(machine)
+    program = kernel.filter_program(machine)
     allow, refuse = 0x7FFF0000, 0x00050000
-    refused = {numbers[column] for numbers in filters.REFUSED.values()} - {None}
-    clone, socket = filters.CLONE[column], filters.SOCKET[column]
+    refused = {numbers[column] for numbers in kernel.REFUSED.values()} - {None}
+    clone, socket = kernel.CLONE[column], kernel.SOCKET[column]
     for number in range(470):
         found = verdict(program, number, architecture=name)
         if number in refused:
@@ -148,17 +148,17 @@ def test_what_the_filter_refuses(machine: str, column: int, name: int) -> None:
     assert verdict(program, socket, 1, name) == allow  # local sockets
     for family in (2, 10, 16, 17):  # IPv4, IPv6, netlink, packets
         assert verdict(program, socket, family, name) == refuse | errno.EACCES
-    setting = {option: verdict(program, filters.SETSOCKOPT[column], 5, name, (1, option)) for option in range(64)}
+    setting = {option: verdict(program, kernel.SETSOCKOPT[column], 5, name, (1, option)) for option in range(64)}
     assert {option for option, found in setting.items() if found == refuse | errno.EPERM} == {7, 8, 32, 33}
     assert set(setting.values()) == {allow, refuse | errno.EPERM}
-    assert verdict(program, filters.SETSOCKOPT[column], 5, name, (6, 7)) == allow  # of TCP, not of the socket
+    assert verdict(program, kernel.SETSOCKOPT[column], 5, name, (6, 7)) == allow  # of TCP, not of the socket
     assert verdict(program, 0, architecture=0x40000003) == 0x80000000  # the calls of another architecture
     if column == 0:
         assert verdict(program, 0x40000000 | 41, 2) == 0x80000000
 
 
-def test_numbers_of_calls_are_this_machines() -> None:
-    """Against the C library's own header, where there is one."""
+def test_call_numbers_match_the_kernel_headers() -> None:
+    """Compared with the C library's header, if it is installed."""
     headers = {
         "x86_64": ("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", 0),
         "aarch64": ("/usr/include/asm-generic/unistd.h", 1),
@@ -168,7 +168,7 @@ def test_numbers_of_calls_are_this_machines() -> None:
         pytest.skip("no header of the kernel's here")
     lines = (line.split() for line in Path(path).read_text().splitlines())
     known = {words[1].removeprefix("__NR_"): words[2] for words in lines if len(words) == 3 and words[0] == "#define"}
-    for call, numbers in {**filters.REFUSED, "socket": filters.SOCKET, "clone": filters.CLONE}.items():
+    for call, numbers in {**kernel.REFUSED, "socket": kernel.SOCKET, "clone": kernel.CLONE}.items():
         if call in known:
             assert str(numbers[column]) == known[call], call
 
@@ -200,8 +200,8 @@ print(outcome.stdout + outcome.stderr)
 
 
 @pytest.mark.parametrize("tier", ["bubblewrap", "namespaces"])
-def test_an_ordinary_user_has_the_same_walls(tier: str) -> None:
-    """The rest of these tests run as whoever runs them: in a container, that is often root."""
+def test_an_ordinary_user_has_the_same_isolation(tier: str) -> None:
+    """The other tests run as the current user, which is often root in a container."""
     python = "/usr/bin/python3"
     if os.geteuid() != 0 or shutil.which("setpriv") is None or not os.path.exists(python):
         pytest.skip("needs root to become an ordinary user, setpriv, and a Python for everybody")

@@ -1,4 +1,4 @@
-"""Looking at processes from outside."""
+"""Observing processes from outside."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def alive(pid: int) -> bool:
 
 
 def gone(*pids: int, seconds: float = 5.0) -> bool:
-    """Whether they end, within some time."""
+    """Whether all of them end in time."""
     deadline = time.monotonic() + seconds
     while any(map(alive, pids)):
         if time.monotonic() > deadline:
@@ -34,7 +34,7 @@ def resident(pid: int) -> int:
 
 
 def reaped(pid: int, seconds: float = 5.0) -> bool:
-    """Whether it ends altogether: the first thread of a process may be gone while its files are still open."""
+    """Whether it ends completely: its first thread may end while its files are still open."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:

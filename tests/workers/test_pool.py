@@ -1,4 +1,4 @@
-"""Calls in workers: what comes back, whatever the function does; and what is left of it afterwards."""
+"""Calls in workers: results, exceptions, hangs, crashes, output, child processes, and the end of the pool."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MakePool = Callable[..., WorkerPool]
 
 @pytest.fixture
 def make() -> Iterator[MakePool]:
-    """A pool of functions by their own names, closed afterwards."""
+    """Make pools of functions by their own names; closed afterwards."""
     pools: list[WorkerPool] = []
 
     def make(*functions: Callable[..., Any], **settings: Any) -> WorkerPool:
@@ -54,7 +54,7 @@ def me() -> int:
     return os.getpid()
 
 
-# What comes back
+# -- Results
 
 
 def test_values_and_functions_of_any_kind(make: MakePool) -> None:
@@ -72,7 +72,7 @@ def test_values_and_functions_of_any_kind(make: MakePool) -> None:
     assert call(pool, "add", 1, right=2) == 3
     assert call(pool, "inner", "x") == ["of", "a", "closure", "x"]
     assert call(pool, "later", 7) == 7
-    assert call(WorkerPool({"len": len}), "len", "four") == 4  # a pool that nobody closes ends with its last reference
+    assert call(WorkerPool({"len": len}), "len", "four") == 4  # an unclosed pool ends with its last reference
 
 
 def test_a_large_value_both_ways(make: MakePool) -> None:
@@ -81,7 +81,7 @@ def test_a_large_value_both_ways(make: MakePool) -> None:
     assert call(pool, "add", left, right) == left + right
 
 
-def test_functions_may_use_torch_where_its_threads_run_already(make: MakePool) -> None:
+def test_functions_can_use_torch_while_its_threads_run(make: MakePool) -> None:
     def product(side: int) -> float:
         return float((torch.ones(side, side) @ torch.ones(side, side)).mean())
 
@@ -139,7 +139,7 @@ def test_random_numbers_differ_between_workers(make: MakePool) -> None:
     assert all(a != b for a, b in zip(first, second, strict=True))
 
 
-# What goes wrong in the function
+# -- Exceptions
 
 
 class Odd(Exception):
@@ -152,7 +152,7 @@ class Mute(Exception):
         raise RuntimeError
 
 
-def test_its_own_exception_comes_as_text(make: MakePool) -> None:
+def test_a_functions_exception_arrives_as_text(make: MakePool) -> None:
     def odd() -> None:
         raise Odd(1, two=2)
 
@@ -222,7 +222,7 @@ def test_a_result_that_cannot_be_read_here(make: MakePool) -> None:
     assert call(pool, "add", 1) == 2 and pool._made == 1
 
 
-# Functions that hang
+# -- Functions that hang
 
 
 def busy() -> None:
@@ -257,7 +257,7 @@ def test_a_function_that_hangs_is_killed_and_its_worker_replaced(make: MakePool,
     assert call(pool, "me") != first
 
 
-def test_waiting_for_a_worker_is_not_being_late(make: MakePool) -> None:
+def test_waiting_for_a_worker_does_not_count_as_call_time(make: MakePool) -> None:
     def nap() -> float:
         time.sleep(0.15)
         return time.monotonic()
@@ -268,7 +268,7 @@ def test_waiting_for_a_worker_is_not_being_late(make: MakePool) -> None:
     assert len(asyncio.run(many(make(nap, max_workers=1)))) == 10
 
 
-def test_an_answer_in_time_counts_though_this_process_was_busy(make: MakePool) -> None:
+def test_an_answer_in_time_counts_even_if_this_process_was_busy(make: MakePool) -> None:
     async def distracted(pool: WorkerPool) -> Any:
         await pool.call("add", 0, seconds=20)
         asked = asyncio.create_task(pool.call("add", b"x", b"y", seconds=0.3))
@@ -292,10 +292,10 @@ def test_a_cancelled_call_ends_its_worker(make: MakePool) -> None:
     assert call(pool, "me")
 
 
-# Functions that crash
+# -- Functions that crash
 
 
-def test_a_crash_tells_how_and_the_last_words(make: MakePool) -> None:
+def test_a_crash_reports_the_signal_and_the_last_output(make: MakePool) -> None:
     def leave() -> None:
         print("out")
         print("err", file=sys.stderr)
@@ -352,7 +352,7 @@ def test_a_worker_that_dies_in_the_middle_of_its_answer(make: MakePool) -> None:
         asked = asyncio.create_task(pool.call("large", seconds=20))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        time.sleep(0.6)  # the answer stays in the socket, as far as it has room
+        time.sleep(0.6)  # the answer stays in the socket's buffer
         with pytest.raises(WorkerDied, match="SIGKILL"):
             await asked
 
@@ -383,17 +383,17 @@ def test_an_idle_worker_that_was_killed_is_replaced(make: MakePool) -> None:
     assert call(pool, "me") != first
 
 
-# What they print
+# -- Output
 
 
-def test_what_is_printed_does_not_come_out(make: MakePool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_of_workers_is_captured(make: MakePool, capfd: pytest.CaptureFixture[str]) -> None:
     def chatty() -> str:
         print("noise")
         os.write(1, b"noise")
         subprocess.run(["echo", "noise"], check=True)
         return sys.stdin.read()
 
-    assert call(make(chatty), "chatty") == ""  # nobody types
+    assert call(make(chatty), "chatty") == ""  # stdin is empty
     assert capfd.readouterr() == ("", "")
 
 
@@ -418,7 +418,7 @@ def test_a_gigabyte_of_output_costs_nothing(make: MakePool) -> None:
     assert all(then - now < 16 << 20 for now, then in zip(before, after, strict=True))
 
 
-# What they start
+# -- Child processes
 
 
 def fork_and(how: str) -> tuple[int, int]:
@@ -447,7 +447,7 @@ def test_processes_that_outlive_the_call_are_killed(make: MakePool, how: str) ->
     assert call(pool, "me") != 0
 
 
-def test_processes_of_a_worker_that_is_killed_go_with_it(make: MakePool, tmp_path: Path) -> None:
+def test_killing_a_worker_kills_its_processes(make: MakePool, tmp_path: Path) -> None:
     def start() -> None:
         inner = f"echo $$ >> {tmp_path}/pids; sleep 60"
         subprocess.Popen(["sh", "-c", inner], start_new_session=sys.platform == "linux")
@@ -468,7 +468,7 @@ def test_a_child_that_was_waited_for_costs_no_worker(make: MakePool) -> None:
     assert pool._made == 1
 
 
-# Many at once
+# -- Many calls at once
 
 
 def test_many_calls_over_few_workers(make: MakePool) -> None:
@@ -523,7 +523,7 @@ def test_one_event_loop_after_another(make: MakePool) -> None:
     before = loop.run_until_complete(again())
     left = loop.create_task(pool.call("asleep", seconds=60))
     loop.run_until_complete(asyncio.sleep(0.05))
-    assert call(pool, "me") != before  # what the other loop left unfinished was ended
+    assert call(pool, "me") != before  # the other loop's unfinished call was killed
     assert gone(before)
     with pytest.raises(WorkerTimeout):
         call(pool, "asleep", seconds=0.1)
@@ -545,7 +545,7 @@ def test_two_event_loops_at_once_are_refused(make: MakePool) -> None:
     asyncio.run(outer())
 
 
-# The end
+# -- The end of the pool
 
 
 def test_close_leaves_no_process(make: MakePool) -> None:
@@ -645,14 +645,14 @@ def test_everything_ends_with_the_process_of_the_pool(how: str) -> None:
 
 
 def test_without_standard_streams() -> None:
-    """As some supervisors start processes."""
+    """Some supervisors start processes like this."""
     text = "import asyncio, os; [os.close(i) for i in range(3)]; from covey.workers import WorkerPool\n"
     text += "assert asyncio.run(WorkerPool({'len': len}).call('len', 'abc', seconds=20)) == 3"
     assert subprocess.run([sys.executable, "-c", text]).returncode == 0
 
 
-def test_sigterm_does_not_reach_workers_but_what_they_start(make: MakePool) -> None:
-    """A job's end is announced to all its processes; only the run itself may take it as its own."""
+def test_workers_ignore_sigterm_but_their_processes_do_not(make: MakePool) -> None:
+    """The end of a job is signalled to all of its processes; only the run itself may react."""
 
     def outlast() -> list[int]:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -670,8 +670,8 @@ def test_sigterm_does_not_reach_workers_but_what_they_start(make: MakePool) -> N
     assert call(pool, "add", 1) == 2
 
 
-def test_ctrl_c_while_a_process_forks_is_neither_lost_nor_leaves_a_lock() -> None:
-    """Python swallows what is raised in a hook of a fork: here Ctrl-C comes in one, before logging opens its lock."""
+def test_ctrl_c_during_a_fork_is_delivered_and_leaves_no_lock() -> None:
+    """Python swallows exceptions in fork hooks: here Ctrl-C arrives in one, before logging releases its lock."""
     program = """
 import os, signal
 os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGINT))

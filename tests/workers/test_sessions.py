@@ -1,4 +1,4 @@
-"""Sessions: several calls in one worker, what lasts between them, and how they end."""
+"""Sessions: several calls in one worker, the state kept between them, and how they end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Run = Callable[[Callable[[WorkerPool], Coroutine[Any, Any, Any]]], Any]
 
 
 class Counter:
-    """An environment, say. Notes in a file that it was closed."""
+    """An environment that writes to a file when it is closed."""
 
     def __init__(self, start: int, log: Path | None = None) -> None:
         self.value, self.log, self.home = start, log, os.getpid()
@@ -150,7 +150,7 @@ def test_processes_last_as_long_as_the_session(run: Run) -> None:
     assert gone(*run(use))
 
 
-def test_who_holds_a_session_can_still_make_calls() -> None:
+def test_a_holder_of_a_session_can_still_make_calls() -> None:
     async def episode(pool: WorkerPool) -> int:
         async with await pool.session() as session:
             await session.call("count", seconds=20)

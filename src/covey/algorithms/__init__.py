@@ -1,4 +1,4 @@
-"""The mathematics. One algorithm, one file; `catalogue.py` is the list of them."""
+"""The algorithms, one per file; `catalogue.py` lists them."""
 
 from covey.algorithms.algorithm import Algorithm
 from covey.algorithms.assemble import algorithm_schemas, find_entry, find_losses, make, schema, settings

@@ -1,13 +1,13 @@
-"""From a loss of each token to one number, whatever the micro-batches.
+"""Aggregation: from a loss per token to one number, independent of the split into micro-batches.
 
     token-mean               Σ over all tokens / number of tokens
     seq-mean-token-sum       Σ over an episode, mean over episodes
     seq-mean-token-mean      mean over an episode's tokens, mean over episodes
     seq-mean-token-sum-norm  Σ over an episode / norm_length, mean over episodes (Dr. GRPO's constant)
-    group-mean-token-sum     Σ over a group, mean over groups (GVPO's own)
+    GroupSum                 Σ over a group, mean over groups: for algorithms without a choice of aggregation
 
-A term is a sum and what it is a sum of; `divide` divides once, by the count over the whole mini-batch. Episodes without
-a sampled token do not count. Shapes: N episodes, R rows, T tokens.
+A loss term is a sum and its unit; `divide` divides once, by the number of units in the whole mini-batch. Episodes
+without a sampled token do not count. Shapes: N episodes, R rows, T tokens.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ class Aggregation:
 
 @dataclass(frozen=True, slots=True)
 class GroupSum:
-    """GVPO's: its theory leaves no choice, so it has no settings."""
+    """Sum over a group, mean over groups. It has no settings."""
 
     def __call__(self, x_RT: Tensor, batch: Batch) -> LossTerm:
         return LossTerm(torch.where(batch.mask_RT, x_RT, torch.zeros_like(x_RT)).sum(), "groups")
 
 
 def divide(terms: Mapping[str, LossTerm], batch: Batch) -> dict[str, Tensor]:
-    """The one division: each sum by the count of its unit over the whole mini-batch, not over the rows at hand."""
-    heard_N = batch.length_N > 0
+    """Divide each sum by the number of its units in the whole mini-batch, not in the rows of the micro-batch."""
+    nonempty_N = batch.length_N > 0
     count = {
         "tokens": int(batch.length_N.sum()),
-        "episodes": int(heard_N.sum()),
-        "groups": len(batch.group_N[heard_N].unique()),
+        "episodes": int(nonempty_N.sum()),
+        "groups": len(batch.group_N[nonempty_N].unique()),
     }
     return {name: term.sum / max(count[term.unit], 1) for name, term in terms.items()}

@@ -1,11 +1,11 @@
-"""An algorithm: parts under one name.
+"""An algorithm: the parts that make up its three steps. Each part has a file of its own.
 
-    shape       answers that are too long, KL in the reward         Shaping, Kl
+    shape       overlong answers, KL in the reward                  Shaping, Kl
     advantages  rewards → advantages, times importance weights      an estimator, Correction
-    loss        advantages, log-probs → a loss of each token,       a token loss, Aggregation, Kl
-                summed up, and a KL beside it
+    loss        advantages, log-probs → a loss per token, summed;   a token loss, Aggregation, Kl
+                and a KL term
 
-Each part has its own page; this one only hands on. A part that an algorithm does not go with is None.
+A part that an algorithm does not support is None.
 """
 
 from __future__ import annotations
@@ -42,25 +42,26 @@ class Algorithm:
 
     @property
     def needs(self) -> Needs:
-        """Whatever any part needs."""
-        wanted = [part.needs for part in self.parts.values() if hasattr(part, "needs")]
-        return Needs(**{f.name: max(getattr(needs, f.name) for needs in wanted) for f in fields(Needs)})
+        """The union of what the parts need."""
+        declared = [part.needs for part in self.parts.values() if hasattr(part, "needs")]
+        return Needs(**{f.name: max(getattr(needs, f.name) for needs in declared) for f in fields(Needs)})
 
     @property
     def couples(self) -> Couples:
         return self.objective.couples
 
     @property
-    def sees_rewards_apart(self) -> bool:
-        """True if it learns from each reward by itself, not from their sum."""
+    def uses_named_rewards(self) -> bool:
+        """True if the estimator reads each reward by itself, not their sum."""
         return getattr(self.estimator, "columns", False)
 
     def check_rewards(self, weights: Mapping[str, float]) -> None:
-        """Raise if it cannot be trained on rewards of these names and weights."""
-        if taken := set(weights) & set(self.shaping.adds()):
-            raise ValueError(f"a reward is called {min(taken)!r}, as is the one that the algorithm adds: rename yours")
+        """Raise if the algorithm cannot be trained on rewards with these names and weights."""
+        added = self.shaping.added_rewards()
+        if taken := set(weights) & set(added):
+            raise ValueError(f"the algorithm adds a reward called {min(taken)!r}, as is one of yours: rename yours")
         if hasattr(self.estimator, "check"):
-            self.estimator.check([*(name for name, weight in weights.items() if weight != 0), *self.shaping.adds()])
+            self.estimator.check([*(name for name, weight in weights.items() if weight != 0), *added])
 
     def shape(self, samples: Samples) -> tuple[Samples, Metrics]:
         samples = self.shaping.reward(samples)
@@ -81,7 +82,7 @@ class Algorithm:
         return replace(found, values=values_RT * weight_RT, metrics={**found.metrics, **metrics})
 
     def loss(self, out: TokenOutputs, batch: Batch) -> dict[str, LossTerm]:
-        # A select sends nothing back to what it did not choose, not even 0 · NaN.
+        # `where` passes no gradient to masked tokens, not even 0 · NaN.
         out = replace(out, logprobs=out.logprobs.where(batch.mask_RT, 0))
         terms = {self.objective.term: self.aggregation(self.objective.loss(out, batch), batch)}
         return terms if self.kl is None else terms | self.kl.loss(out, batch, self.aggregation)
@@ -92,17 +93,17 @@ class Algorithm:
             return found if self.kl is None else found | self.kl.metrics(out, batch)
 
     def remarks(self) -> list[str]:
-        """Settings that work, but not as one might think."""
+        """Warnings about settings that are valid but rarely intended."""
         return [text for part in self.parts.values() if hasattr(part, "remarks") for text in part.remarks()]
 
     def state_dict(self) -> dict[str, Any]:
-        """What must survive a resume, by part: DGDO's weights, a KL coefficient that is steered."""
+        """The state to checkpoint, by part: learned reward weights, an adaptive KL coefficient."""
         found = {name: part.state_dict() for name, part in self.parts.items() if hasattr(part, "state_dict")}
         return {name: state for name, state in found.items() if state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        mine = self.state_dict()
-        if set(state) != set(mine):
-            raise ValueError(f"{self.name} remembers {sorted(mine)}, but the checkpoint holds {sorted(state)}")
+        own = self.state_dict()
+        if set(state) != set(own):
+            raise ValueError(f"{self.name} has the state {sorted(own)}, but the checkpoint holds {sorted(state)}")
         for name, values in state.items():
             getattr(self, name).load_state_dict(values)

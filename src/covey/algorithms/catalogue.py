@@ -1,7 +1,7 @@
 """The algorithms, by name. One algorithm, one file; this page is the list.
 
-An algorithm is an estimator (rewards → advantages) with a loss (advantages, log-probs → a loss of each token). Both can
-be exchanged: `algorithm=gdpo algorithm.loss=gspo`. The settings of an algorithm are the fields of its parts.
+An algorithm is an estimator (rewards → advantages) with a loss (advantages, log-probs → a loss per token). Each can be
+combined with others: `algorithm=gdpo algorithm.loss=gspo`. The settings of an algorithm are the fields of its parts.
 """
 
 from __future__ import annotations
@@ -30,10 +30,20 @@ from covey.algorithms.sapo import Sapo
 Defaults = Mapping[str, Any]
 
 
+def unsupported(cls: type) -> Mapping[str, str]:
+    """First word of a setting → why an estimator or loss does not support it; "loss": why only its own loss."""
+    return getattr(cls, "unsupported", {})
+
+
 @dataclass(frozen=True)
 class Loss:
     objective: type
-    defaults: Defaults = field(default_factory=dict)  # where this name differs from the parts' own
+    defaults: Defaults = field(default_factory=dict)  # where they differ from the defaults of the parts
+
+    @property
+    def exchangeable(self) -> bool:
+        """Whether other estimators can use it."""
+        return "loss" not in unsupported(self.objective)
 
 
 LOSSES: dict[str, Loss] = {
@@ -55,7 +65,7 @@ class Entry:
     paper: str
     summary: str
     defaults: Defaults = field(default_factory=dict)
-    also: tuple[str, ...] = ()  # other names that people type
+    also: tuple[str, ...] = ()  # other spellings of the name
 
 
 _OVER_TOKENS = {"aggregation": "token-mean"}

@@ -1,14 +1,14 @@
-"""CISPO: Clipped IS-weight Policy Optimization: weights are clipped, gradients are not.
+"""CISPO: Clipped IS-weight Policy Optimization. Importance weights are clipped, gradients are not.
 
 MiniMax 2025, https://arxiv.org/abs/2506.13585
 
     L_t = −sg( clip(r_t, 1 − ε_low, 1 + ε_high) ) A_t log π_θ(y_t)           r_t = π_θ(y_t) / π_old(y_t)
 
-Every token keeps its gradient, also the rare ones that open a new line of thought and that PPO's clipping silences.
+Every token keeps its gradient, also the rare ones that start a new line of reasoning, which PPO's clipping drops.
 
 Deviations: the paper gives no ε_high; 4 bounds the weight at 5, within what Khatri et al. 2025
-(https://arxiv.org/abs/2510.13786) found good. As in the paper there is no lower bound (ε_low = 1). Log-ratios are held
-to ±20. Shapes: R rows, T tokens.
+(https://arxiv.org/abs/2510.13786) found good. As in the paper there is no lower bound (ε_low = 1). Log-ratios are
+clamped to ±20. Shapes: R rows, T tokens.
 """
 
 from __future__ import annotations

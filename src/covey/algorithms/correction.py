@@ -1,19 +1,19 @@
-"""Importance correction: for samples that came from another distribution than the learner's own.
+"""Importance correction: for samples from another distribution than the learner's own.
 
-An engine with other kernels, sampling cut by top-p or top-k, or an older policy draw from q; the learner's policy at
-the start of the step is π_old. Each token's advantage is multiplied by
+An engine with other kernels, top-p or top-k sampling, or an older policy sample from q; the learner's policy at the
+start of the step is π_old. Each token's advantage is multiplied by
 
     w = min( π_old/q, cap )                    of the token, or of the whole answer (sequence)
     w = 0  where π_old/q lies outside [reject_below, reject_above]
 
-π_old is computed by the learner before the first update, and the ratio of the loss is π/π_old. `recompute` does only
-this: w is 1.
+π_old is computed by the learner before the first update, and the ratio of the loss is π/π_old. With `recompute` that
+is all: w = 1.
 
 Espeholt et al. 2018, https://arxiv.org/abs/1802.01561 (truncation); Yao et al. 2025, "Your efficient RL framework
 secretly brings you off-policy RL training"
 
-Deviations: rejected tokens keep their place in the loss's mean (with weight 0), so rejecting never raises the weight of
-the others. Log-ratios are held to ±20. Shapes: N episodes, R rows, T tokens.
+Deviations: rejected tokens still count in the loss's mean (with weight 0), so rejection never raises the weight of the
+others. Log-ratios are clamped to ±20. Shapes: N episodes, R rows, T tokens.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 class Correction:
     correction: str = "auto"  # none | recompute | token | sequence; auto: token if sampling is cut, by vllm or async
     correction_cap: PositiveCap = 2.0  # largest importance weight
-    reject_below: Cap | None = None  # samples with a smaller ratio than this are left out
-    reject_above: Cap | None = None  # samples with a larger ratio than this are left out
+    reject_below: Cap | None = None  # samples with a smaller ratio than this are rejected
+    reject_above: Cap | None = None  # samples with a larger ratio than this are rejected
 
     def __post_init__(self) -> None:
         known = ("auto", "none", "recompute", "token", "sequence")
@@ -43,7 +43,7 @@ class Correction:
             raise ValueError(f"algorithm.correction must be one of {', '.join(known)}, got {self.correction!r}")
         check_ranges(self, "algorithm.")
         if (self.reject_below or 0.0) > (torch.inf if self.reject_above is None else self.reject_above):
-            raise ValueError("algorithm.reject_below is above reject_above: every sample would be left out")
+            raise ValueError("algorithm.reject_below is above reject_above: every sample would be rejected")
         if self.correction in ("none", "recompute") and (self.reject_below, self.reject_above) != (None, None):
             raise ValueError("algorithm.reject_below and reject_above need correction=token or sequence")
 
@@ -58,7 +58,7 @@ class Correction:
     def weights(
         self, old_RT: Tensor, sampling_RT: Tensor, mask_RT: Tensor, episode_R: Tensor, episodes: int
     ) -> tuple[Tensor, Metrics]:
-        """w of each token, [R, T], and how far the two policies are apart."""
+        """w of each token, [R, T], and metrics of the difference between the two policies."""
         log_ratio_RT = torch.where(mask_RT, old_RT - sampling_RT, torch.zeros_like(old_RT)).detach()
         if self.correction == "sequence":
             sum_N = episode_sum(log_ratio_RT, mask_RT, episode_R, episodes)

@@ -3,17 +3,17 @@
 Per reward n, on the raw rewards of all groups that were sampled:
 
     μ = mean of group means        σ² = mean within-group variance + variance of group means + 1e-8   (population)
-    D = σ / (|μ| + ε)              the instability; 0 where the reward does not vary; at most max_instability
+    D = σ / (|μ| + ε)              the instability; 0 if the reward does not vary; at most max_instability
     target ∝ softmax(D) · priors   (softmax(−D) with `invert`)
     w ← β_eff w + (1 − β_eff) target                        from uniform; β_eff rises from beta_start to beta
     used: the nearest point to w on the simplex with w_n ≥ min_weight
 
-and then GDPO with the weights K·w_n · reward.weights. For the first `warmup_steps` w is uniform and nothing moves: that
-is GDPO, number for number.
+and then GDPO with the weights K·w_n · reward.weights. During the first `warmup_steps` w is uniform and constant, which
+is exactly GDPO.
 
 Deviations from the original, which `paper_exact=true` restores: D is capped, and a reward that never varies has D = 0
-instead of drawing weight to itself. The floor is kept exactly (clamping and renormalising would break it).
-State: w and the step number; it survives a resume. Shapes: N episodes, K rewards.
+instead of gaining weight. The floor holds exactly (clamping and renormalising would violate it).
+State: w and the step number; it is part of a checkpoint. Shapes: N episodes, K rewards.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from covey.types import Samples
 if TYPE_CHECKING:
     from torch import Tensor
 
-SMALLEST = 1e-12  # mean that a spread is divided by, also with epsilon=0
+SMALLEST = 1e-12  # lower bound of the divisor of D, also with epsilon=0
 
 
 @dataclass(slots=True)
@@ -41,14 +41,14 @@ class Dgdo:
     needs: ClassVar[Needs] = Needs(min_group_size=2)
     columns: ClassVar[bool] = True
 
-    beta: Share = 0.9  # how much of the old weights is kept each step
+    beta: Share = 0.9  # share of the old weights kept each step
     epsilon: Epsilon = 1e-6  # added to standard deviations and to |μ|
     warmup_steps: Steps = 30  # steps with uniform weights
     beta_start: Share = 0.5  # β right after the warm-up
-    beta_warmup_steps: Steps = 200  # steps in which β rises to its final value
+    beta_warmup_steps: Steps = 200  # steps over which β rises to its final value
     min_weight: Share = 0.15  # no reward's weight falls below this
     invert: bool = False  # give weight to stable rewards instead
-    importance_priors: dict[str, Coefficient] | None = None  # by reward name: multiplies the target; 1 where not given
+    importance_priors: dict[str, Coefficient] | None = None  # by reward name: multiplies the target; default 1
     max_instability: Cap = 10.0  # cap on D
     paper_exact: bool = False  # no cap, and constant rewards count as unstable
 
@@ -73,7 +73,7 @@ class Dgdo:
         return Advantages(combined(samples, scaled, self.epsilon), metrics=metrics)
 
     def instability(self, reward_N: Tensor, group_N: Tensor) -> Metrics:
-        """μ, σ and D of one reward; episodes that it was not given to are left out."""
+        """μ, σ and D of one reward, over the episodes that have it."""
         given_N = ~reward_N.isnan()
         reward_N, group_N = reward_N[given_N].double(), group_N[given_N]
         if not len(reward_N):
@@ -98,7 +98,7 @@ class Dgdo:
         self.weights = {name: keep * self.weights[name] + (1 - keep) * target[name] / total for name in instability}
 
     def check(self, names: list[str]) -> None:
-        """Raise if these rewards cannot be weighed."""
+        """Raise if these rewards cannot be weighted."""
         if not names or len(names) * self.min_weight > 1 + 1e-12:
             raise ValueError(f"algorithm.min_weight={self.min_weight} leaves no room for {len(names)} rewards")
         priors = self.importance_priors or {}

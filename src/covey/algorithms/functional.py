@@ -1,8 +1,8 @@
-"""The algorithms as plain functions, for use inside other trainers and for comparison with them.
+"""The algorithms as plain functions, for other trainers and for comparison with them.
 
     advantages("grpo", rewards, groups)                       rewards → advantages
     policy_loss("gspo", logprobs, old, adv, mask)             advantages, log-probs → loss
-    compute_gvpo_advantage(...)                               GVPO's finished weight, for trainers whose loss sees rows
+    compute_gvpo_advantage(...)                               GVPO's weight w, for trainers whose loss sees single rows
     GVPOLoss(beta=0.1)(logprobs, ref, rewards, groups, mask)  all of GVPO in one call
 
 Shapes: N answers, T tokens, G groups. `groups` names the prompt of each answer, as integers or strings.
@@ -22,7 +22,7 @@ from torch import Tensor
 from covey.algorithms.aggregation import divide
 from covey.algorithms.algorithm import Algorithm
 from covey.algorithms.assemble import make
-from covey.algorithms.catalogue import ALGORITHMS, ALIASES, LOSSES
+from covey.algorithms.catalogue import ALGORITHMS, ALIASES, LOSSES, unsupported
 from covey.algorithms.gvpo import Gvpo
 from covey.algorithms.ops import group_size, make_batch
 from covey.errors import unknown
@@ -34,8 +34,8 @@ Column = Tensor | Sequence[float | None]
 Rewards = Column | Mapping[str, Column]
 RewardTensors = Tensor | Mapping[str, Tensor]
 
-# What people call a loss → the loss. `ppo` and `grpo` name one; `advantages` makes the difference between them. The
-# other algorithms name the loss that they train with.
+# Other names of losses. `ppo` and `grpo` are the same loss; they differ in their advantages. The name of any other
+# algorithm means the loss that it trains with.
 LOSS_NAMES = {name: name for name in LOSSES} | {
     "ppo": "ppo_clip",
     "grpo": "ppo_clip",
@@ -92,23 +92,22 @@ def advantages(
 ) -> Any:
     """Advantages of N answers: [N], or [N, T] for token-level estimators (ppo, reinforce_plus_plus).
 
-    rewards           [N], token rewards [N, T], or a dict of named [N] columns, added with `weights` (1 where not
-                      given); [N] may also be a list of numbers. NaN (None in a list): never scored. An answer without
-                      any score is skipped, with advantage 0. Token-level estimators put a [N] reward on an answer's
-                      last token.
+    rewards           [N], token rewards [N, T], or a dict of named [N] columns, summed with `weights` (default 1);
+                      [N] may also be a list of numbers. NaN (None in a list): not scored. An answer without any score
+                      is skipped, with advantage 0. Token-level estimators put a [N] reward on an answer's last token.
     mask              [N, T], the sampled tokens: for token-level estimators, opo, and token rewards
-    values            [N, T], a critic's, for ppo;  with_returns=True gives its returns too
+    values            [N, T] of a critic, for ppo; with_returns=True also returns the returns
     baseline_rewards  [N], the greedy answer's reward, for remax
-    state             a dict that dgdo keeps its weights in from call to call
+    state             a dict in which dgdo keeps its weights between calls
     """
     algorithm = make(name, **options)
     group_N = index_groups(groups)
     if algorithm.needs.values and (values is None or mask is None):
-        raise ValueError(f"{name} needs values=, what a critic says of each token, and mask=")
+        raise ValueError(f"{name} needs values=, a critic's value of each token, and mask=")
     if algorithm.needs.greedy_baseline and baseline_rewards is None:
         raise ValueError(f"{name} needs baseline_rewards=, the reward of the greedy answer to each answer's prompt")
     given = _as_tensors(rewards)
-    if isinstance(given, Tensor) and given.dim() == 2 and algorithm.sees_rewards_apart:
+    if isinstance(given, Tensor) and given.dim() == 2 and algorithm.uses_named_rewards:
         given = _per_answer(given, mask)
     _check_shape(given, group_N)
     scored = _scored(given, mask)
@@ -122,13 +121,18 @@ def advantages(
     found = algorithm.advantages(samples)
     if state is not None:
         state.update(algorithm.state_dict())
-    if with_returns and found.returns is None:
-        raise ValueError(f"{name} has no returns: they are what a critic learns from")
-    whole = [None if x is None else x.new_zeros(len(scored), *x.shape[1:]) for x in (found.values, found.returns)]
-    for place, part in zip(whole, (found.values, found.returns), strict=True):
-        if place is not None and part is not None:
-            place[scored] = part
-    return tuple(whole) if with_returns else whole[0]
+    if not with_returns:
+        return _spread(found.values, scored)
+    if found.returns is None:
+        raise ValueError(f"{name} has no returns: only algorithms with a critic or token returns do")
+    return _spread(found.values, scored), _spread(found.returns, scored)
+
+
+def _spread(x: Tensor, scored: Tensor) -> Tensor:
+    """Values of the scored answers, with 0 for the others."""
+    spread = x.new_zeros(len(scored), *x.shape[1:])
+    spread[scored] = x
+    return spread
 
 
 def _as_tensors(rewards: Rewards) -> RewardTensors:
@@ -150,7 +154,7 @@ def _check_shape(rewards: RewardTensors, group_N: Tensor) -> None:
 
 
 def _scored(rewards: RewardTensors, mask: Tensor | None) -> Tensor:
-    """Answers that some reward was given to. One without any is no answer worth 0: it is left out, with advantage 0."""
+    """Which answers have at least one reward. The others are skipped, with advantage 0: that is not a reward of 0."""
     if isinstance(rewards, Mapping):
         return ~torch.stack([column.isnan() for column in rewards.values()]).all(0)
     return ~_per_answer(rewards, mask).isnan()
@@ -170,7 +174,7 @@ def _samples(
     baseline: Tensor | None,
     weights: Mapping[str, float],
 ) -> Samples:
-    """One row per answer. Token rewards are what shapers add to single tokens; then there is no other reward."""
+    """One row per answer. Token rewards become `token_rewards_RT`, and the reward per answer is then 0."""
     per_token = rewards if isinstance(rewards, Tensor) and rewards.dim() == 2 else None
     some = rewards if isinstance(rewards, Tensor) else next(iter(rewards.values()))
     dtype = some.dtype if some.is_floating_point() else torch.get_default_dtype()
@@ -212,24 +216,24 @@ def policy_loss(
     aggregation: str | None = None,
     **options: Any,
 ) -> tuple[Tensor, Metrics]:
-    """The loss and its statistics. Log-probs and `mask` are [N, T]; `advantages` [N] or [N, T]. `name` is a loss, or an
-    algorithm, which trains with its loss and aggregation.
+    """The loss and its metrics. Log-probs and `mask` are [N, T]; `advantages` [N] or [N, T]. `name` is a loss, or an
+    algorithm, which means its loss and aggregation.
 
-    The KL settings work here too (kl_coef with ref_logprobs; kl_old_coef). With `sampling_logprobs`, those of the
-    engine that sampled, advantages are multiplied by truncated importance weights (correction, correction_cap).
+    The KL settings work here too (kl_coef with ref_logprobs; kl_old_coef). With `sampling_logprobs` of the engine,
+    advantages are multiplied by truncated importance weights (correction, correction_cap).
 
-    policy_loss("gvpo") wants R − R̄ as advantages and subtracts the β term itself, from the current log-probs; it needs
-    `groups`, and `ref_logprobs` unless reference="old".
+    policy_loss("gvpo") takes R − R̄ as advantages and subtracts the β term, computed from the current log-probs; it
+    needs `groups`, and `ref_logprobs` unless reference="old".
     """
     algorithm = _with_loss(name, aggregation, sampling_logprobs is not None, options)
     if algorithm.couples == "groups" and groups is None:
         raise ValueError(f"{name} couples the answers of a prompt: pass groups=, the prompt of each answer")
     if algorithm.kl is not None and algorithm.kl.kl_coef and algorithm.kl.kl_in == "reward":
-        raise ValueError("a KL in the reward belongs into the rewards, before advantages: use kl_in='loss' here")
+        raise ValueError("a KL in the reward must be subtracted before advantages are computed: use kl_in='loss' here")
     if algorithm.needs.full_kl:
         raise ValueError("the full KL needs logits of the whole vocabulary, and this function sees only log-probs")
     if algorithm.needs.reference and ref_logprobs is None:
-        hint = "or reference='old' to anchor at the sampling policy" if name == "gvpo" else "or kl_coef=0"
+        hint = "or kl_coef=0" if algorithm.kl is not None else "or reference='old' to anchor at the sampling policy"
         raise ValueError(f"{name} needs ref_logprobs= with these settings, {hint}")
     group_N = index_groups(groups) if groups is not None else torch.arange(len(logprobs))
     batch = _batch(group_N.to(logprobs.device), old_logprobs, ref_logprobs, advantages, mask.bool())
@@ -247,19 +251,20 @@ def policy_loss(
 
 
 def _with_loss(name: str, aggregation: str | None, corrected: bool, options: dict[str, Any]) -> Algorithm:
-    """Any estimator will do: the advantages are given."""
+    """An algorithm with this loss; its estimator is not used, since the advantages are given."""
     name = ALIASES.get(name, name)
     if name not in LOSS_NAMES and name not in ALGORITHMS:
         raise unknown("loss", name, {**LOSS_NAMES, **ALGORITHMS})
     if aggregation is not None:
         options = options | {"aggregation": aggregation}
-    if name == "gvpo":
-        if corrected:
-            raise ValueError("gvpo is right for samples of any policy: leave sampling_logprobs out")
-        return make("gvpo", **options)
+    loss = LOSSES[LOSS_NAMES.get(name) or ALGORITHMS[name].loss]
     if corrected:
+        if reason := unsupported(loss.objective).get("correction"):
+            raise ValueError(f"{name} does not take sampling_logprobs: {reason}")
         options = {"correction": "token"} | options
-    return make("grpo", loss=LOSS_NAMES[name], **options) if name in LOSS_NAMES else make(name, **options)
+    if name in LOSS_NAMES and loss.exchangeable:
+        return make("grpo", loss=LOSS_NAMES[name], **options)
+    return make(name, **options)
 
 
 def compute_gvpo_advantage(
@@ -273,9 +278,9 @@ def compute_gvpo_advantage(
     clip_weight: float | None = None,
     normalize_weights: bool = True,
 ) -> Tensor:
-    """GVPO's finished weight w = (R − R̄) − β(ρ − ρ̄) of each answer, [N], without gradient.
+    """GVPO's weight w = (R − R̄) − β(ρ − ρ̄) of each answer, [N], without gradient.
 
-    For trainers whose loss is −Σ w log π over single rows: it then lacks only the factor β/(k−1). Do not pass it to
+    For trainers whose loss is −Σ w log π over single rows: only the factor β/(k−1) is then missing. Do not pass it to
     policy_loss("gvpo"), which subtracts the β term itself. Log-probs are [N, T] with `mask`, or sums [N]. A reward of
     NaN was never given: that answer has weight 0 and does not count in its group.
     """
@@ -302,7 +307,7 @@ class GVPOLoss:
         self, logprobs: Tensor, ref_logprobs: Tensor, rewards: Tensor, groups: Groups, mask: Tensor | None = None
     ) -> Tensor:
         mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask.bool()
-        mask = mask & ~_per_answer(rewards, mask).isnan()[:, None]  # an answer nobody scored is not learned from
+        mask = mask & ~_per_answer(rewards, mask).isnan()[:, None]  # an answer without a reward is not learned from
         centred = advantages("gvpo", rewards.to(logprobs.dtype), groups, mask=mask)
         loss, _ = policy_loss(
             "gvpo", logprobs, logprobs.detach(), centred, mask, groups=groups, ref_logprobs=ref_logprobs, **vars(self)

@@ -8,8 +8,8 @@ Schulman et al. 2015, https://arxiv.org/abs/1506.02438; 2017, https://arxiv.org/
 
     value loss  ½ max( (V_θ − returns)²,  (clip(V_θ, V ± c) − returns)² )
 
-An episode's reward sits on its last sampled token; what a tool or a template wrote in between is skipped, and time runs
-across turns and forked rows. V_t is what the critic says before token t. Group size 1 is fine.
+An episode's reward is on its last sampled token; tokens of tools and templates in between are skipped, and time runs
+across turns and forked rows. V_t is the critic's value before token t. Group size 1 is fine.
 
 Deviations: none. Shapes: N episodes, L tokens of the longest, R rows, T tokens.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from covey.algorithms.ops import along, back, backward_sum, masked_mean, timeline, token_rewards, whiten
+from covey.algorithms.ops import backward_sum, from_timeline, masked_mean, timeline, to_timeline, token_rewards, whiten
 from covey.imports import torch
 from covey.protocols import Advantages, Needs
 from covey.ranges import Share, check_ranges
@@ -34,7 +34,7 @@ class Gae:
     needs: ClassVar[Needs] = Needs(values=True)
 
     gamma: Share = 1.0  # discount of each token
-    lam: Share = 1.0  # λ: 1 trusts the rewards (no bias), 0 the critic (no variance)
+    lam: Share = 1.0  # λ: 1 relies on the rewards (no bias), 0 on the critic (no variance)
 
     def __post_init__(self) -> None:
         check_ranges(self, "algorithm.")
@@ -42,12 +42,12 @@ class Gae:
     def advantages(self, samples: Samples) -> Advantages:
         assert samples.values_RT is not None, "generalised advantage estimation needs a critic's values"
         places = timeline(samples.mask_RT, samples.episode_R, samples.episodes)
-        reward_NL = along(token_rewards(samples), *places)
-        value_NL = along(samples.values_RT.to(reward_NL.dtype), *places)
+        reward_NL = to_timeline(token_rewards(samples), *places)
+        value_NL = to_timeline(samples.values_RT.to(reward_NL.dtype), *places)
         next_NL = torch.cat([value_NL[:, 1:], torch.zeros_like(value_NL[:, :1])], dim=1)
         advantage_NL = backward_sum(reward_NL + self.gamma * next_NL - value_NL, self.gamma * self.lam)
-        advantage_RT = back(advantage_NL, *places, samples.mask_RT)
-        returns_RT = back(advantage_NL + value_NL, *places, samples.mask_RT)
+        advantage_RT = from_timeline(advantage_NL, *places, samples.mask_RT)
+        returns_RT = from_timeline(advantage_NL + value_NL, *places, samples.mask_RT)
         metrics = {
             "value/mean": masked_mean(samples.values_RT, samples.mask_RT),
             "value/returns_mean": masked_mean(returns_RT, samples.mask_RT),
@@ -57,7 +57,7 @@ class Gae:
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
-    """Of each token. A step of more than `clip` from the old value earns nothing; None: no clipping."""
+    """The loss per token. Moving more than `clip` from the old value has no gradient; None: no clipping."""
     error = (values - returns) ** 2
     if clip is not None:
         clipped = old_values + (values - old_values).clamp(-clip, clip)

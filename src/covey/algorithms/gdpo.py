@@ -8,9 +8,9 @@ Liu et al. 2026, https://arxiv.org/abs/2601.05242
 
 Normalising the sum instead, as GRPO does, gives many different mixtures of rewards the same advantage.
 
-Deviations: the last step runs over episodes, not tokens: over tokens a group without signal would get an advantage. A
-reward that was never given (None) is left out of that reward's statistics; an episode with none has advantage 0.
-A reward of weight 0 is measured only. Shapes: N episodes.
+Deviations: the last step normalises over episodes, not tokens: over tokens a group without signal would get an
+advantage. A missing reward (None) does not count in that reward's statistics; an episode without any reward has
+advantage 0. A reward of weight 0 is only logged. Shapes: N episodes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Gdpo:
     needs: ClassVar[Needs] = Needs(min_group_size=2)
-    columns: ClassVar[bool] = True  # reads the named rewards, so a KL in the reward has no place
+    columns: ClassVar[bool] = True  # reads the named rewards, so the KL cannot be in the reward
 
     epsilon: Epsilon = 1e-6  # added to standard deviations
 
@@ -45,7 +45,7 @@ class Gdpo:
 
 
 def trained(samples: Samples) -> list[str]:
-    """The rewards that count."""
+    """The rewards with a weight other than 0."""
     return [name for name in samples.rewards if samples.weights[name] != 0]
 
 
@@ -69,13 +69,13 @@ def reward_metrics(samples: Samples) -> Metrics:
         if not bool(given_N.any()):
             continue
         values = column_N[given_N].double()
-        flat_N = group_std(column_N.double().nan_to_num(nan=0.0), samples.group_N, given_N) == 0
-        flat = {int(g): bool(f) for g, f in zip(samples.group_N, flat_N, strict=True)}
+        zero_std_N = group_std(column_N.double().nan_to_num(nan=0.0), samples.group_N, given_N) == 0
+        zero_std = {int(g): bool(z) for g, z in zip(samples.group_N, zero_std_N, strict=True)}
         found |= {
             f"gdpo/{name}/mean": float(values.mean()),
             f"gdpo/{name}/std": float(values.std(unbiased=False)),
             f"gdpo/{name}/min": float(values.min()),
             f"gdpo/{name}/max": float(values.max()),
-            f"gdpo/{name}/frac_zero_std": sum(flat.values()) / len(flat),
+            f"gdpo/{name}/frac_zero_std": sum(zero_std.values()) / len(zero_std),
         }
     return found

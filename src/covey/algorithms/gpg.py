@@ -1,4 +1,4 @@
-"""GPG: Group Policy Gradient, the plain gradient with a correction for groups that teach nothing.
+"""GPG: Group Policy Gradient, the plain gradient with a correction for answers without reward.
 
 Chu et al. 2025, https://arxiv.org/abs/2504.02546
 
@@ -6,8 +6,8 @@ Chu et al. 2025, https://arxiv.org/abs/2504.02546
 
 Answers without reward dilute the mean over the batch; α undoes the dilution.
 
-Deviations: α counts answers with a reward, as public implementations do, where the paper leaves out the answers of
-groups that are all right or all wrong. A group of one has advantage 0. Shapes: N episodes.
+Deviations: α counts answers with a reward, as public implementations do; the paper counts the answers of groups that
+are neither all correct nor all wrong. A group of one has advantage 0. Shapes: N episodes.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Shao et al. 2024, https://arxiv.org/abs/2402.03300
 
     A_i = (R_i − R̄) / (σ_R + ε)             over the group; the same for every token of answer i
 
-Deviations: a group of one, or of equal rewards, has advantage 0. `std_normalize=false` leaves σ out, as Dr. GRPO
+Deviations: a group of one, or of equal rewards, has advantage 0. `std_normalize=false` omits σ, as Dr. GRPO
 (https://arxiv.org/abs/2503.20783) does: dividing by σ favours questions that are almost always or almost never solved.
 `std_over=batch` divides by the σ of all rewards of the step (Liu et al. 2025, https://arxiv.org/abs/2508.08221).
 Shapes: N episodes.
@@ -21,7 +21,7 @@ from covey.protocols import Advantages, Needs
 from covey.ranges import Epsilon, check_ranges
 from covey.types import Samples
 
-TINY = 1e-30  # where no reward differs and ε is 0, the advantage is 0 / TINY
+TINY = 1e-30  # if no reward differs and ε is 0, the advantage is 0 / TINY
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
-"""GRPO for pass@k: only the best answer of a group is reinforced, by what it adds over the second best.
+"""GRPO for pass@k: only the best answer of a group is reinforced, by its margin over the second best.
 
 Tang et al. 2025, https://arxiv.org/abs/2503.19595
 
     A_best = (R_best − R_second) / (σ_R + ε),    all others 0
 
-Where the task counts as solved if any of k attempts solves it, a second solution is worth nothing more.
+If a task counts as solved when any of k attempts solves it, a second solution adds nothing.
 
 Deviations: among equal best answers the first is taken; its advantage is then 0 in any case. A group of one has
 advantage 0. Shapes: N episodes.
@@ -34,12 +34,12 @@ class GrpoPassk:
 
     def advantages(self, samples: Samples) -> Advantages:
         rewards_N, group_N = samples.total_reward(), samples.group_N
-        found_N = torch.zeros_like(rewards_N)
+        margin_N = torch.zeros_like(rewards_N)
         for number in range(samples.groups):
             members = (group_N == number).nonzero()[:, 0]
             if len(members) > 1:
                 best, second = rewards_N[members].topk(2)[0]
-                found_N[members[rewards_N[members].argmax()]] = best - second
+                margin_N[members[rewards_N[members].argmax()]] = best - second
         std_N = group_std(rewards_N, group_N)
-        scaled_N = found_N / (std_N + self.epsilon) if self.std_normalize else found_N
-        return Advantages(torch.where(std_N > 0, scaled_N, torch.zeros_like(found_N)))
+        scaled_N = margin_N / (std_N + self.epsilon) if self.std_normalize else margin_N
+        return Advantages(torch.where(std_N > 0, scaled_N, torch.zeros_like(margin_N)))

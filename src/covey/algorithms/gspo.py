@@ -3,15 +3,15 @@
 Zheng et al. 2025, https://arxiv.org/abs/2507.18071
 
     s_i   = exp( 1/|y_i| Σ_t log π_θ(y_i,t)/π_old(y_i,t) )                   the geometric mean of the token ratios
-    s_i,t = sg(s_i) · π_θ(y_i,t) / sg(π_θ(y_i,t))                            its value, a token's gradient
+    s_i,t = sg(s_i) · π_θ(y_i,t) / sg(π_θ(y_i,t))                            value of s_i, gradient of the token
     L_t   = −min( s_i,t A_t,  clip(s_i,t, 1 − ε_low, 1 + ε_high) A_t )
 
-so that an answer is clipped as a whole; the bounds are a thousand times tighter than for token ratios. With advantages
+so an answer is clipped as a whole; the bounds are a thousand times tighter than for token ratios. With advantages
 that differ within an answer it is the paper's GSPO-token.
 
-π_old is computed by the learner before the first update: what the sampler says of its tokens is not exact enough.
+π_old is computed by the learner before the first update: the sampler's log-probs are not exact enough.
 
-Deviations: log s is held to ±20; an answer beyond has no gradient. Shapes: N episodes, R rows, T tokens.
+Deviations: log s is clamped to ±20; an answer beyond has no gradient. Shapes: N episodes, R rows, T tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Gspo:
     term: ClassVar[str] = "policy"
     couples: ClassVar[Couples] = "episodes"
     on_policy_only: ClassVar[bool] = False
-    # The bounds are tighter than the rounding between a half-precision sampler and the learner.
+    # The bounds are tighter than the rounding differences between a half-precision sampler and the learner.
     needs: ClassVar[Needs] = Needs(proximal=True)
 
     clip_low: Cap = 3e-4  # the ratio of an answer counts down to 1 − clip_low

@@ -8,20 +8,21 @@ With s_i = Σ_t log π_θ(y_i,t) and ρ_i = s_i − s'_i, the log-ratio to the a
     L   = −β/(k−1) Σ_i sg(w_i) s_i                  averaged over groups
 
 which has the gradient of ½ Σ_i [(βρ_i − sg(mean βρ)) − (R_i − R̄)]² / (k−1), the sample variance of βρ − R. For any
-full-support sampling distribution its one minimum is π* ∝ π' e^{R/β}: no importance weights, no clipping, and the KL
-constraint sits inside the weights.
+full-support sampling distribution its unique minimum is π* ∝ π' e^{R/β}: no importance weights, no clipping, and the KL
+constraint is part of the weights.
 
-The advantage handed on is R − R̄ alone; the loss subtracts β(ρ − ρ̄) itself, from the log-probs of the moment.
-w carries no gradient (with gradient the fixed point would be π'^½ e^{R/2β}); tokens are summed, not averaged (a mean
-would change the target).
+The advantage is R − R̄ alone; the loss subtracts β(ρ − ρ̄), computed from the current log-probs. w carries no gradient
+(with a gradient the fixed point would be π'^½ e^{R/2β}); tokens are summed, not averaged (a mean would change the
+target).
 
-Deviations: the anchor is the start model by default (`reference="initial"`); "old", the sampling policy, is how the
-authors run it, and with one update per batch is then REINFORCE with a group baseline.
+Deviations: the anchor is the start model by default (`reference="initial"`); the authors use "old", the sampling
+policy, which with one update per batch is REINFORCE with a group baseline.
 Shapes: N episodes, R rows, T tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -40,6 +41,14 @@ class Gvpo:
     term: ClassVar[str] = "gvpo"
     couples: ClassVar[Couples] = "groups"
     on_policy_only: ClassVar[bool] = False
+    unsupported: ClassVar[Mapping[str, str]] = {
+        "kl": "an external KL breaks GVPO's zero sum: the KL is inside its weights (algorithm.beta)",
+        "correction": "importance weights would break GVPO's zero sum; it is valid for samples of any policy as it is",
+        "aggregation": "gvpo sums over tokens by its theory: a mean changes its optimum",
+        "norm": "gvpo sums over tokens by its theory: a mean changes its optimum",
+        "reject": "rejecting single answers would break GVPO's zero sum",
+        "loss": "its loss completes the advantage R − R̄ with β(ρ − ρ̄) of the current policy: they belong together",
+    }
 
     beta: Positive = 0.1  # strength of the KL constraint
     use_bessel_correction: bool = True  # divide by k − 1 (unbiased variance); else by k
@@ -60,7 +69,7 @@ class Gvpo:
         return Advantages(centred(samples.total_reward(), samples.group_N))
 
     def loss(self, out: TokenOutputs, batch: Batch) -> Tensor:
-        """Of each token, [R, T]: summed over the tokens of a group and averaged over groups, it is L."""
+        """The loss per token, [R, T]: summed over the tokens of a group and averaged over groups, it is L."""
         weight_N = self._batch_weights(out, batch)
         size_N = group_size(batch.group_N, weight_N.dtype, batch.length_N > 0)
         divisor_N = (size_N - int(self.use_bessel_correction)).clamp(min=1)
@@ -68,7 +77,7 @@ class Gvpo:
 
     def log_ratio(self, out: TokenOutputs, batch: Batch) -> Tensor:
         """ρ of every episode of the mini-batch, detached. Without a first pass the micro-batch holds whole groups;
-        episodes that are elsewhere then get ρ = 0, and their groups no loss here."""
+        episodes of other micro-batches then get ρ = 0, and their groups no loss here."""
         anchor_N = batch.ref_sum_N if self.reference == "initial" else batch.old_sum_N
         assert anchor_N is not None, "GVPO with reference=initial needs reference log-probs"
         ratio_N = policy_sum(out, batch) - anchor_N
@@ -77,8 +86,8 @@ class Gvpo:
         return ratio_N * torch.zeros_like(anchor_N).index_fill(0, batch.episode_R, 1.0)
 
     def weights(self, log_ratio_N: Tensor, rewards_N: Tensor, group_N: Tensor, valid_N: Tensor | None = None) -> Tensor:
-        """w of each episode. A group of one has nothing to be compared with and gets 0, as does an empty answer
-        (not in `valid_N`), which does not count in its group's means either."""
+        """w of each episode; 0 for a group of one and for an empty answer (not in `valid_N`), which does not count in
+        its group's means either."""
         rewards_N = rewards_N.to(log_ratio_N.dtype)
         weight_N = rewards_N - group_mean(rewards_N, group_N, valid_N)
         weight_N = weight_N - self.beta * (log_ratio_N - group_mean(log_ratio_N, group_N, valid_N))
@@ -92,7 +101,7 @@ class Gvpo:
         return self.weights(self.log_ratio(out, batch), batch.rewards_N, batch.group_N, batch.length_N > 0)
 
     def metrics(self, out: TokenOutputs, batch: Batch) -> Metrics:
-        """Over the episodes of this micro-batch."""
+        """Statistics of the episodes of this micro-batch."""
         here = batch.episode_R.unique()
         weight, rho = self._batch_weights(out, batch)[here], self.log_ratio(out, batch)[here]
         empty_N = batch.length_N == 0

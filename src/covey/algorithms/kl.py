@@ -11,9 +11,9 @@ Estimators of KL(π ‖ π_ref) from samples of π (Schulman 2020, "Approximatin
     adaptive        kl_coef ← kl_coef · (1 + clip(KL/kl_target − 1, ±0.2) · n/kl_horizon)      n episodes a step
                     Ziegler et al. 2019, https://arxiv.org/abs/1909.08593; n/kl_horizon counts as 1 at most
 
-KL to the sampling policy is KL(π_old ‖ π), whose samples these are, so k3 has d = log π − log π_old there.
+KL to the sampling policy is KL(π_old ‖ π), since the samples are π_old's, so k3 has d = log π − log π_old there.
 
-Deviations: beyond d = 20 k3 goes on as a straight line, where e^d would overflow sums.
+Deviations: beyond d = 20 k3 continues as a straight line, because e^d would overflow sums.
 Shapes: N episodes, R rows, T tokens.
 """
 
@@ -38,7 +38,7 @@ Aggregate = Callable[["Tensor", Batch], LossTerm]
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, name: str) -> Tensor:
-    """Of each token, from the log-probs of what was sampled. The full KL needs the whole vocabulary: see `Kl`."""
+    """KL per token, from the log-probs of the sampled tokens. The full KL needs the whole vocabulary: see `Kl`."""
     if name not in KL_NAMES:
         raise ValueError(f"unknown KL estimator {name!r}; known: {', '.join(KL_NAMES)}")
     d = ref_logprobs - logprobs
@@ -65,7 +65,7 @@ class Kl:
     kl_horizon: PositiveCap = 10_000.0  # episodes over which kl_coef is steered
     kl_old_coef: Coefficient = 0.0  # weight of the KL to the sampling policy in the loss
 
-    coef: float = field(init=False)  # what kl_coef has become
+    coef: float = field(init=False)  # the current, adapted kl_coef
 
     def __post_init__(self) -> None:
         check_ranges(self, "algorithm.")
@@ -94,7 +94,7 @@ class Kl:
         return []
 
     def shape(self, samples: Samples) -> tuple[Samples, Metrics]:
-        """The KL of the step's samples: out of the reward if it belongs there, and to the controller."""
+        """Measure the KL of the step's samples; subtract it from the reward (kl_in=reward) and adapt kl_coef."""
         if not self.kl_coef or not (self.kl_in == "reward" or self.kl_target):
             return samples, {}
         if self.kl_estimator == "full":
@@ -112,7 +112,7 @@ class Kl:
             penalty_RT = self.coef * kl_RT.where(samples.mask_RT, 0)
             samples = replace(samples, token_rewards_RT=-penalty_RT if before is None else before - penalty_RT)
             metrics |= {"kl/reward": -self.coef * float(sum_N.mean()), "kl/coef": self.coef}
-        if self.kl_target is not None and math.isfinite(measured):  # one broken step must not spoil all that follow
+        if self.kl_target is not None and math.isfinite(measured):  # a non-finite KL must not break the controller
             error = min(max(measured / self.kl_target - 1, -0.2), 0.2)
             self.coef *= 1 + error * min(samples.episodes / self.kl_horizon, 1.0)
         return samples, {"kl/coef": self.coef} | metrics

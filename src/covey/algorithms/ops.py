@@ -1,4 +1,4 @@
-"""Mathematics shared by the algorithms: group statistics, sums and time over tokens, diagnostics.
+"""Functions shared by the algorithms: group statistics, sums over tokens, timelines of episodes, diagnostics.
 
 Shapes: N episodes, G groups, R rows, T response tokens. `group` holds 0..G-1.
 """
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def group_sum(x_N: Tensor, group_N: Tensor) -> Tensor:
-    """Sum over each group, given back to its members: [N] → [N]."""
+    """Sum over each group, for each of its members: [N] → [N]."""
     return x_N.new_zeros(_groups(group_N)).index_add(0, group_N, x_N)[group_N]
 
 
 def group_size(group_N: Tensor, dtype: torch.dtype | None = None, valid_N: Tensor | None = None) -> Tensor:
-    """Members of each episode's group, [N], float64 unless `dtype` is given; with `valid_N`, those that count."""
+    """Size of each episode's group, [N], float64 by default; with `valid_N`, only valid members count."""
     dtype = dtype or torch.float64
     ones_N = torch.ones_like(group_N, dtype=dtype) if valid_N is None else valid_N.to(dtype)
     return group_sum(ones_N, group_N)
@@ -33,8 +33,8 @@ def group_mean(x_N: Tensor, group_N: Tensor, valid_N: Tensor | None = None) -> T
 
 
 def group_std(x_N: Tensor, group_N: Tensor, valid_N: Tensor | None = None) -> Tensor:
-    """Unbiased standard deviation of each group; 0 for a group of one. A spread within rounding of the values
-    counts as exactly zero: constant 0.1s have no signal."""
+    """Unbiased standard deviation of each group; 0 for a group of one. A spread within rounding error counts as exactly
+    zero, so that constant rewards of 0.1 have no signal."""
     valid_N = torch.ones_like(x_N, dtype=torch.bool) if valid_N is None else valid_N
     x_N = torch.where(valid_N, x_N, torch.zeros_like(x_N))
     off_N = torch.where(valid_N, x_N - group_mean(x_N, group_N, valid_N), torch.zeros_like(x_N))
@@ -44,11 +44,11 @@ def group_std(x_N: Tensor, group_N: Tensor, valid_N: Tensor | None = None) -> Te
 
 
 def normalised(x_N: Tensor, group_N: Tensor, epsilon: float, valid_N: Tensor | None = None) -> Tensor:
-    """(x − mean) / (std + ε) over each group: 0 where the group has no spread, or where x does not count."""
+    """(x − mean) / (std + ε) over each group; 0 if the group has no spread or x is not valid."""
     std_N = group_std(x_N, group_N, valid_N)
-    # Where the spread is mere rounding, so is the centred value.
+    # If the spread is only rounding error, so is the centred value.
     keep_N = (std_N > 0) if valid_N is None else (std_N > 0) & valid_N
-    # The division is inside: without an ε a group without spread would be 0/0.
+    # Divide inside `where`: with ε = 0 a group without spread would be 0/0.
     return torch.where(keep_N, (x_N - group_mean(x_N, group_N, valid_N)) / (std_N + epsilon), torch.zeros_like(x_N))
 
 
@@ -61,12 +61,12 @@ def mean_and_variance(x_N: Tensor, group_N: Tensor) -> tuple[float, float]:
 
 
 def centred(x_N: Tensor, group_N: Tensor) -> Tensor:
-    """x − mean over each group: exactly 0 where the group has no spread, as a group of one."""
+    """x − mean over each group; exactly 0 if the group has no spread, as a group of one."""
     return torch.where(group_std(x_N, group_N) > 0, x_N - group_mean(x_N, group_N), torch.zeros_like(x_N))
 
 
 def whiten(x: Tensor, weight: Tensor) -> Tensor:
-    """Mean 0 and variance 1 over elements that count `weight` times: the mask of tokens, or tokens per episode."""
+    """Mean 0 and variance 1 over elements with multiplicity `weight`: a token mask, or tokens per episode."""
     weight = weight.to(x.dtype)
     x = torch.where(weight > 0, x, torch.zeros_like(x))
     count = weight.sum()
@@ -92,7 +92,7 @@ def episode_sum(x_RT: Tensor, mask_RT: Tensor, episode_R: Tensor, episodes: int)
 
 
 def token_rewards(samples: Samples) -> Tensor:
-    """What each token earned, [R, T]: an episode's own reward sits on its last sampled token."""
+    """Reward per token, [R, T]: the episode's reward is on its last sampled token."""
     places_NL, valid_NL = timeline(samples.mask_RT, samples.episode_R, samples.episodes)
     reward_N = samples.outcome_reward()
     has_N = valid_NL.any(-1)
@@ -105,8 +105,8 @@ def token_rewards(samples: Samples) -> Tensor:
 
 
 def timeline(mask_RT: Tensor, episode_R: Tensor, episodes: int) -> tuple[Tensor, Tensor]:
-    """The sampled tokens of each episode in the order they were sampled, across tool turns and forked rows:
-    [N, L] places in the flattened [R, T] layout, and which of them exist."""
+    """The sampled tokens of each episode in sampling order, across tool turns and forked rows: [N, L] indices into the
+    flattened [R, T] layout, and which of them are valid."""
     place_M = mask_RT.flatten().nonzero()[:, 0]
     owner_M, order = episode_R[place_M // mask_RT.shape[1]].sort(stable=True)
     place_M = place_M[order]
@@ -117,13 +117,13 @@ def timeline(mask_RT: Tensor, episode_R: Tensor, episodes: int) -> tuple[Tensor,
     return places_NL, torch.arange(places_NL.shape[1], device=place_M.device) < count_N[:, None]
 
 
-def along(x_RT: Tensor, places_NL: Tensor, valid_NL: Tensor) -> Tensor:
-    """Token values laid along a timeline: [R, T] → [N, L], 0 beyond the end."""
+def to_timeline(x_RT: Tensor, places_NL: Tensor, valid_NL: Tensor) -> Tensor:
+    """Token values in the order of the timeline: [R, T] → [N, L], 0 beyond the end."""
     return torch.where(valid_NL, x_RT.flatten()[places_NL], x_RT.new_zeros(()))
 
 
-def back(x_NL: Tensor, places_NL: Tensor, valid_NL: Tensor, like_RT: Tensor) -> Tensor:
-    """The way back: [N, L] → [R, T], 0 where nothing was sampled."""
+def from_timeline(x_NL: Tensor, places_NL: Tensor, valid_NL: Tensor, like_RT: Tensor) -> Tensor:
+    """The inverse of to_timeline: [N, L] → [R, T], 0 for tokens that were not sampled."""
     found_RT = x_NL.new_zeros(like_RT.shape)
     found_RT.view(-1)[places_NL[valid_NL]] = x_NL[valid_NL]
     return found_RT
@@ -152,7 +152,7 @@ def make_batch(
     row_R: Tensor | None = None,
     **rest: Any,
 ) -> Batch:
-    """A whole mini-batch; what is summed over tokens is summed here."""
+    """A whole mini-batch, with its sums over tokens."""
 
     def over_tokens(x_RT: Tensor) -> Tensor:
         return episode_sum(x_RT, mask_RT, episode_R, len(group_N)).detach()
@@ -176,13 +176,13 @@ def make_batch(
 
 
 def probability_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """π / π_old of each token. Log-ratios are held to ±20, beyond which exp would overflow sums."""
+    """π / π_old per token. Log-ratios are clamped to ±20, beyond which exp would overflow sums."""
     return torch.exp((logprobs - old_logprobs).clamp(-20, 20))
 
 
 def policy_sum(out: TokenOutputs, batch: Batch) -> Tensor:
-    """Σ log π of every episode of the mini-batch, without gradient: from the rows at hand, or where a micro-batch holds
-    only a part of what belongs together, from a first pass over all of it."""
+    """Σ log π of every episode of the mini-batch, without gradient. If the micro-batch holds only parts of episodes or
+    groups, the sums come from a first pass over the mini-batch; otherwise from its own rows."""
     if batch.policy_sum_N is not None:
         return batch.policy_sum_N
     return episode_sum(out.logprobs.detach(), batch.mask_RT, batch.episode_R, len(batch.group_N))
@@ -193,13 +193,13 @@ def masked_mean(x_RT: Tensor, mask_RT: Tensor) -> float:
 
 
 def effective_sample_size(weights: Tensor) -> float:
-    """(Σw)² / (n Σw²): the share of the samples that still counts; 1 on-policy."""
+    """(Σw)² / (n Σw²): effective sample size as a share of the samples; 1 on-policy."""
     w = weights.double().flatten()
     return float(w.sum() ** 2 / (len(w) * (w**2).sum())) if len(w) and bool((w != 0).any()) else 0.0
 
 
 def simplex_with_floor(weights: list[float], floor: float) -> list[float]:
-    """The nearest point with Σ w = 1 and every w ≥ floor: each is lowered by the same amount, or held at the floor."""
+    """The nearest point with Σ w = 1 and every w ≥ floor: all are lowered by the same amount, or stay at the floor."""
     mass, above = 1 - floor * len(weights), sorted((w - floor for w in weights), reverse=True)
     total, shift = 0.0, 0.0
     for count, height in enumerate(above, start=1):

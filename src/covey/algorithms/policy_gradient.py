@@ -4,7 +4,7 @@ Williams 1992, https://doi.org/10.1007/BF00992696
 
     L_t = −A_t log π_θ(y_t)
 
-It has no ratio, so it is right for the policy that sampled and for nobody else: one update per batch.
+It has no ratio, so it is correct only for the policy that sampled: one update per batch.
 
 Deviations: none. Shapes: R rows, T tokens.
 """

@@ -5,11 +5,11 @@ Schulman et al. 2017, https://arxiv.org/abs/1707.06347; dual clip: Ye et al. 202
     r_t = π_θ(y_t) / π_old(y_t)
     L_t = −min( r_t A_t,  clip(r_t, 1 − ε_low, 1 + ε_high) A_t )         and for A_t < 0:  L_t ≤ −c A_t
 
-With another aggregation or bound it is, by name:
+Losses of other names are the same with another aggregation or bound:
     dapo     ε_high = 0.28, mean over all tokens of the step       Yu et al. 2025, https://arxiv.org/abs/2503.14476
     dr_grpo  sum over an answer / a constant                       Liu et al. 2025, https://arxiv.org/abs/2503.20783
 
-Deviations: log-ratios are held to ±20 before exp; a token beyond has no gradient.
+Deviations: log-ratios are clamped to ±20 before exp; a token beyond has no gradient.
 Shapes: R rows, T tokens.
 """
 
@@ -56,7 +56,7 @@ class PpoClip:
 
 
 def clip_fractions(ratio: Tensor, batch: Batch, low: float, high: float) -> Metrics:
-    """The share of tokens whose loss has no gradient because their ratio is out of bounds."""
+    """The share of tokens whose loss has no gradient because their ratio is clipped."""
     below = (ratio < 1 - low) & (batch.advantages_RT < 0)
     above = (ratio > 1 + high) & (batch.advantages_RT > 0)
     return {

@@ -4,11 +4,11 @@ Li et al. 2023, https://arxiv.org/abs/2310.10505
 
     A_i = R_i − R(greedy answer to the same prompt)
 
-The greedy answer is sampled and scored beside the group and never trained on. Group size 1 is fine: the baseline does
-not come from the group.
+The greedy answer is sampled and scored besides the group and never trained on. Group size 1 is fine, because the
+baseline does not come from the group.
 
-Deviations: the loss is averaged over the step's tokens, the paper's is summed over an answer: the same direction.
-Shapes: N episodes, G groups.
+Deviations: the loss is averaged over the step's tokens; in the paper it is summed over an answer, which has the same
+direction. Shapes: N episodes, G groups.
 """
 
 from __future__ import annotations

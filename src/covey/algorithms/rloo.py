@@ -5,8 +5,8 @@ Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740
     A_i = R_i − mean_{j≠i} R_j  =  k/(k−1) · (R_i − R̄)
 
 Deviations: the paper puts the KL into the reward (`kl_in=reward`); here kl_coef is 0 unless set. The loss is averaged
-over the step's tokens, the paper's is summed over an answer: the same direction. A group of one has no baseline: its
-advantage is 0. Shapes: N episodes.
+over the step's tokens; in the paper it is summed over an answer, which has the same direction. A group of one has no
+baseline, and advantage 0. Shapes: N episodes.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""SAPO: Soft Adaptive Policy Optimization: a smooth gate instead of a clip.
+"""SAPO: Soft Adaptive Policy Optimization, a smooth gate instead of a clip.
 
 Gao et al. 2025, https://arxiv.org/abs/2511.20347
 
     f(r) = 4/τ · sigmoid( τ (r − 1) )          τ = τ_pos where A_t > 0, else τ_neg
     L_t  = −f(r_t) A_t                         r_t = π_θ(y_t) / π_old(y_t)
 
-f has slope 1 at r = 1, so on-policy it is the plain policy gradient; far from 1 the gradient fades instead of stopping.
-τ_neg > τ_pos makes it fade sooner for bad answers, whose gradient spreads over all other tokens.
+f has slope 1 at r = 1, so on-policy it is the plain policy gradient; far from 1 the gradient decays instead of
+being cut. τ_neg > τ_pos makes it decay sooner for bad answers, whose gradient spreads over all other tokens.
 
-Deviations: log-ratios are held to ±20. Shapes: R rows, T tokens.
+Deviations: log-ratios are clamped to ±20. Shapes: R rows, T tokens.
 """
 
 from __future__ import annotations
@@ -50,6 +50,6 @@ class Sapo:
         return torch.sigmoid(self._tau(batch) * (ratio - 1))
 
     def metrics(self, out: TokenOutputs, batch: Batch) -> Metrics:
-        """How far the gate is open: 1 on-policy, 0 where a token has no gradient left."""
+        """The mean opening of the gate: 1 on-policy, 0 for a token without gradient."""
         gate = self._sigmoid(out, batch)
         return {"policy/gate": masked_mean(4 * gate * (1 - gate), batch.mask_RT)}

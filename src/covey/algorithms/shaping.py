@@ -1,12 +1,12 @@
-"""What happens to answers that are too long, and which groups are worth learning from.
+"""Penalties for overlong and truncated answers, and the filter of groups without signal (dynamic sampling).
 
-    soft overlong punishment    0 up to max − buffer, then falling linearly to −penalty at max and beyond; of an
-                                episode's longest turn, as rollout.max_tokens limits turns
-    truncated answers           kept, masked (out of the loss; their rewards still count) or penalised (reward −1)
-    dynamic sampling            groups whose rewards do not differ are replaced by fresh ones
+    soft overlong penalty       0 up to max − buffer, then falling linearly to −penalty at max and beyond; for an
+                                episode's longest turn, because rollout.max_tokens limits turns
+    truncated answers           kept, masked (excluded from the loss; their rewards still count) or penalised (reward
+    −1) dynamic sampling            groups of equal rewards are replaced by newly sampled ones
 
-Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476. The two punishments are rewards of their own (`overlong`,
-`truncated`), so that algorithms for several rewards see them as such.
+Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476. The two penalties are rewards of their own (`overlong`,
+`truncated`), so that algorithms for several rewards treat them as such.
 
 Shapes: N episodes, R rows, T tokens.
 """
@@ -29,8 +29,8 @@ Refills = Annotated[int, Range(0, 1_000_000)]
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    overlong_buffer: Buffer = 0.0  # last tokens before rollout.max_tokens that cost: below 1 a share of it; 0: none
-    overlong_penalty: Coefficient = 1.0  # what an answer of full length costs
+    overlong_buffer: Buffer = 0.0  # last tokens before rollout.max_tokens with a penalty; below 1: a share of it
+    overlong_penalty: Coefficient = 1.0  # penalty of an answer of full length
     truncated: str = "keep"  # answers cut off by the limit: keep | mask (do not learn from them) | penalise (reward −1)
 
     def __post_init__(self) -> None:
@@ -38,12 +38,11 @@ class Shaping:
         if self.truncated not in ("keep", "mask", "penalise"):
             raise ValueError(f"algorithm.truncated must be keep, mask or penalise, got {self.truncated!r}")
 
-    def adds(self) -> list[str]:
-        """The rewards of its own."""
+    def added_rewards(self) -> list[str]:
         return ["overlong"] * (self.overlong_buffer > 0) + ["truncated"] * (self.truncated == "penalise")
 
     def reward(self, samples: Samples) -> Samples:
-        """With the punishments as rewards."""
+        """Add the penalties as rewards."""
         if self.overlong_buffer:
             limit = samples.max_tokens
             buffer = self.overlong_buffer * limit if self.overlong_buffer < 1 else self.overlong_buffer
@@ -57,21 +56,21 @@ class Shaping:
         return samples
 
     def mask(self, samples: Samples) -> Samples:
-        """Without the tokens of truncated answers, if those are not learned from."""
+        """With truncated=mask, remove the tokens of truncated answers from the mask."""
         if self.truncated != "mask":
             return samples
         return replace(samples, mask_RT=samples.mask_RT & ~samples.truncated_N[samples.episode_R][:, None])
 
 
 def overlong(length_N: Tensor, max_tokens: float, buffer: float, penalty: float = 1.0) -> Tensor:
-    """DAPO's soft punishment: for a limit of 100 and a buffer of 20, a length of 90 costs half the penalty."""
+    """DAPO's soft penalty: with a limit of 100 and a buffer of 20, a length of 90 costs half of it."""
     over_N = (length_N.double() - (max_tokens - buffer)) / max(buffer, 1e-9)
     return -penalty * over_N.clamp(0, 1)
 
 
 def _with_reward(samples: Samples, name: str, score: Callable[[Tensor, Tensor], Tensor]) -> Samples:
-    """One more reward, from the longest turn of each episode and whether it was cut off; of groups that were filtered
-    out too."""
+    """Add a reward, computed from each episode's longest turn and whether it was truncated; also for filtered
+    groups."""
     assert name not in samples.rewards, name
     column_N = score(samples.longest_N, samples.truncated_N)
     seen = samples.seen
@@ -83,9 +82,9 @@ def _with_reward(samples: Samples, name: str, score: Callable[[Tensor, Tensor], 
 
 @dataclass(frozen=True, slots=True)
 class GroupFilter:
-    filter_groups: bool = False  # replace groups whose rewards are all equal by fresh ones
+    filter_groups: bool = False  # replace groups whose rewards are all equal by newly sampled ones
     filter_metric: str | None = None  # the reward that must differ within a group; null: any that is trained on
-    max_refills: Refills = 3  # times to sample again before going on with what there is; 0: equal groups are left out
+    max_refills: Refills = 3  # times to sample again; 0: groups of equal rewards are dropped, not replaced
 
     def __post_init__(self) -> None:
         check_ranges(self, "algorithm.")

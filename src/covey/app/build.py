@@ -238,7 +238,7 @@ def _make_refill(prepared: Prepared) -> Refill | None:
     def fresh(step: int, round: int, count: int, tried: Collection[str]) -> Sequence[Task]:
         return fresh_tasks(prepared.tasks.train, step, round, count, seed=prepared.config.seed, tried=tried)
 
-    return Refill(counted, prepared.algorithm.sees_rewards_apart, wanted.max_refills, fresh)
+    return Refill(counted, prepared.algorithm.uses_named_rewards, wanted.max_refills, fresh)
 
 
 def open_telemetry(prepared: Startable, path: Path, checkpoint: Checkpoint | None) -> Telemetry:

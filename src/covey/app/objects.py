@@ -161,7 +161,7 @@ def _place_of(settings: Mapping[str, Any]) -> Path:
 
 def _algorithm(algorithm: Any) -> list[str]:
     """A name; one of the classes of `covey.algorithms.named`, or an instance; or the user's own class or instance."""
-    from covey.algorithms.assemble import give
+    from covey.algorithms.assemble import register_class
     from covey.algorithms.named import Named
 
     if algorithm is None:
@@ -174,7 +174,7 @@ def _algorithm(algorithm: Any) -> list[str]:
     if issubclass(cls, Named):
         changed = {} if isinstance(algorithm, type) else algorithm.changed()
         return [f"algorithm={cls.algorithm}", *_settings({"algorithm": changed})]
-    name = give(cls)
+    name = register_class(cls)
     values = {} if isinstance(algorithm, type) else _values(algorithm)
     return [f"algorithm={_quoted(name)}", *_settings({"algorithm": values})]
 
@@ -184,7 +184,7 @@ def _values(algorithm: Any) -> dict[str, Any]:
 
 
 def _agent(agent: Any, tools: Sequence[Any]) -> list[str]:
-    from covey.algorithms.assemble import label
+    from covey.algorithms.assemble import import_name
 
     words: list[str] = []
     if tools and (agent is None or isinstance(agent, Mapping)):
@@ -192,10 +192,10 @@ def _agent(agent: Any, tools: Sequence[Any]) -> list[str]:
     if isinstance(agent, Mapping):
         words += _settings({"agent": agent})
     elif agent is not None:
-        name = agent if isinstance(agent, str) else label(getattr(agent, "function", agent))
+        name = agent if isinstance(agent, str) else import_name(getattr(agent, "function", agent))
         words.append(f"agent={_quoted(name)}")
     if tools:
-        names = [tool if isinstance(tool, str) else label(getattr(tool, "function", tool)) for tool in tools]
+        names = [tool if isinstance(tool, str) else import_name(getattr(tool, "function", tool)) for tool in tools]
         words.append(f"agent.tools={_quoted(names)}")
     return words
 

@@ -224,9 +224,9 @@ def _check_models(
 
 def own_class(name: str) -> type | None:
     """The class behind `algorithm=file.py:Class`; None for the algorithms of the catalogue."""
-    from covey.algorithms.assemble import is_own, load_own
+    from covey.algorithms.assemble import is_custom, load_custom
 
-    return load_own(name) if is_own(name) else None
+    return load_custom(name) if is_custom(name) else None
 
 
 def make_algorithm(config: Config) -> Algorithm:

@@ -6,7 +6,7 @@ import inspect
 import sys
 
 from covey.algorithms import ALGORITHMS, LOSSES, algorithm_schemas, find_entry, find_losses, schema
-from covey.algorithms.assemble import is_own
+from covey.algorithms.assemble import is_custom
 from covey.algorithms.catalogue import ALIASES
 from covey.app.compose import compose_words
 from covey.cli.words import parse
@@ -74,7 +74,7 @@ def main_algorithms(argv: list[str]) -> int:
         also = f", also called {', '.join(entry.also)}" if entry.also else ""
         paper = f"arxiv.org/abs/{entry.paper}, " if entry.paper else ""
         print(f"{'':{width}}{paper}loss {entry.loss}{also}")
-    print(f"\nlosses to combine with: {', '.join(name for name in LOSSES if name != 'gvpo')}")
+    print(f"\nlosses to combine with: {', '.join(name for name, loss in LOSSES.items() if loss.exchangeable)}")
     print("choose with algorithm=NAME algorithm.loss=NAME; equation and settings: covey algorithms NAME")
     return 0
 
@@ -83,7 +83,7 @@ def _one_algorithm(name: str) -> str:
     """The pages of its estimator and loss, and its settings."""
     name = ALIASES.get(name, name)
     entry = find_entry(name)
-    schemas = algorithm_schemas() | ({name: schema(name)} if is_own(name) else {})
+    schemas = algorithm_schemas() | ({name: schema(name)} if is_custom(name) else {})
     homes = dict.fromkeys(part.__module__ for part in (entry.estimator, find_losses(name)[entry.loss].objective))
     pages = [inspect.cleandoc(sys.modules[home].__doc__ or "") for home in homes]
     return "\n\n".join([f"{name}: {entry.summary}", *filter(None, pages), explain(f"algorithm={name}", schemas)])

@@ -1,1 +1,1 @@
-"""Covey's algorithms inside other trainers. Nothing of Covey imports this room, and importing it needs none of them."""
+"""Covey's algorithms inside other trainers. Covey does not import this package, and importing it does not need them."""

@@ -2,23 +2,23 @@
 
 verl loads `verl_plugin.py` wherever it is imported, through the entry point `verl.plugins`, and that calls `register`.
 
-GVPO. A loss in verl sees rows of a micro-batch without their groups, so β(ρ − ρ̄) must be in the advantage, and an
-estimator sees only rewards, so it must come in the rewards. verl's KL in the reward is just that: with
-`use_kl_in_reward` and `kl_penalty=kl` the rewards of an answer add up to R − βρ, from the log-probs before the first
-update and those of the reference, and β is `kl_ctrl.kl_coef`. The estimator centres and scales them,
+GVPO. A loss in verl sees rows of a micro-batch without their groups, so β(ρ − ρ̄) must be in the advantage; an estimator
+sees only rewards, so it must be in the rewards. verl's KL in the reward does that: with `use_kl_in_reward` and
+`kl_penalty=kl` the token rewards of an answer sum to R − βρ, with log-probs from before the first update, and β is
+`kl_ctrl.kl_coef`. The estimator centres and scales them,
 
     A_i = β N / (G (k−1)) · w_i,    w = (R − R̄) − β(ρ − ρ̄)            N answers, G groups, k answers in the group
 
-and the loss is −Σ_t A_i log π, averaged over answers, the only mean verl has: Covey's, averaged over groups. It is
-exact for the first update of a batch. For later ones w is stale: it stays what it was before the first. Without
+and the loss is −Σ_t A_i log π, averaged over answers, which equals Covey's average over groups. It is exact for the
+first update of a batch; in later updates w is stale, because it keeps its value from before the first. Without
 `use_kl_in_reward` the anchor is the sampling policy (Covey's reference=old), where ρ is 0 at the first update.
 
-GDPO and DGDO need each reward by itself. verl hands the reward columns to the estimator called `gdpo` and to no other,
-so that name gets a switch: `+algorithm.gdpo_estimator=covey_gdpo` or `dgdo` puts Covey's in its place, and without the
-key it is verl's own. Only the trainer of `trainer.use_v1=false` has the columns at all.
+GDPO and DGDO need each reward by itself. verl passes the reward columns only to the estimator called `gdpo`, so that
+name is wrapped: `+algorithm.gdpo_estimator=covey_gdpo` or `dgdo` selects Covey's, and without the key it is verl's own.
+Only the trainer of `trainer.use_v1=false` has the columns.
 
-DGDO's weights live in the process that computes advantages. They last as long as it does: verl's checkpoints do not
-hold them, so a resumed run begins with the warm-up.
+DGDO's weights are kept in the process that computes advantages. verl's checkpoints do not contain them, so a resumed
+run restarts with the warm-up.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def gvpo_advantage(
     """β N / (G (k−1)) · w of each answer, on its tokens."""
     gvpo = _gvpo(config)
     mask_NT = response_mask.bool()
-    group_N, heard_N = index_groups(index.tolist()).to(mask_NT.device), mask_NT.any(-1)
+    group_N, nonempty_N = index_groups(index.tolist()).to(mask_NT.device), mask_NT.any(-1)
     reward_N = token_level_rewards.sum(-1)  # R − βρ
-    weight_N = gvpo.weights(torch.zeros_like(reward_N), reward_N, group_N, heard_N)
-    divisor_N = (group_size(group_N, reward_N.dtype, heard_N) - int(gvpo.use_bessel_correction)).clamp(min=1)
-    per_group = len(group_N) / max(len(group_N[heard_N].unique()), 1)
+    weight_N = gvpo.weights(torch.zeros_like(reward_N), reward_N, group_N, nonempty_N)
+    divisor_N = (group_size(group_N, reward_N.dtype, nonempty_N) - int(gvpo.use_bessel_correction)).clamp(min=1)
+    per_group = len(group_N) / max(len(group_N[nonempty_N].unique()), 1)
     found_NT = (gvpo.beta * per_group * weight_N / divisor_N)[:, None] * mask_NT
     return found_NT, found_NT
 
@@ -79,12 +79,12 @@ def gvpo_loss(
         )
     if rollout_is_weights is not None:
         raise InputError(
-            "importance weights would break GVPO's zero sum; it is right for samples of any policy as it is\n"
+            "importance weights would break GVPO's zero sum; it is valid for samples of any policy as it is\n"
             "  set algorithm.rollout_correction.rollout_is=null"
         )
     if config.use_kl_loss:
         raise InputError(
-            "a KL beside the loss breaks GVPO's zero sum: its KL is inside the weights\n"
+            "a KL loss breaks GVPO's zero sum: its KL is inside the weights\n"
             "  set actor_rollout_ref.actor.use_kl_loss=false algorithm.use_kl_in_reward=true"
         )
     mask_NT = response_mask.bool()
@@ -102,7 +102,7 @@ def _gvpo(config: Any) -> Gvpo:
         raise InputError("gvpo takes β from algorithm.kl_ctrl.kl_coef, and no algorithm settings were passed")
     if config.get("use_kl_in_reward") and config.get("kl_penalty") not in ("kl", "k1"):
         raise InputError(
-            f"gvpo needs the log-ratio itself; algorithm.kl_penalty={config.get('kl_penalty')} is another estimate\n"
+            f"gvpo needs the log-ratio itself; algorithm.kl_penalty={config.get('kl_penalty')} is another estimator\n"
             "  set algorithm.kl_penalty=kl"
         )
     if config.get("use_kl_in_reward") and config.kl_ctrl.type != "fixed":
@@ -111,8 +111,8 @@ def _gvpo(config: Any) -> Gvpo:
     for key in ("rollout_is", "rollout_rs", "bypass_mode"):
         if correction.get(key):
             raise InputError(
-                f"algorithm.rollout_correction.{key} breaks GVPO: weights and rejections spoil its zero sum, and\n"
-                "  bypass_mode replaces the loss by another; gvpo is right for samples of any policy as it is"
+                f"algorithm.rollout_correction.{key} breaks GVPO: weights and rejections break its zero sum, and\n"
+                "  bypass_mode replaces the loss by another; gvpo is valid for samples of any policy as it is"
             )
     known = [f.name for f in dataclasses.fields(Gvpo) if f.name not in ("beta", "reference")]
     return Gvpo(beta=float(config.kl_ctrl.kl_coef), **_settings("gvpo", config, known))
@@ -140,7 +140,7 @@ def dgdo_advantage(
     non_tensor_batch: Mapping[str, Any] | None = None,
     **_: Any,
 ) -> Estimate:
-    """DGDO, whose weights go on from call to call. Settings may be added as `+algorithm.dgdo.warmup_steps=…`."""
+    """DGDO, whose weights persist between calls. Settings may be added as `+algorithm.dgdo.warmup_steps=…`."""
     columns, weights = _columns("dgdo", config, non_tensor_batch, token_level_rewards)
     options = _settings("dgdo", config, [f.name for f in dataclasses.fields(Dgdo) if f.init])
     state = _DGDO.setdefault(tuple(columns), {})
@@ -151,10 +151,10 @@ def dgdo_advantage(
 def _columns(
     name: str, config: Any, non_tensor_batch: Mapping[str, Any] | None, like: Tensor
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The named rewards and their weights, by verl's own keys."""
+    """The named rewards and their weights, from verl's own settings."""
     if non_tensor_batch is None:
         raise InputError(
-            f"{name} needs each reward by itself, and verl gives them only to the estimator called gdpo\n"
+            f"{name} needs each reward by itself, and verl passes them only to the estimator called gdpo\n"
             f"  set algorithm.adv_estimator=gdpo +algorithm.gdpo_estimator={name} trainer.use_v1=false"
         )
     keys = (config.get("gdpo_reward_keys") if config is not None else None) or []
@@ -166,7 +166,7 @@ def _columns(
         )
     if config.get("use_kl_in_reward"):
         raise InputError(
-            f"{name} normalises each reward by itself, and a KL is none of them\n"
+            f"{name} normalises each reward by itself, and the KL is not one of them\n"
             "  set algorithm.use_kl_in_reward=false actor_rollout_ref.actor.use_kl_loss=true"
         )
     shares = list(config.get("gdpo_reward_weights") or [1.0] * len(keys))
@@ -177,17 +177,17 @@ def _columns(
 
 
 def _scores(values: Any) -> Tensor:
-    """NaN where a reward was not given."""
+    """NaN for a missing reward."""
     return torch.tensor([float("nan") if value is None else float(value) for value in values], dtype=torch.float64)
 
 
 def _settings(name: str, config: Any, known: list[str]) -> dict[str, Any]:
-    """What stands under `algorithm.NAME`."""
-    given = dict(config.get(name) or {})
-    for key in given:
+    """The settings under `algorithm.NAME`."""
+    options = dict(config.get(name) or {})
+    for key in options:
         if key not in known:
             raise unknown(f"setting of {name}", key, known)
-    return given
+    return options
 
 
 def _on_tokens(advantage_N: Tensor, response_mask: Tensor) -> Estimate:
@@ -202,15 +202,15 @@ ESTIMATORS: dict[str, Estimator] = {
 }
 
 
-def _switch(theirs: Estimator) -> Estimator:
+def _wrap_gdpo(original: Estimator) -> Estimator:
     """verl's gdpo, unless algorithm.gdpo_estimator names one of Covey's."""
 
-    @functools.wraps(theirs)
+    @functools.wraps(original)
     def gdpo(*args: Any, **kwargs: Any) -> Estimate:
         config = kwargs.get("config")
         name = None if config is None else config.get("gdpo_estimator")
         if name is None:
-            return theirs(*args, **kwargs)
+            return original(*args, **kwargs)
         chosen = {key: estimator for key, estimator in ESTIMATORS.items() if key != "gvpo"}
         if name not in chosen:
             raise unknown("algorithm.gdpo_estimator", name, chosen)
@@ -220,15 +220,15 @@ def _switch(theirs: Estimator) -> Estimator:
 
 
 def register() -> None:
-    """Make verl know the names. A name that someone else has taken stays theirs, with a warning."""
+    """Register the names with verl. A name that is already taken is kept, with a warning."""
     from verl.trainer.ppo import core_algos
 
     estimators, losses = core_algos.ADV_ESTIMATOR_REGISTRY, core_algos.POLICY_LOSS_REGISTRY
     if estimators.get("gvpo") is gvpo_advantage:
         return
-    for registry, ours in ((estimators, ESTIMATORS), (losses, {"gvpo": gvpo_loss})):
-        for name, function in ours.items():
+    for registry, functions in ((estimators, ESTIMATORS), (losses, {"gvpo": gvpo_loss})):
+        for name, function in functions.items():
             if registry.setdefault(name, function) is not function:
                 warnings.warn(f"verl already has {name!r}: Covey's is not registered", stacklevel=2)
     if "gdpo" in estimators:
-        estimators["gdpo"] = _switch(estimators["gdpo"])
+        estimators["gdpo"] = _wrap_gdpo(estimators["gdpo"])

@@ -1,4 +1,4 @@
-"""What verl imports: the entry point `verl.plugins`. verl loads it and calls nothing, so importing it registers."""
+"""The entry point `verl.plugins`. verl only imports this module, so the import registers the algorithms."""
 
 from covey.integrations.verl import register
 

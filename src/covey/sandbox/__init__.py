@@ -1,9 +1,9 @@
-"""The only place that runs code a model wrote: docs/sandbox.md."""
+"""Runs code that a model wrote; nothing else in Covey does (docs/sandbox.md)."""
 
-from covey.sandbox.hidden_tests import Asserts, Cases, Function, Tests, hidden_tests
-from covey.sandbox.outcome import Limits, Outcome, SandboxError, TestResult, Verdict
-from covey.sandbox.sandbox import Sandbox, Session
-from covey.sandbox.tiers import TIERS, Finding, Tier, choose, describe
+from covey.sandbox.hidden_tests import Asserts, Cases, Function, TestResult, Tests, Verdict, hidden_tests
+from covey.sandbox.process import SandboxError
+from covey.sandbox.sandbox import Outcome, Sandbox, Session
+from covey.sandbox.tiers import TIERS, Finding, Limits, Tier, choose, describe
 
 __all__ = [
     "TIERS",

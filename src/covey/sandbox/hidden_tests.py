@@ -1,16 +1,16 @@
-"""Hidden tests of a code reward, in the three shapes that data sets have.
+"""Hidden tests of a code reward, in the three formats that data sets have.
 
     Asserts    statements that call functions of the solution: MBPP
     Function   a prompt, an entry point and a test that defines check(candidate): HumanEval
-    Cases      what a program reads and what it must print
+    Cases      stdin and the expected stdout of a program
 
-The solution and the tests run in two sandboxes. The solution only answers calls: it is told arguments, never what is
-expected, and it holds no descriptor that a verdict travels on. Tests compare plain values on their own side. So it
-gains nothing by printing, exiting, patching asserts or builtins, searching memory and stack, or returning objects that
-are equal to everything. Of stdin/stdout cases the expected output never enters a sandbox at all.
+The solution and the tests run in two sandboxes. The solution only answers calls: it receives the arguments, never the
+expected value, and has no descriptor that reports a verdict. The tests compare plain values in their own process. So
+the solution gains nothing by printing, exiting, patching asserts or builtins, searching memory and stack, or returning
+objects that are equal to everything. The expected output of `Cases` never enters a sandbox.
 
-What cannot be tested this way is counted as failed, with the reason: comparing objects of the solution's own classes,
-passing functions of the tests to the solution, and changes that it makes to its arguments (it gets copies).
+Tests that need more than that fail, with the reason: comparing objects of the solution's own classes, passing functions
+of the tests to the solution, and reading changes that it makes to its arguments (it gets copies).
 """
 
 from __future__ import annotations
@@ -26,13 +26,33 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from covey.errors import InputError
-from covey.sandbox.outcome import SandboxError, TestResult, Verdict
+from covey.sandbox.process import SandboxError
 
 if TYPE_CHECKING:
     from covey.sandbox.process import Process
     from covey.sandbox.sandbox import Sandbox
 
 BUILTINS = frozenset(dir(builtins))
+
+
+@dataclass(frozen=True)
+class TestResult:
+    __test__ = False  # not collected by pytest
+
+    name: str
+    passed: bool
+    reason: str = ""  # why it failed
+
+
+@dataclass(frozen=True)
+class Verdict:
+    passed: int
+    total: int
+    detail: tuple[TestResult, ...]
+
+    @classmethod
+    def of(cls, results: list[TestResult]) -> Verdict:
+        return cls(sum(result.passed for result in results), len(results), tuple(results))
 
 
 class Tests(Protocol):
@@ -42,17 +62,17 @@ class Tests(Protocol):
 @dataclass(frozen=True)
 class Asserts:
     tests: tuple[str, ...]
-    setup: str = ""  # runs before the tests, on their side
-    functions: tuple[str, ...] | None = None  # names that the solution gives; None: found in the tests
+    setup: str = ""  # runs before the tests, in their process
+    functions: tuple[str, ...] | None = None  # that the solution defines; None: found in the tests
 
     async def judge(self, sandbox: Sandbox, solution: str) -> Verdict:
-        functions = self.functions if self.functions is not None else given_names(self.tests, self.setup)
-        meant = used_as_modules(self.tests, self.setup)
-        modules = [name for name in functions if name in meant]
+        functions = self.functions if self.functions is not None else solution_names(self.tests, self.setup)
+        used = used_as_modules(self.tests, self.setup)
+        modules = [name for name in functions if name in used]
         setup = [f"import {name}" for name in modules] + [self.setup]
         named = [{"name": test.strip(), "source": test} for test in self.tests]
-        theirs = [name for name in functions if name not in modules]
-        return await _judge(sandbox, solution, named, setup, theirs, [])
+        remote = [name for name in functions if name not in modules]
+        return await _judge(sandbox, solution, named, setup, remote, [])
 
 
 @dataclass(frozen=True)
@@ -62,16 +82,16 @@ class Function:
     test: str  # defines check(candidate)
 
     async def judge(self, sandbox: Sandbox, solution: str) -> Verdict:
-        """`solution` is the whole function, or only what continues the prompt."""
+        """`solution` is the whole function, or a continuation of the prompt."""
         whole = f"{self.prompt}\n\n{solution}" if _defines(solution, self.entry_point) else self.prompt + solution
         named = [{"name": f"check({self.entry_point})", "source": f"check({self.entry_point})"}]
-        # Helpers come from the prompt, on the tests' side too: the solution's own versions are not asked.
+        # Tests use the prompt's own helpers, never the solution's versions of them.
         return await _judge(sandbox, whole, named, [self.prompt, self.test], [], [self.entry_point])
 
 
 @dataclass(frozen=True)
 class Cases:
-    cases: tuple[tuple[str, str], ...]  # input, output
+    cases: tuple[tuple[str, str], ...]  # (stdin, expected stdout)
 
     async def judge(self, sandbox: Sandbox, solution: str) -> Verdict:
         return Verdict.of(
@@ -79,10 +99,12 @@ class Cases:
         )
 
     async def _case(self, sandbox: Sandbox, solution: str, number: int, case: tuple[str, str]) -> TestResult:
-        given, expected = case
-        # A right answer must fit, with as many blanks again, which do not count.
-        room = max(sandbox.limits.output_bytes, 2 * len(expected.encode("utf-8", errors="surrogatepass")) + 1024)
-        outcome = await sandbox.within(None, output_bytes=room).run(solution, stdin=given)
+        stdin, expected = case
+        # The correct output must fit, with the same amount of whitespace on top, which does not count.
+        output_bytes = max(
+            sandbox.limits.output_bytes, 2 * len(expected.encode("utf-8", errors="surrogatepass")) + 1024
+        )
+        outcome = await sandbox.within(None, output_bytes=output_bytes).run(solution, stdin=stdin)
         name = f"case {number + 1}"
         if outcome.killed:
             return TestResult(name, False, f"killed: {outcome.killed}")
@@ -102,9 +124,9 @@ def hidden_tests(columns: Mapping[str, Any]) -> Tests:
         setup = "\n".join([*map(str, imports), str(columns.get("test_setup_code") or "")])
         return Asserts(tuple(map(str, columns["test_list"])), setup)
     for name in ("cases", "tests"):
-        found = columns.get(name)
-        if isinstance(found, Sequence) and found and all(map(_is_case, found)):
-            return Cases(tuple((str(case["input"]), str(case["output"])) for case in found))
+        cases = columns.get(name)
+        if isinstance(cases, Sequence) and cases and all(map(_is_case, cases)):
+            return Cases(tuple((str(case["input"]), str(case["output"])) for case in cases))
     raise InputError(
         f"no tests in a row with the columns {', '.join(sorted(columns))}\n"
         "  a code reward reads  test_list (and test_imports, test_setup_code), or\n"
@@ -112,15 +134,15 @@ def hidden_tests(columns: Mapping[str, Any]) -> Tests:
     )
 
 
-def _is_list(found: Any) -> bool:
-    return isinstance(found, Sequence) and not isinstance(found, str)
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-def _is_case(found: Any) -> bool:
-    return isinstance(found, Mapping) and {"input", "output"} <= set(found)
+def _is_case(value: Any) -> bool:
+    return isinstance(value, Mapping) and {"input", "output"} <= set(value)
 
 
-# -- solution and tests, each in a sandbox of its own ----------------------------------------------------------------
+# -- Running the solution and the tests, each in a sandbox of its own ------------------------------------------------
 
 
 async def _judge(
@@ -131,7 +153,13 @@ async def _judge(
     functions: list[str],
     entry_points: list[str],
 ) -> Verdict:
-    trusted = {"role": "tests", "tests": tests, "setup": setup, "functions": functions, "entry_points": entry_points}
+    trusted: dict[str, Any] = {
+        "role": "tests",
+        "tests": tests,
+        "setup": setup,
+        "functions": functions,
+        "entry_points": entry_points,
+    }
     async with sandbox.gate:
         processes: list[Process] = []
         files: list[int] = []
@@ -140,26 +168,26 @@ async def _judge(
                 for _ in range(2):
                     files += os.pipe()
                 call_reader, call_writer, answer_reader, answer_writer = files
-                ends = {"calls": call_reader, "answers": answer_writer}
-                other = {"calls": call_writer, "answers": answer_reader}
-                for request, mine in (({"role": "solution", "code": solution}, ends), (trusted, other)):
-                    options = {"capture": False, "pass_fds": tuple(mine.values())}
-                    processes.append(sandbox.process({**request, **mine}, **options))
+                untrusted = {"role": "solution", "code": solution, "calls": call_reader, "answers": answer_writer}
+                trusted |= {"calls": call_writer, "answers": answer_reader}
+                for request in (untrusted, trusted):
+                    descriptors = (request["calls"], request["answers"])
+                    processes.append(sandbox.process(request, capture=False, pass_fds=descriptors))
             except OSError as error:  # too many open files
-                raise SandboxError(f"no pipe between two sandboxes: {error}") from error
+                raise SandboxError(f"no pipe between the two sandboxes: {error}") from error
             finally:
                 for file in files:
                     os.close(file)
             await asyncio.gather(*(process.ready() for process in processes))
-            return await _listen(processes[1], [test["name"] for test in tests], sandbox.limits.seconds)
+            return await _results(processes[1], [test["name"] for test in tests], sandbox.limits.seconds)
         finally:
             for process in processes:
                 process.close()
 
 
-async def _listen(process: Any, names: list[str], seconds: float) -> Verdict:
-    """Whatever ends the tests before a test has passed, that test has failed. It is never called our failure: a
-    solution could bring that about, and be spared the judgement."""
+async def _results(process: Process, names: list[str], seconds: float) -> Verdict:
+    """A test without a result has failed, whatever ended the process. It is never counted as a failure of the
+    infrastructure: a solution could cause that to avoid its verdict."""
     found: dict[int, TestResult] = {}
     timer = asyncio.get_running_loop().call_later(seconds, process.kill, "deadline")
     try:
@@ -176,29 +204,29 @@ async def _listen(process: Any, names: list[str], seconds: float) -> Verdict:
     return Verdict.of([found.get(number, TestResult(name, False, reason)) for number, name in enumerate(names)])
 
 
-# -- reading tests ---------------------------------------------------------------------------------------------------
+# -- Reading tests ---------------------------------------------------------------------------------------------------
 
 
-def given_names(tests: Sequence[str], setup: str) -> tuple[str, ...]:
-    """The names that tests use and nobody on their side defines: those are the solution's to give.
+def solution_names(tests: Sequence[str], setup: str) -> tuple[str, ...]:
+    """The names that tests use and that neither they nor their setup define: the solution has to define them.
 
-    A builtin stays what it is: a solution that defines `set` does not change how tests compare. Only where tests
-    call nothing else, the function in question bears a builtin's name (`sum` in MBPP), and the outermost call is it."""
+    Builtins are not replaced: a solution that defines `set` does not change how tests compare. Only if the tests use no
+    other name, the tested function has a builtin's name (`sum` in MBPP), and it is the outermost call."""
     trees = [_parsed(text) for text in (*tests, setup)]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     free = used - BUILTINS - _defined(nodes)
     if free:
         return tuple(sorted(free))
-    for node in (node for tree in trees for node in ast.walk(tree)):
+    for node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             return (node.func.id,)
     return ()
 
 
 def used_as_modules(tests: Sequence[str], setup: str) -> set[str]:
-    """Names of the standard library that tests read something from and never call: a solution's own function may be
-    called `copy` or `bisect`."""
+    """Names of standard library modules whose attributes the tests read, and that they never call: a solution's own
+    function may be called `copy` or `bisect`."""
     nodes = [node for text in (*tests, setup) for node in ast.walk(_parsed(text))]
     read = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
     called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
@@ -224,14 +252,14 @@ def _parsed(text: str) -> ast.Module:
     try:
         with warnings.catch_warnings(action="ignore", category=SyntaxWarning):
             return ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # a zero byte; nested too deeply
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # a null byte; nested too deeply
         why = error.msg if isinstance(error, SyntaxError) else str(error) or "nested too deeply"
         raise InputError(f"a hidden test is not Python: {why}\n  {text[:200]!r}") from None
 
 
 def _defines(source: str, name: str) -> bool:
     try:
-        with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # of a model's code: no line is worth it
+        with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # in a model's code: not worth a line
             tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
@@ -244,5 +272,5 @@ def _defines(source: str, name: str) -> bool:
 
 
 def _lines(text: str) -> list[str]:
-    """Without blanks at the ends of lines, nor blank lines at the end."""
+    """Lines without trailing whitespace, and without blank lines at the end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -1,4 +1,4 @@
-"""A process in a sandbox, from this side: started, heard, and ended with everything it started."""
+"""A sandboxed process as the host sees it: started, read from, and killed with everything it started."""
 
 from __future__ import annotations
 
@@ -16,30 +16,36 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from covey.sandbox.outcome import Limits, SandboxError
-from covey.sandbox.tiers import ENVIRONMENT, PATIENCE, Tier, launch, sealed
+from covey.errors import EpisodeError
+from covey.sandbox.tiers import ENVIRONMENT, PATIENCE, Limits, Tier, launch, sealed
 
 CHUNK = 65536
-LONGEST_REPORT = 2**20  # bytes of reports that are not yet read
-REPORTS = frozenset({"ready", "error", "killed", "done", "test"})  # what reports are about
-MOST_REPORTS = 1000  # lines waiting to be read, and lines that are no reports; tests may send one each besides
-PROMPT = 1.0  # seconds that the removal of what a program left may hold up others
-SWEEP = 5.0  # seconds that the keeper of the weak tier gets to end what it watches
+MAX_REPORT_BYTES = 2**20  # of reports that are not read yet
+REPORTS = frozenset({"ready", "error", "killed", "done", "test"})  # a report has one of these keys
+MAX_REPORTS = 1000  # unread reports plus invalid lines; one more for each hidden test
+REMOVAL_WAIT = 1.0  # seconds that a caller waits for the removal of a scratch folder
+KEEPER_EXIT = 5.0  # seconds that the keeper of the weak tier gets to kill its descendants
 
 
-class Tap:
+class SandboxError(EpisodeError):
+    """The infrastructure failed: a sandbox could not be started or was lost. Never a mistake of the model."""
+
+    cause = "sandbox"
+
+
+class PipeReader:
     """Reads a pipe as it fills, up to a bound."""
 
     def __init__(self, file: int, bound: int, when_full: Callable[[], None]) -> None:
         self._file, self._bound, self._when_full = file, bound, when_full
         self._loop = asyncio.get_running_loop()
-        self._parts = bytearray()
+        self._data = bytearray()
         self.full = False
         os.set_blocking(file, False)
         self._loop.add_reader(file, self.drain)
 
     def drain(self) -> None:
-        """Everything that has been written so far."""
+        """Read everything that has been written so far."""
         while not self.full:
             try:
                 data = os.read(self._file, CHUNK)
@@ -48,29 +54,29 @@ class Tap:
             if not data:
                 self._loop.remove_reader(self._file)
                 return
-            room = self._bound - len(self._parts)
-            self._parts += data[:room]
+            room = self._bound - len(self._data)
+            self._data += data[:room]
             if len(data) > room:
                 self.full = True
                 self._loop.remove_reader(self._file)
                 self._when_full()
 
     def take(self) -> str:
-        """What was read, and forget it."""
-        text = self._parts.decode("utf-8", errors="replace")
-        self._parts.clear()
+        """Return what was read, and forget it."""
+        text = self._data.decode("utf-8", errors="replace")
+        self._data.clear()
         return text
 
     def lines(self) -> list[bytes]:
-        """The complete lines, and forget them."""
-        done, found, rest = bytes(self._parts).rpartition(b"\n")
-        self._parts[:] = rest
-        return done.split(b"\n") if found else []
+        """Return the complete lines, and forget them."""
+        *lines, rest = bytes(self._data).split(b"\n")
+        self._data[:] = rest
+        return lines
 
     def stop(self) -> None:
-        """Read nothing more, and forget what was read."""
+        """Stop reading, and forget what was read."""
         self.full = True
-        self._parts.clear()
+        self._data.clear()
         self._loop.remove_reader(self._file)
 
     def close(self) -> None:
@@ -91,37 +97,31 @@ class Process:
         folders: Sequence[str] = (),
         filters: bool = True,
     ) -> None:
-        """Starts at once. `request` is what `inside/start.py` plays; `pass_fds` are named in it."""
+        """Starts at once. `request` goes to `inside/isolation.py`; it contains the numbers of `pass_fds`."""
         self.killed: str | None = None
         self._scratch = _scratch() if tier.weak else None
         self._weak = tier.weak
         folder = self._scratch or "/tmp"
         reports, writer = os.pipe()
-        given = sealed(stdin.encode("utf-8", errors="surrogatepass")) if stdin is not None else None
+        input_file = sealed(stdin.encode("utf-8", errors="surrogatepass")) if stdin is not None else None
         try:
-            started = launch(
-                tier,
-                limits,
-                request,
-                control=writer,
-                folder=folder,
-                folders=folders,
-                filters=filters,
+            command, request_file = launch(
+                tier, limits, request, control=writer, folder=folder, folders=folders, filters=filters
             )
             try:
                 self._popen = subprocess.Popen(
-                    started.command,
+                    command,
                     env={**ENVIRONMENT, "HOME": folder, "TMPDIR": folder},
                     cwd="/",
-                    stdin=subprocess.DEVNULL if given is None else given,
+                    stdin=subprocess.DEVNULL if input_file is None else input_file,
                     stdout=subprocess.PIPE if capture else subprocess.DEVNULL,
                     stderr=subprocess.PIPE if capture else subprocess.DEVNULL,
-                    pass_fds=(started.request, writer, *pass_fds),
+                    pass_fds=(request_file, writer, *pass_fds),
                     start_new_session=True,
                     bufsize=0,
                 )
             finally:
-                started.close()
+                os.close(request_file)
         except OSError as error:
             os.close(reports)
             if self._scratch is not None:
@@ -129,38 +129,38 @@ class Process:
             raise SandboxError(f"a sandbox ({tier.name}) could not be started: {error}") from error
         finally:
             os.close(writer)
-            if given is not None:
-                os.close(given)
-        self._most_reports = MOST_REPORTS + len(request.get("tests", ()))
+            if input_file is not None:
+                os.close(input_file)
+        self._max_reports = MAX_REPORTS + len(request.get("tests", ()))
         try:
             self._listen(reports, limits)
         except OSError as error:  # too many open files
             self.close()
-            raise SandboxError(f"a sandbox ({tier.name}) could not be listened to: {error}") from error
+            raise SandboxError(f"a sandbox ({tier.name}) could not be read from: {error}") from error
 
     def _listen(self, reports: int, limits: Limits) -> None:
         loop = asyncio.get_running_loop()
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._messages: deque[dict[str, Any]] = deque()
-        self._nonsense = 0  # lines that were no reports
+        self._invalid = 0  # lines that were not reports
         self.ended = False
-        self._streams: list[Tap] = []
+        self._streams: list[PipeReader] = []
         self._pidfd = -1
-        self._reports = Tap(reports, LONGEST_REPORT, lambda: self.kill("output"))
-        loop.add_reader(reports, self._hear)  # in place of the tap's own
+        self._reports = PipeReader(reports, MAX_REPORT_BYTES, lambda: self.kill("output"))
+        loop.add_reader(reports, self._read_reports)  # replaces the reader's own callback
         for stream in (self._popen.stdout, self._popen.stderr):
             if stream is not None:
                 with stream:
                     file = os.dup(stream.fileno())
-                self._streams.append(Tap(file, limits.output_bytes, lambda: self.kill("output")))
+                self._streams.append(PipeReader(file, limits.output_bytes, lambda: self.kill("output")))
         self._pidfd = os.pidfd_open(self._popen.pid)
         loop.add_reader(self._pidfd, self._end)
 
-    def _hear(self) -> None:
+    def _read_reports(self) -> None:
         self._reports.drain()
         lines = self._reports.lines()
-        # The process of hidden tests writes here too, and the tests are others' code: they must not keep us busy.
-        if len(self._messages) + self._nonsense + len(lines) > self._most_reports:
+        # The process of hidden tests also writes here, and runs the data set's code: bound the work it can cause.
+        if len(self._messages) + self._invalid + len(lines) > self._max_reports:
             self._reports.stop()
             self.kill("output")
             return
@@ -172,39 +172,39 @@ class Process:
             if isinstance(message, dict) and REPORTS & message.keys():
                 self._messages.append(message)
             else:
-                self._nonsense += 1
-        self._news.set()
+                self._invalid += 1
+        self._changed.set()
 
     def _end(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         self.ended = True
-        self._news.set()
+        self._changed.set()
 
     async def message(self) -> dict[str, Any] | None:
-        """The next report; None when the process has ended and there is no further one."""
+        """The next report; None once the process has ended and all reports were read."""
         while not self._messages:
             if self.ended:
-                self._hear()
+                self._read_reports()
                 if not self._messages:
                     return None
                 break
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
         return self._messages.popleft()
 
     async def ready(self) -> None:
-        """The walls stand and the code may run. Whatever goes wrong before that is not the code's doing."""
+        """Wait until isolation is complete and the code may run. A failure before that is not the code's fault."""
         try:
             async with asyncio.timeout(PATIENCE):
                 first = await self.message()
         except TimeoutError:
             raise SandboxError(f"a sandbox did not start within {PATIENCE:.0f} s") from None
         if first is None or "ready" not in first:
-            said = (first or {}).get("error") or "".join(stream.take() for stream in self._streams).strip()
-            raise SandboxError(f"a sandbox could not be started: {said or 'its first process ended'}")
+            reason = (first or {}).get("error") or "".join(stream.take() for stream in self._streams).strip()
+            raise SandboxError(f"a sandbox could not be started: {reason or 'its first process ended'}")
 
     def kill(self, reason: str) -> None:
-        """Now, all of it. Process 1 of the namespace is in this group, and the rest dies with it."""
+        """Kill all of it now. Process 1 of the namespace is in this process group, and the rest dies with it."""
         if self._popen.returncode is not None:
             return
         if self.killed is None and not self.ended:
@@ -213,25 +213,25 @@ class Process:
             with suppress(ProcessLookupError):
                 os.killpg(self._popen.pid, signal.SIGKILL)
         else:
-            self._popen.terminate()  # the keeper ends what it has adopted, wherever it hides, and then itself
+            self._popen.terminate()  # the keeper kills its descendants and then exits
 
     def exit_code(self) -> int:
         code = self._popen.wait()
         return code if code >= 0 else 128 - code
 
     def output(self) -> tuple[str, str, bool]:
-        """stdout, stderr, and whether there was more."""
+        """stdout, stderr, and whether either was truncated."""
         for stream in self._streams:
             stream.drain()
         out, err = self._streams
         return out.take(), err.take(), out.full or err.full
 
     def close(self) -> None:
-        """Nothing is left afterwards."""
+        """Kill what still runs, and release everything."""
         if self._popen.returncode is None:
             self.kill("closed")
             try:
-                self._popen.wait(SWEEP)
+                self._popen.wait(KEEPER_EXIT)
             except subprocess.TimeoutExpired:
                 with suppress(ProcessLookupError):
                     os.killpg(self._popen.pid, signal.SIGKILL)
@@ -242,29 +242,29 @@ class Process:
         if self._pidfd >= 0:
             asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)
-        for tap in (self._reports, *self._streams):
-            tap.close()
+        for reader in (self._reports, *self._streams):
+            reader.close()
         if self._scratch is not None:
             discard(self._scratch)
 
 
 def _scratch() -> str:
-    """A folder of the weak tier's own, open to the user that root becomes."""
+    """A folder for the weak tier, writable by the user that root becomes."""
     folder = tempfile.mkdtemp(prefix="covey-")
     os.chmod(folder, 0o777 if os.geteuid() == 0 else 0o700)
     return folder
 
 
 def discard(folder: str) -> None:
-    """Gone when this returns, or soon after: a program may leave more than can be removed while others wait."""
+    """Remove a folder in a thread, and wait a moment for it: a program may leave more than can be removed quickly."""
     removing = threading.Thread(target=remove, args=(folder,), name="covey-discard")
     removing.start()
-    removing.join(PROMPT)
+    removing.join(REMOVAL_WAIT)
 
 
 def remove(folder: str) -> None:
-    """A folder that a program has written to, however deep, and whatever it forbids. What lies in a folder is moved up
-    before the folder goes: so nothing here depends on how deep it is. Links are not followed."""
+    """Remove a folder that a program has written to, of any depth and with any permissions. The contents of a subfolder
+    are moved up before it is removed, so the depth does not matter. Links are not followed."""
     mark = secrets.token_hex(8)
     with suppress(OSError):
         top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -272,13 +272,13 @@ def remove(folder: str) -> None:
             numbers = itertools.count()
             while names := os.listdir(top):
                 for name in names:
-                    _take_down(top, name, (f"{mark}-{number}" for number in numbers))
+                    _remove_entry(top, name, (f"{mark}-{number}" for number in numbers))
         finally:
             os.close(top)
         os.rmdir(folder)
 
 
-def _take_down(top: int, name: str, fresh: Iterator[str]) -> None:
+def _remove_entry(top: int, name: str, fresh: Iterator[str]) -> None:
     try:
         os.unlink(name, dir_fd=top)
         return
@@ -286,12 +286,12 @@ def _take_down(top: int, name: str, fresh: Iterator[str]) -> None:
         os.chmod(name, 0o700, dir_fd=top)
     inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
     try:
-        for found in os.listdir(inner):
+        for entry in os.listdir(inner):
             try:
-                os.rename(found, next(fresh), src_dir_fd=inner, dst_dir_fd=top)
-            except PermissionError:  # a folder that may not be written to may not be moved
-                os.chmod(found, 0o700, dir_fd=inner)
-                os.rename(found, next(fresh), src_dir_fd=inner, dst_dir_fd=top)
+                os.rename(entry, next(fresh), src_dir_fd=inner, dst_dir_fd=top)
+            except PermissionError:  # a folder without write permission cannot be moved
+                os.chmod(entry, 0o700, dir_fd=inner)
+                os.rename(entry, next(fresh), src_dir_fd=inner, dst_dir_fd=top)
     finally:
         os.close(inner)
     os.rmdir(name, dir_fd=top)

@@ -1,4 +1,4 @@
-"""The sandbox of a run: a tier, limits, and a bound on how many programs run at once."""
+"""The sandbox of a run (tier, limits, concurrent programs), and sessions, which keep their state between cells."""
 
 from __future__ import annotations
 
@@ -12,14 +12,32 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
-from covey.sandbox.outcome import Limits, Outcome, Verdict
 from covey.sandbox.process import Process
-from covey.sandbox.tiers import Tier, choose
+from covey.sandbox.tiers import Limits, Tier, choose
 
 if TYPE_CHECKING:
-    from covey.sandbox.hidden_tests import Tests
+    from covey.sandbox.hidden_tests import Tests, Verdict
 
-CPU_EXIT = 128 + 24  # ended by the kernel: its CPU time was used up
+CPU_EXIT = 128 + 24  # SIGXCPU: the CPU time was used up
+
+RESTARTED = "[the session was started afresh: variables and imports of earlier cells are gone]\n"
+LEFT_ONE = "[a process that this cell left running was ended]\n"
+LEFT = "[{} processes that this cell left running were ended]\n"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    stdout: str
+    stderr: str
+    exit_code: int | None  # None: it was killed from outside
+    timed_out: bool = False
+    truncated: bool = False  # the output was longer than what is returned
+    killed: str | None = None  # deadline | memory | output | cpu; None: it ended by itself
+    restarted: bool = False  # a session: the state of earlier cells was lost before this one ran
+
+    @property
+    def ok(self) -> bool:
+        return self.exit_code == 0 and self.killed is None
 
 
 class Settings(Protocol):
@@ -39,12 +57,12 @@ class Settings(Protocol):
 
 @dataclass(frozen=True)
 class Sandbox:
-    """Where code that a model wrote runs. It can be pickled; each process and event loop counts its own programs."""
+    """Runs code that a model wrote. It can be pickled; each process and event loop counts its own programs."""
 
     tier: Tier
     limits: Limits = field(default_factory=Limits)
     max_concurrent: int = 16  # programs that run at once; others wait their turn
-    folders: tuple[str, ...] = ()  # of the host's, to read and to import packages from
+    folders: tuple[str, ...] = ()  # of the host, readable inside, to import packages from
     filters: bool = True  # Landlock and seccomp, where the kernel has them
     _gates: WeakKeyDictionary[Any, asyncio.Semaphore] = field(
         default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
@@ -52,7 +70,7 @@ class Sandbox:
 
     @classmethod
     def of(cls, config: Settings) -> Sandbox:
-        """InputError, with the fix, where only weaker isolation can be had than is allowed."""
+        """InputError, with the fix, if only weaker isolation than allowed works here."""
         _allow_many_files()
         limits = Limits(seconds=config.seconds, memory_mb=config.memory_mb)
         return cls(choose(config.tier, config.allow_weak), limits, config.max_concurrent)
@@ -62,27 +80,27 @@ class Sandbox:
 
     @property
     def gate(self) -> asyncio.Semaphore:
-        """Held while a program runs. A session that waits for its next cell holds nothing: so an episode may keep one
-        open and still have its answer checked, however many episodes there are."""
+        """Held while a program runs. A session that waits for its next cell does not hold it, so an episode can keep a
+        session open while its answer is checked."""
         return self._gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_concurrent))
 
     def process(self, request: Mapping[str, Any], **options: Any) -> Process:
         return Process(self.tier, self.limits, request, folders=self.folders, filters=self.filters, **options)
 
     def within(self, seconds: float | None, output_bytes: int | None = None) -> Sandbox:
-        """The same one, sharing its gate, with another deadline or more room for what is printed."""
+        """The same sandbox, sharing its gate, with another deadline or output limit."""
         changes = {"seconds": seconds, "output_bytes": output_bytes}
-        given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
-        if not given:
+        changed: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
+        if not changed:
             return self
-        other = replace(self, limits=replace(self.limits, **given))
+        other = replace(self, limits=replace(self.limits, **changed))
         object.__setattr__(other, "_gates", self._gates)
         return other
 
     async def run(
         self, code: str, *, stdin: str = "", files: Mapping[str, str] | None = None, seconds: float | None = None
     ) -> Outcome:
-        """One Python program, from start to end. `files`: name → text, in the folder where it works."""
+        """Run one Python program from start to end. `files`: name → text, in its working folder."""
         files = checked_names(files or {})
         limit = self.limits.seconds if seconds is None else seconds
         request = {"role": "program", "code": code, "files": files, "cpu_seconds": limit}
@@ -103,7 +121,6 @@ class Sandbox:
 
     async def session(self) -> Session:
         """A Python interpreter that keeps its state, for one episode. Close it."""
-
         return Session(self)
 
     async def check(self, solution: str, tests: Tests, *, seconds: float | None = None) -> Verdict:
@@ -112,7 +129,7 @@ class Sandbox:
 
 
 def _allow_many_files() -> None:
-    """Every session holds a handful of descriptors, and there may be hundreds of episodes."""
+    """Raise the limit of open files: a session holds several descriptors, and a run has hundreds of episodes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -133,26 +150,21 @@ def checked_names(files: Mapping[str, str]) -> dict[str, str]:
     return dict(files)
 
 
-# -- A Python interpreter that keeps its state between cells, like a notebook's. It belongs to one episode -------------
-# The process starts with the first cell. A cell that runs past its deadline, or over its memory or output, costs the
-# session: it is killed, and the next cell starts afresh and says so.
-#
-# Between two cells the interpreter is stopped, with its threads, and every other process that a cell started is killed:
-# a session that waits for its next cell uses no processor (`inside/cells.py`).
-
-RESTARTED = "[the session was started afresh: variables and imports of earlier cells are gone]\n"
-LEFT_ONE = "[a process that this cell left running was ended]\n"
-LEFT = "[{} processes that this cell left running were ended]\n"
-
-
 class Session:
+    """A Python interpreter of one episode that keeps its state between cells, like a notebook.
+
+    The process starts with the first cell. A cell over its deadline, memory or output limit costs the session: it is
+    killed, and the next cell starts a new one and reports that. Between two cells the interpreter is stopped with all
+    of its threads, and every other process that a cell started is killed (`inside/keeper.py`), so a waiting session
+    uses no CPU time."""
+
     def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
         self._process: Process | None = None
-        self._commands = -1  # cells, to the interpreter
-        self._turns = -1  # a byte, to its keeper: wake the interpreter
+        self._commands = -1  # pipe to the interpreter: the cells
+        self._turns = -1  # pipe to its keeper: each byte wakes the interpreter
         self._cells = 0
-        self._lost = False  # what earlier cells had defined
+        self._lost = False  # the state of earlier cells
         self._busy = asyncio.Lock()
 
     async def execute(self, code: str, seconds: float | None = None) -> Outcome:
@@ -183,16 +195,16 @@ class Session:
         await self.close()
 
     async def _start(self) -> None:
-        theirs: list[int] = []
+        passed: list[int] = []
         try:
             reader, self._commands = os.pipe()
-            theirs.append(reader)
+            passed.append(reader)
             reader, self._turns = os.pipe()
-            theirs.append(reader)
-            request = {"role": "session", "commands": theirs[0], "turns": theirs[1]}
-            self._process = self._sandbox.process(request, pass_fds=tuple(theirs))
+            passed.append(reader)
+            request = {"role": "session", "commands": passed[0], "turns": passed[1]}
+            self._process = self._sandbox.process(request, pass_fds=tuple(passed))
         finally:
-            for file in theirs:
+            for file in passed:
                 os.close(file)
         os.set_blocking(self._commands, False)
         self._cells = 0
@@ -204,7 +216,7 @@ class Session:
         self._cells += 1
         timer = asyncio.get_running_loop().call_later(seconds, process.kill, "deadline")
         try:
-            with suppress(BrokenPipeError):  # the end of the process says the rest
+            with suppress(BrokenPipeError):  # the process has ended, which is handled below
                 os.write(self._turns, b"\n")
                 await self._send(json.dumps({"code": code}).encode() + b"\n")
             done = await self._done(process)
@@ -221,7 +233,7 @@ class Session:
         return Outcome(out, note + err, exit_code, killed == "deadline", truncated, killed, restarted=self._lost)
 
     async def _done(self, process: Process) -> tuple[int, int] | None:
-        """The cell's exit code and how many processes were ended with it; None when the session ended instead."""
+        """The cell's exit code and the number of processes ended with it; None if the session ended instead."""
         while (message := await process.message()) is not None:
             if "killed" in message:
                 process.killed = str(message["killed"])
@@ -236,7 +248,7 @@ class Session:
         while data:
             try:
                 data = data[os.write(self._commands, data) :]
-            except BlockingIOError:  # it reads again when what it does now is done, or it is killed
+            except BlockingIOError:  # the interpreter reads on once it has finished its current work, or it is killed
                 writable = asyncio.Event()
                 loop.add_writer(self._commands, writable.set)
                 try:

@@ -1,4 +1,9 @@
-"""What of the host's files is visible inside: what Python needs, and nothing else. All of it read-only."""
+"""Tiers of isolation: which of them work on this machine, and how a sandboxed process is started in each.
+
+Inside, only the host files that Python needs are visible, read-only (`view`). The modules of `inside/` are compiled
+here and passed with the request in one sealed file in memory, so a sandbox needs no folder of Covey's and compiles
+nothing. The bytes are marshalled by the same interpreter that reads them, and only ever travel inwards.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +23,25 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from covey.errors import InputError, unknown
-from covey.sandbox.inside.walls import DEVICES, USER
-from covey.sandbox.outcome import Limits
+from covey.sandbox.inside.isolation import DEVICES, NOBODY, USER
 
 SYSTEM = ("/usr", "/nix/store")
 MERGED = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")  # links into /usr on most systems
 LOADER = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one sandbox may use."""
+
+    seconds: float = 10.0  # of wall time, from the moment the code may run; and of CPU time for each process
+    memory_mb: int = 512  # of all processes together, and of address space for each
+    output_bytes: int = 64 * 1024  # of stdout, and again of stderr; a program that writes more is killed
+    processes: int = 32  # and threads, alive at once
+    disk_mb: int = 64  # of the private /tmp
+
+
+# -- The host files that are visible inside --------------------------------------------------------------------------
 
 
 class View(TypedDict):
@@ -33,25 +51,25 @@ class View(TypedDict):
 
 
 def interpreter() -> str:
-    """The real executable: that of the environment would look for site-packages that are not there."""
+    """The real executable: a virtual environment's link would look for site-packages that are not visible inside."""
     return os.path.realpath(sys.executable)
 
 
 @functools.cache
 def view(folders: tuple[str, ...] = ()) -> View:
-    """`folders`: further ones to read, for packages."""
-    wanted = [*SYSTEM, *LOADER, sys.base_prefix, sys.base_exec_prefix, os.path.dirname(interpreter()), *folders]
+    """`folders`: more folders to make readable, for packages."""
+    paths = [*SYSTEM, *LOADER, sys.base_prefix, sys.base_exec_prefix, os.path.dirname(interpreter()), *folders]
     links = [(os.readlink(path), path) for path in MERGED if os.path.islink(path)]
-    wanted += [path for path in MERGED if os.path.isdir(path) and not os.path.islink(path)]
+    paths += [path for path in MERGED if os.path.isdir(path) and not os.path.islink(path)]
     binds: list[str] = []
-    for path in sorted({os.path.realpath(path) for path in wanted if os.path.exists(path)}, key=len):
+    for path in sorted({os.path.realpath(path) for path in paths if os.path.exists(path)}, key=len):
         if not any(_below(path, outer) for outer in binds):
             binds.append(path)
     return View(binds=binds, links=links, hide=_private(binds))
 
 
 def _private(binds: Sequence[str]) -> list[str]:
-    """Where people keep their own files, if that lies within what is bound: /usr/src/app in many containers."""
+    """Folders with users' own files that lie within the binds, such as /usr/src/app in many containers."""
     needed = [os.path.realpath(path) for path in (sys.base_prefix, interpreter())]
     homes = [os.getcwd(), str(Path.home()), "/usr/src", "/usr/local/src"]
     found = {os.path.realpath(path) for path in homes if os.path.isdir(path)}
@@ -63,13 +81,11 @@ def _below(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
-# -- The modules of `inside/`, compiled, with a request: one sealed file in memory that a sandbox starts from ----------
-# The sandbox needs no folder of ours, and pays for no compilation. The bytes are marshalled by this interpreter for the
-# same interpreter, and only ever travel inwards.
+# -- The modules of inside/ and a request, in one sealed file --------------------------------------------------------
 
-MODULES = ("kernel", "filters", "walls", "keeper", "cells", "program", "values", "solution", "tests", "start")
+MODULES = ("kernel", "keeper", "program", "values", "calls", "isolation")  # in the order of their imports
 
-# Reads the file, makes modules of it and goes to work. It is called again by bubblewrap, hence from the beginning.
+# Loads the modules from the file and calls isolation.start. bubblewrap runs it again, so it reads from offset 0.
 BOOT = """
 import marshal, os, sys, types
 file, stage = int(sys.argv[1]), sys.argv[2]
@@ -101,18 +117,13 @@ def _modules() -> tuple[tuple[str, Any], ...]:
 
 def packed(request: Mapping[str, Any]) -> int:
     """A descriptor of the sealed file; the caller closes it."""
-    needed = {
-        "session": {"cells", "program"},
-        "solution": {"values", "solution", "program"},
-        "tests": {"values", "tests", "program"},
-    }
-    wanted = needed.get(request["role"], {"program"}) | {"kernel", "filters", "walls", "keeper", "start"}
-    chosen = tuple((name, code) for name, code in _modules() if name in wanted)
-    return sealed(marshal.dumps((chosen, dict(request))))
+    skipped = () if request["role"] in ("solution", "tests") else ("values", "calls")
+    modules = tuple((name, code) for name, code in _modules() if name not in skipped)
+    return sealed(marshal.dumps((modules, dict(request))))
 
 
 def sealed(content: bytes) -> int:
-    """A file in memory that nobody can change any more, to be read from its beginning."""
+    """A file in memory that can no longer be changed, positioned at its beginning."""
     file = os.memfd_create("covey", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(file, "wb", closefd=False) as writer:
         writer.write(content)
@@ -121,7 +132,7 @@ def sealed(content: bytes) -> int:
     return file
 
 
-# -- The tiers of isolation, strongest first: which of them works here, and how a process is started in it -------------
+# -- Tiers, strongest first ------------------------------------------------------------------------------------------
 
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -144,10 +155,10 @@ class Tier:
 
 
 BUBBLEWRAP = Tier(
-    "bubblewrap", "no host files but the interpreter's, no network, no other processes; walls built by bwrap"
+    "bubblewrap", "no host files but the interpreter's, no network, no other processes; isolated by bwrap"
 )
 NAMESPACES = Tier(
-    "namespaces", "no host files but the interpreter's, no network, no other processes; walls built by Covey"
+    "namespaces", "no host files but the interpreter's, no network, no other processes; isolated by Covey"
 )
 LIMITS = Tier("limits", "time, memory and output only; files, network and processes as far as filters reach", weak=True)
 TIERS = {tier.name: tier for tier in (BUBBLEWRAP, NAMESPACES, LIMITS)}
@@ -159,22 +170,11 @@ class Finding:
 
     tier: Tier
     works: bool
-    detail: str  # what it has here, or why it does not work
+    detail: str  # the filters it has here, or why it does not work
     fix: str = ""
 
 
-# -- starting --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A command, and the descriptor of the request it reads. Close it with `close` once the process runs."""
-
-    command: tuple[str, ...]
-    request: int
-
-    def close(self) -> None:
-        os.close(self.request)
+# -- Starting a process ----------------------------------------------------------------------------------------------
 
 
 def launch(
@@ -186,10 +186,12 @@ def launch(
     folder: str = "/tmp",
     folders: Sequence[str] = (),
     filters: bool = True,
-) -> Launch:
-    """`control`: the descriptor that the sandbox reports on. `folder`: where it works (the host's, for `limits`)."""
+) -> tuple[tuple[str, ...], int]:
+    """A command, and the descriptor of the request it reads, to be closed once the process runs.
+
+    `control`: the descriptor for the sandbox's reports. `folder`: the working folder (on the host, for `limits`)."""
     seen = view(tuple(folders))
-    walled = tier is not LIMITS and tier.name != "limits"
+    isolated = tier.name != "limits"
     full = {
         "files": {},
         "cpu_seconds": None,
@@ -199,27 +201,28 @@ def launch(
         "folders": list(folders),
         "view": dict(seen),
         "filters": filters,
-        "readable": ["/"] if walled else [*seen["binds"], *(path for _, path in seen["links"]), "/proc"],
-        "writable": WRITABLE if walled else [folder, *WRITABLE[1:]],
+        "readable": ["/"] if isolated else [*seen["binds"], *(path for _, path in seen["links"]), "/proc"],
+        "writable": WRITABLE if isolated else [folder, *WRITABLE[1:]],
         "bubblewrap": None,
     }
-    # Process 1 and the processes that built the walls count as the user's, and so do others where there is no wall.
-    others = 4 if walled else _processes_of_user()
+    # The user's process count includes process 1 and its parents and, without isolation, the host's processes.
+    others = 4 if isolated else _processes_of_user()
     full["limits"] = {**asdict(limits), "cpu_seconds": full.pop("cpu_seconds"), "others": others}
     python = (interpreter(), *FLAGS, "-c", BOOT)
     if tier.name != "bubblewrap":
         file = packed(full)
-        return Launch((*python, str(file), "walls" if walled else "limits"), file)
-    # The number of the request's descriptor is part of the command within the request: it is reserved first.
+        return (*python, str(file), "namespace" if isolated else "limits"), file
+    bwrap = _bubblewrap(limits, tuple(folders))
     if os.geteuid() != 0:
         file = packed(full)
-        return Launch((*_bubblewrap(limits, tuple(folders)), *python, str(file), "inside"), file)
+        return (*bwrap, *python, str(file), "inside"), file
+    # The request contains the command, and the command the number of the request's descriptor: reserve that first.
     reserved = os.open("/dev/null", os.O_RDONLY)
-    full["bubblewrap"] = [*_bubblewrap(limits, tuple(folders)), *python, str(reserved), "inside"]
+    full["bubblewrap"] = [*bwrap, *python, str(reserved), "inside"]
     file = packed(full)
     os.dup2(file, reserved, inheritable=False)
     os.close(file)
-    return Launch((*python, str(reserved), "down"), reserved)
+    return (*python, str(reserved), "down"), reserved
 
 
 def _bubblewrap(limits: Limits, folders: tuple[str, ...]) -> tuple[str, ...]:
@@ -245,44 +248,42 @@ def _bubblewrap(limits: Limits, folders: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _processes_of_user() -> int:
-    from covey.sandbox.inside.walls import NOBODY
-
     user = os.geteuid() or NOBODY
-    found = 0
+    count = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             if os.stat(f"/proc/{name}").st_uid == user:
-                found += len(os.listdir(f"/proc/{name}/task"))
+                count += len(os.listdir(f"/proc/{name}/task"))
         except OSError:  # it has ended
             continue
-    return found
+    return count
 
 
-# -- choosing --------------------------------------------------------------------------------------------------------
+# -- Choosing a tier -------------------------------------------------------------------------------------------------
 
 
 def choose(tier: str = "auto", allow_weak: bool = False) -> Tier:
-    """The strongest tier that works here, or the one that is asked for. Says what to do where there is none."""
+    """The strongest tier that works here, or the requested one. InputError, with the fix, if there is none."""
     if tier != "auto" and tier not in TIERS:
         raise unknown("value of sandbox.tier", tier, ["auto", *TIERS])
     candidates = list(TIERS.values()) if tier == "auto" else [TIERS[tier]]
     reasons = []
     for candidate in candidates:
         if candidate.weak and not allow_weak:
-            reasons.append(f"  {candidate.name:11} refused: it builds no walls")
+            reasons.append(f"  {candidate.name:11} refused: it does not isolate")
         elif (found := examine(candidate)).works:
             return candidate
         else:
             reasons.append(
                 f"  {candidate.name:11} {found.detail}" + (f"\n{'':14}fix: {found.fix}" if found.fix else "")
             )
-    head = "no sandbox for code that a model writes" if tier == "auto" else f"sandbox.tier={tier} cannot be had here"
+    head = "no sandbox for code that a model writes" if tier == "auto" else f"sandbox.tier={tier} does not work here"
     last = "" if allow_weak else "\n  or, on a machine where nothing can be lost: sandbox.allow_weak=true"
     raise InputError("\n".join([head, *reasons]) + last)
 
 
 def describe() -> list[Finding]:
-    """Every tier, strongest first: whether it works here, and what it has."""
+    """Every tier, strongest first: whether it works here, and which filters it has."""
     return [examine(tier) for tier in TIERS.values()]
 
 
@@ -309,20 +310,20 @@ def _fix(tier: Tier) -> str:
 
 
 def _try(tier: Tier) -> dict[str, bool]:
-    """Run a small program in the tier. What filters it had; OSError with the reason if it did not run."""
+    """Run a small program in the tier and return the filters it had; OSError with the reason if it did not run."""
     reader, writer = os.pipe()
     with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o777)  # noqa: S103 - root tries as nobody, in a folder of a secret name
+        os.chmod(folder, 0o777)  # noqa: S103 - root runs this as nobody, in a folder with a random name
         where = folder if tier is LIMITS else "/tmp"
         request = {"role": "program", "code": "print(6 * 7)"}
-        started = launch(tier, Limits(), request, control=writer, folder=where)
+        command, request_file = launch(tier, Limits(), request, control=writer, folder=where)
         try:
             done = subprocess.run(
-                started.command,
+                command,
                 env=ENVIRONMENT,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
-                pass_fds=(started.request, writer),
+                pass_fds=(request_file, writer),
                 start_new_session=True,
                 timeout=PATIENCE,
             )
@@ -331,7 +332,7 @@ def _try(tier: Tier) -> dict[str, bool]:
                 b"".join(iter(lambda: os.read(reader, 4096), b"")) if select.select([reader], [], [], 0)[0] else b""
             )
         finally:
-            started.close()
+            os.close(request_file)
             os.close(reader)
     messages = [json.loads(line) for line in reports.splitlines()]
     errors = [message["error"] for message in messages if "error" in message]

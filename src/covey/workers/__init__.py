@@ -1,23 +1,25 @@
-"""Functions of the user's that may hang or crash, in processes that can be killed.
+"""Calls of user functions that may hang or crash, in processes that can be killed.
 
-A template process is forked before the model is loaded; workers are forked from it as they are needed, so any function
-that exists by then can be called: closures, a notebook's, those of a file. Arguments and results are pickled.
+A template process is forked before the model is loaded; workers are forked from it on demand, so any function that
+exists by then can be called: closures, a notebook's, those of a file. Arguments and results are pickled.
 
     pool = WorkerPool({"score": score})
     value = await pool.call("score", answer, seconds=5)
-    async with await pool.session() as session:  # one worker for as long as it lasts
-        await session.make("browser", url, seconds=30)  # an object that stays there
+    async with await pool.session() as session:  # one worker for the whole session
+        await session.make("browser", url, seconds=30)  # an object that stays in the worker
         page = await session.method("open", "/", seconds=10)
     pool.close()
 
-    pool.py      who gets which worker, and when      template.py  forks, reaps, kills, keeps the last lines printed
-    link.py      one worker, seen from here           worker.py    one worker, seen from inside
-    frames.py    what travels between them            errors.py    what can go wrong
+    pool.py      assigns workers to calls and sessions    template.py  forks, reaps and kills workers, keeps their
+    output handle.py    one worker as the pool sees it           worker.py    the worker process
 
-Code that a model wrote does not belong here: it runs in `covey.sandbox`.
+Why not concurrent.futures: its pools fork from (or import into) a process that has threads and a GPU by then, pickle
+the functions, and cannot kill one call at its deadline together with the processes it started.
+
+Code that a model wrote never runs here but in `covey.sandbox`.
 """
 
-from covey.workers.link import RemoteError, WorkerDied, WorkerError, WorkersGone, WorkerTimeout
+from covey.workers.handle import RemoteError, WorkerDied, WorkerError, WorkersGone, WorkerTimeout
 from covey.workers.pool import WorkerPool, WorkerSession
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Who gets which worker, and when."""
+"""The pool: assigns workers to calls and sessions, in the order of the requests."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from types import TracebackType
 from typing import Any
 
 from covey.errors import unknown
-from covey.workers.link import DONE, Link, RemoteError, WorkerDied, WorkerError, WorkersGone, framed
+from covey.workers.handle import DONE, RemoteError, WorkerDied, WorkerError, WorkerHandle, WorkersGone, encode_frame
 from covey.workers.template import Template
 
-START_SECONDS = 60.0  # for a fork, on a machine that is busy with other things
-CLOSE_SECONDS = 2.0  # for what a session left to be closed
+START_SECONDS = 60.0  # for a fork on a busy machine
+CLOSE_SECONDS = 2.0  # for closing the objects of a session
 
 
 @dataclass(frozen=True)
-class _Waiter:
+class _Request:
     session: bool
-    turn: asyncio.Future[Link]
+    worker: asyncio.Future[WorkerHandle]
 
 
 class WorkerPool:
-    """Up to `max_workers` processes, made when they are needed, that call `functions` by name.
+    """Up to `max_workers` processes, forked on demand, that call `functions` by name.
 
-    The functions are those of this moment, in the state of this moment: what this process changes later, workers do not
-    see, and what a worker changes is its own. Threads, locks that other threads hold, CUDA and connections that are in
-    use do not survive a fork: a function that needs them makes its own on its first call.
+    The functions and their state are copied when the pool is made: workers do not see later changes of this process,
+    nor it theirs. Threads, locks held by other threads, CUDA and open connections do not survive a fork: a function
+    that needs them creates its own on its first call.
 
-    Who comes first is served first. Sessions leave a quarter of the workers, and always one, to calls: an episode that
-    holds a session may make calls without all waiting for each other. (For the same reason it should not hold two.)
-    One event loop at a time may use a pool; another one may follow.
+    Requests are served in order. Sessions leave a quarter of the workers, and at least one, to calls, so an episode
+    that holds a session can make calls without a deadlock. (For the same reason it should not hold two sessions.) One
+    event loop at a time may use a pool; another may follow.
     """
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]], *, max_workers: int = 64) -> None:
@@ -43,51 +43,51 @@ class WorkerPool:
         self.functions = dict(functions)
         self.max_workers = max_workers
         self._template = Template(self.functions)
-        self._finalizer = weakref.finalize(self, self._template.end)  # at the latest when the interpreter ends
+        self._finalizer = weakref.finalize(self, self._template.end)  # at the latest at interpreter exit
         self._gone: WorkersGone | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._made = 0
-        self._links: dict[int, Link] = {}
-        self._idle: list[Link] = []
-        self._leased: dict[Link, bool] = {}  # True: to a session
-        self._waiting: list[_Waiter] = []
+        self._workers: dict[int, WorkerHandle] = {}
+        self._idle: list[WorkerHandle] = []
+        self._leased: dict[WorkerHandle, bool] = {}  # True: by a session
+        self._waiting: list[_Request] = []
 
     async def call(self, function: str, /, *args: Any, seconds: float, **kwargs: Any) -> Any:
-        """What the function returns, or what its coroutine does. Waiting for a worker is not part of the seconds.
+        """Call a function or coroutine function and return its result. `seconds` excludes waiting for a worker.
 
-        Raises WorkerTimeout, WorkerDied, or RemoteError for the function's own exception. Cancelled, it kills the
-        worker: the function may be at work.
+        Raises WorkerTimeout, WorkerDied, or RemoteError for the function's own exception. Cancelling it kills the
+        worker, because the function may be running.
         """
         message = self._message(function, "call", function, args, kwargs, last=True)
-        link = await self._lease(session=False)
+        worker = await self._lease(session=False)
         try:
-            return await self._ask(link, function, message, seconds)
+            return await self._request(worker, function, message, seconds)
         finally:
-            self._release(link)
+            self._release(worker)
 
     async def session(self) -> WorkerSession:
         """A worker for several calls in a row. It must be closed: `async with await pool.session() as session`."""
         return WorkerSession(self, await self._lease(session=True))
 
     def close(self) -> None:
-        """Kill everything. Who still waits for something hears WorkersGone."""
+        """Kill all workers. Pending calls raise WorkersGone."""
         self._break(WorkersGone("the workers were closed"))
         self._finalizer()
 
-    # --- questions and answers
+    # --- requests and answers
 
     def _message(self, function: str, what: str, *rest: Any, last: bool = False) -> memoryview:
         if what in ("call", "make") and function not in self.functions:
             raise unknown("function of the workers", function, self.functions)
         try:
-            return framed(bytes([last]), (what, *rest))
+            return encode_frame(bytes([last]), (what, *rest))
         except Exception as error:
             raise TypeError(f"the arguments of {function} cannot be sent to a worker: {error}") from error
 
-    async def _ask(self, link: Link, function: str, message: memoryview, seconds: float) -> Any:
-        answer = await link.ask(function, message, seconds)
+    async def _request(self, worker: WorkerHandle, function: str, message: memoryview, seconds: float) -> Any:
+        answer = await worker.request(function, message, seconds)
         kind, keep, body = answer[0], answer[1], answer[2:]
-        link.usable = link.usable and bool(keep)
+        worker.usable = worker.usable and bool(keep)
         try:
             value = pickle.loads(body)  # noqa: S301 - of a fork of this process: SECURITY.md
         except Exception as error:
@@ -100,53 +100,53 @@ class WorkerPool:
 
     # --- workers
 
-    async def _lease(self, *, session: bool) -> Link:
+    async def _lease(self, *, session: bool) -> WorkerHandle:
         self._enter()
-        waiter = _Waiter(session, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiter)
+        request = _Request(session, asyncio.get_running_loop().create_future())
+        self._waiting.append(request)
         self._serve()
         try:
-            link = await waiter.turn
+            worker = await request.worker
         except asyncio.CancelledError:
-            if waiter.turn.done() and not waiter.turn.cancelled() and not waiter.turn.exception():
-                self._release(waiter.turn.result())  # its turn had come in the same moment
+            if request.worker.done() and not request.worker.cancelled() and not request.worker.exception():
+                self._release(request.worker.result())  # assigned and cancelled at the same time
             raise
         try:
-            if not link.started:
-                await link.ask("a new worker", memoryview(b""), START_SECONDS)
-                link.started = True
+            if not worker.started:
+                await worker.request("a new worker", memoryview(b""), START_SECONDS)
+                worker.started = True
         except BaseException:
-            self._release(link)
+            self._release(worker)
             raise
-        return link
+        return worker
 
-    def _release(self, link: Link) -> None:
-        if self._leased.pop(link, None) is None:
-            return  # taken back already
-        if link.usable:
-            self._idle.append(link)
+    def _release(self, worker: WorkerHandle) -> None:
+        if self._leased.pop(worker, None) is None:
+            return  # already released
+        if worker.usable:
+            self._idle.append(worker)
         else:
-            self._discard(link)
+            self._discard(worker)
         self._serve()
 
     def _serve(self) -> None:
-        """Give workers to those who wait, in order, as far as there is room."""
+        """Assign workers to waiting requests, in order, as far as the limits allow."""
         waiting, self._waiting = self._waiting, []
-        for waiter in waiting:
-            if waiter.turn.done():
+        for request in waiting:
+            if request.worker.done():
                 continue
-            if not self._room(waiter.session):
-                self._waiting.append(waiter)
+            if not self._may_start(request.session):
+                self._waiting.append(request)
                 continue
             try:
-                link = self._take()
+                worker = self._get_worker()
             except OSError as error:
-                waiter.turn.set_exception(WorkersGone(f"no worker can be made: {error}"))
+                request.worker.set_exception(WorkersGone(f"no worker can be started: {error}"))
                 continue
-            self._leased[link] = waiter.session
-            waiter.turn.set_result(link)
+            self._leased[worker] = request.session
+            request.worker.set_result(worker)
 
-    def _room(self, session: bool) -> bool:
+    def _may_start(self, session: bool) -> bool:
         sessions = sum(self._leased.values())
         if not session and sessions == len(self._leased):
             return True
@@ -154,26 +154,26 @@ class WorkerPool:
             return False
         return len(self._leased) < self.max_workers
 
-    def _take(self) -> Link:
+    def _get_worker(self) -> WorkerHandle:
         while self._idle:
-            link = self._idle.pop()
-            if link.fresh():
-                return link
-            self._discard(link)
-        ours, theirs = socket.socketpair()
+            worker = self._idle.pop()
+            if worker.ready():
+                return worker
+            self._discard(worker)
+        own_end, worker_end = socket.socketpair()
         self._made += 1
-        self._links[self._made] = link = Link(self._made, ours)
+        self._workers[self._made] = worker = WorkerHandle(self._made, own_end)
         try:
-            self._template.spawn(self._made, theirs)
+            self._template.spawn(self._made, worker_end)
         except OSError:
-            self._links.pop(self._made).close()
+            self._workers.pop(self._made).close()
             raise
-        return link
+        return worker
 
-    def _discard(self, link: Link) -> None:
-        link.close()
-        if self._links.pop(link.number, None) is not None:  # it has not ended by itself
-            self._template.kill(link.number)
+    def _discard(self, worker: WorkerHandle) -> None:
+        worker.close()
+        if self._workers.pop(worker.number, None) is not None:  # it is still running
+            self._template.kill(worker.number)
 
     # --- the event loop
 
@@ -184,32 +184,32 @@ class WorkerPool:
         if loop is self._loop:
             return
         if self._loop is not None and self._loop.is_running():
-            raise RuntimeError("two event loops use the same workers: one at a time can")
+            raise RuntimeError("two event loops use the same workers: only one at a time may")
         self._leave()
         self._loop = loop
-        loop.add_reader(self._template.control, self._hear)
-        self._hear()
+        loop.add_reader(self._template.control, self._read_reports)
+        self._read_reports()
 
     def _leave(self) -> None:
-        """Let go of an event loop, with all that was left unfinished on it."""
+        """Detach from the event loop, and drop everything unfinished on it."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._template.control)
         self._loop = None
         self._waiting = []
-        for link in [*self._leased]:
-            link.usable = False
-            self._release(link)
+        for worker in [*self._leased]:
+            worker.usable = False
+            self._release(worker)
 
-    def _hear(self) -> None:
-        """Of workers that have ended."""
+    def _read_reports(self) -> None:
+        """Handle the workers that have ended."""
         ended, alive = self._template.reports()
         for number, how, tail in ended:
-            if (link := self._links.pop(number, None)) is None:
+            if (worker := self._workers.pop(number, None)) is None:
                 continue
-            link.died(how, tail)
-            if link in self._idle:
-                self._idle.remove(link)
-                link.close()
+            worker.died(how, tail)
+            if worker in self._idle:
+                self._idle.remove(worker)
+                worker.close()
         if not alive:
             self._break(WorkersGone("the process that workers are forked from has ended\n  was it killed?"))
 
@@ -217,44 +217,44 @@ class WorkerPool:
         if self._gone is not None:
             return
         self._gone = why
-        for waiter in self._waiting:
-            if not waiter.turn.done() and not waiter.turn.get_loop().is_closed():
-                waiter.turn.set_exception(why)
-        for link in self._leased:
-            link.fail(why)
+        for request in self._waiting:
+            if not request.worker.done() and not request.worker.get_loop().is_closed():
+                request.worker.set_exception(why)
+        for worker in self._leased:
+            worker.fail(why)
         self._leave()
-        for link in self._idle:
-            link.close()
-        self._idle, self._links = [], {}
+        for worker in self._idle:
+            worker.close()
+        self._idle, self._workers = [], {}
 
 
 class WorkerSession:
-    """One worker for as long as the session lasts: what its functions keep in `state` is there at the next call.
+    """One worker, reserved for several calls; what the functions store in `state` is kept between the calls.
 
-    A call that fails by its own exception leaves the session as it is; after WorkerTimeout or WorkerDied it is over.
+    A call that raises an exception of its own leaves the session intact; WorkerTimeout and WorkerDied end it.
     """
 
-    def __init__(self, pool: WorkerPool, link: Link) -> None:
+    def __init__(self, pool: WorkerPool, worker: WorkerHandle) -> None:
         self._pool = pool
-        self._link: Link | None = link
-        self._turn = asyncio.Lock()  # one call at a time; who waits here is not late
+        self._worker: WorkerHandle | None = worker
+        self._turn = asyncio.Lock()  # one call at a time; waiting here does not count as call time
 
     async def call(self, function: str, /, *args: Any, seconds: float, **kwargs: Any) -> Any:
-        """As of the pool. A function with a parameter called `state` is given the session's."""
-        return await self._ask(function, seconds, "call", function, args, kwargs)
+        """Like WorkerPool.call. A function with a parameter named `state` receives the session's state."""
+        return await self._request(function, seconds, "call", function, args, kwargs)
 
     async def make(self, function: str, /, *args: Any, seconds: float, key: str = "made", **kwargs: Any) -> None:
-        """Keep what the function (a class, perhaps) returns in the worker, in `state[key]`."""
-        await self._ask(function, seconds, "make", key, function, args, kwargs)
+        """Store what the function (or class) returns in the worker, as `state[key]`."""
+        await self._request(function, seconds, "make", key, function, args, kwargs)
 
     async def method(self, name: str, /, *args: Any, seconds: float, key: str = "made", **kwargs: Any) -> Any:
-        """Call a method of what was made, or of anything else in `state`."""
-        return await self._ask(name, seconds, "method", key, name, args, kwargs)
+        """Call a method of the object in `state[key]`."""
+        return await self._request(name, seconds, "method", key, name, args, kwargs)
 
     async def close(self) -> None:
-        """Close what is in `state` (aclose, close), newest first, and give the worker back; or else it is killed."""
+        """Close the objects in `state` (aclose, close), newest first, and return the worker; if that fails, kill it."""
         try:
-            await self._ask("close", CLOSE_SECONDS, "nothing", last=True)
+            await self._request("close", CLOSE_SECONDS, "finish", last=True)
         except (WorkerError, WorkersGone):
             pass
         finally:
@@ -268,20 +268,20 @@ class WorkerSession:
     ) -> None:
         await self.close()
 
-    async def _ask(self, function: str, seconds: float, what: str, *rest: Any, last: bool = False) -> Any:
+    async def _request(self, function: str, seconds: float, what: str, *rest: Any, last: bool = False) -> Any:
         message = self._pool._message(function, what, *rest, last=last)
         async with self._turn:
             if self._pool._gone is not None:
                 raise self._pool._gone
-            if self._link is None:
+            if self._worker is None:
                 raise WorkerDied(function, "its session is over")
             try:
-                return await self._pool._ask(self._link, function, message, seconds)
+                return await self._pool._request(self._worker, function, message, seconds)
             finally:
-                if self._link is not None and not self._link.usable:
+                if self._worker is not None and not self._worker.usable:
                     self._end()
 
     def _end(self) -> None:
-        link, self._link = self._link, None
-        if link is not None:
-            self._pool._release(link)
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            self._pool._release(worker)

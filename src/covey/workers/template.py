@@ -1,11 +1,10 @@
-"""The template process: forked once, early, with every function in it; forks workers, and sees to their end.
+"""The template process: forked once, early, with all functions in it; it forks, reaps and kills the workers.
 
-It runs nothing of the user's. It reads what workers print and keeps the last of it, so a worker can print without end
-and it costs nothing. When the pool's process is gone, however it went, its socket closes; then the template kills all
-that is left and ends.
+It runs no user code. It reads the workers' output and keeps only the end, so unlimited output costs no memory. When the
+pool's process ends for any reason, its socket closes; the template then kills all workers and exits.
 
-On Linux the template adopts processes whose parents are gone (PR_SET_CHILD_SUBREAPER), so those that left their
-worker's process group are killed too.
+On Linux the template adopts orphaned processes (PR_SET_CHILD_SUBREAPER), so that those that left their worker's process
+group are killed too.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from covey.workers.link import KILL, NOT_STARTED, ORDER, REPORT, SPAWN
-from covey.workers.worker import adopt_orphans, outlast_sigterm, reset_signals, run_worker
+from covey.workers.handle import KILL, NOT_STARTED, ORDER, REPORT, SPAWN
+from covey.workers.worker import adopt_orphans, ignore_sigterm, reset_signals, run_worker
 
-TAIL = 1 << 14  # bytes of its output that are kept for a worker's last words
-PATIENCE = 5.0  # seconds for the template to end by itself
+TAIL = 1 << 14  # bytes kept of a worker's output
+EXIT_SECONDS = 5.0  # for the template to exit by itself
 
 Functions = Mapping[str, Callable[..., Any]]
 
 
-# --- in the pool's process -----------------------------------------------------------------------------------------
+# -- In the pool's process -------------------------------------------------------------------------------------------
 
 
 class Template:
@@ -45,25 +44,25 @@ class Template:
 
     def __init__(self, functions: Functions) -> None:
         _open_standard_streams()
-        self.control, theirs = socket.socketpair()
+        self.control, template_end = socket.socketpair()
         self.control.setblocking(False)
         self._owner = os.getpid()
-        self._pid: int | None = _fork(lambda: self._become(theirs, functions))
-        theirs.close()
+        self._pid: int | None = _fork(lambda: self._become(template_end, functions))
+        template_end.close()
         self._unread = bytearray()
         _all.add(self)
 
     def _become(self, control: socket.socket, functions: Functions) -> None:
         self.control.close()
-        _Keeper(control, functions).serve()
+        _WorkerParent(control, functions).serve()
 
     def spawn(self, number: int, connection: socket.socket) -> None:
-        """A worker at the other end of `connection`, which is given away."""
+        """Fork a worker that gets `connection`, which is closed here."""
         with connection:
             self._order(SPAWN, number, [connection.fileno()])
 
     def kill(self, number: int) -> None:
-        with suppress(OSError):  # a template that is gone has taken its workers along
+        with suppress(OSError):  # if the template has ended, so have its workers
             self._order(KILL, number, [])
 
     def _order(self, what: bytes, number: int, descriptors: list[int]) -> None:
@@ -75,7 +74,7 @@ class Template:
                 select.select([], [self.control], [], 1.0)
 
     def reports(self) -> tuple[list[tuple[int, str, str]], bool]:
-        """Workers that have ended since the last time: number, how, last words. And whether the template lives."""
+        """Workers that ended since the last call (number, how, end of output), and whether the template is alive."""
         alive = True
         while alive:
             try:
@@ -97,17 +96,18 @@ class Template:
         return found, alive
 
     def forget(self) -> None:
-        """In a fork of the pool's process: its copy of the socket must not keep the template alive."""
+        """In a fork of the pool's process: close its copy of the socket, so that it does not keep the template
+        alive."""
         self.control.close()
 
     def end(self) -> None:
-        """No process is left afterwards. Does nothing in a fork of the pool's process."""
+        """End the template and all workers. Does nothing in a fork of the pool's process."""
         if self._pid is None or os.getpid() != self._owner:
             return
         pid, self._pid = self._pid, None
         self.control.close()
-        deadline = time.monotonic() + PATIENCE
-        with suppress(ChildProcessError):  # somebody else has waited for all children
+        deadline = time.monotonic() + EXIT_SECONDS
+        with suppress(ChildProcessError):  # other code has already waited for all children
             while os.waitpid(pid, os.WNOHANG)[0] == 0:
                 if time.monotonic() > deadline:
                     os.kill(pid, signal.SIGKILL)
@@ -140,38 +140,38 @@ def _how(status: int) -> str:
 
 
 def _open_standard_streams() -> None:
-    """A process may have been started without; then our sockets would take their places."""
+    """Open descriptors 0 to 2 if the process was started without them: our sockets must not take their numbers."""
     while (opened := os.open(os.devnull, os.O_RDWR)) < 3:
         pass
     os.close(opened)
 
 
 @contextmanager
-def _ctrl_c_waits() -> Iterator[Callable[[], None]]:
-    """While a process forks: an exception in what Python and its modules do before and after a fork is swallowed, and
-    leaves locks behind that nobody ever opens. What came meanwhile is told afterwards."""
-    came: list[Any] = []
+def _defer_ctrl_c() -> Iterator[Callable[[], None]]:
+    """During a fork. Python swallows an exception in a fork hook, and its locks then stay locked forever. The yielded
+    function delivers a Ctrl-C that came meanwhile."""
+    received: list[Any] = []
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield lambda: None
         return
-    signal.signal(signal.SIGINT, lambda number, frame: came.append(frame))
+    signal.signal(signal.SIGINT, lambda number, frame: received.append(frame))
     try:
-        yield lambda: before(signal.SIGINT, came[0]) if came else None
+        yield lambda: before(signal.SIGINT, received[0]) if received else None
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 def _fork(child: Callable[[], Any]) -> int:
-    """The child's id. The child runs the function and ends, whatever happens in it."""
-    for stream in (sys.stdout, sys.stderr):  # what is still in their buffers would be written twice
+    """Fork and return the child's pid. The child runs the function and then exits, whatever happens in it."""
+    for stream in (sys.stdout, sys.stderr):  # their buffers would be written twice
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()
-    with warnings.catch_warnings(), _ctrl_c_waits() as tell:
-        warnings.simplefilter("ignore", DeprecationWarning)  # from 3.12 on, Python warns where other threads run
+    with warnings.catch_warnings(), _defer_ctrl_c() as deliver_ctrl_c:
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns if other threads run
         pid = os.fork()
     if pid:
-        tell()
+        deliver_ctrl_c()
         return pid
     try:
         child()
@@ -183,20 +183,20 @@ def _fork(child: Callable[[], Any]) -> int:
         os._exit(1)
 
 
-# --- in the template process ---------------------------------------------------------------------------------------
+# -- In the template process -----------------------------------------------------------------------------------------
 
 
 @dataclass
-class _Kept:
+class _Child:
     """A worker's process."""
 
     number: int
     pid: int
-    output: int  # the end of a pipe that what it prints comes out of
+    output: int  # the read end of the pipe of its output
     tail: bytearray = field(default_factory=bytearray)
 
     def read(self) -> bool:
-        """Some of what it printed, if there is any; only the last is kept."""
+        """Read some of its output, keeping only the end. False if there was none."""
         try:
             data = os.read(self.output, 1 << 16)
         except BlockingIOError:
@@ -205,19 +205,19 @@ class _Kept:
         return bool(data)
 
 
-class _Keeper:
+class _WorkerParent:
     def __init__(self, control: socket.socket, functions: Functions) -> None:
         self.control = control
         self.functions = functions
-        self.kept: dict[int, _Kept] = {}  # by process id
+        self.workers: dict[int, _Child] = {}  # by process id
         self.selector = selectors.DefaultSelector()
 
     def serve(self) -> None:
-        gc.freeze()  # nothing of the parent's is collected here: finalizers would remove its temporary folders
+        gc.freeze()  # the parent's objects must not be collected here: their finalizers remove its temporary folders
         with suppress(OSError):
-            os.setsid()  # Ctrl-C at the terminal is the parent's to handle
+            os.setsid()  # Ctrl-C at the terminal is handled by the parent
         reset_signals()
-        outlast_sigterm()
+        ignore_sigterm()
         adopt_orphans()
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 0)
@@ -228,7 +228,7 @@ class _Keeper:
         self.wake = (wake_read, wake_write)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        self.selector.register(self.control, selectors.EVENT_READ, self.obey)
+        self.selector.register(self.control, selectors.EVENT_READ, self.read_order)
         self.selector.register(wake_read, selectors.EVENT_READ, self.reap)
         try:
             while True:
@@ -237,7 +237,7 @@ class _Keeper:
         except (EOFError, ConnectionError):
             self.end()
 
-    def obey(self) -> None:
+    def read_order(self) -> None:
         order, descriptors = b"", []
         while len(order) < ORDER.size:
             part, more, _, _ = socket.recv_fds(self.control, ORDER.size - len(order), 1)
@@ -249,7 +249,7 @@ class _Keeper:
         if what == SPAWN:
             self.spawn(number, socket.socket(fileno=descriptors[0]))
         elif what == KILL:
-            for worker in self.kept.values():
+            for worker in self.workers.values():
                 if worker.number == number:
                     _kill_group(worker.pid)
 
@@ -261,11 +261,11 @@ class _Keeper:
             os.close(read)
             self.report(number, NOT_STARTED, str(error).encode())
         else:
-            with suppress(OSError):  # the worker does the same: whoever comes first
+            with suppress(OSError):  # the worker does the same: the first one succeeds
                 os.setpgid(pid, pid)
             os.set_blocking(read, False)
-            self.kept[pid] = worker = _Kept(number, pid, read)
-            self.selector.register(read, selectors.EVENT_READ, lambda: self.listen(worker))
+            self.workers[pid] = worker = _Child(number, pid, read)
+            self.selector.register(read, selectors.EVENT_READ, lambda: self.read_output(worker))
         os.close(write)
         connection.close()
 
@@ -273,13 +273,13 @@ class _Keeper:
         signal.set_wakeup_fd(-1)
         self.selector.close()
         self.control.close()
-        for end in (*self.wake, *(worker.output for worker in self.kept.values())):
+        for end in (*self.wake, *(worker.output for worker in self.workers.values())):
             os.close(end)
         run_worker(connection, output, self.functions)
 
-    def listen(self, worker: _Kept) -> None:
-        if worker.pid in self.kept and not worker.read():  # it may have been buried a moment ago
-            with suppress(KeyError):  # all that could print have ended, or closed their end
+    def read_output(self, worker: _Child) -> None:
+        if worker.pid in self.workers and not worker.read():  # it may just have been reaped
+            with suppress(KeyError):  # all writers have ended or closed their end
                 self.selector.unregister(worker.output)
 
     def reap(self) -> None:
@@ -290,15 +290,15 @@ class _Keeper:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     break
-                self.bury(pid, status)
-        self.kill_strangers()
+                self.worker_ended(pid, status)
+        self.kill_orphans()
 
-    def bury(self, pid: int, status: int) -> None:
-        worker = self.kept.pop(pid, None)
+    def worker_ended(self, pid: int, status: int) -> None:
+        worker = self.workers.pop(pid, None)
         if worker is None:
             return
-        _kill_group(pid)  # what it started itself
-        for _ in range(16):  # one that is not killed yet may still print
+        _kill_group(pid)  # the processes it started
+        for _ in range(16):  # a process that is not dead yet may still print
             if not worker.read():
                 break
         with suppress(KeyError):
@@ -306,27 +306,27 @@ class _Keeper:
         os.close(worker.output)
         self.report(worker.number, status, bytes(worker.tail))
 
-    def kill_strangers(self) -> None:
-        """Children that are no workers: their parents, in some worker's group, are gone, and they had left it."""
+    def kill_orphans(self) -> None:
+        """Kill adopted children: processes that left their worker's group and whose parents have ended."""
         with suppress(OSError):
             text = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
-            for pid in {int(word) for word in text.split()} - set(self.kept):
+            for pid in {int(word) for word in text.split()} - set(self.workers):
                 os.kill(pid, signal.SIGKILL)
 
     def report(self, number: int, status: int, tail: bytes) -> None:
         self.control.sendall(REPORT.pack(number, status, len(tail)) + tail)
 
     def end(self) -> None:
-        for pid in self.kept:
+        for pid in self.workers:
             _kill_group(pid)
         with suppress(ChildProcessError):
             while True:
                 pid = os.waitpid(-1, 0)[0]
-                if self.kept.pop(pid, None) is not None:
+                if self.workers.pop(pid, None) is not None:
                     _kill_group(pid)
-                self.kill_strangers()
+                self.kill_orphans()
 
 
 def _kill_group(pid: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # macOS: no permission where only zombies are left
+    with suppress(ProcessLookupError, PermissionError):  # macOS: no permission if only zombies are left
         os.killpg(pid, signal.SIGKILL)

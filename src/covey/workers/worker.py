@@ -1,10 +1,10 @@
-"""A worker: one process, one call at a time, until its socket closes.
+"""The worker process: runs one call at a time until its socket closes.
 
-It leads a process group, ends with the template process, prints into a pipe and has nothing on its standard input.
-Coroutine functions run on one event loop, which goes on while the worker waits for the next call.
+It leads a process group, ends with the template process, prints into a pipe and has an empty standard input. Coroutine
+functions run on one event loop, which also runs while the worker waits for the next call.
 
-    state          a dict, empty at first, that lasts for a session; functions with a parameter `state` are given it
-    left behind    child processes that a call, or a session, leaves running: the worker asks to be killed with them
+`state` is a dict that lasts for a session; functions with a parameter `state` receive it. If a call or session leaves
+child processes running, the worker asks to be killed together with them.
 """
 
 from __future__ import annotations
@@ -28,55 +28,56 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from covey.errors import first_error, message_of, place_of
-from covey.workers.link import CHUNK, DONE, LENGTH, RAISED, Inbox, framed
+from covey.workers.handle import CHUNK, DONE, LENGTH, RAISED, FrameReader, encode_frame
 
-LONGEST = 20_000  # characters of a message or traceback
-KEEP = LENGTH.size + 1  # where an answer says whether the worker may go on
+MAX_TEXT = 20_000  # characters of a message or traceback
+KEEP = LENGTH.size + 1  # index of the byte of an answer that tells whether to keep the worker
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 Functions = Mapping[str, Callable[..., Any]]
 
 
 def run_worker(connection: socket.socket, output: int, functions: Functions) -> NoReturn:
-    _settle_in(output)
+    _prepare_process(output)
     connection.setblocking(False)
     Worker(connection, functions).serve()
     os._exit(0)
 
 
-# --- the process ---------------------------------------------------------------------------------------------------
+# -- The process -----------------------------------------------------------------------------------------------------
 
 
-def _settle_in(output: int) -> None:
-    with suppress(OSError):  # the template does the same: whoever comes first
+def _prepare_process(output: int) -> None:
+    with suppress(OSError):  # the template does the same: the first one succeeds
         os.setpgid(0, 0)
     template = os.getppid()
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != template:
         os._exit(1)
     adopt_orphans()
-    faulthandler.disable()  # or it would take its own handlers, which are reset here, for being there
+    faulthandler.disable()  # or it would rely on its signal handlers, which are reset here
     reset_signals()
-    outlast_sigterm()
-    # A function may end processes of its own with it, also one that it has forked a moment ago.
-    os.register_at_fork(before=_hold_sigterm, after_in_parent=_take_sigterm, after_in_child=_end_with_sigterm)
+    ignore_sigterm()
+    # A function may send SIGTERM to its own processes, also to one that it has just forked.
+    os.register_at_fork(before=_block_sigterm, after_in_parent=_unblock_sigterm, after_in_child=_restore_sigterm)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
-    sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False))  # what was there may be a notebook's, or a test's
+    sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False))  # the old object may belong to a notebook or a test
     sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), errors="replace", line_buffering=True)
     sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), errors="replace", line_buffering=True)
-    faulthandler.enable(sys.stderr)  # a crash tells where
+    faulthandler.enable(sys.stderr)  # prints the stack of a crash
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(OSError):  # a worker that eats all memory goes before the training process does
+    with suppress(OSError):  # if memory runs out, a worker is killed before the training process
         Path("/proc/self/oom_score_adj").write_text("500")
     asyncio._set_running_loop(None)
-    with suppress(AttributeError):  # something else may go by these names
-        _part_ways()
+    with suppress(AttributeError):  # modules of these names may be something else
+        _reseed()
 
 
-def _part_ways() -> None:
-    """Forks begin alike: random numbers must not be. Thread pools did not survive the fork: torch works with one."""
+def _reseed() -> None:
+    """Forks start with equal random generators: reseed them. Thread pools do not survive a fork: torch gets one
+    thread."""
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
     if (torch := sys.modules.get("torch")) is not None:
@@ -87,32 +88,32 @@ def _part_ways() -> None:
 def reset_signals() -> None:
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE, signal.SIGXFSZ}:
-        with suppress(OSError, ValueError):  # the C library keeps some to itself
+        with suppress(OSError, ValueError):  # the C library reserves some
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def outlast_sigterm() -> None:
-    """Slurm and systemd send it to every process of a job. Whoever trains ends with a checkpoint, and needs its workers
-    until then. A handler and not SIG_IGN: programs that a function starts do not inherit it."""
+def ignore_sigterm() -> None:
+    """Slurm and systemd send SIGTERM to every process of a job. Training then writes a last checkpoint and needs its
+    workers until that is done. A handler instead of SIG_IGN, because started programs do not inherit it."""
     signal.signal(signal.SIGTERM, lambda *_: None)
 
 
-def _hold_sigterm() -> None:
+def _block_sigterm() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
-def _take_sigterm() -> None:
+def _unblock_sigterm() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
-def _end_with_sigterm() -> None:
+def _restore_sigterm() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _take_sigterm()
+    _unblock_sigterm()
 
 
 def adopt_orphans() -> None:
-    """Processes further down whose parent has ended become children of this one. Linux only."""
+    """Descendants whose parent has ended become children of this process. Linux only."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -121,7 +122,7 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-# --- its work ------------------------------------------------------------------------------------------------------
+# -- Calls -----------------------------------------------------------------------------------------------------------
 
 
 class Worker:
@@ -133,7 +134,7 @@ class Worker:
         self.pid = os.getpid()
 
     def serve(self) -> None:
-        answer = framed(bytes([DONE, True]), None)  # ready
+        answer = encode_frame(bytes([DONE, True]), None)  # ready
         while True:
             self.run(self.loop.sock_sendall(self.connection, answer))
             order = self.run(self.receive())
@@ -145,20 +146,20 @@ class Worker:
         return self.loop.run_until_complete(coroutine)
 
     async def receive(self) -> memoryview | None:
-        inbox = Inbox()
+        reader = FrameReader()
         while data := await self.loop.sock_recv(self.connection, CHUNK):
-            if (body := inbox.feed(data)) is not None:
+            if (body := reader.feed(data)) is not None:
                 return body
         return None
 
     def answer(self, order: memoryview) -> memoryview:
-        """Whatever goes wrong is an answer too."""
+        """Make the call; an exception of any kind becomes an answer too."""
         try:
-            what, *rest = pickle.loads(order[1:])  # noqa: S301 - of the process that this one is a fork of
-            answer = _framed(getattr(self, what)(*rest))
+            what, *rest = pickle.loads(order[1:])  # noqa: S301 - sent by the process that this one is a fork of
+            answer = _encode_result(getattr(self, what)(*rest))
         except BaseException as error:
-            answer = framed(bytes([RAISED, True]), _told(error))
-        if os.getpid() != self.pid:  # a fork of the function's own that came back from it
+            answer = encode_frame(bytes([RAISED, True]), _error_fields(error))
+        if os.getpid() != self.pid:  # a fork made by the function returned here
             os._exit(0)
         if order[0] and not self.tidy():
             answer[KEEP] = False
@@ -176,15 +177,15 @@ class Worker:
     def method(self, key: str, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return self.perform(getattr(self.state[key], name), args, kwargs)
 
-    def nothing(self) -> None:
-        """For the sake of tidying up."""
+    def finish(self) -> None:
+        """The end of a session: only `tidy` remains."""
 
     def perform(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         value = function(*args, **kwargs)
         return self.run(_awaited(value)) if inspect.isawaitable(value) else value
 
     def tidy(self) -> bool:
-        """Close and forget what a session, or a call, left. Whether the worker is as good as new."""
+        """Close and drop everything that a call or session left. True if the worker can be used again."""
         values = [self.state.popitem()[1] for _ in range(len(self.state))]
         try:
             for value in values:
@@ -219,25 +220,25 @@ def _has_children() -> bool:
     return True
 
 
-def _framed(value: Any) -> memoryview:
+def _encode_result(value: Any) -> memoryview:
     try:
-        return framed(bytes([DONE, True]), value)
+        return encode_frame(bytes([DONE, True]), value)
     except Exception as error:
         raise TypeError(f"its result, a {type(value).__name__}, cannot be sent back: {error}") from error
 
 
-def _told(error: BaseException) -> tuple[str, str, str, str]:
-    """Type, message, traceback and place, each of a length that can be sent."""
+def _error_fields(error: BaseException) -> tuple[str, str, str, str]:
+    """Type, message, traceback and place, each shortened to MAX_TEXT."""
     error = first_error(error)
     try:
-        lines = "".join(traceback.format_exception(type(error), error, _below(error.__traceback__)))
-    except Exception:  # of the user's class, which may refuse to be printed
+        lines = "".join(traceback.format_exception(type(error), error, _skip_own_frames(error.__traceback__)))
+    except Exception:  # the user's exception class may fail to print
         lines = ""
-    return type(error).__name__, message_of(error)[:LONGEST], lines[-LONGEST:], place_of(error)[:LONGEST]
+    return type(error).__name__, message_of(error)[:MAX_TEXT], lines[-MAX_TEXT:], place_of(error)[:MAX_TEXT]
 
 
-def _below(trace: TracebackType | None) -> TracebackType | None:
-    """Without the frames of this file."""
+def _skip_own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Drop the outer frames, which are of this file."""
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     return trace

@@ -1,4 +1,4 @@
-"""One program, run as a script would be; or a session: cells that share their names, like a notebook's."""
+"""Runs one program as a script, or a session: cells that share a namespace, as in a notebook."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import itertools
 import os
 import sys
 
-TYPE_CHECKING = False  # see start.py
+TYPE_CHECKING = False  # see isolation.py
 if TYPE_CHECKING:
     from typing import Any
 
-OURS = "<sandbox>"  # how the files of this package are called in here
+PACKAGE_FILES = "<sandbox>"  # file names of this package's modules in a sandbox (tiers.py)
 
 
 def run(request: dict[str, Any]) -> None:
@@ -32,7 +32,7 @@ def run(request: dict[str, Any]) -> None:
 
 
 def session(request: dict[str, Any]) -> None:
-    """Runs a cell, leaves its exit code to the keeper and stops; the keeper wakes it for the next one (cells.py)."""
+    """Runs a cell, writes its exit code for the keeper and stops itself; the keeper wakes it for the next cell."""
     import json
     import signal
 
@@ -49,9 +49,9 @@ def session(request: dict[str, Any]) -> None:
             for stream in (sys.stdout, sys.stderr):
                 try:
                     stream.flush()
-                except Exception:  # noqa: S112 - the program closed or replaced it: what it loses is its own
+                except Exception:  # noqa: S112 - the program closed or replaced the stream
                     continue
-            if os.getpid() != me:  # a child that the cell forked and that came here: it is not the session
+            if os.getpid() != me:  # a child forked by the cell: not the session
                 os._exit(code & 0xFF)
 
 
@@ -77,7 +77,7 @@ def _cell(source: str, name: str, space: dict[str, Any]) -> int:
 
 
 def _main(request: dict[str, Any]) -> dict[str, Any]:
-    """The namespace of a fresh __main__, in a folder with the given files."""
+    """Write the files of the request and return the namespace of a new __main__."""
     for name, text in request["files"].items():
         if folder := os.path.dirname(name):
             os.makedirs(folder, exist_ok=True)
@@ -90,7 +90,7 @@ def _main(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def prepare(request: dict[str, Any]) -> None:
-    """What every role needs before code of others': lines leave at once, and names that site.py would have made."""
+    """Before any role runs untrusted code: the import path, line buffering, and the names that site.py would define."""
     sys.path[:] = [os.getcwd(), *sys.path, *request["folders"]]
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
@@ -98,7 +98,7 @@ def prepare(request: dict[str, Any]) -> None:
 
 
 def show(error: BaseException) -> None:
-    """The traceback, without our own frames."""
+    """Print the traceback, without the frames of this package."""
     print(trace(error), end="", file=sys.stderr)
 
 
@@ -106,9 +106,9 @@ def trace(error: BaseException) -> str:
     import traceback
 
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(OURS):
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(PACKAGE_FILES):
         frames = frames.tb_next
     try:
         return "".join(traceback.format_exception(type(error), error, frames))
-    except Exception:  # an exception of the program's that cannot even be printed
+    except Exception:  # an exception of the program that cannot be printed
         return f"{type(error).__name__}\n"

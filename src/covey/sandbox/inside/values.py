@@ -1,6 +1,8 @@
-"""Plain values as JSON text, and back. What comes out is always a genuine value of a known type, whatever the other
-side sent: an object with an `__eq__` of its own cannot pass. Subclasses arrive as what they are made of (a namedtuple
-as a tuple). Anything else stays where it is, and a reference to it travels instead.
+"""Plain values to JSON text and back.
+
+Decoding always gives a genuine value of a known type, whatever the other process sent: an object with an `__eq__` of
+its own cannot pass. Subclasses become their base type (a namedtuple becomes a tuple). Every other object stays in its
+process and is sent as a reference.
 """
 
 from __future__ import annotations
@@ -18,17 +20,17 @@ TAG = "$"
 TYPES = {
     kind.__name__: kind
     for kind in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, type(None), object, range)
-}  # the only types that travel themselves
+}  # the only types that can be sent as values themselves
 COLLECTIONS: tuple[Any, ...] = (list, tuple, set, frozenset, deque)
-LARGE = 2**63  # beyond it an integer travels as hexadecimal digits: Python limits how many decimal ones it reads
+LARGE = 2**63  # larger integers are sent in hexadecimal: Python limits the number of decimal digits it parses
 
 
 class Unsupported(Exception):
-    """A value that cannot pass."""
+    """A value that cannot be sent."""
 
 
 def dumps(value: Any, refer: Callable[[Any], Any]) -> str:
-    """`refer` names a value that cannot travel, or raises Unsupported."""
+    """`refer` returns a reference to a value that cannot be sent, or raises Unsupported."""
     try:
         return json.dumps(_encode(value, refer))
     except RecursionError:
@@ -36,7 +38,7 @@ def dumps(value: Any, refer: Callable[[Any], Any]) -> str:
 
 
 def loads(text: str, resolve: Callable[[Any], Any]) -> Any:
-    """`resolve` makes something of a reference. ValueError if the text is not one of ours."""
+    """`resolve` turns a reference into an object. ValueError if `dumps` did not write the text."""
     try:
         return _decode(json.loads(text), resolve)
     except (KeyError, TypeError, AttributeError, RecursionError, ArithmeticError) as error:

@@ -1,4 +1,16 @@
-"""What can go wrong with a call. The call was made once, or never begun; nothing is tried again."""
+"""One worker as the pool sees it, the messages between the processes, and the errors of a call.
+
+Messages:
+
+    pool → worker      a frame: a byte (clean up after this call or not), then pickled ("call", function, args, kwargs)
+    worker → pool      a frame: a byte (returned or raised), a byte (keep the worker or not), then the pickled value
+    pool → template    SPAWN with a worker's number and its end of a socket pair, or KILL with a number
+    template → pool    a worker's number, its wait status, and the end of its output
+
+All processes are forks of one process and trust each other. But a worker runs functions that may write to any file
+descriptor, so a malformed frame is refused before memory is allocated for it. A call is made at most once and never
+retried.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +24,16 @@ from typing import Any
 
 from covey.errors import RunFailed, with_place
 
-SHOWN = 10  # lines of what a process printed last
+SHOWN_LINES = 10  # of a process's last output
 
 
 class WorkerError(Exception):
-    """A call that brought no value."""
+    """A call that returned no value."""
 
 
 class WorkerTimeout(WorkerError):
     def __init__(self, function: str, seconds: float) -> None:
-        super().__init__(function, seconds)  # all arguments: an exception is pickled by them
+        super().__init__(function, seconds)  # an exception is pickled by its arguments
         self.function = function
         self.seconds = seconds
 
@@ -31,7 +43,7 @@ class WorkerTimeout(WorkerError):
 
 class WorkerDied(WorkerError):
     def __init__(self, function: str, how: str, tail: str = "") -> None:
-        """`how`: "SIGSEGV", "exit code 3"; `tail`: the last that it printed."""
+        """`how`: "SIGSEGV", "exit code 3"; `tail`: the end of its output."""
         super().__init__(function, how, tail)
         self.function = function
         self.how = how
@@ -40,12 +52,13 @@ class WorkerDied(WorkerError):
     def __str__(self) -> str:
         lines = self.tail.splitlines()
         fatal = [place for place, line in enumerate(lines) if line.startswith("Fatal Python error")]
-        shown = lines[fatal[-1] :][:SHOWN] if fatal else lines[-SHOWN:]  # there the innermost call comes first
+        # faulthandler prints the innermost call first
+        shown = lines[fatal[-1] :][:SHOWN_LINES] if fatal else lines[-SHOWN_LINES:]
         return f"the process of {self.function} ended: {self.how}" + "".join(f"\n  | {line}" for line in shown)
 
 
 class RemoteError(WorkerError):
-    """The function's own exception, as text: not every exception can be sent. `place`: the line that raised it."""
+    """The function's own exception as text, because not every exception can be pickled. `place`: the raising line."""
 
     def __init__(self, type_name: str, message: str, traceback: str = "", place: str = "") -> None:
         super().__init__(type_name, message, traceback, place)
@@ -59,17 +72,10 @@ class RemoteError(WorkerError):
 
 
 class WorkersGone(RunFailed):
-    """There are no workers any more, and there will be none: the pool was closed, or its template process ended."""
+    """The pool was closed or its template process ended, so there are no workers any more."""
 
 
-# -- What travels between the pool, its template process and the workers -----------------------------------------------
-# pool → worker      length, then pickled ("call", function, args, kwargs) and the like
-# worker → pool      length, then a byte (what became of it), a byte (keep the worker or not), and pickled the value
-# pool → template    SPAWN with a worker's number and its end of a socket pair, or KILL with a number
-# template → pool    a worker's number, how it ended as waitpid tells it, and the last that it printed
-#
-# All ends are forks of one process and trust each other. A worker runs functions that may write anywhere, though: what
-# is no frame is refused before memory is given to it.
+# -- Frames: a length, then the content ------------------------------------------------------------------------------
 
 LENGTH = struct.Struct("!Q")
 ORDER = struct.Struct("!cI")
@@ -77,77 +83,79 @@ REPORT = struct.Struct("!IiI")
 SPAWN, KILL = b"s", b"k"
 DONE, RAISED = 0, 1
 
-LARGEST = 1 << 30  # bytes of one value
-CHUNK = 1 << 18  # bytes that are read at once: about what a socket holds
-NOT_STARTED = -1  # in a report: there never was such a process
+MAX_FRAME = 1 << 30  # bytes
+CHUNK = 1 << 18  # bytes per read, about a socket's buffer
+NOT_STARTED = -1  # the status in a report on a worker that could not be forked
 
 
-def framed(prefix: bytes, value: Any) -> memoryview:
-    """A whole frame. Raises whatever the value's own pickling raises."""
+def encode_frame(prefix: bytes, value: Any) -> memoryview:
+    """A complete frame. Raises whatever pickling the value raises."""
     stream = io.BytesIO()
     stream.write(bytes(LENGTH.size) + prefix)
     pickle.dump(value, stream, protocol=pickle.HIGHEST_PROTOCOL)
     length = stream.tell() - LENGTH.size
-    if length > LARGEST:
-        raise ValueError(f"{length >> 20} MiB are more than the {LARGEST >> 20} MiB that may be sent at once")
-    whole = stream.getbuffer()
-    LENGTH.pack_into(whole, 0, length)
-    return whole
+    if length > MAX_FRAME:
+        raise ValueError(f"{length >> 20} MiB are more than the {MAX_FRAME >> 20} MiB that may be sent at once")
+    frame = stream.getbuffer()
+    LENGTH.pack_into(frame, 0, length)
+    return frame
 
 
-class NoFrame(Exception):
-    """Bytes that nobody here would have sent."""
+class InvalidFrame(Exception):
+    """The bytes are not a frame."""
 
 
-class Inbox:
-    """Bytes as they come in → one frame."""
+class FrameReader:
+    """Assembles one frame from the bytes that arrive."""
 
     def __init__(self) -> None:
         self._head = b""
-        self._body = bytearray()  # grows with what comes in, not with what was announced
+        self._body = bytearray()  # grows with the bytes received, not with the length announced
         self._length = 0
 
     def feed(self, data: bytes) -> memoryview | None:
-        """The frame, without its length, once it is whole. NoFrame: too long a length, or more than it says."""
+        """The frame's content once it is complete. InvalidFrame: the length is too large, or more bytes follow."""
         if len(self._head) < LENGTH.size:
             missing = LENGTH.size - len(self._head)
             self._head, data = self._head + data[:missing], data[missing:]
             if len(self._head) < LENGTH.size:
                 return None
             self._length = LENGTH.unpack(self._head)[0]
-            if not 2 <= self._length <= LARGEST:
-                raise NoFrame(f"a length of {self._length} bytes")
+            if not 2 <= self._length <= MAX_FRAME:
+                raise InvalidFrame(f"a length of {self._length} bytes")
         if len(self._body) + len(data) > self._length:
-            raise NoFrame(f"{len(self._body) + len(data) - self._length} bytes too many")
+            raise InvalidFrame(f"{len(self._body) + len(data) - self._length} bytes too many")
         self._body += data
         return memoryview(self._body) if len(self._body) == self._length else None
 
 
-# -- One worker, seen from the pool's event loop: one question at a time, with a deadline ------------------------------
+# -- A worker --------------------------------------------------------------------------------------------------------
 
-GRACE = 1.0  # seconds between the end of a worker's socket and the news of its own
+GRACE = 1.0  # seconds between the end of a worker's socket and the template's report on its process
 
 
-class Link:
+class WorkerHandle:
+    """One worker, on the pool's event loop: one request at a time, each with a deadline."""
+
     def __init__(self, number: int, connection: socket.socket) -> None:
         self.number = number
         self.started = False
-        self.usable = True  # False once an answer was not waited for: then it is killed, not asked again
+        self.usable = True  # False once an answer was not awaited: the worker is then killed, not reused
         self._connection = connection
         connection.setblocking(False)
-        self._end: tuple[str, str] | None = None  # how it ended, and the last that it printed
+        self._end: tuple[str, str] | None = None  # how it ended, and the end of its output
         self._function = ""
         self._unsent = memoryview(b"")
-        self._inbox = Inbox()
+        self._reader = FrameReader()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._answer: asyncio.Future[memoryview] | None = None
 
-    async def ask(self, function: str, message: memoryview, seconds: float) -> memoryview:
-        """The worker's answer. After WorkerTimeout, WorkerDied or a cancellation the worker is not usable."""
+    async def request(self, function: str, message: memoryview, seconds: float) -> memoryview:
+        """The worker's answer. After WorkerTimeout, WorkerDied or a cancellation the worker is no longer usable."""
         if self._connection.fileno() < 0:
             raise WorkerDied(function, "it was killed before")
         self._loop = loop = asyncio.get_running_loop()
-        self._function, self._unsent, self._inbox = function, message, Inbox()
+        self._function, self._unsent, self._reader = function, message, FrameReader()
         self._answer = answer = loop.create_future()
         timer = loop.call_later(seconds, self._expire, seconds)
         loop.add_reader(self._connection, self._read)
@@ -165,7 +173,7 @@ class Link:
             self._detach()
 
     def died(self, how: str, tail: str) -> None:
-        """The template process tells. An answer that was sent before still counts."""
+        """The template process reported its end. An answer that was sent before still counts."""
         self._end, self.usable = (how, tail), False
         if self._answer is not None:
             self._read_all()
@@ -175,8 +183,8 @@ class Link:
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
 
-    def fresh(self) -> bool:
-        """Whether it waits for a question: alive, and with nothing to say."""
+    def ready(self) -> bool:
+        """Whether it is alive and waits for a request: nothing can be read from its socket."""
         try:
             self._connection.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -190,7 +198,7 @@ class Link:
         self._connection.close()
 
     def _expire(self, seconds: float) -> None:
-        self._read_all()  # where this process was busy, the answer may be here; not every event loop looks there first
+        self._read_all()  # after a busy time the answer may be there: not every event loop reads before it runs timers
         self.fail(WorkerTimeout(self._function, seconds))
 
     def _write(self) -> None:
@@ -212,7 +220,7 @@ class Link:
             pass
 
     def _read(self) -> bool:
-        """Whether there may be more to read."""
+        """Read once. True if there may be more to read."""
         if self._answer is None or self._answer.done():
             return False
         try:
@@ -225,25 +233,21 @@ class Link:
             self._lost()
         else:
             try:
-                body = self._inbox.feed(data)
-            except NoFrame as what:  # some function wrote to a file that is not its own
-                self.fail(WorkerDied(self._function, f"it sent what is no answer ({what})"))
+                body = self._reader.feed(data)
+            except InvalidFrame as error:  # a function wrote to a descriptor that is not its own
+                self.fail(WorkerDied(self._function, f"it sent an invalid answer ({error})"))
                 return False
             if body is not None:
                 self._answer.set_result(body)
         return bool(data)
 
     def _lost(self) -> None:
-        """Its socket is closed: the template process will tell how it ended, unless it closed no more than that."""
+        """Its socket is closed. The template reports how it ended, unless the function closed only the socket."""
         assert self._loop is not None and self._answer is not None
         self._detach()
         error = WorkerDied(self._function, "it closed its connection")
-        self._loop.call_later(GRACE, self._give_up, self._answer, error)
-
-    @staticmethod
-    def _give_up(answer: asyncio.Future[memoryview], error: Exception) -> None:
-        if not answer.done():
-            answer.set_exception(error)
+        answer = self._answer
+        self._loop.call_later(GRACE, lambda: None if answer.done() else answer.set_exception(error))
 
     def _detach(self) -> None:
         if self._loop is not None and not self._loop.is_closed() and self._connection.fileno() >= 0:
