@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from covey.rewards.bfcl import LONGEST, NotCalls, calls_in
+from covey.rewards.bfcl import MAX_LENGTH, CallParseError, parse_calls
 
 ONE = ("f", {"a": 1})
 
@@ -46,11 +46,11 @@ ONE = ("f", {"a": 1})
         ("(" * 10_000 + "f()" + ")" * 10_000, []),
         ("[" * 10_000, []),
         ("-" * 20_000 + "1", []),
-        ("f(a='" + "x" * LONGEST + "')", []),
+        ("f(a='" + "x" * MAX_LENGTH + "')", []),
     ],
 )  # fmt: skip
-def test_calls_in_replies(reply: str, calls: list[Any]) -> None:
-    assert calls_in(reply) == calls
+def test_parse_calls_replies(reply: str, calls: list[Any]) -> None:
+    assert parse_calls(reply) == calls
 
 
 @pytest.mark.parametrize(
@@ -64,11 +64,11 @@ def test_calls_in_replies(reply: str, calls: list[Any]) -> None:
         '{"name": "f", "arguments": [1]}',
         "f(a=1)",
         "[" * 10_000,
-        "x" * LONGEST,
+        "x" * MAX_LENGTH,
     ],
 )
 def test_a_tool_call_that_cannot_be_read(inside: str) -> None:
-    with pytest.raises(NotCalls):
-        calls_in(f"<tool_call>{inside}</tool_call>")
-    with pytest.raises(NotCalls):
-        calls_in(f'<tool_call>{{"name": "f"}}</tool_call><tool_call>{inside}')  # cut off
+    with pytest.raises(CallParseError):
+        parse_calls(f"<tool_call>{inside}</tool_call>")
+    with pytest.raises(CallParseError):
+        parse_calls(f'<tool_call>{{"name": "f"}}</tool_call><tool_call>{inside}')  # cut off

@@ -228,9 +228,9 @@ def golds_in(shared: Path) -> list[str]:
 
 async def _all(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
     """Those that are paid, with math-verify for what is open."""
-    from covey.rewards.math.rewards import _verified
+    from covey.rewards.math.rewards import _verify
 
-    return [(gold, reply) for gold, reply in pairs if await _verified(gold, reply, 2.0)]
+    return [(gold, reply) for gold, reply in pairs if await _verify(gold, reply, 2.0)]
 
 
 def test_every_gold_answer_equals_itself(shared: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from covey.errors import Absent, InputError
 from covey.imports import install_extra
 from covey.rewards import RewardError, resolve_rewards
-from covey.rewards.ifeval import DETECTING, KINDS, capital_words, count_sentences, count_words, forgiving
+from covey.rewards.ifeval import DETECTING, KINDS, capital_words, count_sentences, count_words, loose_variants
 from covey.types import StopReason, Task, Turn
 from tests.rewards.ifeval_cases import CASES
 from tests.rewards.replies import episode_of, scored, task_of
@@ -108,7 +108,7 @@ def test_parts_and_weights_of_the_composite_reward() -> None:
 
 
 def test_what_loose_forgives() -> None:
-    assert forgiving("a\n*b*\nc") == ["a\n*b*\nc", "a\nb\nc", "*b*\nc", "b\nc", "a\n*b*", "a\nb", "*b*", "b"]
+    assert loose_variants("a\n*b*\nc") == ["a\n*b*\nc", "a\nb\nc", "*b*\nc", "b\nc", "a\n*b*", "a\nb", "*b*", "b"]
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ class Endpoint:
 
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
-    monkeypatch.setattr(judge, "SLOWEST_RETRY", 0.05)
+    monkeypatch.setattr(judge, "MAX_PAUSE", 0.05)
     made = Endpoint()
     yield made
     made.server.shutdown()
@@ -268,8 +268,11 @@ def test_a_slow_endpoint_is_given_up(endpoint: Endpoint, what: str) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"model": "m"}, "reward judge needs to know its url\n  fix: reward.options.judge.url=VALUE"),
-        ({"url": "localhost:8000"}, "reward.options.judge.url=localhost:8000: write it whole, http://HOST:PORT/v1"),
+        ({"model": "m"}, "reward judge needs its option url\n  fix: reward.options.judge.url=VALUE"),
+        (
+            {"url": "localhost:8000"},
+            "reward.options.judge.url=localhost:8000: write the full address, http://HOST:PORT/v1",
+        ),
         ({"scale": 0}, "reward.options.judge.scale must be positive, got 0"),
         ({"scal": 0}, "unknown option of reward judge  scal\n  did you mean   scale?"),
         (

@@ -30,8 +30,8 @@ def in_workers() -> Iterator[In]:
 
     def make(*names: Any, seconds: float = 20.0, options: Any = None) -> RewardSet:
         rewards = resolve_rewards(names, None, {}, options=options)
-        pools.append(WorkerPool(rewards.for_workers(), max_workers=4))
-        return rewards.within(pools[-1], seconds)
+        pools.append(WorkerPool(rewards.worker_functions(), max_workers=4))
+        return rewards.in_workers(pools[-1], seconds)
 
     yield make
     for pool in pools:
@@ -61,7 +61,7 @@ def test_a_users_reward_runs_elsewhere_and_our_own_here(in_workers: In) -> None:
         return float(episode.final_answer == answer == task.answer)
 
     rewards = in_workers("exact", where, later, only_if(resolve_rewards("format", None, {}).functions[0].call, "exact"))
-    assert set(rewards.for_workers()) == {"reward:where", "reward:later"}
+    assert set(rewards.worker_functions()) == {"reward:where", "reward:later"}
     found = score(rewards)
     assert {name: found[name] for name in rewards.names} == {"exact": 1.0, "where": 1.0, "later": 1.0, "format": 0.0}
     assert found["where/pid"] != os.getpid()
@@ -236,7 +236,7 @@ class Threshold:
 def test_a_class_is_made_with_its_options(in_workers: In) -> None:
     assert score(in_workers(Threshold, options={"Threshold": {"at": 2, "high": 5}})) == {"Threshold": 5.0}
     assert score(in_workers(Threshold(4))) == {"Threshold": 0.0}
-    with pytest.raises(InputError, match=r"reward Threshold needs to know its at\n  fix: reward.options.Threshold.at="):
+    with pytest.raises(InputError, match=r"reward Threshold needs its option at\n  fix: reward.options.Threshold.at="):
         resolve_rewards(Threshold, None, {})
 
 

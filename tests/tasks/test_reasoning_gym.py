@@ -12,7 +12,7 @@ import pytest
 from covey.config.schema import DataConfig
 from covey.errors import Absent, InputError
 from covey.imports import install_extra
-from covey.rewards.countdown import reasoning_gym
+from covey.rewards.generated import reasoning_gym
 from covey.tasks import TaskSet, default_reward, load_tasks
 from covey.types import Task
 
