@@ -103,12 +103,12 @@ FILES: dict[str, tuple[str, Callable[[Path], Any], tuple[str, ...]]] = {
     "an answer that is NaN": (
         "data.jsonl",
         text(f'{GOOD}\n{{"question": "1+1?", "answer": NaN}}\n'),
-        ("data.jsonl, line 2: answer is nan, which is no number", "fix: give the answer, or take the row out"),
+        ("data.jsonl, line 2: answer is nan, which is not a number", "fix: give the answer, or take the row out"),
     ),
     "an answer that is NaN in Parquet": (
         "data.parquet",
         parquet(("question", pyarrow.array(["1+1?", "2"])), ("answer", pyarrow.array([2.0, float("nan")]))),
-        ("data.parquet, row 2: answer is nan, which is no number",),
+        ("data.parquet, row 2: answer is nan, which is not a number",),
     ),
 }
 

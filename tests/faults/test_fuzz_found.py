@@ -76,7 +76,7 @@ def test_a_whole_pair_of_surrogates_is_a_character(tmp_path: Path) -> None:
 
 
 def test_a_small_gzip_file_that_holds_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "LARGEST", 1 << 20)
+    monkeypatch.setattr(reading, "MAX_UNPACKED", 1 << 20)
     path = tmp_path / "d.jsonl.gz"
     path.write_bytes(gzip.compress(b" " * (8 << 20)))
     with pytest.raises(InputError, match="unpacks to more than 1 MiB"):

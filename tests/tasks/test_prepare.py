@@ -16,7 +16,7 @@ import pytest
 
 from covey.errors import Absent, InputError
 from covey.tasks import DATASETS
-from covey.tasks.datasets.dataset import Hub, Source, Url, normal
+from covey.tasks.datasets.dataset import Hub, Source, Url, normalize_question
 from covey.tasks.datasets.math_sets import last_boxed
 from covey.tasks.datasets.prepare import prepare
 from covey.tasks.reading import read_table
@@ -50,7 +50,7 @@ def questions(path: Path) -> list[str]:
     ],
 )
 def test_when_two_questions_are_the_same(one: str, other: str, same: bool) -> None:
-    assert (normal(one) == normal(other)) is same
+    assert (normalize_question(one) == normalize_question(other)) is same
 
 
 @pytest.mark.parametrize(
