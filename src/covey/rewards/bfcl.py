@@ -33,7 +33,7 @@ from typing import Any
 from covey.errors import InputError
 from covey.replies import unfenced
 from covey.rewards.function import reward
-from covey.rewards.tool_call import made_calls
+from covey.rewards.tool_call import count_matches, made_calls
 from covey.types import Episode, Task
 
 Call = tuple[str, Mapping[str, Any]]
@@ -78,7 +78,12 @@ def bfcl(episode: Episode, final_answer: str, function: Any, category: str, grou
         correct = declined if "irrelevance" in category else called
         return {"reward": float(correct), "calls": len(calls), "matched": 0.0}
     expected, schemas = decoded(ground_truth), _schemas(decoded(function))
-    matched = _count_matches(calls, expected, schemas)
+
+    def same(one: Mapping[str, Any], call: Call) -> bool:
+        ((name, acceptable),) = one.items()
+        return matches(call, name, acceptable, schemas[name])
+
+    matched = count_matches(expected, calls, same)
     correct = matched == len(expected) == len(calls)
     return {"reward": float(correct), "calls": len(calls), "matched": matched / len(expected)}
 
@@ -182,17 +187,6 @@ def _python_value(node: ast.expr) -> Any:
 
 
 # -- Matching ----------------------------------------------------------------------------------------------------------
-
-
-def _count_matches(calls: Sequence[Call], expected: Sequence[Mapping[str, Any]], schemas: Mapping[str, Any]) -> int:
-    """How many of the expected calls were made; each made call counts once."""
-    unmatched = list(calls)
-    for one in expected:
-        ((name, acceptable),) = one.items()
-        index = next((i for i, call in enumerate(unmatched) if matches(call, name, acceptable, schemas[name])), None)
-        if index is not None:
-            del unmatched[index]
-    return len(calls) - len(unmatched)
 
 
 def matches(call: Call, name: str, acceptable: Mapping[str, Sequence[Any]], schema: Mapping[str, Any]) -> bool:

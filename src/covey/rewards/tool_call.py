@@ -20,8 +20,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from covey.errors import InputError
 from covey.rewards.function import reward
@@ -30,6 +30,7 @@ from covey.types import Episode, Task
 # -- tool_call ---------------------------------------------------------------------------------------------------------
 
 Call = tuple[str, Any]
+Item = TypeVar("Item")
 
 
 def _check(task: Task) -> None:
@@ -64,7 +65,7 @@ def tool_call(
         return {"reward": float(bool(used) and errors == 0), **counts}
     made = [call for call in made_calls(episode) if call[0] not in ignored]
     total = max(len(gold), len(made), len(used))
-    matched = _count_matches(gold, made) / total if total else 1.0
+    matched = count_matches(gold, made, _same) / total if total else 1.0
     score = matched if partial else float(matched == 1 and errors == 0)
     return {"reward": score, **counts, "matched": matched}
 
@@ -100,10 +101,11 @@ def _call(call: Any) -> Call:
         raise ValueError("the arguments of a tool call are nested too deeply") from None
 
 
-def _count_matches(gold: Sequence[Call], made: Sequence[Call]) -> int:
+def count_matches(gold: Iterable[Item], made: Sequence[Call], matches: Callable[[Item, Call], bool]) -> int:
+    """How many gold calls were made; each made call counts once."""
     unmatched = list(made)
-    for call in gold:
-        index = next((i for i, other in enumerate(unmatched) if _same(call, other)), None)
+    for one in gold:
+        index = next((i for i, call in enumerate(unmatched) if matches(one, call)), None)
         if index is not None:
             del unmatched[index]
     return len(made) - len(unmatched)

@@ -18,17 +18,16 @@ JSON in a string, as Parquet and CSV files store free-form values:
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from covey.config.schema import DataConfig
-from covey.errors import Absent, InputError
+from covey.errors import InputError
 from covey.tasks.datasets import DATASETS
-from covey.tasks.files import find_files, read_messages
+from covey.tasks.files import find_files, prepend_system, read_messages, read_splits, rows_of
 from covey.tasks.generated import generate_demonstrations
-from covey.tasks.reading import Row, Table, kind, names, read_json, read_table
+from covey.tasks.reading import Row, Table, kind, names, read_json
 from covey.types import Demonstration
 
 CALL_FIX = 'a call looks like {"function": {"name": "calculator", "arguments": {"expression": "1+1"}}}'
@@ -58,14 +57,9 @@ def load_demonstrations(data: DataConfig, seed: int) -> DemonstrationSet:
     demonstrations = _from_files(data) if files else _generated(data, seed)
     if data.system_prompt is None:
         return demonstrations
-    system = {"role": "system", "content": data.system_prompt}
-
-    def prompted(split: Sequence[Demonstration]) -> tuple[Demonstration, ...]:
-        return tuple(
-            d if d.messages[0]["role"] == "system" else replace(d, messages=(system, *d.messages)) for d in split
-        )
-
-    train, validation = prompted(demonstrations.train), prompted(demonstrations.validation)
+    train, validation = (
+        prepend_system(part, data.system_prompt) for part in (demonstrations.train, demonstrations.validation)
+    )
     return replace(demonstrations, train=train, validation=validation)
 
 
@@ -88,41 +82,19 @@ def _generated(data: DataConfig, seed: int) -> DemonstrationSet:
 def _from_files(data: DataConfig) -> DemonstrationSet:
     if data.train_files is None:
         raise InputError("there is nothing to learn from: data.val_files is given without data.train_files")
-    warnings = []
-    if data.options:
-        warnings.append("data.options is not used: it belongs to generated tasks, and data files are given")
-    splits: dict[str, tuple[Demonstration, ...]] = {}
-    missing: list[Absent] = []
-    for split, files, size in (("train", data.train_files, data.train_size), ("val", data.val_files, data.val_size)):
-        try:
-            rows = read_demonstrations(f"data.{split}_files", files) if files is not None else []
-        except Absent as error:
-            missing.append(error)
-            continue
-        if size is not None and size > len(rows) and rows:
-            warnings.append(f"data.{split}_size={size}, but there are only {len(rows)} demonstrations")
-        splits[split] = tuple(rows[:size])
-    if missing:
-        raise Absent("\n".join(map(str, missing)))
-    trained_on = {repr(d.messages) for d in splits["train"]}
-    if leaked := [d for d in splits["val"] if repr(d.messages) in trained_on]:
-        warnings.append(f"{len(leaked)} of {len(splits['val'])} validation demonstrations are trained on too")
+    warnings: list[str] = []
+    train, validation = read_splits(data, read_demonstrations, "demonstrations", warnings)
+    trained_on = {repr(d.messages) for d in train}
+    if leaked := [d for d in validation if repr(d.messages) in trained_on]:
+        warnings.append(f"{len(leaked)} of {len(validation)} validation demonstrations are trained on too")
     where = ", ".join(str(path) for path in find_files("data.train_files", data.train_files))
-    validation = f", {len(splits['val'])} for validation" if splits["val"] else ""
-    description = f"{where}: {len(splits['train'])} demonstrations{validation}"
-    return DemonstrationSet(splits["train"], splits["val"], description, (), tuple(warnings))
+    extra = f", {len(validation)} for validation" if validation else ""
+    return DemonstrationSet(train, validation, f"{where}: {len(train)} demonstrations{extra}", (), tuple(warnings))
 
 
 def read_demonstrations(setting: str, files: Any) -> list[Demonstration]:
     """The demonstrations of all files that the setting names, in order."""
-    paths = find_files(setting, files)
-    names = Counter(path.name for path in paths)
-    demonstrations: list[Demonstration] = []
-    for path in paths:
-        table = read_table(path)
-        label = path.name if names[path.name] == 1 else str(path)
-        demonstrations += [demonstration_of(table, row, f"{label}:{index}") for index, row in enumerate(table.rows)]
-    return demonstrations
+    return [demonstration_of(table, row, default_id) for table, row, default_id in rows_of(setting, files)]
 
 
 def demonstration_of(table: Table, row: Row, default_id: str) -> Demonstration:

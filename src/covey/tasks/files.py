@@ -16,15 +16,17 @@ from __future__ import annotations
 import difflib
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from glob import glob
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from covey.config.schema import DataConfig
 from covey.errors import Absent, InputError, nearest
 from covey.tasks.reading import Row, Table, kind, names, read_table
-from covey.types import Task
+from covey.types import Demonstration, Task
 
 QUESTION_COLUMNS = ("question", "messages", "prompt")  # in order of precedence
 OTHER_NAMES = ("problem", "query", "instruction", "input", "text")
@@ -33,25 +35,64 @@ MAX_ROWS = 10_000_000  # of an iterable, which might be infinite
 MESSAGE_FIX = 'a message looks like {"role": "user", "content": "What is 1+1?"}'
 
 
+Item = TypeVar("Item", bound=Task | Demonstration)
+
+
+def read_splits(
+    data: DataConfig, read: Callable[[str, Any], list[Item]], noun: str, warnings: list[str]
+) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
+    """What `read` returns for data.train_files and data.val_files, up to data.train_size and data.val_size."""
+    if data.options:
+        warnings.append("data.options is not used: it belongs to generated tasks, and data files are given")
+    splits: list[tuple[Item, ...]] = []
+    missing: list[Absent] = []
+    for split, files, size in (("train", data.train_files, data.train_size), ("val", data.val_files, data.val_size)):
+        try:
+            items = read(f"data.{split}_files", files) if files is not None else []
+        except Absent as error:
+            missing.append(error)
+            continue
+        if size is not None and items and size > len(items):
+            warnings.append(f"data.{split}_size={size}, but there are only {len(items)} {noun}")
+        splits.append(tuple(items[:size]))
+    if missing:
+        raise Absent("\n".join(map(str, missing)))
+    return splits[0], splits[1]
+
+
+def prepend_system(items: Sequence[Item], prompt: str) -> tuple[Item, ...]:
+    """Put the system prompt before the messages of every item that has no system message of its own."""
+    system = {"role": "system", "content": prompt}
+    return tuple(
+        one if one.messages[0]["role"] == "system" else replace(one, messages=(system, *one.messages)) for one in items
+    )
+
+
 # -- Files -------------------------------------------------------------------------------------------------------------
 
 
 def read_tasks(setting: str, files: Any) -> list[Task]:
     """The tasks of all files that the setting (`data.train_files`) names, in order."""
-    paths = find_files(setting, files)
-    names = Counter(path.name for path in paths)
     tasks: list[Task] = []
     seen: dict[str, tuple[Table, Row]] = {}
+    for table, row, default_id in rows_of(setting, files):
+        task = task_of(table, row, default_id)
+        if task.id in seen:
+            raise _duplicate_id(task.id, *seen[task.id], table, row)
+        seen[task.id] = (table, row)
+        tasks.append(task)
+    return tasks
+
+
+def rows_of(setting: str, files: Any) -> Iterator[tuple[Table, Row, str]]:
+    """Each row of all files with its table and default id."""
+    paths = find_files(setting, files)
+    names = Counter(path.name for path in paths)
     for path in paths:
         table = read_table(path)
         label = path.name if names[path.name] == 1 else str(path)
         for index, row in enumerate(table.rows):
-            task = task_of(table, row, default_id=f"{label}:{index}")
-            if task.id in seen:
-                raise _duplicate_id(task.id, *seen[task.id], table, row)
-            seen[task.id] = (table, row)
-            tasks.append(task)
-    return tasks
+            yield table, row, f"{label}:{index}"
 
 
 def find_files(setting: str, files: Any) -> list[Path]:

@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from covey.config.schema import DataConfig
-from covey.errors import Absent, InputError, unknown
+from covey.errors import InputError, unknown
 from covey.streams import stream
 from covey.tasks.datasets import DATASETS, load_dataset
 from covey.tasks.datasets.load import question_messages
-from covey.tasks.files import find_files, read_tasks
+from covey.tasks.files import find_files, prepend_system, read_splits, read_tasks
 from covey.tasks.generated import GENERATED, REASONING_GYM, generate, load_reasoning_gym, make
 from covey.types import Task, TaskSet
 
@@ -57,15 +57,7 @@ def with_system_prompt(tasks: TaskSet, prompt: str | None) -> TaskSet:
     """Put `data.system_prompt` before every task that has no system message of its own."""
     if prompt is None:
         return tasks
-    system = {"role": "system", "content": prompt}
-
-    def prompted(split: Sequence[Task]) -> tuple[Task, ...]:
-        return tuple(
-            task if task.messages[0]["role"] == "system" else replace(task, messages=(system, *task.messages))
-            for task in split
-        )
-
-    train, validation = prompted(tasks.train), prompted(tasks.validation)
+    train, validation = prepend_system(tasks.train, prompt), prepend_system(tasks.validation, prompt)
     warnings = tasks.warnings
     if train == tasks.train and validation == tasks.validation:
         warnings += ("data.system_prompt is not used: every task brings a system message of its own",)
@@ -74,22 +66,7 @@ def with_system_prompt(tasks: TaskSet, prompt: str | None) -> TaskSet:
 
 def _from_files(data: DataConfig) -> TaskSet:
     warnings: list[str] = []
-    if data.options:
-        warnings.append("data.options is not used: it belongs to generated tasks, and data files are given")
-    missing: list[Absent] = []
-    splits: dict[str, tuple[Task, ...]] = {}
-    for split, files, size in (("train", data.train_files, data.train_size), ("val", data.val_files, data.val_size)):
-        try:
-            tasks = read_tasks(f"data.{split}_files", files) if files is not None else []
-        except Absent as error:
-            missing.append(error)
-            continue
-        if files is not None and size is not None and size > len(tasks):
-            warnings.append(f"data.{split}_size={size}, but there are only {len(tasks)} tasks")
-        splits[split] = tuple(tasks[:size])
-    if missing:
-        raise Absent("\n".join(map(str, missing)))
-    train, validation = splits["train"], splits["val"]
+    train, validation = read_splits(data, read_tasks, "tasks", warnings)
     questions = {_question(task) for task in train}
     if leaked := [task for task in validation if _question(task) in questions]:
         warnings.append(
