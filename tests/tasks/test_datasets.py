@@ -1,4 +1,4 @@
-"""Data sets prepared from the real public files: how many rows, what was taken out, and what a model is asked."""
+"""Data sets prepared from the public files: rows, dropped rows, prompts, and data.options."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 
+from covey.cli.main import main
 from covey.config.schema import DataConfig
 from covey.errors import Absent, InputError
 from covey.tasks import DATASETS, TaskSet, load_tasks
 from covey.tasks.datasets.prepare import prepare
+
+# -- Loading -----------------------------------------------------------------------------------------------------------
+
 
 FILES = {
     "gsm8k": ["gsm8k"],
@@ -222,3 +226,35 @@ def test_a_file_that_has_changed_is_refused(tmp_path: Path, shared: Path, monkey
     file.write_bytes(file.read_bytes() + b"x")
     with pytest.raises(InputError, match=r"test\.parquet has changed since it was prepared"):
         load_tasks(DataConfig(name="aime24"), seed=0)
+
+
+# -- data.options.held_out ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ten_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {"key": i, "prompt": f"Say {i}.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+        for i in range(10)
+    ]
+    (tmp_path / "input_data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setenv("DATA_DIR", str(tmp_path / "data"))
+    assert main(["data", "prepare", "ifeval", "--from", str(tmp_path / "input_data.jsonl")]) == 0
+
+
+def ids(tasks: object) -> list[str]:
+    return [task.id.removeprefix("ifeval/") for task in tasks]  # type: ignore[attr-defined]
+
+
+def test_so_many_are_tested_on_and_the_others_trained_on(ten_prompts: None) -> None:
+    assert ids(load_tasks(DataConfig("ifeval"), seed=0).train) == []
+    parted = load_tasks(DataConfig("ifeval", {"held_out": 3}), seed=0)
+    assert ids(parted.validation) == ["0", "3", "6"]
+    assert ids(parted.train) == ["1", "2", "4", "5", "7", "8", "9"]
+    assert parted.reward == "ifeval"
+
+
+@pytest.mark.parametrize("count", [0, 10, "three"])
+def test_something_must_be_left_on_both_sides(ten_prompts: None, count: object) -> None:
+    with pytest.raises(InputError, match=r"data.options.held_out must be a number from 1 to 9, got"):
+        load_tasks(DataConfig("ifeval", {"held_out": count}), seed=0)
