@@ -55,7 +55,7 @@ ONE = ("f", {"a": 1})
         ("f(a='" + "x" * MAX_LENGTH + "')", []),
     ],
 )  # fmt: skip
-def test_parse_calls_replies(reply: str, calls: list[Any]) -> None:
+def test_parse_calls(reply: str, calls: list[Any]) -> None:
     assert parse_calls(reply) == calls
 
 
@@ -73,7 +73,7 @@ def test_parse_calls_replies(reply: str, calls: list[Any]) -> None:
         "x" * MAX_LENGTH,
     ],
 )
-def test_a_tool_call_that_cannot_be_read(inside: str) -> None:
+def test_malformed_tool_calls(inside: str) -> None:
     with pytest.raises(CallParseError):
         parse_calls(f"<tool_call>{inside}</tool_call>")
     with pytest.raises(CallParseError):
@@ -96,8 +96,8 @@ OTHER = [{"w.get": {"city": ["Rome"]}}]
 
 def judged(reply: str, gold: Any = GOLD, category: str = "simple_python", **message: Any) -> dict[str, float | None]:
     task = task_of(function=FUNCTION, ground_truth=gold, category=category)
-    found = scored("bfcl", task, episode_of(task, reply, **message))
-    return {name.removeprefix("bfcl").removeprefix("/") or "reward": value for name, value in found.items()}
+    result = scored("bfcl", task, episode_of(task, reply, **message))
+    return {name.removeprefix("bfcl").removeprefix("/") or "reward": value for name, value in result.items()}
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_relevance_of_calls_that_the_episode_made() -> None:
         assert judged("Here you are.", [], "live_irrelevance", tool_calls=calls)["reward"] == 0
 
 
-def test_calls_that_the_episode_made_come_first() -> None:
+def test_calls_of_the_episode_take_precedence() -> None:
     made = [{"function": {"name": "w.get", "arguments": '{"city": "NYC"}'}}]
     assert judged("Here you are.", tool_calls=made)["reward"] == 1
     assert judged("[w.get(city='NYC')]", tool_calls=[{"name": "w.get", "arguments": {"city": "Rome"}}])["reward"] == 0

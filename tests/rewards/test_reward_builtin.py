@@ -142,7 +142,7 @@ def test_what_is_not_a_number(answer: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["number", "math_reward_string_equal"])
-def test_an_answer_that_is_no_number_is_never_a_silent_zero(name: str) -> None:
+def test_a_non_numeric_answer_is_an_error(name: str) -> None:
     with pytest.raises(RewardError) as caught:
         score(name, "7", "\\frac{3}{7}")
     assert str(caught.value) == f"reward {name} on task t: ValueError: the answer '\\\\frac{{3}}{{7}}' is not a number"
@@ -271,12 +271,12 @@ def camps(reward: str, *replies: str) -> int | None:
 
 
 @pytest.mark.parametrize("reward", ["math_equal", "math_verify"])
-def test_formulas_vote_by_what_they_are_worth(reward: str) -> None:
+def test_formulas_vote_by_value(reward: str) -> None:
     replies = (r"so \boxed{3}", r"It is \boxed{\frac{1}{2}}", "the answer is 0.5", r"\boxed{3}", r"\boxed{1/2}")
     assert camps(reward, *replies) == 1
 
 
-def test_a_box_that_was_cut_off_is_no_vote() -> None:
+def test_an_unclosed_box_does_not_vote() -> None:
     assert camps("math_equal", r"\boxed{3", r"\boxed{3", r"\boxed{4}") == 2
 
 
@@ -285,7 +285,7 @@ def test_long_formulas_are_compared_as_text() -> None:
     assert camps("math_equal", r"\boxed{5}", rf"\boxed{{{nested}}}", rf"\boxed{{{nested}}}") == 1
 
 
-def test_numbers_vote_by_value_where_the_reward_reads_them() -> None:
+def test_numbers_vote_by_value() -> None:
     assert camps("number", "7", "12", "12.", "12.0") == 1
     assert camps("number", "7", "7.0", "it is 12", "12", "12") == 0  # strict: words around it make another answer
     assert camps("math_reward_string_equal", "7", "it is 1,200", "1200 or so") == 1
@@ -298,7 +298,7 @@ def test_short_answers_vote_without_case_and_articles() -> None:
     assert camps("qa_f1_reward", "Rome", "<answer>The Hague</answer>", "Answer: the hague.") == 1
 
 
-def test_who_votes() -> None:
+def test_rewards_with_votes() -> None:
     assert votes_of("code_reward") is None and votes_of("countdown") is None
     mine = votes_of("mine")
     assert mine is not None and mine.final(" a ") == "a" and "mine" not in REWARDS

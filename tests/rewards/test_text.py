@@ -40,8 +40,8 @@ def official(prediction: str, gold: str) -> tuple[float, float, float, float]:
     return em, 2 * precision * recall / (precision + recall), precision, recall
 
 
-def extras(found: dict[str, Any], name: str = "qa_f1_reward") -> tuple[float, ...]:
-    return tuple(found[f"{name}/{key}"] for key in NAMES)
+def extras(result: dict[str, Any], name: str = "qa_f1_reward") -> tuple[float, ...]:
+    return tuple(result[f"{name}/{key}"] for key in NAMES)
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def extras(found: dict[str, Any], name: str = "qa_f1_reward") -> tuple[float, ..
     ],
 )
 def test_by_hand(reply: Any, answer: Any, f1: float, em: float) -> None:
-    found = score("qa_f1_reward", str(reply), answer)
-    assert found["qa_f1_reward"] == found["qa_f1_reward/f1"] == pytest.approx(f1)
-    assert found["qa_f1_reward/em"] == em
+    result = score("qa_f1_reward", str(reply), answer)
+    assert result["qa_f1_reward"] == result["qa_f1_reward/f1"] == pytest.approx(f1)
+    assert result["qa_f1_reward/em"] == em
     assert score("qa_em_reward", str(reply), answer)["qa_em_reward"] == em
 
 
@@ -127,8 +127,8 @@ def test_gold_answers_of_real_questions_earn_all(shared: Path) -> None:
     rows = [json.loads(line) for line in (shared / "data" / "qa" / "questions.jsonl").open()]
     kinds: Counter[str] = Counter()
     for row in rows[:: len(rows) // 300]:
-        found = score("qa_f1_reward", f"Answer: {row['answers'][-1]}", answers=row["answers"])
-        assert found["qa_f1_reward"] == found["qa_f1_reward/em"] == 1, row
+        result = score("qa_f1_reward", f"Answer: {row['answers'][-1]}", answers=row["answers"])
+        assert result["qa_f1_reward"] == result["qa_f1_reward/em"] == 1, row
         kinds[row["dataset"]] += 1
     assert sum(kinds.values()) >= 300
 
@@ -159,8 +159,8 @@ def length_of(reply: str, tokens: int, **options: Any) -> dict[str, float | None
     ],
 )
 def test_length_in_tokens(tokens: int, options: dict[str, Any], expected: float) -> None:
-    found = length_of("x" * 5000, tokens, **options)
-    assert found == {"length": pytest.approx(expected), "length/size": tokens}
+    result = length_of("x" * 5000, tokens, **options)
+    assert result == {"length": pytest.approx(expected), "length/size": tokens}
 
 
 def test_length_in_characters() -> None:
@@ -176,7 +176,7 @@ def test_length_in_characters() -> None:
         ({"max_tokens": 5, "zero_at": 1}, "zero_at over 1"),
     ],
 )
-def test_limits_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+def test_invalid_limits(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RewardError, match=message):
         length_of("x", 1, **options)
 
@@ -195,8 +195,8 @@ def test_limits_that_make_no_sense(options: dict[str, Any], message: str) -> Non
 )
 def test_repetition(reply: str, options: dict[str, Any], repeated: float) -> None:
     task = task_of()
-    found = scored("repetition", task, episode_of(task, reply), **options)
-    assert found == {"repetition": pytest.approx(1 - repeated), "repetition/repeated": pytest.approx(repeated)}
+    result = scored("repetition", task, episode_of(task, reply), **options)
+    assert result == {"repetition": pytest.approx(1 - repeated), "repetition/repeated": pytest.approx(repeated)}
 
 
 def test_repetition_of_tokens_sees_the_sampled_ids() -> None:

@@ -24,8 +24,8 @@ def used(*names: str, error: str | None = None) -> tuple[ToolUse, ...]:
 
 def calls(tools: tuple[ToolUse, ...], made: list[Any], gold: Any = None, **options: Any) -> dict[str, float | None]:
     task = task_of() if gold is None else task_of(tool_calls=gold)
-    found = scored("tool_call", task, episode_of(task, "", tools=tools, tool_calls=made), **options)
-    return {name.removeprefix("tool_call").removeprefix("/") or "reward": value for name, value in found.items()}
+    result = scored("tool_call", task, episode_of(task, "", tools=tools, tool_calls=made), **options)
+    return {name.removeprefix("tool_call").removeprefix("/") or "reward": value for name, value in result.items()}
 
 
 def test_without_gold_every_call_must_succeed_and_there_must_be_one() -> None:
@@ -60,19 +60,19 @@ def test_without_gold_every_call_must_succeed_and_there_must_be_one() -> None:
 )
 def test_against_gold_calls(made: list[Any], gold: list[Any], matched: float) -> None:
     tools = used(*["any"] * len(made))
-    found = calls(tools, made, gold)
-    assert (found["matched"], found["reward"]) == (pytest.approx(matched), float(matched == 1))
+    result = calls(tools, made, gold)
+    assert (result["matched"], result["reward"]) == (pytest.approx(matched), float(matched == 1))
     assert calls(tools, made, gold, partial=True)["reward"] == pytest.approx(matched)
 
 
-def test_a_right_call_that_failed_earns_nothing_and_one_nobody_could_read_counts_as_wrong() -> None:
+def test_failed_and_malformed_calls_count_as_wrong() -> None:
     assert calls(used("search", error="raised"), [SEARCH], [SEARCH])["reward"] == 0
     # Two attempts, one of which was not even a call: half is right.
     mixed = (*used("search"), *used("?", error="malformed"))
     assert calls(mixed, [SEARCH], [SEARCH], partial=True)["reward"] == 0.5
 
 
-def test_the_answer_tool_counts_only_where_it_is_asked_for() -> None:
+def test_the_answer_tool_counts_only_if_the_column_lists_it() -> None:
     final = {"name": "answer", "arguments": {"text": "4"}}
     assert calls(used("search", "answer"), [SEARCH, final], [SEARCH])["reward"] == 1
     assert calls(used("search", "answer"), [SEARCH, final], [SEARCH, final])["reward"] == 1
@@ -97,14 +97,14 @@ def reply(*calls: str, think: str = "<think>x</think>\n") -> str:
     return f"{think}<tool_call>\n" + "\n".join(calls) + "\n</tool_call>"
 
 
-def rlla(gold: str, said: str) -> tuple[float, float]:
-    found = score("rlla", said, gold)
-    assert found["rlla"] == found["rlla/format"] + found["rlla/correctness"]  # type: ignore[operator]
-    return found["rlla/format"], found["rlla/correctness"]  # type: ignore[return-value]
+def rlla(gold: str, text: str) -> tuple[float, float]:
+    result = score("rlla", text, gold)
+    assert result["rlla"] == result["rlla/format"] + result["rlla/correctness"]  # type: ignore[operator]
+    return result["rlla/format"], result["rlla/correctness"]  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(
-    ("said", "points"),  # of 4: 1 for the names, 1 for the parameters' names, 2 for their values
+    ("text", "points"),  # of 4: 1 for the names, 1 for the parameters' names, 2 for their values
     [
         (reply(CALL), 4),
         (reply('{"name": "get", "parameters": {"days": 3, "city": "Rome"}}'), 4),
@@ -124,8 +124,8 @@ def rlla(gold: str, said: str) -> tuple[float, float]:
         (TALK, 0),
     ],
 )
-def test_calls(said: str, points: float) -> None:
-    assert rlla(GOLD, said)[1] == pytest.approx(6 * points / 4 - 3)
+def test_calls(text: str, points: float) -> None:
+    assert rlla(GOLD, text)[1] == pytest.approx(6 * points / 4 - 3)
 
 
 def test_two_calls_of_one_tool_are_paired_once() -> None:
@@ -138,7 +138,7 @@ def test_two_calls_of_one_tool_are_paired_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gold", "said", "form"),
+    ("gold", "text", "form"),
     [
         (GOLD, reply(CALL), 1),
         (GOLD, " " + reply(CALL) + "\n", 1),
@@ -153,11 +153,11 @@ def test_two_calls_of_one_tool_are_paired_once() -> None:
         ("<think>only</think>", "<think>x</think>", 1),
     ],
 )
-def test_form(gold: str, said: str, form: float) -> None:
-    assert rlla(gold, said)[0] == form
+def test_format(gold: str, text: str, form: float) -> None:
+    assert rlla(gold, text)[0] == form
 
 
-def test_without_gold_calls_only_the_form_is_paid() -> None:
+def test_without_gold_calls_only_the_format_counts() -> None:
     assert score("rlla", TALK, TALK) == {"rlla": 1, "rlla/format": 1, "rlla/correctness": 0}
     assert score("rlla", reply(CALL), TALK)["rlla"] == 0
 

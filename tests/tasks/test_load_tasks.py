@@ -36,7 +36,7 @@ def test_steps_per_epoch(count: int, size: int, expected: int) -> None:
     assert steps_per_epoch(count, size) == expected
 
 
-def test_without_shuffling_tasks_come_in_order_and_the_short_rest_is_dropped() -> None:
+def test_without_shuffling_tasks_are_in_order_and_the_incomplete_batch_is_dropped() -> None:
     batches = [batch_for_step(tasks(5), step, 2, seed=0, shuffle=False) for step in range(4)]
     assert [(epoch, [task.id for task in batch]) for epoch, batch in batches] == [
         (0, ["0", "1"]),
@@ -52,12 +52,12 @@ def test_a_short_batch_is_kept_if_it_is_the_only_one() -> None:
 
 @pytest.mark.parametrize(("count", "size"), SIZES)
 @pytest.mark.parametrize("seed", [0, 1, 17])
-def test_an_epoch_repeats_no_task_and_leaves_out_only_the_rest(count: int, size: int, seed: int) -> None:
+def test_an_epoch_repeats_no_task_and_drops_only_the_incomplete_batch(count: int, size: int, seed: int) -> None:
     steps = steps_per_epoch(count, size)
     for epoch in range(3):
         batches = [batch_for_step(tasks(count), epoch * steps + k, size, seed=seed, shuffle=True) for k in range(steps)]
         seen = [task.id for _, batch in batches for task in batch]
-        assert {found for found, _ in batches} == {epoch}
+        assert {result for result, _ in batches} == {epoch}
         assert len(seen) == len(set(seen)) == (count if count < size else count - count % size)
 
 
@@ -110,7 +110,7 @@ def test_the_end_of_a_worked_solution(answer: str, expected: bool) -> None:
     assert (MARKED.search(answer) is not None) == expected
 
 
-def test_files_with_marked_answers_are_mathematics(tmp_path: Path) -> None:
+def test_files_with_marked_answers_use_math_verify(tmp_path: Path) -> None:
     assert load_tasks(DataConfig(train_files=write(tmp_path, GSM8K)), 0).reward == "math_verify"
     assert load_tasks(DataConfig(train_files=write(tmp_path, PLAIN)), 0).reward is None
     most = load_tasks(DataConfig(train_files=write(tmp_path, [*GSM8K[:4], *PLAIN[:3]])), 0)
@@ -119,7 +119,7 @@ def test_files_with_marked_answers_are_mathematics(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["gvpo_math", "grpo_gsm8k"])
-def test_the_reward_of_a_recipe_stays_with_files_of_ones_own(
+def test_a_recipes_reward_applies_to_user_files(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -130,7 +130,7 @@ def test_the_reward_of_a_recipe_stays_with_files_of_ones_own(
     assert "reward     math_verify × 1" in capsys.readouterr().out
 
 
-def test_the_reward_in_force_stands_in_the_first_line(
+def test_the_first_line_names_the_reward(
     tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -140,7 +140,7 @@ def test_the_reward_in_force_stands_in_the_first_line(
     assert "on tasks given in Python, reward math_verify, 1 steps" in first
 
 
-def test_first_steps_without_signal_are_warned_of_once(
+def test_first_steps_without_signal_warn_once(
     tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
