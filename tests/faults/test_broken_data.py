@@ -28,14 +28,14 @@ def no_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     yield
 
 
-def refused(words: Sequence[str], said: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
+def refused(words: Sequence[str], texts: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
     """The exit code of a user's mistake, the sentence, no traceback, and nothing left behind."""
     before = sorted(Path().rglob("*"))
     assert main(list(words)) == 2, words
-    told = capsys.readouterr().err
-    for part in (*said, "nothing was started"):
-        assert part in told, words
-    assert "Traceback" not in told
+    message = capsys.readouterr().err
+    for part in (*texts, "nothing was started"):
+        assert part in message, words
+    assert "Traceback" not in message
     assert sorted(Path().rglob("*")) == before, f"{words} left something behind"
 
 
@@ -103,44 +103,44 @@ FILES: dict[str, tuple[str, Callable[[Path], Any], tuple[str, ...]]] = {
     "an answer that is NaN": (
         "data.jsonl",
         text(f'{GOOD}\n{{"question": "1+1?", "answer": NaN}}\n'),
-        ("data.jsonl, line 2: answer is nan, which is no number", "fix: give the answer, or take the row out"),
+        ("data.jsonl, line 2: answer is nan, which is not a number", "fix: give the answer, or take the row out"),
     ),
     "an answer that is NaN in Parquet": (
         "data.parquet",
         parquet(("question", pyarrow.array(["1+1?", "2"])), ("answer", pyarrow.array([2.0, float("nan")]))),
-        ("data.parquet, row 2: answer is nan, which is no number",),
+        ("data.parquet, row 2: answer is nan, which is not a number",),
     ),
 }
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_a_file_that_is_no_data(case: str, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name, make, said = FILES[case]
+def test_files_that_are_not_data(case: str, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name, make, texts = FILES[case]
     make(Path(name))
     model = f"model={tiny_model_folder}"
-    refused(["train", "--validate-only", "--strict", model, f"data.train_files={name}", *SMALL], said, capsys)
-    refused(["train", model, f"data.train_files={name}", *SMALL], said, capsys)
-    refused(["eval", str(tiny_model_folder), f"data.val_files={name}"], said, capsys)
+    refused(["train", "--validate-only", "--strict", model, f"data.train_files={name}", *SMALL], texts, capsys)
+    refused(["train", model, f"data.train_files={name}", *SMALL], texts, capsys)
+    refused(["eval", str(tiny_model_folder), f"data.val_files={name}"], texts, capsys)
     if "NaN" not in case:  # a demonstration's answer is text
-        refused(["sft", model, f"data.train_files={name}"], said, capsys)
+        refused(["sft", model, f"data.train_files={name}"], texts, capsys)
 
 
 @pytest.mark.parametrize("case", ["a named pipe", "a socket", "the null device", "a folder"])
-def test_a_file_that_is_no_data_is_not_checked_either(case: str, capsys: pytest.CaptureFixture[str]) -> None:
-    name, make, said = FILES[case]
+def test_files_that_are_not_data_fail_the_check(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name, make, texts = FILES[case]
     make(Path(name))
-    refused(["data", "check", name], said, capsys)
+    refused(["data", "check", name], texts, capsys)
     if case != "the null device":
-        refused(["data", "show", name], said, capsys)
+        refused(["data", "show", name], texts, capsys)
 
 
 def test_the_check_of_a_file_names_every_row_with_a_key_twice(capsys: pytest.CaptureFixture[str]) -> None:
     Path("data.jsonl").write_text('{"question": "a", "question": "b"}\n' + GOOD + '\n{"question": "c", "x": 1, "x": 2}')
     assert main(["data", "check", "data.jsonl"]) == 1
-    told = capsys.readouterr().out
-    assert "line 1: an object has the key 'question' twice" in told
-    assert "line 3: an object has the key 'x' twice" in told
-    assert "2 mistakes" in told
+    message = capsys.readouterr().out
+    assert "line 1: an object has the key 'question' twice" in message
+    assert "line 3: an object has the key 'x' twice" in message
+    assert "2 mistakes" in message
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------
@@ -169,14 +169,16 @@ def test_an_answer_that_the_reward_cannot_read(
     readable = UNREADABLE[reward][0]
     rows = [{"question": f"{number}?", **one} for number, one in enumerate([readable, unreadable, readable])]
     Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    said = ["data.jsonl, line 2: ", reward, "cannot read "]
+    texts = ["data.jsonl, line 2: ", reward, "cannot read "]
     if getattr(REWARDS[reward], "reward_gold", None) is not None:
-        said += [f"the answer {unreadable['answer']!r} (", "fix: correct the answer, take the task out"]
+        texts += [f"the answer {unreadable['answer']!r} (", "fix: correct the answer, take the task out"]
     model = f"model={tiny_model_folder}"
     refused(
-        ["train", "--validate-only", model, "data.train_files=data.jsonl", f"reward={reward}", *SMALL], said, capsys
+        ["train", "--validate-only", model, "data.train_files=data.jsonl", f"reward={reward}", *SMALL],
+        texts,
+        capsys,
     )
-    refused(["eval", str(tiny_model_folder), "data.val_files=data.jsonl", f"reward={reward}"], said, capsys)
+    refused(["eval", str(tiny_model_folder), "data.val_files=data.jsonl", f"reward={reward}"], texts, capsys)
 
 
 @pytest.mark.parametrize("reward", UNREADABLE)

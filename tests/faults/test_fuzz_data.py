@@ -62,9 +62,9 @@ lines = st.one_of(
 )
 encodings = st.sampled_from(["utf-8", "utf-8-sig", "utf-16", "latin-1", "utf-32"])
 whole_texts = st.lists(lines, max_size=5).flatmap(
-    lambda found: st.sampled_from(["\n", "\r\n", "\n\n", ",", ""]).map(lambda mark: mark.join(found))
+    lambda result: st.sampled_from(["\n", "\r\n", "\n\n", ",", ""]).map(lambda mark: mark.join(result))
 )
-listed = st.lists(rows, max_size=4).map(lambda found: json.dumps(found))
+listed = st.lists(rows, max_size=4).map(lambda result: json.dumps(result))
 encoded = st.builds(
     lambda text, name: text.encode(name, errors="surrogatepass" if name.startswith("utf") else "replace"),
     st.one_of(whole_texts, listed),
@@ -98,11 +98,11 @@ def reads_tasks(path: Path) -> None:
 
 def reads_demonstrations(path: Path) -> None:
     try:
-        found = read_demonstrations("data.train_files", str(path))
+        result = read_demonstrations("data.train_files", str(path))
     except InputError as error:
         _names(error, path)
         return
-    for one in found:
+    for one in result:
         _sayable([one.id, one.messages, one.tools])
 
 
@@ -212,11 +212,11 @@ raw_sets = st.sampled_from(list(DATASETS.values())).flatmap(_raw_rows)
 
 def prepares(given: tuple[Any, list[dict[str, Any]]]) -> None:
     """A set is written and can be loaded, or it is told what is wrong with which row."""
-    dataset, found = given
+    dataset, result = given
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {"DATA_DIR": folder}):
         source = next(one for one in dataset.sources if one.split in dataset.rows)
         path = Path(folder, "raw.jsonl")
-        path.write_text("".join(json.dumps(row) + "\n" for row in found))
+        path.write_text("".join(json.dumps(row) + "\n" for row in result))
         try:
             prepare(dataset, [f"{source.split}={path}"], Path(folder, dataset.name))
         except InputError as error:
@@ -256,7 +256,7 @@ def reads_corpus(path: Path) -> None:
 
 
 passages = st.builds(
-    lambda found: "".join(json.dumps(one) + "\n" for one in found).encode(),
+    lambda result: "".join(json.dumps(one) + "\n" for one in result).encode(),
     st.lists(json_values(["title", "text", "contents"]), max_size=4),
 )
 corpora = st.tuples(

@@ -26,7 +26,7 @@ from covey.errors import InputError
 from covey.gateway.openai_api import RequestRefused, read_messages, read_rewards
 from covey.models.loading import pick_device, pick_dtype
 from covey.rewards import REWARDS, resolve_rewards
-from covey.rewards.bfcl import NotCalls, calls_in
+from covey.rewards.bfcl import CallParseError, parse_calls
 from covey.rewards.ifeval import count_sentences
 from covey.rewards.judge import read_mark
 from covey.rewards.rewardset import find_conditions
@@ -76,7 +76,7 @@ def test_a_whole_pair_of_surrogates_is_a_character(tmp_path: Path) -> None:
 
 
 def test_a_small_gzip_file_that_holds_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "LARGEST", 1 << 20)
+    monkeypatch.setattr(reading, "MAX_UNPACKED", 1 << 20)
     path = tmp_path / "d.jsonl.gz"
     path.write_bytes(gzip.compress(b" " * (8 << 20)))
     with pytest.raises(InputError, match="unpacks to more than 1 MiB"):
@@ -180,8 +180,8 @@ def test_replies_that_repeat_a_mark_are_scored_at_once() -> None:
         assert read_mark("9" * LONG + "x", 10) is None
         composite = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
         assert score("ifeval_composite", "<think>" * (LONG // 7), None, **composite)["ifeval_composite"] == 0
-        with pytest.raises(NotCalls):
-            calls_in("<tool_call>" * (LONG // 11))
+        with pytest.raises(CallParseError):
+            parse_calls("<tool_call>" * (LONG // 11))
 
 
 def test_marks_of_a_judge_are_read_as_before() -> None:
@@ -234,7 +234,7 @@ def test_a_bar_that_is_no_number(bar: str) -> None:
 def test_replies_do_not_write_to_the_console() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert calls_in("[1if 2else 3]") == []
+        assert parse_calls("[1if 2else 3]") == []
         assert score("countdown", "3(7)+25", None, numbers=[3, 7, 25], target=46)["countdown"] == 0
 
 

@@ -126,9 +126,9 @@ def _reward(name: str) -> Any:
 def scores(given: tuple[str, str]) -> None:
     name, reply = given
     task, low, high = SOUND[name]
-    found = asyncio.run(_reward(name)(task, episode_of(task, reply, tokens=3)))
-    assert low <= found[name] <= high, found
-    assert all(value is not None and math.isfinite(value) for value in found.values()), found
+    result = asyncio.run(_reward(name)(task, episode_of(task, reply, tokens=3)))
+    assert low <= result[name] <= high, result
+    assert all(value is not None and math.isfinite(value) for value in result.values()), result
 
 
 tool_calls = json_values(["function", "name", "arguments", "a", "f"])
@@ -144,8 +144,8 @@ messages_of_calls = st.lists(
 def scores_calls(given: tuple[str, list[Any]]) -> None:
     name, made = given
     task, low, high = SOUND[name]
-    found = asyncio.run(_reward(name)(task, episode_of(task, "", tool_calls=made)))
-    assert low <= found[name] <= high
+    result = asyncio.run(_reward(name)(task, episode_of(task, "", tool_calls=made)))
+    assert low <= result[name] <= high
 
 
 # -- columns of any kind ---------------------------------------------------------------------------------------------
@@ -218,10 +218,10 @@ def parses_algebra(text: str) -> None:
 
 def votes(given: tuple[str, str, str]) -> None:
     name, one, other = given
-    found = votes_of(name)
-    assert found is not None
-    first, second = found.final(one), found.final(other)
-    assert found.same(first, first) and isinstance(found.same(first, second), bool)
+    result = votes_of(name)
+    assert result is not None
+    first, second = result.final(one), result.final(other)
+    assert result.same(first, first) and isinstance(result.same(first, second), bool)
 
 
 # -- the rest --------------------------------------------------------------------------------------------------------

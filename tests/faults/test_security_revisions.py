@@ -106,7 +106,7 @@ def test_an_adapter_knows_the_commit_below_it(hub: Path, tmp_path: Path) -> None
 
 
 def test_a_reward_model_may_say_which_too(hub: Path) -> None:
-    with pytest.raises(InputError, match="is no sequence classifier"):
+    with pytest.raises(InputError, match="is not a sequence classifier"):
         RewardModel(model="someone/tiny@v1").verify()
     with pytest.raises(Absent):
         RewardModel(model="someone/tiny@v9").verify()

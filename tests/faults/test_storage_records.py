@@ -244,9 +244,9 @@ def test_a_judge_whose_cache_is_full_still_judges(tmp_path: Path) -> None:
     judge = Judge(url="http://localhost:1/v1", model="m", cache=str(tmp_path / "replies.jsonl"))
     (tmp_path / "replies.jsonl").mkdir()  # which cannot be appended to, by root neither
     with pytest.warns(UserWarning, match="no further reply is kept there"):
-        judge._remember("key", "7")
-    judge._remember("other", "8")
-    assert judge._known == {"key": "7", "other": "8"}
+        judge._store("key", "7")
+    judge._store("other", "8")
+    assert judge._replies == {"key": "7", "other": "8"}
 
 
 # -- downloads and prepared sets ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Function calling, by the leaderboard's rules, by hand. Its ground truth: tests/benchmarks/test_scoring.py."""
+"""bfcl by the rules of the leaderboard, by hand. Its ground truth: tests/benchmarks/test_scoring.py."""
 
 from __future__ import annotations
 
@@ -8,8 +8,80 @@ from typing import Any
 import pytest
 
 from covey.errors import InputError
-from covey.rewards.bfcl import accepts
+from covey.rewards.bfcl import MAX_LENGTH, CallParseError, accepts, parse_calls
 from tests.rewards.replies import episode_of, scored, task_of
+
+# -- Parsing calls -----------------------------------------------------------------------------------------------------
+
+
+ONE = ("f", {"a": 1})
+
+
+@pytest.mark.parametrize(
+    ("reply", "calls"),
+    [
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', [ONE]),
+        ('Sure:\n<tool_call>\n{"name": "f", "parameters": {"a": 1}}\n</tool_call>\nDone.', [ONE]),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}}\n{"name": "g"}</tool_call>', [ONE, ("g", {})]),
+        ('<tool_call>{"name": "g"}</tool_call> <tool_call>[{"name": "h"}]</tool_call>', [("g", {}), ("h", {})]),
+        ('<think>perhaps <tool_call>?</think>\n[{"name": "f", "arguments": {"a": 1}}]', [ONE]),
+        ('```json\n[{"name": "f", "arguments": {"a": 1}}]\n```', [ONE]),
+        ('{"name": "f", "arguments": {"a": 1}}', [ONE]),
+        ("[f(a=1), m.g()]", [ONE, ("m.g", {})]),
+        ("f(a=1)", [ONE]),
+        ("```python\n[f(a=1)]\n```", [ONE]),
+        ('````json\r\n[{"name": "f",\r\n"arguments": {"a": 1}}]\r\n````\r\n', [ONE]),
+        ("```tool_call\n[f(a=1)]\n```", [ONE]),
+        ("```python\n[f(a=1)]\n```\nThat is it.", []),
+        ("[f(a=-1.5, b='x', c=[True, None], d=(1, 2), e={'k': [1]})]", [
+            ("f", {"a": -1.5, "b": "x", "c": [True, None], "d": (1, 2), "e": {"k": [1]}})
+        ]),
+        ("[f(a=x, b=1+1, c=g(2))]", [("f", {"a": "x", "b": "1 + 1", "c": "g(2)"})]),  # never computed
+        # no calls
+        ("No function fits.", []),
+        ("", []),
+        ("[]", []),
+        ("[1, 2]", []),
+        ("[f(1)]", []),
+        ("[f(**{'a': 1})]", []),
+        ("f", []),
+        ("(lambda: 1)(a=2)", []),
+        ("[f(a={[]: 1})]", []),
+        ("[f(a={'k': 1, **m})]", [("f", {"a": "{'k': 1, **m}"})]),
+        ("I would call f(a=1) here.", []),
+        ("(" * 10_000 + "f()" + ")" * 10_000, []),
+        ("[" * 10_000, []),
+        ("-" * 20_000 + "1", []),
+        ("f(a='" + "x" * MAX_LENGTH + "')", []),
+    ],
+)  # fmt: skip
+def test_parse_calls(reply: str, calls: list[Any]) -> None:
+    assert parse_calls(reply) == calls
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        "",
+        " \n",
+        "{",
+        '{"name": 1}',
+        '{"arguments": {}}',
+        '{"name": "f", "arguments": [1]}',
+        "f(a=1)",
+        "[" * 10_000,
+        "x" * MAX_LENGTH,
+    ],
+)
+def test_malformed_tool_calls(inside: str) -> None:
+    with pytest.raises(CallParseError):
+        parse_calls(f"<tool_call>{inside}</tool_call>")
+    with pytest.raises(CallParseError):
+        parse_calls(f'<tool_call>{{"name": "f"}}</tool_call><tool_call>{inside}')  # cut off
+
+
+# -- The reward --------------------------------------------------------------------------------------------------------
+
 
 PROPERTIES = {
     "city": {"type": "string"},
@@ -24,8 +96,8 @@ OTHER = [{"w.get": {"city": ["Rome"]}}]
 
 def judged(reply: str, gold: Any = GOLD, category: str = "simple_python", **message: Any) -> dict[str, float | None]:
     task = task_of(function=FUNCTION, ground_truth=gold, category=category)
-    found = scored("bfcl", task, episode_of(task, reply, **message))
-    return {name.removeprefix("bfcl").removeprefix("/") or "reward": value for name, value in found.items()}
+    result = scored("bfcl", task, episode_of(task, reply, **message))
+    return {name.removeprefix("bfcl").removeprefix("/") or "reward": value for name, value in result.items()}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +171,7 @@ def test_relevance_of_calls_that_the_episode_made() -> None:
         assert judged("Here you are.", [], "live_irrelevance", tool_calls=calls)["reward"] == 0
 
 
-def test_calls_that_the_episode_made_come_first() -> None:
+def test_calls_of_the_episode_take_precedence() -> None:
     made = [{"function": {"name": "w.get", "arguments": '{"city": "NYC"}'}}]
     assert judged("Here you are.", tool_calls=made)["reward"] == 1
     assert judged("[w.get(city='NYC')]", tool_calls=[{"name": "w.get", "arguments": {"city": "Rome"}}])["reward"] == 0

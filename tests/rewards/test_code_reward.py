@@ -120,7 +120,7 @@ def test_the_last_block_of_python(reply: str, code: str) -> None:
         *[("a</think>\n5", 9), ("a\n</think> 5", 10), ("a </think> b", 0), ("Say <think>\n</think>\n5", 0)],
     ],
 )
-def test_where_speech_begins(text: str, start: int | None) -> None:
+def test_thinking_end(text: str, start: int | None) -> None:
     assert covey.replies.thinking_end(text) == start
 
 
@@ -164,7 +164,7 @@ def test_a_sandbox_that_fails_is_not_a_wrong_answer() -> None:
         score("x", Remembers(Verdict(0, 0)))
 
 
-def test_what_the_sandbox_is_told_about_programs_and_functions() -> None:
+def test_sandbox_requests_for_programs_and_functions() -> None:
     sandbox = Remembers(Verdict(1, 1))
     score("x", sandbox, task_of(inputs=["1\n", "2\n"], outputs=["a", "b"]))
     assert sandbox.asked[-1][1]["cases"] == [{"input": "1\n", "output": "a"}, {"input": "2\n", "output": "b"}]

@@ -88,12 +88,12 @@ ONLY_WITH_MATH_VERIFY = [
 
 @NEEDS_MATH_VERIFY
 @pytest.mark.parametrize(("gold", "reply"), WRONG)
-def test_wrong_answers_are_not_paid(gold: str, reply: str) -> None:
+def test_wrong_answers_are_not_equal(gold: str, reply: str) -> None:
     assert score("math_verify", rf"\boxed{{{reply}}}", gold)["math_verify"] == 0
 
 
 @pytest.mark.parametrize(("gold", "reply"), [*RIGHT, *[(gold, gold) for gold, _ in WRONG]])
-def test_right_answers_are_paid(gold: str, reply: str) -> None:
+def test_correct_answers_are_equal(gold: str, reply: str) -> None:
     if (gold, reply) == ("x>5", "5<x"):
         assert equal(gold, reply) is None
     else:
@@ -102,12 +102,12 @@ def test_right_answers_are_paid(gold: str, reply: str) -> None:
 
 @NEEDS_MATH_VERIFY
 @pytest.mark.parametrize(("gold", "reply"), [*ONLY_WITH_MATH_VERIFY, ("x>5", "5<x")])
-def test_what_math_verify_adds(gold: str, reply: str) -> None:
+def test_pairs_decided_by_math_verify(gold: str, reply: str) -> None:
     assert equal(gold, reply) is None
     assert score("math_verify", rf"\boxed{{{reply}}}", gold)["math_verify"] == 1
 
 
-def test_only_the_open_parts_are_asked_about() -> None:
+def test_only_undecided_parts_are_queried() -> None:
     pair = (r"\sin2x", r"2\sin x\cos x")
     gold, reply = r"(\sin 2x, 1)", r"(2\sin x\cos x, 1)"
     assert compare(gold, reply, {}) == (None, [pair])
@@ -116,7 +116,7 @@ def test_only_the_open_parts_are_asked_about() -> None:
     assert compare(gold, r"(2\sin x\cos x, 2)", {}) == (False, [])  # the other part decides
 
 
-def test_an_open_list_is_matched_one_to_one() -> None:
+def test_undecided_lists_are_matched_one_to_one() -> None:
     """Two gold items that both equal the first item of the reply are not paid by it twice."""
     gold, reply = r"\sin a,\sin b", r"\cos a,\cos b"
     verdict, pairs = compare(gold, reply, {})
@@ -228,9 +228,9 @@ def golds_in(shared: Path) -> list[str]:
 
 async def _all(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
     """Those that are paid, with math-verify for what is open."""
-    from covey.rewards.math.rewards import _verified
+    from covey.rewards.math.rewards import _verify
 
-    return [(gold, reply) for gold, reply in pairs if await _verified(gold, reply, 2.0)]
+    return [(gold, reply) for gold, reply in pairs if await _verify(gold, reply, 2.0)]
 
 
 def test_every_gold_answer_equals_itself(shared: Path) -> None:
@@ -240,7 +240,7 @@ def test_every_gold_answer_equals_itself(shared: Path) -> None:
 
 
 @NEEDS_MATH_VERIFY
-def test_gold_answers_of_other_problems_are_not_paid(shared: Path) -> None:
+def test_gold_answers_of_other_problems_are_not_equal(shared: Path) -> None:
     draw = random.Random(11)
     golds = golds_in(shared)
     formulas = [gold for gold in golds if not re.fullmatch(r"-?[\d.]+", gold)]
@@ -249,7 +249,7 @@ def test_gold_answers_of_other_problems_are_not_paid(shared: Path) -> None:
 
 
 @NEEDS_MATH_VERIFY
-def test_gold_answers_with_something_around_them_are_not_paid(shared: Path) -> None:
+def test_gold_answers_with_added_text_are_not_equal(shared: Path) -> None:
     draw = random.Random(12)
     plain = [gold for gold in golds_in(shared) if not re.search(r"text|mbox|[<>=]|\\le|\\ge|^0$|%|_", gold)]
     around = (

@@ -14,7 +14,7 @@ import pytest
 from covey.errors import Absent, InputError
 from covey.imports import install_extra
 from covey.rewards import RewardError, resolve_rewards
-from covey.rewards.ifeval import DETECTING, KINDS, capital_words, count_sentences, count_words, forgiving
+from covey.rewards.ifeval import DETECTING, KINDS, capital_words, count_sentences, count_words, loose_variants
 from covey.types import StopReason, Task, Turn
 from tests.rewards.ifeval_cases import CASES
 from tests.rewards.replies import episode_of, scored, task_of
@@ -25,8 +25,8 @@ NEEDS_LANGDETECT = pytest.mark.skipif(not LANGDETECT, reason="langdetect is not 
 
 def judged(reply: str, kinds: list[str], settings: list[Any], **options: Any) -> dict[str, Any]:
     task = task_of(instruction_id_list=kinds, kwargs=settings)
-    found = scored("ifeval", task, episode_of(task, reply), **options)
-    return {name.removeprefix("ifeval").removeprefix("/") or "reward": value for name, value in found.items()}
+    result = scored("ifeval", task, episode_of(task, reply), **options)
+    return {name.removeprefix("ifeval").removeprefix("/") or "reward": value for name, value in result.items()}
 
 
 def test_all_kinds_have_examples() -> None:
@@ -75,8 +75,8 @@ def composite(reply: str, stop: str = "eos", **options: Any) -> dict[str, Any]:
     task = task_of(instruction_id_list=["punctuation:no_comma", "startend:quotation"], kwargs=[{}, {}])
     turn = Turn((1,), (2,), (0.0,), (0,), StopReason(stop))
     episode = replace(episode_of(task, reply), turns=(turn,))
-    found = scored("ifeval_composite", task, episode, **options)
-    return {name.removeprefix("ifeval_composite").removeprefix("/") or "reward": v for name, v in found.items()}
+    result = scored("ifeval_composite", task, episode, **options)
+    return {name.removeprefix("ifeval_composite").removeprefix("/") or "reward": v for name, v in result.items()}
 
 
 @pytest.mark.parametrize(
@@ -107,8 +107,8 @@ def test_parts_and_weights_of_the_composite_reward() -> None:
         composite("a", weights=[1.0])
 
 
-def test_what_loose_forgives() -> None:
-    assert forgiving("a\n*b*\nc") == ["a\n*b*\nc", "a\nb\nc", "*b*\nc", "b\nc", "a\n*b*", "a\nb", "*b*", "b"]
+def test_loose_variants() -> None:
+    assert loose_variants("a\n*b*\nc") == ["a\n*b*\nc", "a\nb\nc", "*b*\nc", "b\nc", "a\n*b*", "a\nb", "*b*", "b"]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_sentences(text: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("row", ["." * 100_000, "!" * 100_000, "?." * 50_000, "…!" * 50_000, "!" * 1000 + '"' * 99_000])
-def test_a_long_row_of_marks_is_read_once(row: str) -> None:
+def test_long_runs_of_marks_are_scanned_once(row: str) -> None:
     """Tried from each of its marks on, this would not end."""
     assert count_sentences(f"One {row}and so. Two{row} Three") == 3
 
@@ -181,7 +181,7 @@ def test_data_that_cannot_be_judged_stops_before_training(kinds: list[str], sett
     assert message in str(caught.value)
 
 
-def test_a_missing_package_is_told_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(Absent, match=re.escape(install_extra("ifeval"))):
         judged("x", ["language:response_language"], [{"language": "de"}])

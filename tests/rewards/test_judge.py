@@ -96,7 +96,7 @@ class Endpoint:
 
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
-    monkeypatch.setattr(judge, "SLOWEST_RETRY", 0.05)
+    monkeypatch.setattr(judge, "MAX_PAUSE", 0.05)
     made = Endpoint()
     yield made
     made.server.shutdown()
@@ -128,9 +128,9 @@ def score(rewards: RewardSet, *replies: str) -> list[Any]:
         rewards.close()
 
 
-def failure(found: Any) -> str:
-    assert isinstance(found, RewardError) and found.cause == "judge"
-    return found.why
+def failure(result: Any) -> str:
+    assert isinstance(result, RewardError) and result.cause == "judge"
+    return result.why
 
 
 # Marks
@@ -162,7 +162,7 @@ def test_the_mark_in_a_reply(reply: str, mark: float | None) -> None:
     assert read_mark(reply, 10.0) == mark
 
 
-def test_what_is_asked_and_what_it_is_worth(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_and_score(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
     rewards = judges(endpoint, scale=5, api_key_env="JUDGE_KEY")
     assert score(rewards, "say 4") == [{"judge": 0.8, "judge/unparsed": 0.0}]
@@ -175,14 +175,14 @@ def test_what_is_asked_and_what_it_is_worth(endpoint: Endpoint, monkeypatch: pyt
 
 def test_the_key_does_not_follow_a_redirect(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    (found,) = score(judges(endpoint, api_key_env="JUDGE_KEY", retries=0), "moved")
-    assert "no answer" in failure(found)
+    (result,) = score(judges(endpoint, api_key_env="JUDGE_KEY", retries=0), "moved")
+    assert "no answer" in failure(result)
     (_, first, _), (path, second, _) = endpoint.requests
     assert first["Authorization"] == "Bearer secret"
     assert path == "/elsewhere" and "Authorization" not in second
 
 
-def test_a_prompt_of_your_own(endpoint: Endpoint, tmp_path: Path) -> None:
+def test_custom_prompt(endpoint: Endpoint, tmp_path: Path) -> None:
     text = 'reply with JSON {"score": 1}: {final_answer} to {question}'
     score(judges(endpoint, prompt=text, temperature=None, max_tokens=None, retries=0), "an {answer}")
     ((_, _, request),) = endpoint.requests
@@ -193,7 +193,7 @@ def test_a_prompt_of_your_own(endpoint: Endpoint, tmp_path: Path) -> None:
     assert made.prompt == "grade\n{final_answer}" and made.url == "http://x/v1/chat/completions"
 
 
-def test_a_reply_without_a_mark_is_no_score(endpoint: Endpoint) -> None:
+def test_a_reply_without_a_mark_is_unscored(endpoint: Endpoint) -> None:
     assert score(judges(endpoint), "say well done", "say 5") == [
         {"judge": None, "judge/unparsed": 1.0},
         {"judge": 0.5, "judge/unparsed": 0.0},
@@ -203,7 +203,7 @@ def test_a_reply_without_a_mark_is_no_score(endpoint: Endpoint) -> None:
 # Once
 
 
-def test_the_same_is_asked_once(endpoint: Endpoint, tmp_path: Path) -> None:
+def test_equal_requests_are_sent_once(endpoint: Endpoint, tmp_path: Path) -> None:
     cache = tmp_path / "judged.jsonl"
     replies = ["slow 0.1", "say 3", "slow 0.1", "say 3", "slow 0.1", "say nothing"]
     first = score(judges(endpoint, cache=str(cache)), *replies)
@@ -218,7 +218,7 @@ def test_the_same_is_asked_once(endpoint: Endpoint, tmp_path: Path) -> None:
         assert endpoint.asked["say 3"] == 2
 
 
-def test_it_remembers_from_one_event_loop_to_the_next(endpoint: Endpoint) -> None:
+def test_replies_are_kept_across_event_loops(endpoint: Endpoint) -> None:
     rewards = judges(endpoint)
     for _ in range(2):
         assert asyncio.run(rewards(TASK, attempt("say 3")))["judge"] == 0.3
@@ -226,9 +226,9 @@ def test_it_remembers_from_one_event_loop_to_the_next(endpoint: Endpoint) -> Non
     assert endpoint.asked["say 3"] == 1
 
 
-def test_so_many_at_once(endpoint: Endpoint) -> None:
-    found = score(judges(endpoint, max_concurrent=3, seconds=1.0), *(f"slow 0.0{i}" for i in range(10, 50)))
-    assert [table["judge"] for table in found] == [0.5] * 40  # waiting for one's turn is not being late
+def test_concurrency_limit(endpoint: Endpoint) -> None:
+    result = score(judges(endpoint, max_concurrent=3, seconds=1.0), *(f"slow 0.0{i}" for i in range(10, 50)))
+    assert [table["judge"] for table in result] == [0.5] * 40  # waiting for one's turn is not being late
     assert endpoint.busiest == 3
 
 
@@ -236,12 +236,12 @@ def test_so_many_at_once(endpoint: Endpoint) -> None:
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_a_busy_endpoint_is_asked_again(endpoint: Endpoint, status: int) -> None:
+def test_a_busy_endpoint_is_retried(endpoint: Endpoint, status: int) -> None:
     assert score(judges(endpoint), f"twice {status}") == [{"judge": 0.5, "judge/unparsed": 0.0}]
     assert endpoint.asked == {f"twice {status}": 2}
 
 
-def test_an_endpoint_that_stays_down_is_no_opinion(endpoint: Endpoint) -> None:
+def test_an_endpoint_that_stays_down_fails_the_episode(endpoint: Endpoint) -> None:
     down, refused, garbage = score(judges(endpoint, retries=2), "status 500", "status 404", "garbage")
     assert failure(down).endswith("gave no answer after 3 attempts: 500 Internal Server Error: no such model")
     assert failure(refused).endswith("refuses: 404 Not Found: no such model")
@@ -249,13 +249,13 @@ def test_an_endpoint_that_stays_down_is_no_opinion(endpoint: Endpoint) -> None:
     assert endpoint.asked == {"status 500": 3, "status 404": 1, "garbage": 3}
 
 
-def test_nobody_there(endpoint: Endpoint) -> None:
+def test_no_server(endpoint: Endpoint) -> None:
     endpoint.server.server_close()
     assert "Connection refused" in failure(score(judges(endpoint, retries=1), "say 3")[0])
 
 
 @pytest.mark.parametrize("what", ["slow 30", "drip"])
-def test_a_slow_endpoint_is_given_up(endpoint: Endpoint, what: str) -> None:
+def test_a_slow_endpoint_times_out(endpoint: Endpoint, what: str) -> None:
     started = time.monotonic()
     why = failure(score(judges(endpoint, seconds=0.3), what)[0])
     assert "TimeoutError" in why or "timed out" in why
@@ -266,10 +266,13 @@ def test_a_slow_endpoint_is_given_up(endpoint: Endpoint, what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
-        ({"model": "m"}, "reward judge needs to know its url\n  fix: reward.options.judge.url=VALUE"),
-        ({"url": "localhost:8000"}, "reward.options.judge.url=localhost:8000: write it whole, http://HOST:PORT/v1"),
+        ({"model": "m"}, "reward judge needs its option url\n  fix: reward.options.judge.url=VALUE"),
+        (
+            {"url": "localhost:8000"},
+            "reward.options.judge.url=localhost:8000: write the full address, http://HOST:PORT/v1",
+        ),
         ({"scale": 0}, "reward.options.judge.scale must be positive, got 0"),
         ({"scal": 0}, "unknown option of reward judge  scal\n  did you mean   scale?"),
         (
@@ -279,11 +282,11 @@ def test_a_slow_endpoint_is_given_up(endpoint: Endpoint, what: str) -> None:
         ({"prompt": "{question}"}, "reward.options.judge.prompt has no {final_answer}"),
     ],
 )
-def test_mistakes_stop_before_training(options: dict[str, Any], told: str) -> None:
+def test_mistakes_stop_before_training(options: dict[str, Any], message: str) -> None:
     given = options if "model" in options else {"url": "http://x/v1", "model": "m", **options}
     with pytest.raises(InputError) as caught:
         resolve_rewards("judge", None, {}, options={"judge": given})
-    assert str(caught.value).startswith(told)
+    assert str(caught.value).startswith(message)
 
 
 def test_a_key_that_is_not_there() -> None:

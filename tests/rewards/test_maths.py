@@ -232,7 +232,7 @@ def test_an_empty_answer_is_never_a_silent_zero() -> None:
         (r"\frac{1}{a+b+c+d+e+f+g+h+j+k+m}", r"\frac{1}{n+o+p+q+r+s+t+u+v+w+x}", None),  # too large together
     ],
 )
-def test_what_is_left_open(gold: str, reply: str, verdict: bool | None) -> None:
+def test_undecided_pairs(gold: str, reply: str, verdict: bool | None) -> None:
     assert equal(gold, reply) is verdict
 
 
@@ -335,7 +335,7 @@ def test_a_process_that_hangs_or_dies_is_replaced() -> None:
         process.kill()
 
 
-def test_one_that_was_killed_is_asked_again(tmp_path: Path) -> None:
+def test_a_killed_process_is_replaced_and_retried(tmp_path: Path) -> None:
     """By the system, for example: that says nothing of the answer."""
     first = tmp_path / "first"
     once = SERVER.replace('question["do"] == "die"', f"not os.path.exists({str(first)!r})")
@@ -348,7 +348,7 @@ def test_one_that_was_killed_is_asked_again(tmp_path: Path) -> None:
         process.kill()
 
 
-def test_what_took_too_long_is_asked_again_and_answers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeouts_are_retried_and_verdicts_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [None, True, False]
 
     class Process:
@@ -356,8 +356,8 @@ def test_what_took_too_long_is_asked_again_and_answers_are_remembered(monkeypatc
             return answers.pop(0)
 
     monkeypatch.setattr(verify_process, "_own_process", Process)
-    found = [asyncio.run(verify_process.verify("only here", "asked thrice", 1.0)) for _ in range(3)]
-    assert found == [None, True, True]
+    result = [asyncio.run(verify_process.verify("only here", "asked thrice", 1.0)) for _ in range(3)]
+    assert result == [None, True, True]
     assert answers == [False]
 
 
@@ -368,7 +368,7 @@ def test_one_that_does_not_start_is_our_failure() -> None:
     assert process.running is None
 
 
-def test_the_package_is_asked_only_about_what_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_undecided_pairs_are_sent_to_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     async def verify(gold: str, reply: str, seconds: float) -> bool | None:
@@ -388,14 +388,14 @@ def test_the_package_is_asked_only_about_what_is_open(monkeypatch: pytest.Monkey
     assert asked == [(r"\sin z", reply, 5.0) for reply in ("x", "y", r"\zeta")]
 
 
-def test_a_missing_package_is_told_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(Absent, match=re.escape(install_extra("math"))):
         score("math_verify", "5", "5")
 
 
 @pytest.mark.parametrize(
-    ("reply", "found"),
+    ("reply", "result"),
     [
         *[(r"9^{9^{9^{9}}}", True), (r"10^{100000}", True), ("10000!", True), ("5!!", True), ("9" * 400, True)],
         *[("(" * 30 + "1" + ")" * 30, True), (r"\sqrt{" * 25 + "2" + "}" * 25, True), (r"\sum_{k=1}^{10^{9}} k", True)],
@@ -409,11 +409,11 @@ def test_a_missing_package_is_told_before_training(monkeypatch: pytest.MonkeyPat
         *[(r"\frac{\sqrt{3+\sqrt{5}}}{(1+(2+x)^2)^3}", False), ("x^{10}+x^9-x^8+x^7-x^6+x^5", False)],
     ],
 )
-def test_what_would_keep_the_package_busy_is_not_put_to_it(reply: str, found: bool) -> None:
-    assert verify_process.wild(reply) is found
+def test_wild_expressions_are_not_sent(reply: str, result: bool) -> None:
+    assert verify_process.wild(reply) is result
 
 
-def test_what_is_wild_is_not_equal_unless_the_answer_is_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wild_replies_are_unequal_unless_the_gold_answer_is_wild(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify_process, "_verify", lambda gold, reply, seconds: True)
     for gold, reply, verdict in [
         ("5", "10^{123456}", False),
@@ -425,7 +425,7 @@ def test_what_is_wild_is_not_equal_unless_the_answer_is_so_too(monkeypatch: pyte
 
 
 @NEEDS_MATH_VERIFY
-def test_what_only_math_verify_knows_and_what_it_never_finishes() -> None:
+def test_math_verify_decides_and_times_out() -> None:
     assert score("math_verify", r"\boxed{\sin^2 x + \cos^2 x}", "1")["math_verify"] == 1
     assert score("math_verify", r"\boxed{5!}", "120")["math_verify"] == 1
     assert score("math_verify", r"\boxed{\sin x}", r"\cos x") == {"math_verify": 0, "math_verify/timeout": 0}
@@ -435,7 +435,7 @@ def test_what_only_math_verify_knows_and_what_it_never_finishes() -> None:
 
 
 @NEEDS_MATH_VERIFY
-def test_where_both_decide_they_agree(shared: Path) -> None:
+def test_exact_comparison_agrees_with_math_verify(shared: Path) -> None:
     """Over answers of MATH, each against others: what we call equal, math-verify does too, and so with different.
     Known differences are left out: units (it ignores them), percentages, text and \\\\! in numbers."""
     rows = [json.loads(line)["answer"] for line in (shared / "data" / "math_eval" / "math500.jsonl").open()]

@@ -1,14 +1,18 @@
-"""The built-in rewards, on replies scored by hand."""
+"""The built-in rewards and their votes, on replies scored by hand."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from covey.rewards import REWARDS, RewardError, resolve_rewards
+from covey.evaluation.statistics import majority
+from covey.rewards import REWARDS, RewardError, resolve_rewards, votes_of
 from covey.types import Episode, Task
+
+# -- Rewards -----------------------------------------------------------------------------------------------------------
 
 
 def score(name: str, reply: str, answer: Any = None, **columns: Any) -> dict[str, float | None]:
@@ -138,7 +142,7 @@ def test_what_is_not_a_number(answer: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["number", "math_reward_string_equal"])
-def test_an_answer_that_is_no_number_is_never_a_silent_zero(name: str) -> None:
+def test_a_non_numeric_answer_is_an_error(name: str) -> None:
     with pytest.raises(RewardError) as caught:
         score(name, "7", "\\frac{3}{7}")
     assert str(caught.value) == f"reward {name} on task t: ValueError: the answer '\\\\frac{{3}}{{7}}' is not a number"
@@ -233,3 +237,68 @@ def test_countdown_arithmetic(reply: str, numbers: list[int], target: int, expec
 )
 def test_format(reply: str, expected: float) -> None:
     assert score("format", reply) == {"format": expected}
+
+
+# -- given -------------------------------------------------------------------------------------------------------------
+
+
+TASK = Task("t", ({"role": "user", "content": "q"},))
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        (None, {"given": None}),
+        ({"reward": 0.25}, {"given": 0.25}),
+        ({"reward": 1.0, "style": 0.5}, {"given": 1.0, "given/style": 0.5}),
+        ({"a": 1.0, "b": -0.25}, {"given": 0.75, "given/a": 1.0, "given/b": -0.25}),
+        ({"a": None, "b": 2.0}, {"given": 2.0, "given/a": None, "given/b": 2.0}),
+        ({"reward": None}, {"given": None}),
+    ],
+)
+def test_given(table: Mapping[str, float | None] | None, expected: dict[str, float | None]) -> None:
+    rewards = resolve_rewards("given", None, {})
+    assert asyncio.run(rewards(TASK, Episode(TASK, (), TASK.messages, given=table))) == expected
+
+
+# -- Votes -------------------------------------------------------------------------------------------------------------
+
+
+def camps(reward: str, *replies: str) -> int | None:
+    votes = votes_of(reward)
+    assert votes is not None
+    return majority([votes.final(reply) for reply in replies], votes.same)
+
+
+@pytest.mark.parametrize("reward", ["math_equal", "math_verify"])
+def test_formulas_vote_by_value(reward: str) -> None:
+    replies = (r"so \boxed{3}", r"It is \boxed{\frac{1}{2}}", "the answer is 0.5", r"\boxed{3}", r"\boxed{1/2}")
+    assert camps(reward, *replies) == 1
+
+
+def test_an_unclosed_box_does_not_vote() -> None:
+    assert camps("math_equal", r"\boxed{3", r"\boxed{3", r"\boxed{4}") == 2
+
+
+def test_long_formulas_are_compared_as_text() -> None:
+    nested = "(1," * 300 + "2" + ")" * 300
+    assert camps("math_equal", r"\boxed{5}", rf"\boxed{{{nested}}}", rf"\boxed{{{nested}}}") == 1
+
+
+def test_numbers_vote_by_value() -> None:
+    assert camps("number", "7", "12", "12.", "12.0") == 1
+    assert camps("number", "7", "7.0", "it is 12", "12", "12") == 0  # strict: words around it make another answer
+    assert camps("math_reward_string_equal", "7", "it is 1,200", "1200 or so") == 1
+    assert camps("math_reward_string_equal", "none", "nothing") is None
+    assert camps("number", "50%", "3/4", "0.75") == 1
+    assert camps("number", "4", "9" * 5000, "9" * 5000) == 1
+
+
+def test_short_answers_vote_without_case_and_articles() -> None:
+    assert camps("qa_f1_reward", "Rome", "<answer>The Hague</answer>", "Answer: the hague.") == 1
+
+
+def test_rewards_with_votes() -> None:
+    assert votes_of("code_reward") is None and votes_of("countdown") is None
+    mine = votes_of("mine")
+    assert mine is not None and mine.final(" a ") == "a" and "mine" not in REWARDS

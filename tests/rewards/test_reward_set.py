@@ -67,7 +67,7 @@ def test_arguments_are_given_by_name() -> None:
     }
 
 
-def test_defaults_stand_in_for_what_the_data_lack() -> None:
+def test_defaults_replace_missing_columns() -> None:
     def shift(level: int, offset: float = 0.5, *, answer: Any = "none") -> float:
         return level + offset + len(answer)
 
@@ -99,8 +99,8 @@ def test_names_of_other_projects() -> None:
 
     for function in (script, agentfly):
         RewardFunction.of(function).check(task)
-    found = [asyncio.run(RewardFunction.of(function).score(task, episode)) for function in (script, agentfly)]
-    assert found == [{"script": 1.0}, {"agentfly": 0.5}]
+    result = [asyncio.run(RewardFunction.of(function).score(task, episode)) for function in (script, agentfly)]
+    assert result == [{"script": 1.0}, {"agentfly": 0.5}]
     assert seen == {
         "prompt": "2 + 2 ?",
         "completion": "it is 4",
@@ -142,10 +142,10 @@ def test_decorator() -> None:
 
 
 def test_weights_are_one_unless_given() -> None:
-    found = resolve_rewards(["format", "exact"], None, {"format": 0.25})
-    assert found.names == ("format", "exact")
-    assert found.weights == {"format": 0.25, "exact": 1.0}
-    assert isinstance(found, Reward)
+    result = resolve_rewards(["format", "exact"], None, {"format": 0.25})
+    assert result.names == ("format", "exact")
+    assert result.weights == {"format": 0.25, "exact": 1.0}
+    assert isinstance(result, Reward)
 
 
 @pytest.mark.parametrize(("default", "expected"), [("sorted", "sorted"), (None, "exact")])
@@ -163,8 +163,8 @@ def test_no_reward() -> None:
 
 
 def test_the_same_reward_twice() -> None:
-    told = "two rewards are called exact\n  fix: name it once, or rename one with @covey.reward(name=...)"
-    assert mistake("exact", "auto") == told
+    message = "two rewards are called exact\n  fix: name it once, or rename one with @covey.reward(name=...)"
+    assert mistake("exact", "auto") == message
 
 
 def test_weight_of_an_unknown_reward() -> None:
@@ -196,9 +196,9 @@ def returns(value: Any) -> Callable[[], Any]:
     ],
 )
 def test_values(value: Any, expected: dict[str, float | None]) -> None:
-    found = score(returns(value))
-    assert found == expected
-    assert all(type(number) in (float, type(None)) for number in found.values())
+    result = score(returns(value))
+    assert result == expected
+    assert all(type(number) in (float, type(None)) for number in result.values())
 
 
 def test_extras_come_after_all_rewards() -> None:
@@ -206,7 +206,7 @@ def test_extras_come_after_all_rewards() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "message"),
     [
         (float("nan"), "mine is nan, a reward must be finite"),
         (float("-inf"), "mine is -inf, a reward must be finite"),
@@ -216,10 +216,10 @@ def test_extras_come_after_all_rewards() -> None:
         ({"f1": 1}, "the dict it returned has no 'reward' (keys: f1)"),
     ],
 )
-def test_values_that_are_no_rewards(value: Any, told: str) -> None:
+def test_invalid_values(value: Any, message: str) -> None:
     with pytest.raises(RewardError) as caught:
         score(returns(value))
-    assert str(caught.value) == f"reward mine on task t1: {told}"
+    assert str(caught.value) == f"reward mine on task t1: {message}"
 
 
 def test_an_exception_names_reward_and_task() -> None:
@@ -329,7 +329,7 @@ def test_a_group_reward_that_asks_for_one_final_answer() -> None:
     )
 
 
-def test_what_is_there_passes() -> None:
+def test_check_passes_if_all_columns_exist() -> None:
     resolve_rewards(["exact", "format"], None, {}).check(TASK)
     resolve_rewards("sorted", None, {}).check(Task("t", TASK.messages, None, {"numbers": [2, 1]}))
 
@@ -417,9 +417,9 @@ def test_a_rewards_own_check_sees_each_task_before_training() -> None:
     def easy(level: int) -> float:
         return 1.0
 
-    found = resolve_rewards(easy, None, {})
-    found.check(Task("t2", TASK.messages, "4", {"level": 2}))
+    result = resolve_rewards(easy, None, {})
+    result.check(Task("t2", TASK.messages, "4", {"level": 2}))
     with pytest.raises(InputError, match="task t1 is too hard"):
-        found.check(TASK)
+        result.check(TASK)
     with pytest.raises(InputError, match="asks for `level`"):  # the missing column comes first
-        found.check(Task("t3", TASK.messages, "4"))
+        result.check(Task("t3", TASK.messages, "4"))

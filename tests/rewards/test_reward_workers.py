@@ -30,8 +30,8 @@ def in_workers() -> Iterator[In]:
 
     def make(*names: Any, seconds: float = 20.0, options: Any = None) -> RewardSet:
         rewards = resolve_rewards(names, None, {}, options=options)
-        pools.append(WorkerPool(rewards.for_workers(), max_workers=4))
-        return rewards.within(pools[-1], seconds)
+        pools.append(WorkerPool(rewards.worker_functions(), max_workers=4))
+        return rewards.in_workers(pools[-1], seconds)
 
     yield make
     for pool in pools:
@@ -52,7 +52,7 @@ def failure(rewards: RewardSet) -> RewardError:
     return caught.value
 
 
-def test_a_users_reward_runs_elsewhere_and_our_own_here(in_workers: In) -> None:
+def test_user_rewards_run_in_workers_and_built_in_ones_inline(in_workers: In) -> None:
     def where(final_answer: str) -> dict[str, float]:
         return {"reward": len(final_answer), "pid": os.getpid()}
 
@@ -61,10 +61,10 @@ def test_a_users_reward_runs_elsewhere_and_our_own_here(in_workers: In) -> None:
         return float(episode.final_answer == answer == task.answer)
 
     rewards = in_workers("exact", where, later, only_if(resolve_rewards("format", None, {}).functions[0].call, "exact"))
-    assert set(rewards.for_workers()) == {"reward:where", "reward:later"}
-    found = score(rewards)
-    assert {name: found[name] for name in rewards.names} == {"exact": 1.0, "where": 1.0, "later": 1.0, "format": 0.0}
-    assert found["where/pid"] != os.getpid()
+    assert set(rewards.worker_functions()) == {"reward:where", "reward:later"}
+    result = score(rewards)
+    assert {name: result[name] for name in rewards.names} == {"exact": 1.0, "where": 1.0, "later": 1.0, "format": 0.0}
+    assert result["where/pid"] != os.getpid()
 
 
 def test_columns_of_any_name_reach_it(in_workers: In) -> None:
@@ -75,7 +75,7 @@ def test_columns_of_any_name_reach_it(in_workers: In) -> None:
     assert score(in_workers(odd), Task("t", TASK.messages, None, columns)) == {"odd": 15.0}
 
 
-def test_what_goes_wrong_has_a_cause(in_workers: In) -> None:
+def test_failures_have_causes(in_workers: In) -> None:
     def hang() -> float:
         time.sleep(60)
         return 1.0
@@ -149,11 +149,11 @@ def test_a_hang_and_a_crash_cost_one_episode_each(in_workers: In) -> None:
             raise ValueError("no")
         return 1.0
 
-    found = asyncio.run(source(in_workers(shaky, seconds=0.5)).next())
-    assert found.failures == {"reward_timeout": 1, "reward_crash": 1, "reward": 1}
-    told = "reward shaky on task t1: the process of reward:shaky ended: exit code 1"
-    assert found.examples["reward_crash"] == told
-    assert [len(group.episodes) for group in found.groups] == [2, 2, 2]
+    result = asyncio.run(source(in_workers(shaky, seconds=0.5)).next())
+    assert result.failures == {"reward_timeout": 1, "reward_crash": 1, "reward": 1}
+    message = "reward shaky on task t1: the process of reward:shaky ended: exit code 1"
+    assert result.examples["reward_crash"] == message
+    assert [len(group.episodes) for group in result.groups] == [2, 2, 2]
 
 
 def test_a_group_reward_that_hangs_costs_its_group(in_workers: In) -> None:
@@ -162,13 +162,13 @@ def test_a_group_reward_that_hangs_costs_its_group(in_workers: In) -> None:
             time.sleep(60)
         return [float(place) for place in range(len(episodes))]
 
-    found = asyncio.run(source(in_workers(ranks, seconds=0.5)).next())
-    assert [group.task.id for group in found.groups] == ["t0", "t2"]
-    assert [[e.rewards["ranks"] for e in group.episodes] for group in found.groups] == [[0.0, 1.0, 2.0]] * 2
-    assert found.failures == {"reward_timeout": 3} and found.dropped == 1
+    result = asyncio.run(source(in_workers(ranks, seconds=0.5)).next())
+    assert [group.task.id for group in result.groups] == ["t0", "t2"]
+    assert [[e.rewards["ranks"] for e in group.episodes] for group in result.groups] == [[0.0, 1.0, 2.0]] * 2
+    assert result.failures == {"reward_timeout": 3} and result.dropped == 1
 
 
-def test_where_all_hang_the_fix_is_named(in_workers: In) -> None:
+def test_if_every_call_hangs_the_fix_is_named(in_workers: In) -> None:
     def hang() -> float:
         time.sleep(60)
         return 1.0
@@ -193,7 +193,7 @@ def test_workers_that_are_gone_end_the_run(in_workers: In, group: bool) -> None:
         asyncio.run(source(rewards).next())
 
 
-def test_an_extra_alone_is_no_score(in_workers: In) -> None:
+def test_extras_alone_are_no_score(in_workers: In) -> None:
     def undecided() -> Any:
         return {"reward": None, "unparsed": 1.0}
 
@@ -236,12 +236,12 @@ class Threshold:
 def test_a_class_is_made_with_its_options(in_workers: In) -> None:
     assert score(in_workers(Threshold, options={"Threshold": {"at": 2, "high": 5}})) == {"Threshold": 5.0}
     assert score(in_workers(Threshold(4))) == {"Threshold": 0.0}
-    with pytest.raises(InputError, match=r"reward Threshold needs to know its at\n  fix: reward.options.Threshold.at="):
+    with pytest.raises(InputError, match=r"reward Threshold needs its option at\n  fix: reward.options.Threshold.at="):
         resolve_rewards(Threshold, None, {})
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (
             {"scaled": {"facto": 2}},
@@ -256,10 +256,10 @@ def test_a_class_is_made_with_its_options(in_workers: In) -> None:
         ({"scaled": 5}, "reward.options.scaled=5: write reward.options.scaled.OPTION=VALUE"),
     ],
 )
-def test_mistakes_in_options(options: dict[str, Any], told: str) -> None:
+def test_mistakes_in_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as caught:
         resolve_rewards([scaled, "exact"], None, {}, options=options)
-    assert str(caught.value).startswith(told)
+    assert str(caught.value).startswith(message)
 
 
 def test_the_digest_knows_options_and_source() -> None:

@@ -22,7 +22,7 @@ def write(name: str, *lines: Any) -> str:
     return name
 
 
-def told(report: Report) -> list[str]:
+def message(report: Report) -> list[str]:
     return [str(mistake).splitlines()[0] for mistake in report.mistakes]
 
 
@@ -41,7 +41,7 @@ def test_every_mistake_by_line() -> None:
         {"question": "5+5", "answer": "10", "data_id": "a"},
     )
     report = check_files([file])
-    assert told(report) == [
+    assert message(report) == [
         "t.jsonl, line 2: not JSON (expected a value at column 14)",
         "t.jsonl, line 3: answer is empty",
         "t.jsonl, line 4: expected an object, got a list",
@@ -69,27 +69,32 @@ def test_tasks_without_answers_are_fine() -> None:
 def test_a_file_that_cannot_be_read_is_one_mistake() -> None:
     files = [write("t.json", "[1, 2"), write("good.jsonl", GOOD), write("empty.jsonl", "")]
     report = check_files(files)
-    assert [line.partition(":")[0] for line in told(report)] == ["t.json, line 1", "empty.jsonl"]
+    assert [line.partition(":")[0] for line in message(report)] == ["t.json, line 1", "empty.jsonl"]
     assert report.rows == {Path("good.jsonl"): 1}
 
 
-def test_demonstrations_are_known_by_their_end() -> None:
-    asked, said = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
+def test_demonstrations_end_with_the_assistant() -> None:
+    asked, text = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
     file = write(
-        "demos.jsonl", {"messages": [asked, said]}, {"messages": [asked]}, {"messages": [asked, {"role": "x"}]}
+        "demos.jsonl", {"messages": [asked, text]}, {"messages": [asked]}, {"messages": [asked, {"role": "x"}]}
     )
-    assert told(check_files([file])) == [
+    assert message(check_files([file])) == [
         "demos.jsonl, line 2: no message of the assistant: there is nothing to learn from",
         "demos.jsonl, line 3: messages[1] has unknown role 'x'",
     ]
     pairs = write("pairs.jsonl", {"question": "1+1", "response": "2"}, {"question": "1+1"})
     assert check_files([pairs]).mistakes == []
-    assert "no column answer, response or completion" in told(check_files([pairs], demonstrations=True))[0]
+    assert "no column answer, response or completion" in message(check_files([pairs], demonstrations=True))[0]
 
 
 def test_statistics() -> None:
     assert quantiles([5, 1, 3, 2, 4]) == (1, 2, 3, 4, 5, 5)
     assert quantiles([]) == ()
     tasks = [Task(str(n), ({"role": "user", "content": "x" * n},), None, {"level": n or None}) for n in range(3)]
-    found = statistics(tasks)
-    assert (found.rows, found.columns, found.question, found.answer) == (3, {"level": "number"}, (0, 0, 1, 2, 2, 2), ())
+    result = statistics(tasks)
+    assert (result.rows, result.columns, result.question, result.answer) == (
+        3,
+        {"level": "number"},
+        (0, 0, 1, 2, 2, 2),
+        (),
+    )

@@ -1,4 +1,4 @@
-"""Data sets prepared from the real public files: how many rows, what was taken out, and what a model is asked."""
+"""Data sets prepared from the public files: rows, dropped rows, prompts, and data.options."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 
+from covey.cli.main import main
 from covey.config.schema import DataConfig
 from covey.errors import Absent, InputError
 from covey.tasks import DATASETS, TaskSet, load_tasks
 from covey.tasks.datasets.prepare import prepare
+
+# -- Loading -----------------------------------------------------------------------------------------------------------
+
 
 FILES = {
     "gsm8k": ["gsm8k"],
@@ -67,8 +71,8 @@ def made(name: str, folder: Path, shared: Path) -> dict[str, Any]:
     """The manifest; every set is prepared once."""
     if not (folder / name).exists():
         prepare(DATASETS[name], [str(shared / "data" / file) for file in FILES[name]], folder / name)
-    found: dict[str, Any] = json.loads((folder / name / "manifest.json").read_text())
-    return found
+    result: dict[str, Any] = json.loads((folder / name / "manifest.json").read_text())
+    return result
 
 
 def load(name: str, folder: Path, shared: Path, **settings: Any) -> TaskSet:
@@ -80,7 +84,7 @@ def test_every_set_of_the_list_is_tested() -> None:
     assert set(FILES) == set(ROWS) == set(DATASETS)
 
 
-def test_the_page_lists_what_there_is() -> None:
+def test_the_page_lists_all_data_sets() -> None:
     page = (Path(__file__).parents[2] / "docs/data.md").read_text()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| `")]
     listed = {row[0].strip("`"): row for row in rows if len(row) == 6}
@@ -105,7 +109,7 @@ def test_rows_and_loading(name: str, folder: Path, shared: Path) -> None:
     assert all(task.messages[-1]["role"] == "user" and task.messages[-1]["content"].strip() for task in both)
 
 
-def test_what_is_asked(folder: Path, shared: Path) -> None:
+def test_prompts(folder: Path, shared: Path) -> None:
     task = load("gsm8k", folder, shared).train[0]
     assert task.id == "gsm8k/train/0" and task.answer == "72"
     (message,) = task.messages
@@ -123,8 +127,8 @@ def test_answers_of_mathematics(folder: Path, shared: Path) -> None:
     math = load("math", folder, shared)
     assert math.validation[0].answer == r"\left( 3, \frac{\pi}{2} \right)"
     # Two rows have an empty answer, and a solution that says it.
-    found = {task.answer for task in math.train}
-    assert r"\mbox{four}" in found and "" not in found
+    result = {task.answer for task in math.train}
+    assert r"\mbox{four}" in result and "" not in result
 
 
 def test_levels_and_subjects_of_math(folder: Path, shared: Path) -> None:
@@ -222,3 +226,35 @@ def test_a_file_that_has_changed_is_refused(tmp_path: Path, shared: Path, monkey
     file.write_bytes(file.read_bytes() + b"x")
     with pytest.raises(InputError, match=r"test\.parquet has changed since it was prepared"):
         load_tasks(DataConfig(name="aime24"), seed=0)
+
+
+# -- data.options.held_out ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ten_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {"key": i, "prompt": f"Say {i}.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+        for i in range(10)
+    ]
+    (tmp_path / "input_data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setenv("DATA_DIR", str(tmp_path / "data"))
+    assert main(["data", "prepare", "ifeval", "--from", str(tmp_path / "input_data.jsonl")]) == 0
+
+
+def ids(tasks: object) -> list[str]:
+    return [task.id.removeprefix("ifeval/") for task in tasks]  # type: ignore[attr-defined]
+
+
+def test_held_out_splits_evenly(ten_prompts: None) -> None:
+    assert ids(load_tasks(DataConfig("ifeval"), seed=0).train) == []
+    parted = load_tasks(DataConfig("ifeval", {"held_out": 3}), seed=0)
+    assert ids(parted.validation) == ["0", "3", "6"]
+    assert ids(parted.train) == ["1", "2", "4", "5", "7", "8", "9"]
+    assert parted.reward == "ifeval"
+
+
+@pytest.mark.parametrize("count", [0, 10, "three"])
+def test_held_out_must_leave_both_splits_non_empty(ten_prompts: None, count: object) -> None:
+    with pytest.raises(InputError, match=r"data.options.held_out must be a number from 1 to 9, got"):
+        load_tasks(DataConfig("ifeval", {"held_out": count}), seed=0)

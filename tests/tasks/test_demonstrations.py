@@ -74,45 +74,45 @@ def test_forms(row: dict[str, Any]) -> None:
     ids=["OpenAI", "bare", "arguments as JSON text"],
 )
 def test_calls_and_schemas(call: dict[str, Any]) -> None:
-    said = [
+    text = [
         USER,
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "2"},
         ASSISTANT,
     ]
     for tools in ([TOOL], [TOOL["function"]], json.dumps([TOOL]), [json.dumps(TOOL)]):
-        (found,) = read({"messages": said, "tools": tools})
-        assert found.messages[1] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
-        assert found.tools == (TOOL,)
+        (result,) = read({"messages": text, "tools": tools})
+        assert result.messages[1] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
+        assert result.tools == (TOOL,)
 
 
-def test_parquet_fills_up_with_nulls_and_they_are_left_out() -> None:
-    said = [USER | {"tool_calls": None}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+def test_parquet_nulls_are_dropped() -> None:
+    text = [USER | {"tool_calls": None}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
     function = {"name": "f", "parameters": {"type": "object"}}
     tools = [
         {"type": "function", "function": function},
         {"type": "function", "function": {"name": "g", "description": "x"}},
     ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": said, "tools": tools}]), "d.parquet")
-    (found,) = load_demonstrations(DataConfig(train_files="d.parquet"), 0).train
-    assert found.messages[0] == USER and found.place == "d.parquet, row 1"
-    assert found.tools == tuple(tools)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": text, "tools": tools}]), "d.parquet")
+    (result,) = load_demonstrations(DataConfig(train_files="d.parquet"), 0).train
+    assert result.messages[0] == USER and result.place == "d.parquet, row 1"
+    assert result.tools == tuple(tools)
 
 
 def test_splits_sizes_and_warnings() -> None:
     rows = [{"question": str(i), "answer": str(i)} for i in range(4)]
     data = DataConfig(train_files=write(*rows), val_files=write(*rows[3:], name="v.jsonl"), train_size=9)
-    found = load_demonstrations(data, 0)
-    assert (len(found.train), len(found.validation)) == (4, 1)
-    assert found.warnings == (
+    result = load_demonstrations(data, 0)
+    assert (len(result.train), len(result.validation)) == (4, 1)
+    assert result.warnings == (
         "data.train_size=9, but there are only 4 demonstrations",
         "1 of 1 validation demonstrations are trained on too",
     )
-    assert found.description == "d.jsonl: 4 demonstrations, 1 for validation"
+    assert result.description == "d.jsonl: 4 demonstrations, 1 for validation"
     assert [d.id for d in read(*rows, train_size=2)] == ["d.jsonl:0", "d.jsonl:1"]
 
 
-def test_the_system_prompt_is_put_where_there_is_none() -> None:
+def test_the_system_prompt_is_added_if_missing() -> None:
     own = {"role": "system", "content": "own"}
     plain, prompted = read({"messages": [USER, ASSISTANT]}, {"messages": [own, USER, ASSISTANT]}, system_prompt="s")
     assert [m["role"] for m in plain.messages] == ["system", "user", "assistant"]
@@ -165,7 +165,7 @@ GOOD = {"messages": [USER, ASSISTANT]}
         ("{oops}", "not JSON (expected property name enclosed in double quotes at column 2)"),
     ],
 )
-def test_a_mistake_is_told_with_its_line(row: Any, first_line: str) -> None:
+def test_mistakes_name_their_line(row: Any, first_line: str) -> None:
     lines = mistake(GOOD, row)
     assert lines[0] == f"d.jsonl, line 2: {first_line}"
     assert lines[1].startswith("  1 | {") and lines[2].startswith("  2 | ")

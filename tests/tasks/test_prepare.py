@@ -16,7 +16,7 @@ import pytest
 
 from covey.errors import Absent, InputError
 from covey.tasks import DATASETS
-from covey.tasks.datasets.dataset import Hub, Source, Url, normal
+from covey.tasks.datasets.dataset import Hub, Source, Url, normalize_question
 from covey.tasks.datasets.math_sets import last_boxed
 from covey.tasks.datasets.prepare import prepare
 from covey.tasks.reading import read_table
@@ -34,7 +34,7 @@ def write(path: Path, *rows: Any) -> str:
 
 
 def questions(path: Path) -> list[str]:
-    return [found.values["question"] for found in read_table(path).rows]
+    return [result.values["question"] for result in read_table(path).rows]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def questions(path: Path) -> list[str]:
     ],
 )
 def test_when_two_questions_are_the_same(one: str, other: str, same: bool) -> None:
-    assert (normal(one) == normal(other)) is same
+    assert (normalize_question(one) == normalize_question(other)) is same
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_the_last_box(solution: str, answer: str | None) -> None:
     assert last_boxed(solution) == answer
 
 
-def test_repeats_and_overlap_go_from_training_only(tmp_path: Path) -> None:
+def test_repeats_and_overlap_are_dropped_from_training_only(tmp_path: Path) -> None:
     train = write(
         tmp_path / "train.jsonl",
         row("What is 1 + 1?"),
@@ -107,22 +107,22 @@ def test_training_rows_that_another_set_asks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "told"),
+    ("broken", "message"),
     [
         ('{"question": oops}', "train.jsonl, line 2: not JSON (expected a value at column 14)"),
         ({"question": "1+1"}, "train.jsonl, line 2: no column answer (columns here: question)"),
         (row("1+1", "two"), "train.jsonl, line 2: not a row of gsm8k (answer has no `#### number` at its end)"),
     ],
 )
-def test_damaged_rows_are_told_by_line(tmp_path: Path, broken: Any, told: str) -> None:
+def test_damaged_rows_are_reported_by_line(tmp_path: Path, broken: Any, message: str) -> None:
     file = write(tmp_path / "train.jsonl", row("2+2"), broken)
     with pytest.raises(InputError) as caught:
         prepare(GSM8K, [file], tmp_path / "out")
-    assert told in str(caught.value) and "  2 | " in str(caught.value)
+    assert message in str(caught.value) and "  2 | " in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 
-def test_files_are_known_by_name_or_by_word(tmp_path: Path) -> None:
+def test_files_are_identified_by_name_or_keyword(tmp_path: Path) -> None:
     strange = write(tmp_path / "problems.jsonl", row("1+1"))
     with pytest.raises(InputError, match="which file of gsm8k is this"):
         prepare(GSM8K, [strange], tmp_path / "out")
@@ -140,7 +140,7 @@ def test_answers_that_are_missing(tmp_path: Path) -> None:
         prepare(DATASETS["bfcl"], [file], tmp_path / "out")
 
 
-def test_questions_that_bring_their_passages(tmp_path: Path) -> None:
+def test_rows_with_their_own_passages(tmp_path: Path) -> None:
     """As HotpotQA, 2WikiMultihopQA (lists as text) and MuSiQue publish them."""
     hotpot = {
         "_id": "a",
@@ -167,23 +167,23 @@ def test_questions_that_bring_their_passages(tmp_path: Path) -> None:
     ):
         out = tmp_path / name
         prepare(DATASETS[name], [write(tmp_path / f"{name}_train.jsonl", raw)], out)
-        (found,) = read_table(out / "train.parquet").rows
-        assert found.values["answer"] == answers and found.values["gold_titles"] == ["One"]
+        (result,) = read_table(out / "train.parquet").rows
+        assert result.values["answer"] == answers and result.values["gold_titles"] == ["One"]
         passages = [json.loads(line) for line in (out / "corpus.jsonl").read_text().splitlines()]
         assert [(one["title"], one["text"]) for one in passages] == [("One", "First. Second."), ("Two", "Third.")]
 
 
-def test_what_others_call_the_problem(tmp_path: Path) -> None:
+def test_other_column_names(tmp_path: Path) -> None:
     """DAPO's rows for verl: the problem in words of its own, the answer inside reward_model."""
-    said = (
+    expected_text = (
         "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
         "$Answer (without quotes) where $Answer is the answer to the problem.\n\nWhat is 1+1?\n\n"
         'Remember to put your answer on its own line after "Answer:".'
     )
-    raw = {"prompt": [{"role": "user", "content": said}], "reward_model": {"ground_truth": "2"}}
+    raw = {"prompt": [{"role": "user", "content": expected_text}], "reward_model": {"ground_truth": "2"}}
     prepare(DATASETS["dapo_math"], [write(tmp_path / "dapo.jsonl", raw)], tmp_path / "out")
-    (found,) = read_table(tmp_path / "out/train.parquet").rows
-    assert (found.values["question"], found.values["answer"]) == ("What is 1+1?", "2")
+    (result,) = read_table(tmp_path / "out/train.parquet").rows
+    assert (result.values["question"], result.values["answer"]) == ("What is 1+1?", "2")
     short = {"prompt": "What is 1+1?", "solution": "2"}  # as others have shortened them
     prepare(DATASETS["dapo_math"], [write(tmp_path / "dapo.jsonl", short)], tmp_path / "out")
     assert read_table(tmp_path / "out/train.parquet").rows[0].values["answer"] == "2"

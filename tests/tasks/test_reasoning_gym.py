@@ -12,7 +12,7 @@ import pytest
 from covey.config.schema import DataConfig
 from covey.errors import Absent, InputError
 from covey.imports import install_extra
-from covey.rewards.countdown import reasoning_gym
+from covey.rewards.generated import reasoning_gym
 from covey.tasks import TaskSet, default_reward, load_tasks
 from covey.types import Task
 
@@ -50,7 +50,7 @@ def test_problems_and_their_scorer() -> None:
 
 
 @needs_package
-def test_streams_of_their_own() -> None:
+def test_training_and_validation_use_separate_streams() -> None:
     def asked(tasks: tuple[Task, ...]) -> set[Any]:
         return {task.messages[0]["content"] for task in tasks}
 
@@ -85,7 +85,7 @@ def test_several_families_at_once() -> None:
 
 @needs_package
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({}, "which of its data sets"),
         ({"dataset": "leg_countin"}, "did you mean   leg_counting"),
@@ -94,6 +94,6 @@ def test_several_families_at_once() -> None:
         ({"dataset": "leg_counting", "size": 3}, "use data.train_size"),
     ],
 )
-def test_mistakes(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(InputError, match=told):
+def test_mistakes(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         load(**options)

@@ -77,7 +77,7 @@ def test_parquet_rows_are_tasks() -> None:
     assert train(parquet("t.parquet", rows)) == (Task("7", TASK.messages, "2", {"level": 3}),)
 
 
-def test_other_columns_travel_along() -> None:
+def test_other_columns_are_kept() -> None:
     write("t.jsonl", ROW | {"data_id": "a", "level": 3, "tags": ["x"]})
     assert train("t.jsonl") == (Task("a", TASK.messages, "2", {"level": 3, "tags": ["x"]}),)
 
@@ -96,12 +96,12 @@ def test_verl_rows() -> None:
     assert train(parquet("t.parquet", rows)) == (expected,)
 
 
-def test_an_answer_goes_before_verls_ground_truth() -> None:
+def test_answer_takes_precedence_over_verls_ground_truth() -> None:
     write("t.jsonl", ROW | {"reward_model": {"ground_truth": "3"}})
     assert train("t.jsonl")[0].answer == "2"
 
 
-def test_messages_keep_what_they_bring_but_not_parquets_nulls() -> None:
+def test_messages_keep_extra_fields_but_not_parquet_nulls() -> None:
     call = [{"name": "add", "arguments": "1 1"}]
     messages = [
         {"role": "user", "content": "1+1"},
@@ -115,7 +115,7 @@ def test_messages_keep_what_they_bring_but_not_parquets_nulls() -> None:
     )
 
 
-def test_system_prompt_goes_where_no_system_message_is() -> None:
+def test_system_prompt_is_added_if_missing() -> None:
     own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "2+2"}]
     write("t.jsonl", ROW, {"messages": own})
     first, second = train("t.jsonl", system_prompt="Ours.")
@@ -123,16 +123,16 @@ def test_system_prompt_goes_where_no_system_message_is() -> None:
     assert second.messages == tuple(own)
 
 
-def test_files_come_in_sorted_order_per_glob() -> None:
+def test_files_of_a_glob_are_sorted() -> None:
     for name in ("b/2.jsonl", "b/1.jsonl", "a/3.jsonl"):
         write(name, {"question": name})
-    found = train(["b/*.jsonl", "a/3.jsonl"])
-    assert [task.id for task in found] == ["1.jsonl:0", "2.jsonl:0", "3.jsonl:0"]
+    result = train(["b/*.jsonl", "a/3.jsonl"])
+    assert [task.id for task in result] == ["1.jsonl:0", "2.jsonl:0", "3.jsonl:0"]
 
 
-def test_files_of_one_name_are_told_apart_by_folder() -> None:
-    found = train([write("a/t.jsonl", ROW), write("b/t.jsonl", ROW)])
-    assert [task.id for task in found] == ["a/t.jsonl:0", "b/t.jsonl:0"]
+def test_files_of_the_same_name_get_their_folder_in_ids() -> None:
+    result = train([write("a/t.jsonl", ROW), write("b/t.jsonl", ROW)])
+    assert [task.id for task in result] == ["a/t.jsonl:0", "b/t.jsonl:0"]
 
 
 def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_a_file_without_rows_is_empty(name: str, content: str) -> None:
     assert mistake(name).startswith(f"{name}: empty (no rows)")
 
 
-def test_a_row_that_is_no_object() -> None:
+def test_a_row_that_is_not_an_object() -> None:
     write("t.jsonl", ROW, "[1, 2]")
     assert mistake("t.jsonl") == (
         "t.jsonl, line 2: expected an object, got a list\n"
@@ -242,7 +242,7 @@ def test_a_row_that_is_no_object() -> None:
     assert mistake("t.json").startswith("t.json, item 2: expected an object, got a number\n  2 | 5\n")
 
 
-def test_json_that_is_no_list() -> None:
+def test_json_that_is_not_a_list() -> None:
     write("t.json", '"text"')
     assert mistake("t.json").startswith("t.json: expected a list of objects, got a string\n")
     write("t.json", {"train": [ROW], "test": [ROW]})
@@ -321,7 +321,7 @@ def test_glob_without_a_match() -> None:
 
 
 @pytest.mark.parametrize("files", ["t.jsonl", "no/t.jsonl", "*.jsonl"])
-def test_a_file_that_is_not_here_may_be_on_the_machine_of_the_run(files: str) -> None:
+def test_a_missing_file_is_absent_rather_than_wrong(files: str) -> None:
     with pytest.raises(Absent):
         train(files)
 
@@ -371,7 +371,7 @@ def test_question_by_another_usual_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "expected_message"),
     [
         (None, "question must be a string, got null"),
         (5, "question must be a string, got a number"),
@@ -380,13 +380,13 @@ def test_question_by_another_usual_name() -> None:
         ("  ", "question is empty"),
     ],
 )
-def test_question_of_the_wrong_type(value: Any, told: str) -> None:
+def test_question_of_the_wrong_type(value: Any, expected_message: str) -> None:
     write("t.jsonl", ROW, ROW, {"question": value})
-    assert mistake("t.jsonl").startswith(f"t.jsonl, line 3: {told}\n")
+    assert mistake("t.jsonl").startswith(f"t.jsonl, line 3: {expected_message}\n")
 
 
 @pytest.mark.parametrize(
-    ("messages", "told"),
+    ("messages", "expected_message"),
     [
         ("1+1", "messages must be a list of messages, got a string"),
         ([], "messages must be a list of messages, got an empty list"),
@@ -396,10 +396,10 @@ def test_question_of_the_wrong_type(value: Any, told: str) -> None:
         ([{"role": "user", "content": 5}], "messages[0].content must be a string, got a number"),
     ],
 )
-def test_malformed_messages(messages: Any, told: str) -> None:
+def test_malformed_messages(messages: Any, expected_message: str) -> None:
     write("t.jsonl", {"messages": messages})
     assert mistake("t.jsonl") == (
-        f"t.jsonl, line 1: {told}\n"
+        f"t.jsonl, line 1: {expected_message}\n"
         f"  1 | {json.dumps({'messages': messages})}\n"
         '  fix: a message looks like {"role": "user", "content": "What is 1+1?"}'
     )
@@ -414,7 +414,7 @@ def test_unknown_role() -> None:
     )
 
 
-def test_messages_that_bring_the_reply() -> None:
+def test_messages_that_end_with_the_reply() -> None:
     write("t.jsonl", {"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]})
     message = mistake("t.jsonl")
     assert message.startswith(

@@ -49,8 +49,8 @@ def identity(name: str, task: Task) -> object:
 
 def calculation(expression: str) -> object:
     """The numbers and signs of an expression, those of its innermost pair in any order."""
-    found = re.findall(r"\d+|[-+*]", expression)
-    return (frozenset(Counter(found[0:3:2]).items()), found[1], *found[3:])
+    output = re.findall(r"\d+|[-+*]", expression)
+    return (frozenset(Counter(output[0:3:2]).items()), output[1], *output[3:])
 
 
 # The five tasks
@@ -77,14 +77,14 @@ def test_largest() -> None:
 
 
 def test_arithmetic() -> None:
-    found = load("arithmetic", operations=["+", "-", "*"])
-    for task in found.train:
+    output = load("arithmetic", operations=["+", "-", "*"])
+    for task in output.train:
         a, b = numbers(task)
         results = {"+": a + b, "-": a - b, "*": a * b}
         assert asked(task) == f"What is {a} {task.columns['operation']} {b}?"
         assert task.answer == str(results[task.columns["operation"]]) and not task.answer.startswith("-")
-    assert {task.columns["operation"] for task in found.train} == {"+", "-", "*"}
-    assert found.reward == "number"
+    assert {task.columns["operation"] for task in output.train} == {"+", "-", "*"}
+    assert output.reward == "number"
 
 
 @pytest.mark.parametrize("count", [2, 3, 6])
@@ -133,7 +133,7 @@ def test_data_system_prompt_is_for_tasks_without_one() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_problem_is_ever_on_both_sides_or_twice(name: str) -> None:
+def test_splits_are_disjoint_and_without_repeats(name: str) -> None:
     sets = [
         load(name, seed=seed, train=train, val=val) for seed, train, val in ((0, 500, 50), (1, 50, 150), (2, 900, 9))
     ]
@@ -171,7 +171,7 @@ def test_only_training_depends_on_the_seed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_smaller_set_is_the_beginning_of_a_larger_one(name: str) -> None:
+def test_a_smaller_set_is_a_prefix_of_a_larger_one(name: str) -> None:
     small, large = load(name, train=20, val=10), load(name, train=60, val=30)
     assert (small.train, small.validation) == (large.train[:20], large.validation[:10])
 
@@ -184,10 +184,10 @@ def test_a_fifth_of_all_problems_is_validation() -> None:
     assert abs(len(tasks.validation) - 801) < 5 * 25
 
 
-def test_a_small_space_is_used_up_and_said_so() -> None:
+def test_a_small_space_is_exhausted_with_a_warning() -> None:
     tasks = load("sort", count=2, digits=1, train=None, val=None, examples=0)
-    found = {frozenset(numbers(task)) for task in tasks.train + tasks.validation}
-    assert found == {frozenset(pair) for pair in combinations(range(1, 10), 2)}
+    output = {frozenset(numbers(task)) for task in tasks.train + tasks.validation}
+    assert output == {frozenset(pair) for pair in combinations(range(1, 10), 2)}
     train, validation = len(tasks.train), len(tasks.validation)
     assert train + validation == 36
     assert tasks.warnings == (
@@ -240,7 +240,7 @@ def test_word_problems_mean_their_expressions() -> None:
     assert seen == set(meant)
 
 
-def test_calculator_demonstrations_are_never_asked() -> None:
+def test_calculator_demonstrations_are_never_tasks() -> None:
     shown = load_demonstrations(DataConfig(name="calculator", train_size=500, val_size=100, options={"digits": 1}), 0)
     tasks = load("calculator", train=500, val=200, digits=1)
 
@@ -292,7 +292,7 @@ def test_unknown_option() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "told"),
+    ("name", "options", "expected_message"),
     [
         ("sort", {"digits": 0}, "data.options.digits must be a whole number from 1 to 15, got 0"),
         ("sort", {"count": 1}, "data.options.count must be a whole number from 2 to 100, got 1"),
@@ -306,8 +306,8 @@ def test_unknown_option() -> None:
         ("countdown", {"target_max": 5}, "data.options.target_max must be a whole number from 10 to 1000000, got 5"),
     ],
 )
-def test_impossible_options(name: str, options: dict[str, Any], told: str) -> None:
-    assert mistake(name, **options) == told
+def test_impossible_options(name: str, options: dict[str, Any], expected_message: str) -> None:
+    assert mistake(name, **options) == expected_message
 
 
 def test_more_numbers_than_there_are() -> None:

@@ -156,7 +156,7 @@ def find_rewards(config: Config, given: Any, task_reward: str | None, sandbox: S
 def open_workers(agent: Agent, rewards: RewardSet, resources: ExitStack) -> WorkerPool | None:
     """Processes for functions of the user's. To be opened before weights are loaded and before the run's folder is
     locked: its template is a fork of this process as it is then."""
-    functions = {**rewards.for_workers(), **(agent.functions if isinstance(agent, UsesWorkers) else {})}
+    functions = {**rewards.worker_functions(), **(agent.functions if isinstance(agent, UsesWorkers) else {})}
     if not functions:
         return None
     pool = WorkerPool(functions)
@@ -173,7 +173,7 @@ def open_rewards(config: Config, rewards: RewardSet, workers: WorkerPool | None,
     from covey.models.loading import pick_device
 
     seconds = config.reward.seconds
-    opened = rewards.within(workers, seconds)
+    opened = rewards.in_workers(workers, seconds)
     resources.callback(opened.close)
     opened.open(seconds=seconds, device=str(pick_device(config.model.device)))
     return opened

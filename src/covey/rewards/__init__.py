@@ -1,4 +1,4 @@
-"""(Task, Episode) → {name: float}: what an attempt is worth."""
+"""Rewards: (Task, Episode) → {name: float}."""
 
 from covey.rewards.builtin import REWARDS, Votes, votes_of
 from covey.rewards.function import RewardError, reward

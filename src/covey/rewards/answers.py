@@ -1,10 +1,10 @@
-"""Where in a reply the final answer stands."""
+"""Extract the final answer from a reply: <answer> tags, labels, `####` and \\boxed{…}."""
 
 from __future__ import annotations
 
 import re
 
-# Both see a text in which every run of blanks is one space: so none of their parts can share a run out in many ways.
+# Both are matched against text whose runs of blanks are single spaces, which rules out catastrophic backtracking.
 LABELLED = re.compile(r"(?:final )?answer ?(?:\*\*)? ?[:：] ?(?:\*\*)?", re.IGNORECASE)
 STATED = re.compile(
     r"answer(?: (?:to|for|of) [^.\n]{1,80}?)? ?(?:\*\*)?"
@@ -12,7 +12,7 @@ STATED = re.compile(
     re.IGNORECASE,
 )
 BLANKS = re.compile(r"[ \t]+")
-END = 8000  # characters, blanks counted once, in which a label is looked for
+MAX_SEARCHED = 8000  # characters at the end of a reply that are searched for a label
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 BOX = re.compile(r"\\(?:boxed|fbox)[ \t]*(?:\{|[ \t](?=[^ \t{]))")
 
@@ -26,7 +26,7 @@ def tagged(text: str) -> str | None:
 
 
 def labelled(text: str) -> str | None:
-    """The line after the last `Answer:` or `Final Answer:`, or the next line that is not empty."""
+    """The line after the last `Answer:` or `Final Answer:`, or the next non-empty line."""
     return _line_after(LABELLED, text)
 
 
@@ -36,15 +36,15 @@ def stated(text: str) -> str | None:
 
 
 def hashed(text: str) -> str | None:
-    """What follows the last `####`, as GSM8K marks its answers."""
-    _, found, rest = text.rpartition("####")
+    """The line after the last `####`, GSM8K's mark."""
+    _, mark, rest = text.rpartition("####")
     lines = rest.strip().splitlines()
-    return lines[0].strip() if found and lines else None
+    return lines[0].strip() if mark and lines else None
 
 
 def boxed(text: str) -> str | None:
-    """The content of the last \\boxed{…}, whatever braces it holds. One that is never closed is none: its reply was
-    cut off. TeX also allows `\\boxed 5`."""
+    """The content of the last \\boxed{…}, with balanced braces. An unclosed box does not count: the reply was cut off.
+    TeX also allows `\\boxed 5`."""
     closing = _closing_braces(text)
     for start in reversed(list(BOX.finditer(text))):
         if not start[0].endswith("{"):
@@ -55,18 +55,18 @@ def boxed(text: str) -> str | None:
 
 
 def _closing_braces(text: str) -> dict[int, int]:
-    """Where each brace that is closed is closed. `\\{` and `\\}` are signs, not braces."""
+    """The position of each opening brace → that of its closing brace. `\\{` and `\\}` are symbols, not braces."""
     pairs, opened = {}, []
-    for found in BRACE.finditer(text):
-        if found[0] == "{":
-            opened.append(found.start())
-        elif found[0] == "}" and opened:
-            pairs[opened.pop()] = found.start()
+    for brace in BRACE.finditer(text):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif brace[0] == "}" and opened:
+            pairs[opened.pop()] = brace.start()
     return pairs
 
 
 def _line_after(mark: re.Pattern[str], text: str) -> str | None:
-    text = BLANKS.sub(" ", text)[-END:]
-    found = list(mark.finditer(text))
-    rest = text[found[-1].end() :].strip() if found else ""
+    text = BLANKS.sub(" ", text)[-MAX_SEARCHED:]
+    marks = list(mark.finditer(text))
+    rest = text[marks[-1].end() :].strip() if marks else ""
     return rest.splitlines()[0].strip("* \t") if rest else None

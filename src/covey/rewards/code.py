@@ -1,7 +1,7 @@
-"""The reward for code: hidden tests, run in the sandbox of the run.
+"""The `code_reward`: runs the code of a reply against hidden tests in the sandbox.
 
-A solution that fails, hangs or does not parse earns 0 for the tests it fails. A sandbox that cannot be had is the
-infrastructure's failure: its exception goes on, and the episode is left out.
+A solution that fails, hangs or does not parse earns 0 for the tests it fails. If the sandbox itself fails, its
+exception propagates, and the episode is excluded as an infrastructure failure.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Verdict(Protocol):
 
 
 class Sandbox(Protocol):
-    """What this reward needs of `covey.sandbox.Sandbox`. It raises SandboxError where it cannot judge."""
+    """The part of `covey.sandbox.Sandbox` used here. It raises SandboxError if the tests cannot be run."""
 
     async def check(self, solution: str, tests: Any, *, seconds: float | None = None) -> Verdict: ...
 
@@ -42,9 +42,9 @@ def _check(task: Task) -> None:
 async def code_reward(
     final_answer: str, task: Task, sandbox: Sandbox, all: bool = False, seconds: float | None = None
 ) -> dict[str, float]:
-    """The share of the task's hidden tests that the code in the reply passes; with `all`, 1 only if it passes each.
+    """The share of the task's hidden tests that the reply's code passes; with `all`, 1 only if it passes every test.
 
-    `seconds` is the deadline of the tests of one solution, sandbox.seconds where not given. Extras: passed, total.
+    `seconds` limits all tests of one solution; the default is sandbox.seconds. Extras: passed, total.
     """
     verdict = await sandbox.check(last_code(final_answer), tests_in(task), seconds=seconds)
     if verdict.total == 0:
@@ -54,24 +54,24 @@ async def code_reward(
 
 
 def last_code(reply: str) -> str:
-    """The last fenced block of Python, else the last fenced block, else all of the reply, each behind the thinking.
-    Indentation behind that of the fence stays: it may continue a function."""
-    said = reply[thinking_end(reply) or 0 :]
-    found = [block for block in blocks(said) if block.code.strip()]  # a stray fence at the end opens an empty one
-    chosen = [block.code for block in found if block.language in PYTHON] or [block.code for block in found]
-    return chosen[-1] if chosen else said
+    """The last fenced block of Python, else the last fenced block, else the whole reply, each after the thinking.
+    Indentation beyond that of the fence is kept: the code may continue a function."""
+    text = reply[thinking_end(reply) or 0 :]
+    fenced = [block for block in blocks(text) if block.code.strip()]  # a stray fence at the end opens an empty block
+    candidates = [block.code for block in fenced if block.language in PYTHON] or [block.code for block in fenced]
+    return candidates[-1] if candidates else text
 
 
 def tests_in(task: Task) -> Any:
-    """The hidden tests that the columns of a task hold, as the sandbox takes them."""
+    """The hidden tests in the columns of a task."""
     from covey.sandbox import hidden_tests
 
     return hidden_tests(_columns(task))
 
 
 def _columns(task: Task) -> Mapping[str, Any]:
-    """Also `inputs` with `outputs`; and where HumanEval's `prompt` became the question, it is the head of the function
-    all the same."""
+    """The task's columns, with `inputs` and `outputs` joined into `cases`, and with HumanEval's `prompt` restored if it
+    became the question."""
     columns = dict(task.columns)
     inputs, outputs = columns.get("inputs"), columns.get("outputs")
     if _is_list(inputs) and _is_list(outputs):
@@ -90,7 +90,7 @@ def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
 
 def _defines(source: str, name: Any) -> bool:
     try:
-        with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # most questions are no Python
+        with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # most questions are not Python
             tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):
         return False

@@ -1,4 +1,28 @@
-"""Waiting on an event loop for what a thread works out."""
+"""Rewards are plain functions; their parameter names say what they need.
+
+    @reward
+    def exact(answer, final_answer):
+        return final_answer.strip() == answer
+
+Parameters, by name:
+
+    answer         the task's answer                    task       the Task
+    question       the text of the last user message    episode    the Episode
+    final_answer   the last assistant text              (any other) a column of the data
+    completion     all text that the model wrote
+
+Names from other projects, used where the data has no such column:
+
+    prompt         the question                         prediction, final_response    the final answer
+    trajectory     all messages, as dicts
+
+A group reward scores all attempts at a task together: its first parameter is `episodes`, and it returns a list.
+A reward returns a number, None (not scored), or a dict. In a dict, the key "reward" (or the function's name) is the
+reward; the other keys are extras, logged as `NAME/KEY` and never trained on.
+
+With a worker pool, a reward runs in a worker process with a time limit, so a hang or crash costs only the episodes it
+was scoring. Built-in rewards that are fast and bounded run in the training process.
+"""
 
 from __future__ import annotations
 
@@ -17,60 +41,22 @@ from covey.imports import no_exit
 from covey.types import Episode, Task
 from covey.workers import RemoteError, WorkerDied, WorkerPool, WorkerTimeout
 
-Result = TypeVar("Result")
-
-
-async def result_of(future: Future[Result]) -> Result:
-    """The same future may be awaited by many, on several event loops; whoever is cancelled does not cancel it."""
-    loop = asyncio.get_running_loop()
-    told = asyncio.Event()
-
-    def tell(_: Future[Result]) -> None:
-        with suppress(RuntimeError):  # the loop has closed: nobody waits any more
-            loop.call_soon_threadsafe(told.set)
-
-    future.add_done_callback(tell)
-    await told.wait()
-    return future.result()
-
-
-# -- A reward is a plain function that names what it wants to know -----------------------------------------------------
-# @reward
-# def exact(answer, final_answer):
-# return final_answer.strip() == answer
-#
-# Parameters, by name:
-# answer         the task's answer                    task       the Task
-# question       the text of the last user message    episode    the Episode
-# final_answer   the last assistant text              any column of the data
-# completion     all that the model wrote
-#
-# and, as other projects call them, where the data have no column of that name:
-# prompt         the question                         prediction, final_response    the final answer
-# trajectory     all messages, as dicts
-#
-# The group form sees all attempts at a task together: its first parameter is `episodes`, and it returns a list.
-# A reward returns a number, None (not scored), or a dict: key "reward" (or the function's name) is the reward, the
-# other keys are extras, which are measured as `NAME/KEY` and never trained on.
-#
-# Where a pool of workers is given, a reward runs there, for so many seconds at most; then a hang or a crash costs what
-# it was to score. Covey's own that are quick and bounded run in this process.
-
 Function = TypeVar("Function", bound=Callable[..., Any])
+Result = TypeVar("Result")
 Columns = dict[str, float | None]
 
-OF_EPISODE = ("completion", "episode", "final_answer")
-LARGEST = 1e15  # squares of rewards are summed in float32, which ends at 3e38
-FILLED_IN = (*OF_EPISODE, "answer", "question", "task")  # never options
-THEIRS = ("final_response", "prediction", "trajectory")  # AgentFly's names; columns and options go before them
+EPISODE_ARGUMENTS = ("completion", "episode", "final_answer")
+OTHER_NAMES = ("final_response", "prediction", "trajectory")  # AgentFly's; columns and options take precedence
+FILLED_IN = (*EPISODE_ARGUMENTS, "answer", "question", "task")  # never options
+MAX_REWARD = 1e15  # squares of rewards are summed in float32, whose maximum is 3e38
 
 
 class RewardError(EpisodeError):
-    """A reward gave no value for an episode. The cause: `reward` (it raised, or its value is no reward),
-    `reward_timeout`, `reward_crash`, or what the reward itself calls it."""
+    """A reward gave no value for an episode. Causes: `reward` (it raised or returned an invalid value),
+    `reward_timeout`, `reward_crash`, or a cause that the reward itself sets."""
 
     def __init__(self, name: str, task_id: str, why: str, cause: str = "reward") -> None:
-        super().__init__(name, task_id, why, cause)  # all of them: an exception is pickled by its arguments
+        super().__init__(name, task_id, why, cause)  # all of them: exceptions are pickled by their arguments
         self.name = name
         self.task_id = task_id
         self.why = why
@@ -101,11 +87,11 @@ def reward(
     check: Callable[[Task], None] | None = None,
     gold: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Mark a function as a reward, and name it if its own name will not do. It stays a plain function.
+    """Mark a function as a reward, optionally under another name. It stays a plain function.
 
-    `check` is called with each task before training: it raises InputError if the reward cannot score that task, Absent
-    if it needs a package that is not here. `gold` is called with each task's answer: the function with which the reward
-    itself reads it, which raises ValueError where it cannot."""
+    `check` is called with each task before training: it raises InputError if the reward cannot score the task, Absent
+    if a package is missing. `gold` is called with each task's answer: the function that the reward parses it with,
+    which raises ValueError if it cannot."""
 
     def mark(function: Function) -> Function:
         function.reward_name = name or function.__name__  # type: ignore[attr-defined]
@@ -117,7 +103,7 @@ def reward(
 
 
 def inline(function: Function) -> Function:
-    """Mark a reward of Covey's own that is quick and bounded: it needs no process that can be killed."""
+    """Mark a built-in reward that is fast and bounded, so it runs in the training process."""
     function.reward_inline = True  # type: ignore[attr-defined]
     return function
 
@@ -126,9 +112,24 @@ def reward_name(function: Callable[..., Any]) -> str:
     return str(getattr(function, "reward_name", "") or getattr(function, "__name__", type(function).__name__))
 
 
+async def result_of(future: Future[Result]) -> Result:
+    """Await a thread's future. Unlike asyncio.wrap_future, it may be awaited on several event loops, and cancelling one
+    awaiter, or closing its loop, leaves the future and the other awaiters alone."""
+    loop = asyncio.get_running_loop()
+    done = asyncio.Event()
+
+    def notify(_: Future[Result]) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(done.set)
+
+    future.add_done_callback(notify)
+    await done.wait()
+    return future.result()
+
+
 @dataclass(frozen=True)
 class RewardFunction:
-    """A function, and what its signature asks for."""
+    """A reward function with its parsed signature."""
 
     name: str
     call: Callable[..., Any]
@@ -136,7 +137,7 @@ class RewardFunction:
     optional: tuple[str, ...]
     takes_all: bool  # it has **kwargs
     groupwise: bool
-    options: Mapping[str, Any] = field(default_factory=dict)  # arguments that the settings fill in
+    options: Mapping[str, Any] = field(default_factory=dict)  # arguments from the settings
     pool: WorkerPool | None = None  # None: it runs in this process
     seconds: float = math.inf
 
@@ -170,71 +171,76 @@ class RewardFunction:
         return bool(getattr(self.call, "reward_inline", False))
 
     @property
-    def in_worker(self) -> str:
-        """What it is called among the functions of the workers."""
+    def worker_name(self) -> str:
+        """Its name among the functions of the worker pool."""
         return f"reward:{self.name}"
 
-    def spread(self, arguments: Mapping[str, Any]) -> Any:
-        """What a worker calls: arguments of any name fit through."""
+    def call_with(self, arguments: Mapping[str, Any]) -> Any:
+        """What a worker runs. One mapping, so that arguments may have any name."""
         return self.call(**arguments)
 
+    # -- Checks before training
+
     def check(self, task: Task) -> None:
-        """Raise if the function asks for something that this task does not have."""
-        known = set(self._of_task(task)) | set(() if self.groupwise else (*OF_EPISODE, *THEIRS))
+        """Raise if the function needs something that this task does not have."""
+        known = set(self._task_arguments(task)) | set(() if self.groupwise else (*EPISODE_ARGUMENTS, *OTHER_NAMES))
         missing = [name for name in self.required if name not in known]
         if not missing:
-            if (own := getattr(self.call, "reward_check", None)) is not None:
-                self._checked(own, task)
-            if (read := getattr(self.call, "reward_gold", None)) is not None:
-                self._read_gold(read, task)
+            self._run_check(task)
+            self._check_gold(task)
             return
         lines = [f"reward {self.name} asks for `{missing[0]}`, which {task.where} does not have"]
-        if self.groupwise and missing[0] in OF_EPISODE:
+        if self.groupwise and missing[0] in EPISODE_ARGUMENTS:
             lines.append("  fix: a group reward looks at its `episodes`: [e.final_answer for e in episodes]")
         elif guess := nearest(missing[0], task.columns if missing[0] == "answer" else known):
             lines.append(f"  did you mean   {guess}?")
-        lines.append(f"  columns of the data: {', '.join(sorted(task.columns)) or 'none'}")
+        lines.append(_columns_line(task))
         lines.append(f"  always there: {', '.join(sorted(known & set(FILLED_IN)))}")
         raise InputError("\n".join(lines))
 
-    def _checked(self, own: Callable[[Task], None], task: Task) -> None:
-        """A column of another type than the reward reads is told as a mistake of the data."""
+    def _run_check(self, task: Task) -> None:
+        """Run the reward's own check. Any exception but InputError means that a column has an unexpected type."""
+        check = getattr(self.call, "reward_check", None)
         try:
             with no_exit(f"reward {self.name}"):
-                own(task)
+                if check is not None:
+                    check(task)
         except InputError:
             raise
         except Exception as error:
             raise InputError(
-                f"{task.where}: reward {self.name} cannot read its columns ({said(error):.400})"
-                f"\n  columns of the data: {', '.join(sorted(task.columns)) or 'none'}"
+                f"{task.where}: reward {self.name} cannot read its columns ({said(error):.400})\n{_columns_line(task)}"
             ) from error
 
-    def _read_gold(self, read: Callable[[Any], Any], task: Task) -> None:
+    def _check_gold(self, task: Task) -> None:
+        parse = getattr(self.call, "reward_gold", None)
         try:
-            read(task.answer)
+            if parse is not None:
+                parse(task.answer)
         except (ValueError, TypeError) as error:
             raise InputError(
                 f"{task.where}: reward {self.name} cannot read the answer {task.answer!r:.60} ({error!s:.200})\n"
                 "  fix: correct the answer, take the task out, or use another reward (docs/rewards.md)"
             ) from error
 
+    # -- Scoring
+
     async def score(self, task: Task, episode: Episode) -> Columns:
-        theirs = {
+        others = {
             "final_response": episode.final_answer,
             "prediction": episode.final_answer,
             "trajectory": [dict(message) for message in episode.messages],
         }
-        given = {**theirs, **self._of_task(task)} | {
+        arguments = {**others, **self._task_arguments(task)} | {
             "completion": _completion(task, episode),
             "episode": episode,
             "final_answer": episode.final_answer,
         }
-        return self._columns(task, await self._run(task, given))
+        return self._columns(task, await self._run(task, arguments))
 
     async def score_group(self, task: Task, episodes: Sequence[Episode]) -> list[Columns | RewardError]:
-        """One call for all attempts, which must return one value for each. A value that is no reward costs its own."""
-        values = await self._run(task, self._of_task(task), episodes=list(episodes))
+        """One call for all attempts, which must return one value per episode. An invalid value costs only its own."""
+        values = await self._run(task, self._task_arguments(task), episodes=list(episodes))
         if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(episodes):
             raise RewardError(
                 self.name, task.id, f"a group reward returns a list with one value for each of {len(episodes)} episodes"
@@ -247,18 +253,24 @@ class RewardFunction:
         except RewardError as error:
             return error
 
-    def _of_task(self, task: Task) -> dict[str, Any]:
-        """What is known without an episode. An answer that is not there must not pass for None."""
-        given = {"prompt": _question(task), **task.columns, "task": task, "question": _question(task)}
-        return given if task.answer is None else given | {"answer": task.answer}
+    def _task_arguments(self, task: Task) -> dict[str, Any]:
+        """The arguments known without an episode. A missing answer stays missing rather than None."""
+        question = next((str(m["content"]) for m in reversed(task.messages) if m["role"] == "user"), "")
+        arguments = {"prompt": question, **task.columns, "task": task, "question": question}
+        return arguments if task.answer is None else arguments | {"answer": task.answer}
 
-    async def _run(self, task: Task, given: Mapping[str, Any], **extra: Any) -> Any:
-        missing = [name for name in self.required if name not in given]
+    async def _run(self, task: Task, arguments: Mapping[str, Any], **extra: Any) -> Any:
+        missing = [name for name in self.required if name not in arguments]
         if missing:
             raise RewardError(self.name, task.id, f"it asks for `{missing[0]}`, which this task does not have")
-        wanted = given if self.takes_all else {n: given[n] for n in (*self.required, *self.optional) if n in given}
+        if not self.takes_all:
+            arguments = {n: arguments[n] for n in (*self.required, *self.optional) if n in arguments}
+        arguments = {**extra, **arguments, **self.options}
         try:
-            return await self._call({**extra, **wanted, **self.options})
+            if self.pool is not None:
+                return await self.pool.call(self.worker_name, arguments, seconds=self.seconds)
+            value = self.call(**arguments)
+            return await value if inspect.isawaitable(value) else value
         except RunFailed:
             raise
         except EpisodeError as error:
@@ -273,22 +285,14 @@ class RewardFunction:
         except (Exception, SystemExit) as error:
             raise RewardError(self.name, task.id, said(error)) from error
 
-    async def _call(self, arguments: Mapping[str, Any]) -> Any:
-        if self.pool is not None:
-            return await self.pool.call(self.in_worker, arguments, seconds=self.seconds)
-        value = self.call(**arguments)
-        return await value if inspect.isawaitable(value) else value
-
     def _columns(self, task: Task, value: Any) -> Columns:
+        """The returned value as columns: the reward under the function's name, extras under NAME/KEY."""
         if not isinstance(value, Mapping):
             return {self.name: self._number(task, self.name, value)}
         main = "reward" if "reward" in value else self.name
         if main not in value:
-            raise RewardError(
-                self.name,
-                task.id,
-                f"the dict it returned has no 'reward' (keys: {', '.join(map(str, value)) or 'none'})",
-            )
+            keys = ", ".join(map(str, value)) or "none"
+            raise RewardError(self.name, task.id, f"the dict it returned has no 'reward' (keys: {keys})")
         extras = {f"{self.name}/{key}": value[key] for key in value if key != main}
         return {column: self._number(task, column, v) for column, v in {self.name: value[main], **extras}.items()}
 
@@ -299,12 +303,12 @@ class RewardFunction:
             raise RewardError(self.name, task.id, f"{column} must be a number or None, got {value!r:.50}")
         try:
             number = float(value)
-        except OverflowError:  # an integer that no float holds
+        except OverflowError:  # an integer too large for a float
             number = math.inf
         if not math.isfinite(number):
             raise RewardError(self.name, task.id, f"{column} is {number}, a reward must be finite")
-        if abs(number) > LARGEST:
-            raise RewardError(self.name, task.id, f"{column} is {number:g}, a reward must lie within ±{LARGEST:g}")
+        if abs(number) > MAX_REWARD:
+            raise RewardError(self.name, task.id, f"{column} is {number:g}, a reward must lie within ±{MAX_REWARD:g}")
         return number
 
 
@@ -316,11 +320,11 @@ def check_options(reward: str, options: Mapping[str, Any], known: Sequence[str])
             raise unknown(f"option of reward {reward}", key, known)
 
 
-def _question(task: Task) -> str:
-    return next((str(message["content"]) for message in reversed(task.messages) if message["role"] == "user"), "")
+def _columns_line(task: Task) -> str:
+    return f"  columns of the data: {', '.join(sorted(task.columns)) or 'none'}"
 
 
 def _completion(task: Task, episode: Episode) -> str:
-    """All assistant texts of the attempt. The task's own messages may hold worked examples, which do not count."""
+    """All assistant texts of the attempt, without worked examples in the task's own messages."""
     written = episode.messages[len(task.messages) :]
     return "\n".join(str(message["content"]) for message in written if message["role"] == "assistant")

@@ -1,10 +1,20 @@
-"""Counting words and sentences as IFEval does, without a language toolkit.
+"""The `ifeval` and `ifeval_composite` rewards: following instructions that a program can verify.
 
-Words are runs of letters, digits and underscores, as there. Sentences end in `.`, `!`, `?` or `…` (with closing quotes
-and brackets) before a space. After an abbreviation or an initial they end only before a word that often starts one,
-after the number of a list item or a row of dots only before no small letter. The public definition asks a trained model
-(Punkt), whose lists of abbreviations and of starting words are longer. Tokens, for counting words in capitals, are
-parted at spaces, punctuation and contractions, as Treebank does it.
+Zhou et al. 2023, https://arxiv.org/abs/2311.07911. Strict scores judge the reply as it is. Loose scores accept an
+instruction if it is followed in the reply or in a variant: without the first line, without the last, without both, and
+each of these without stars.
+
+`ifeval_composite` is TorchRL's training reward, which also pays for the format, from 0 to 2.2:
+
+    0.4·prompt_strict + 0.3·instruction_strict + 0.2·prompt_loose + 0.1·instruction_loose
+      + 0.5·[one <think>…</think>] + 0.5·[one <answer>…</answer>] + 0.2·[the model ended the reply itself]
+
+Only the text in the first <answer>…</answer> is judged; without it nothing is followed.
+
+Deviations from the published program, which uses NLTK: sentences end in `.`, `!`, `?` or `…` (with closing quotes and
+brackets) before a space, with short lists of abbreviations and of words that often start a sentence in place of the
+trained Punkt model; tokens, for counting words in capitals, are split at spaces, punctuation and contractions like
+Treebank's; keywords are plain text, never patterns; language detection is seeded.
 """
 
 from __future__ import annotations
@@ -22,7 +32,7 @@ from covey.rewards.function import reward
 from covey.types import Episode, StopReason, Task
 
 WORD = re.compile(r"\w+")
-# A row of marks is taken whole and never given back, so that a long one before a letter is looked at once.
+# Possessive, so a long run of marks is scanned once.
 END = re.compile(r"""(?:(?<![.!?])(?:\.*+[!?][.!?]*+|\.++)|…)["'”’)\]*_]*+(?=\s|$)""")
 FOLLOWING = re.compile(r"""[\s"'“‘(*_[]*([\w]+|\S)""")
 ABBREVIATIONS = frozenset(
@@ -33,7 +43,7 @@ ABBREVIATIONS = frozenset(
         *("u.k", "a.m", "p.m", "d.c", "ph.d", "pp", "op", "adm", "messrs", "bros", "univ", "assn", "comdr"),
     ]
 )
-LONGEST_WORD = 100  # how far back the word before a full stop is looked for
+LONGEST_WORD = 100  # characters searched for the word before a full stop
 STARTERS = frozenset(
     [
         *("the", "this", "that", "these", "those", "it", "he", "she", "they", "we", "you", "i", "there", "here", "in"),
@@ -45,45 +55,47 @@ TOKEN = re.compile(r"(?:[A-Za-z]\.){2,}(?!\w)|[^\W_](?:[\w./'’-]*\w)?|[^\s\w]+
 CONTRACTION = re.compile(r"(?<=\w)(?=n['’]t$)|(?<=\w)(?=['’](?:s|m|d|ll|re|ve)$)|(?<=^can)(?=not$)", re.IGNORECASE)
 
 
+# -- Counting ----------------------------------------------------------------------------------------------------------
+
+
 def count_words(text: str) -> int:
     return len(WORD.findall(text))
 
 
 def count_sentences(text: str) -> int:
-    """How many sentences; what stands behind the last end is one too."""
-    count, start, searched, worded = 0, 0, 0, False
-    for found in END.finditer(text):
-        # What was searched is not searched again: rows of full stops without a word between them may be long.
-        worded = worded or WORD.search(text, searched, found.end()) is not None
-        searched = found.end()
-        if worded and _ends(text, start, found):
-            count, start, worded = count + 1, found.end(), False
+    """The number of sentences, including text after the last sentence end."""
+    count, start, searched, has_word = 0, 0, 0, False
+    for end in END.finditer(text):
+        # Each part is searched once: there may be long runs of full stops without a word between them.
+        has_word = has_word or WORD.search(text, searched, end.end()) is not None
+        searched = end.end()
+        if has_word and _ends_sentence(text, start, end):
+            count, start, has_word = count + 1, end.end(), False
     return count + bool(text[start:].strip())
 
 
-def _ends(text: str, start: int, found: re.Match[str]) -> bool:
-    following = FOLLOWING.match(text, found.end())
-    if "!" in found[0] or "?" in found[0] or following is None:
+def _ends_sentence(text: str, start: int, end: re.Match[str]) -> bool:
+    following = FOLLOWING.match(text, end.end())
+    if "!" in end[0] or "?" in end[0] or following is None:
         return True
-    if found[0].startswith(("..", "…")):
-        return not following[1][0].islower()
-    before = text[max(start, found.start() - LONGEST_WORD) : found.start()].split()
+    lower_next = following[1][0].islower()
+    if end[0].startswith(("..", "…")):
+        return not lower_next
+    before = text[max(start, end.start() - LONGEST_WORD) : end.start()].split()
     last = before[-1].lstrip("\"'“(*[").lower() if before else ""
-    if last.isdigit():
-        return not following[1][0].islower()
+    if last.isdigit():  # the number of a list item
+        return not lower_next
     if last in ABBREVIATIONS or (len(last) == 1 and last.isalpha() and last != "i"):
-        return not following[1][0].islower() and following[1].lower() in STARTERS
+        return not lower_next and following[1].lower() in STARTERS
     return True
 
 
 def capital_words(text: str) -> int:
-    """Tokens without a small letter and with a capital one. DON'T is two, as Treebank has it."""
+    """Tokens with a capital and without a small letter. DON'T is two tokens, as in Treebank."""
     return sum(part.isupper() for token in TOKEN.findall(text) for part in CONTRACTION.split(token))
 
 
-# -- The 25 kinds of instructions that IFEval can verify, each a function of the reply and the instruction's settings --
-# Zhou et al. 2023, https://arxiv.org/abs/2311.07911. Deviations: sentences and tokens are counted by `ifeval_text`;
-# keywords are plain text, never patterns; detecting a language is seeded, so that a reply is always judged the same.
+# -- The 25 instructions of IFEval: functions of the reply and the instruction's settings, which name the parameters ---
 
 DETECTING = frozenset({"language:response_language", "change_case:english_capital", "change_case:english_lowercase"})
 OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
@@ -97,7 +109,7 @@ def _compare(count: int, relation: str, limit: int) -> bool:
 
 
 def _in_language(text: str, language: str) -> bool:
-    """A text that has no language (numbers, signs) counts as right."""
+    """Text without a language (numbers, symbols) passes."""
     import langdetect
 
     langdetect.DetectorFactory.seed = 0
@@ -105,9 +117,6 @@ def _in_language(text: str, language: str) -> bool:
         return bool(langdetect.detect(text) == language)
     except langdetect.LangDetectException:
         return True
-
-
-# -- keywords ----------------------------------------------------------------------------------------------------------
 
 
 def existence(text: str, keywords: list[str]) -> bool:
@@ -126,9 +135,6 @@ def letter_frequency(text: str, letter: str, let_frequency: int, let_relation: s
     return _compare(text.lower().count(letter.strip().lower()), let_relation, let_frequency)
 
 
-# -- length ------------------------------------------------------------------------------------------------------------
-
-
 def number_sentences(text: str, num_sentences: int, relation: str) -> bool:
     return _compare(count_sentences(text), relation, num_sentences)
 
@@ -138,13 +144,13 @@ def number_words(text: str, num_words: int, relation: str) -> bool:
 
 
 def number_paragraphs(text: str, num_paragraphs: int) -> bool:
-    """Paragraphs parted by ***; only the first and the last may be empty, and then do not count."""
+    """Paragraphs separated by ***. The first and the last may be empty, and then do not count."""
     parts = _without_empty_ends(re.split(r"\s?\*\*\*\s?", text))
     return len(parts) == num_paragraphs and all(part.strip() for part in parts)
 
 
 def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Paragraphs parted by an empty line. The word ends at its first punctuation mark."""
+    """Paragraphs separated by an empty line. The word ends at its first punctuation mark."""
     parts = text.split("\n\n")
     count = sum(bool(part.strip()) for part in parts)
     words = parts[nth_paragraph - 1].split() if nth_paragraph <= count else []
@@ -152,11 +158,8 @@ def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int,
     return count == num_paragraphs and bool(words) and word.lower() == first_word.lower()
 
 
-# -- content and format ------------------------------------------------------------------------------------------------
-
-
 def number_placeholders(text: str, num_placeholders: int) -> bool:
-    """[…] on one line; the first closing bracket ends it."""
+    """[…] on one line, up to the first closing bracket."""
     count = 0
     for line in text.split("\n"):
         end = -1
@@ -172,7 +175,7 @@ def postscript(text: str, postscript_marker: str) -> bool:
 
 
 def number_bullet_lists(text: str, num_bullets: int) -> bool:
-    """Lines that start with `-`, or with one star."""
+    """Lines that start with `-` or with a single star."""
     starts = [line.lstrip() for line in text.split("\n")]
     return sum(s.startswith("-") or (s[:1] == "*" and s[1:2] not in ("*", "")) for s in starts) == num_bullets
 
@@ -183,8 +186,8 @@ def constrained_response(text: str) -> bool:
 
 def number_highlighted_sections(text: str, num_highlights: int) -> bool:
     """*…* or **…** on one line with something inside."""
-    single = [found for found in re.findall(r"\*[^\n*]*\*", text) if found.strip("*").strip()]
-    double = [found for found in re.findall(r"\*\*([^\n*]*)\*\*", text) if found.strip()]
+    single = [one for one in re.findall(r"\*[^\n*]*\*", text) if one.strip("*").strip()]
+    double = [one for one in re.findall(r"\*\*([^\n*]*)\*\*", text) if one.strip()]
     return len(single) + len(double) >= num_highlights
 
 
@@ -201,15 +204,12 @@ def json_format(text: str) -> bool:
 
 
 def title(text: str) -> bool:
-    """<<…>> on one line with something inside: from its first << to its last >>."""
+    """<<…>> on one line with something inside, from the first << to the last >>."""
     for line in text.split("\n"):
         start, end = line.find("<<"), line.rfind(">>")
         if 0 <= start < end - 2 and line[start:end].lstrip("<").rstrip(">").strip():
             return True
     return False
-
-
-# -- combination, start and end, case, punctuation, language ----------------------------------------------------------
 
 
 def two_responses(text: str) -> bool:
@@ -257,44 +257,26 @@ def _without_empty_ends(parts: list[str]) -> list[str]:
 
 
 KINDS: dict[str, Callable[..., Any]] = {
-    "keywords:existence": existence,
-    "keywords:frequency": frequency,
-    "keywords:forbidden_words": forbidden_words,
-    "keywords:letter_frequency": letter_frequency,
-    "language:response_language": response_language,
-    "length_constraints:number_sentences": number_sentences,
-    "length_constraints:number_paragraphs": number_paragraphs,
-    "length_constraints:number_words": number_words,
-    "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
-    "detectable_content:number_placeholders": number_placeholders,
-    "detectable_content:postscript": postscript,
-    "detectable_format:number_bullet_lists": number_bullet_lists,
-    "detectable_format:constrained_response": constrained_response,
-    "detectable_format:number_highlighted_sections": number_highlighted_sections,
-    "detectable_format:multiple_sections": multiple_sections,
-    "detectable_format:json_format": json_format,
-    "detectable_format:title": title,
-    "combination:two_responses": two_responses,
-    "combination:repeat_prompt": repeat_prompt,
-    "startend:end_checker": end_checker,
-    "startend:quotation": quotation,
-    "change_case:capital_word_frequency": capital_word_frequency,
-    "change_case:english_capital": english_capital,
-    "change_case:english_lowercase": english_lowercase,
-    "punctuation:no_comma": no_comma,
+    f"{group}:{check.__name__}": check
+    for group, checks in {
+        "keywords": (existence, frequency, forbidden_words, letter_frequency),
+        "language": (response_language,),
+        "length_constraints": (number_sentences, number_paragraphs, number_words, nth_paragraph_first_word),
+        "detectable_content": (number_placeholders, postscript),
+        "detectable_format": (
+            *(number_bullet_lists, constrained_response, number_highlighted_sections),
+            *(multiple_sections, json_format, title),
+        ),
+        "combination": (two_responses, repeat_prompt),
+        "startend": (end_checker, quotation),
+        "change_case": (capital_word_frequency, english_capital, english_lowercase),
+        "punctuation": (no_comma,),
+    }.items()
+    for check in checks
 }
 
 
-# -- The reward for following instructions that a program can verify (IFEval) ------------------------------------------
-# Zhou et al. 2023, https://arxiv.org/abs/2311.07911. Strict judges the reply as it is. Loose forgives: an instruction
-# is followed if it is in the reply without its first line, without its last, without both, or without stars, too.
-#
-# `ifeval_composite` is TorchRL's reward for training on it, which pays for form besides, from 0 to 2.2:
-#
-# 0.4·prompt_strict + 0.3·instruction_strict + 0.2·prompt_loose + 0.1·instruction_loose
-# + 0.5·[one <think>…</think>] + 0.5·[one <answer>…</answer>] + 0.2·[the model ended the reply itself]
-#
-# Only what stands in the first <answer>…</answer> is judged; a reply without one follows nothing.
+# -- Rewards -----------------------------------------------------------------------------------------------------------
 
 SCORES = ("instruction_strict", "instruction_loose", "prompt_strict", "prompt_loose")
 WEIGHTED = ("prompt_strict", "instruction_strict", "prompt_loose", "instruction_loose")
@@ -302,22 +284,21 @@ Settings = Mapping[str, Any]
 
 
 def _check(task: Task) -> None:
-    """Every instruction is known, has the settings of its kind, and can be judged here."""
+    """Every instruction is known, has the settings it needs, and can be judged on this machine."""
     kinds = list(task.columns["instruction_id_list"])
     settings = _settings(task.id, kinds, task.columns["kwargs"])
     if not kinds:
         raise InputError(f"{task.where}: instruction_id_list is empty, there is nothing to follow")
-    for kind, given in zip(kinds, settings, strict=True):
+    for kind, values in zip(kinds, settings, strict=True):
         if kind not in KINDS:
             raise InputError(f"{task.where}: {unknown('instruction of IFEval', kind, KINDS)}")
         needed = list(inspect.signature(KINDS[kind]).parameters)[1:]
-        if sorted(needed) != sorted(given):
-            wanted, found = ", ".join(needed) or "nothing", ", ".join(given) or "nothing"
-            raise InputError(f"{task.where}: kwargs of {kind} must give {wanted}; they give {found}")
-    if DETECTING & set(kinds) and importlib.util.find_spec("langdetect") is None:
-        (kind, *_) = DETECTING & set(kinds)
+        if sorted(needed) != sorted(values):
+            expected, actual = ", ".join(needed) or "nothing", ", ".join(values) or "nothing"
+            raise InputError(f"{task.where}: kwargs of {kind} must give {expected}; they give {actual}")
+    if (detecting := DETECTING & set(kinds)) and importlib.util.find_spec("langdetect") is None:
         raise Absent(
-            f"reward ifeval: {task.where} asks for a language ({kind}), which the package langdetect detects\n"
+            f"reward ifeval: {task.where} asks for a language ({min(detecting)}), which needs the package langdetect\n"
             f"  fix: {install_extra('ifeval')}"
         )
 
@@ -330,8 +311,8 @@ def ifeval(
     task: Task,
     score: str = "instruction_strict",
 ) -> dict[str, float]:
-    """The share of instructions that the reply follows, strictly. `score` chooses another of the four scores, all of
-    which are extras: instruction_strict, instruction_loose (shares), prompt_strict, prompt_loose (all or nothing)."""
+    """The strict share of instructions followed. `score` selects another of the four scores, all of which are extras:
+    instruction_strict, instruction_loose (shares), prompt_strict, prompt_loose (all or nothing)."""
     if score not in SCORES:
         raise ValueError(f"ifeval: score is one of {', '.join(SCORES)}, not {score!r}")
     scores = four_scores(final_answer, instruction_id_list, _settings(task.id, instruction_id_list, kwargs))
@@ -347,9 +328,8 @@ def ifeval_composite(
     task: Task,
     weights: Sequence[float] = (0.4, 0.3, 0.2, 0.1),
 ) -> dict[str, float]:
-    """TorchRL's training reward, from 0 to 2.2: the four scores of the text in <answer>, weighted (`weights`: prompt
-    strict, instruction strict, prompt loose, instruction loose), 0.5 each for one <think> and one <answer>, and 0.2
-    for a reply that the model itself ended. Extras: the four scores, structure, complete."""
+    """TorchRL's training reward, 0 to 2.2; see the formula at the top of this file. `weights` are for prompt_strict,
+    instruction_strict, prompt_loose and instruction_loose. Extras: the four scores, structure, complete."""
     if len(weights) != len(WEIGHTED):
         raise ValueError(f"ifeval_composite: weights are {len(WEIGHTED)} numbers, for {', '.join(WEIGHTED)}")
     thoughts, answers = (_inside(final_answer, tag) for tag in ("think", "answer"))
@@ -362,19 +342,19 @@ def ifeval_composite(
 
 
 def _inside(text: str, tag: str) -> list[str]:
-    """What stands between each <tag> and the next </tag>. One that is never closed ends the search."""
-    found, at = [], 0
+    """The text between each <tag> and the next </tag>; an unclosed tag ends the search."""
+    texts, at = [], 0
     while (start := text.find(f"<{tag}>", at)) >= 0 and (end := text.find(f"</{tag}>", start)) >= 0:
-        found.append(text[start + len(tag) + 2 : end])
+        texts.append(text[start + len(tag) + 2 : end])
         at = end + len(tag) + 3
-    return found
+    return texts
 
 
 def four_scores(text: str, kinds: Sequence[str], settings: Sequence[Settings]) -> dict[str, float]:
     pairs = list(zip(kinds, settings, strict=True))
-    strict = [_follows(text, kind, given) for kind, given in pairs]
-    variants = forgiving(text)
-    loose = [any(_follows(one, kind, given) for one in variants) for kind, given in pairs]
+    strict = [_follows(text, kind, values) for kind, values in pairs]
+    variants = loose_variants(text)
+    loose = [any(_follows(one, kind, values) for one in variants) for kind, values in pairs]
     return {
         "instruction_strict": sum(strict) / len(strict),
         "instruction_loose": sum(loose) / len(loose),
@@ -383,8 +363,8 @@ def four_scores(text: str, kinds: Sequence[str], settings: Sequence[Settings]) -
     }
 
 
-def forgiving(reply: str) -> list[str]:
-    """The reply, and it without its first line, its last, both; and each of these without stars."""
+def loose_variants(reply: str) -> list[str]:
+    """The reply, without its first line, its last line, both; and each of these without stars."""
     lines = reply.split("\n")
     cut = ["\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])]
     return list(dict.fromkeys(text for one in (reply, *cut) for text in (one, one.replace("*", ""))))
@@ -395,7 +375,7 @@ def _follows(text: str, kind: str, settings: Settings) -> bool:
 
 
 def _settings(task_id: str, kinds: Sequence[str], kwargs: Any) -> list[Settings]:
-    """Settings that are null belong to other kinds: tables give every row the columns of all."""
+    """The settings of each instruction. Nulls are dropped: tables give every row the columns of all kinds."""
     if len(kinds) != len(kwargs):
         raise InputError(f"task {task_id}: {len(kinds)} instructions in instruction_id_list, {len(kwargs)} in kwargs")
-    return [{name: value for name, value in (given or {}).items() if value is not None} for given in kwargs]
+    return [{name: value for name, value in (one or {}).items() if value is not None} for one in kwargs]

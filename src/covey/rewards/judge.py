@@ -1,10 +1,10 @@
-"""A language model as a judge, behind an endpoint that speaks OpenAI's chat completions.
+"""The `judge` reward: a language model behind an OpenAI-compatible chat completions endpoint.
 
     reward=judge reward.options.judge.url=http://localhost:8000/v1 reward.options.judge.model=NAME
 
-Its score is the number in the reply divided by `scale`. A reply without one is no score (None), and the extra
-`judge/unparsed` counts them. Where the endpoint does not answer, the episode fails with the cause `judge`: an outage is
-no opinion. The same question about the same answer is asked once; with `cache` also over several runs.
+The reward is the mark in the judge's reply divided by `scale`. A reply without a mark gives None, counted by the extra
+`judge/unparsed`. If the endpoint does not respond, the episode fails with the cause `judge` instead of scoring 0. Each
+prompt is sent once per run, or with `cache` once for all runs.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ Answer to grade:
 How good is the answer? Reply with one number from 0 (wrong) to {scale} (right and complete), and nothing else."""
 FIELDS = ("question", "answer", "final_answer", "scale")
 FIELD = re.compile(r"\{(\w+)\}")
-NUMBER = r"(-?(?<!\d)\d++(?:\.\d++)?)"  # from its first digit: a long row of digits is looked at once
-LONGEST_REPLY = 1 << 20  # bytes
-SLOWEST_RETRY = 8.0  # seconds
+NUMBER = r"(-?(?<!\d)\d++(?:\.\d++)?)"  # from its first digit on, so a long run of digits is scanned once
+MAX_REPLY = 1 << 20  # bytes
+MAX_PAUSE = 8.0  # seconds between attempts
 
 
 class JudgeFailed(EpisodeError):
-    """The endpoint gave no opinion."""
+    """The endpoint gave no reply."""
 
     cause = "judge"
 
@@ -67,17 +67,17 @@ class Judge:
     model: str
     api_key_env: str | None = None  # the environment variable that holds the key
     prompt: str = PROMPT  # a text, or a file, with {question} {answer} {final_answer} {scale}
-    scale: float = 10.0  # the best mark; the reward is the mark divided by it
+    scale: float = 10.0  # the highest mark; the reward is the mark divided by it
     max_tokens: int | None = 1024  # of the judge's reply; null: not sent
     temperature: float | None = 0.0  # null: not sent
-    max_concurrent: int = 16  # requests at once
-    retries: int = 4  # after 429, 5xx and connections that fail
-    seconds: float | None = None  # for one opinion, with its retries, from its turn on; null: reward.seconds
-    cache: str | None = None  # a JSONL file of replies, read at the start and added to
+    max_concurrent: int = 16  # concurrent requests
+    retries: int = 4  # after 429, 5xx and connection errors
+    seconds: float | None = None  # per request with retries, without time in the queue; null: reward.seconds
+    cache: str | None = None  # a JSONL file of replies, read at the start and appended to
 
-    _patience: float = field(default=30.0, init=False)
-    _known: dict[str, str] = field(default_factory=dict, init=False)  # replies by the hash of what was asked
-    _asked: dict[str, Future[str]] = field(default_factory=dict, init=False)  # those under way
+    _timeout: float = field(default=30.0, init=False)
+    _replies: dict[str, str] = field(default_factory=dict, init=False)  # by the hash of the request
+    _pending: dict[str, Future[str]] = field(default_factory=dict, init=False)  # by the hash of the request
     _lock: Any = field(default_factory=threading.Lock, init=False)
     _closing: threading.Event = field(default_factory=threading.Event, init=False)
     _threads: ThreadPoolExecutor | None = field(default=None, init=False)
@@ -85,7 +85,7 @@ class Judge:
     def __post_init__(self) -> None:
         self.url, self.model = str(self.url), str(self.model)
         if urlsplit(self.url).scheme not in ("http", "https"):
-            raise InputError(f"reward.options.judge.url={self.url}: write it whole, http://HOST:PORT/v1")
+            raise InputError(f"reward.options.judge.url={self.url}: write the full address, http://HOST:PORT/v1")
         if not self.url.rstrip("/").endswith("/chat/completions"):
             self.url = self.url.rstrip("/") + "/chat/completions"
         for key in ("scale", "max_concurrent"):
@@ -108,20 +108,20 @@ class Judge:
             raise InputError(f"reward.options.judge.cache={self.cache}: there is no such folder")
 
     def open(self, *, seconds: float, device: str) -> None:
-        self._patience = self.seconds or seconds
+        self._timeout = self.seconds or seconds
         if self.cache is not None and Path(self.cache).is_file():
             text = Path(self.cache).read_text(errors="replace")
-            if text and not text.endswith("\n"):  # what is added next must not be lost with that half line
+            if text and not text.endswith("\n"):  # keep the next record off an incomplete last line
                 with Path(self.cache).open("a") as file:
                     file.write("\n")
             for line in text.splitlines():
-                with suppress(ValueError, TypeError, KeyError):  # the last line of a run that was killed
+                with suppress(ValueError, TypeError, KeyError):  # an incomplete line of a killed run
                     record = json.loads(line)
-                    self._known[record["key"]] = record["reply"]
+                    self._replies[record["key"]] = record["reply"]
 
     async def __call__(self, question: str, final_answer: str, answer: Any = None) -> dict[str, float | None]:
         values = {"question": question, "answer": answer, "final_answer": final_answer, "scale": f"{self.scale:g}"}
-        prompt = FIELD.sub(lambda found: str(values[found[1]]), self.prompt)
+        prompt = FIELD.sub(lambda match: str(values[match[1]]), self.prompt)
         mark = read_mark(await self._reply(prompt), self.scale)
         return {"reward": None if mark is None else mark / self.scale, "unparsed": float(mark is None)}
 
@@ -131,77 +131,73 @@ class Judge:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _reply(self, prompt: str) -> str:
-        request = self._request(prompt)
+        sampling = {"max_tokens": self.max_tokens, "temperature": self.temperature}
+        request = {"model": self.model, "messages": [{"role": "user", "content": prompt}]} | {
+            name: value for name, value in sampling.items() if value is not None
+        }
         key = hashlib.sha256(f"{self.url}\n{json.dumps(request, sort_keys=True)}".encode()).hexdigest()
         with self._lock:
-            if key in self._known:
-                return self._known[key]
-            if key not in self._asked:
+            if key in self._replies:
+                return self._replies[key]
+            if key not in self._pending:
                 self._threads = self._threads or ThreadPoolExecutor(self.max_concurrent, "covey-judge")
-                self._asked[key] = self._threads.submit(self._ask, key, request)
-            asked = self._asked[key]
-        return await result_of(asked)
+                self._pending[key] = self._threads.submit(self._fetch, key, request)
+            pending = self._pending[key]
+        return await result_of(pending)
 
-    def _request(self, prompt: str) -> dict[str, Any]:
-        wanted = {"max_tokens": self.max_tokens, "temperature": self.temperature}
-        return {"model": self.model, "messages": [{"role": "user", "content": prompt}]} | {
-            name: value for name, value in wanted.items() if value is not None
-        }
+    # -- On a thread
 
-    # --- on a thread
-
-    def _ask(self, key: str, request: Mapping[str, Any]) -> str:
+    def _fetch(self, key: str, request: Mapping[str, Any]) -> str:
         try:
-            reply = self._persist(request, time.monotonic() + self._patience)
+            reply = self._post_with_retries(request, time.monotonic() + self._timeout)
             if read_mark(reply, self.scale) is not None:
-                self._remember(key, reply)
+                self._store(key, reply)
             return reply
         finally:
             with self._lock:
-                del self._asked[key]
+                del self._pending[key]
 
-    def _remember(self, key: str, reply: str) -> None:
+    def _store(self, key: str, reply: str) -> None:
         with self._lock:
-            self._known[key] = reply
+            self._replies[key] = reply
             if self.cache is not None:
                 try:
                     with Path(self.cache).open("a") as file:
                         file.write(hide_known(json.dumps({"key": key, "reply": reply})) + "\n")
-                except OSError as error:  # the opinion is there all the same
-                    what = f"reward.options.judge.cache={self.cache}: {error.strerror}"
-                    warnings.warn(f"{what}; no further reply is kept there", stacklevel=2)
+                except OSError as error:  # the reply itself is still good
+                    problem = f"reward.options.judge.cache={self.cache}: {error.strerror}"
+                    warnings.warn(f"{problem}; no further reply is kept there", stacklevel=2)
                     self.cache = None
 
-    def _persist(self, request: Mapping[str, Any], deadline: float) -> str:
-        """Ask until there is an answer, nothing left to try, or no time."""
+    def _post_with_retries(self, request: Mapping[str, Any], deadline: float) -> str:
         for attempt in range(self.retries + 1):
-            pause = min(SLOWEST_RETRY, 0.5 * 2**attempt) * random.uniform(0.75, 1.25)
+            pause = min(MAX_PAUSE, 0.5 * 2**attempt) * random.uniform(0.75, 1.25)
             try:
-                return self._once(request, deadline)
+                return self._post(request, deadline)
             except urllib.error.HTTPError as error:
                 why = f"{error.code} {error.reason}{_excerpt(error)}"
                 if error.code != 429 and error.code < 500:
                     raise JudgeFailed(f"{self.url} refuses: {why}") from error
-                if (wanted := error.headers.get("Retry-After", "")).isdigit():
-                    pause = float(wanted)
-            except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:  # no connection, no reply
+                if (retry_after := error.headers.get("Retry-After", "")).isdigit():
+                    pause = float(retry_after)
+            except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:  # no connection, or bad JSON
                 why = f"{type(error).__name__}: {error}"
             if attempt == self.retries or time.monotonic() + pause > deadline or self._closing.wait(pause):
                 break
         raise JudgeFailed(f"{self.url} gave no answer after {attempt + 1} attempts: {why}")
 
-    def _once(self, request: Mapping[str, Any], deadline: float) -> str:
-        message = urllib.request.Request(  # noqa: S310 - http or https, as __post_init__ has seen to
+    def _post(self, request: Mapping[str, Any], deadline: float) -> str:
+        message = urllib.request.Request(  # noqa: S310 - http or https, checked in __post_init__
             self.url, json.dumps(request).encode(), headers={"Content-Type": "application/json"}
         )
-        if self.api_key_env is not None:  # for this address only: a redirect may lead anywhere
+        if self.api_key_env is not None:  # not sent along on a redirect
             message.add_unredirected_header("Authorization", f"Bearer {os.environ.get(self.api_key_env, '')}")
         body = b""
-        patience = max(0.01, deadline - time.monotonic())
-        with urllib.request.urlopen(message, timeout=patience) as response:  # noqa: S310 - as above
+        timeout = max(0.01, deadline - time.monotonic())
+        with urllib.request.urlopen(message, timeout=timeout) as response:  # noqa: S310 - as above
             while part := response.read1(1 << 16):
                 body += part
-                if time.monotonic() > deadline or len(body) > LONGEST_REPLY:
+                if time.monotonic() > deadline or len(body) > MAX_REPLY:
                     raise TimeoutError("the reply does not end")
         return str(json.loads(body)["choices"][0]["message"]["content"] or "")
 
@@ -215,15 +211,15 @@ def _excerpt(error: urllib.error.HTTPError) -> str:
 
 
 def read_mark(reply: str, scale: float) -> float | None:
-    """The mark in a judge's reply: `7/10`, `Score: 7`, a number on the last line, or the only one. None if there is
-    none between 0 and the best, or no telling which."""
+    """The mark in a judge's reply: `7/10`, `Score: 7`, a number alone on the last line, or the only number. None if it
+    is ambiguous or not between 0 and `scale`."""
     text = reply.rpartition("</think>")[2].strip()
     last = text.splitlines()[-1] if text else ""
-    found = (
+    numbers = (
         re.findall(rf"{NUMBER}\s*(?:/|out of)\s*{scale:g}\b", text, re.IGNORECASE)[-1:]
         or re.findall(rf"\b(?:score|rating|grade|mark)\b[^\d\n-]{{0,20}}{NUMBER}", text, re.IGNORECASE)[-1:]
         or re.findall(rf"^\W*?{NUMBER}\W*$", last)
         or re.findall(NUMBER, text)
     )
-    mark = float(found[0]) if len(found) == 1 else -1.0
+    mark = float(numbers[0]) if len(numbers) == 1 else -1.0
     return mark if 0 <= mark <= scale else None

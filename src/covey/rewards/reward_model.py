@@ -1,10 +1,9 @@
-"""A Hugging Face sequence classifier as a reward: its logit for one label.
+"""The `reward_model` reward: the logit of a Hugging Face sequence classifier for one label.
 
     reward=reward_model reward.options.reward_model.model=ORG/NAME
 
-It reads the whole conversation in its own chat template, or, where it has none, question and final answer as a pair.
-Episodes that are scored at the same time are scored together; how they are batched changes a score in its last bits
-(`batch_size=1`: not at all).
+The classifier reads the whole conversation in its own chat template or, without one, question and final answer as a
+pair. Concurrent requests are batched. Batching changes the last bits of a score; `batch_size=1` is reproducible.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from covey.types import Episode
 if TYPE_CHECKING:
     import torch
 
-GATHER = 0.005  # seconds that the first of a batch waits for others
+BATCH_WAIT = 0.005  # seconds that a batch waits for more requests
 OPTION = "reward.options.reward_model"
 
 
@@ -39,11 +38,11 @@ class RewardModel:
     reward_name: ClassVar[str] = "reward_model"
 
     model: str  # a folder, or a Hugging Face id
-    batch_size: int = 16  # conversations scored together at most
-    device: str = "cpu"  # cpu | cuda:1 ...; learner: where the learner works
+    batch_size: int = 16  # maximum conversations per batch
+    device: str = "cpu"  # cpu | cuda:1 ...; learner: the learner's device
     activation: str = "none"  # sigmoid: between 0 and 1
     label: int = 0  # which of the classifier's labels
-    max_length: int | None = None  # tokens that are read, the last ones; null: what the classifier can
+    max_length: int | None = None  # keep the last N tokens; null: the classifier's limit
 
     _scorer: _Scorer | None = field(default=None, init=False)
     _batcher: _Batcher | None = field(default=None, init=False)
@@ -56,22 +55,19 @@ class RewardModel:
             raise InputError(f"{OPTION}.batch_size must be at least 1, got {self.batch_size}")
 
     def verify(self) -> None:
-        """That it is there, and a classifier with such a label."""
-        with self._found():
+        """Raise InputError unless the model exists, is a classifier and has the label."""
+        with self._load_errors():
             config = read_config(self.model, self._path(), revision=self._revision())
         kinds = config.architectures or []
         if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
-            kind = ", ".join(kinds) or "something without a name"
-            raise InputError(f"{OPTION}.model={self.model} is no sequence classifier but {kind}")
+            kind = ", ".join(kinds) or "of an unknown architecture"
+            raise InputError(f"{OPTION}.model={self.model} is not a sequence classifier, it is {kind}")
         if not 0 <= self.label < config.num_labels:
             raise InputError(f"{OPTION}.label={self.label}, but {self.model} has {config.num_labels} labels, from 0 on")
-        self._check_files(config)
-
-    def _check_files(self, config: Any) -> None:
         from transformers import AutoModelForSequenceClassification as Classifier
 
         path = self._path()
-        with self._found():
+        with self._load_errors():
             read_tokenizer(self.model, path, config, revision=self._revision())
             if Path(path).is_dir():
                 check_weights_fit(Classifier, self.model, Path(path), config)
@@ -79,7 +75,7 @@ class RewardModel:
                 check_buildable(Classifier, self.model, config)
 
     def open(self, *, seconds: float, device: str) -> None:
-        with self._found():
+        with self._load_errors():
             self._scorer = _Scorer(
                 self._path(),
                 device if self.device == "learner" else self.device,
@@ -92,8 +88,8 @@ class RewardModel:
     async def __call__(self, episode: Episode, question: str, final_answer: str) -> float:
         if self._batcher is None:
             raise RuntimeError("the reward model is not loaded: RewardSet.open does")
-        asked = Asked([dict(message) for message in episode.messages], question, final_answer)
-        logit = await result_of(self._batcher.submit(asked))
+        request = Request([dict(message) for message in episode.messages], question, final_answer)
+        logit = await result_of(self._batcher.submit(request))
         return logit if self.activation == "none" else _sigmoid(logit)
 
     def close(self) -> None:
@@ -106,11 +102,12 @@ class RewardModel:
         return str(folder) if folder.is_dir() else split_revision(str(folder))[0]
 
     def _revision(self) -> str:
-        """Of a model on the hub, ORG/NAME@REVISION."""
+        """The revision in ORG/NAME@REVISION."""
         return split_revision(self.model)[1] or "main"
 
     @contextmanager
-    def _found(self) -> Iterator[None]:
+    def _load_errors(self) -> Iterator[None]:
+        """Report errors of loading as mistakes in the option `model`."""
         try:
             yield
         except Misfit as error:
@@ -130,14 +127,14 @@ def _sigmoid(logit: float) -> float:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     messages: list[dict[str, Any]]
     question: str
     final_answer: str
 
 
 class _Scorer:
-    """The classifier, used by one thread."""
+    """The classifier. Used by one thread."""
 
     def __init__(self, path: str, device: str, label: int, max_length: int | None, revision: str = "main") -> None:
         import torch
@@ -145,52 +142,50 @@ class _Scorer:
 
         self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, revision=revision)
         added = self.tokenizer.added_tokens_decoder.values()
-        special = {str(token) for token in added if token.special} | {*self.tokenizer.all_special_tokens}
-        self.control = sorted(special)
+        self.special = sorted({str(token) for token in added if token.special} | {*self.tokenizer.all_special_tokens})
         dtype = torch.float32 if torch.device(device).type == "cpu" else "auto"
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it would keep a plan for every shape: see memory.py
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it keeps a plan for every shape: see memory.py
         self.model = load_weights(AutoModelForSequenceClassification, path, path, revision=revision, dtype=dtype)
         self.model = self.model.to(device).eval().requires_grad_(False)
         self.label = label
         longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         self.max_length = min(n for n in (max_length, longest, self.tokenizer.model_max_length) if n is not None)
 
-    def scores(self, asked: Sequence[Asked]) -> list[float]:
+    def scores(self, requests: Sequence[Request]) -> list[float]:
         import torch
 
-        rows = [self.encode(one) for one in asked]
-        batch = self.padded(rows)
+        batch = self.padded([self.encode(request) for request in requests])
         with torch.inference_mode():
             logits = self.model(**batch).logits
         return [float(logit) for logit in logits[:, self.label].float().cpu()]
 
-    def encode(self, asked: Asked) -> dict[str, list[int]]:
+    def encode(self, request: Request) -> dict[str, list[int]]:
         if self.tokenizer.chat_template is not None:
             messages = [
-                {name: value if name == "role" else self.plain(value) for name, value in message.items()}
-                for message in asked.messages
+                {name: value if name == "role" else self.escape(value) for name, value in message.items()}
+                for message in request.messages
             ]
             text = self.tokenizer.apply_chat_template(messages, tokenize=False)
-            found = self.tokenizer(text, add_special_tokens=False)
-            return {name: list(ids)[-self.max_length :] for name, ids in found.items()}
-        texts = self.plain(asked.question), self.plain(asked.final_answer)
+            encoded = self.tokenizer(text, add_special_tokens=False)
+            return {name: list(ids)[-self.max_length :] for name, ids in encoded.items()}
+        texts = self.escape(request.question), self.escape(request.final_answer)
         pair = self.tokenizer(*texts, truncation=True, max_length=self.max_length)
         return {name: list(ids) for name, ids in pair.items()}
 
-    def plain(self, value: Any) -> Any:
-        """What was said, with nothing in it that is read as a token of control, or a policy could end its own turn and
-        praise itself in the next one: `<|im_end|>` becomes `< |im_end|>`."""
+    def escape(self, value: Any) -> Any:
+        """Break up special tokens: `<|im_end|>` becomes `< |im_end|>`. Otherwise a policy could end its own turn and
+        praise itself in the next one."""
         if isinstance(value, str):
-            for token in self.control:
+            for token in self.special:
                 value = value.replace(token, f"{token[0]} {token[1:]}")
             return value
         if isinstance(value, Mapping):
-            return {name: self.plain(one) for name, one in value.items()}
-        return [self.plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+            return {name: self.escape(one) for name, one in value.items()}
+        return [self.escape(one) for one in value] if isinstance(value, (list, tuple)) else value
 
     def padded(self, rows: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-        """Filled up on the right. Some classifiers look at the last token that is no padding: without a token for
-        padding, one that stands nowhere in the batch takes its place."""
+        """Pad on the right. Some classifiers read the last non-padding token, so without a padding token, one that
+        occurs nowhere in the batch takes its place."""
         import torch
 
         pad = self.tokenizer.pad_token_id
@@ -208,29 +203,29 @@ class _Scorer:
 
 
 class _Batcher:
-    """A thread that takes what has come in within a few milliseconds, and works on it at once."""
+    """A thread that batches the requests of a few milliseconds."""
 
-    def __init__(self, work: Callable[[Sequence[Any]], Sequence[float]], size: int) -> None:
-        self.work = work
+    def __init__(self, score: Callable[[Sequence[Any]], Sequence[float]], size: int) -> None:
+        self.score = score
         self.size = size
-        self.waiting: queue.SimpleQueue[tuple[Any, Future[float]] | None] = queue.SimpleQueue()
+        self.requests: queue.SimpleQueue[tuple[Any, Future[float]] | None] = queue.SimpleQueue()  # None: stop
         self.thread = threading.Thread(target=self._run, name="covey-reward-model", daemon=True)
         self.thread.start()
 
     def submit(self, item: Any) -> Future[float]:
         future: Future[float] = Future()
-        self.waiting.put((item, future))
+        self.requests.put((item, future))
         return future
 
     def close(self) -> None:
-        self.waiting.put(None)
+        self.requests.put(None)
         self.thread.join()
 
     def _run(self) -> None:
         while batch := self._next():
             try:
-                found = self.work([item for item, _ in batch])
-                for (_, future), value in zip(batch, found, strict=True):
+                scores = self.score([item for item, _ in batch])
+                for (_, future), value in zip(batch, scores, strict=True):
                     future.set_result(value)
             except Exception as error:
                 for _, future in batch:
@@ -238,18 +233,18 @@ class _Batcher:
                         future.set_exception(error)
 
     def _next(self) -> list[tuple[Any, Future[float]]]:
-        """Empty at the end."""
+        """The next batch; empty after `close`."""
         batch: list[tuple[Any, Future[float]]] = []
         until = math.inf
         while len(batch) < self.size:
             try:
-                one = self.waiting.get(timeout=None if not batch else max(0.0, until - time.monotonic()))
+                one = self.requests.get(timeout=None if not batch else max(0.0, until - time.monotonic()))
             except queue.Empty:
                 break
             if one is None:
                 if batch:
-                    self.waiting.put(None)  # for the next time
+                    self.requests.put(None)  # stop after this batch
                 break
-            until = min(until, time.monotonic() + GATHER)
+            until = min(until, time.monotonic() + BATCH_WAIT)
             batch.append(one)
         return batch

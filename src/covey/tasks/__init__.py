@@ -1,4 +1,4 @@
-"""Where questions come from: data files or generated problems, as `Task`."""
+"""Tasks from data files, public data sets and generators."""
 
 from covey.tasks.datasets import DATASETS, Dataset, data_folder
 from covey.tasks.demonstrations import DemonstrationSet, load_demonstrations

@@ -1,7 +1,8 @@
-"""covey data check: everything that is wrong with data files, by line, not only the first mistake.
+"""Check data files for `covey data check`, and describe tasks in numbers for `covey data show`.
 
-A mistake would stop a run, or cost every attempt at a task; a remark is worth knowing: questions that repeat, or that
-stand in two files, of which one may be to train on and one to be tested on.
+A check reports every mistake by line, not only the first one. A mistake would stop a run or cost every attempt at a
+task. A remark is only worth knowing: questions that repeat, in one file or in two, of which one may be for training and
+the other for testing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import InputError
-from covey.tasks.datasets.dataset import normal
+from covey.tasks.datasets.dataset import normalize_question
 from covey.tasks.demonstrations import demonstration_of
 from covey.tasks.files import find_files, task_of
 from covey.tasks.reading import Row, RowMistake, Table, names, read_table
@@ -28,7 +29,7 @@ class Report:
 
 @dataclass
 class Seen:
-    """Of all files: where each question was asked first, and where each id was used."""
+    """Where each question and each id occurred first, over all files."""
 
     questions: dict[str, tuple[Path, int]] = field(default_factory=dict)
     ids: dict[str, str] = field(default_factory=dict)
@@ -45,7 +46,11 @@ def check_files(files: Sequence[str], *, demonstrations: bool = False) -> Report
             continue
         report.rows[path] = len(table.rows)
         if demonstrations or _is_demonstration(table):
-            broken += _check_demonstrations(table)
+            for index, row in enumerate(table.rows):
+                try:
+                    demonstration_of(table, row, f"{path.name}:{index}")
+                except RowMistake as mistake:
+                    broken.append(mistake)
         else:
             broken += _check_tasks(table, seen, report)
         broken.sort(key=lambda mistake: mistake.number)
@@ -53,18 +58,8 @@ def check_files(files: Sequence[str], *, demonstrations: bool = False) -> Report
     return report
 
 
-def _check_demonstrations(table: Table) -> list[RowMistake]:
-    found = []
-    for index, row in enumerate(table.rows):
-        try:
-            demonstration_of(table, row, f"{table.path.name}:{index}")
-        except RowMistake as mistake:
-            found.append(mistake)
-    return found
-
-
 def _check_tasks(table: Table, seen: Seen, report: Report) -> list[RowMistake]:
-    found = []
+    mistakes = []
     answered = any("answer" in row.values for row in table.rows)
     repeats: dict[Path, list[str]] = {}
     for index, row in enumerate(table.rows):
@@ -72,18 +67,18 @@ def _check_tasks(table: Table, seen: Seen, report: Report) -> list[RowMistake]:
             task = task_of(table, row, f"{table.path}:{index}")
             _check_task(table, row, task, answered, seen.ids)
         except RowMistake as mistake:
-            found.append(mistake)
+            mistakes.append(mistake)
             continue
         here = (table.path, row.number)
-        first = seen.questions.setdefault(normal(str(task.messages[-1]["content"])), here)
+        first = seen.questions.setdefault(normalize_question(str(task.messages[-1]["content"])), here)
         if first != here:
             repeats.setdefault(first[0], []).append(f"{row.number} (as {first[1]})")
     report.remarks += [_remark(table, other, places) for other, places in repeats.items()]
-    return found
+    return mistakes
 
 
 def _is_demonstration(table: Table) -> bool:
-    """A conversation that ends with the assistant's message is there to be imitated."""
+    """A conversation that ends with the assistant's message is a demonstration."""
     messages: Any = table.rows[0].values.get("messages") if table.rows else None
     last = messages[-1] if isinstance(messages, list) and messages else None
     return isinstance(last, Mapping) and last.get("role") == "assistant"
@@ -92,20 +87,20 @@ def _is_demonstration(table: Table) -> bool:
 def _check_task(table: Table, row: Row, task: Task, answered: bool, ids: dict[str, str]) -> None:
     if answered and (task.answer is None or (isinstance(task.answer, str) and not task.answer.strip())):
         raise table.mistake(row, "answer is empty", "give the answer, or take the row out")
-    here = f"{table.path}, {table.unit} {row.number}"
+    here = table.place(row)
     if (other := ids.setdefault(task.id, here)) != here:
         what = f"data_id {names([task.id])!r} is also in {other}"
         raise table.mistake(row, what, "give every task a data_id of its own")
 
 
 def _remark(table: Table, other: Path, places: list[str]) -> str:
-    some = ", ".join(places[:5]) + (f" and {len(places) - 5} more" if len(places) > 5 else "")
+    listed = ", ".join(places[:5]) + (f" and {len(places) - 5} more" if len(places) > 5 else "")
     where = "asked before" if other == table.path else f"asked in {other} too"
-    many = f"{len(places)} questions are" if len(places) > 1 else "1 question is"
-    return f"{table.path}: {many} {where}: {table.unit} {some}"
+    count = f"{len(places)} questions are" if len(places) > 1 else "1 question is"
+    return f"{table.path}: {count} {where}: {table.unit} {listed}"
 
 
-# -- What a set of tasks looks like in numbers -------------------------------------------------------------------------
+# -- Statistics --------------------------------------------------------------------------------------------------------
 
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
 
@@ -115,7 +110,7 @@ class Statistics:
     rows: int
     columns: dict[str, str]  # name → kind of its values
     question: tuple[int, ...]  # characters of all messages, at QUANTILES
-    answer: tuple[int, ...]  # characters; () where there are none
+    answer: tuple[int, ...]  # characters, at QUANTILES; () without answers
 
 
 def statistics(tasks: Sequence[Task]) -> Statistics:
@@ -136,7 +131,7 @@ def statistics(tasks: Sequence[Task]) -> Statistics:
 
 
 def quantiles(lengths: Iterable[int]) -> tuple[int, ...]:
-    """The values at these shares of the way from the shortest to the longest; () of nothing."""
+    """The lengths at QUANTILES; () if there are none."""
     ordered = sorted(lengths)
     last = len(ordered) - 1
     return tuple(ordered[round(q * last)] for q in QUANTILES) if ordered else ()

@@ -1,96 +1,38 @@
-"""Tool calls and tool schemas in data files, in OpenAI's form.
+"""Demonstrations: conversations whose assistant turns SFT imitates, from files or generated.
 
-{"role": "assistant", "tool_calls": [{"function": {"name": "calculator", "arguments": {"expression": "1+1"}}}]}
-{"type": "function", "function": {"name": "calculator", "description": "...", "parameters": {"type": "object", ...}}}
+Columns of a data file:
 
-Both are also read without the `function` around them, and arguments and schemas also where they are JSON in a string:
-that is how Parquet and CSV files keep what has no fixed columns.
+    messages                         the whole conversation: {role, content}, with tool_calls where tools are called
+    question | prompt                or the question, a string (or messages)
+    answer | response | completion   and the reply, a string (or messages)
+    tools                            schemas of the tools that may be called; default: those of agent.tools
+    data_id                          the name in messages; default `FILE:ROW` (from 0)
+
+Tool calls and schemas have OpenAI's form, with or without the `function` around them; arguments and schemas may also be
+JSON in a string, as Parquet and CSV files store free-form values:
+
+    {"role": "assistant", "tool_calls": [{"function": {"name": "calculator", "arguments": {"expression": "1+1"}}}]}
+    {"type": "function", "function": {"name": "calculator", "description": "...", "parameters": {...}}}
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from covey.config.schema import DataConfig
-from covey.errors import Absent, InputError
+from covey.errors import InputError
 from covey.tasks.datasets import DATASETS
-from covey.tasks.files import find_files, read_messages
+from covey.tasks.files import find_files, prepend_system, read_messages, read_splits, rows_of
 from covey.tasks.generated import generate_demonstrations
-from covey.tasks.reading import Row, Table, kind, names, read_json, read_table
+from covey.tasks.reading import Row, Table, kind, names, read_json
 from covey.types import Demonstration
 
 CALL_FIX = 'a call looks like {"function": {"name": "calculator", "arguments": {"expression": "1+1"}}}'
 TOOL_FIX = 'a tool looks like {"type": "function", "function": {"name": "calculator", "parameters": {...}}}'
-
-
-def read_calls(table: Table, row: Row, where: str, value: Any) -> list[dict[str, Any]]:
-    """The tool calls of a message; arguments become objects."""
-    if not isinstance(value, list):
-        raise table.mistake(row, f"{where} must be a list of calls, got {kind(value)}", CALL_FIX)
-    return [_call(table, row, f"{where}[{index}]", call) for index, call in enumerate(value)]
-
-
-def _call(table: Table, row: Row, where: str, call: Any) -> dict[str, Any]:
-    function = _function(table, row, where, call, CALL_FIX)
-    arguments = unpacked(table, row, f"{where}.arguments", function.get("arguments") or {})
-    if not isinstance(arguments, Mapping):
-        raise table.mistake(row, f"{where}.arguments must be an object, got {kind(arguments)}", CALL_FIX)
-    named = {"id": call["id"]} if call.get("id") is not None else {}
-    return named | {"type": "function", "function": {"name": function["name"], "arguments": dict(arguments)}}
-
-
-def read_tools(table: Table, row: Row, value: Any) -> tuple[dict[str, Any], ...]:
-    """The schemas of a row's `tools` column."""
-    value = unpacked(table, row, "tools", value)
-    if not isinstance(value, list):
-        raise table.mistake(row, f"tools must be a list of schemas, got {kind(value)}", TOOL_FIX)
-    found = []
-    for index, tool in enumerate(value):
-        tool = unpacked(table, row, f"tools[{index}]", tool)
-        found.append(
-            {"type": "function", "function": _without_nulls(_function(table, row, f"tools[{index}]", tool, TOOL_FIX))}
-        )
-    return tuple(found)
-
-
-def unpacked(table: Table, row: Row, where: str, value: Any) -> Any:
-    """A value, also where it is JSON in a string."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return read_json(value)
-    except json.JSONDecodeError as error:
-        raise table.mistake(row, f"{where} is not JSON ({error.msg} at character {error.pos})") from error
-
-
-def _function(table: Table, row: Row, where: str, value: Any, fix: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise table.mistake(row, f"{where} must be an object, got {kind(value)}", fix)
-    function = value.get("function") or value
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise table.mistake(row, f"{where} has no name", fix)
-    return function
-
-
-def _without_nulls(value: Any) -> Any:
-    """Parquet gives every object the fields of all others, as nulls."""
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-# -- Demonstrations: conversations whose assistant is to be imitated ---------------------------------------------------
-# messages                              the whole conversation: {role, content}, with tool_calls where tools are called
-# question | prompt                     or what is asked, a string (or messages)
-# answer | response | completion        and what should be answered, a string (or the messages of the reply)
-# tools                                 schemas of the tools that may be called; without it, those of agent.tools
-# data_id                               its name in messages; `FILE:ROW` (from 0) where there is none
-
-ASKED = ("question", "prompt")
+QUESTIONS = ("question", "prompt")
 REPLIES = ("response", "completion", "answer")
 ROW_FIX = (
     'a row looks like {"messages": [{"role": "user", ...}, {"role": "assistant", ...}]}, or has question and answer'
@@ -105,18 +47,20 @@ class DemonstrationSet:
     train: tuple[Demonstration, ...]
     validation: tuple[Demonstration, ...]
     description: str
-    tools: tuple[str, ...] = ()  # by name, where the demonstrations bring no schemas and the user names no tools
+    tools: tuple[str, ...] = ()  # by name; used if the demonstrations have no schemas and the user names no tools
     warnings: tuple[str, ...] = ()
 
 
 def load_demonstrations(data: DataConfig, seed: int) -> DemonstrationSet:
-    """From files where files are given, generated otherwise."""
-    given = data.train_files is not None or data.val_files is not None
-    found = _from_files(data) if given else _generated(data, seed)
+    """The demonstrations of `data`: from files, or generated."""
+    files = data.train_files is not None or data.val_files is not None
+    demonstrations = _from_files(data) if files else _generated(data, seed)
     if data.system_prompt is None:
-        return found
-    train, validation = (_prompted(split, data.system_prompt) for split in (found.train, found.validation))
-    return replace(found, train=train, validation=validation)
+        return demonstrations
+    train, validation = (
+        prepend_system(part, data.system_prompt) for part in (demonstrations.train, demonstrations.validation)
+    )
+    return replace(demonstrations, train=train, validation=validation)
 
 
 def _generated(data: DataConfig, seed: int) -> DemonstrationSet:
@@ -138,59 +82,37 @@ def _generated(data: DataConfig, seed: int) -> DemonstrationSet:
 def _from_files(data: DataConfig) -> DemonstrationSet:
     if data.train_files is None:
         raise InputError("there is nothing to learn from: data.val_files is given without data.train_files")
-    warnings = []
-    if data.options:
-        warnings.append("data.options is not used: it belongs to generated tasks, and data files are given")
-    splits: dict[str, tuple[Demonstration, ...]] = {}
-    absent: list[Absent] = []
-    for split, files, size in (("train", data.train_files, data.train_size), ("val", data.val_files, data.val_size)):
-        try:
-            found = read_demonstrations(f"data.{split}_files", files) if files is not None else []
-        except Absent as error:
-            absent.append(error)
-            continue
-        if size is not None and size > len(found) and found:
-            warnings.append(f"data.{split}_size={size}, but there are only {len(found)} demonstrations")
-        splits[split] = tuple(found[:size])
-    if absent:
-        raise Absent("\n".join(map(str, absent)))
-    known = {repr(d.messages) for d in splits["train"]}
-    if leaked := [d for d in splits["val"] if repr(d.messages) in known]:
-        warnings.append(f"{len(leaked)} of {len(splits['val'])} validation demonstrations are trained on too")
+    warnings: list[str] = []
+    train, validation = read_splits(data, read_demonstrations, "demonstrations", warnings)
+    trained_on = {repr(d.messages) for d in train}
+    if leaked := [d for d in validation if repr(d.messages) in trained_on]:
+        warnings.append(f"{len(leaked)} of {len(validation)} validation demonstrations are trained on too")
     where = ", ".join(str(path) for path in find_files("data.train_files", data.train_files))
-    tested = f", {len(splits['val'])} for validation" if splits["val"] else ""
-    description = f"{where}: {len(splits['train'])} demonstrations{tested}"
-    return DemonstrationSet(splits["train"], splits["val"], description, (), tuple(warnings))
+    extra = f", {len(validation)} for validation" if validation else ""
+    return DemonstrationSet(train, validation, f"{where}: {len(train)} demonstrations{extra}", (), tuple(warnings))
 
 
 def read_demonstrations(setting: str, files: Any) -> list[Demonstration]:
     """The demonstrations of all files that the setting names, in order."""
-    paths = find_files(setting, files)
-    names = Counter(path.name for path in paths)
-    found: list[Demonstration] = []
-    for path in paths:
-        table = read_table(path)
-        label = path.name if names[path.name] == 1 else str(path)
-        found += [demonstration_of(table, row, f"{label}:{index}") for index, row in enumerate(table.rows)]
-    return found
+    return [demonstration_of(table, row, default_id) for table, row, default_id in rows_of(setting, files)]
 
 
 def demonstration_of(table: Table, row: Row, default_id: str) -> Demonstration:
     values = {name: value for name, value in row.values.items() if value is not None}
-    messages = _whole(table, row, values["messages"]) if "messages" in values else _pair(table, row, values)
+    messages = _conversation(table, row, values["messages"]) if "messages" in values else _pair(table, row, values)
     if not any(message["role"] == "assistant" for message in messages):
         raise table.mistake(row, "no message of the assistant: there is nothing to learn from", ROW_FIX)
     return Demonstration(
         id=str(values.get("data_id", default_id)),
         messages=messages,
         tools=read_tools(table, row, values["tools"]) if "tools" in values else None,
-        place=f"{table.path}, {table.unit} {row.number}",
+        place=table.place(row),
     )
 
 
-def _whole(table: Table, row: Row, value: Any, column: str = "messages") -> tuple[Mapping[str, Any], ...]:
-    messages = read_messages(table, row, column, unpacked(table, row, column, value))
-    found = []
+def _conversation(table: Table, row: Row, value: Any, column: str = "messages") -> tuple[Mapping[str, Any], ...]:
+    messages = read_messages(table, row, column, decoded(table, row, column, value))
+    result = []
     for index, message in enumerate(messages):
         if (calls := message.get("tool_calls")) is not None:
             where = f"{column}[{index}].tool_calls"
@@ -199,32 +121,35 @@ def _whole(table: Table, row: Row, value: Any, column: str = "messages") -> tupl
             message = {**message, "tool_calls": read_calls(table, row, where, calls)}
         if isinstance(message["content"], list):
             message = {**message, "content": _text(table, row, f"{column}[{index}].content", message["content"])}
-        found.append(message)
-    return tuple(found)
+        result.append(message)
+    return tuple(result)
 
 
 def _text(table: Table, row: Row, where: str, parts: Sequence[Any]) -> str:
-    """Content in parts, as one text."""
+    """Join the text parts of a content list."""
     for part in parts:
         if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-            named = part.get("type") if isinstance(part, Mapping) else kind(part)
-            raise table.mistake(row, f"{where} has a part that is not text: {named}")
+            part_type = part.get("type") if isinstance(part, Mapping) else kind(part)
+            raise table.mistake(row, f"{where} has a part that is not text: {part_type}")
     return "".join(part["text"] for part in parts)
 
 
 def _pair(table: Table, row: Row, values: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """A question and its answer."""
-    asked = next((name for name in ASKED if name in values), None)
+    """A question and its reply."""
+    question = next((name for name in QUESTIONS if name in values), None)
     reply = next((name for name in REPLIES if name in values), None)
-    if asked is None or reply is None:
-        missing = "messages, question or prompt" if asked is None else "answer, response or completion"
+    if question is None or reply is None:
+        missing = "messages, question or prompt" if question is None else "answer, response or completion"
         raise table.mistake(row, f"no column {missing} (columns here: {names(row.values)})", ROW_FIX)
-    return (*_side(table, row, asked, values[asked], "user"), *_side(table, row, reply, values[reply], "assistant"))
+    return (
+        *_side(table, row, question, values[question], "user"),
+        *_side(table, row, reply, values[reply], "assistant"),
+    )
 
 
 def _side(table: Table, row: Row, column: str, value: Any, role: str) -> tuple[Mapping[str, Any], ...]:
     if isinstance(value, list):
-        return _whole(table, row, value, column)
+        return _conversation(table, row, value, column)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise table.mistake(row, f"{column} must be a string or a list of messages, got {kind(value)}", ROW_FIX)
     if not str(value).strip():
@@ -232,6 +157,59 @@ def _side(table: Table, row: Row, column: str, value: Any, role: str) -> tuple[M
     return ({"role": role, "content": str(value)},)
 
 
-def _prompted(found: Sequence[Demonstration], system_prompt: str) -> tuple[Demonstration, ...]:
-    system = {"role": "system", "content": system_prompt}
-    return tuple(d if d.messages[0]["role"] == "system" else replace(d, messages=(system, *d.messages)) for d in found)
+# -- Tool calls and schemas --------------------------------------------------------------------------------------------
+
+
+def read_calls(table: Table, row: Row, where: str, value: Any) -> list[dict[str, Any]]:
+    """The tool calls of a message, with arguments as objects."""
+    if not isinstance(value, list):
+        raise table.mistake(row, f"{where} must be a list of calls, got {kind(value)}", CALL_FIX)
+    return [_call(table, row, f"{where}[{index}]", call) for index, call in enumerate(value)]
+
+
+def _call(table: Table, row: Row, where: str, call: Any) -> dict[str, Any]:
+    function = _function(table, row, where, call, CALL_FIX)
+    arguments = decoded(table, row, f"{where}.arguments", function.get("arguments") or {})
+    if not isinstance(arguments, Mapping):
+        raise table.mistake(row, f"{where}.arguments must be an object, got {kind(arguments)}", CALL_FIX)
+    call_id = {"id": call["id"]} if call.get("id") is not None else {}
+    return call_id | {"type": "function", "function": {"name": function["name"], "arguments": dict(arguments)}}
+
+
+def read_tools(table: Table, row: Row, value: Any) -> tuple[dict[str, Any], ...]:
+    """The schemas of a row's `tools` column."""
+    value = decoded(table, row, "tools", value)
+    if not isinstance(value, list):
+        raise table.mistake(row, f"tools must be a list of schemas, got {kind(value)}", TOOL_FIX)
+    schemas = []
+    for index, tool in enumerate(value):
+        where = f"tools[{index}]"
+        function = _function(table, row, where, decoded(table, row, where, tool), TOOL_FIX)
+        schemas.append({"type": "function", "function": _without_nulls(function)})
+    return tuple(schemas)
+
+
+def decoded(table: Table, row: Row, where: str, value: Any) -> Any:
+    """A value, decoded if it is JSON in a string."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return read_json(value)
+    except json.JSONDecodeError as error:
+        raise table.mistake(row, f"{where} is not JSON ({error.msg} at character {error.pos})") from error
+
+
+def _function(table: Table, row: Row, where: str, value: Any, fix: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise table.mistake(row, f"{where} must be an object, got {kind(value)}", fix)
+    function = value.get("function") or value
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise table.mistake(row, f"{where} has no name", fix)
+    return function
+
+
+def _without_nulls(value: Any) -> Any:
+    """Parquet gives every object the fields of all others, filled with nulls."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

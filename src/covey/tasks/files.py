@@ -1,9 +1,14 @@
-"""Tasks from data files.
+"""Tasks from data files, or from rows in memory.
 
-question | messages | prompt    the question: a string, or a list of {role, content} (verl calls it `prompt`)
-answer                          what rewards compare with; verl's `reward_model.ground_truth` where there is none
-data_id                         the task's id; `FILE:ROW` (from 0) where there is none
-any other column                travels in `Task.columns` to the rewards
+Columns:
+
+    question | messages | prompt    the question: a string, or a list of {role, content} (verl calls it `prompt`)
+    answer                          what rewards compare with; else verl's `reward_model.ground_truth`
+    data_id                         the task's id; default `FILE:ROW` (from 0)
+    any other column                passed to the rewards in `Task.columns`
+
+Rows in memory are a list of dicts or Tasks, a Hugging Face `Dataset`, a pandas table, or any iterable of dicts, with
+the same columns.
 """
 
 from __future__ import annotations
@@ -11,38 +16,83 @@ from __future__ import annotations
 import difflib
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from glob import glob
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from covey.config.schema import DataConfig
 from covey.errors import Absent, InputError, nearest
 from covey.tasks.reading import Row, Table, kind, names, read_table
-from covey.types import Task
+from covey.types import Demonstration, Task
 
-QUESTION_COLUMNS = ("question", "messages", "prompt")  # the first that a row has is its question
+QUESTION_COLUMNS = ("question", "messages", "prompt")  # in order of precedence
 OTHER_NAMES = ("problem", "query", "instruction", "input", "text")
 ROLES = ("system", "user", "assistant", "tool")
+MAX_ROWS = 10_000_000  # of an iterable, which might be infinite
 MESSAGE_FIX = 'a message looks like {"role": "user", "content": "What is 1+1?"}'
+
+
+Item = TypeVar("Item", bound=Task | Demonstration)
+
+
+def read_splits(
+    data: DataConfig, read: Callable[[str, Any], list[Item]], noun: str, warnings: list[str]
+) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
+    """What `read` returns for data.train_files and data.val_files, up to data.train_size and data.val_size."""
+    if data.options:
+        warnings.append("data.options is not used: it belongs to generated tasks, and data files are given")
+    splits: list[tuple[Item, ...]] = []
+    missing: list[Absent] = []
+    for split, files, size in (("train", data.train_files, data.train_size), ("val", data.val_files, data.val_size)):
+        try:
+            items = read(f"data.{split}_files", files) if files is not None else []
+        except Absent as error:
+            missing.append(error)
+            continue
+        if size is not None and items and size > len(items):
+            warnings.append(f"data.{split}_size={size}, but there are only {len(items)} {noun}")
+        splits.append(tuple(items[:size]))
+    if missing:
+        raise Absent("\n".join(map(str, missing)))
+    return splits[0], splits[1]
+
+
+def prepend_system(items: Sequence[Item], prompt: str) -> tuple[Item, ...]:
+    """Put the system prompt before the messages of every item that has no system message of its own."""
+    system = {"role": "system", "content": prompt}
+    return tuple(
+        one if one.messages[0]["role"] == "system" else replace(one, messages=(system, *one.messages)) for one in items
+    )
+
+
+# -- Files -------------------------------------------------------------------------------------------------------------
 
 
 def read_tasks(setting: str, files: Any) -> list[Task]:
     """The tasks of all files that the setting (`data.train_files`) names, in order."""
-    paths = find_files(setting, files)
-    names = Counter(path.name for path in paths)
     tasks: list[Task] = []
     seen: dict[str, tuple[Table, Row]] = {}
+    for table, row, default_id in rows_of(setting, files):
+        task = task_of(table, row, default_id)
+        if task.id in seen:
+            raise _duplicate_id(task.id, *seen[task.id], table, row)
+        seen[task.id] = (table, row)
+        tasks.append(task)
+    return tasks
+
+
+def rows_of(setting: str, files: Any) -> Iterator[tuple[Table, Row, str]]:
+    """Each row of all files with its table and default id."""
+    paths = find_files(setting, files)
+    names = Counter(path.name for path in paths)
     for path in paths:
         table = read_table(path)
         label = path.name if names[path.name] == 1 else str(path)
         for index, row in enumerate(table.rows):
-            task = task_of(table, row, default_id=f"{label}:{index}")
-            if task.id in seen:
-                raise _same_id(task.id, *seen[task.id], table, row)
-            seen[task.id] = (table, row)
-            tasks.append(task)
-    return tasks
+            yield table, row, f"{label}:{index}"
 
 
 def find_files(setting: str, files: Any) -> list[Path]:
@@ -61,35 +111,31 @@ def find_files(setting: str, files: Any) -> list[Path]:
 
 def _matches(setting: str, pattern: str) -> list[Path]:
     try:
-        return _found(setting, pattern, Path(pattern).expanduser())
-    except (OSError, RuntimeError, ValueError) as error:  # too long a name, ~nobody, a zero byte
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{setting}: {pattern[:200]!r} is not the name of a file ({_reason(error)})") from None
+        return _existing(setting, pattern, Path(pattern).expanduser())
+    except InputError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:  # too long a name, ~unknown_user, a null byte
+        reason = (error.strerror or "") if isinstance(error, OSError) else str(error)
+        raise InputError(f"{setting}: {pattern[:200]!r} is not the name of a file ({reason})") from None
 
 
-def _reason(error: Exception) -> str:
-    return (error.strerror or "") if isinstance(error, OSError) else str(error)
-
-
-def _found(setting: str, pattern: str, path: Path) -> list[Path]:
+def _existing(setting: str, pattern: str, path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if path.exists():
         raise _not_a_file(setting, path)
     if any(wildcard in pattern for wildcard in "*?["):
-        found = [Path(name) for name in sorted(glob(str(path), recursive=True))]
-        if files := [name for name in found if name.is_file()]:
+        matches = [Path(name) for name in sorted(glob(str(path), recursive=True))]
+        if files := [match for match in matches if match.is_file()]:
             return files
-        if found:
-            raise _not_a_file(setting, found[0])
+        if matches:
+            raise _not_a_file(setting, matches[0])
         raise Absent(f"{setting}: no file matches {pattern}")
     raise _not_found(setting, path)
 
 
 def _not_a_file(setting: str, path: Path) -> InputError:
-    """Reading it would wait for a writer, or never end. Data is also read more than once: for its contents, and to
-    know on resuming whether it is the same."""
+    """Pipes and devices may block or never end. Files are also read more than once, to detect changes on resuming."""
     if path.is_dir():
         return InputError(f"{setting}: {path} is a folder\n  fix: name the files in it, for example {path}/*.jsonl")
     kinds = {"a named pipe": path.is_fifo, "a socket": path.is_socket, "a device": path.is_char_device}
@@ -108,7 +154,7 @@ def _not_found(setting: str, path: Path) -> Absent:
     return Absent("\n".join(lines))
 
 
-def _same_id(data_id: str, first_table: Table, first: Row, table: Table, row: Row) -> InputError:
+def _duplicate_id(data_id: str, first_table: Table, first: Row, table: Table, row: Row) -> InputError:
     fix = "\n  fix: give every task a data_id of its own, or leave the column out"
     if table is first_table:
         where = f"on {table.unit}s {first.number} and {row.number}"
@@ -117,33 +163,31 @@ def _same_id(data_id: str, first_table: Table, first: Row, table: Table, row: Ro
     return InputError(f"data_id {names([data_id])!r} in {where}{fix}")
 
 
+# -- Rows --------------------------------------------------------------------------------------------------------------
+
+
 def task_of(table: Table, row: Row, default_id: str) -> Task:
     columns = dict(row.values)
     name = next((name for name in QUESTION_COLUMNS if name in columns), None)
     if name is None:
-        raise _no_question(table, row)
+        fixes = ["name the column with the question `question`, or give `messages`, a list of {role, content}"]
+        if guess := _question_by_another_name(row.values):
+            fixes = [f"rename column {guess} to question"]
+        raise table.mistake(row, f"no column question (columns here: {names(row.values)})", *fixes)
     messages = _messages(table, row, name, columns.pop(name))
     answer = columns.pop("answer", None)
     if answer is None and isinstance(reward_model := columns.get("reward_model"), Mapping):
         answer = reward_model.get("ground_truth")
     if isinstance(answer, float) and not math.isfinite(answer):
-        raise table.mistake(row, f"answer is {answer}, which is no number", "give the answer, or take the row out")
+        raise table.mistake(row, f"answer is {answer}, which is not a number", "give the answer, or take the row out")
     data_id = columns.pop("data_id", None)
     if data_id is not None and (isinstance(data_id, bool) or not isinstance(data_id, str | int)):
         raise table.mistake(row, f"data_id must be a string or a whole number, got {kind(data_id)}")
-    place = f"{table.path}, {table.unit} {row.number}"
-    return Task(default_id if data_id is None else str(data_id), messages, answer, columns, place)
-
-
-def _no_question(table: Table, row: Row) -> InputError:
-    fixes = ["name the column with the question `question`, or give `messages`, a list of {role, content}"]
-    if guess := _question_by_another_name(row.values):
-        fixes = [f"rename column {guess} to question"]
-    return table.mistake(row, f"no column question (columns here: {names(row.values)})", *fixes)
+    return Task(default_id if data_id is None else str(data_id), messages, answer, columns, table.place(row))
 
 
 def _question_by_another_name(columns: Collection[str]) -> str | None:
-    """A typo or a usual other name. Typos must be close: `solution` resembles `question` and would give it away."""
+    """A typo or a common other name. Typos must be close: `solution` resembles `question`, but is the answer."""
     close = difflib.get_close_matches("question", columns, n=1, cutoff=0.8)
     return next((name for name in (*close, *OTHER_NAMES) if name in columns), None)
 
@@ -175,7 +219,7 @@ def read_messages(table: Table, row: Row, column: str, value: Any) -> tuple[Mapp
 def _message(table: Table, row: Row, where: str, message: Any) -> Mapping[str, Any]:
     if not isinstance(message, Mapping):
         raise table.mistake(row, f"{where} must be an object, got {kind(message)}", MESSAGE_FIX)
-    # Parquet fills the fields that a message does not have with nulls.
+    # Parquet fills missing fields with nulls.
     message = {key: value for key, value in message.items() if value is not None}
     if "role" not in message:
         raise table.mistake(row, f"{where} has no role", MESSAGE_FIX)
@@ -193,29 +237,26 @@ def _message(table: Table, row: Row, where: str, message: Any) -> Mapping[str, A
     return message
 
 
-# -- Tasks from rows that are in memory: a list of dicts or Tasks, a Hugging Face `Dataset`, a pandas table, or anythi--
-# else that yields dicts. The columns are those of data files (`files.py`).
-
-MOST_ROWS = 10_000_000  # of a stream, which might not end
+# -- Rows in memory ----------------------------------------------------------------------------------------------------
 
 
 def list_rows(data: Any, name: str) -> list[Any]:
-    """The rows of `data`, which the user gave as `name`."""
+    """The rows of `data`, which the user passed as the argument `name`."""
     if isinstance(data, (str, bytes)):
-        raise InputError(f"{name}={data!r} is a text\n  give rows: a list of dicts, or load_dataset({data!r})")
+        raise InputError(f"{name}={data!r} is a string\n  give rows: a list of dicts, or load_dataset({data!r})")
     if isinstance(data, Mapping):
         raise InputError(
             f"{name} holds several data sets ({', '.join(map(str, data))})\n  give one of them: {name}=DATA[NAME]"
         )
-    if hasattr(data, "iterrows"):  # a pandas table yields its columns
+    if hasattr(data, "iterrows"):  # iterating over a pandas table yields column names
         data = data.to_dict("records")
     if not isinstance(data, Iterable):
         raise InputError(f"{name} must be a Dataset or a list of dicts, got {type(data).__name__}")
-    rows = list(islice(data, MOST_ROWS + 1))
+    rows = list(islice(data, MAX_ROWS + 1))
     if not rows:
         raise InputError(f"{name} has no rows")
-    if len(rows) > MOST_ROWS:
-        raise InputError(f"{name} does not end after {MOST_ROWS} rows\n  fix: {name}=DATA.take(N)")
+    if len(rows) > MAX_ROWS:
+        raise InputError(f"{name} does not end after {MAX_ROWS} rows\n  fix: {name}=DATA.take(N)")
     return rows
 
 

@@ -1,6 +1,6 @@
-"""Data files into rows: JSON, JSONL, Parquet and CSV, the text ones also gzipped.
+"""Read data files into rows: JSON, JSONL, Parquet and CSV, the text formats also gzipped.
 
-A mistake in a file is told with the place and what stands there:
+Mistakes are reported with their place and an excerpt:
 
     train.jsonl, line 2: not JSON (expected a value at column 14)
       1 | {"question": "1+1", "answer": "2"}
@@ -26,28 +26,30 @@ from typing import Any
 from covey.errors import InputError
 from covey.storage import DEEPEST, TOO_DEEP, shallow
 
-WIDTH = 100  # characters of a line that an excerpt shows
-LONGEST_NAME, MOST_NAMES = 60, 40  # characters, columns that a message shows
-LARGEST = 256 * 2**20  # bytes that a gzipped file may always hold; more only where it is not all the same
-DENSEST = 200  # times its own size
-HALF = re.compile(r"\\u[dD][89a-fA-F]")  # may be half of a surrogate pair
-DIGITS = re.compile(r"\d{4301}")  # Python reads no longer numbers
+WIDTH = 100  # characters of a line in an excerpt
+MAX_NAME, MAX_NAMES = 60, 40  # characters of a name and number of names in a message
+MAX_UNPACKED = 256 * 2**20  # bytes that any gzipped file may unpack to
+MAX_RATIO = 200  # a file that unpacks to more bytes must not exceed this multiple of its own size
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # may be half of a surrogate pair
+DIGITS = re.compile(r"\d{4301}")  # one more than Python reads in a number
+KEY_FIX = "keep one of the two"
+OBJECT_FIX = 'a row looks like {"question": "1+1", "answer": "2"}'
 
 
 class RepeatedKey(json.JSONDecodeError):
-    """An object with a key that is given twice: which value counts is not defined."""
+    """An object has the same key twice, so its value is ambiguous."""
 
     def __init__(self, key: str, text: str, within: dict[str, Any], value: Any) -> None:
         super().__init__(f"An object has the key {names([key])!r} twice", text, max(0, text.rfind(json.dumps(key))))
         self.within = within  # the object
-        self.value = value  # all that was read
+        self.value = value  # the whole parsed value
 
 
 class RowMistake(InputError):
-    """A mistake at a known place of a file."""
+    """A mistake at a known row of a file."""
 
     def __init__(self, text: str, number: int) -> None:
-        super().__init__(text, number)  # both: an exception is pickled by its arguments
+        super().__init__(text, number)  # both: exceptions are pickled by their arguments
         self.text = text
         self.number = number
 
@@ -63,23 +65,25 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The rows of one file, and how to point at one of them."""
+    """The rows of one file, with the means to report a mistake in one of them."""
 
     path: Path
-    unit: str  # what numbers count: "line" of a text file, "item" of a JSON list, "row" of a Parquet file
+    unit: str  # what row numbers count: "line" of a text file, "item" of a JSON list, "row" of a Parquet file
     rows: list[Row]
-    lines: Sequence[str] = ()  # the file's text, where numbers count lines
+    lines: Sequence[str] = ()  # the file's text, if row numbers count lines
+
+    def place(self, row: Row) -> str:
+        return f"{self.path}, {self.unit} {row.number}"
 
     def mistake(self, row: Row, text: str, *fixes: str) -> RowMistake:
         if self.lines:
             return _mistake_in_text(self.path, self.lines, row.number, text, *fixes)
-        shown = json.dumps(row.values, ensure_ascii=False, default=str)
-        return _mistake(self.path, self.unit, row.number, text, [f"  {row.number} | {_clip(shown)}"], fixes)
+        return _mistake(self.path, self.unit, row.number, text, _shown(row.number, row.values), fixes)
 
 
 def read_table(path: Path, suffix: str | None = None, broken: list[RowMistake] | None = None) -> Table:
-    """Read a file by its suffix, or as if it had another. Every row is a dict of columns; a file without rows is a
-    mistake. With `broken`, lines of JSONL that cannot be read are put there, and the others are returned."""
+    """Read a file by its own suffix or the one given. A file without rows is a mistake. With `broken`, mistakes in
+    lines of JSONL are appended to it instead of raised."""
     ending = suffix or "".join(path.suffixes[-2:]).lower()
     read = READERS.get(ending) or READERS.get(path.suffix.lower())
     if read is None:
@@ -94,68 +98,59 @@ def read_table(path: Path, suffix: str | None = None, broken: list[RowMistake] |
 
 
 def _read_jsonl(path: Path, broken: list[RowMistake] | None = None) -> Table:
-    lines = _text(path).split("\n")  # not splitlines: JSON strings may hold other line separators
+    lines = _text(path).split("\n")  # not splitlines: JSON strings may contain other line separators
     table = Table(path, "line", [], lines)
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            table.rows.append(Row(number, _object(path, lines, number)))
-        except RowMistake as error:
+            try:
+                values = read_json(line)
+            except json.JSONDecodeError as error:
+                raise _not_json(path, lines, number, error) from error
+            if not isinstance(values, dict):
+                raise _mistake_in_text(path, lines, number, f"expected an object, got {kind(values)}", OBJECT_FIX)
+            table.rows.append(Row(number, values))
+        except RowMistake as mistake:
             if broken is None:
                 raise
-            broken.append(error)
+            broken.append(mistake)
     return table
 
 
-def _object(path: Path, lines: Sequence[str], number: int) -> dict[str, Any]:
-    try:
-        values = read_json(lines[number - 1])
-    except json.JSONDecodeError as error:
-        raise _not_json(path, lines, number, error) from error
-    if not isinstance(values, dict):
-        raise _mistake_in_text(path, lines, number, f"expected an object, got {kind(values)}", OBJECT_FIX)
-    return values
-
-
 def read_json(text: str) -> Any:
-    """The value of a text. What JSON allows, but nothing after it can take, is a mistake in it too: numbers and nesting
-    without end, a key that is given twice, and half characters, which no tokenizer reads."""
+    """Parse JSON. Valid JSON that later steps cannot handle is also a mistake: huge numbers, deep nesting, repeated
+    keys, and unpaired surrogates, which no tokenizer reads."""
     repeated: list[tuple[str, dict[str, Any]]] = []
 
-    def of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+    def from_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) < len(pairs):
             keys = [key for key, _ in pairs]
-            repeated.append((next(key for key in keys if keys.count(key) > 1), found))
-        return found
+            repeated.append((next(key for key in keys if keys.count(key) > 1), values))
+        return values
 
     try:
-        value = json.loads(text, object_pairs_hook=of_pairs)
+        value = json.loads(text, object_pairs_hook=from_pairs)
     except json.JSONDecodeError:
         raise
     except RecursionError:
         raise json.JSONDecodeError(TOO_DEEP, text, 0) from None
     except ValueError:
-        found = DIGITS.search(text)
-        raise json.JSONDecodeError("A number has too many digits", text, found.start() if found else 0) from None
+        match = DIGITS.search(text)
+        raise json.JSONDecodeError("A number has too many digits", text, match.start() if match else 0) from None
     if text.count("[") + text.count("{") > DEEPEST and not shallow(value):
         raise json.JSONDecodeError(TOO_DEEP, text, 0)
     if repeated:
         raise RepeatedKey(repeated[0][0], text, repeated[0][1], value)
-    if HALF.search(text) and (half := _half_character(value, text)) is not None:
-        raise json.JSONDecodeError("A string has half of a surrogate pair", text, half)
+    if SURROGATE.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            code = f"\\u{ord(error.object[error.start]):04x}"
+            position = max(0, text.lower().find(code))
+            raise json.JSONDecodeError("A string has half of a surrogate pair", text, position) from None
     return value
-
-
-def _half_character(value: Any, text: str) -> int | None:
-    """About where one is written, if there is one."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        code = f"\\u{ord(error.object[error.start]):04x}"
-        return max(0, text.lower().find(code))
-    return None
 
 
 def _read_json(path: Path) -> Table:
@@ -177,27 +172,25 @@ def _read_json(path: Path) -> Table:
         raise InputError(f"{path}: expected a list of objects, got {kind(items)}\n  fix: {OBJECT_FIX}")
     for number, values in enumerate(items, start=1):
         if not isinstance(values, dict):
-            shown = _clip(json.dumps(values, ensure_ascii=False))
             text = f"expected an object, got {kind(values)}"
-            raise _mistake(path, "item", number, text, [f"  {number} | {shown}"], [OBJECT_FIX])
+            raise _mistake(path, "item", number, text, _shown(number, values), [OBJECT_FIX])
     return Table(path, "item", [Row(number, values) for number, values in enumerate(items, start=1)])
 
 
 def _repeated_in(path: Path, error: RepeatedKey) -> InputError:
-    """In which item of a list, if it is in one: the text has no lines to point at."""
+    """Report the item of the list that has the repeated key, if the file is a list."""
     items = error.value if isinstance(error.value, list) else list(error.value.values())
     lists = [items] if isinstance(error.value, list) else [one for one in items if isinstance(one, list)]
     reason = error.msg[0].lower() + error.msg[1:]
     for number, item in enumerate((item for one in lists for item in one), start=1):
-        if _holds(item, error.within):
-            shown = _clip(json.dumps(item, ensure_ascii=False))
-            return _mistake(path, "item", number, reason, [f"  {number} | {shown}"], [KEY_FIX])
+        if _contains(item, error.within):
+            return _mistake(path, "item", number, reason, _shown(number, item), [KEY_FIX])
     return InputError(f"{path}: {reason}\n  fix: {KEY_FIX}")
 
 
-def _holds(value: Any, wanted: dict[str, Any]) -> bool:
+def _contains(value: Any, target: dict[str, Any]) -> bool:
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return value is wanted or any(_holds(one, wanted) for one in inside)
+    return value is target or any(_contains(one, target) for one in inside)
 
 
 def _only_list(path: Path, values: dict[str, Any]) -> list[Any]:
@@ -207,8 +200,8 @@ def _only_list(path: Path, values: dict[str, Any]) -> list[Any]:
             f"{path}: expected a list of objects, or an object with one list, got an object with {len(lists)} lists\n"
             f"  keys here: {names(values)}\n  fix: make the file a list of objects"
         )
-    found: list[Any] = values[lists[0]]
-    return found
+    items: list[Any] = values[lists[0]]
+    return items
 
 
 def _read_csv(path: Path) -> Table:
@@ -231,7 +224,7 @@ def _read_csv(path: Path) -> Table:
 
 def _csv_records(path: Path, lines: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
     """Each record with the line it starts on; a quoted cell may span several."""
-    csv.field_size_limit(sys.maxsize)  # all of it is in memory already
+    csv.field_size_limit(sys.maxsize)  # the whole file is in memory already
     reader = csv.reader((line + "\n" for line in lines), strict=True)
     start = 1
     try:
@@ -253,7 +246,7 @@ def _read_parquet(path: Path) -> Table:
         rows = table.to_pylist()
     except InputError:
         raise
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # also text and dates that are none
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # also invalid text and dates
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise InputError(
             f"{path}: not a readable Parquet file ({reason})\n  fix: write or download it again"
@@ -262,14 +255,14 @@ def _read_parquet(path: Path) -> Table:
 
 
 def _check_columns(path: Path, fields: Iterable[Any], within: str = "") -> None:
-    """Parquet allows two columns of one name, and two such fields of a structure."""
+    """Refuse duplicate names of columns, and of fields within a struct, both of which Parquet allows."""
     import pyarrow
 
-    found = list(fields)
-    seen = [field.name for field in found]
+    fields = list(fields)
+    seen = [field.name for field in fields]
     if twice := sorted({name for name in seen if seen.count(name) > 1}):
         raise InputError(f"{path}: two columns are called {names([within + twice[0]])}\n  fix: rename one")
-    for field in found:
+    for field in fields:
         kind = field.type
         while pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
             kind = kind.value_type
@@ -296,16 +289,16 @@ def _text(path: Path) -> str:
 
 
 def _unpacked(path: Path, data: bytes) -> bytes:
-    """A small file can hold more than any memory: gigabytes of one letter."""
-    most = max(LARGEST, DENSEST * len(data))
+    """Limited in size: a small gzip file can unpack to more than the memory."""
+    limit = max(MAX_UNPACKED, MAX_RATIO * len(data))
     with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
-        found = file.read(most + 1)
-    if len(found) > most:
+        unpacked = file.read(limit + 1)
+    if len(unpacked) > limit:
         raise InputError(
-            f"{path}: unpacks to more than {most >> 20} MiB, {DENSEST} times its own size or more\n"
+            f"{path}: unpacks to more than {limit >> 20} MiB, {MAX_RATIO} times its own size or more\n"
             "  fix: give the file without gzip, if that is what it should hold"
         )
-    return found
+    return unpacked
 
 
 def _not_json(path: Path, lines: Sequence[str], number: int, error: json.JSONDecodeError, *fixes: str) -> RowMistake:
@@ -322,28 +315,32 @@ def _mistake_in_text(path: Path, lines: Sequence[str], number: int, text: str, *
 
 
 def _mistake(path: Path, unit: str, number: int, text: str, excerpt: Sequence[str], fixes: Sequence[str]) -> RowMistake:
-    told = "\n".join([f"{path}, {unit} {number}: {text}", *excerpt, *(f"  fix: {fix}" for fix in fixes)])
-    return RowMistake(told, number)
+    lines = [f"{path}, {unit} {number}: {text}", *excerpt, *(f"  fix: {fix}" for fix in fixes)]
+    return RowMistake("\n".join(lines), number)
+
+
+def _shown(number: int, value: Any) -> list[str]:
+    return [f"  {number} | {_clip(json.dumps(value, ensure_ascii=False, default=str))}"]
 
 
 def _excerpt(lines: Sequence[str], number: int, column: int = 1) -> list[str]:
-    """The line and the one before it."""
+    """The line, and the one before it."""
     numbers = [n for n in (number - 1, number) if n >= 1]
     width = len(str(number))
     return [f"  {n:>{width}} | {_clip(lines[n - 1], column if n == number else 1)}" for n in numbers]
 
 
 def _clip(line: str, column: int = 1) -> str:
-    """A long line cut so that `column` is seen."""
+    """Shorten a long line such that `column` stays visible."""
     start = max(0, column - WIDTH * 3 // 4)
     return ("…" if start else "") + line[start : start + WIDTH] + ("…" if len(line) > start + WIDTH else "")
 
 
-def names(found: Iterable[str]) -> str:
-    """For messages: in a file that is something else, columns may have any name, and there may be any number."""
-    first = list(islice(found, MOST_NAMES + 1))
-    shown = [name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}…" for name in first[:MOST_NAMES]]
-    return ", ".join([*shown, *(["…"] if len(first) > MOST_NAMES else [])]) or "none"
+def names(columns: Iterable[str]) -> str:
+    """Names for a message, shortened: a file that is not a data file may have any number of columns with any name."""
+    first = list(islice(columns, MAX_NAMES + 1))
+    shown = [name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}…" for name in first[:MAX_NAMES]]
+    return ", ".join([*shown, *(["…"] if len(first) > MAX_NAMES else [])]) or "none"
 
 
 def kind(value: Any) -> str:
@@ -356,18 +353,14 @@ def kind(value: Any) -> str:
     return names.get(type(value), f"a {type(value).__name__}")
 
 
-KEY_FIX = "keep one of the two"
-OBJECT_FIX = 'a row looks like {"question": "1+1", "answer": "2"}'
-
-READERS: dict[str, Callable[[Path], Table]] = {
+FORMATS: dict[str, Callable[[Path], Table]] = {
     ".json": _read_json,
-    ".json.gz": _read_json,
     ".jsonl": _read_jsonl,
-    ".jsonl.gz": _read_jsonl,
     ".ndjson": _read_jsonl,
-    ".ndjson.gz": _read_jsonl,
     ".csv": _read_csv,
-    ".csv.gz": _read_csv,
+}
+READERS: dict[str, Callable[[Path], Table]] = {
+    **{suffix + packed: read for suffix, read in FORMATS.items() for packed in ("", ".gz")},
     ".parquet": _read_parquet,
 }
 SUFFIXES = tuple(READERS)

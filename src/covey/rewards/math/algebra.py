@@ -1,11 +1,11 @@
-"""A small exact algebra, so that most answers compare without a computer algebra system (which can hang).
+"""Exact algebra for answers, so that most comparisons need no computer algebra system, which can hang.
 
     \\frac{1}{1+\\sqrt{2}} == \\sqrt{2}-1          3\\sqrt{12} == 6\\sqrt{3}          (x+1)^2 == x^2+2x+1
 
 A value is a ratio of two sums of monomials: a rational coefficient times powers of atoms. Atoms are letters, Greek
-letters, `i` (i² = −1) and primes with an exponent between 0 and 1, so that roots of numbers have one form each
-(√12 = 2·3^½). Such roots are independent over the rationals, therefore equality by cross-multiplication is exact.
-What is beyond it (functions, roots of sums, letters in exponents, sizes over the caps) is refused: NotAlgebra.
+letters, `i` (i² = −1) and primes with an exponent between 0 and 1, which gives roots of numbers a unique form
+(√12 = 2·3^½). Such roots are linearly independent over the rationals, so equality by cross-multiplication is exact.
+Anything else (functions, roots of sums, letters in exponents, values over the size limits) raises NotAlgebra.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Sum = dict[Monomial, Fraction]
 
 MAX_LENGTH = 300  # characters
 MAX_TERMS = 100
-MAX_BITS = 8192  # of a number
-MAX_POWER = 64  # of a sum
+MAX_BITS = 8192  # of a number's numerator or denominator
+MAX_POWER = 64  # of a sum, and degree of a root
 MAX_ROOTED = 10**10  # factored by trial division
 
 ONE: Monomial = ()
@@ -36,7 +36,7 @@ SYMBOLS = frozenset(GREEK.split())
 
 
 class NotAlgebra(ValueError):
-    """Not an expression of this algebra, or too large for it."""
+    """Not an expression of this algebra, or too large."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Ratio:
         return _times(self.top, other.bottom) == _times(other.top, self.bottom)
 
     def __hash__(self) -> int:
-        raise TypeError("equal ratios are written in many ways")
+        raise TypeError("equal ratios have different representations")
 
     def __add__(self, other: Ratio) -> Ratio:
         if self.bottom == other.bottom:
@@ -70,13 +70,13 @@ class Ratio:
         return Ratio(self.bottom, self.top)
 
     def rational(self) -> Fraction | None:
-        """Its value, if it is a plain number."""
+        """The value, if it is rational."""
         if self.top.keys() <= {ONE} and self.bottom.keys() == {ONE}:
             return self.top.get(ONE, Fraction(0)) / self.bottom[ONE]
         return None
 
     def approximate(self) -> float | None:
-        """Nearly its value, if it is a number: rational, with roots of numbers, with π."""
+        """The value as a float, if it is a number (rational, with roots of numbers, with π)."""
         try:
             return _approximate(self.top) / _approximate(self.bottom)
         except (NotAlgebra, OverflowError, ZeroDivisionError):
@@ -110,8 +110,8 @@ class Ratio:
         if self.bottom == {ONE: 1} and len(self.top) == 1:
             ((monomial, factor),) = self.top.items()
             if factor == 1 and len(monomial) == 1 and monomial[0][1] == 1 and monomial[0][0] != "i":
-                return Ratio({((monomial[0][0], Fraction(1, degree)),): Fraction(1)}, {ONE: Fraction(1)})
-        raise NotAlgebra("a root of more than a number or a letter")
+                return _atom(monomial[0][0], Fraction(1, degree))
+        raise NotAlgebra("a root of a sum or product")
 
 
 def number(value: Fraction) -> Ratio:
@@ -130,8 +130,8 @@ def _approximate(total: Sum) -> float:
     return value
 
 
-def _atom(name: str) -> Ratio:
-    return Ratio({((name, Fraction(1)),): Fraction(1)}, {ONE: Fraction(1)})
+def _atom(name: str, exponent: Fraction = Fraction(1)) -> Ratio:
+    return Ratio({((name, exponent),): Fraction(1)}, {ONE: Fraction(1)})
 
 
 def _plus(a: Sum, b: Sum) -> Sum:
@@ -159,7 +159,7 @@ def _bounded(total: Sum) -> Sum:
 
 
 def _join(left: Monomial, right: Monomial) -> tuple[Monomial, Fraction]:
-    """The product of two monomials: whole powers of primes, and signs of i², become a factor."""
+    """The product of two monomials. Whole powers of primes and the signs of i² become a factor."""
     powers, factor = dict(left), Fraction(1)
     for name, exponent in right:
         powers[name] = powers.get(name, Fraction(0)) + exponent
@@ -193,35 +193,30 @@ def _root_of_number(size: Fraction, degree: int) -> Ratio:
         whole, part = divmod(count, degree)
         result = result * number(Fraction(prime) ** whole)
         if part:
-            result = result * Ratio({((str(prime), Fraction(part, degree)),): Fraction(1)}, {ONE: Fraction(1)})
+            result = result * _atom(str(prime), Fraction(part, degree))
         prime += 1
     return result
 
 
 def parse(text: str) -> Ratio:
-    """Read LaTeX without spaces (`\\frac{1}{2}x^2-3\\sqrt{5}`), or plain `1/2*x^2`."""
+    """Parse LaTeX without spaces (`\\frac{1}{2}x^2-3\\sqrt{5}`), or plain `1/2*x^2`."""
     if len(text) > MAX_LENGTH:
         raise NotAlgebra("too long")
-    tokens, end = [], 0
-    for found in TOKEN.finditer(text):
-        if found.start() != end:
-            break
-        tokens.append(found[0])
-        end = found.end()
-    if end != len(text) or not tokens:
-        raise NotAlgebra(f"not algebra at {text[end : end + 10]!r}")
-    reader = _Reader(tokens)
+    tokens = TOKEN.findall(text)
+    if "".join(tokens) != text or not tokens:
+        raise NotAlgebra(f"not algebra: {text[:50]!r}")
+    parser = _Parser(tokens)
     try:
-        value = reader.sum()
+        value = parser.sum()
     except RecursionError:
         raise NotAlgebra("nested too deeply") from None
-    if reader.tokens:
-        raise NotAlgebra(f"not algebra at {reader.tokens[-1]!r}")
+    if parser.tokens:
+        raise NotAlgebra(f"not algebra at {parser.tokens[-1]!r}")
     return value
 
 
-class _Reader:
-    """Recursive descent; `tokens` is a stack of what is left."""
+class _Parser:
+    """A recursive descent parser; `tokens` is the stack of remaining tokens."""
 
     def __init__(self, tokens: list[str]) -> None:
         self.tokens = tokens[::-1]
@@ -250,17 +245,15 @@ class _Reader:
 
     def product(self) -> Ratio:
         result = self.factor()
-        while True:
-            if self.next == "*":
-                self.take()
-                result = result * self.factor()
-            elif self.next == "/":
+        while self.next and self.next not in "+-)]}":
+            if self.next == "/":
                 self.take()
                 result = result * self.factor().inverse()
-            elif self.next and self.next not in "+-)]}":
-                result = result * self.factor()
-            else:
-                return result
+                continue
+            if self.next == "*":
+                self.take()
+            result = result * self.factor()
+        return result
 
     def factor(self) -> Ratio:
         base = self.base()
@@ -312,7 +305,7 @@ class _Reader:
             index = self.sum().rational()
             self.take("]")
             if index is None or index.denominator != 1:
-                raise NotAlgebra("a root of no whole degree")
+                raise NotAlgebra("the degree of a root is not an integer")
             degree = int(index)
         return self.base().root(degree)
 
@@ -324,9 +317,8 @@ class _Reader:
             return "_" + self.take()
         self.take()
         inside = ""
-        while self.next != "}":
-            inside += self.take()
-        self.take()
+        while (token := self.take()) != "}":
+            inside += token
         return "_" + inside
 
 
@@ -336,6 +328,6 @@ def _decimal(token: str) -> Fraction:
     if not repeating:
         return value
     if "." not in plain:
-        raise NotAlgebra("a line over a whole number")
+        raise NotAlgebra("an overline over a whole number")
     digits, places = repeating.rstrip("}"), len(plain.partition(".")[2])
     return value + Fraction(int(digits), (10 ** len(digits) - 1) * 10**places)

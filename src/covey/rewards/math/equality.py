@@ -1,11 +1,11 @@
-"""Whether two answers are equal: first by their structure, then expression by expression.
+"""Compare two mathematical answers exactly: first their structure, then each pair of expressions.
 
-    compare("1,2", "2,1", {})                (True, [])
-    compare("(\\sin 2x,1)", "(2\\sin x\\cos x,1)", {})      (None, [("\\sin 2x", "2\\sin x\\cos x")])
+    compare("1,2", "2,1", {})                                        (True, [])
+    compare("(\\sin 2x,1)", "(2\\sin x\\cos x,1)", {})              (None, [("\\sin 2x", "2\\sin x\\cos x")])
 
-Lists, sets, tuples, intervals, unions and matrices are taken apart here; only what is left open about two single
-expressions, or about two ways to write a set of numbers, is a question for math-verify. Alone, it would overlook how
-often an item is listed, number bases, primes, dots and words behind a number.
+Lists, sets, tuples, intervals, unions and matrices are taken apart here. Only undecided pairs of single expressions, or
+of two notations for a set of numbers, are left to math-verify, which alone would ignore how often an item occurs,
+number bases, primes, dots and words after a number.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LABEL = re.compile(
     rf"({LETTER}(?:\([A-Za-z]\))?|\({LETTER}(?:,{LETTER})+\))(?:=|\\in(?![A-Za-z]))(?=[^=])"  # (x,y)=(1,2)
 )
 CHOICE = re.compile(r"\(([A-J])\)(?=\s|$)|([A-J])(?:[.):](?=\s|$)|$)")
-JOINTS = re.compile(r",?\\text\{(?:and|or)\}|;")
+SEPARATORS = re.compile(r",?\\text\{(?:and|or)\}|;")
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 BRACKET = r"\\begin\{[a-z]+\*?\}|\\end\{[a-z]+\*?\}|\\[{}]|[][(){}]"
 RELATIONS = {
@@ -38,86 +38,87 @@ RELATIONS = {
     "weak": re.compile(r"\\[lg]e(?![A-Za-z])"),
     "unequal": re.compile(r"\\ne(?![A-Za-z])|\\not"),
 }
-OVERLOOKED = re.compile(r"[A-Za-z)\]]\^?\{?'+|\\[a-z]?dots|\.\.\.")  # primes, dots
-LONGEST = 2000  # characters of a reply, and four times the answer's
-MAX_COMPARISONS = 1000  # of parts of two answers, and one for each character of the gold answer
-MAX_DEPTH = 30  # brackets in brackets
-CLOSE = Fraction(1, 10_000)  # numbers nearer than this may be roundings of each other
-ROUNDED = Fraction(1, 20)  # two sides of `1/3 = 0.33` may be that far apart
+IGNORED = re.compile(r"[A-Za-z)\]]\^?\{?'+|\\[a-z]?dots|\.\.\.")  # primes, dots
+MAX_LENGTH = 2000  # characters of a reply, plus four times the gold answer's
+MAX_COMPARISONS = 1000  # of parts of two answers, plus one per character of the gold answer
+MAX_DEPTH = 30  # nested brackets
+CLOSE = Fraction(1, 10_000)  # relative distance; closer numbers may be roundings of each other
+ROUNDED = Fraction(1, 20)  # relative distance allowed between the sides of `1/3 = 0.33`
 
 
 def equal(gold: str, reply: str) -> bool | None:
-    """True: equal. False: different. None: not known to be equal, but math-verify may show that they are."""
+    """True: equal. False: different. None: undecided, math-verify may show that they are equal."""
     return compare(gold, reply, {})[0]
 
 
 def compare(gold: str, reply: str, verdicts: Mapping[Pair, bool]) -> tuple[bool | None, list[Pair]]:
-    """Whether they are equal, given what is known about pairs of their parts; and the pairs that are still open."""
-    if len(reply) > LONGEST + 4 * len(gold):
+    """Whether they are equal, given verdicts about pairs of their parts; and the pairs that are still undecided."""
+    if len(reply) > MAX_LENGTH + 4 * len(gold):
         return False, []
-    ours, theirs = tidy(reply), tidy(gold)
-    if not ours:
+    max_comparisons = MAX_COMPARISONS + len(gold)
+    letter, reply_letter = CHOICE.fullmatch(plain_choice(gold)), CHOICE.match(plain_choice(reply))
+    gold, reply = tidy(gold), tidy(reply)
+    if not reply:
         return False, []
-    if ours == theirs or ((names := listed(theirs)) is not None and names == listed(ours)):
+    if reply == gold or ((names := listed(gold)) is not None and names == listed(reply)):
         return True, []
-    letter = CHOICE.fullmatch(plain_choice(gold))
-    if letter is not None and (said := CHOICE.match(plain_choice(reply))) is not None:
-        return (said[1] or said[2]) == (letter[1] or letter[2]), []
-    if (words := words_only(theirs)) is not None:
-        return words == words_only(ours), []
-    comparison = Comparison(verdicts, MAX_COMPARISONS + len(gold))
-    found = [comparison.same(one, other) for one in _readings(theirs) for other in _readings(ours)]
-    verdict = True if True in found else None if None in found else False
+    if letter is not None and reply_letter is not None:
+        return (reply_letter[1] or reply_letter[2]) == (letter[1] or letter[2]), []
+    if (words := words_only(gold)) is not None:
+        return words == words_only(reply), []
+    comparison = Comparison(verdicts, max_comparisons)
+    results = [comparison.same(one, other) for one in _readings(gold) for other in _readings(reply)]
+    verdict = True if True in results else None if None in results else False
     return verdict, list(comparison.open) if verdict is None else []
 
 
 def plain_choice(text: str) -> str:
-    """For letters of a choice, which may have their text behind them: `\\textbf{(B)} 12`."""
+    """The text to search for a multiple-choice letter, which may have text after it: `\\textbf{(B)} 12`."""
     return TEXT.sub(r"\1", text).strip("{}$* ").removesuffix(".")
 
 
 def _readings(text: str) -> list[str]:
-    """`1,200` is a list of two, or one number: then without its commas. Inside brackets it is two."""
+    """`1,200` may be a list of two numbers or one number with a separator. Inside brackets it is two."""
     depth, parts, start = 0, [], 0
-    for found in GROUPED.finditer(text):
-        if found[0][-1] in "([{":
+    for match in GROUPED.finditer(text):
+        if match[0][-1] in "([{":
             depth += 1
-        elif found[0][-1] in ")]}":
+        elif match[0][-1] in ")]}":
             depth -= 1
         elif depth == 0:
-            parts += [text[start : found.start()], found[0].replace(",", "")]
-            start = found.end()
+            parts += [text[start : match.start()], match[0].replace(",", "")]
+            start = match.end()
     return [text, "".join([*parts, text[start:]])] if parts else [text]
 
 
-# -- structure ---------------------------------------------------------------------------------------------------------
+# -- Structure ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """`kind` is list, set, union, matrix, the two brackets of a tuple or interval, or one (expression)."""
+    """`kind` is list, set, union, matrix, the two brackets of a tuple or interval, or one (a single expression)."""
 
     kind: str
     items: tuple[str, ...]
-    rows: tuple[int, ...] = ()  # of a matrix: their lengths
+    rows: tuple[int, ...] = ()  # the lengths of a matrix's rows
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The names of `x=1,y=2`. Empty where not every item has one of its own."""
-        found = [LABEL.match(item) for item in self.items]
-        names = tuple(one[1] for one in found if one is not None)
+        """The names of `x=1,y=2`; empty unless each item has a distinct one."""
+        matches = [LABEL.match(item) for item in self.items]
+        names = tuple(match[1] for match in matches if match is not None)
         return names if len(names) == len(set(names)) == len(self.items) > 1 else ()
 
 
 @functools.lru_cache(maxsize=1024)
 def parts_of(text: str) -> Parts:
-    """`x=2,-3` is two values of x; `\\pm` is two values."""
+    """Take an answer apart. `x=2,-3` is two values of x, and so is `\\pm`."""
     label = LABEL.match(text)
     body = text[label.end() :] if label is not None and "=" not in text[label.end() :] else text
     kind = "list"
     if body.startswith("\\{") and body.endswith("\\}") and _encloses(body):
         body, kind = body[2:-2], "set"
-    body = JOINTS.sub(",", _without_brackets(body))
+    body = SEPARATORS.sub(",", _without_brackets(body))
     items = tuple(item for item in split(body, ",") if item)
     if len(items) > 1:
         return Parts(kind, items)
@@ -125,9 +126,9 @@ def parts_of(text: str) -> Parts:
         return Parts(kind, tuple(items[0].replace("\\pm", sign).removeprefix("+") for sign in "+-"))
     if len(pieces := split(body, "\\cup")) > 1:
         return Parts("union", tuple(pieces))
-    if (found := re.fullmatch(r"\\begin\{pmatrix\}(.*)\\end\{pmatrix\}", body)) is not None:
-        # Rows end in `\\`; some data lost one of the two strokes before a number.
-        rows = [row.split("&") for row in re.split(r"\\\\|\\(?=[-\d.])", found[1]) if row]
+    if (matrix := re.fullmatch(r"\\begin\{pmatrix\}(.*)\\end\{pmatrix\}", body)) is not None:
+        # Rows end in `\\`; some data lost one of the two backslashes before a number.
+        rows = [row.split("&") for row in re.split(r"\\\\|\\(?=[-\d.])", matrix[1]) if row]
         return Parts("matrix", tuple(cell for row in rows for cell in row), tuple(len(row) for row in rows))
     if (inside := _bracketed(body)) is not None:
         return Parts(body[0] + body[-1], inside)
@@ -135,15 +136,14 @@ def parts_of(text: str) -> Parts:
 
 
 def split(text: str, mark: str) -> list[str]:
-    """At `mark`, outside brackets and environments."""
+    """Split at `mark`, outside brackets and environments."""
     parts, depth, start = [], 0, 0
-    for found in re.finditer(f"{re.escape(mark)}|{BRACKET}", text):
-        if found[0] == mark:
-            if depth == 0:
-                parts.append(text[start : found.start()])
-                start = found.end()
-        else:
-            depth += _step(found[0])
+    for match in re.finditer(f"{re.escape(mark)}|{BRACKET}", text):
+        if match[0] != mark:
+            depth += _step(match[0])
+        elif depth == 0:
+            parts.append(text[start : match.start()])
+            start = match.end()
     return [*parts, text[start:]]
 
 
@@ -152,12 +152,12 @@ def _step(bracket: str) -> int:
 
 
 def _encloses(text: str) -> bool:
-    """Whether the bracket at the beginning is closed by the one at the end."""
+    """Whether the first bracket is closed by the last one."""
     depth = 0
-    for found in re.finditer(BRACKET, text):
-        depth += _step(found[0])
+    for bracket in re.finditer(BRACKET, text):
+        depth += _step(bracket[0])
         if depth <= 0:
-            return depth == 0 and found.end() == len(text)
+            return depth == 0 and bracket.end() == len(text)
     return False
 
 
@@ -169,7 +169,7 @@ def _bracketed(text: str) -> tuple[str, ...] | None:
 
 
 def _without_brackets(text: str) -> str:
-    """`((a,b))` is `(a,b)`, and a union may have brackets around it."""
+    """Strip redundant brackets: those of `((a,b))`, or around a union."""
     for _ in range(3):
         if text.startswith("(") and _encloses(text):
             inside = text[1:-1]
@@ -182,7 +182,7 @@ def _value_side(text: str) -> str:
 
 
 def _chain(gold: str, reply: str) -> list[str]:
-    """The sides of `2+3=5`, or of `x=2+3=5` where the gold answer is not an equation in something else."""
+    """The sides of `2+3=5`, or of `x=2+3=5` unless the gold answer is an equation in something else."""
     own, label = LABEL.match(gold), LABEL.match(reply)
     if "=" in _value_side(gold) or (own is not None and (label is None or own[1] != label[1])):
         return []
@@ -191,7 +191,7 @@ def _chain(gold: str, reply: str) -> list[str]:
 
 
 def _is_region(text: str, parts: Parts) -> bool:
-    """It may be a set of numbers: an interval, a union, an inequality, the real numbers."""
+    """Whether a text may be a set of numbers: an interval, a union, an inequality, the real numbers."""
     if parts.kind == "one":
         return "\\mathbb" in text or (bool(_relations(text)) and not re.search(r"[(\[][^()\[\]]*,", text))
     return parts.kind == "union" or (len(parts.items) == 2 and parts.kind in ("()", "[]", "(]", "[)"))
@@ -199,10 +199,10 @@ def _is_region(text: str, parts: Parts) -> bool:
 
 @dataclass
 class Comparison:
-    """Three-valued: None where it depends on pairs that are not in `verdicts`; those are collected in `open`."""
+    """A three-valued comparison: None if it depends on pairs without a verdict, which are collected in `open`."""
 
     verdicts: Mapping[Pair, bool]
-    left: int  # comparisons: past this, unequal
+    left: int  # comparisons that may still be made; beyond them, parts count as unequal
     open: dict[Pair, None] = field(default_factory=dict)
     depth: int = 0
 
@@ -219,45 +219,45 @@ class Comparison:
             self.depth -= 1
 
     def _same_parts(self, gold: str, reply: str) -> bool | None:
-        theirs, ours = parts_of(gold), parts_of(reply)
-        if ours.kind == "one" and (sides := _chain(gold, reply)):
+        gold_parts, reply_parts = parts_of(gold), parts_of(reply)
+        kinds = {gold_parts.kind, reply_parts.kind}
+        if reply_parts.kind == "one" and (sides := _chain(gold, reply)):
             return self._same_chain(_value_side(gold), sides)
-        if theirs.kind == ours.kind == "one":
-            return self._same_expression(theirs.items[0], ours.items[0])
-        lists = {"list", "set"}
-        if theirs.kind in lists and ours.kind in lists:
-            return self._same_list(theirs, ours)
-        if theirs.kind == ours.kind == "union":
-            found = self._matched(theirs.items, ours.items)
-            return found if found else self._ask(gold, reply)
-        if theirs.kind == ours.kind:
-            return self._in_order(theirs, ours) if theirs.rows == ours.rows else False
-        if {theirs.kind, ours.kind} == {"list", "()"}:
-            # A pair without its brackets, and a list in brackets. Only a pair of the gold answer has an order.
-            ordered = theirs.kind == "()" or theirs.labels
-            return self._in_order(theirs, ours) if ordered else self._matched(theirs.items, ours.items)
-        if {theirs.kind, ours.kind} & {"one", "union"} and _is_region(gold, theirs) and _is_region(reply, ours):
-            return self._ask(gold, reply)
+        if kinds == {"one"}:
+            return self._same_expression(gold_parts.items[0], reply_parts.items[0])
+        if kinds <= {"list", "set"}:
+            return self._same_list(gold_parts, reply_parts)
+        if kinds == {"union"}:
+            return self._matched(gold_parts.items, reply_parts.items) or self._query(gold, reply)
+        if len(kinds) == 1:
+            return self._in_order(gold_parts, reply_parts) if gold_parts.rows == reply_parts.rows else False
+        if kinds == {"list", "()"}:
+            # A pair without its brackets, or a list in brackets. Only a pair in the gold answer is ordered.
+            if gold_parts.kind == "()" or gold_parts.labels:
+                return self._in_order(gold_parts, reply_parts)
+            return self._matched(gold_parts.items, reply_parts.items)
+        if kinds & {"one", "union"} and _is_region(gold, gold_parts) and _is_region(reply, reply_parts):
+            return self._query(gold, reply)
         return False
 
-    def _ask(self, gold: str, reply: str) -> bool | None:
-        theirs, ours = quantity(gold), quantity(reply)
-        if theirs.scale != ours.scale or _overlooked(theirs.body) != _overlooked(ours.body):
+    def _query(self, gold: str, reply: str) -> bool | None:
+        """The verdict about a pair, if it is known. Pairs that differ in what math-verify ignores are unequal."""
+        gold_quantity, reply_quantity = quantity(gold), quantity(reply)
+        if gold_quantity.scale != reply_quantity.scale or _ignored(gold_quantity.body) != _ignored(reply_quantity.body):
             return False
         if (gold, reply) in self.verdicts:
             return self.verdicts[gold, reply]
         self.open[gold, reply] = None
         return None
 
-    # -- several items ---------------------------------------------------------------------------------------------
+    # -- Several items
 
     def _same_list(self, gold: Parts, reply: Parts) -> bool | None:
         if gold.labels and reply.labels:
             if set(gold.labels) != set(reply.labels):
                 return False
-            ours = dict(zip(reply.labels, reply.items, strict=True))
-            reply = Parts(reply.kind, tuple(ours[label] for label in gold.labels))
-            return self._in_order(gold, reply)
+            items = dict(zip(reply.labels, reply.items, strict=True))
+            reply = Parts(reply.kind, tuple(items[label] for label in gold.labels))
         if gold.labels or reply.labels:
             return self._in_order(gold, reply)
         return self._matched(gold.items, reply.items)
@@ -265,147 +265,147 @@ class Comparison:
     def _in_order(self, gold: Parts, reply: Parts) -> bool | None:
         if len(gold.items) != len(reply.items):
             return False
-        open_ = False
+        undecided = False
         for one, other in zip(gold.items, reply.items, strict=True):
-            found = self.same(_value_side(one) if gold.labels else one, _value_side(other) if reply.labels else other)
-            if found is False:
+            same = self.same(_value_side(one) if gold.labels else one, _value_side(other) if reply.labels else other)
+            if same is False:
                 return False
-            open_ |= found is None
-        return None if open_ else True
+            undecided |= same is None
+        return None if undecided else True
 
     def _matched(self, gold: Sequence[str], reply: Sequence[str]) -> bool | None:
-        """In any order, each as often as in the other. Equal spellings and equal numbers are paired without comparing
-        each with each."""
+        """Equal in any order, with equal counts. Equal spellings and equal numbers are paired first, without comparing
+        every item with every other."""
         if len(gold) != len(reply):
             return False
-        unpaired, left = _unpaired(gold, reply)
-        open_ = False
+        unpaired, candidates = _unpaired(gold, reply)
+        undecided = False
         for item in unpaired:
             verdict: bool | None = False
-            for place, other in enumerate(left):
-                found = self.same(item, other)
-                if found:
-                    del left[place]
+            for index, other in enumerate(candidates):
+                same = self.same(item, other)
+                if same:
+                    del candidates[index]
                     verdict = True
                     break
-                verdict = None if found is None else verdict
+                verdict = None if same is None else verdict
             if verdict is False:
                 return False
-            open_ |= verdict is None
-        return None if open_ else True
+            undecided |= verdict is None
+        return None if undecided else True
 
-    # -- one expression --------------------------------------------------------------------------------------------
+    # -- One expression
 
     def _same_expression(self, gold: str, reply: str) -> bool | None:
-        label, own = LABEL.match(gold), LABEL.match(reply)
+        gold_label, reply_label = LABEL.match(gold), LABEL.match(reply)
         if _relations(gold) != _relations(reply):
             return False
-        if label is not None and own is not None and label[1] != own[1]:
-            return self._ask(gold, reply)
-        right, said = _value_side(gold), _value_side(reply)
-        if (verdict := same_numeral(right, said)) is not None:
+        if gold_label is not None and reply_label is not None and gold_label[1] != reply_label[1]:
+            return self._query(gold, reply)
+        gold_side, reply_side = _value_side(gold), _value_side(reply)
+        if (verdict := same_numeral(gold_side, reply_side)) is not None:
             return verdict
-        theirs, ours = quantity(right), quantity(said)
-        if ours.unit is not None and theirs.unit is not None and ours.unit != theirs.unit:
+        gold_quantity, reply_quantity = quantity(gold_side), quantity(reply_side)
+        units = {gold_quantity.unit, reply_quantity.unit}
+        if len(units) == 2 and None not in units:
             return False
-        verdict = _same_quantity(theirs, ours)
-        if verdict is not None:
+        if (verdict := _same_quantity(gold_quantity, reply_quantity)) is not None:
             return verdict
-        # `x=5` is not met by `2x=5`, whose right side is the same.
-        return self._ask(gold, reply) if label is not None and "=" in said else self._ask(right, said)
+        # `x=5` is not matched by `2x=5`, whose right side is the same.
+        whole = gold_label is not None and "=" in reply_side
+        return self._query(gold, reply) if whole else self._query(gold_side, reply_side)
 
     def _same_chain(self, gold: str, sides: Sequence[str]) -> bool | None:
-        """`2+3=5` says 5; `6=5` and `x>2=5` say nothing."""
-        sizes = [size for side in sides if (size := _near(side)) is not None]
+        """`2+3=5` has the value 5; `6=5` and `x>2=5` have none."""
+        sizes = [size for side in sides if (size := _approximate(side)) is not None]
         apart = sizes and max(sizes) - min(sizes) > ROUNDED * max(Fraction(1), *map(abs, sizes))
         if apart or any(_relations(side) for side in sides[:-1]):
             return False
         return self.same(gold, sides[-1])
 
 
-# -- numbers and algebra -----------------------------------------------------------------------------------------------
+# -- Numbers and algebra -----------------------------------------------------------------------------------------------
 
 
 def _unpaired(gold: Sequence[str], reply: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What is left of both once equal spellings and equal numbers are paired."""
-    keys = [_key(item) for item in gold], [_key(item) for item in reply]
-    common, left = Counter(keys[0]) & Counter(keys[1]), []
-    for items, own in zip((gold, reply), keys, strict=True):
-        paired, rest = Counter[Fraction | str](), []
-        for item, key in zip(items, own, strict=True):
-            if paired[key] < common[key]:
-                paired[key] += 1
-            else:
-                rest.append(item)
-        left.append(rest)
-    return left[0], left[1]
+    """The remaining items of both once equal spellings and equal numbers are paired."""
+    gold_keys, reply_keys = list(map(_key, gold)), list(map(_key, reply))
+    common = Counter(gold_keys) & Counter(reply_keys)
+    return _without(gold, gold_keys, common), _without(reply, reply_keys, common)
+
+
+def _without(items: Sequence[str], keys: Sequence[Fraction | str], common: Counter[Fraction | str]) -> list[str]:
+    paired, remaining = Counter[Fraction | str](), []
+    for item, key in zip(items, keys, strict=True):
+        if paired[key] < common[key]:
+            paired[key] += 1
+        else:
+            remaining.append(item)
+    return remaining
 
 
 def _key(text: str) -> Fraction | str:
-    """A rational number is its value; anything else is its text."""
-    found = quantity(text)
-    own = value(found.body) if found.unit is None and not found.percent else None
-    size = own.rational() if own is not None else None
-    return text if size is None else size * found.scale
+    """The value of a rational number; the text of anything else."""
+    parsed = quantity(text)
+    ratio = value(parsed.body) if parsed.unit is None and not parsed.percent else None
+    size = ratio.rational() if ratio is not None else None
+    return text if size is None else size * parsed.scale
 
 
-def _near(text: str) -> Fraction | None:
-    """Nearly the value of a text that is a number."""
-    found = quantity(text)
-    own = value(found.body)
-    size = None if own is None else own.rational() or own.approximate()
-    return None if size is None or found.percent else Fraction(size) * found.scale
+def _approximate(text: str) -> Fraction | None:
+    """The approximate value of a text that is a number."""
+    parsed = quantity(text)
+    ratio = value(parsed.body)
+    size = None if ratio is None else ratio.rational() or ratio.approximate()
+    return None if size is None or parsed.percent else Fraction(size) * parsed.scale
 
 
 def _relations(text: str) -> set[str]:
     return {kind for kind, pattern in RELATIONS.items() if pattern.search(text)}
 
 
-def _overlooked(text: str) -> set[str]:
-    """What equal expressions share and math-verify overlooks: primes, dots, texts, and words that change a number."""
+def _ignored(text: str) -> set[str]:
+    """What math-verify ignores but equal expressions share: primes, dots, text, and words that change a number."""
     inside = re.findall(r"[a-z]{2,}", " ".join(TEXT.findall(text)).lower())  # (P) is a letter, with or without \text
     plain = re.findall(r"[a-z]+", re.sub(r"\\[A-Za-z]+", " ", text.lower()))
-    return {*OVERLOOKED.findall(text), *inside, *(CHANGING & set(plain))}
+    return {*IGNORED.findall(text), *inside, *(CHANGING & set(plain))}
 
 
 def _same_quantity(gold: Quantity, reply: Quantity) -> bool | None:
-    right, said = value(gold.body), value(reply.body)
-    if right is None or said is None:
+    gold_value, reply_value = value(gold.body), value(reply.body)
+    if gold_value is None or reply_value is None:
         same = (reply.body, reply.percent, reply.scale) == (gold.body, gold.percent, gold.scale)
         return (same and bool(reply.body)) or None
     try:
-        return _same_value(right, gold, said, reply)
+        one, other = gold_value * number(gold.scale), reply_value * number(reply.scale)
+        if one == other:
+            return True
+        if gold.percent == reply.percent:
+            return _clearly_apart(one, other)
+        hundredth = number(Fraction(1, 100))
+        return (other * hundredth == one if reply.percent else one * hundredth == other) or None
     except NotAlgebra:  # too large together
         return None
 
 
-def _same_value(right: Ratio, theirs: Quantity, said: Ratio, ours: Quantity) -> bool | None:
-    right, said = right * number(theirs.scale), said * number(ours.scale)
-    if right == said:
-        return True
-    if ours.percent == theirs.percent:
-        return _clearly_apart(right, said)
-    hundredth = number(Fraction(1, 100))
-    return (said * hundredth == right if ours.percent else right * hundredth == said) or None
-
-
 def _clearly_apart(a: Ratio, b: Ratio) -> bool | None:
-    one, other = a.rational(), b.rational()
-    if one is not None and other is not None:
-        return False if abs(one - other) > CLOSE * max(Fraction(1), abs(one)) else None
-    near, far = a.approximate(), b.approximate()
-    if near is None or far is None:
+    """False for two numbers that are too far apart to be roundings of each other."""
+    exact_a, exact_b = a.rational(), b.rational()
+    if exact_a is not None and exact_b is not None:
+        return False if abs(exact_a - exact_b) > CLOSE * max(Fraction(1), abs(exact_a)) else None
+    near_a, near_b = a.approximate(), b.approximate()
+    if near_a is None or near_b is None:
         return None
-    return False if abs(near - far) > float(CLOSE) * max(1.0, abs(near)) else None
+    return False if abs(near_a - near_b) > float(CLOSE) * max(1.0, abs(near_a)) else None
 
 
 @functools.lru_cache(maxsize=1024)
 def value(body: str) -> Ratio | None:
-    """Its exact value, if it is algebra. Three letters in a row are a word."""
+    """The exact value, if the text is algebra. Three letters in a row are a word."""
     if THOUSANDS.fullmatch(body):
         body = body.replace(",", "")
     elif "\\frac" in body:
-        body = IN_FRACTION.sub(lambda found: found[0].replace(",", ""), body)
+        body = IN_FRACTION.sub(lambda match: match[0].replace(",", ""), body)
     if WORD.search(body):
         return None
     try:

@@ -1,4 +1,17 @@
-"""Rewards for answers that are numbers."""
+"""Rewards for answers that are numbers or mathematics.
+
+`number` and `math_reward_string_equal` compare numbers. `math_equal` compares exactly and immediately (`equality.py`):
+numbers, fractions, mixed numbers, percentages, surds, polynomials, numbers with a base, tuples, intervals, sets,
+matrices, multiple-choice letters, and otherwise the normalized text. `math_verify` sends what remains undecided to the
+package math-verify, in a process that can be killed.
+
+The exact comparison comes first because most answers are decided by it, and sympy, which math-verify uses, is slower
+and may never return.
+
+Conventions: an unknown unit, or a unit that only one side has, is ignored; two known units must agree. `50%` matches 50
+and 0.5. `x = 5` matches 5, and 5 matches `2+3 = 5`. Lists without brackets and sets are unordered, but every item must
+occur equally often. Decimals are exact: 0.33 is not 1/3. `52_8` does not match 52.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +27,12 @@ from covey.imports import install_extra
 from covey.rewards.answers import BOX, boxed, hashed, stated, tagged
 from covey.rewards.function import reward
 from covey.rewards.math import verify_process
-from covey.rewards.math.equality import CHOICE, LONGEST, WORD, Pair, compare, equal, plain_choice, value
+from covey.rewards.math.equality import CHOICE, MAX_LENGTH, WORD, Pair, compare, equal, plain_choice, value
 from covey.rewards.math.latex import TEXT, quantity, tidy
 from covey.types import Task
 
-# A minus is a sign unless it stands right behind something it could be subtracted from: 10-5 holds 10 and 5.
-# Commas belong to the number where they part thousands: 1,234 is one number, 1,2 are two.
+# A minus directly after something it could be subtracted from is no sign: 10-5 has the numbers 10 and 5.
+# Commas that separate thousands belong to the number: 1,234 is one number, 1,2 are two.
 NUMBER = re.compile(
     r"""(?P<sign>(?<![\w.)\]}%])[-−])?
         [$€£]?
@@ -28,18 +41,18 @@ NUMBER = re.compile(
         (?:[ ]?\\?(?P<percent>%))?""",
     re.VERBOSE,
 )
-LONGEST_NUMBER = 1000  # characters of a number; longer ones are none
+MAX_NUMBER_LENGTH = 1000  # characters; longer numbers are not read
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """`50%` is 50 with its sign."""
+    """`50%` has the size 50 and `percent`."""
 
     size: Fraction
     percent: bool = False
 
-    def meets(self, gold: Number) -> bool:
-        """Equal as written or by value: `50%` is met by 50%, 50 and 0.5, and meets 50 and 0.5."""
+    def matches(self, gold: Number) -> bool:
+        """Equal as written or in value: `50%` and any of 50%, 50 and 0.5."""
         return self.size == gold.size or (self.percent != gold.percent and self._value() == gold._value())
 
     def _value(self) -> Fraction:
@@ -48,89 +61,59 @@ class Number:
 
 @reward(gold=lambda answer: gold_number(answer))
 def number(answer: Any, final_answer: str) -> dict[str, float]:
-    """1 if the reply is the number and nothing else; a full stop behind it is allowed. 0.75 and 3/4 are one number,
-    1e3 and 1,000 too, and 50% is met by 50% or 50 or 0.5.
+    """1 if the reply is the number and nothing else, up to a full stop. 0.75 and 3/4 are equal, as are 1e3 and 1,000;
+    50% matches 50%, 50 and 0.5.
 
-    Extra `lenient`: the last number in the reply, whatever stands around it.
+    Extra `lenient`: 1 if the last number in the reply is the answer, whatever text surrounds it.
     """
     gold = gold_number(answer)
     reply = whole_number(final_answer)
     return {
-        "reward": float(reply is not None and reply.meets(gold)),
+        "reward": float(reply is not None and reply.matches(gold)),
         "lenient": float(_ends_in(final_answer, gold)),
     }
 
 
 @reward(gold=lambda answer: gold_number(answer))
 def math_reward_string_equal(answer: Any, final_answer: str) -> float:
-    """1 if the last number of the final answer is the answer's, which may be written as GSM8K does (`#### 72`)."""
+    """1 if the last number of the final answer is the answer, which may have GSM8K's form (`#### 72`)."""
     return float(_ends_in(final_answer, gold_number(answer)))
 
 
 def _ends_in(text: str, gold: Number) -> bool:
-    found = last_number(text)
-    return found is not None and found.meets(gold)
-
-
-def whole_numbers(task: Task) -> None:
-    """A column `numbers` that is a list of them. One of text, as in a CSV file, would be read letter by letter."""
-    found = task.columns["numbers"]
-    is_list = isinstance(found, Sequence) and not isinstance(found, str)
-    if not is_list or not all(isinstance(one, int) and not isinstance(one, bool) for one in found):
-        raise ValueError(f"numbers must be a list of whole numbers, got {found!r:.60}")
-
-
-@reward(name="sorted", check=whole_numbers)
-def sorted_numbers(numbers: Sequence[int], final_answer: str) -> dict[str, float]:
-    """1 if the reply is the sorted numbers, written `1 2 3`.
-
-    Extra `lenient`: the last numbers of the reply, as many as were given, are in order, whatever stands around them.
-    """
-    right = sorted(numbers)
-    found = re.findall("[0-9]+", final_answer)[-len(right) :]
-    return {
-        "reward": float(final_answer.strip() == " ".join(map(str, right))),
-        "lenient": float(found == list(map(str, right))),
-    }
+    last = last_number(text)
+    return last is not None and last.matches(gold)
 
 
 def last_number(text: str) -> Number | None:
-    found = list(NUMBER.finditer(text))
-    return _read(found[-1]) if found else None
+    numbers = list(NUMBER.finditer(text))
+    return _number(numbers[-1]) if numbers else None
 
 
 def whole_number(text: str) -> Number | None:
-    """The number that is all of a text, but for a full stop."""
-    found = NUMBER.fullmatch(text.strip().removesuffix("."))
-    return None if found is None else _read(found)
+    """The number that the whole text is, up to a full stop."""
+    match = NUMBER.fullmatch(text.strip().removesuffix("."))
+    return None if match is None else _number(match)
 
 
 def gold_number(answer: Any) -> Number:
-    """The number an answer column holds. One that holds more than a number would reward wrong replies: 7 for a + 7."""
+    """The number in an answer column. Anything else is refused: reading 7 from a + 7 would reward wrong replies."""
     text = str(answer).rpartition("####")[2].strip().removesuffix(".")
-    found = whole_number(text)
-    if found is None:
+    value = whole_number(text)
+    if value is None:
         raise ValueError(f"the answer {text[:50]!r} is not a number")
-    return found
+    return value
 
 
-def _read(found: re.Match[str]) -> Number | None:
-    if len(found[0]) > LONGEST_NUMBER:
+def _number(match: re.Match[str]) -> Number | None:
+    if len(match[0]) > MAX_NUMBER_LENGTH:
         return None
-    size = Fraction(found["digits"].replace(",", "")) / int(found["below"] or 1)
-    size *= Fraction(10) ** int((found["power"] or "0").replace("−", "-"))
-    return Number(-size if found["sign"] else size, found["percent"] is not None)
+    size = Fraction(match["digits"].replace(",", "")) / int(match["below"] or 1)
+    size *= Fraction(10) ** int((match["power"] or "0").replace("−", "-"))
+    return Number(-size if match["sign"] else size, match["percent"] is not None)
 
 
-# -- Rewards for answers that are mathematics --------------------------------------------------------------------------
-# `math_equal` compares exactly and at once (`equality.py`): numbers, fractions, mixed numbers, percentages, surds,
-# polynomials, numbers with a base, tuples, intervals, sets, matrices, letters of a choice, and else the text in one
-# spelling. `math_verify` asks the package of that name about expressions that are left open, in a process that can be
-# killed.
-#
-# Deliberate: an unknown unit, or one that only one side writes, does not count; two known units must be the same. `50%`
-# is met by 50 and by 0.5. `x = 5` is met by 5, and 5 by `2+3 = 5`. Lists without brackets, and sets, have no order; a
-# reply must hold each item as often as the gold answer. Decimals are exact: 0.33 is not 1/3. `52_8` is not met by 52.
+# -- math_equal and math_verify ----------------------------------------------------------------------------------------
 
 NO_PROSE = re.compile(TEXT.pattern + r"|\\(?:begin|end)\{[a-z]+\}")
 SEGMENT = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
@@ -138,12 +121,12 @@ LAST = re.compile(
     r"(?:(?<![\w.)\]}%])[-−]\s?)?[$€£]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+)?(?:\s?/\s?\d+(?:\.\d+)?)?%?"
 )
 SENTENCE = re.compile(r"(?<!\d)\.\s|\.\s(?=[A-Z])|\s(?:because|since)\s")
-MAX_QUESTIONS = 20  # to math-verify about one answer
+MAX_QUERIES = 20  # to math-verify per answer
 
 
 @reward(gold=lambda answer: gold_texts(answer))
 def math_equal(answer: Any, final_answer: str) -> float:
-    """1 if the final answer of the reply equals the answer, exactly. `answer` may be a list of acceptable ones."""
+    """1 if the final answer of the reply equals the answer exactly. `answer` may be a list of acceptable answers."""
     reply = final_expression(final_answer)
     return float(any(equal(gold, reply) is True for gold in gold_texts(answer)))
 
@@ -155,42 +138,42 @@ def _check(task: Task) -> None:
 
 @reward(check=_check, gold=lambda answer: gold_texts(answer))
 async def math_verify(answer: Any, final_answer: str, deadline: float = 5.0) -> dict[str, float]:
-    """The same, and what that leaves open is put to math-verify: each pair of expressions for up to `deadline` seconds.
+    """Like `math_equal`, with undecided pairs of expressions sent to math-verify, each for up to `deadline` seconds.
 
-    Extra `timeout`: 1 where it took longer, which is then not equal: the model wrote the expression.
+    Extra `timeout`: 1 if math-verify took longer. Such an answer counts as wrong, because the model wrote it.
     """
     reply, golds = final_expression(final_answer), gold_texts(answer)
     if any(equal(gold, reply) for gold in golds):
         return {"reward": 1.0, "timeout": 0.0}
-    late = False
+    timeout = False
     for gold in golds:
-        verdict = await _verified(gold, reply, deadline)
+        verdict = await _verify(gold, reply, deadline)
         if verdict:
             return {"reward": 1.0, "timeout": 0.0}
-        late |= verdict is None
-    return {"reward": 0.0, "timeout": float(late)}
+        timeout |= verdict is None
+    return {"reward": 0.0, "timeout": float(timeout)}
 
 
-async def _verified(gold: str, reply: str, deadline: float) -> bool | None:
-    """Ask about one open pair after the other until the answer is decided. None: a question took too long."""
-    known: dict[Pair, bool] = {}
-    verdict, pairs = compare(gold, reply, known)
-    while verdict is None and pairs and len(known) < MAX_QUESTIONS:
-        found = await verify_process.verify(*pairs[0], deadline)
-        if found is None:
+async def _verify(gold: str, reply: str, deadline: float) -> bool | None:
+    """Query math-verify about one undecided pair after another until the answer is decided. None: a query timed out."""
+    verdicts: dict[Pair, bool] = {}
+    verdict, pairs = compare(gold, reply, verdicts)
+    while verdict is None and pairs and len(verdicts) < MAX_QUERIES:
+        equal_pair = await verify_process.verify(*pairs[0], deadline)
+        if equal_pair is None:
             return None
-        known[pairs[0]] = found
-        verdict, pairs = compare(gold, reply, known)
+        verdicts[pairs[0]] = equal_pair
+        verdict, pairs = compare(gold, reply, verdicts)
     return bool(verdict)
 
 
 def gold_texts(answer: Any) -> list[str]:
-    """What an answer column holds: plain, in \\boxed{…}, behind `####`, or several of them."""
+    """The acceptable answers in an answer column: one or a list, each plain, in \\boxed{…} or after `####`."""
     several = isinstance(answer, Sequence) and not isinstance(answer, str)
-    found = [_gold_text(str(one)) for one in (answer if several else [answer])]
-    if not found or not all(found):
+    texts = [_gold_text(str(one)) for one in (answer if several else [answer])]
+    if not texts or not all(texts):
         raise ValueError("the answer is empty")
-    return found
+    return texts
 
 
 def _gold_text(text: str) -> str:
@@ -199,8 +182,8 @@ def _gold_text(text: str) -> str:
 
 
 def final_expression(reply: str) -> str:
-    """The final answer of a reply: in the last \\boxed{…} or <answer>, behind `####` or `answer is`, the whole of a
-    reply that is nothing but an expression, or its last number with what belongs to it."""
+    """The final answer of a reply: in the last \\boxed{…} or <answer>, after `####` or `answer is`, the whole reply if
+    it is only an expression, or else the expression around its last number."""
     inside = boxed(reply)
     if inside is None:
         inside = tagged(reply) or hashed(reply)
@@ -208,18 +191,18 @@ def final_expression(reply: str) -> str:
     if inside is not None:
         return inside
     if BOX.search(reply):
-        return ""  # opened and never closed: cut off in the middle of its answer
-    behind = stated(reply)
-    if behind is not None:
-        return _expression_in(SENTENCE.split(behind[:LONGEST], maxsplit=1)[0], first=True)
-    return _expression_in(reply.strip()[-LONGEST:], first=False)
+        return ""  # an unclosed box: the reply was cut off within its answer
+    statement = stated(reply)
+    if statement is not None:
+        return _expression_in(SENTENCE.split(statement[:MAX_LENGTH], maxsplit=1)[0], first=True)
+    return _expression_in(reply.strip()[-MAX_LENGTH:], first=False)
 
 
 def _expression_in(text: str, first: bool) -> str:
-    """The expression in a text that may hold words around it."""
+    """The expression in a text that may have words around it."""
     if _is_answer(text):
         return text
-    segments = [next(part for part in found if part) for found in SEGMENT.findall(text)]
+    segments = [next(part for part in groups if part) for groups in SEGMENT.findall(text)]
     if segments and (first or LAST.search(SEGMENT.split(text)[-1] or "") is None):
         return segments[0 if first else -1]
     numbers = list(LAST.finditer(text))
@@ -227,16 +210,17 @@ def _expression_in(text: str, first: bool) -> str:
 
 
 def _is_answer(text: str) -> bool:
-    """No prose: one that this file can read, formulas without words, or up to three words without a number."""
+    """Whether a text is an answer without prose: a readable value, formulas without words, or up to three words without
+    a number."""
     if value(quantity(tidy(text)).body) is not None or CHOICE.match(plain_choice(text)):
         return True
     prose = [word for word in WORD.findall(NO_PROSE.sub(" ", text)) if word.lower() not in ("and", "or")]
     return "\n" not in text and (not prose or (len(text.split()) <= 3 and not re.search(r"\d", text)))
 
 
-def _with_neighbours(text: str, found: re.Match[str]) -> str:
-    """A number inside 3\\sqrt{2} or x^2 is not the answer: all that hangs on it is."""
-    start, end = found.start(), found.end()
+def _with_neighbours(text: str, match: re.Match[str]) -> str:
+    """The whole expression around a number, such as 3\\sqrt{2} or x^2."""
+    start, end = match.start(), match.end()
     before, after = text[:start].rstrip("$"), text[end:]
     if re.search(r"[\\{}^_(*/A-Za-z]$", before) or re.match(r"[\\{}^_*/]|[A-Za-z]", after):
         start = max(before.rfind(" "), before.rfind("\n"), before.rfind("=")) + 1

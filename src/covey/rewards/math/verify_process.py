@@ -1,11 +1,11 @@
-"""math-verify in processes of its own, because sympy may never return.
+"""math-verify in separate processes, because sympy may never return.
 
-    await verify(gold, reply, seconds)      True or False; None: it took longer and was killed
+    await verify(gold, reply, seconds)      True or False; None if it took longer and was killed
 
-Each thread of a small pool owns one process, which imports math-verify once and then answers one line of JSON with
-another. It runs this file as a program, so that it loads nothing of Covey and no torch. Time and memory are bounded
-from both sides: the owner kills its process group at the deadline, and the process sets itself an alarm a little
-later, for the case that its owner is gone.
+Each thread of a small pool owns one process, which imports math-verify once and then answers each line of JSON with
+another. The process runs this file as a program, so it imports neither Covey nor torch. Both sides bound its time and
+memory: the owner kills the process group at the deadline, and the process sets itself a slightly later alarm in case
+its owner is gone.
 """
 
 from __future__ import annotations
@@ -30,14 +30,12 @@ PROCESSES = max(1, min(8, os.cpu_count() or 1))
 START_SECONDS = 120.0  # importing sympy on a busy machine
 GRACE_SECONDS = 5.0  # between the deadline and the process's own alarm
 MEMORY_BYTES = 4 * 2**30
-LONGEST = 1000  # characters of an expression, and four times the answer's; longer ones are not equal to it
-
-
-DEEPEST = 20  # brackets in brackets
+MAX_LENGTH = 1000  # characters of a reply, plus four times the gold answer's; longer replies are not equal
+MAX_DEPTH = 20  # nested brackets
 WILD = re.compile(
     r"\^\{?\(?-?\d{5,}"  # an exponent of five digits
     r"|\^\{?[^{}^+-]{1,9}\^\{?[^{}^+-]{1,9}\^"  # a power of a power of a power
-    r"|\d{4,}\)?!"  # the factorial of a thousand
+    r"|\d{4,}\)?!"  # the factorial of a four-digit number
     r"|!\)?!"
     r"|\d{400,}"
     r"|\^\{?10\^"  # a sum to a power of ten
@@ -45,31 +43,31 @@ WILD = re.compile(
 
 
 class ProcessError(RuntimeError):
-    """The process did not start, or ended twice over one question: never called a wrong answer."""
+    """The process did not start. Never counted as a wrong answer."""
 
 
-class _Late(Exception):
-    """Raised where an answer would be remembered: the next time the machine may be less busy."""
+class _TimedOut(Exception):
+    """Keeps a timeout out of the cache: the machine may be less busy next time."""
 
 
 async def verify(gold: str, reply: str, seconds: float) -> bool | None:
-    """Whether math-verify finds the two equal. Attempts at one task often agree, so answers are remembered."""
-    if len(reply) > LONGEST + 4 * len(gold) or (wild(reply) and not wild(gold)):
+    """Whether math-verify finds the two equal. Results are cached, because attempts at one task often agree."""
+    if len(reply) > MAX_LENGTH + 4 * len(gold) or (wild(reply) and not wild(gold)):
         return False
     try:
         return await asyncio.get_running_loop().run_in_executor(_pool(), _verify, gold, reply, seconds)
-    except _Late:
+    except _TimedOut:
         return None
 
 
 def wild(text: str) -> bool:
-    """It would keep a computer algebra system busy for long. An answer that is not so itself is not put to it: the
-    process would only be killed at the deadline, and its successor has to start."""
+    """Whether a computer algebra system would need very long for an expression, so that it would only be killed at the
+    deadline and replaced. A wild reply is sent only if the gold answer is wild too."""
     depth = deepest = 0
-    for found in re.finditer(r"[{(\[]|[])}]", text):
-        depth += 1 if found[0] in "{([" else -1
+    for bracket in re.finditer(r"[{(\[]|[])}]", text):
+        depth += 1 if bracket[0] in "{([" else -1
         deepest = max(deepest, depth)
-    return deepest > DEEPEST or text.count("^") > 40 or WILD.search(text) is not None
+    return deepest > MAX_DEPTH or text.count("^") > 40 or WILD.search(text) is not None
 
 
 @functools.cache
@@ -79,32 +77,33 @@ def _pool() -> ThreadPoolExecutor:
 
 @functools.lru_cache(maxsize=10_000)
 def _verify(gold: str, reply: str, seconds: float) -> bool:
-    found = _own_process().ask({"gold": gold, "reply": reply, "seconds": seconds}, seconds)
-    if found is None:
-        raise _Late
-    return found
+    verdict = _own_process().ask({"gold": gold, "reply": reply, "seconds": seconds}, seconds)
+    if verdict is None:
+        raise _TimedOut
+    return verdict
 
 
-_OWN = threading.local()
+_THREAD = threading.local()
 
 
 def _own_process() -> MathProcess:
-    if getattr(_OWN, "process", None) is None:
-        _OWN.process = MathProcess([sys.executable, "-P", os.path.abspath(__file__)])
-    process: MathProcess = _OWN.process
+    """This thread's process."""
+    if not hasattr(_THREAD, "process"):
+        _THREAD.process = MathProcess([sys.executable, "-P", os.path.abspath(__file__)])
+    process: MathProcess = _THREAD.process
     return process
 
 
 class MathProcess:
-    """One process and the pipe to it. Used by one thread."""
+    """One process and its pipes. Used by one thread."""
 
     def __init__(self, command: list[str]) -> None:
         self.command = command
         self.running: subprocess.Popen[bytes] | None = None
 
     def ask(self, question: dict[str, Any], seconds: float) -> bool | None:
-        """Its answer, or None if it took longer. One that ends before that, killed by the system perhaps, is replaced
-        and asked again, once; a second end is the expression's doing."""
+        """The verdict, or None if it took longer. A process that dies first, killed by the system perhaps, is replaced
+        and asked once more; a second death is attributed to the expression."""
         for _ in range(2):
             if self.running is None or self.running.poll() is not None:
                 self._start()
@@ -120,7 +119,7 @@ class MathProcess:
                 self.kill()
                 return None
             return bool(json.loads(line)["equal"])
-        return None  # twice: the expression did it, and the model wrote the expression
+        return None  # died twice: caused by the expression, which the model wrote
 
     def kill(self) -> None:
         if self.running is not None:
@@ -146,24 +145,24 @@ class MathProcess:
             raise ProcessError("the process for math-verify did not start; its own message is above")
 
     def _line(self, seconds: float) -> bytes | None:
-        """None: it took longer. EOFError: there will be none."""
+        """A line from the process; None if it took longer. Raises EOFError if the process has ended."""
         assert self.running is not None and self.running.stdout is not None
-        pipe, end, read = self.running.stdout.fileno(), time.monotonic() + seconds, b""
-        while not read.endswith(b"\n"):
+        pipe, end, line = self.running.stdout.fileno(), time.monotonic() + seconds, b""
+        while not line.endswith(b"\n"):
             ready, _, _ = select.select([pipe], [], [], max(0.0, end - time.monotonic()))
             if not ready:
                 return None
             part = os.read(pipe, 65536)
             if not part:
                 raise EOFError
-            read += part
-        return read
+            line += part
+        return line
 
 
 def _serve() -> None:
-    """The process: a line in, a line out, until the owner closes the pipe."""
+    """The process's main loop: a line in, a line out, until the owner closes the pipe."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    # Answers go where standard output was; whatever prints goes to standard error.
+    # Answers use the original standard output; anything that prints is redirected to standard error.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     import logging
@@ -180,9 +179,9 @@ def _serve() -> None:
 
 
 def _equal(math_verify: Any, gold: str, reply: str) -> bool:
-    """Its own time limits are off: they do not interrupt everything, the owner's does. Each text is read as a whole or
-    not at all: by default the package goes on to look for a part that it can read, such as the fraction in
-    `\\neq\\frac{1}{6}`."""
+    """math-verify's verdict. Its own time limits are off, because they do not interrupt everything; the owner's does.
+    Each text is parsed whole or not at all: by default the package falls back to a part that it can parse, such as the
+    fraction in `\\neq\\frac{1}{6}`."""
     whole: dict[str, Any] = {"extraction_config": [math_verify.LatexExtractionConfig(boxed_match_priority=0)]}
     whole |= {"extraction_mode": "first_match", "parsing_timeout": None, "raise_on_error": False}
     try:
@@ -190,7 +189,7 @@ def _equal(math_verify: Any, gold: str, reply: str) -> bool:
         boxes = ["\\boxed{" + re.sub(r"(?<!\\)%", r"\%", text) + "}" for text in (gold, reply)]
         parsed = [math_verify.parse(box, **whole) for box in boxes]
         return bool(math_verify.verify(*parsed, timeout_seconds=None, raise_on_error=False))
-    except Exception:  # out of memory or of depth: nothing that would show them equal
+    except Exception:  # e.g. out of memory or recursion depth: not shown to be equal
         return False
 
 

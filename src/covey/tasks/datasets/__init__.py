@@ -1,9 +1,8 @@
-"""Public data sets by name: where each is at home, how its raw rows become tasks, and how prepared ones are loaded.
+"""Public data sets by name: their sources, the conversion of raw rows, preparation and loading.
 
-registry.py   the visible list                        prepare.py  raw files → rows → checked → Parquet and a manifest
-dataset.py    what a description says                 fetch.py    raw files from the hub or a repository
-maths.py, qa.py, code.py, tools.py, following.py      load.py     a prepared set → Task
-              one description per set                 clean.py, text.py   what is left out, and when texts are equal
+dataset.py      what describes a data set             prepare.py  raw files → checked rows → Parquet and a manifest
+math_sets.py, question_sets.py, code_and_tool_sets.py fetch.py    raw files, local or from the hub or a repository
+                the data sets                         load.py     DATASETS, and prepared sets → Task
 """
 
 from covey.tasks.datasets.dataset import Dataset

@@ -1,11 +1,22 @@
-"""Programs: a description, and tests that the reward runs in the sandbox."""
+"""Code with tests for the sandbox (MBPP, HumanEval), and function calling (BFCL, ToolRL's rlla)."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from covey.tasks.datasets.dataset import ANSWERS, TEST, TRAIN, VALIDATION, Choice, Dataset, LeftOut, Source, Url, Values
+from covey.tasks.datasets.dataset import (
+    ANSWERS,
+    TEST,
+    TRAIN,
+    VALIDATION,
+    Choice,
+    Dataset,
+    SkippedRow,
+    Source,
+    Url,
+    Values,
+)
 
 GOOGLE = "https://raw.githubusercontent.com/google-research/google-research/master/mbpp"
 MBPP_PROMPT = """\
@@ -27,7 +38,7 @@ Complete this Python function. Reply with the whole function, and the imports it
 def _mbpp(values: Values, split: str) -> tuple[str, dict[str, Any]]:
     number = int(values["task_id"])
     if number <= 10:
-        raise LeftOut("task ids 1 to 10 are worked examples")
+        raise SkippedRow("task ids 1 to 10 are worked examples")
     split = TEST if number <= 510 else VALIDATION if number <= 600 else TRAIN
     return split, {
         "data_id": f"mbpp/{number}",
@@ -76,7 +87,7 @@ MBPP_SANITIZED = _mbpp_set(
 )
 HUMANEVAL = Dataset(
     name="humaneval",
-    about="Python functions from their heads",
+    about="Python functions to complete",
     home="github.com/openai/human-eval",
     licence="MIT",
     reward="code_reward",
@@ -94,13 +105,13 @@ HUMANEVAL = Dataset(
 )
 
 
-# -- Calling functions: which of those listed to call, and with what ---------------------------------------------------
+# -- Function calling --------------------------------------------------------------------------------------------------
 
 BERKELEY = (
     "https://raw.githubusercontent.com/ShishirPatil/gorilla/main/berkeley-function-call-leaderboard/bfcl_eval/data"
 )
 TOOLRL = "https://raw.githubusercontent.com/qiancheng0/ToolRL/main/dataset/rlla_4k"
-AST = {  # category: rows; judged by comparing calls with what is acceptable
+AST = {  # category: rows; calls are compared with the acceptable ones
     "simple_python": 400,
     "multiple": 200,
     "parallel": 200,
@@ -110,7 +121,7 @@ AST = {  # category: rows; judged by comparing calls with what is acceptable
     "live_parallel": 16,
     "live_parallel_multiple": 24,
 }
-NOTHING_TO_CALL = {"irrelevance": 240, "live_irrelevance": 884}  # right is who calls nothing
+NOTHING_TO_CALL = {"irrelevance": 240, "live_irrelevance": 884}  # correct if nothing is called
 BFCL_PROMPT = """\
 You can call functions. Call those that the request needs, with arguments taken from the conversation, and write each \
 call on a line of its own, like this:
@@ -135,7 +146,7 @@ def _bfcl(values: Values, split: str) -> tuple[str, dict[str, Any]]:
 
 
 def _bfcl_messages(row: Values, prompt: str) -> list[dict[str, Any]]:
-    """The functions, one a line, and what the conversation's own system message says, if there is one."""
+    """The prompt with one function per line, joined with the conversation's own system message, if it has one."""
     listed = "\n".join(json.dumps(one, ensure_ascii=False) for one in row["function"])
     system, messages = prompt.replace("{function}", listed), list(row["messages"])
     if messages[0]["role"] == "system":
@@ -164,7 +175,7 @@ BFCL = Dataset(
     rows={TEST: sum(AST.values()) + sum(NOTHING_TO_CALL.values())},
     prompt=BFCL_PROMPT,
     messages=_bfcl_messages,
-    packed=("messages", "function", "ground_truth"),
+    json_columns=("messages", "function", "ground_truth"),
     choices={
         "categories": Choice("category", f"of {', '.join((*AST, *NOTHING_TO_CALL))}", default=tuple(AST)),
     },
@@ -177,14 +188,12 @@ def _rlla(values: Values, split: str) -> tuple[str, dict[str, Any]]:
         messages = [{"role": m["role"], "content": m["content"]} for m in values["prompt"]]
         answer = values["reward_model"]["ground_truth"]
     else:
-        spoken = {"system": values["instruction"], "user": values["input"]}
-        messages = [{"role": role, "content": content} for role, content in spoken.items()]
+        messages = [
+            {"role": "system", "content": values["instruction"]},
+            {"role": "user", "content": values["input"]},
+        ]
         answer = values["output"]
     return split, {"question": messages[-1]["content"], "messages": messages, "answer": answer}
-
-
-def _spoken(row: Values, prompt: str) -> list[dict[str, Any]]:
-    return list(row["messages"])
 
 
 RLLA = Dataset(
@@ -200,6 +209,6 @@ RLLA = Dataset(
     columns=("prompt|instruction", "reward_model|output"),
     row=_rlla,
     rows={TRAIN: 3920, TEST: 80},
-    messages=_spoken,
-    packed=("messages",),
+    messages=lambda row, prompt: list(row["messages"]),
+    json_columns=("messages",),
 )

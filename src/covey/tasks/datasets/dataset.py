@@ -1,7 +1,7 @@
-"""When two questions are the same: their text without what does not change a question.
+"""The description of a data set: source, licence, conversion of raw rows, prompt; and when two questions are equal.
 
-Case, white space, dollar signs, LaTeX's spacing and sizes, and punctuation do not count, but for a mark between two
-digits: 1.5 is not 15. Signs and brackets do: x+1 is not x-1.
+A prepared file holds only facts. The prompt around a question is added on loading, so it can be changed without
+preparing the set again.
 """
 
 from __future__ import annotations
@@ -17,22 +17,20 @@ FRACTIONS = re.compile(r"\\[dt]frac")
 MARKS = re.compile(r"(?<!\d)[.,:]|[.,:](?!\d)|[;!?'\"`´‘’“”*_]")
 
 
-def normal(text: str) -> str:
+def normalize_question(text: str) -> str:
+    """Equal for questions that differ only in case, white space, dollar signs, LaTeX spacing and sizes, or punctuation.
+    Marks between two digits count (1.5 is not 15), and so do signs and brackets (x+1 is not x-1)."""
     text = unicodedata.normalize("NFKC", text).casefold()
     return MARKS.sub("", SPACING.sub("", FRACTIONS.sub(r"\\frac", text)))
 
 
-# -- What is said of a data set: its home, its licence, how a raw row becomes a row of tasks, and what is asked --------
-# A prepared file holds facts; words around a question are put there when it is loaded (`prompt`), so that they can be
-# changed without preparing anything again.
-
 Values = Mapping[str, Any]
 TRAIN, VALIDATION, TEST = SPLITS = ("train", "validation", "test")
-ANSWERS, CORPUS = "answers", "corpus"  # what else a raw file may hold: columns of other files' rows, and passages
+ANSWERS, CORPUS = "answers", "corpus"  # other raw files: more columns for the rows of a split, and passages
 
 
-class LeftOut(Exception):
-    """A raw row that does not belong into the set; its text says why, and is counted."""
+class SkippedRow(Exception):
+    """A raw row that does not belong to the set. Its text is the reason, which is counted."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Url:
 
 @dataclass(frozen=True)
 class Hub:
-    """Files of a data set on the hub. A pattern, because large ones are cut into numbered pieces."""
+    """Files of a data set on the Hugging Face hub. A pattern, because large files are split into numbered parts."""
 
     repo: str
     pattern: str
@@ -58,10 +56,10 @@ class Hub:
 class Source:
     """Raw files of one kind."""
 
-    split: str  # of their rows, unless a row says otherwise; or ANSWERS, CORPUS
-    home: Url | Hub | None  # None: only from local files
-    local: tuple[str, ...]  # patterns of the names that a copy has
-    format: str | None = None  # where the suffix is misleading
+    split: str  # of their rows, unless a row has its own; or ANSWERS, CORPUS
+    home: Url | Hub | None  # None: only local files
+    local: tuple[str, ...]  # file name patterns of local copies
+    format: str | None = None  # the suffix of the real format, if the file's own is misleading
     optional: bool = False
 
 
@@ -74,40 +72,37 @@ class Choice:
     default: tuple[Any, ...] | None = None  # None: all rows
 
 
-def asked(row: Values, prompt: str) -> list[dict[str, Any]]:
-    """One message of the user's: the prompt with the columns it names in braces."""
-    return [{"role": "user", "content": filled(prompt, row)}]
-
-
-def filled(prompt: str, row: Values) -> str:
-    """Only names of columns are filled in: other braces are LaTeX's."""
+def user_message(row: Values, prompt: str) -> list[dict[str, Any]]:
+    """One user message: the prompt with columns in place of their names in braces. Other braces are LaTeX and stay."""
     for name, value in row.items():
         if f"{{{name}}}" in prompt:
             text = "\n".join(map(str, value)) if isinstance(value, list) else str(value)
             prompt = prompt.replace(f"{{{name}}}", text)
-    return prompt
+    return [{"role": "user", "content": prompt}]
 
 
 @dataclass(frozen=True)
 class Dataset:
     name: str
     about: str
-    home: str  # of people: a page
+    home: str  # its page, for reading
     licence: str
     reward: str
     sources: tuple[Source, ...]
-    columns: tuple[str, ...]  # what a raw row must have; `a|b`: one of them
+    columns: tuple[str, ...]  # required columns of a raw row; `a|b`: one of them
     row: Callable[[Values, str], tuple[str, dict[str, Any]]]  # a raw row and its file's split → its split and task row
-    rows: Mapping[str, int]  # how many there are at its home, for reading
+    rows: Mapping[str, int]  # published number of rows per split, for reading
     prompt: str = "{question}"
-    messages: Callable[[Values, str], Sequence[Mapping[str, Any]]] = asked  # a prepared row and the prompt → messages
-    packed: tuple[str, ...] = ()  # columns of free form, stored as JSON text
+    messages: Callable[[Values, str], Sequence[Mapping[str, Any]]] = (
+        user_message  # a prepared row and the prompt → messages
+    )
+    json_columns: tuple[str, ...] = ()  # free-form columns, stored as JSON text
     choices: Mapping[str, Choice] = field(default_factory=dict)
     corpus: Callable[[Sequence[Values], Sequence[Values]], list[dict[str, str]]] | None = None
-    # raw rows that were used, and passages that were given → passages to search in
-    evaluated_on: tuple[str, ...] = ()  # other sets that it is tested on, and must not overlap with
+    # the raw rows used and the passages of CORPUS files → the passages to search
+    evaluated_on: tuple[str, ...] = ()  # other sets for validation, which training rows must not overlap with
 
     @property
     def option_names(self) -> list[str]:
-        apart = [] if TRAIN in self.rows else ["held_out"]  # of a set that is one list: so many tasks to test on
-        return ["prompt", "split", *apart, *self.choices]
+        held_out = [] if TRAIN in self.rows else ["held_out"]  # split a set without training rows
+        return ["prompt", "split", *held_out, *self.choices]

@@ -1,4 +1,7 @@
-"""The data sets, by name."""
+"""All data sets by name, and loading a prepared one as tasks.
+
+A prepared set is a folder DATA_DIR/NAME with one Parquet file per split and manifest.json.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from covey.config.schema import DataConfig
 from covey.errors import Absent, InputError, nearest, unknown
 from covey.storage import sha256
 from covey.tasks.datasets.code_and_tool_sets import BFCL, HUMANEVAL, MBPP, MBPP_SANITIZED, RLLA
-from covey.tasks.datasets.dataset import TEST, TRAIN, Choice, Dataset, asked
+from covey.tasks.datasets.dataset import TEST, TRAIN, Choice, Dataset, user_message
 from covey.tasks.datasets.math_sets import AIME24, AMC23, DAPO_MATH, DEEPSCALER, GSM8K, MATH, MATH_500
 from covey.tasks.datasets.question_sets import HOTPOTQA, IFEVAL, MUSIQUE, WIKI2
 from covey.tasks.reading import read_table
@@ -21,33 +24,16 @@ from covey.types import Task, TaskSet
 DATASETS: dict[str, Dataset] = {
     dataset.name: dataset
     for dataset in (
-        GSM8K,
-        MATH,
-        MATH_500,
-        AIME24,
-        AMC23,
-        DEEPSCALER,
-        DAPO_MATH,
-        IFEVAL,
-        HOTPOTQA,
-        MUSIQUE,
-        WIKI2,
-        MBPP,
-        MBPP_SANITIZED,
-        HUMANEVAL,
-        BFCL,
-        RLLA,
+        *(GSM8K, MATH, MATH_500, AIME24, AMC23, DEEPSCALER, DAPO_MATH, IFEVAL, HOTPOTQA, MUSIQUE, WIKI2),
+        *(MBPP, MBPP_SANITIZED, HUMANEVAL, BFCL, RLLA),
     )
 }
-
-
-# -- Prepared sets into tasks. They lie in DATA_DIR/NAME: one Parquet file per split, and manifest.json ----------------
 
 MANIFEST = "manifest.json"
 
 
 def data_folder(name: str) -> Path:
-    """Where a set lies when it is prepared."""
+    """The folder of a prepared set."""
     return Path(os.environ.get("DATA_DIR") or "data").expanduser() / name
 
 
@@ -59,16 +45,18 @@ def load_dataset(data: DataConfig) -> TaskSet:
     dataset = DATASETS[data.name]
     manifest = read_manifest(data.name)
     warnings: list[str] = []
-    held_out = _split(dataset, manifest, data.options)
-    learned = _tasks(dataset, manifest, TRAIN, data.options)
-    tested = _tasks(dataset, manifest, held_out, data.options) if held_out else _elsewhere(dataset, warnings)
+    split = _validation_split(dataset, manifest, data.options)
+    train = _tasks(dataset, manifest, TRAIN, data.options)
+    validation = _tasks(dataset, manifest, split, data.options) if split else _other_validation(dataset, warnings)
     if "held_out" in data.options:
-        learned, tested = _set_apart(tested, data.options["held_out"])
-    train = _first(learned, "train", data.train_size, warnings)
-    validation = _first(tested, "val", data.val_size, warnings)
-    parts = [f"{len(tasks)} {split}" for split, tasks in (("training", train), ("validation", validation)) if tasks]
-    about = f"{data.name} ({data_folder(data.name)}): {' and '.join(parts) or 'no'} tasks"
-    return TaskSet(train, validation, dataset.reward, about, tuple(warnings))
+        train, validation = _hold_out(validation, data.options["held_out"])
+    for name, tasks, size in (("train", train, data.train_size), ("val", validation, data.val_size)):
+        if size is not None and tasks and size > len(tasks):
+            warnings.append(f"data.{name}_size={size}, but there are only {len(tasks)} tasks")
+    train, validation = train[: data.train_size], validation[: data.val_size]
+    parts = [f"{len(tasks)} {kind}" for kind, tasks in (("training", train), ("validation", validation)) if tasks]
+    description = f"{data.name} ({data_folder(data.name)}): {' and '.join(parts) or 'no'} tasks"
+    return TaskSet(tuple(train), tuple(validation), dataset.reward, description, tuple(warnings))
 
 
 def read_manifest(name: str, folder: Path | None = None) -> dict[str, Any]:
@@ -79,31 +67,30 @@ def read_manifest(name: str, folder: Path | None = None) -> dict[str, Any]:
             f"  fix: covey data prepare {name}     (or set DATA_DIR to the folder that holds {name}/)"
         )
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        manifest: Any = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError, OSError) as error:
         raise InputError(f"{path}: cannot be read ({error!s:.200})\n  fix: covey data prepare {name}") from None
-    whole = isinstance(found, dict) and all(isinstance(found.get(key), dict) for key in ("rows", "outputs"))
-    if not whole or found.get("name") != name:
-        of = f"is of {found.get('name')!r:.60}, not of {name}" if whole else "is no manifest of a data set"
-        raise InputError(f"{path} {of}\n  fix: covey data prepare {name}")
-    manifest: dict[str, Any] = found
-    return manifest
+    valid = isinstance(manifest, dict) and all(isinstance(manifest.get(key), dict) for key in ("rows", "outputs"))
+    if not valid or manifest.get("name") != name:
+        problem = f"is of {manifest.get('name')!r:.60}, not of {name}" if valid else "is not the manifest of a data set"
+        raise InputError(f"{path} {problem}\n  fix: covey data prepare {name}")
+    return dict(manifest)
 
 
 def read_rows(
     dataset: Dataset, manifest: Mapping[str, Any], split: str, folder: Path | None = None
 ) -> list[dict[str, Any]]:
-    """The rows of one split as they were prepared. A file that has changed since is refused."""
+    """The rows of one split of a prepared set. A file that has changed since is refused."""
     if split not in manifest["rows"]:
         return []
     path = (folder or data_folder(dataset.name)) / f"{split}.parquet"
     written = manifest["outputs"].get(path.name)
     if not path.is_file() or not isinstance(written, dict) or sha256(path) != written.get("sha256"):
-        what = "has changed since it was prepared" if path.is_file() else "is missing"
-        raise InputError(f"{path} {what}\n  fix: covey data prepare {dataset.name}")
+        problem = "has changed since it was prepared" if path.is_file() else "is missing"
+        raise InputError(f"{path} {problem}\n  fix: covey data prepare {dataset.name}")
     rows = [row.values for row in read_table(path).rows]
     for row in rows:
-        for column in dataset.packed:
+        for column in dataset.json_columns:
             row[column] = json.loads(row[column])
     return rows
 
@@ -111,79 +98,73 @@ def read_rows(
 def _tasks(dataset: Dataset, manifest: Mapping[str, Any], split: str, options: Mapping[str, Any]) -> list[Task]:
     rows = read_rows(dataset, manifest, split)
     for name, choice in dataset.choices.items():
-        rows = _chosen(rows, name, choice, options.get(name, choice.default))
+        rows = _filtered(rows, name, choice, options.get(name, choice.default))
     prompt = _prompt(dataset, options)
-    return [_task(dataset, row, prompt) for row in rows]
+    tasks = []
+    for row in rows:
+        columns = {k: v for k, v in row.items() if k not in ("data_id", "question", "messages", "answer")}
+        messages = tuple(dataset.messages(row, prompt))
+        tasks.append(Task(str(row["data_id"]), messages, row.get("answer"), columns))
+    return tasks
 
 
 def question_messages(dataset: Dataset, question: str, options: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """A question from outside the set with the set's prompt around it, unless the prompt needs more columns."""
     prompt = _prompt(dataset, options)
-    fits = dataset.messages is asked and "{question}" in prompt
-    return asked({"question": question}, prompt if fits else "{question}")
+    fits = dataset.messages is user_message and "{question}" in prompt
+    return user_message({"question": question}, prompt if fits else "{question}")
 
 
-def _task(dataset: Dataset, row: Mapping[str, Any], prompt: str) -> Task:
-    columns = {k: v for k, v in row.items() if k not in ("data_id", "question", "messages", "answer")}
-    return Task(str(row["data_id"]), tuple(dataset.messages(row, prompt)), row.get("answer"), columns)
-
-
-def _chosen(rows: list[dict[str, Any]], name: str, choice: Choice, wanted: Any) -> list[dict[str, Any]]:
-    if wanted is None or not rows:
+def _filtered(rows: list[dict[str, Any]], name: str, choice: Choice, option: Any) -> list[dict[str, Any]]:
+    if option is None or not rows:
         return rows
-    values = list(wanted) if isinstance(wanted, Sequence) and not isinstance(wanted, str) else [wanted]
-    there = {row.get(choice.column) for row in rows}
+    values = list(option) if isinstance(option, Sequence) and not isinstance(option, str) else [option]
+    available = {row.get(choice.column) for row in rows}
     if choice.default is None or list(values) != list(choice.default):
         for value in values:
-            if value not in there and not isinstance(value, bool):
-                raise unknown(f"value of data.options.{name}", str(value), [str(one) for one in there])
+            if value not in available and not isinstance(value, bool):
+                raise unknown(f"value of data.options.{name}", str(value), [str(one) for one in available])
     return [row for row in rows if row.get(choice.column) in values]
 
 
 def _prompt(dataset: Dataset, options: Mapping[str, Any]) -> str:
     prompt = options.get("prompt", dataset.prompt)
-    place = "{function}" if "{function}" in dataset.prompt else "{question}"
-    if not isinstance(prompt, str) or place not in prompt:
-        raise InputError(f"data.options.prompt must be a text with {place} in it, got {prompt!r}")
+    placeholder = "{function}" if "{function}" in dataset.prompt else "{question}"
+    if not isinstance(prompt, str) or placeholder not in prompt:
+        raise InputError(f"data.options.prompt must be a text with {placeholder} in it, got {prompt!r}")
     return prompt
 
 
-def _split(dataset: Dataset, manifest: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
-    """What is tested on; and all options are known."""
+def _validation_split(dataset: Dataset, manifest: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
+    """The split to validate on. Also checks the names of all options."""
     for option in options:
         if option not in dataset.option_names:
             raise unknown(f"option of data={dataset.name}", option, dataset.option_names)
-    there = [split for split in manifest["rows"] if split != TRAIN]
+    available = [split for split in manifest["rows"] if split != TRAIN]
     split = options.get("split", TEST)
-    if "split" in options and split not in there:
-        hint = f" (did you mean {guess}?)" if (guess := nearest(str(split), there)) else ""
+    if "split" in options and split not in available:
+        hint = f" (did you mean {guess}?)" if (guess := nearest(str(split), available)) else ""
         raise InputError(
-            f"data.options.split={split}{hint}: {dataset.name} has {', '.join(there) or 'none to test on'}"
+            f"data.options.split={split}{hint}: {dataset.name} has {', '.join(available) or 'none to test on'}"
         )
-    return split if split in there else None
+    return split if split in available else None
 
 
-def _elsewhere(dataset: Dataset, warnings: list[str]) -> list[Task]:
-    """The sets that this one is tested on, those that are here."""
-    found: list[Task] = []
+def _other_validation(dataset: Dataset, warnings: list[str]) -> list[Task]:
+    """The tasks of the prepared sets among those that this one is evaluated on."""
+    tasks: list[Task] = []
     for name in dataset.evaluated_on:
         if is_prepared(data_folder(name)):
-            found += _tasks(DATASETS[name], read_manifest(name), TEST, {})
+            tasks += _tasks(DATASETS[name], read_manifest(name), TEST, {})
         else:
             warnings.append(f"{dataset.name} is tested on {name}, which is not prepared: covey data prepare {name}")
-    return found
+    return tasks
 
 
-def _set_apart(tasks: list[Task], count: Any) -> tuple[list[Task], list[Task]]:
-    """Of a set that is one list: what to train on, and `count` tasks, evenly spread, to test on."""
+def _hold_out(tasks: list[Task], count: Any) -> tuple[list[Task], list[Task]]:
+    """Split a set without training rows: training tasks, and `count` evenly spread validation tasks."""
     if not isinstance(count, int) or not 1 <= count < len(tasks):
         raise InputError(f"data.options.held_out must be a number from 1 to {len(tasks) - 1}, got {count}")
-    apart = {index * len(tasks) // count for index in range(count)}
-    learned = [task for index, task in enumerate(tasks) if index not in apart]
-    return learned, [task for index, task in enumerate(tasks) if index in apart]
-
-
-def _first(tasks: list[Task], split: str, size: int | None, warnings: list[str]) -> tuple[Task, ...]:
-    if size is not None and tasks and size > len(tasks):
-        warnings.append(f"data.{split}_size={size}, but there are only {len(tasks)} tasks")
-    return tuple(tasks[:size])
+    held_out = {index * len(tasks) // count for index in range(count)}
+    train = [task for index, task in enumerate(tasks) if index not in held_out]
+    return train, [task for index, task in enumerate(tasks) if index in held_out]

@@ -1,11 +1,11 @@
-"""Mathematics: a problem, and an answer that can be compared."""
+"""Mathematics: GSM8K, MATH, AIME, AMC, DeepScaleR and DAPO."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from covey.tasks.datasets.dataset import TEST, TRAIN, Choice, Dataset, Hub, LeftOut, Source, Url, Values
+from covey.tasks.datasets.dataset import TEST, TRAIN, Choice, Dataset, Hub, SkippedRow, Source, Url, Values
 
 BOXED = "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
 HASHES = '{question}\n\nLet\'s think step by step and output the final answer after "####".'
@@ -14,8 +14,8 @@ GRADE_SCHOOL = "https://raw.githubusercontent.com/openai/grade-school-math/maste
 LEVELS = Choice("level", "levels of difficulty, 1 to 5")
 SUBJECTS = Choice("subject", "subjects, for example [Algebra, Geometry]")
 MATH500 = Source(TEST, Hub("HuggingFaceH4/MATH-500", "test.jsonl"), ("math500*", "test.jsonl", "test-*.parquet"))
-# DAPO's public rows wrap the problem; ours is the problem alone.
-DAPO_WORDS = (
+# The prompt around the problem in DAPO's published rows, which is removed.
+DAPO_PROMPT = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
     "$Answer (without quotes) where $Answer is the answer to the problem.",
     'Remember to put your answer on its own line after "Answer:".',
@@ -31,12 +31,14 @@ def _gsm8k(values: Values, split: str) -> tuple[str, dict[str, Any]]:
 
 
 def _problem(values: Values, split: str) -> tuple[str, dict[str, Any]]:
-    """The columns that collections of problems share, by their various names."""
+    """A row of any collection of problems; their columns have various names."""
     question = values.get("problem") or values.get("question") or values.get("prompt")
     if isinstance(question, list):
         question = question[-1]["content"]
-    question = _unwrapped(str(question or ""))
-    row: dict[str, Any] = {"question": question, "answer": _answer(values)}
+    question = str(question or "")
+    for words in DAPO_PROMPT:
+        question = question.replace(words, "")
+    row: dict[str, Any] = {"question": question.strip(), "answer": _answer(values)}
     if values.get("unique_id") or values.get("id") is not None:
         row["data_id"] = str(values.get("unique_id") or values["id"])
     if values.get("level") is not None:
@@ -48,32 +50,26 @@ def _problem(values: Values, split: str) -> tuple[str, dict[str, Any]]:
 
 
 def _dapo(values: Values, split: str) -> tuple[str, dict[str, Any]]:
-    """Of these, `solution` is the answer itself."""
+    """A row of DAPO, whose `solution` is the answer itself."""
     answered = "answer" in values or "reward_model" in values
     return _problem(values if answered else {**values, "answer": values["solution"]}, split)
 
 
-def _unwrapped(question: str) -> str:
-    for words in DAPO_WORDS:
-        question = question.replace(words, "")
-    return question.strip()
-
-
 def _answer(values: Values) -> str:
-    found = values.get("answer")
-    if found is None and isinstance(values.get("reward_model"), dict):
-        found = values["reward_model"].get("ground_truth")
-    if found in (None, "") and values.get("solution") is not None:
-        found = last_boxed(str(values["solution"]))
-        if found is None:
-            raise LeftOut("no \\boxed answer in the solution")
-    if isinstance(found, float) and found.is_integer():
-        found = int(found)  # 27.0 is how a table writes 27
-    return "" if found is None else str(found).strip()
+    answer = values.get("answer")
+    if answer is None and isinstance(values.get("reward_model"), dict):
+        answer = values["reward_model"].get("ground_truth")
+    if answer in (None, "") and values.get("solution") is not None:
+        answer = last_boxed(str(values["solution"]))
+        if answer is None:
+            raise SkippedRow("no \\boxed answer in the solution")
+    if isinstance(answer, float) and answer.is_integer():
+        answer = int(answer)  # tables with nulls store 27 as 27.0
+    return "" if answer is None else str(answer).strip()
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last \\boxed{…}, its braces balanced; or behind `\\boxed `."""
+    """The content of the last \\boxed{…} with balanced braces, or the text after `\\boxed `."""
     start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     if start < 0:
         return None
@@ -81,14 +77,14 @@ def last_boxed(text: str) -> str | None:
     if not rest.startswith("{"):
         return rest.split("$")[0].strip() or None
     depth = 0
-    for place, letter in enumerate(rest):
-        depth += (letter == "{") - (letter == "}")
+    for index, character in enumerate(rest):
+        depth += (character == "{") - (character == "}")
         if depth == 0:
-            return rest[1:place]
+            return rest[1:index]
     return None
 
 
-def _held_out(name: str, about: str, file: str, rows: int, licence: str) -> Dataset:
+def _qwen_set(name: str, about: str, file: str, rows: int, licence: str) -> Dataset:
     return Dataset(
         name=name,
         about=about,
@@ -164,10 +160,10 @@ MATH_500 = Dataset(
     prompt=BOXED,
     choices={"levels": LEVELS, "subjects": SUBJECTS},
 )
-AIME24 = _held_out(
+AIME24 = _qwen_set(
     "aime24", "American Invitational Mathematics Examination 2024", "aime24", 30, "MIT (collection); problems: MAA"
 )
-AMC23 = _held_out("amc23", "American Mathematics Competitions 2023", "amc23", 40, "MIT (collection); problems: MAA")
+AMC23 = _qwen_set("amc23", "American Mathematics Competitions 2023", "amc23", 40, "MIT (collection); problems: MAA")
 DEEPSCALER = _collection(
     "deepscaler",
     "problems of AIME, AMC, Omni-MATH and STILL, to train on",

@@ -1,7 +1,7 @@
-"""Questions over several passages, with a corpus to search in.
+"""Question answering with passages to search (HotpotQA, MuSiQue, 2WikiMultihopQA), and IFEval's instructions.
 
-Rows come as their authors publish them, each with its passages, or joined in one file of questions
-(`dataset`, `split`, `answers`, `gold_passage_ids`) beside one of passages (`id`, `title`, `text`).
+The QA sets are read as their authors publish them, each row with its passages, or as one file of questions for all sets
+(`dataset`, `split`, `answers`, `gold_passage_ids`) with one of passages (`id`, `title`, `text`).
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from covey.tasks.datasets.dataset import CORPUS, TEST, TRAIN, Choice, Dataset, Hub, LeftOut, Source, Url, Values
+from covey.tasks.datasets.dataset import CORPUS, TEST, TRAIN, Choice, Dataset, Hub, SkippedRow, Source, Url, Values
 
 PROMPT = "{question}\n\nGive the answer in a few words inside <answer> and </answer>."
 SPLITS = {"train": TRAIN, "dev": TEST, "validation": TEST, "test": TEST}
 PASSAGE_IDS = ("gold_passage_ids", "context_passage_ids")
-JOINED = {"2wiki": "2wikimultihopqa"}  # what the file of joined questions calls a set
-FOUND = Choice(
+JOINED = {"2wiki": "2wikimultihopqa"}  # names of sets in the file of questions for all sets
+GOLD_COMPLETE = Choice(
     "gold_complete", "true: only questions whose every passage is in the corpus; [true, false]: all", (True,)
 )
 
@@ -25,7 +25,7 @@ def _row_of(name: str) -> Any:
     def row(values: Values, split: str) -> tuple[str, dict[str, Any]]:
         if "dataset" in values:
             if values["dataset"] != JOINED.get(name, name):
-                raise LeftOut(f"of another set, {values['dataset']}")
+                raise SkippedRow(f"of another set, {values['dataset']}")
             split = SPLITS[values["split"]]
         answers = values.get("answers") or [values.get("answer"), *(values.get("answer_aliases") or [])]
         return split, {
@@ -44,43 +44,38 @@ def _supporting(values: Values) -> list[str]:
     if "paragraphs" in values:
         titles = [one["title"] for one in values["paragraphs"] if one.get("is_supporting")]
     else:
-        facts = _unpacked(values.get("supporting_facts") or [])
+        facts = _decoded(values.get("supporting_facts") or [])
         titles = facts["title"] if isinstance(facts, dict) else [title for title, _ in facts]
     return list(dict.fromkeys(map(str, titles)))
 
 
 def _corpus_of(name: str) -> Any:
-    def corpus(rows: Sequence[Values], given: Sequence[Values]) -> list[dict[str, str]]:
-        """Passages given that are of this set or that its rows name, and those that rows bring themselves."""
-        named = {one for row in rows for key in PASSAGE_IDS for one in row.get(key) or ()}
-        chosen = [
+    def corpus(rows: Sequence[Values], passages: Sequence[Values]) -> list[dict[str, str]]:
+        """The passages of this set or that its rows refer to, and those within the rows."""
+        ids = {one for row in rows for key in PASSAGE_IDS for one in row.get(key) or ()}
+        separate = [
             {"id": str(one["id"]), "title": str(one["title"]), "text": str(one["text"])}
-            for one in given
-            if one["id"] in named or str(one.get("src", "")).startswith(JOINED.get(name, name))
+            for one in passages
+            if one["id"] in ids or str(one.get("src", "")).startswith(JOINED.get(name, name))
         ]
-        brought = dict.fromkeys((one["title"], one["text"]) for row in rows for one in passages_of(row))
-        return chosen + [{"id": f"{name}-{n}", "title": title, "text": text} for n, (title, text) in enumerate(brought)]
+        own = dict.fromkeys((one["title"], one["text"]) for row in rows for one in passages_of(row))
+        return separate + [{"id": f"{name}-{n}", "title": title, "text": text} for n, (title, text) in enumerate(own)]
 
     return corpus
 
 
 def passages_of(values: Values) -> list[dict[str, str]]:
-    """The passages that a row of HotpotQA, 2WikiMultihopQA or MuSiQue brings."""
+    """The passages within a row of HotpotQA, 2WikiMultihopQA or MuSiQue."""
     if "paragraphs" in values:
         return [{"title": one["title"], "text": one["paragraph_text"]} for one in values["paragraphs"]]
-    context = _unpacked(values.get("context") or [])
+    context = _decoded(values.get("context") or [])
     if isinstance(context, dict):
-        pairs = zip(context["title"], context.get("sentences") or context["content"], strict=True)
-        return [{"title": title, "text": _joined(sentences)} for title, sentences in pairs]
-    return [{"title": title, "text": _joined(sentences)} for title, sentences in context]
+        context = zip(context["title"], context.get("sentences") or context["content"], strict=True)
+    return [{"title": title, "text": " ".join(map(str.strip, sentences))} for title, sentences in context]
 
 
-def _joined(sentences: list[str]) -> str:
-    return " ".join(sentence.strip() for sentence in sentences)
-
-
-def _unpacked(value: Any) -> Any:
-    """Some tables hold lists as JSON text."""
+def _decoded(value: Any) -> Any:
+    """Some tables store lists as JSON text."""
     return json.loads(value) if isinstance(value, str) else value
 
 
@@ -101,7 +96,7 @@ def _set(name: str, about: str, licence: str, repo: str, patterns: tuple[str, st
         row=_row_of(name),
         rows={TRAIN: rows[0], TEST: rows[1]},
         prompt=PROMPT,
-        choices={"gold_complete": FOUND},
+        choices={"gold_complete": GOLD_COMPLETE},
         corpus=_corpus_of(name),
     )
 
@@ -132,20 +127,20 @@ WIKI2 = _set(
 )
 
 
-# -- Following instructions that a program can verify ------------------------------------------------------------------
+# -- IFEval ------------------------------------------------------------------------------------------------------------
 
 
-def _row(values: Values, split: str) -> tuple[str, dict[str, Any]]:
+def _ifeval(values: Values, split: str) -> tuple[str, dict[str, Any]]:
     kinds, settings = list(values["instruction_id_list"]), list(values["kwargs"])
     if len(kinds) != len(settings):
         raise ValueError(f"{len(kinds)} instructions in instruction_id_list, {len(settings)} in kwargs")
-    # A table gives every row the settings of all kinds; those that are null belong to others.
-    given = [{k: v for k, v in (one or {}).items() if v is not None} for one in settings]
+    # Tables give every row the settings of all kinds; those of other kinds are null.
+    settings = [{k: v for k, v in (one or {}).items() if v is not None} for one in settings]
     return split, {
         "data_id": str(values["key"]),
         "question": values["prompt"],
         "instruction_id_list": kinds,
-        "kwargs": given,
+        "kwargs": settings,
     }
 
 
@@ -166,7 +161,7 @@ IFEVAL = Dataset(
         ),
     ),
     columns=("key", "prompt", "instruction_id_list", "kwargs"),
-    row=_row,
+    row=_ifeval,
     rows={TEST: 541},
-    packed=("kwargs",),
+    json_columns=("kwargs",),
 )

@@ -1,4 +1,4 @@
-"""Answers to questions, against the official formulas written out a second time."""
+"""Rewards for short answers, length and repetition. QA is compared with the official formulas, written out again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from typing import Any
 import pytest
 
 from covey.errors import InputError
-from tests.rewards.replies import score
+from covey.rewards import RewardError
+from tests.rewards.replies import episode_of, score, scored, task_of
+
+# -- Question answering ------------------------------------------------------------------------------------------------
+
 
 NAMES = ("em", "f1", "precision", "recall")
 
@@ -36,8 +40,8 @@ def official(prediction: str, gold: str) -> tuple[float, float, float, float]:
     return em, 2 * precision * recall / (precision + recall), precision, recall
 
 
-def extras(found: dict[str, Any], name: str = "qa_f1_reward") -> tuple[float, ...]:
-    return tuple(found[f"{name}/{key}"] for key in NAMES)
+def extras(result: dict[str, Any], name: str = "qa_f1_reward") -> tuple[float, ...]:
+    return tuple(result[f"{name}/{key}"] for key in NAMES)
 
 
 @pytest.mark.parametrize(
@@ -67,9 +71,9 @@ def extras(found: dict[str, Any], name: str = "qa_f1_reward") -> tuple[float, ..
     ],
 )
 def test_by_hand(reply: Any, answer: Any, f1: float, em: float) -> None:
-    found = score("qa_f1_reward", str(reply), answer)
-    assert found["qa_f1_reward"] == found["qa_f1_reward/f1"] == pytest.approx(f1)
-    assert found["qa_f1_reward/em"] == em
+    result = score("qa_f1_reward", str(reply), answer)
+    assert result["qa_f1_reward"] == result["qa_f1_reward/f1"] == pytest.approx(f1)
+    assert result["qa_f1_reward/em"] == em
     assert score("qa_em_reward", str(reply), answer)["qa_em_reward"] == em
 
 
@@ -123,7 +127,80 @@ def test_gold_answers_of_real_questions_earn_all(shared: Path) -> None:
     rows = [json.loads(line) for line in (shared / "data" / "qa" / "questions.jsonl").open()]
     kinds: Counter[str] = Counter()
     for row in rows[:: len(rows) // 300]:
-        found = score("qa_f1_reward", f"Answer: {row['answers'][-1]}", answers=row["answers"])
-        assert found["qa_f1_reward"] == found["qa_f1_reward/em"] == 1, row
+        result = score("qa_f1_reward", f"Answer: {row['answers'][-1]}", answers=row["answers"])
+        assert result["qa_f1_reward"] == result["qa_f1_reward/em"] == 1, row
         kinds[row["dataset"]] += 1
     assert sum(kinds.values()) >= 300
+
+
+# -- Length and repetition ---------------------------------------------------------------------------------------------
+
+
+def length_of(reply: str, tokens: int, **options: Any) -> dict[str, float | None]:
+    task = task_of()
+    return scored("length", task, episode_of(task, reply, tokens), **options)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "expected"),
+    [
+        (100, {"max_tokens": 200}, 1),
+        (200, {"max_tokens": 200}, 1),
+        (250, {"max_tokens": 200}, 0.75),
+        (400, {"max_tokens": 200}, 0),
+        (900, {"max_tokens": 200}, 0),
+        (250, {"max_tokens": 200, "zero_at": 1.5}, 0.5),
+        (200, {"target_tokens": 200}, 1),
+        (150, {"target_tokens": 200}, 0.75),
+        (250, {"target_tokens": 200}, 0.75),
+        (0, {"target_tokens": 200}, 0),
+        (256, {}, 1),
+        (384, {}, 0.5),
+    ],
+)
+def test_length_in_tokens(tokens: int, options: dict[str, Any], expected: float) -> None:
+    result = length_of("x" * 5000, tokens, **options)
+    assert result == {"length": pytest.approx(expected), "length/size": tokens}
+
+
+def test_length_in_characters() -> None:
+    assert length_of("x" * 15, 500, max_characters=10) == {"length": 0.5, "length/size": 15}
+    assert length_of("x" * 8, 500, target_characters=10)["length"] == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 5, "max_characters": 5}, "one limit, not max_tokens and max_characters"),
+        ({"max_tokens": 0}, "max_tokens must be positive"),
+        ({"max_tokens": 5, "zero_at": 1}, "zero_at over 1"),
+    ],
+)
+def test_invalid_limits(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        length_of("x", 1, **options)
+
+
+@pytest.mark.parametrize(
+    ("reply", "options", "repeated"),
+    [
+        ("one two three four five", {}, 0),
+        ("la la la la la la", {}, 2 / 3),  # three 4-grams, one of them new
+        ("a b a b a b", {"n": 2}, 3 / 5),  # ab ba ab ba ab
+        ("A b a B", {"n": 2}, 1 / 3),  # case does not count
+        ("too short", {}, 0),
+        ("", {}, 0),
+        ("x x", {"n": 1}, 1 / 2),
+    ],
+)
+def test_repetition(reply: str, options: dict[str, Any], repeated: float) -> None:
+    task = task_of()
+    result = scored("repetition", task, episode_of(task, reply), **options)
+    assert result == {"repetition": pytest.approx(1 - repeated), "repetition/repeated": pytest.approx(repeated)}
+
+
+def test_repetition_of_tokens_sees_the_sampled_ids() -> None:
+    task = task_of()
+    assert scored("repetition", task, episode_of(task, "x x x x x x", tokens=9), unit="tokens")["repetition"] == 1
+    with pytest.raises(RewardError, match="unit is words or tokens"):
+        scored("repetition", task, episode_of(task, "x"), unit="letters")

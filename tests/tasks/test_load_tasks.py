@@ -1,4 +1,4 @@
-"""Which reward scores tasks where the user names none."""
+"""The order of tasks, and the default reward."""
 
 from __future__ import annotations
 
@@ -12,8 +12,75 @@ import pytest
 import covey
 from covey.cli.main import main
 from covey.config.schema import DataConfig
-from covey.tasks import load_tasks
+from covey.errors import InputError
+from covey.tasks import batch_for_step, load_tasks, steps_per_epoch
 from covey.tasks.load import MARKED
+from covey.types import Task
+
+# -- Order -------------------------------------------------------------------------------------------------------------
+
+
+SIZES = [(1, 1), (1, 4), (3, 4), (4, 4), (5, 4), (8, 4), (11, 4), (12, 1)]
+
+
+def tasks(count: int) -> list[Task]:
+    return [Task(str(i), ()) for i in range(count)]
+
+
+def ids(count: int, step: int, size: int, seed: int = 0, shuffle: bool = True) -> list[str]:
+    return [task.id for task in batch_for_step(tasks(count), step, size, seed=seed, shuffle=shuffle)[1]]
+
+
+@pytest.mark.parametrize(("count", "size", "expected"), [(1, 4, 1), (4, 4, 1), (7, 4, 1), (8, 4, 2), (11, 4, 2)])
+def test_steps_per_epoch(count: int, size: int, expected: int) -> None:
+    assert steps_per_epoch(count, size) == expected
+
+
+def test_without_shuffling_tasks_are_in_order_and_the_incomplete_batch_is_dropped() -> None:
+    batches = [batch_for_step(tasks(5), step, 2, seed=0, shuffle=False) for step in range(4)]
+    assert [(epoch, [task.id for task in batch]) for epoch, batch in batches] == [
+        (0, ["0", "1"]),
+        (0, ["2", "3"]),
+        (1, ["0", "1"]),
+        (1, ["2", "3"]),
+    ]
+
+
+def test_a_short_batch_is_kept_if_it_is_the_only_one() -> None:
+    assert sorted(ids(3, step=5, size=4)) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(("count", "size"), SIZES)
+@pytest.mark.parametrize("seed", [0, 1, 17])
+def test_an_epoch_repeats_no_task_and_drops_only_the_incomplete_batch(count: int, size: int, seed: int) -> None:
+    steps = steps_per_epoch(count, size)
+    for epoch in range(3):
+        batches = [batch_for_step(tasks(count), epoch * steps + k, size, seed=seed, shuffle=True) for k in range(steps)]
+        seen = [task.id for _, batch in batches for task in batch]
+        assert {result for result, _ in batches} == {epoch}
+        assert len(seen) == len(set(seen)) == (count if count < size else count - count % size)
+
+
+def test_order_depends_on_seed_and_epoch_alone() -> None:
+    assert ids(50, step=0, size=50) == ids(50, step=0, size=50)
+    assert ids(50, step=0, size=50) == ids(50, step=0, size=25) + ids(50, step=1, size=25)
+    assert ids(50, step=0, size=50) != ids(50, step=1, size=50)
+    assert ids(50, step=0, size=50) != ids(50, step=0, size=50, seed=1)
+
+
+def test_every_task_is_equally_likely_to_come_first() -> None:
+    firsts = [ids(4, step=epoch, size=4)[0] for epoch in range(4000)]
+    # 1000 each, standard deviation √(4000 · ¼ · ¾) ≈ 27
+    assert all(abs(firsts.count(str(i)) - 1000) < 5 * 27 for i in range(4))
+
+
+def test_no_tasks() -> None:
+    with pytest.raises(InputError, match="there are no training tasks"):
+        batch_for_step([], 0, 4, seed=0, shuffle=True)
+
+
+# -- The default reward ------------------------------------------------------------------------------------------------
+
 
 GSM8K = [{"question": f"Ann has {i} nuts and finds 2.", "answer": f"{i} + 2 = {i + 2}\n#### {i + 2}"} for i in range(6)]
 PLAIN = [{"question": f"{i} + 2 ?", "answer": str(i + 2)} for i in range(6)]
@@ -43,7 +110,7 @@ def test_the_end_of_a_worked_solution(answer: str, expected: bool) -> None:
     assert (MARKED.search(answer) is not None) == expected
 
 
-def test_files_with_marked_answers_are_mathematics(tmp_path: Path) -> None:
+def test_files_with_marked_answers_use_math_verify(tmp_path: Path) -> None:
     assert load_tasks(DataConfig(train_files=write(tmp_path, GSM8K)), 0).reward == "math_verify"
     assert load_tasks(DataConfig(train_files=write(tmp_path, PLAIN)), 0).reward is None
     most = load_tasks(DataConfig(train_files=write(tmp_path, [*GSM8K[:4], *PLAIN[:3]])), 0)
@@ -52,7 +119,7 @@ def test_files_with_marked_answers_are_mathematics(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["gvpo_math", "grpo_gsm8k"])
-def test_the_reward_of_a_recipe_stays_with_files_of_ones_own(
+def test_a_recipes_reward_applies_to_user_files(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -63,7 +130,7 @@ def test_the_reward_of_a_recipe_stays_with_files_of_ones_own(
     assert "reward     math_verify × 1" in capsys.readouterr().out
 
 
-def test_the_reward_in_force_stands_in_the_first_line(
+def test_the_first_line_names_the_reward(
     tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -73,7 +140,7 @@ def test_the_reward_in_force_stands_in_the_first_line(
     assert "on tasks given in Python, reward math_verify, 1 steps" in first
 
 
-def test_first_steps_without_signal_are_warned_of_once(
+def test_first_steps_without_signal_warn_once(
     tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
