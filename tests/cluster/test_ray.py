@@ -42,9 +42,9 @@ def test_a_killed_engine_changes_nothing(
         asked.append(1)
         per_step = TASKS * ATTEMPTS
         if len(asked) == per_step + 1:
-            os.kill(engine.places[0].pid, signal.SIGSTOP)
+            os.kill(engine.replicas[0].pid, signal.SIGSTOP)
         if len(asked) == 2 * per_step:
-            os.kill(engine.places[0].pid, signal.SIGKILL)
+            os.kill(engine.replicas[0].pid, signal.SIGKILL)
         return await generate(engine, *given)
 
     alone = trained(tiny_model_folder, monkeypatch)
@@ -111,7 +111,7 @@ def test_an_engine_that_stands_still_changes_nothing(
     async def watched(engine: RayEngine, *given: Any) -> Any:
         asked.append(1)
         if len(asked) == TASKS * ATTEMPTS + 1:
-            os.kill(engine.places[0].pid, signal.SIGSTOP)
+            os.kill(engine.replicas[0].pid, signal.SIGSTOP)
         return await generate(engine, *given)
 
     alone = trained(tiny_model_folder, monkeypatch)
@@ -129,22 +129,22 @@ def test_a_broadcast_in_which_an_engine_dies(
     cluster: Any, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others get the weights by file, and the next broadcast is in a new group."""
-    from covey.cluster.publish import CollectivePublisher
+    from covey.weights.transport import CollectiveTransport
 
-    together, pids = CollectivePublisher._together, []
+    broadcast, pids = CollectiveTransport._broadcast, []
 
-    async def interrupted(publisher: CollectivePublisher, sender: Any, version: int, actors: Any) -> None:
+    async def interrupted(transport: CollectiveTransport, source: Any, version: int, receivers: Any) -> None:
         if version == 1:
             os.kill(pids[0], signal.SIGKILL)
-        await together(publisher, sender, version, actors)
+        await broadcast(transport, source, version, receivers)
 
     started = RayEngine._all_started
 
     async def noted(engine: RayEngine) -> None:
         await started(engine)
-        pids.append(engine.places[0].pid)
+        pids.append(engine.replicas[0].pid)
 
-    monkeypatch.setattr(CollectivePublisher, "_together", interrupted)
+    monkeypatch.setattr(CollectiveTransport, "_broadcast", interrupted)
     monkeypatch.setattr(RayEngine, "_all_started", noted)
     alone = trained(tiny_model_folder, monkeypatch)
     apart = trained(tiny_model_folder, monkeypatch, **RAY, **{"cluster.transport": "collective"})

@@ -17,7 +17,7 @@ def test_attempts_at_a_task_and_later_turns_go_to_one_engine() -> None:
 def test_the_longest_known_beginning_counts() -> None:
     router = Router()
     assert router.pick((5,), {0: 0, 1: 9}) == 0
-    router._homes.clear()
+    router.flush()
     assert router.pick((5, 6), {0: 9, 1: 0}) == 1
     assert router.pick((5,), {0: 0, 1: 1}) == 0
     assert router.pick((5, 6, 7), {0: 0, 1: 1}) == 1
@@ -29,5 +29,5 @@ def test_not_where_there_is_much_more_to_do_and_not_where_nobody_is() -> None:
     assert router.pick((1,), {0: SLACK, 1: 0}) == 0
     assert router.pick((1,), {0: SLACK + 1, 1: 0}) == 1
     assert router.pick((1,), {1: 5, 2: 6}) == 1  # engine 0 is being replaced
-    router.forget()
+    router.flush()
     assert router.pick((1,), {0: 3, 1: 2}) == 1

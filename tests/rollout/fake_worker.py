@@ -23,7 +23,7 @@ from covey.rollout.embedded.runner import draw
 from covey.rollout.vllm.process import Message
 from covey.rollout.vllm.worker import serve
 from covey.types import Sampling
-from covey.weights.names import file_digest
+from covey.weights.files import file_digest
 
 
 class FakeVllm:

@@ -106,7 +106,7 @@ def test_new_weights_wait_for_the_answers_under_way(make: Make) -> None:
         expected = alone(model, PROMPT, done.token_ids)
         torch.testing.assert_close(torch.tensor(done.logprobs), expected, atol=1e-4, rtol=0)
         assert set(done.versions) == {version}
-    assert engine._folder is not None and not [*engine._folder.iterdir()]
+    assert engine.transport.folder is not None and not [*engine.transport.folder.iterdir()]
 
 
 @pytest.mark.slow
@@ -213,7 +213,7 @@ def test_closing_ends_the_process_whether_it_wants_to_or_not(
     monkeypatch.setattr(process, "PATIENCE", 3.0 if mode == "" else 0.3)
     engine = make(mode)
     asyncio.run(engine.publish(tiny_llama(), version=0))
-    pid, folder = engine._worker.pid, engine._folder
+    pid, folder = engine._worker.pid, engine.transport.folder
     assert alive(pid) and folder is not None and folder.is_dir()
     engine.close()
     assert not alive(pid) and not folder.exists()

@@ -152,7 +152,7 @@ def _learner_and_engine(
     remote = start_remote(prepared, checkpoint, path, threads, resources)
 
     def told(telemetry: Telemetry) -> RolloutEngine:
-        remote.engine.tell(telemetry.warn)
+        remote.engine.set_warn(telemetry.warn)
         for text in remote.notes:
             telemetry.note(text)
         return remote.engine
