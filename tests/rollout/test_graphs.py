@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from covey.rollout.embedded import gpu_batch as paged_module
+from covey.rollout.embedded import gpu_batch
 from covey.rollout.embedded.runner import truncate
 from covey.types import Completion, Sampling, StopReason
 from tests.conftest import tiny_llama
@@ -56,7 +56,7 @@ def test_joined_products_are_the_same_and_updates_reach_them(name: str, on_gpu: 
     asyncio.run(engine.publish(model, version=1))
     assert_as_alone(model, requests, answers(engine, requests))
     first = model.model.layers[0]
-    assert first.self_attn.joined_weight.data_ptr() == first.self_attn.q_proj.weight.data_ptr()
+    assert first.self_attn.fused_weight.data_ptr() == first.self_attn.q_proj.weight.data_ptr()
     assert list(model.state_dict()) == names
     assert "forward" not in vars(first.self_attn) and "forward" not in vars(first.mlp)
 
@@ -173,7 +173,7 @@ def test_one_request_after_another_finds_nothing_of_the_one_before(
 
 
 def test_a_cache_too_small_for_all_serves_all(on_gpu: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_module, "BLOCK", 16)
+    monkeypatch.setattr(gpu_batch, "BLOCK", 16)
     model = tiny_llama().to(DEVICE)
     requests = [([n + 3, *range(20, 33)], Sampling(max_tokens=30, seed=n)) for n in range(3)]
     done = answers(on_gpu(model, eos_ids=[], blocks=5), requests)
@@ -190,7 +190,7 @@ def test_a_request_larger_than_the_gpu_is_refused_with_the_settings_to_change(on
 def test_a_next_turn_reads_its_beginning_from_the_cache_until_the_weights_change(
     on_gpu: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paged_module, "BLOCK", 16)
+    monkeypatch.setattr(gpu_batch, "BLOCK", 16)
     model = tiny_llama().to(DEVICE)
     engine = on_gpu(model, eos_ids=[])
     first: Request = ([*range(20, 40)], Sampling(max_tokens=20))

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from covey.memory import cache_tokens, grown
-from covey.rollout.embedded import cpu_batch as slotted_module
-from covey.rollout.embedded import gpu_batch as paged_module
+from covey.rollout.embedded import cpu_batch, gpu_batch
 from covey.rollout.embedded.cache import KvCache
-from covey.rollout.embedded.cpu_batch import SlottedBatch
+from covey.rollout.embedded.cpu_batch import RowBatch
 from covey.rollout.embedded.gpu_batch import PagedBatch
 from covey.types import Completion, Sampling, StopReason
 from tests.conftest import tiny_llama
@@ -34,7 +33,7 @@ def outcomes(engine: Any, requests: Sequence[Request]) -> list[Any]:
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_a_request_that_does_not_fit_into_memory_fails_alone(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (slotted_module, paged_module):
+    for module in (cpu_batch, gpu_batch):
         monkeypatch.setattr(module, "cache_tokens", lambda *_: 256)
     model = tiny_llama()
     engine = engine_for(model, eos_ids=[], paged=paged, eager=True)
@@ -82,7 +81,7 @@ def test_a_cache_grows_by_half_and_not_beyond_what_it_may() -> None:
 def test_a_conversation_that_grows_by_a_few_tokens_seldom_makes_a_larger_cache(
     paged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paged_module, "BLOCK", 16)
+    monkeypatch.setattr(gpu_batch, "BLOCK", 16)
     model = tiny_llama()
     engine = engine_for(model, eos_ids=[], paged=paged, eager=True, context_length=450)
     sizes: list[int] = []
@@ -104,7 +103,7 @@ def test_the_cache_has_as_many_rows_as_may_decode_together_and_each_is_as_long_a
     answers(engine, requests)
     token = 2 * 2 * 2 * 8 * 4
     batch = engine._batch
-    assert isinstance(batch, SlottedBatch)
+    assert isinstance(batch, RowBatch)
     assert batch.cache.bytes == token * 6 * 128  # 21 + 70 tokens, rounded up to 64
     for n in range(5):
         answers(engine, requests[n : n + 9])
@@ -156,7 +155,7 @@ def test_a_paged_cache_is_gone_before_a_larger_one_is_made(monkeypatch: pytest.M
             super().__init__(*settings)
             alive.add(self)
 
-    monkeypatch.setattr(paged_module, "KvCache", Watched)
+    monkeypatch.setattr(gpu_batch, "KvCache", Watched)
     answers(engine, [([5, 6, 7], Sampling(max_tokens=5))])
     answers(engine, [([5] * 100, Sampling(max_tokens=5))])
     assert [cache.blocks * cache.size for cache in alive] == [128]

@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from covey.rollout.embedded import EmbeddedEngine
-from covey.rollout.embedded import gpu_batch as paged_module
+from covey.rollout.embedded import EmbeddedEngine, gpu_batch
 from covey.rollout.embedded.runner import draw
-from covey.rollout.embedded.scheduler import Running, Scheduler
+from covey.rollout.embedded.scheduler import RequestState, Scheduler
 from covey.types import Completion, Sampling
 from tests.learner.test_forward import family
 from tests.rollout.conftest import MakeEngine
@@ -55,7 +54,7 @@ class Traffic:
         self.seeds = 0
         enter = Scheduler._enter
 
-        def note(scheduler: Scheduler, request: Running, *rest: Any, **named: Any) -> None:
+        def note(scheduler: Scheduler, request: RequestState, *rest: Any, **named: Any) -> None:
             self.admitted.setdefault(request.sampling.seed, []).append((len(request.ids), engine.version))
             enter(scheduler, request, *rest, **named)
 
@@ -152,7 +151,7 @@ def traffic(
     if kind == "rows":
         engine = engine_for(model, **options)
     else:
-        monkeypatch.setattr(paged_module, "BLOCK", 16)
+        monkeypatch.setattr(gpu_batch, "BLOCK", 16)
         options |= {"blocks": blocks, "eager": kind == "blocks", "compiled": kind == "compiled"}
         engine = on_gpu(model, **options)
     return Traffic(engine, model, seed, monkeypatch)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from covey.rollout.embedded import gpu_batch as paged_module
+from covey.rollout.embedded import gpu_batch
 from covey.types import Completion, Sampling
 from tests.conftest import tiny_llama
 from tests.learner.test_forward import family
@@ -39,7 +39,7 @@ def prefilled(engine: Any) -> Iterator[list[int]]:
 def test_ragged_conversations(name: str, paged: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Episodes of several turns in a batch with fewer rows than episodes; some rewrite what was said before, some think
     for a while before they go on. Every token is that of a plain forward pass over all that was said."""
-    monkeypatch.setattr(paged_module, "BLOCK", 4)
+    monkeypatch.setattr(gpu_batch, "BLOCK", 4)
     model = family(name)
     rng = random.Random(seed)
     engine = engine_for(model, eos_ids=[2, 11], paged=paged, eager=True, max_sequences=5)
