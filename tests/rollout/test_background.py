@@ -10,7 +10,7 @@ import pytest
 
 from covey.agents.resolve import FunctionAgent
 from covey.errors import InputError
-from covey.rollout.asynchronous import BackgroundSource, Kept, Reuse
+from covey.rollout.asynchronous import BackgroundSource, ReplayBuffer, ReplayedGroup
 from covey.types import Group, Sampling, Task
 from tests.rollout.test_collector import TASKS, collector, parity
 
@@ -44,10 +44,10 @@ def test_two_groups_of_one_task_in_a_step_are_both_kept() -> None:
     async def run() -> None:
         made = collector(parity)
         made.engine.version = 0
-        reuse = Reuse(4, 2, lead=3, seed=0)
-        source = BackgroundSource(made, lambda step: [TASKS[0], TASKS[0]], lead=3, steps=4, reuse=reuse, **PARTS)
+        replay = ReplayBuffer(4, 2, lead=3, seed=0)
+        source = BackgroundSource(made, lambda step: [TASKS[0], TASKS[0]], lead=3, steps=4, replay=replay, **PARTS)
         first = await source.next()
-        assert len(first.groups) == 2 and first.reused == 0 and len(reuse.kept) == 2
+        assert len(first.groups) == 2 and first.reused == 0 and len(replay.groups) == 2
         assert source.taken == (TASKS[0], TASKS[0])
         made.engine.version = 1
         source.policy_updated(1)
@@ -63,16 +63,16 @@ def test_a_checkpoint_keeps_the_groups_that_may_be_learned_from_again() -> None:
     def make() -> BackgroundSource:
         made = collector(parity)
         made.engine.version = 0
-        reuse = Reuse(4, 3, lead=3, seed=0)
-        return BackgroundSource(made, lambda step: TASKS[:2], lead=0, steps=4, reuse=reuse, **PARTS)
+        replay = ReplayBuffer(4, 3, lead=3, seed=0)
+        return BackgroundSource(made, lambda step: TASKS[:2], lead=0, steps=4, replay=replay, **PARTS)
 
-    async def kept() -> tuple[dict[int, Kept], dict[int, Kept]]:
+    async def kept() -> tuple[dict[int, ReplayedGroup], dict[int, ReplayedGroup]]:
         before, after = make(), make()
         groups = (await before.next()).groups
-        assert before.reuse is not None and after.reuse is not None
-        assert before.reuse.kept == {number: Kept(group, 1) for number, group in enumerate(groups)}
+        assert before.replay is not None and after.replay is not None
+        assert before.replay.groups == {number: ReplayedGroup(group, 1) for number, group in enumerate(groups)}
         after.restore(json.loads(json.dumps(before.state())), 1)
-        return before.reuse.kept, after.reuse.kept
+        return before.replay.groups, after.replay.groups
 
     before, after = asyncio.run(kept())
     assert len(before) == 2 and after == before

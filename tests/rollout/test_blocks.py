@@ -95,7 +95,7 @@ def test_empty_blocks_go_before_remembered_ones_and_the_least_recently_used_of_t
     gone = []
     for _ in range(3):
         assert manager.allocate(1) is not None
-        left = [t for t in (1, 2, 3) if (t, t) in {key[1] for key in manager._found}]
+        left = [t for t in (1, 2, 3) if (t, t) in {key[1] for key in manager._block_of}]
         gone.append(({1, 2, 3} - set(left) - set(gone)).pop())
     assert gone == [2, 3, 1]
 

@@ -10,7 +10,7 @@ import pytest
 
 from covey.errors import InputError
 from covey.rollout.policy import EpisodePolicy
-from covey.rollout.rendering import Renderer, demonstrated
+from covey.rollout.rendering import Renderer, render_demonstration
 from covey.training.samples import episode_rows
 from covey.types import Completion, Episode, Sampling, StopReason, Task, Turn
 from tests.conftest import byte_tokenizer
@@ -66,7 +66,7 @@ def shown(template: str, messages: list[dict[str, str]]) -> list[list[tuple[str,
     """Rows as pieces of text, each with whether it is learned."""
     of = renderer(template)
     found = []
-    for row in rows(demonstrated(of, messages, None, (EOS,))):
+    for row in rows(render_demonstration(of, messages, None, (EOS,))):
         pieces = [(text(of, row.prompt_ids), False)]
         for token, mask in zip(row.response_ids, row.mask, strict=True):
             piece = text(of, [token])
@@ -125,7 +125,7 @@ def test_a_template_that_refuses_is_an_input_error() -> None:
     of = renderer()
     of.tokenizer.chat_template = "{{ raise_exception('only two roles') }}"
     with pytest.raises(InputError, match="only two roles"):
-        demonstrated(of, TALK, None, (EOS,))
+        render_demonstration(of, TALK, None, (EOS,))
 
 
 class Scripted:
@@ -143,7 +143,7 @@ class Scripted:
 @pytest.mark.parametrize("messages", [TALK, THINKING], ids=["talk", "thinking"])
 def test_the_tokens_are_those_of_an_episode_that_says_the_same(template: str, messages: list[dict[str, str]]) -> None:
     of = renderer(template)
-    turns = demonstrated(of, messages, None, (EOS,))
+    turns = render_demonstration(of, messages, None, (EOS,))
     policy = EpisodePolicy(Scripted([turn.completion_ids for turn in turns]), of, Sampling(), ("s",))  # type: ignore[arg-type]
 
     async def play() -> None:

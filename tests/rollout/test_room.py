@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from covey.memory import cache_tokens, grown
+from covey.memory import cache_tokens, grown_size
 from covey.rollout.embedded import cpu_batch, gpu_batch
 from covey.rollout.embedded.cache import KvCache
 from covey.rollout.embedded.cpu_batch import RowBatch
@@ -72,9 +72,14 @@ def test_an_answer_ends_where_the_context_ends(paged: bool) -> None:
 
 
 def test_a_cache_grows_by_half_and_not_beyond_what_it_may() -> None:
-    assert [grown(0, 7, None), grown(10, 10, None), grown(10, 11, None), grown(10, 30, None)] == [7, 10, 15, 30]
-    assert [grown(10, 11, 12), grown(10, 14, 12), grown(10, 12, 12)] == [12, 14, 12]
-    assert [grown(64, 60, 400, 64), grown(128, 130, 400, 64), grown(320, 330, 400, 64)] == [64, 192, 448]
+    assert [grown_size(0, 7, None), grown_size(10, 10, None), grown_size(10, 11, None), grown_size(10, 30, None)] == [
+        7,
+        10,
+        15,
+        30,
+    ]
+    assert [grown_size(10, 11, 12), grown_size(10, 14, 12), grown_size(10, 12, 12)] == [12, 14, 12]
+    assert [grown_size(64, 60, 400, 64), grown_size(128, 130, 400, 64), grown_size(320, 330, 400, 64)] == [64, 192, 448]
 
 
 @pytest.mark.parametrize("paged", [False, True])

@@ -34,7 +34,7 @@ def simulate(
             clock = running[0][0]  # wait for the next one: there is one, or nobody could ever be taken
         found += [(t.number, t.began, step, lasts[t.number]) for t in batch]
         clock += 1.0
-    assert not running and not window.waiting and not window.complete
+    assert not running and not window.pending and not window.complete
     return found
 
 
@@ -137,7 +137,7 @@ def test_a_restored_window_goes_on() -> None:
     assert [t.number for t in anew] == [1, 2, 5]
     assert {t.began for t in anew} == {1}
     assert list(again.complete) == [4]
-    assert again.given == 6
+    assert again.issued == 6
     for ticket in anew:
         again.finish(ticket.number)
     assert [t.number for t in again.take() or []] == [1, 4]

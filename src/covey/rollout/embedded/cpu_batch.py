@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.memory import cache_tokens, grown, machine_memory
+from covey.memory import cache_tokens, grown_size, machine_memory
 from covey.rollout.embedded.allocation import RowManager
 from covey.rollout.embedded.cache import RowCache
 from covey.rollout.embedded.runner import Drawn, Runner, draw_next
@@ -102,9 +102,9 @@ class RowBatch:
 
     def _grow(self) -> None:
         waiting, running = self.scheduler.waiting, self.scheduler.running
-        rows = grown(self.cache.rows, min(self.max_rows, len(waiting) + len(running)), self.max_rows)
+        rows = grown_size(self.cache.rows, min(self.max_rows, len(waiting) + len(running)), self.max_rows)
         longest = max((request.max_length for request in waiting), default=0)
-        size = grown(self.cache.size, longest, self.longest, ROUND)
+        size = grown_size(self.cache.size, longest, self.longest, ROUND)
         if (rows, size) != (self.cache.rows, self.cache.size):
             self.rows.grow(rows)
             self.cache.grow(rows, size)

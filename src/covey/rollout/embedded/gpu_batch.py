@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from covey.memory import cache_tokens, grown
+from covey.memory import cache_tokens, grown_size
 from covey.rollout.embedded.allocation import BlockManager
 from covey.rollout.embedded.cache import KvCache
 from covey.rollout.embedded.runner import Drawn, Runner, draw_next, truncates
@@ -59,12 +59,12 @@ class PagedBatch:
         longest = max((request.max_length for request in queue), default=0)
         rows = min(self.max_rows, len(queue))
         if (longest > self.size or rows > self.scheduler.max_rows) and not self.busy:
-            self._allocate(longest, grown(self.scheduler.max_rows, rows, self.max_rows))
+            self._allocate(longest, grown_size(self.scheduler.max_rows, rows, self.max_rows))
 
     def _allocate(self, longest: int, rows: int) -> None:
         self._runner = self._decoder = self._run = None  # frees the old cache before allocating the new one
         self.capacity = self._cache_capacity()
-        self.size = min(grown(self.size, longest, self.longest, BLOCK), self.capacity)
+        self.size = min(grown_size(self.size, longest, self.longest, BLOCK), self.capacity)
         blocks = min(rows * self.size, self.capacity) // BLOCK
         layers = int(self.model.config.get_text_config(decoder=True).num_hidden_layers)
         self.scheduler = Scheduler(BlockManager(blocks, BLOCK), rows)
