@@ -1,4 +1,4 @@
-"""Engines as they work on a GPU, for tests."""
+"""Fixtures: engines configured as on a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from covey.rollout.embedded import EmbeddedEngine, attention, gpu_batch
 from tests.rollout.plain import engine_for
-from tests.rollout.triton_here import CAN_RUN_TRITON, DEVICE
+from tests.rollout.triton_support import CAN_RUN_TRITON, DEVICE
 
 MakeEngine = Callable[..., EmbeddedEngine]
 

@@ -1,4 +1,4 @@
-"""The engine as it works on a GPU: small blocks, captured steps, several tokens between two looks of the host."""
+"""The engine on a GPU: small blocks, captured steps, several tokens between two reads of the host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.conftest import tiny_llama
 from tests.learner.test_forward import family
 from tests.rollout.conftest import MakeEngine
 from tests.rollout.plain import Request, answers, assert_as_alone, engine_for, letters
-from tests.rollout.triton_here import DEVICE, needs_triton
+from tests.rollout.triton_support import DEVICE, needs_triton
 
 pytestmark = needs_triton
 
@@ -44,7 +44,7 @@ def test_log_probs_are_those_of_each_row_alone_at_several_sizes_of_the_batch(row
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
-def test_joined_products_are_the_same_and_updates_reach_them(name: str, on_gpu: MakeEngine) -> None:
+def test_fused_products_are_the_same_and_see_updates(name: str, on_gpu: MakeEngine) -> None:
     model = family(name).to(DEVICE)
     requests = [([*range(20, 30 + n)], Sampling(max_tokens=10, seed=n)) for n in range(3)]
     engine = on_gpu(model)

@@ -31,7 +31,7 @@ from covey.types import Completion, Sampling
 from tests.learner.test_forward import family
 from tests.rollout.conftest import MakeEngine
 from tests.rollout.plain import engine_for
-from tests.rollout.triton_here import CAN_RUN_TRITON, DEVICE
+from tests.rollout.triton_support import CAN_RUN_TRITON, DEVICE
 
 ON_GPU = DEVICE.type == "cuda"
 TOLERANCE = 3e-4 if ON_GPU else 1e-4

@@ -1,4 +1,4 @@
-"""The vLLM engine without vLLM: the channel, publishing, sleep, and the ways in which a worker can fail."""
+"""The vLLM engine without vLLM: messages, publishing, sleep, and failures of the worker."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def test_answers_are_those_of_the_published_weights(make: Make) -> None:
     assert all((one.stop is StopReason.EOS) == (one.token_ids[-1] == 2) for one in done)
 
 
-def test_new_weights_wait_for_the_answers_under_way(make: Make) -> None:
-    """An answer is of one version, and the next one of the new weights; a file does not outlive its loading."""
+def test_new_weights_wait_for_requests_in_progress(make: Make) -> None:
+    """A completion has one version, and the next one the new weights. A file is deleted once it is loaded."""
     engine, old, new = make("slow"), tiny_llama(seed=3), tiny_llama(seed=4)
     sampling = Sampling(1.0, max_tokens=6)
 
@@ -110,7 +110,7 @@ def test_new_weights_wait_for_the_answers_under_way(make: Make) -> None:
 
 
 @pytest.mark.slow
-def test_an_answer_that_is_given_up_is_aborted(make: Make) -> None:
+def test_a_cancelled_request_is_aborted(make: Make) -> None:
     engine = make("slow")
 
     async def run() -> None:
@@ -126,7 +126,7 @@ def test_an_answer_that_is_given_up_is_aborted(make: Make) -> None:
     assert "aborted\nload_file version-1" in log_of(engine)
 
 
-def test_a_paused_engine_sleeps_and_takes_new_weights_before_it_wakes(make: Make) -> None:
+def test_a_paused_engine_sleeps_and_loads_new_weights_before_it_wakes(make: Make) -> None:
     engine, model = make(sleeps=True), tiny_llama()
 
     async def run() -> Any:
@@ -170,7 +170,7 @@ def test_a_worker_that_cannot_start_says_why(make: Make) -> None:
         asyncio.run(engine.publish(tiny_llama(), version=0))
 
 
-def test_a_worker_that_dies_fails_everybody_with_its_last_words(make: Make) -> None:
+def test_a_worker_that_dies_fails_all_requests_with_its_last_output(make: Make) -> None:
     engine = make("dies")
 
     async def run() -> list[Any]:
@@ -186,13 +186,13 @@ def test_a_worker_that_dies_fails_everybody_with_its_last_words(make: Make) -> N
 
 
 @pytest.mark.slow
-def test_weights_that_do_not_fit_end_the_run(make: Make) -> None:
+def test_weights_of_another_shape_end_the_run(make: Make) -> None:
     with pytest.raises(RunFailed, match="size mismatch"):
         asyncio.run(make().publish(tiny_llama(vocabulary=80), version=0))
 
 
 @pytest.mark.slow
-def test_a_request_that_the_worker_refuses_fails_alone(make: Make) -> None:
+def test_a_rejected_request_fails_alone(make: Make) -> None:
     engine = make()
 
     async def run() -> Any:

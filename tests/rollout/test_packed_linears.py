@@ -1,4 +1,4 @@
-"""Linear layers with weights laid out for the product."""
+"""Linear layers with repacked weights."""
 
 from __future__ import annotations
 

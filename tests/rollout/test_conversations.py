@@ -1,4 +1,4 @@
-"""Conversations: an episode's next turn goes on from what the cache kept of the turns before."""
+"""Conversations: the next turn of an episode continues from the cached turns before it."""
 
 from __future__ import annotations
 

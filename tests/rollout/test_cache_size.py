@@ -1,4 +1,4 @@
-"""How large the cache is, how it grows, and what happens to who does not fit."""
+"""The size of the cache, its growth, and requests that do not fit."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_request_that_does_not_fit_into_memory_fails_alone(paged: bool, monkey
     assert_as_alone(model, [just], answers(engine, [just]))
 
 
-def test_memory_that_a_sequence_needs() -> None:
+def test_memory_of_a_token() -> None:
     """2 · layers · key heads · head size · bytes for each token."""
     token = 2 * 2 * 2 * 8 * 4
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -60,7 +60,7 @@ def test_memory_that_a_sequence_needs() -> None:
 
 
 @pytest.mark.parametrize("paged", [False, True])
-def test_an_answer_ends_where_the_context_ends(paged: bool) -> None:
+def test_a_completion_ends_where_the_context_ends(paged: bool) -> None:
     model = tiny_llama()
     engine = engine_for(model, eos_ids=[], paged=paged, eager=True, context_length=40)
     requests = [([*range(3, 33)], Sampling(max_tokens=50)), ([5, 6], Sampling(max_tokens=20))]
@@ -71,7 +71,7 @@ def test_an_answer_ends_where_the_context_ends(paged: bool) -> None:
     assert_as_alone(model, requests, [long, short])
 
 
-def test_a_cache_grows_by_half_and_not_beyond_what_it_may() -> None:
+def test_a_cache_grows_by_half_up_to_its_limit() -> None:
     assert [grown_size(0, 7, None), grown_size(10, 10, None), grown_size(10, 11, None), grown_size(10, 30, None)] == [
         7,
         10,
