@@ -148,14 +148,14 @@ def results(references: list[Any]) -> list[Any]:
     """The results of several calls, without an event loop. The first failure is raised at once."""
     import ray
 
-    found, waiting = {}, list(references)
+    result_of, waiting = {}, list(references)
     try:
         while waiting:
             (done,), waiting = ray.wait(waiting, num_returns=1)
-            found[done] = ray.get(done)
+            result_of[done] = ray.get(done)
     except ray.exceptions.RayError as error:
         raise actor_error(error) from None
-    return [found[reference] for reference in references]
+    return [result_of[reference] for reference in references]
 
 
 def first_lost(references: list[Any], seconds: float) -> ActorLost | None:

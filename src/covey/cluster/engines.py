@@ -250,7 +250,7 @@ class RayEngine:
             self.generated_tokens += len(completion.token_ids)
             self.on_finished()
             return completion
-        raise EngineLost("the engine died while it answered, and so did the one that was asked again")
+        raise EngineLost("the engine died during the request, and so did the one that the request was sent to again")
 
     async def _pick(self, prompt: Sequence[int]) -> Replica:
         while not (loads := {r.index: r.load for r in self._live()}):

@@ -182,17 +182,17 @@ class TrainingSource:
         are dropped. With `refill`, zero-variance groups are set aside and replaced."""
         tasks = self.batch(self.step)
         raw = await self._collect(tasks, ("train", self.step))
-        wanted, rounds = len(tasks), 0
+        target, rounds = len(tasks), 0
         while self.refill is not None and rounds < self.refill.rounds:
-            missing = wanted - len(self._sort(raw)[0])
+            missing = target - len(self._sort(raw)[0])
             fresh = self.refill.fresh(self.step, rounds, missing, {g.task.id for g in raw}) if missing > 0 else ()
             if not fresh:
                 break
             rounds += 1
             raw += await self._collect(fresh, ("train", self.step, "refill", rounds))
-        return self._collected(raw, wanted, rounds)
+        return self._collected(raw, target, rounds)
 
-    def _collected(self, raw: Sequence[Group], wanted: int, refills: int) -> Collected:
+    def _collected(self, raw: Sequence[Group], target: int, refills: int) -> Collected:
         """Sort the sampled groups, and count failures and cut-off episodes."""
         good, zero_variance = self._sort(raw)
         failed = [e.failure for g in raw for e in _all_episodes(g) if e.failure]
@@ -202,7 +202,7 @@ class TrainingSource:
         if not good and not zero_variance:
             raise NothingCompleted(_diagnosis(raw, failures, examples))
         if not good:  # a step without signal is better than no step
-            good, zero_variance = zero_variance[:wanted], zero_variance[wanted:]
+            good, zero_variance = zero_variance[:target], zero_variance[target:]
         dropped = len(raw) - len(good) - len(zero_variance)
         self.taken = tuple(group.task for group in good)
         return Collected(

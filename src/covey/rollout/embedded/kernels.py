@@ -27,18 +27,18 @@ def _rotated(
 ):  # fmt: skip
     """Heads of one token, [heads, D] in float32, with norm and rotary embedding if the layer has them."""
     inside = (rows < ROWS)[:, None] & (d < D)[None]
-    found = tl.load(x + rows[:, None] * stride + d[None], mask=inside, other=0.0).to(tl.float32)
+    rotated = tl.load(x + rows[:, None] * stride + d[None], mask=inside, other=0.0).to(tl.float32)
     if ROTATES:
         swapped = tl.where(d < D // 2, d + D // 2, d - D // 2)
         other = tl.load(x + rows[:, None] * stride + swapped[None], mask=inside, other=0.0).to(tl.float32)
         if NORMS:
             weight = tl.load(norm + d, mask=d < D, other=0.0).to(tl.float32)[None]
             other_weight = tl.load(norm + swapped, mask=d < D, other=0.0).to(tl.float32)[None]
-            found, other = _normed(found, other, weight, other_weight, eps, D)
+            rotated, other = _normed(rotated, other, weight, other_weight, eps, D)
         c = tl.load(cos + d, mask=d < D, other=0.0).to(tl.float32)[None]
         s = tl.load(sin + d, mask=d < D, other=0.0).to(tl.float32)[None]
-        found = found * c + other * tl.where(d < D // 2, -1.0, 1.0)[None] * s
-    return found
+        rotated = rotated * c + other * tl.where(d < D // 2, -1.0, 1.0)[None] * s
+    return rotated
 
 
 @triton.jit
@@ -110,9 +110,9 @@ def _attend(
         m = m_new
     head = b * K * G + h * G + g
     if SPLITS == 1:
-        found = acc / tl.where(total == 0, 1.0, total)[:, None]
+        result = acc / tl.where(total == 0, 1.0, total)[:, None]
         tl.store(
-            out + head[:, None] * D + d[None], found.to(out.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None]
+            out + head[:, None] * D + d[None], result.to(out.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None]
         )
     else:
         tl.store(part + (head * SPLITS + s)[:, None] * D + d[None], acc, mask=(g < G)[:, None] & (d < D)[None])
@@ -121,7 +121,7 @@ def _attend(
 
 
 @triton.jit
-def _join(part, part_m, part_l, out, D: tl.constexpr, DPAD: tl.constexpr, SPLITS: tl.constexpr):
+def _combine(part, part_m, part_l, out, D: tl.constexpr, DPAD: tl.constexpr, SPLITS: tl.constexpr):
     """Combine the splits of one query head."""
     head = tl.program_id(0)
     s = tl.arange(0, SPLITS)
@@ -130,14 +130,14 @@ def _join(part, part_m, part_l, out, D: tl.constexpr, DPAD: tl.constexpr, SPLITS
     weight = tl.exp(m - tl.max(m, 0))
     total = tl.sum(weight * tl.load(part_l + head * SPLITS + s), 0)
     acc = tl.load(part + (head * SPLITS + s)[:, None] * D + d[None], mask=(d < D)[None], other=0.0)
-    found = tl.sum(acc * weight[:, None], 0) / total
-    tl.store(out + head * D + d, found.to(out.dtype.element_ty), mask=d < D)
+    result = tl.sum(acc * weight[:, None], 0) / total
+    tl.store(out + head * D + d, result.to(out.dtype.element_ty), mask=d < D)
 
 
 def splits_for(sequences: int, heads: int, processors: int) -> int:
     """Enough programs to fill the GPU; a power of two."""
-    wanted = 2 * processors / max(1, sequences * heads)
-    return min(32, 1 << max(0, int(wanted).bit_length() - 1 + (wanted > 1)))
+    programs = 2 * processors / max(1, sequences * heads)
+    return min(32, 1 << max(0, int(programs).bit_length() - 1 + (programs > 1)))
 
 
 @torch.library.custom_op("covey::paged_attention", mutates_args=("keys", "values"))
@@ -223,7 +223,7 @@ def _launch(
         DPAD=pad, SIZE=size, SPLITS=splits, num_warps=4, **kind,
     )  # fmt: skip
     if splits > 1:
-        _join[(rows * heads,)](part, part_m, part_l, out, D=dim, DPAD=pad, SPLITS=splits)
+        _combine[(rows * heads,)](part, part_m, part_l, out, D=dim, DPAD=pad, SPLITS=splits)
     return out
 
 
