@@ -1,4 +1,4 @@
-"""How the end of an actor is told apart from its errors, and what is left to do when its cluster has ended."""
+"""Deaths of actors and errors that they raise, and calls after the end of their cluster."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_an_error_keeps_the_traceback_of_the_actor() -> None:
 
 
 def test_after_the_end_of_a_cluster_no_other_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray starts one for whoever calls it without."""
+    """Ray starts a cluster when it is called without one."""
     called: list[str] = []
     for name in ("init", "cancel", "kill"):
         monkeypatch.setattr(ray, name, lambda *given, name=name, **named: called.append(name))

@@ -40,7 +40,7 @@ class Method:
 
 
 class Actor:
-    """Takes requests, and answers or dies when it is told to."""
+    """Takes requests; completes them or dies on command."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -54,7 +54,7 @@ class Actor:
         self.write_weights = Method(
             lambda folder, version: self._note("write", f"version {version}, from {self.number}")
         )
-        self.held: dict[str, Reference] = {}  # calls that are answered when the test says so
+        self.held: dict[str, Reference] = {}  # calls that return when the test says so
         for name in ("pause", "resume", "flush_cache", "close", "alive"):
             setattr(self, name, Method(lambda name=name: self._note(name)))
 
@@ -102,7 +102,7 @@ class Broadcaster(Learner):
 
 
 class Fixture:
-    """An engine over actors that are counted, and what it says."""
+    """An engine over numbered actors, and its warnings."""
 
     def __init__(
         self,
@@ -117,11 +117,16 @@ class Fixture:
         self.dead = dead  # numbers of actors that die when they load
         self.doomed_from = 10**6  # actors from this number on die when they load
         self.ended: list[int] = []
-        self.said: list[str] = []
+        self.warnings: list[str] = []
         monkeypatch.setattr(engine_module, "kill", lambda actor: self.ended.append(actor.number))
         monkeypatch.setattr(engine_module, "_close_all", lambda actors: None)
         self.engine = RayEngine(
-            count, self.spawn, self.load, transport(tmp_path / "weights"), colocated=colocated, warn=self.said.append
+            count,
+            self.spawn,
+            self.load,
+            transport(tmp_path / "weights"),
+            colocated=colocated,
+            warn=self.warnings.append,
         )
 
     def spawn(self, index: int) -> Actor:
@@ -143,7 +148,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_a_request_is_asked_once_more_and_its_answer_counts_once(tmp_path, monkeypatch) -> None:
+def test_a_request_is_sent_again_once_and_counts_once(tmp_path, monkeypatch) -> None:
     async def scene() -> None:
         fixture = Fixture(2, tmp_path, monkeypatch)
         finished: list[int] = []
@@ -162,7 +167,7 @@ def test_a_request_is_asked_once_more_and_its_answer_counts_once(tmp_path, monke
         assert (fixture.engine.reissued, fixture.engine.replaced) == (1, 1)
         assert len(finished) == 2 and fixture.engine.generated_tokens == 2
         assert fixture.engine.metrics() == {"cluster/reissued": 1.0, "cluster/replaced": 1.0}
-        assert len(fixture.said) == 1 and "engine 0 died and is replaced" in fixture.said[0]
+        assert len(fixture.warnings) == 1 and "engine 0 died and is replaced" in fixture.warnings[0]
 
     asyncio.run(scene())
 
@@ -179,7 +184,7 @@ def test_a_request_whose_second_engine_dies_is_its_episodes_failure(tmp_path, mo
             await job
         assert fixture.engine.reissued == 1 and EngineLost.cause == "engine"
         await settle()
-        (again,) = await fixture.ask((2,))  # the run goes on
+        (again,) = await fixture.ask((2,))  # the run continues
         fixture.actors[2].answer(0, 7)
         assert (await again).token_ids == (7,)
 
@@ -209,7 +214,7 @@ def test_an_engine_that_dies_while_it_starts_is_replaced(tmp_path, monkeypatch) 
         assert [replica.pid for replica in fixture.engine.replicas] == [1000, 1003]
         assert fixture.ended == [1, 2] and fixture.engine.replaced == 2
         assert fixture.actors[3].calls == ["load version 0"]  # with the others
-        assert all(text.startswith("engine 1 died and is replaced: ") for text in fixture.said)
+        assert all(text.startswith("engine 1 died and is replaced: ") for text in fixture.warnings)
         none = Fixture(1, tmp_path, monkeypatch, dead=range(99))
         with pytest.raises(RunFailed, match=f"engine 0 died {MAX_DEATHS + 1} times without an answer"):
             await none.engine.publish(Learner(), 0)
@@ -217,7 +222,7 @@ def test_an_engine_that_dies_while_it_starts_is_replaced(tmp_path, monkeypatch) 
     asyncio.run(scene())
 
 
-def test_engines_with_their_own_devices_go_on_while_the_learner_learns(tmp_path, monkeypatch) -> None:
+def test_engines_with_their_own_devices_continue_while_the_learner_trains(tmp_path, monkeypatch) -> None:
     async def scene(colocated: bool) -> list[str]:
         fixture = Fixture(1, tmp_path, monkeypatch, colocated)
         await fixture.engine.publish(Learner(), 0)
@@ -268,7 +273,7 @@ def test_a_peer_that_dies_while_it_gives_weights_is_replaced_itself(tmp_path, mo
 
 
 def test_an_engine_alone_gets_the_weights_of_its_version_again(tmp_path, monkeypatch) -> None:
-    """By broadcast there is nobody to ask for them later, and the learner has gone on."""
+    """After a broadcast no peer has them, and the learner's weights are newer."""
 
     async def scene() -> None:
         fixture = Fixture(1, tmp_path, monkeypatch, transport=CollectiveTransport)
@@ -308,7 +313,7 @@ def test_a_newcomer_is_not_left_paused(tmp_path, monkeypatch) -> None:
     asyncio.run(scene())
 
 
-def test_everybody_is_who_is_there_when_it_begins(tmp_path, monkeypatch) -> None:
+def test_calls_to_all_engines_go_to_those_alive_at_the_start(tmp_path, monkeypatch) -> None:
     """An engine whose death shows while others are being asked has no actor when its turn comes."""
 
     async def scene() -> None:
@@ -325,8 +330,8 @@ def test_everybody_is_who_is_there_when_it_begins(tmp_path, monkeypatch) -> None
     asyncio.run(scene())
 
 
-def test_an_engine_that_stands_still_is_replaced(tmp_path, monkeypatch) -> None:
-    """It is there, and says nothing any more. The one beside it answers slowly, and stays."""
+def test_an_engine_that_hangs_is_replaced(tmp_path, monkeypatch) -> None:
+    """It hangs. The other engine is slow, and is kept."""
     monkeypatch.setattr(engine_module, "PULSE", 0.01)
     monkeypatch.setattr(engine_module, "HUNG", 0.2)
 
@@ -344,7 +349,7 @@ def test_an_engine_that_stands_still_is_replaced(tmp_path, monkeypatch) -> None:
             await asyncio.sleep(0.01)
         next(actor for actor in fixture.actors if actor is not first and actor.asked).answer(0, 7)
         assert (await job).token_ids == (7,)
-        assert fixture.engine.replaced == 1 and "no sign of life for 0.2 s" in fixture.said[0]
+        assert fixture.engine.replaced == 1 and "no sign of life for 0.2 s" in fixture.warnings[0]
         fixture.engine.close()
 
     asyncio.run(scene())

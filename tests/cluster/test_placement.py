@@ -24,7 +24,7 @@ def test_an_engine_shares_its_learners_device_by_default() -> None:
     assert plan.colocated
 
 
-def test_engines_with_devices_of_their_own_overlap_with_nobody() -> None:
+def test_engines_with_devices_of_their_own_share_none() -> None:
     plan = place(ray(learner_devices=2, rollout_devices=3), [SMALL, BIG], gpu=True)
     taken = [slot.bundle for slot in (*plan.learners, *plan.engines)]
     assert sorted(taken) == [0, 1, 2, 3, 4] and not plan.colocated

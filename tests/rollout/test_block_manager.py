@@ -24,7 +24,7 @@ def leave_behind(manager: BlockManager, tokens: Tokens) -> list[int]:
 
 
 def findable(manager: BlockManager, tokens: Tokens) -> list[int]:
-    """What would be found, without disturbing who was used last more than a look does."""
+    """The match, without changing the order of use more than a lookup does."""
     found = manager.match(tokens).blocks
     manager.release(found)
     return found
@@ -35,7 +35,7 @@ def test_tokens_fill_blocks_rounded_up() -> None:
     assert [manager.count(n) for n in (0, 1, 3, 4, 6, 7)] == [0, 1, 1, 2, 2, 3]
 
 
-def test_more_than_there_is_is_refused_and_takes_nothing() -> None:
+def test_allocating_too_many_blocks_returns_none_and_takes_nothing() -> None:
     manager = BlockManager(blocks=4, size=2)
     assert manager.allocate(5) is None
     assert manager.available == 4

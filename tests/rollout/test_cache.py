@@ -121,7 +121,7 @@ def test_who_needs_a_block_that_another_is_about_to_fill_waits_for_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_who_was_sent_back_goes_on_where_it_was(name: str) -> None:
+def test_a_preempted_request_continues_where_it_was(name: str) -> None:
     drive = Drive(family(name), blocks=7, size=4)
     for number in range(3):
         drive.ask([number + 3, *range(10, 14)], max_tokens=15, seed=number)

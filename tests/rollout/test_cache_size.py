@@ -127,7 +127,7 @@ def test_what_an_engine_did_before_does_not_change_a_bit() -> None:
 
 
 def test_a_cache_that_grows_keeps_what_is_in_it() -> None:
-    """A longer request and more of them come while others decode; nobody waits, nothing is computed again."""
+    """Longer and more requests arrive while others decode: none waits, nothing is recomputed."""
     model = tiny_llama()
     engine = engine_for(model, eos_ids=[])
     first: list[Request] = [([n + 3, 9, 10], Sampling(max_tokens=40, seed=n)) for n in range(2)]

@@ -289,7 +289,7 @@ def test_only_the_named_rewards_count_as_signal() -> None:
     assert all(len({e.rewards["parity"] for e in g.episodes}) == 2 for g in any_of_them.groups)
 
 
-def test_rewards_that_cancel_out_teach_only_who_sees_them_apart() -> None:
+def test_rewards_that_cancel_out_have_a_signal_only_per_reward() -> None:
     def even(final_answer: str) -> float:
         return 1.0 - parity(final_answer)
 
@@ -374,10 +374,10 @@ def test_an_evaluation_counts_what_no_reward_scored() -> None:
     def even_only(final_answer: str) -> float | None:
         return None if int(final_answer) % 2 else 1.0
 
-    made, told = collector(even_only), []
+    made, warnings = collector(even_only), []
     config = EvalConfig(modes=["sampled"], n=8)
-    evaluator = Evaluator(made, TASKS, config, max_tokens=8, stop=(), trained_reward="even_only", warn=told.append)
+    evaluator = Evaluator(made, TASKS, config, max_tokens=8, stop=(), trained_reward="even_only", warn=warnings.append)
     metrics = asyncio.run(evaluator.run()).metrics
     odd = sum(seed % 100 % 2 for seed in made.engine.seeds)
     assert metrics["eval/sampled/failed"] == odd > 0
-    assert f"{odd} of 24 sampled answers were not scored" in told[0]
+    assert f"{odd} of 24 sampled answers were not scored" in warnings[0]

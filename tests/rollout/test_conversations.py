@@ -37,8 +37,8 @@ def prefilled(engine: Any) -> Iterator[list[int]]:
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
 @pytest.mark.parametrize("seed", range(3))
 def test_ragged_conversations(name: str, paged: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Episodes of several turns in a batch with fewer rows than episodes; some rewrite what was said before, some think
-    for a while before they go on. Every token is that of a plain forward pass over all that was said."""
+    """Episodes of several turns in a batch with fewer rows than episodes; some rewrite their history, some wait
+    before they continue. Every token is that of a plain forward pass over the whole conversation."""
     monkeypatch.setattr(gpu_batch, "BLOCK", 4)
     model = family(name)
     rng = random.Random(seed)
@@ -88,7 +88,7 @@ def test_a_next_turn_computes_only_what_is_new() -> None:
 
 
 def test_two_answers_to_one_beginning_part_there() -> None:
-    """The first attempt goes on in the row, the other copies what both have in common."""
+    """The first attempt continues in the row, the other copies the common prefix."""
     model = tiny_llama()
     engine = engine_for(model, eos_ids=[])
     prompt = [*range(3, 40)]

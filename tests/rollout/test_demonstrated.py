@@ -1,4 +1,4 @@
-"""Demonstrations, token for token: what an episode in which the model had said the same would have been."""
+"""Demonstrations as turns: the same tokens as an episode in which the model sampled the same replies."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def shown(template: str, messages: list[dict[str, str]]) -> list[list[tuple[str,
     return found
 
 
-def test_what_the_assistant_says_is_learned_and_nothing_else() -> None:
+def test_only_the_replies_of_the_assistant_are_trained_on() -> None:
     assert shown("plain", TALK) == [
         [
             (
@@ -106,7 +106,7 @@ def test_a_history_that_is_rewritten_forks() -> None:
         ]
 
 
-def test_thinking_that_the_prompt_opens_is_not_said_twice() -> None:
+def test_thinking_that_the_prompt_opens_is_not_repeated() -> None:
     (row,) = shown("opens", THINKING)
     assert [piece for piece, learned in row if learned] == [
         "hm\n</think>\n\n2<|im_end|>",
@@ -129,7 +129,7 @@ def test_a_template_that_refuses_is_an_input_error() -> None:
 
 
 class Scripted:
-    """An engine whose model says what the demonstration says."""
+    """An engine that samples the replies of the demonstration."""
 
     def __init__(self, replies: Sequence[tuple[int, ...]]) -> None:
         self.replies = list(replies)
@@ -141,7 +141,9 @@ class Scripted:
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("messages", [TALK, THINKING], ids=["talk", "thinking"])
-def test_the_tokens_are_those_of_an_episode_that_says_the_same(template: str, messages: list[dict[str, str]]) -> None:
+def test_the_tokens_are_those_of_an_episode_with_the_same_replies(
+    template: str, messages: list[dict[str, str]]
+) -> None:
     of = renderer(template)
     turns = render_demonstration(of, messages, None, (EOS,))
     policy = EpisodePolicy(Scripted([turn.completion_ids for turn in turns]), of, Sampling(), ("s",))  # type: ignore[arg-type]

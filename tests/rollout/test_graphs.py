@@ -152,7 +152,7 @@ def test_a_prompt_of_one_token_can_be_the_first(on_gpu: MakeEngine) -> None:
     assert_as_alone(model, requests, answers(on_gpu(model, eos_ids=[]), requests))
 
 
-def test_steps_beyond_the_end_of_an_answer_touch_nobody(on_gpu: MakeEngine) -> None:
+def test_steps_past_the_end_of_a_completion_change_no_other_row(on_gpu: MakeEngine) -> None:
     """The first ends where the cache's sequences end, in the middle of eight steps that the second wants."""
     model = tiny_llama().to(DEVICE)
     requests = [([*range(3, 57)], Sampling(max_tokens=10, seed=0)), ([5, 6, 7], Sampling(max_tokens=61, seed=1))]
@@ -162,7 +162,7 @@ def test_steps_beyond_the_end_of_an_answer_touch_nobody(on_gpu: MakeEngine) -> N
 def test_one_request_after_another_finds_nothing_of_the_one_before(
     on_gpu: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the same shape, so that it lies where the other lay: in the buffers, and here in Python's memory as well."""
+    """Of the same shape, so that it takes the place of the other: in the buffers, and here in Python's memory too."""
     from covey.rollout.embedded import graphs
 
     monkeypatch.setattr(graphs, "id", lambda _: 0, raising=False)
@@ -181,7 +181,7 @@ def test_a_cache_too_small_for_all_serves_all(on_gpu: MakeEngine, monkeypatch: p
     as_on_a_cpu(model, requests, done, eos_ids=[])
 
 
-def test_a_request_larger_than_the_gpu_is_refused_with_the_settings_to_change(on_gpu: MakeEngine) -> None:
+def test_a_request_larger_than_the_gpu_is_rejected_with_the_settings_to_change(on_gpu: MakeEngine) -> None:
     model = tiny_llama().to(DEVICE)
     with pytest.raises(ValueError, match=r"3 \+ 200 tokens.*rollout\.max_tokens.*rollout\.memory"):
         answers(on_gpu(model, blocks=2), [([3, 4, 5], Sampling(max_tokens=200))])

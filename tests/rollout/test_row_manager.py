@@ -55,7 +55,7 @@ def test_the_last_token_is_never_found() -> None:
     assert manager.match(range(20)) == PrefixMatch([], shared=19, source=row)
 
 
-def test_of_two_rows_to_go_on_from_the_longer_is_taken() -> None:
+def test_the_longer_of_two_rows_is_extended() -> None:
     manager = RowManager(4)
     for length in (12, 30, 20):
         leave_behind(manager, range(length))
@@ -74,7 +74,7 @@ def test_a_common_beginning_is_copied_from_a_row_that_is_held_as_well() -> None:
     assert manager.match([*range(MIN_SHARED - 1), 99, 98]) == PrefixMatch([], shared=0)
 
 
-def test_a_conversation_that_parts_from_another_leaves_it_to_who_may_go_on() -> None:
+def test_a_conversation_that_diverges_leaves_the_row_for_its_continuation() -> None:
     manager = RowManager(3)
     row = leave_behind(manager, range(20))
     assert manager.match([*range(15), 99, 98]) == PrefixMatch([], shared=15, source=row)
@@ -247,7 +247,7 @@ class Simulation:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_everybody_finds_its_own_tokens_and_those_of_its_weights(seed: int) -> None:
+def test_every_request_reads_its_own_tokens_of_its_own_weights(seed: int) -> None:
     simulation = Simulation(seed)
     simulation.arrive()
     steps = 0
@@ -300,7 +300,7 @@ def test_who_copies_from_a_row_that_comes_in_the_same_call_waits_for_it() -> Non
         simulation.scheduler.add(request)
     entries = simulation.admit()
     assert [(entry.shared, entry.source) for entry in entries] == [(0, None), (0, None), (20, 0), (30, 1), (20, 0)]
-    # The longest first; two lead, three go on from them together.
+    # The longest first; two lead, three continue from them together.
     assert order == [[1, 0], [3, 4, 2]]
     for request in requests:
         simulation.check(request)

@@ -74,8 +74,8 @@ def test_what_is_reserved_only_if_it_is_free() -> None:
     assert scheduler.running == requests and not set(one.blocks) & set(other.blocks)
 
 
-def test_a_full_cache_of_requests_that_need_no_more_lets_everybody_in() -> None:
-    """As on a CPU, where a block is as long as a sequence: there are as many blocks as rows."""
+def test_a_full_cache_admits_all_requests_that_need_no_more_blocks() -> None:
+    """As on a CPU, where a block is as long as a sequence: one block per row."""
     requests = [request([n, n], max_tokens=6) for n in range(4)]
     scheduler = scheduler_of(4, 8, 4, requests)
     assert len(scheduler.admit()) == 4
@@ -83,7 +83,7 @@ def test_a_full_cache_of_requests_that_need_no_more_lets_everybody_in() -> None:
     assert scheduler.running == requests
 
 
-def test_a_block_is_left_for_everybody_who_will_need_one() -> None:
+def test_a_block_is_kept_for_every_request_that_will_need_one() -> None:
     """Three runners of one block each that will grow: the fourth would take a block that they need."""
     requests = [request([n], max_tokens=4) for n in range(4)]
     scheduler = scheduler_of(6, 2, 4, requests)
@@ -132,7 +132,7 @@ def test_a_group_larger_than_the_cache_enters_as_far_as_there_are_blocks() -> No
     assert scheduler.blocks.available == 0
 
 
-def test_an_episodes_next_turn_goes_on_from_what_is_cached() -> None:
+def test_the_next_turn_of_an_episode_continues_from_the_cache() -> None:
     first = request([1, 2, 3], max_tokens=3)
     scheduler = scheduler_of(100, 2, 8, [first])
     scheduler.admit()
@@ -190,7 +190,7 @@ def test_room_is_made_for_no_more_tokens_than_a_request_may_still_sample() -> No
     assert len(long.blocks) == 5  # 3 + 8 tokens, the last of which is never fed
 
 
-def test_who_would_not_fit_alone_is_refused_with_the_settings_to_change() -> None:
+def test_a_request_that_never_fits_is_rejected_with_the_settings_to_change() -> None:
     requests = [request(range(40), max_tokens=n) for n in (24, 25, 3, 26)]
     queue = deque(requests)
     assert reject_too_long(queue, 64) == [requests[1], requests[3]]
@@ -280,7 +280,7 @@ class Simulation:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_everybody_ends_with_its_own_tokens_in_however_small_a_cache(seed: int) -> None:
+def test_every_request_keeps_its_own_tokens_in_any_cache(seed: int) -> None:
     simulation = Simulation(seed)
     for _ in range(simulation.rng.randint(1, 6)):
         prompt = simulation.prompt()
@@ -311,7 +311,7 @@ def test_the_simulations_do_run_out_of_blocks() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_nobody_overtakes_another_prompt(seed: int) -> None:
+def test_requests_enter_in_order(seed: int) -> None:
     simulation = Simulation(seed)
     for number in range(8):
         simulation.arrive((number, *simulation.prompt()[:3]))

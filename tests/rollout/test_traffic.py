@@ -174,7 +174,7 @@ def test_every_log_prob_is_that_of_the_weights_of_its_time(
 def test_non_finite_weights_leave_nothing_behind(
     kind: str, on_gpu: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Answers fail while weights are NaN; after sound ones are published, none does, wherever it lies in the cache."""
+    """Requests fail while weights are NaN. After finite ones are published, none fails, wherever it is in the cache."""
     asked = traffic(kind, "llama", 0, on_gpu, monkeypatch, eos_ids=[], blocks=30)
     engine, model = asked.engine, asked.model
     prompts = [[*range(3, 30 + n)] for n in range(4)]

@@ -181,7 +181,7 @@ def test_a_worker_that_dies_fails_all_requests_with_its_last_output(make: Make) 
     for error in asyncio.run(run()):
         assert isinstance(error, RunFailed)
         assert "vLLM's process has ended" in str(error) and "| the last words" in str(error)
-    with pytest.raises(RunFailed, match="has ended"):  # also who comes later
+    with pytest.raises(RunFailed, match="has ended"):  # later requests too
         asyncio.run(engine.generate(PROMPT, Sampling()))
 
 
@@ -221,7 +221,7 @@ def test_closing_ends_the_process_whether_it_wants_to_or_not(
 
 @pytest.mark.slow
 def test_the_worker_ends_with_the_process_that_started_it(make: Make, tmp_path: Path) -> None:
-    """Killed without a chance to close anything: nobody is left."""
+    """Killed without a chance to close anything: no process is left."""
     script = tmp_path / "killed.py"
     script.write_text(
         "import sys, os, signal\nfrom pathlib import Path\nfrom covey.rollout.vllm import VllmEngine, VllmSettings\n"

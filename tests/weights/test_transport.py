@@ -118,7 +118,7 @@ def test_adapters_are_sent_without_their_base() -> None:
     assert same(learner, engine)
 
 
-def test_another_model_is_refused_as_a_whole() -> None:
+def test_weights_of_another_model_are_rejected() -> None:
     engine, before = tiny_llama(seed=1), tiny_llama(seed=1)
     weights = dict(trained_weights(tiny_llama(seed=2, num_hidden_layers=1)))
     with pytest.raises(WeightsDamaged, match="another than the learner's"):

@@ -68,13 +68,13 @@ def test_modules_to_save_are_sent_under_their_own_name() -> None:
     assert bool((found["lm_head.weight"] == 0.25).all())
 
 
-def test_an_adapter_on_a_tied_matrix_is_refused() -> None:
+def test_an_adapter_on_a_tied_matrix_is_rejected() -> None:
     policy = with_adapter(tiny_llama(tie_word_embeddings=True), target_modules=["embed_tokens"])
     with pytest.raises(InputError, match="this model ties the two"):
         list(named_weights(policy))
 
 
-def test_an_adapter_of_another_kind_is_refused() -> None:
+def test_an_adapter_of_another_kind_is_rejected() -> None:
     with pytest.raises(InputError, match="plain LoRA"):
         list(named_weights(with_adapter(tiny_llama(), use_dora=True)))
 
