@@ -100,9 +100,9 @@ def made(model: Path, folder: Path) -> Any:
     return build.build(prepare(compose_words(words), folder=folder), note=print)
 
 
-@pytest.mark.parametrize(("left", "notes", "status"), [(1, "restarting", "running"), (0, "failed", "failed")])
+@pytest.mark.parametrize(("left", "message", "status"), [(1, "restarting", "running"), (0, "failed", "failed")])
 def test_a_run_that_is_restarted_does_not_read_as_ended(
-    tiny_model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], left: int, notes: str, status: str
+    tiny_model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], left: int, message: str, status: str
 ) -> None:
     """Until it turns out that it cannot be built again."""
     from covey.app.train import _end_if_running
@@ -112,7 +112,7 @@ def test_a_run_that_is_restarted_does_not_read_as_ended(
     run.learner.update = Lost()
     with pytest.raises(LearnerLost):
         asyncio.run(run.train())
-    assert f"{notes} after 0 of 2 steps" in capsys.readouterr().out
+    assert f"{message} after 0 of 2 steps" in capsys.readouterr().out
     assert json.loads((run.path / "run.json").read_text())["status"] == status
     _end_if_running(run.path, "failed")
     assert json.loads((run.path / "run.json").read_text())["status"] == "failed"
@@ -140,8 +140,8 @@ def test_a_restart_without_a_checkpoint_begins_again_in_the_same_folder(
 
     command._trained_in_cluster(prepared, ends, note=lambda text: print(text))
     assert len(folders) == 2 and folders[0] == folders[1]
-    notes = capsys.readouterr().out
-    assert "restart 1 of 3" in notes and "from the start: there is no checkpoint yet (loop.save_every)" in notes
+    output = capsys.readouterr().out
+    assert "restart 1 of 3" in output and "from the start: there is no checkpoint yet (loop.save_every)" in output
 
 
 def test_a_run_that_could_not_be_made_leaves_its_folder_free(

@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from covey.rollout.vllm.process import Message, frame, receive_async
 from covey.weights.files import file_digest
@@ -24,27 +24,9 @@ from covey.weights.vllm import EXTENSION
 COMMANDS = ("generate", "load_file", "load_begin", "load_bucket", "load_end", "sleep", "wake")
 
 
-class Backend(Protocol):
-    """Executes commands. Each is a coroutine with the name of the command; its result is the reply."""
-
-    async def generate(self, prompt: list[int], sampling: Message) -> Message: ...
-
-    async def load_file(self, path: str, digest: str) -> None: ...
-
-    async def load_begin(self) -> None: ...
-
-    async def load_bucket(self, handle: Message, layout: list[Message]) -> None: ...
-
-    async def load_end(self) -> None: ...
-
-    async def sleep(self) -> None: ...
-
-    async def wake(self, what: list[str]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-async def serve(connection: socket.socket, start: Callable[[Message], Backend]) -> None:
+async def serve(connection: socket.socket, start: Callable[[Message], Any]) -> None:
+    """`start(settings)` returns an object with a coroutine for each of COMMANDS, whose result is the reply, and
+    `close`."""
     reader, writer = await asyncio.open_connection(sock=connection)
     settings = await receive_async(reader)
     if settings is None:
@@ -96,7 +78,7 @@ def _describe(error: Exception) -> str:
 
 
 class Vllm:
-    """vLLM's AsyncLLM as a `Backend`."""
+    """Executes the commands with vLLM's AsyncLLM."""
 
     def __init__(self, settings: Message) -> None:
         from vllm import AsyncEngineArgs
