@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from covey.errors import InputError
+from covey.weights import vllm
 from covey.weights.buckets import buckets, unpacked
 from covey.weights.files import file_digest, write_weights
 from covey.weights.names import named_weights
@@ -104,3 +106,26 @@ def test_buckets_hold_every_weight_bit_for_bit(size: int) -> None:
     assert list(found) == list(expected)
     assert all(found[n].dtype == w.dtype and torch.equal(found[n], w) for n, w in expected.items())
     assert (count > 1) == (size < sum(w.numel() * w.element_size() for w in expected.values()))
+
+
+@pytest.mark.parametrize("bucket", [20_000, 1 << 20])
+def test_the_ipc_transport_sends_every_weight_between_begin_and_end(
+    bucket: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU: the handle is the buffer itself, and the receiver unpacks it at once."""
+    monkeypatch.setattr(vllm, "BUCKET", bucket)
+    monkeypatch.setattr(vllm, "cuda_handle", lambda buffer: buffer)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+    model, calls, found = tiny_llama(), list[str](), dict[str, torch.Tensor]()
+
+    async def call(do: str, **arguments: Any) -> None:
+        calls.append(do)
+        if do == "load_bucket":
+            found.update(unpacked(arguments["handle"], arguments["layout"]))
+
+    assert asyncio.run(vllm.CudaIpcTransport().publish(model, 1, {0: call})) == {}
+    assert calls[0] == "load_begin" and calls[-1] == "load_end" and set(calls[1:-1]) == {"load_bucket"}
+    assert (len(calls) > 3) == (bucket == 20_000)
+    expected = dict(model.named_parameters())
+    assert set(found) == set(expected) and all(torch.equal(found[name], w) for name, w in expected.items())

@@ -67,7 +67,7 @@ class Collector:
         if groupwise:
             groups = await asyncio.gather(*map(self._score_group, tasks, groups))
         baselines: list[Episode | None] = [*episodes[count:]] or [None] * len(tasks)
-        return [Group(task, tuple(group), greedy) for task, group, greedy in zip(tasks, groups, baselines, strict=True)]
+        return [Group(task, tuple(group), one) for task, group, one in zip(tasks, groups, baselines, strict=True)]
 
     async def answer(self, task: Task, sampling: Sampling) -> Episode:
         """One attempt, not scored."""
