@@ -23,7 +23,7 @@ from covey.rollout.rendering import Renderer
 from covey.types import Sampling
 
 REPEATS, TOKENS, QUESTIONS = 5, 48, 8
-WAYS = {"as they are": 10**9, "laid out": cpu_batch.WORTH_PACKING}  # steps ahead for which it is done
+WAYS = {"as they are": 10**9, "laid out": cpu_batch.MIN_STEPS}  # steps ahead for which it is done
 
 
 def decode(engine: EmbeddedEngine, prompts: list[tuple[int, ...]], rows: int, now: Any) -> tuple[float, float]:
@@ -70,7 +70,7 @@ def main() -> None:
         starts: dict[str, list[float]] = {way: [] for way in WAYS}
         for _ in range(REPEATS):
             for way, worth in WAYS.items():
-                cpu_batch.WORTH_PACKING = worth
+                cpu_batch.MIN_STEPS = worth
                 step, start = decode(engine, prompts, rows, now)
                 steps[way].append(step)
                 starts[way].append(start)

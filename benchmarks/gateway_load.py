@@ -42,7 +42,7 @@ async def serve(folder: Path) -> None:
     from covey.cli.serve import USAGE, Recorder, make_registry
     from covey.cli.words import parse
     from covey.gateway.server import Server
-    from covey.memory import give_back_kept_memory
+    from covey.memory import trim_freed_memory
 
     bench = open_bench(parse([str(folder / "model"), *SETTINGS]), USAGE, asks_tasks=False)
     registry = make_registry(bench, Recorder(folder / "record", bench.collector.renderer.decode))
@@ -53,7 +53,7 @@ async def serve(folder: Path) -> None:
         print(json.dumps({"url": server.url}), flush=True)
         while await asyncio.to_thread(sys.stdin.readline):
             gc.collect()
-            give_back_kept_memory()
+            trim_freed_memory()
             held = {
                 "episodes": len(registry._open),
                 "requests": len(engine._futures),

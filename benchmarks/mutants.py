@@ -41,7 +41,7 @@ FOLDERS = ("algorithms", "rollout", "rollout/embedded")
 SINGLE = ("learner/packing.py", "streams.py", "memory.py", "app/checks.py")
 HEAVY = ("torch", "transformers.models.llama.modeling_llama", "tokenizers", "hypothesis", "pytest")  # not Covey
 
-ENGINE = ("test_engine", "test_turns", "test_room")
+ENGINE = ("test_engine", "test_conversations", "test_cache_size")
 # Where a module's mutants are most likely found; all other tests of tests/algorithms follow.
 FIRST = {
     **dict.fromkeys(("assemble", "likelihood"), "test_algorithm"),
@@ -53,25 +53,23 @@ FIRST = {
 TESTS: dict[str, Sequence[str]] = {
     "app/checks.py": ("test_choose",),
     "rollout/asynchronous.py": (
-        "test_window",
-        "test_reuse",
-        "test_background",
+        "test_asynchronous",
         "test_collector",
         "../training/test_checkpoint",
     ),
-    "rollout/collector.py": ("test_collector", "test_background", "test_turns"),
-    "rollout/policy.py": ("test_policy", "test_turns", "test_engine"),
-    "rollout/rendering.py": ("test_rendering", "test_rewriting_templates", "test_demonstrated", "test_turns"),
-    "streams.py": ("test_streams", "test_sampling", "test_policy", "test_collector"),
-    "memory.py": ("test_room",),
+    "rollout/collector.py": ("test_collector", "test_asynchronous", "test_conversations"),
+    "rollout/policy.py": ("test_policy", "test_conversations", "test_engine"),
+    "rollout/rendering.py": ("test_rendering", "test_rewriting_templates", "test_demonstrated", "test_conversations"),
+    "streams.py": ("../test_streams", "test_sampling", "test_policy", "test_collector"),
+    "memory.py": ("test_cache_size",),
     "rollout/embedded/attention.py": ("test_families", "test_engine"),
-    "rollout/embedded/allocation.py": ("test_blocks", "test_rows", "test_room", *ENGINE),
-    "rollout/embedded/cache.py": ("test_rows", *ENGINE, "test_families"),
+    "rollout/embedded/allocation.py": ("test_block_manager", "test_row_manager", "test_cache_size", *ENGINE),
+    "rollout/embedded/cache.py": ("test_row_manager", *ENGINE, "test_families"),
     "rollout/embedded/engine.py": ENGINE,
-    "rollout/embedded/gpu_batch.py": ("test_blocks", "test_room", "test_paged"),
+    "rollout/embedded/gpu_batch.py": ("test_block_manager", "test_cache_size", "test_cache"),
     "rollout/embedded/runner.py": ("test_sampling", *ENGINE),
     "rollout/embedded/scheduler.py": ("test_scheduler", *ENGINE),
-    "rollout/embedded/cpu_batch.py": ("test_linear", "test_rows", *ENGINE),
+    "rollout/embedded/cpu_batch.py": ("test_packed_linears", "test_row_manager", *ENGINE),
     "learner/packing.py": ("test_packing",),
 }
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {

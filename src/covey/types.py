@@ -176,7 +176,7 @@ class Collected:
     """What a source hands over for one step: groups to learn from, in task order, and what became of the rest."""
 
     groups: tuple[Group, ...]
-    flat: tuple[Group, ...] = ()  # set aside because their rewards do not differ
+    zero_variance: tuple[Group, ...] = ()  # set aside because their rewards do not differ
     refills: int = 0  # how often fresh tasks were sampled in their place
     failures: Mapping[str, int] = field(default_factory=dict)  # episodes that failed, by cause
     examples: Mapping[str, str] = field(default_factory=dict)  # a message for each cause

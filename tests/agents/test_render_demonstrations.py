@@ -14,7 +14,7 @@ from covey.agents.render_demonstrations import WRITERS, call_text, render_messag
 from covey.agents.turns import with_system
 from covey.errors import InputError
 from covey.rollout.policy import EpisodePolicy
-from covey.rollout.rendering import Renderer, demonstrated
+from covey.rollout.rendering import Renderer, render_demonstration
 from covey.rollout.templates import use_template
 from covey.types import Completion, Sampling, StopReason
 from tests.conftest import byte_tokenizer
@@ -117,7 +117,7 @@ def test_the_tokens_are_those_of_an_episode_with_the_same_calls(template: str | 
     format = choose_format("auto", tokenizer, "llama", [SCHEMA])
     assert format.native_tools == (template is not None)
     renderer = Renderer(tokenizer)
-    turns = demonstrated(renderer, *render_messages(TALK, [SCHEMA], format), (EOS,))
+    turns = render_demonstration(renderer, *render_messages(TALK, [SCHEMA], format), (EOS,))
     policy = EpisodePolicy(Scripted([turn.completion_ids for turn in turns]), renderer, Sampling(), ("s",))  # type: ignore[arg-type]
 
     async def play() -> list[list[Call]]:

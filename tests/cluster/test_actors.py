@@ -1,4 +1,4 @@
-"""How the end of an actor is told apart from its errors, and what is left to do when its cluster has ended."""
+"""Deaths of actors and errors that they raise, and calls after the end of their cluster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from covey.cluster import learner
-from covey.cluster.actors import ActorLost, answer, end, untangled
+from covey.cluster.actors import ActorLost, actor_error, kill, result
 from covey.cluster.learner import LearnerActor
 
 ray = pytest.importorskip("ray")
@@ -22,19 +22,19 @@ def test_whatever_ended_an_actor_it_is_lost() -> None:
         ray.exceptions.WorkerCrashedError(),
         ray.exceptions.NodeDiedError("gone"),
     ):
-        assert isinstance(untangled(error), ActorLost), error
+        assert isinstance(actor_error(error), ActorLost), error
     cancelled = ray.exceptions.TaskCancelledError()
-    assert untangled(cancelled) is cancelled
+    assert actor_error(cancelled) is cancelled
 
 
 def test_an_error_keeps_the_traceback_of_the_actor() -> None:
     raised = ray.exceptions.RayTaskError("f", "Traceback\nFile far_away.py, line 3", ValueError("x"), ip="127.0.0.1")
-    found = untangled(raised.as_instanceof_cause())
+    found = actor_error(raised.as_instanceof_cause())
     assert type(found) is ValueError and "far_away.py" in found.__notes__[0]
 
 
 def test_after_the_end_of_a_cluster_no_other_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray starts one for whoever calls it without."""
+    """Ray starts a cluster when it is called without one."""
     called: list[str] = []
     for name in ("init", "cancel", "kill"):
         monkeypatch.setattr(ray, name, lambda *given, name=name, **named: called.append(name))
@@ -45,12 +45,12 @@ def test_after_the_end_of_a_cluster_no_other_is_started(monkeypatch: pytest.Monk
             return Future()
 
     async def scene() -> None:
-        job = asyncio.ensure_future(answer(Reference()))
+        job = asyncio.ensure_future(result(Reference()))
         await asyncio.sleep(0)
         job.cancel()
         with pytest.raises(asyncio.CancelledError):
             await job
-        end(object())
+        kill(object())
 
     asyncio.run(scene())
     assert called == []
@@ -80,7 +80,7 @@ def test_ranks_stay_in_step_where_sending_breaks_off(way: str, monkeypatch: pyte
 
     monkeypatch.setattr(learner, "trained_weights", weights)
     monkeypatch.setattr(learner, "bucket_size", lambda model: 1)
-    monkeypatch.setattr(learner, "write_notice", full)
+    monkeypatch.setattr(learner, "write_weights", full)
     actor = LearnerActor()
     actor.learner, actor._group = Learner(), Broken()  # type: ignore[assignment]
     with pytest.raises((RuntimeError, OSError)):

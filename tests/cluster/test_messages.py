@@ -1,4 +1,4 @@
-"""Ray's messages, as Ray 2.60 writes them, and what is left of them."""
+"""Ray's messages, as Ray 2.60 writes them, and their short form."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_a_process_that_was_killed() -> None:
         cause_of_death(other)
         == "its process (pid 18139 on 127.0.0.1) ended: Worker unexpectedly exits after it was told to."
     )
-    told = DIED[: DIED.index("The actor is dead")] + "The actor is dead because it was killed by `ray.kill`."
-    assert cause_of_death(told) == "The actor is dead because it was killed by `ray.kill`."
+    killed = DIED[: DIED.index("The actor is dead")] + "The actor is dead because it was killed by `ray.kill`."
+    assert cause_of_death(killed) == "The actor is dead because it was killed by `ray.kill`."
     assert cause_of_death("") == "its process ended"
 
 

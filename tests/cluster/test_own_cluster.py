@@ -15,14 +15,14 @@ ray = pytest.importorskip("ray")
 
 
 @pytest.mark.slow
-def test_requests_under_way_at_the_end_start_no_other_cluster(
+def test_requests_in_progress_at_the_end_start_no_other_cluster(
     tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run is ended while engines sample ahead."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(start, "this_machine", lambda: Node(start.LOCALHOST, 2))
     settings = {"mode.name": "async", "mode.max_staleness": 3, "loop.total_steps": 50}
-    settings |= {"rollout.max_tokens": 400, "rollout.max_sequences": 1}  # there is always one under way
+    settings |= {"rollout.max_tokens": 400, "rollout.max_sequences": 1}  # one is always in progress
     apart = trained(
         tiny_model_folder,
         monkeypatch,
@@ -36,7 +36,7 @@ def test_requests_under_way_at_the_end_start_no_other_cluster(
 def test_a_learner_that_rays_memory_monitor_kills(
     tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """At a threshold that every machine is over: restarts are used up, then the cause and what to lower are told."""
+    """With a threshold that every machine exceeds: after the restarts, the error names the cause and what to lower."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAY_memory_usage_threshold", "0.001")
     monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "250")

@@ -1,10 +1,10 @@
-"""Who sits where: counted by hand."""
+"""Placement on small clusters, counted by hand."""
 
 from __future__ import annotations
 
 import pytest
 
-from covey.cluster.placement import Bundle, Node, Seat, choose_transport, place
+from covey.cluster.placement import Bundle, Node, Slot, choose_transport, place
 from covey.config.schema import ClusterConfig
 from covey.errors import Absent, InputError
 
@@ -19,44 +19,44 @@ def ray(**given) -> ClusterConfig:
 def test_an_engine_shares_its_learners_device_by_default() -> None:
     plan = place(ray(learner_devices=2), [BIG], gpu=True)
     assert plan.bundles == (Bundle("10.0.0.1"), Bundle("10.0.0.1"))
-    assert plan.learners == (Seat("learner", 0, 0, 0.5), Seat("learner", 1, 1, 0.5))
-    assert plan.engines == (Seat("engine", 0, 0, 0.5), Seat("engine", 1, 1, 0.5))
+    assert plan.learners == (Slot("learner", 0, 0, 0.5), Slot("learner", 1, 1, 0.5))
+    assert plan.engines == (Slot("engine", 0, 0, 0.5), Slot("engine", 1, 1, 0.5))
     assert plan.colocated
 
 
-def test_engines_with_devices_of_their_own_overlap_with_nobody() -> None:
+def test_engines_with_devices_of_their_own_share_none() -> None:
     plan = place(ray(learner_devices=2, rollout_devices=3), [SMALL, BIG], gpu=True)
-    taken = [seat.bundle for seat in (*plan.learners, *plan.engines)]
+    taken = [slot.bundle for slot in (*plan.learners, *plan.engines)]
     assert sorted(taken) == [0, 1, 2, 3, 4] and not plan.colocated
-    assert {seat.share for seat in (*plan.learners, *plan.engines)} == {1.0}
-    assert [plan.node(seat) for seat in (*plan.learners, *plan.engines)] == ["10.0.0.1"] * 4 + ["10.0.0.2"]
+    assert {slot.share for slot in (*plan.learners, *plan.engines)} == {1.0}
+    assert [plan.node(slot) for slot in (*plan.learners, *plan.engines)] == ["10.0.0.1"] * 4 + ["10.0.0.2"]
     assert plan.nodes == ("10.0.0.1", "10.0.0.2")
 
 
 def test_an_engine_over_two_gpus_has_both_on_one_machine() -> None:
     """Three of the larger machine's four GPUs are learners': two for an engine are left on the smaller one only."""
     plan = place(ray(learner_devices=3, rollout_devices=2), [BIG, SMALL], gpu=True, tensor_parallel=2)
-    assert [plan.bundles[seat.bundle] for seat in plan.engines] == [Bundle("10.0.0.2", devices=2)]
+    assert [plan.bundles[slot.bundle] for slot in plan.engines] == [Bundle("10.0.0.2", devices=2)]
 
 
 @pytest.mark.parametrize(
     ("config", "tensor_parallel", "words"),
     [
-        (ray(learner_devices=7), 1, ["asked for   7 GPUs for learners", "10.0.0.1: 32 CPUs, 4 GPUs"]),
+        (ray(learner_devices=7), 1, ["requested   7 GPUs for learners", "10.0.0.1: 32 CPUs, 4 GPUs"]),
         (ray(learner_devices=4, rollout_devices=3), 1, ["3 GPUs for engines", "10.0.0.2: 32 CPUs, 2 GPUs"]),
         (ray(learner_devices=3, rollout_devices=4), 2, ["2 of one machine for each"]),  # 1 + 2 are left
         (ray(nodes=3), 1, ["cluster.nodes=3, but the cluster has 2 machines"]),
     ],
 )
-def test_a_shortage_is_told_with_what_is_there_and_what_was_asked(config, tensor_parallel, words) -> None:
+def test_a_shortage_names_what_was_requested_and_what_is_available(config, tensor_parallel, words) -> None:
     with pytest.raises(Absent) as error:
         place(config, [BIG, SMALL], gpu=True, tensor_parallel=tensor_parallel)
-    for text in (*words, "asked for", "there is"):
+    for text in (*words, "requested", "available"):
         assert text in str(error.value)
 
 
 def test_shares_of_an_engine_that_do_not_add_up() -> None:
-    with pytest.raises(InputError, match=r"no multiple of rollout.tensor_parallel=2"):
+    with pytest.raises(InputError, match=r"not a multiple of rollout.tensor_parallel=2"):
         place(ray(rollout_devices=3), [BIG], gpu=True, tensor_parallel=2)
     with pytest.raises(InputError, match=r"cluster.rollout_devices=2 or a multiple"):
         place(ray(learner_devices=2), [BIG], gpu=True, tensor_parallel=2)
@@ -117,8 +117,8 @@ def test_the_transport_and_why() -> None:
     assert choose_transport("auto", one) == ("shared_memory", "all on one machine")
     assert choose_transport("auto", two) == ("collective", "2 machines: broadcast by NCCL")
     assert choose_transport("auto", shared)[0] == "file"
-    assert choose_transport("file", one) == ("file", "as asked")
+    assert choose_transport("file", one) == ("file", "as set")
     with pytest.raises(InputError, match=r"on 2 machines: 10.0.0.1, 10.0.0.2"):
         choose_transport("shared_memory", two)
-    with pytest.raises(InputError, match="one member on a GPU"):
+    with pytest.raises(InputError, match="one member per GPU"):
         choose_transport("collective", shared)

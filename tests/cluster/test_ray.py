@@ -31,7 +31,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_killed_engine_changes_nothing(
     cluster: Any, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the second step one of two engines stands still and is killed when it has requests under way: they are asked
+    """In the second step one of two engines hangs and is killed while it has requests in progress: they are asked
     again, every task is trained exactly once, and the weights are those of the run in one process."""
     asked: list[int] = []
     engines: list[RayEngine] = []
@@ -42,9 +42,9 @@ def test_a_killed_engine_changes_nothing(
         asked.append(1)
         per_step = TASKS * ATTEMPTS
         if len(asked) == per_step + 1:
-            os.kill(engine.places[0].pid, signal.SIGSTOP)
+            os.kill(engine.replicas[0].pid, signal.SIGSTOP)
         if len(asked) == 2 * per_step:
-            os.kill(engine.places[0].pid, signal.SIGKILL)
+            os.kill(engine.replicas[0].pid, signal.SIGKILL)
         return await generate(engine, *given)
 
     alone = trained(tiny_model_folder, monkeypatch)
@@ -58,7 +58,7 @@ def test_a_killed_engine_changes_nothing(
     assert engine.generated_tokens > 0
 
 
-def test_nobody_else_can_reach_a_cluster_of_our_own(cluster: Any) -> None:
+def test_a_cluster_of_our_own_cannot_be_reached_from_outside(cluster: Any) -> None:
     import ray
 
     assert [node["NodeManagerAddress"] for node in ray.nodes()] == ["127.0.0.1"]
@@ -102,7 +102,7 @@ def test_the_weights_are_those_of_one_process(
 def test_an_engine_that_stands_still_changes_nothing(
     cluster: Any, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped, not killed, while it has requests under way: nobody but us would notice."""
+    """Stopped, not killed, while it has requests in progress: only the liveness checks notice."""
     from covey.cluster import engines as engine_module
 
     asked: list[int] = []
@@ -111,7 +111,7 @@ def test_an_engine_that_stands_still_changes_nothing(
     async def watched(engine: RayEngine, *given: Any) -> Any:
         asked.append(1)
         if len(asked) == TASKS * ATTEMPTS + 1:
-            os.kill(engine.places[0].pid, signal.SIGSTOP)
+            os.kill(engine.replicas[0].pid, signal.SIGSTOP)
         return await generate(engine, *given)
 
     alone = trained(tiny_model_folder, monkeypatch)
@@ -129,22 +129,22 @@ def test_a_broadcast_in_which_an_engine_dies(
     cluster: Any, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others get the weights by file, and the next broadcast is in a new group."""
-    from covey.cluster.publish import CollectivePublisher
+    from covey.weights.transport import CollectiveTransport
 
-    together, pids = CollectivePublisher._together, []
+    broadcast, pids = CollectiveTransport._broadcast, []
 
-    async def interrupted(publisher: CollectivePublisher, sender: Any, version: int, actors: Any) -> None:
+    async def interrupted(transport: CollectiveTransport, source: Any, version: int, receivers: Any) -> None:
         if version == 1:
             os.kill(pids[0], signal.SIGKILL)
-        await together(publisher, sender, version, actors)
+        await broadcast(transport, source, version, receivers)
 
     started = RayEngine._all_started
 
     async def noted(engine: RayEngine) -> None:
         await started(engine)
-        pids.append(engine.places[0].pid)
+        pids.append(engine.replicas[0].pid)
 
-    monkeypatch.setattr(CollectivePublisher, "_together", interrupted)
+    monkeypatch.setattr(CollectiveTransport, "_broadcast", interrupted)
     monkeypatch.setattr(RayEngine, "_all_started", noted)
     alone = trained(tiny_model_folder, monkeypatch)
     apart = trained(tiny_model_folder, monkeypatch, **RAY, **{"cluster.transport": "collective"})
@@ -169,7 +169,7 @@ def killed_at_its_second_update(monkeypatch: pytest.MonkeyPatch, rank: int) -> l
 
 
 @pytest.mark.slow
-def test_a_killed_learner_goes_on_from_the_last_checkpoint(
+def test_after_a_learner_is_killed_the_run_continues_from_the_last_checkpoint(
     cluster: Any, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     alone = trained(tiny_model_folder, monkeypatch)
@@ -196,7 +196,7 @@ def test_a_killed_rank_is_a_lost_learner(
 
 
 @pytest.mark.slow
-def test_while_the_learner_learns_engines_go_on(
+def test_engines_keep_sampling_while_the_learner_trains(
     cluster: Any, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {"mode.name": "async", "mode.max_staleness": 1, "loop.total_steps": 6}

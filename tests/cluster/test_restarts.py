@@ -1,4 +1,4 @@
-"""A run that lost a learner begins again, so many times."""
+"""A run that loses a learner restarts, a limited number of times."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ class Attempt:
 
 
 def runs(losses: int, limit: int) -> tuple[list[Path | None], list[str], int]:
-    """Folders that runs were made from, what was said, and the number of the run that came to its end."""
-    asked: list[Path | None] = []
-    said: list[str] = []
+    """Folders that runs were made from, the notes, and the number of the run that completed."""
+    folders: list[Path | None] = []
+    notes: list[str] = []
 
     def make(folder: Path | None) -> Attempt:
-        asked.append(folder)
-        return Attempt(Path(f"run-{len(asked)}"))
+        folders.append(folder)
+        return Attempt(Path(f"run-{len(folders)}"))
 
     def complete(run: Attempt) -> None:
-        if len(asked) <= losses:
+        if len(folders) <= losses:
             raise LearnerLost("a learner died: killed\n  more")
 
-    found = with_restarts(make, complete, limit=limit, note=said.append)
-    return asked, said, int(found.path.name.removeprefix("run-"))
+    found = with_restarts(make, complete, limit=limit, note=notes.append)
+    return folders, notes, int(found.path.name.removeprefix("run-"))
 
 
-def test_it_goes_on_from_the_folder_of_the_one_before() -> None:
+def test_a_restart_continues_in_the_folder_of_the_previous_attempt() -> None:
     assert runs(0, 3) == ([None], [], 1)
-    asked, said, number = runs(2, 3)
-    assert (asked, number) == ([None, Path("run-1"), Path("run-2")], 3)
-    assert said == [f"a learner died: killed\n  more\nrestart {i} of 3 (cluster.max_restarts)" for i in (1, 2)]
+    folders, notes, number = runs(2, 3)
+    assert (folders, number) == ([None, Path("run-1"), Path("run-2")], 3)
+    assert notes == [f"a learner died: killed\n  more\nrestart {i} of 3 (cluster.max_restarts)" for i in (1, 2)]
 
 
 def test_a_learner_that_dies_while_a_run_is_made_again_is_a_loss_too() -> None:
-    asked: list[Path | None] = []
+    folders: list[Path | None] = []
 
     def make(folder: Path | None) -> Attempt:
-        asked.append(folder)
-        if len(asked) in dies_at:
+        folders.append(folder)
+        if len(folders) in dies_at:
             raise LearnerLost("a learner died: killed")
-        return Attempt(Path(f"run-{len(asked)}"))
+        return Attempt(Path(f"run-{len(folders)}"))
 
     def complete(run: Attempt) -> None:
         if run.path.name == "run-1":
@@ -58,16 +58,16 @@ def test_a_learner_that_dies_while_a_run_is_made_again_is_a_loss_too() -> None:
 
     dies_at = {2}
     assert with_restarts(make, complete, limit=2, note=print).path == Path("run-3")
-    assert asked == [None, Path("run-1"), Path("run-1")]
-    asked.clear()
+    assert folders == [None, Path("run-1"), Path("run-1")]
+    folders.clear()
     dies_at = {1}  # before there is a folder
     with_restarts(make, lambda run: None, limit=2, note=print)
-    assert asked == [None, None]
-    asked.clear()
+    assert folders == [None, None]
+    folders.clear()
     dies_at = {1, 2, 3}
     with pytest.raises(LearnerLost):
         with_restarts(make, complete, limit=2, note=print)
-    assert len(asked) == 3
+    assert len(folders) == 3
 
 
 def test_not_more_often_than_allowed() -> None:
@@ -100,9 +100,9 @@ def made(model: Path, folder: Path) -> Any:
     return build.build(prepare(compose_words(words), folder=folder), note=print)
 
 
-@pytest.mark.parametrize(("left", "said", "status"), [(1, "restarting", "running"), (0, "failed", "failed")])
+@pytest.mark.parametrize(("left", "message", "status"), [(1, "restarting", "running"), (0, "failed", "failed")])
 def test_a_run_that_is_restarted_does_not_read_as_ended(
-    tiny_model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], left: int, said: str, status: str
+    tiny_model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], left: int, message: str, status: str
 ) -> None:
     """Until it turns out that it cannot be built again."""
     from covey.app.train import _end_if_running
@@ -112,7 +112,7 @@ def test_a_run_that_is_restarted_does_not_read_as_ended(
     run.learner.update = Lost()
     with pytest.raises(LearnerLost):
         asyncio.run(run.train())
-    assert f"{said} after 0 of 2 steps" in capsys.readouterr().out
+    assert f"{message} after 0 of 2 steps" in capsys.readouterr().out
     assert json.loads((run.path / "run.json").read_text())["status"] == status
     _end_if_running(run.path, "failed")
     assert json.loads((run.path / "run.json").read_text())["status"] == "failed"
@@ -140,8 +140,8 @@ def test_a_restart_without_a_checkpoint_begins_again_in_the_same_folder(
 
     command._trained_in_cluster(prepared, ends, note=lambda text: print(text))
     assert len(folders) == 2 and folders[0] == folders[1]
-    said = capsys.readouterr().out
-    assert "restart 1 of 3" in said and "from the start: there is no checkpoint yet (loop.save_every)" in said
+    output = capsys.readouterr().out
+    assert "restart 1 of 3" in output and "from the start: there is no checkpoint yet (loop.save_every)" in output
 
 
 def test_a_run_that_could_not_be_made_leaves_its_folder_free(

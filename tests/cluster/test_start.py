@@ -1,4 +1,4 @@
-"""Joining a cluster that does not answer, and what is said before Ray is up."""
+"""Joining a cluster that does not respond, and messages before Ray is up."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_join_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
-def test_what_is_about_to_happen_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_announcement_before_opening_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(start, "in_a_cluster", lambda: False)
     assert "starting Ray on this machine" in start.opening(ClusterConfig(name="ray"))

@@ -365,7 +365,8 @@ def test_a_converted_model_that_does_not_fit_is_not_there(tmp_path: Path, monkey
 
 
 def test_weights_for_another_process_are_whole_or_absent(tmp_path: Path) -> None:
-    from covey.weights.names import named_weights, write_weights
+    from covey.weights.files import write_weights
+    from covey.weights.names import named_weights
     from tests.conftest import tiny_llama
 
     with largest_file(50_000), pytest.raises(StorageFailed, match=r"version-1.safetensors: File too large"):

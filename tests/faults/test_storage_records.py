@@ -290,11 +290,11 @@ def test_a_prepared_set_whose_manifest_is_damaged(tmp_path: Path, text: str) -> 
 
 
 def test_flipped_weights_for_another_process_are_noticed(tmp_path: Path) -> None:
-    from covey.weights.transport import WeightsDamaged, read_notice, write_notice
+    from covey.weights.files import WeightsDamaged, read_weights, write_weights
 
-    notice = write_notice(iter([("a", torch.ones(100))]), tmp_path, 1)
-    path = Path(notice.path)
+    manifest = write_weights(iter([("a", torch.ones(100))]), tmp_path, 1)
+    path = Path(manifest.path)
     for data in (flipped(path.read_bytes(), 300, 1), path.read_bytes()[:-1], b""):
         path.write_bytes(data)
         with pytest.raises(WeightsDamaged, match="does not match its checksum"):
-            read_notice(notice, patience=0.0)
+            read_weights(manifest, patience=0.0)

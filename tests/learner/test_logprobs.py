@@ -9,7 +9,7 @@ from torch import Tensor
 from covey import memory
 from covey.learner import logprobs
 from tests.conftest import tiny_llama
-from tests.rollout.triton_here import DEVICE, needs_triton
+from tests.rollout.triton_support import DEVICE, needs_triton
 
 
 def by_autograd(hidden: Tensor, weight: Tensor, target: Tensor, u: Tensor, v: Tensor | None) -> list[Tensor]:

@@ -16,8 +16,7 @@ import covey
 from covey.config.schema import LearnerConfig, LoraConfig, ModelConfig
 from covey.errors import Absent, InputError
 from covey.learner.learner import Learner
-from covey.memory import held as held_now
-from covey.memory import keep_freed_memory
+from covey.memory import keep_freed_memory, memory_metrics
 from covey.models import builtin, loading
 from covey.models.loading import Reference, load_policy, locate, open_source, parameter_count, trained_count
 from tests.learner.helpers import batch_of, rows_of
@@ -144,15 +143,15 @@ def test_kept_memory_is_given_back_when_it_is_asked_for() -> None:
     """In a process of its own: what this one keeps depends on the tests before."""
     code = """
 import torch
-from covey.memory import give_back_kept_memory, keep_freed_memory
-from covey.memory import held
+from covey.memory import trim_freed_memory, keep_freed_memory
+from covey.memory import memory_metrics
 took = keep_freed_memory()
 table = torch.ones(64 * 2**20)  # 256 MiB
-full = held()["perf/memory_gib"]
+full = memory_metrics()["perf/memory_gib"]
 del table
-kept = held()["perf/memory_gib"]
-assert give_back_kept_memory() == took
-left = held()["perf/memory_gib"]
+kept = memory_metrics()["perf/memory_gib"]
+assert trim_freed_memory() == took
+left = memory_metrics()["perf/memory_gib"]
 assert not took or (full - kept < 0.01 and kept - left > 0.2), (full, kept, left)
 """
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
@@ -189,5 +188,5 @@ def test_attention_on_a_gpu_keeps_nothing_for_every_shape(tiny_model_folder: Pat
             torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
             torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
         torch.cuda.synchronize()
-        held.append(held_now()["perf/memory_gib"])
+        held.append(memory_metrics()["perf/memory_gib"])
     assert held[1] - held[0] < 0.05

@@ -15,7 +15,7 @@ from covey.config.schema import CriticConfig, LearnerConfig
 from covey.errors import InputError
 from covey.learner.parallel import ALONE, check_shards, check_teams
 from covey.learner.saving import load_state
-from covey.weights.transport import listen, open_store
+from covey.weights.collective import listen, open_store
 from tests.learner.jobs import (
     Case,
     broken_update,

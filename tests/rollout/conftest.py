@@ -1,4 +1,4 @@
-"""Engines as they work on a GPU, for tests."""
+"""Fixtures: engines configured as on a GPU."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from covey.rollout.embedded import EmbeddedEngine, attention
-from covey.rollout.embedded import gpu_batch as paged_module
+from covey.rollout.embedded import EmbeddedEngine, attention, gpu_batch
 from tests.rollout.plain import engine_for
-from tests.rollout.triton_here import CAN_RUN_TRITON, DEVICE
+from tests.rollout.triton_support import CAN_RUN_TRITON, DEVICE
 
 MakeEngine = Callable[..., EmbeddedEngine]
 
@@ -25,7 +24,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
         _without_capture(monkeypatch)
 
     def make(model: Any, *, blocks: int = 1000, compiled: bool = False, **options: Any) -> EmbeddedEngine:
-        monkeypatch.setattr(paged_module, "cache_tokens", lambda *_: blocks * paged_module.BLOCK)
+        monkeypatch.setattr(gpu_batch, "cache_tokens", lambda *_: blocks * gpu_batch.BLOCK)
         return engine_for(model, compiled=compiled, paged=True, **options)
 
     return make
@@ -43,7 +42,7 @@ def _without_capture(monkeypatch: pytest.MonkeyPatch) -> None:
         step = GraphStep(self.cache, self.table_BN[:size], self.position_B[:size], splits)
 
         def replay() -> None:
-            with attention.engine_attention(self.model, step), self.joined.active():
+            with attention.engine_attention(self.model, step), self.fused.active():
                 logits_BV.copy_(self._step(size, draws))
 
         return SimpleNamespace(replay=replay), logits_BV

@@ -1,9 +1,9 @@
-"""In vLLM's place: a worker that speaks its language and samples with transformers, one token after the other.
+"""A worker with the messages of the vLLM worker that samples with transformers, token by token.
 
     python fake_worker.py [MODE] SOCKET
 
-MODE: `refuses` does not start; `dies` ends at the first request; `stays` does not end when asked; `slow` takes its
-time. It prints what it is told to do.
+MODE: `refuses` does not start; `dies` ends at the first request; `stays` does not end when asked; `slow` samples
+slowly. It prints the commands that it gets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from covey.rollout.embedded.runner import draw
 from covey.rollout.vllm.process import Message
 from covey.rollout.vllm.worker import serve
 from covey.types import Sampling
-from covey.weights.names import file_digest
+from covey.weights.files import file_digest
 
 
 class FakeVllm:

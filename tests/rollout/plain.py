@@ -1,4 +1,4 @@
-"""For the tests of the engine: what a plain forward pass says, and what goes through the model."""
+"""Helpers for tests of the engine: plain forward passes as reference, and the shapes of passes."""
 
 from __future__ import annotations
 

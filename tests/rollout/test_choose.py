@@ -1,4 +1,4 @@
-"""Which engine rollout=auto means, and whether vLLM is new enough."""
+"""The engine that rollout=auto chooses, and the required version of vLLM."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def test_the_choice_and_its_reason(changes: dict[str, Any], engine: str, because
 
 
 @pytest.mark.parametrize(
-    ("version", "told"),
+    ("version", "message"),
     [
         (None, re.escape(install_extra("vllm"))),
         ("0.9.2", r"0\.24 or newer, here is 0\.9\.2"),
         ("0.23.9", "0.24 or newer"),
     ],
 )
-def test_vllm_that_is_missing_or_old_is_told(monkeypatch: pytest.MonkeyPatch, version: str | None, told: str) -> None:
+def test_missing_or_old_vllm_is_an_error(monkeypatch: pytest.MonkeyPatch, version: str | None, message: str) -> None:
     monkeypatch.setattr(module, "vllm_version", lambda: version)
-    with pytest.raises(Absent, match=told):
+    with pytest.raises(Absent, match=message):
         require_vllm()
 
 

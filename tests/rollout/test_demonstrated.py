@@ -1,4 +1,4 @@
-"""Demonstrations, token for token: what an episode in which the model had said the same would have been."""
+"""Demonstrations as turns: the same tokens as an episode in which the model sampled the same replies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from covey.errors import InputError
 from covey.rollout.policy import EpisodePolicy
-from covey.rollout.rendering import Renderer, demonstrated
+from covey.rollout.rendering import Renderer, render_demonstration
 from covey.training.samples import episode_rows
 from covey.types import Completion, Episode, Sampling, StopReason, Task, Turn
 from tests.conftest import byte_tokenizer
@@ -66,7 +66,7 @@ def shown(template: str, messages: list[dict[str, str]]) -> list[list[tuple[str,
     """Rows as pieces of text, each with whether it is learned."""
     of = renderer(template)
     found = []
-    for row in rows(demonstrated(of, messages, None, (EOS,))):
+    for row in rows(render_demonstration(of, messages, None, (EOS,))):
         pieces = [(text(of, row.prompt_ids), False)]
         for token, mask in zip(row.response_ids, row.mask, strict=True):
             piece = text(of, [token])
@@ -77,7 +77,7 @@ def shown(template: str, messages: list[dict[str, str]]) -> list[list[tuple[str,
     return found
 
 
-def test_what_the_assistant_says_is_learned_and_nothing_else() -> None:
+def test_only_the_replies_of_the_assistant_are_trained_on() -> None:
     assert shown("plain", TALK) == [
         [
             (
@@ -106,7 +106,7 @@ def test_a_history_that_is_rewritten_forks() -> None:
         ]
 
 
-def test_thinking_that_the_prompt_opens_is_not_said_twice() -> None:
+def test_thinking_that_the_prompt_opens_is_not_repeated() -> None:
     (row,) = shown("opens", THINKING)
     assert [piece for piece, learned in row if learned] == [
         "hm\n</think>\n\n2<|im_end|>",
@@ -125,11 +125,11 @@ def test_a_template_that_refuses_is_an_input_error() -> None:
     of = renderer()
     of.tokenizer.chat_template = "{{ raise_exception('only two roles') }}"
     with pytest.raises(InputError, match="only two roles"):
-        demonstrated(of, TALK, None, (EOS,))
+        render_demonstration(of, TALK, None, (EOS,))
 
 
 class Scripted:
-    """An engine whose model says what the demonstration says."""
+    """An engine that samples the replies of the demonstration."""
 
     def __init__(self, replies: Sequence[tuple[int, ...]]) -> None:
         self.replies = list(replies)
@@ -141,9 +141,11 @@ class Scripted:
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("messages", [TALK, THINKING], ids=["talk", "thinking"])
-def test_the_tokens_are_those_of_an_episode_that_says_the_same(template: str, messages: list[dict[str, str]]) -> None:
+def test_the_tokens_are_those_of_an_episode_with_the_same_replies(
+    template: str, messages: list[dict[str, str]]
+) -> None:
     of = renderer(template)
-    turns = demonstrated(of, messages, None, (EOS,))
+    turns = render_demonstration(of, messages, None, (EOS,))
     policy = EpisodePolicy(Scripted([turn.completion_ids for turn in turns]), of, Sampling(), ("s",))  # type: ignore[arg-type]
 
     async def play() -> None:

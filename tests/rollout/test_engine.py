@@ -116,8 +116,8 @@ def test_stop_string_across_tokens_ends_the_answer() -> None:
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_each_token_has_the_version_that_drew_it(paged: bool) -> None:
-    """New weights come while answers are under way. All enter with the first step, so the n-th step draws everybody's
-    n-th token."""
+    """New weights are published while requests are in progress. All enter with the first step, so the n-th step draws
+    everybody's n-th token."""
     model = tiny_llama()
     engine = engine_for(model, eos_ids=[], paged=paged, eager=True)
     requests = [(p, Sampling(max_tokens=12 + 5 * s, seed=s)) for s, p in enumerate(PROMPTS)]
@@ -196,12 +196,12 @@ def test_an_engine_that_is_paused_again_at_once_stays_paused() -> None:
     assert_as_alone(model, [(PROMPTS[1], Sampling(max_tokens=12, seed=0))], [done])
 
 
-def test_an_empty_prompt_is_refused() -> None:
+def test_an_empty_prompt_is_rejected() -> None:
     with pytest.raises(ValueError, match="empty prompt"):
         answers(engine_for(tiny_llama()), [([], Sampling())])
 
 
-# -- who is in the batch ---------------------------------------------------------------------------------------------
+# -- continuous batching --------------------------------------------------------------------------------------------
 
 
 def in_order_of_finishing(engine: Any, requests: Sequence[Request]) -> list[int]:
@@ -507,8 +507,9 @@ def test_new_weights_are_used_at_once() -> None:
 
 
 @pytest.mark.parametrize("paged", [False, True])
-def test_what_old_weights_computed_is_used_by_those_under_way_only(paged: bool) -> None:
-    """A request comes after the weights have changed and begins like one that is under way: it computes everything."""
+def test_only_requests_in_progress_use_keys_and_values_of_old_weights(paged: bool) -> None:
+    """A request that arrives after a change of weights shares no prefix with one in progress: it computes
+    everything."""
     model = tiny_llama()
     engine = engine_for(model, eos_ids=[], paged=paged, eager=True)
     prompt = [*range(3, 60), *range(3, 30)]

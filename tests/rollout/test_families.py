@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from covey.rollout.embedded import cpu_batch as slotted_module
-from covey.rollout.embedded import gpu_batch as paged_module
+from covey.rollout.embedded import cpu_batch, gpu_batch
 from covey.types import Sampling
 from tests.learner.test_forward import FAMILIES, family
 from tests.rollout.plain import Request, answers, assert_as_alone, engine_for, greedy
@@ -28,8 +27,8 @@ PROMPTS = [
 
 @pytest.fixture(autouse=True)
 def everything_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_module, "BLOCK", 4)
-    monkeypatch.setattr(slotted_module, "WORTH_PACKING", 1)
+    monkeypatch.setattr(gpu_batch, "BLOCK", 4)
+    monkeypatch.setattr(cpu_batch, "MIN_STEPS", 1)
 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["rows", "blocks"])

@@ -1,4 +1,4 @@
-"""The engine as it works on a GPU: small blocks, captured steps, several tokens between two looks of the host."""
+"""The engine on a GPU: small blocks, captured steps, several tokens between two reads of the host."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from covey.rollout.embedded import gpu_batch as paged_module
+from covey.rollout.embedded import gpu_batch
 from covey.rollout.embedded.runner import truncate
 from covey.types import Completion, Sampling, StopReason
 from tests.conftest import tiny_llama
 from tests.learner.test_forward import family
 from tests.rollout.conftest import MakeEngine
 from tests.rollout.plain import Request, answers, assert_as_alone, engine_for, letters
-from tests.rollout.triton_here import DEVICE, needs_triton
+from tests.rollout.triton_support import DEVICE, needs_triton
 
 pytestmark = needs_triton
 
@@ -44,7 +44,7 @@ def test_log_probs_are_those_of_each_row_alone_at_several_sizes_of_the_batch(row
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
-def test_joined_products_are_the_same_and_updates_reach_them(name: str, on_gpu: MakeEngine) -> None:
+def test_fused_products_are_the_same_and_see_updates(name: str, on_gpu: MakeEngine) -> None:
     model = family(name).to(DEVICE)
     requests = [([*range(20, 30 + n)], Sampling(max_tokens=10, seed=n)) for n in range(3)]
     engine = on_gpu(model)
@@ -56,7 +56,7 @@ def test_joined_products_are_the_same_and_updates_reach_them(name: str, on_gpu: 
     asyncio.run(engine.publish(model, version=1))
     assert_as_alone(model, requests, answers(engine, requests))
     first = model.model.layers[0]
-    assert first.self_attn.joined_weight.data_ptr() == first.self_attn.q_proj.weight.data_ptr()
+    assert first.self_attn.fused_weight.data_ptr() == first.self_attn.q_proj.weight.data_ptr()
     assert list(model.state_dict()) == names
     assert "forward" not in vars(first.self_attn) and "forward" not in vars(first.mlp)
 
@@ -152,7 +152,7 @@ def test_a_prompt_of_one_token_can_be_the_first(on_gpu: MakeEngine) -> None:
     assert_as_alone(model, requests, answers(on_gpu(model, eos_ids=[]), requests))
 
 
-def test_steps_beyond_the_end_of_an_answer_touch_nobody(on_gpu: MakeEngine) -> None:
+def test_steps_past_the_end_of_a_completion_change_no_other_row(on_gpu: MakeEngine) -> None:
     """The first ends where the cache's sequences end, in the middle of eight steps that the second wants."""
     model = tiny_llama().to(DEVICE)
     requests = [([*range(3, 57)], Sampling(max_tokens=10, seed=0)), ([5, 6, 7], Sampling(max_tokens=61, seed=1))]
@@ -162,7 +162,7 @@ def test_steps_beyond_the_end_of_an_answer_touch_nobody(on_gpu: MakeEngine) -> N
 def test_one_request_after_another_finds_nothing_of_the_one_before(
     on_gpu: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the same shape, so that it lies where the other lay: in the buffers, and here in Python's memory as well."""
+    """Of the same shape, so that it takes the place of the other: in the buffers, and here in Python's memory too."""
     from covey.rollout.embedded import graphs
 
     monkeypatch.setattr(graphs, "id", lambda _: 0, raising=False)
@@ -173,7 +173,7 @@ def test_one_request_after_another_finds_nothing_of_the_one_before(
 
 
 def test_a_cache_too_small_for_all_serves_all(on_gpu: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_module, "BLOCK", 16)
+    monkeypatch.setattr(gpu_batch, "BLOCK", 16)
     model = tiny_llama().to(DEVICE)
     requests = [([n + 3, *range(20, 33)], Sampling(max_tokens=30, seed=n)) for n in range(3)]
     done = answers(on_gpu(model, eos_ids=[], blocks=5), requests)
@@ -181,7 +181,7 @@ def test_a_cache_too_small_for_all_serves_all(on_gpu: MakeEngine, monkeypatch: p
     as_on_a_cpu(model, requests, done, eos_ids=[])
 
 
-def test_a_request_larger_than_the_gpu_is_refused_with_the_settings_to_change(on_gpu: MakeEngine) -> None:
+def test_a_request_larger_than_the_gpu_is_rejected_with_the_settings_to_change(on_gpu: MakeEngine) -> None:
     model = tiny_llama().to(DEVICE)
     with pytest.raises(ValueError, match=r"3 \+ 200 tokens.*rollout\.max_tokens.*rollout\.memory"):
         answers(on_gpu(model, blocks=2), [([3, 4, 5], Sampling(max_tokens=200))])
@@ -190,7 +190,7 @@ def test_a_request_larger_than_the_gpu_is_refused_with_the_settings_to_change(on
 def test_a_next_turn_reads_its_beginning_from_the_cache_until_the_weights_change(
     on_gpu: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paged_module, "BLOCK", 16)
+    monkeypatch.setattr(gpu_batch, "BLOCK", 16)
     model = tiny_llama().to(DEVICE)
     engine = on_gpu(model, eos_ids=[])
     first: Request = ([*range(20, 40)], Sampling(max_tokens=20))

@@ -12,7 +12,7 @@ from covey.rollout.embedded.cache import KvCache, PagedDecode
 from covey.rollout.embedded.runner import draw
 from covey.streams import uniform
 from covey.types import Sampling
-from tests.rollout.triton_here import DEVICE, needs_triton
+from tests.rollout.triton_support import DEVICE, needs_triton
 
 pytestmark = needs_triton
 

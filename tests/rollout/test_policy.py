@@ -18,7 +18,7 @@ ASK = [{"role": "user", "content": "q"}]
 
 
 class Slow:
-    """Takes so many seconds for each reply, and says its seed."""
+    """Takes `seconds` for each reply, and replies with its seed."""
 
     def __init__(self, seconds: Sequence[float]) -> None:
         self.tokenizer = byte_tokenizer()

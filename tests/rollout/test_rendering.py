@@ -54,7 +54,7 @@ def tokenizer_with(template: str) -> Any:
 
 
 class Babbler:
-    """An engine that says random things, or what it is told, and ends as it likes."""
+    """An engine that samples random or given text, with random ends."""
 
     def __init__(self, tokenizer: Any, seed: int, script: Sequence[str] = ()) -> None:
         self.tokenizer = tokenizer
@@ -186,7 +186,7 @@ def test_a_reply_that_the_agent_changes_forks_the_episode() -> None:
     )
 
 
-def test_two_conversations_of_one_episode_go_on_apart() -> None:
+def test_two_conversations_of_one_episode_continue_separately() -> None:
     policy = policy_for(tokenizer_with(CHATML), script=["one", "two", "three", "four", "."])
 
     async def go() -> None:
@@ -303,7 +303,7 @@ def test_the_real_qwen_tokenizer(seed: int, shared: Path) -> None:
     assert_sampled_is_trained(policy)
 
 
-def test_a_template_that_refuses_a_conversation_says_so() -> None:
+def test_a_template_that_rejects_a_conversation() -> None:
     renderer = Renderer(tokenizer_with(MISTRAL))
     with pytest.raises(TemplateError, match=r"roles user, tool \(a result without a call\)\n  give another"):
         renderer.prompt([{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}])
@@ -356,8 +356,8 @@ def long_worded() -> Any:
 
 
 @pytest.mark.parametrize("words", [900, 990, 1500, 3000, 20_000])
-def test_only_what_is_too_long_is_refused_before_it_is_tokenised(words: int) -> None:
-    """ChatML adds a few dozen tokens to a message. What fits is refused by nobody, however many characters it has, and
+def test_only_texts_that_are_too_long_are_rejected_before_they_are_tokenised(words: int) -> None:
+    """ChatML adds a few dozen tokens to a message. What fits is never rejected, however many characters it has, and
     what does not fit costs no more than a few times what would."""
     tokenizer = long_worded()
     messages = [{"role": "user", "content": "w" * 100 * words}]

@@ -1,4 +1,4 @@
-"""Templates that write the past differently as a conversation goes on: each later prompt is compared with what the
+"""Templates that rewrite history as a conversation continues: each later prompt is compared with what the
 template itself writes for the same messages."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ REWRITING = {
     + NEXT,
     # The prompt opens the thinking; what is past is written without that mark.
     "opened thinking": EVERY + NEXT.replace("assistant\n", "assistant\n<think>\n"),
-    # Past thinking is never written, wherever the reply stands.
+    # Thinking of past replies is never written.
     "no thinking": "{% for m in messages %}{% if m.role == 'assistant' %}"
     + TURN % SPOKEN
     + "{% else %}"
@@ -140,7 +140,7 @@ def squeezed(text: str) -> str:
 
 
 def continues(tokenizer: Any, before: Turn, after: Turn, was: str, now: str, message: Mapping[str, Any]) -> bool:
-    """Whether a prompt goes on from an earlier turn just as the template does: `now` must be `was`, the reply in the
+    """True if a prompt continues an earlier turn exactly as the template does: `now` must be `was`, the reply in the
     template's own form (spaces aside), and exactly the text that follows the sampled ids."""
     known = before.prompt_ids + before.completion_ids
     if after.prompt_ids[: len(known)] != known:
@@ -155,7 +155,7 @@ def continues(tokenizer: Any, before: Turn, after: Turn, was: str, now: str, mes
 
 
 @pytest.mark.parametrize("name", [*REWRITING, *KEEPING])
-def test_every_later_prompt_is_what_the_template_writes_or_goes_on_from_it(name: str) -> None:
+def test_every_later_prompt_is_what_the_template_writes_or_extends_it(name: str) -> None:
     tokenizer = tokenizer_with((REWRITING | KEEPING)[name])
     tokenizer.add_tokens(PAIRS)
     forks = continued = 0
@@ -205,8 +205,8 @@ def test_a_reply_of_which_the_template_drops_a_part_forks_though_all_renderings_
     )
 
 
-def test_what_a_reply_says_must_stand_in_the_reply_itself() -> None:
-    """Here the user said it before; the template drops it from the reply."""
+def test_the_content_of_a_reply_must_be_in_the_reply_itself() -> None:
+    """Here an earlier user message has the same content; the template drops it from the reply."""
     tokenizer = tokenizer_with(REWRITING["no thinking"])
     engine: Any = Babbler(tokenizer, 0, ["<think>x</think>", "done", ""])
     policy = EpisodePolicy(engine, Renderer(tokenizer), Sampling(), ("test",))

@@ -128,6 +128,6 @@ def test_streams_are_uniform_and_named() -> None:
         ({"max_tokens": 0}, "max_tokens"),
     ],
 )
-def test_impossible_settings_are_refused(settings: dict[str, float], message: str) -> None:
+def test_invalid_settings_are_rejected(settings: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Sampling(**settings)  # type: ignore[arg-type]

@@ -10,24 +10,24 @@ from collections.abc import Sequence
 import pytest
 
 from covey.rollout.embedded.allocation import BlockManager
-from covey.rollout.embedded.scheduler import Entry, Running, Scheduler, refuse
+from covey.rollout.embedded.scheduler import PrefillGroup, RequestState, Scheduler, reject_too_long
 from covey.types import Sampling
 
 Tokens = tuple[int, ...]
 
 
-def request(prompt: Sequence[int], max_tokens: int = 4) -> Running:
-    return Running(tuple(prompt), Sampling(max_tokens=max_tokens))
+def request(prompt: Sequence[int], max_tokens: int = 4) -> RequestState:
+    return RequestState(tuple(prompt), Sampling(max_tokens=max_tokens))
 
 
-def scheduler_of(blocks: int, size: int, max_rows: int, requests: Sequence[Running] = ()) -> Scheduler:
+def scheduler_of(blocks: int, size: int, max_rows: int, requests: Sequence[RequestState] = ()) -> Scheduler:
     scheduler = Scheduler(BlockManager(blocks, size), max_rows)
     for each in requests:
         scheduler.add(each)
     return scheduler
 
 
-def sample(each: Running, *tokens: int) -> None:
+def sample(each: RequestState, *tokens: int) -> None:
     each.ids += tokens
     each.logprobs += [-1.0] * len(tokens)
     each.cached += len(tokens)
@@ -51,9 +51,9 @@ def test_who_enters_has_blocks_for_its_tokens_and_is_fed_the_last_one() -> None:
     scheduler = scheduler_of(8, 2, 4, requests)
     (entry,) = scheduler.admit()
     assert entry.shared == 0
-    assert (len(one.blocks), one.cached, one.next) == (3, 4, 11)
+    assert (len(one.blocks), one.cached, one.next_token) == (3, 4, 11)
     sample(one, 42)
-    assert (one.next, one.tokens, one.left) == (42, (7, 8, 9, 10, 11, 42), 3)
+    assert (one.next_token, one.tokens, one.remaining) == (42, (7, 8, 9, 10, 11, 42), 3)
 
 
 def test_what_is_reserved_only_if_it_is_free() -> None:
@@ -74,8 +74,8 @@ def test_what_is_reserved_only_if_it_is_free() -> None:
     assert scheduler.running == requests and not set(one.blocks) & set(other.blocks)
 
 
-def test_a_full_cache_of_requests_that_need_no_more_lets_everybody_in() -> None:
-    """As on a CPU, where a block is as long as a sequence: there are as many blocks as rows."""
+def test_a_full_cache_admits_all_requests_that_need_no_more_blocks() -> None:
+    """As on a CPU, where a block is as long as a sequence: one block per row."""
     requests = [request([n, n], max_tokens=6) for n in range(4)]
     scheduler = scheduler_of(4, 8, 4, requests)
     assert len(scheduler.admit()) == 4
@@ -83,7 +83,7 @@ def test_a_full_cache_of_requests_that_need_no_more_lets_everybody_in() -> None:
     assert scheduler.running == requests
 
 
-def test_a_block_is_left_for_everybody_who_will_need_one() -> None:
+def test_a_block_is_kept_for_every_request_that_will_need_one() -> None:
     """Three runners of one block each that will grow: the fourth would take a block that they need."""
     requests = [request([n], max_tokens=4) for n in range(4)]
     scheduler = scheduler_of(6, 2, 4, requests)
@@ -104,7 +104,7 @@ def test_a_group_enters_together_and_shares_full_blocks() -> None:
     for follower in group[1:]:
         assert follower.blocks[:2] == leader.blocks[:2]
         assert follower.cached == leader.cached == 4
-        assert follower.next == 5
+        assert follower.next_token == 5
     assert len({each.blocks[2] for each in group}) == 3
     assert scheduler.blocks.available == 100 - 2 - 3 - 2
     for each in [*group, other]:
@@ -120,7 +120,7 @@ def test_a_group_larger_than_the_batch_enters_as_rows_become_free() -> None:
     sample(group[0], 7)
     scheduler.finish(group[0])
     (entry,) = scheduler.admit()
-    assert entry == Entry((group[2],), shared=2)
+    assert entry == PrefillGroup((group[2],), shared=2)
     assert group[2].blocks[0] == group[1].blocks[0]
 
 
@@ -132,7 +132,7 @@ def test_a_group_larger_than_the_cache_enters_as_far_as_there_are_blocks() -> No
     assert scheduler.blocks.available == 0
 
 
-def test_an_episodes_next_turn_goes_on_from_what_is_cached() -> None:
+def test_the_next_turn_of_an_episode_continues_from_the_cache() -> None:
     first = request([1, 2, 3], max_tokens=3)
     scheduler = scheduler_of(100, 2, 8, [first])
     scheduler.admit()
@@ -169,7 +169,7 @@ def test_without_room_the_youngest_goes_back_to_the_front_and_keeps_its_tokens()
     scheduler.finish(old)
     scheduler.admit()
     assert scheduler.running[0] is young
-    assert (young.cached, young.next) == (4, 22)
+    assert (young.cached, young.next_token) == (4, 22)
 
 
 def test_several_that_go_back_keep_their_order() -> None:
@@ -190,10 +190,10 @@ def test_room_is_made_for_no_more_tokens_than_a_request_may_still_sample() -> No
     assert len(long.blocks) == 5  # 3 + 8 tokens, the last of which is never fed
 
 
-def test_who_would_not_fit_alone_is_refused_with_the_settings_to_change() -> None:
+def test_a_request_that_never_fits_is_rejected_with_the_settings_to_change() -> None:
     requests = [request(range(40), max_tokens=n) for n in (24, 25, 3, 26)]
     queue = deque(requests)
-    assert refuse(queue, 64) == [requests[1], requests[3]]
+    assert reject_too_long(queue, 64) == [requests[1], requests[3]]
     assert list(queue) == [requests[0], requests[2]]
     assert requests[0].error is None
     expected = "a request of 40 + 25 tokens does not fit into a cache of 64: lower rollout.max_tokens, or raise"
@@ -203,7 +203,7 @@ def test_who_would_not_fit_alone_is_refused_with_the_settings_to_change() -> Non
 def test_abandoned_requests_do_not_enter() -> None:
     requests = [request([n]) for n in range(3)]
     scheduler = scheduler_of(10, 2, 3, requests)
-    requests[0].abandoned = requests[2].abandoned = True
+    requests[0].cancelled = requests[2].cancelled = True
     scheduler.admit()
     assert scheduler.running == [requests[1]]
     assert not scheduler.waiting
@@ -217,13 +217,13 @@ class Simulation:
         self.size, self.blocks = rng.randint(1, 3), rng.randint(5, 14)
         self.scheduler = scheduler_of(self.blocks, self.size, rng.randint(1, 6))
         self.memory: dict[tuple[int, int], Tokens] = {}
-        self.length: dict[Running, int] = {}  # of its answer
-        self.entered: list[Running] = []
+        self.length: dict[RequestState, int] = {}  # of its answer
+        self.entered: list[RequestState] = []
         self.sent_back = 0
 
     def arrive(self, prompt: Tokens) -> None:
         most = self.blocks * self.size - len(prompt)
-        new = Running(prompt, Sampling(max_tokens=self.rng.randint(1, min(most, 24))))
+        new = RequestState(prompt, Sampling(max_tokens=self.rng.randint(1, min(most, 24))))
         self.length[new] = self.rng.randint(1, new.sampling.max_tokens)
         self.scheduler.add(new)
 
@@ -231,15 +231,15 @@ class Simulation:
         most = min(self.blocks * self.size - 1, 10)
         return tuple(self.rng.choices((0, 1), weights=(4, 1), k=self.rng.randint(1, most)))
 
-    def write(self, each: Running, position: int) -> None:
+    def write(self, each: RequestState, position: int) -> None:
         self.memory[each.blocks[position // self.size], position % self.size] = each.tokens[: position + 1]
 
-    def check(self, each: Running, until: int) -> None:
+    def check(self, each: RequestState, until: int) -> None:
         for position in range(until):
             found = self.memory[each.blocks[position // self.size], position % self.size]
             assert found == each.tokens[: position + 1]
 
-    def prefill(self, entries: Sequence[Entry]) -> None:
+    def prefill(self, entries: Sequence[PrefillGroup]) -> None:
         for entry in entries:
             leader = entry.leader
             self.check(leader, until=entry.shared)
@@ -280,7 +280,7 @@ class Simulation:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_everybody_ends_with_its_own_tokens_in_however_small_a_cache(seed: int) -> None:
+def test_every_request_keeps_its_own_tokens_in_any_cache(seed: int) -> None:
     simulation = Simulation(seed)
     for _ in range(simulation.rng.randint(1, 6)):
         prompt = simulation.prompt()
@@ -311,7 +311,7 @@ def test_the_simulations_do_run_out_of_blocks() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_nobody_overtakes_another_prompt(seed: int) -> None:
+def test_requests_enter_in_order(seed: int) -> None:
     simulation = Simulation(seed)
     for number in range(8):
         simulation.arrive((number, *simulation.prompt()[:3]))
@@ -325,8 +325,8 @@ def test_new_weights_send_back_only_requests_that_have_drawn_nothing() -> None:
     scheduler = scheduler_of(100, 2, 3, requests)
     scheduler.admit()
     sample(requests[1], 7)
-    scheduler.blocks.forget()
-    scheduler.restart_prompts()
+    scheduler.blocks.flush()
+    scheduler.preempt_prefills()
     assert scheduler.running == [requests[1]]
     assert list(scheduler.waiting) == [requests[0], requests[2], requests[3]]
     assert [entry.shared for entry in scheduler.admit()] == [0, 0]  # old blocks are not found again

@@ -24,15 +24,14 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from covey.rollout.embedded import EmbeddedEngine
-from covey.rollout.embedded import gpu_batch as paged_module
+from covey.rollout.embedded import EmbeddedEngine, gpu_batch
 from covey.rollout.embedded.runner import draw
-from covey.rollout.embedded.scheduler import Running, Scheduler
+from covey.rollout.embedded.scheduler import RequestState, Scheduler
 from covey.types import Completion, Sampling
 from tests.learner.test_forward import family
 from tests.rollout.conftest import MakeEngine
 from tests.rollout.plain import engine_for
-from tests.rollout.triton_here import CAN_RUN_TRITON, DEVICE
+from tests.rollout.triton_support import CAN_RUN_TRITON, DEVICE
 
 ON_GPU = DEVICE.type == "cuda"
 TOLERANCE = 3e-4 if ON_GPU else 1e-4
@@ -55,7 +54,7 @@ class Traffic:
         self.seeds = 0
         enter = Scheduler._enter
 
-        def note(scheduler: Scheduler, request: Running, *rest: Any, **named: Any) -> None:
+        def note(scheduler: Scheduler, request: RequestState, *rest: Any, **named: Any) -> None:
             self.admitted.setdefault(request.sampling.seed, []).append((len(request.ids), engine.version))
             enter(scheduler, request, *rest, **named)
 
@@ -152,7 +151,7 @@ def traffic(
     if kind == "rows":
         engine = engine_for(model, **options)
     else:
-        monkeypatch.setattr(paged_module, "BLOCK", 16)
+        monkeypatch.setattr(gpu_batch, "BLOCK", 16)
         options |= {"blocks": blocks, "eager": kind == "blocks", "compiled": kind == "compiled"}
         engine = on_gpu(model, **options)
     return Traffic(engine, model, seed, monkeypatch)
@@ -175,7 +174,7 @@ def test_every_log_prob_is_that_of_the_weights_of_its_time(
 def test_non_finite_weights_leave_nothing_behind(
     kind: str, on_gpu: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Answers fail while weights are NaN; after sound ones are published, none does, wherever it lies in the cache."""
+    """Requests fail while weights are NaN. After finite ones are published, none fails, wherever it is in the cache."""
     asked = traffic(kind, "llama", 0, on_gpu, monkeypatch, eos_ids=[], blocks=30)
     engine, model = asked.engine, asked.model
     prompts = [[*range(3, 30 + n)] for n in range(4)]

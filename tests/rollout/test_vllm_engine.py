@@ -1,4 +1,4 @@
-"""The vLLM engine without vLLM: the channel, publishing, sleep, and the ways in which a worker can fail."""
+"""The vLLM engine without vLLM: messages, publishing, sleep, and failures of the worker."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def test_answers_are_those_of_the_published_weights(make: Make) -> None:
     assert all((one.stop is StopReason.EOS) == (one.token_ids[-1] == 2) for one in done)
 
 
-def test_new_weights_wait_for_the_answers_under_way(make: Make) -> None:
-    """An answer is of one version, and the next one of the new weights; a file does not outlive its loading."""
+def test_new_weights_wait_for_requests_in_progress(make: Make) -> None:
+    """A completion has one version, and the next one the new weights. A file is deleted once it is loaded."""
     engine, old, new = make("slow"), tiny_llama(seed=3), tiny_llama(seed=4)
     sampling = Sampling(1.0, max_tokens=6)
 
@@ -106,11 +106,11 @@ def test_new_weights_wait_for_the_answers_under_way(make: Make) -> None:
         expected = alone(model, PROMPT, done.token_ids)
         torch.testing.assert_close(torch.tensor(done.logprobs), expected, atol=1e-4, rtol=0)
         assert set(done.versions) == {version}
-    assert engine._folder is not None and not [*engine._folder.iterdir()]
+    assert engine.transport.folder is not None and not [*engine.transport.folder.iterdir()]
 
 
 @pytest.mark.slow
-def test_an_answer_that_is_given_up_is_aborted(make: Make) -> None:
+def test_a_cancelled_request_is_aborted(make: Make) -> None:
     engine = make("slow")
 
     async def run() -> None:
@@ -126,7 +126,7 @@ def test_an_answer_that_is_given_up_is_aborted(make: Make) -> None:
     assert "aborted\nload_file version-1" in log_of(engine)
 
 
-def test_a_paused_engine_sleeps_and_takes_new_weights_before_it_wakes(make: Make) -> None:
+def test_a_paused_engine_sleeps_and_loads_new_weights_before_it_wakes(make: Make) -> None:
     engine, model = make(sleeps=True), tiny_llama()
 
     async def run() -> Any:
@@ -170,7 +170,7 @@ def test_a_worker_that_cannot_start_says_why(make: Make) -> None:
         asyncio.run(engine.publish(tiny_llama(), version=0))
 
 
-def test_a_worker_that_dies_fails_everybody_with_its_last_words(make: Make) -> None:
+def test_a_worker_that_dies_fails_all_requests_with_its_last_output(make: Make) -> None:
     engine = make("dies")
 
     async def run() -> list[Any]:
@@ -181,18 +181,18 @@ def test_a_worker_that_dies_fails_everybody_with_its_last_words(make: Make) -> N
     for error in asyncio.run(run()):
         assert isinstance(error, RunFailed)
         assert "vLLM's process has ended" in str(error) and "| the last words" in str(error)
-    with pytest.raises(RunFailed, match="has ended"):  # also who comes later
+    with pytest.raises(RunFailed, match="has ended"):  # later requests too
         asyncio.run(engine.generate(PROMPT, Sampling()))
 
 
 @pytest.mark.slow
-def test_weights_that_do_not_fit_end_the_run(make: Make) -> None:
+def test_weights_of_another_shape_end_the_run(make: Make) -> None:
     with pytest.raises(RunFailed, match="size mismatch"):
         asyncio.run(make().publish(tiny_llama(vocabulary=80), version=0))
 
 
 @pytest.mark.slow
-def test_a_request_that_the_worker_refuses_fails_alone(make: Make) -> None:
+def test_a_rejected_request_fails_alone(make: Make) -> None:
     engine = make()
 
     async def run() -> Any:
@@ -213,7 +213,7 @@ def test_closing_ends_the_process_whether_it_wants_to_or_not(
     monkeypatch.setattr(process, "PATIENCE", 3.0 if mode == "" else 0.3)
     engine = make(mode)
     asyncio.run(engine.publish(tiny_llama(), version=0))
-    pid, folder = engine._worker.pid, engine._folder
+    pid, folder = engine._worker.pid, engine.transport.folder
     assert alive(pid) and folder is not None and folder.is_dir()
     engine.close()
     assert not alive(pid) and not folder.exists()
@@ -221,7 +221,7 @@ def test_closing_ends_the_process_whether_it_wants_to_or_not(
 
 @pytest.mark.slow
 def test_the_worker_ends_with_the_process_that_started_it(make: Make, tmp_path: Path) -> None:
-    """Killed without a chance to close anything: nobody is left."""
+    """Killed without a chance to close anything: no process is left."""
     script = tmp_path / "killed.py"
     script.write_text(
         "import sys, os, signal\nfrom pathlib import Path\nfrom covey.rollout.vllm import VllmEngine, VllmSettings\n"

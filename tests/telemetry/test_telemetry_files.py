@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from covey.errors import InputError
-from covey.memory import held
+from covey.memory import memory_metrics
 from covey.telemetry import Telemetry, read_episodes, read_history
 from covey.telemetry.figures import by_the_machine
 from covey.telemetry.jsonl import PART_BYTES, JsonlFiles, parts_of, read_jsonl
@@ -173,10 +173,10 @@ def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
 
 def test_the_memory_of_the_process_stands_in_a_step() -> None:
     """64 MiB that are filled show, if they are new to the process: what is freed may be kept."""
-    before = held()
+    before = memory_metrics()
     with mmap.mmap(-1, 64 * 2**20) as table:
         table.write(b"x" * len(table))
-        after = held()
+        after = memory_metrics()
     assert set(before) >= {"perf/memory_gib"} or not Path("/proc/self/statm").exists()
     if "perf/memory_gib" in before:
         assert 0.05 < after["perf/memory_gib"] - before["perf/memory_gib"] < 0.5
@@ -185,8 +185,8 @@ def test_the_memory_of_the_process_stands_in_a_step() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpus_peak_begins_anew_with_every_look() -> None:
-    held()
+    memory_metrics()
     del_me = torch.ones(2**28, device="cuda")
     del del_me
-    assert held()["perf/gpu_memory_gib"] >= 1
-    assert held()["perf/gpu_memory_gib"] < 1
+    assert memory_metrics()["perf/gpu_memory_gib"] >= 1
+    assert memory_metrics()["perf/gpu_memory_gib"] < 1

@@ -183,7 +183,7 @@ def test_a_missing_extra_is_named_before_anything_is_touched(
 
 @pytest.fixture(autouse=True)
 def nothing_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("covey.telemetry.telemetry.held", dict)
+    monkeypatch.setattr("covey.telemetry.telemetry.memory_metrics", dict)
 
 
 class FakeWandb:

@@ -9,7 +9,7 @@ import pytest
 
 import covey
 from covey.rollout.embedded import EmbeddedEngine
-from covey.rollout.embedded.cpu_batch import SlottedBatch
+from covey.rollout.embedded.cpu_batch import RowBatch
 
 
 def test_a_step_finds_nothing_that_an_evaluation_left_in_the_cache(
@@ -22,7 +22,7 @@ def test_a_step_finds_nothing_that_an_evaluation_left_in_the_cache(
 
     def watched(engine: EmbeddedEngine) -> Any:
         batch = empty(engine)
-        assert isinstance(batch, SlottedBatch)
+        assert isinstance(batch, RowBatch)
         match = batch.rows.match
 
         def noted(tokens: Any) -> Any:

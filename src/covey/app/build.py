@@ -152,7 +152,7 @@ def _learner_and_engine(
     remote = start_remote(prepared, checkpoint, path, threads, resources)
 
     def told(telemetry: Telemetry) -> RolloutEngine:
-        remote.engine.tell(telemetry.warn)
+        remote.engine.set_warn(telemetry.warn)
         for text in remote.notes:
             telemetry.note(text)
         return remote.engine
@@ -211,11 +211,11 @@ def _make_source(prepared: Prepared, collector: Collector) -> TrainingSource:
     }
     if not ahead(config):
         return TrainingSource(collector, batch, **parts)
-    from covey.rollout.asynchronous import BackgroundSource, Reuse
+    from covey.rollout.asynchronous import BackgroundSource, ReplayBuffer
 
     lead, uses = config.mode.max_staleness, config.mode.max_uses
-    reuse = Reuse(config.data.train_batch_size, uses, lead, config.seed) if uses > 1 else None
-    return BackgroundSource(collector, batch, lead=lead, steps=prepared.total_steps, reuse=reuse, **parts)
+    replay = ReplayBuffer(config.data.train_batch_size, uses, lead, config.seed) if uses > 1 else None
+    return BackgroundSource(collector, batch, lead=lead, steps=prepared.total_steps, replay=replay, **parts)
 
 
 def publish_every(config: Config) -> int:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from covey.models.loading import ModelSource
     from covey.protocols import Algorithm
     from covey.training.checkpoint import Checkpoint
+    from covey.weights.transport import FileTransport
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def start_remote(
     prepared: Parts, checkpoint: Checkpoint | None, folder: Path, threads: int, resources: ExitStack
 ) -> Remote:
     """Actors with their models. Everything ends with `resources`."""
-    from covey.cluster.actors import AT_ONCE, reserved, spawn
+    from covey.cluster.actors import MAX_CONCURRENCY, placement_group, spawn
     from covey.cluster.engines import RayEngine, RolloutActor
     from covey.cluster.learner import LearnerActor, RemoteLearner
     from covey.cluster.placement import choose_transport
@@ -120,27 +121,27 @@ def start_remote(
     config, folder = prepared.config, folder.absolute()
     cluster = resources.enter_context(open_cluster(config.cluster))
     plan = plan_of(config, list(cluster.nodes))
-    group = resources.enter_context(reserved(plan))
+    group = resources.enter_context(placement_group(plan))
     transport, why = choose_transport(config.cluster.transport, plan)
     carried = _carried(prepared, gpu=plan.gpu)
     load = partial(load_engine, carried, folder, plan.colocated)
-    each, per_learner = (max(1, threads // plan.busiest(seats)) for seats in (plan.engines, plan.learners))
-    publisher = _publisher(transport, carried, folder)
+    each, per_learner = (max(1, threads // plan.busiest(slots)) for slots in (plan.engines, plan.learners))
+    weights = _weight_transport(transport, carried, folder)
     engine = RayEngine(
         len(plan.engines),
-        lambda index: spawn(RolloutActor, plan, plan.engines[index], group, at_once=AT_ONCE),
+        lambda index: spawn(RolloutActor, plan, plan.engines[index], group, max_concurrency=MAX_CONCURRENCY),
         lambda index, actor: actor.load.remote(load, index, each),
-        publisher,
+        weights,
         colocated=plan.colocated,
     )
     resources.callback(engine.close)
-    ranks = [spawn(LearnerActor, plan, seat, group) for seat in plan.learners]
+    ranks = [spawn(LearnerActor, plan, slot, group) for slot in plan.learners]
     build = partial(load_learner, carried, _absolute(checkpoint))
     learner = RemoteLearner(ranks, build, gpu=plan.gpu, threads=per_learner)
     resources.callback(learner.close)
     if checkpoint is not None:  # here too: the algorithm's advantages are computed in this process
         prepared.algorithm.load_state_dict(checkpoint.state["algorithm"])
-    where = f"; files lie in {publisher.folder}, not in memory" if _misses_memory(transport, publisher.folder) else ""
+    where = f"; files lie in {weights.folder}, not in memory" if _misses_memory(transport, weights.folder) else ""
     notes = (
         f"cluster=ray ({cluster.describe()}): {plan.describe()}",
         f"CPU threads: {per_learner} for each learner, {each} for each engine",
@@ -165,22 +166,22 @@ def _absolute(checkpoint: Checkpoint | None) -> Checkpoint | None:
     return None if checkpoint is None else dataclasses.replace(checkpoint, folder=checkpoint.folder.absolute())
 
 
-def _publisher(transport: str, carried: Carried, folder: Path) -> Any:
-    from covey.cluster.publish import CollectivePublisher, Publisher
+def _weight_transport(transport: str, carried: Carried, folder: Path) -> FileTransport:
     from covey.models.loading import trained_count
-    from covey.weights.transport import memory_folder
+    from covey.weights.files import locked_weights_folder
+    from covey.weights.transport import CollectiveTransport, FileTransport
 
     if transport == "collective":
-        return CollectivePublisher(folder / "weights")
+        return CollectiveTransport(folder / "weights")
     if transport == "shared_memory":
         assert carried.model is not None
         size = 4 * trained_count(carried.model, carried.config.model)
-        return Publisher(*memory_folder(2 * size))  # two versions for a moment
-    return Publisher(folder / "weights")
+        return FileTransport(*locked_weights_folder(2 * size))  # two versions for a moment
+    return FileTransport(folder / "weights")
 
 
 def _misses_memory(transport: str, folder: Path) -> bool:
-    from covey.weights.transport import SHARED_MEMORY
+    from covey.weights.files import SHARED_MEMORY
 
     return transport == "shared_memory" and SHARED_MEMORY not in folder.parents
 

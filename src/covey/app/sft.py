@@ -201,13 +201,13 @@ class Shower:
         return tuple(found)
 
     def episode(self, demonstration: Demonstration) -> Episode:
-        from covey.rollout.rendering import demonstrated
+        from covey.rollout.rendering import render_demonstration
 
         schemas = self.schemas if demonstration.tools is None else demonstration.tools
         try:
             _check_calls(demonstration, schemas)
             messages, tools = self.write(demonstration.messages, schemas)
-            turns = demonstrated(self.renderer, messages, tools, self.ends)
+            turns = render_demonstration(self.renderer, messages, tools, self.ends)
         except InputError as error:
             raise InputError(f"{demonstration.place}: {error}") from error
         asked = next(at for at, message in enumerate(messages) if message["role"] == "assistant")

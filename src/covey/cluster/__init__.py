@@ -1,9 +1,11 @@
-"""The same protocols across processes and machines: learner and engines as actors of Ray (docs/cluster.md).
+"""Learner and engines in several processes, GPUs or machines: actors of Ray behind the same protocols
+(docs/cluster.md).
 
-placement.py     settings + what a cluster has → who sits where          start.py   joins a cluster or starts one
-actors.py        actors on their seats; their ends and their errors     messages.py       Ray's words, shortened
-engine.py        RayEngine: requests, replacements                       routing.py        which engine
-rollout_actor.py one engine                                              learner_actor.py  one rank of the learner
-learner.py       RemoteLearner: all ranks as one; restarts
-transport.py     weights from process to process                         publish.py        who sends, who takes, when
+    placement.py   settings and the cluster's machines → which actor gets which devices; how weights travel
+    start.py       joins a running cluster or starts one for the run
+    actors.py      starts and kills actors, waits for their results, translates Ray's errors
+    engines.py     RayEngine: routes requests, replaces dead engines; RolloutActor, one engine
+    learner.py     RemoteLearner: all ranks behind the protocol of one; LearnerActor, one rank; restarts
+
+Weights travel by the transports of `covey.weights`.
 """

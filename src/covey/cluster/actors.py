@@ -1,4 +1,7 @@
-"""What Ray says, in one plain sentence: without colour codes, ids and advice about Ray's own settings."""
+"""Actors of Ray: starting and killing them, waiting for their results, and telling their deaths from their errors.
+
+Ray's messages are shortened to one sentence, without colour codes, ids and advice about Ray's own settings.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from covey.cluster.placement import Plan, Seat
+from covey.cluster.placement import Plan, Slot
 from covey.errors import InputError
+from covey.weights.transport import ReceiverLost
 
-LONGEST = 300  # characters of a message that is passed on
+# -- Ray's messages --------------------------------------------------------------------------------------------------
+
+LONGEST = 300  # characters of a message
 
 LESS_MEMORY = (
     "lower cluster.rollout_devices or cluster.learner_devices (each process has its own copy of the model),\n"
@@ -28,18 +34,17 @@ _DETAIL = re.compile(r"Worker exit detail: (.+?)(?= (?:Some common causes|There 
 _REPORTED = ("A worker died or was killed", "worker(s) were killed due to the node running low")
 
 
-def plain(text: str) -> str:
-    return _COLOUR.sub("", text)
-
-
 def cause_of_death(text: str) -> str:
-    """Why an actor is gone, from Ray's error. For want of memory, a second line says what to lower."""
-    text = plain(text)
+    """Why an actor died, from Ray's error. If it ran out of memory, a second line says which settings to lower."""
+    text = _COLOUR.sub("", text)
     if "low on memory" in text or "OUT_OF_MEMORY" in text:
-        return f"Ray's memory monitor killed it: {_memory(text)}\n  {LESS_MEMORY}"
+        memory = "its machine was low on memory"
+        if (found := _MEMORY.search(text)) is not None:
+            memory = f"{found[2]} of {found[3]} GB of memory on {found[1]} were in use"
+        return f"Ray's memory monitor killed it: {memory}\n  {LESS_MEMORY}"
     place = _PLACE.search(text)
     process = f"its process (pid {place[1]} on {place[2]})" if place else "its process"
-    if "connection error" in text:  # Ray saw the connection close, and knows no more
+    if "connection error" in text:  # Ray saw the connection close, and knows nothing else
         return f"{process} was killed or crashed (if the kernel was out of memory, dmesg says so)"
     if (detail := _DETAIL.search(text)) is not None:
         return f"{process} ended: {_short(detail[1])}"
@@ -47,15 +52,9 @@ def cause_of_death(text: str) -> str:
     return _short(lines[-1]) if lines else f"{process} ended"
 
 
-def _memory(text: str) -> str:
-    if (found := _MEMORY.search(text)) is None:
-        return "its machine was low on memory"
-    return f"{found[2]} of {found[3]} GB of memory on {found[1]} were in use"
-
-
 def last_message(output: str) -> str:
-    """The last thing that Ray's log lines or an exception said."""
-    lines = [_LOG_PREFIX.sub("", line).strip() for line in plain(output).splitlines()]
+    """The last message in Ray's log lines or in an exception."""
+    lines = [_LOG_PREFIX.sub("", line).strip() for line in _COLOUR.sub("", output).splitlines()]
     return _short(next((line for line in reversed(lines) if line), "no message"))
 
 
@@ -65,30 +64,32 @@ def _short(text: str) -> str:
 
 
 def relay(data: Mapping[str, Any], ignore_prefix: bool = False) -> None:
-    """Stands in for Ray's printing of messages from the cluster. The death of a worker is reported by who used it."""
+    """Replaces Ray's printing of messages from the cluster. Deaths of workers are skipped: their callers report
+    them."""
     for line in data["lines"]:
         if not any(known in line for known in _REPORTED):
-            print(f"Ray: {_short(plain(line))}", file=sys.stderr)
+            print(f"Ray: {_short(_COLOUR.sub('', line))}", file=sys.stderr)
 
 
-# -- Actors in Ray: how they are started on their seats, and how their ends are told apart from their errors -----------
+# -- Actors ----------------------------------------------------------------------------------------------------------
 
-AT_ONCE = 10_000  # calls that an engine's actor may have under way
-STARTING = 300.0  # seconds in which a place must be free
+MAX_CONCURRENCY = 10_000  # calls that an engine's actor may have in progress
+STARTING = 300.0  # seconds to wait for the reserved devices
 
 
-class ActorLost(Exception):
-    """The process behind an actor is gone, or no longer to be reached."""
+class ActorLost(ReceiverLost):
+    """The process behind an actor has died or cannot be reached."""
 
 
 @contextmanager
-def reserved(plan: Plan) -> Iterator[Any]:
-    """The plan's bundles in Ray, each on its machine, until the run ends."""
-    from ray.util.placement_group import placement_group, remove_placement_group
+def placement_group(plan: Plan) -> Iterator[Any]:
+    """The plan's bundles reserved in Ray, each on its machine, until the run ends."""
+    from ray.util.placement_group import placement_group as create
+    from ray.util.placement_group import remove_placement_group
 
     device = "GPU" if plan.gpu else "CPU"
     bundles = [{"CPU": b.devices, device: b.devices, f"node:{b.node}": 0.001} for b in plan.bundles]
-    group = placement_group(bundles, strategy="PACK")
+    group = create(bundles, strategy="PACK")
     if not group.wait(STARTING):
         remove_placement_group(group)
         raise InputError(
@@ -101,36 +102,36 @@ def reserved(plan: Plan) -> Iterator[Any]:
         remove_placement_group(group)
 
 
-def spawn(kind: type, plan: Plan, seat: Seat, group: Any, *, at_once: int = 1) -> Any:
-    """A fresh actor on its seat. It has loaded nothing yet."""
+def spawn(kind: type, plan: Plan, slot: Slot, group: Any, *, max_concurrency: int = 1) -> Any:
+    """A new actor in its slot. It has loaded nothing yet."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    amount = seat.share * plan.bundles[seat.bundle].devices
-    where = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=seat.bundle)
+    amount = slot.share * plan.bundles[slot.bundle].devices
+    where = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=slot.bundle)
     return (
         ray.remote(kind)
         .options(
             num_cpus=amount,
             num_gpus=amount if plan.gpu else 0,
-            max_concurrency=at_once,
-            max_restarts=0,  # whoever replaces an actor must give it weights first
+            max_concurrency=max_concurrency,
+            max_restarts=0,  # a replacement must be given weights first
             scheduling_strategy=where,
         )
         .remote()
     )
 
 
-def end(actor: Any) -> None:
-    """At once. What it was asked and has not answered never comes. After the cluster's end there is nobody to end."""
+def kill(actor: Any) -> None:
+    """Kill an actor at once, without waiting for its calls. Does nothing if the cluster is down already."""
     import ray
 
     if ray.is_initialized():
         ray.kill(actor, no_restart=True)
 
 
-async def answer(reference: Any, *, cancels: bool = True) -> Any:
-    """What a call returns, or raises there. Who gives up cancels it there too, where the cluster is still up."""
+async def result(reference: Any, *, cancels: bool = True) -> Any:
+    """The result of a call, or the exception that it raised. Cancelling the wait cancels the call too."""
     import ray
 
     try:
@@ -140,25 +141,25 @@ async def answer(reference: Any, *, cancels: bool = True) -> Any:
             ray.cancel(reference)
         raise
     except ray.exceptions.RayError as error:
-        raise untangled(error) from None
+        raise actor_error(error) from None
 
 
-def answers(references: list[Any]) -> list[Any]:
-    """The same for several, without an event loop. The first that fails counts, and nobody waits for the others."""
+def results(references: list[Any]) -> list[Any]:
+    """The results of several calls, without an event loop. The first failure is raised at once."""
     import ray
 
-    found, waiting = {}, list(references)
+    result_of, waiting = {}, list(references)
     try:
         while waiting:
             (done,), waiting = ray.wait(waiting, num_returns=1)
-            found[done] = ray.get(done)
+            result_of[done] = ray.get(done)
     except ray.exceptions.RayError as error:
-        raise untangled(error) from None
-    return [found[reference] for reference in references]
+        raise actor_error(error) from None
+    return [result_of[reference] for reference in references]
 
 
 def first_lost(references: list[Any], seconds: float) -> ActorLost | None:
-    """The first whose actor turns out to be gone. One that is only slow to answer is not."""
+    """The first of these calls whose actor has died. One that is only slow does not count."""
     import ray
 
     waiting, until = list(references), time.monotonic() + seconds
@@ -167,21 +168,21 @@ def first_lost(references: list[Any], seconds: float) -> ActorLost | None:
         if not done:
             return None
         try:
-            answers(done)
+            results(done)
         except ActorLost as error:
             return error
     return None
 
 
-def untangled(error: Exception) -> Exception:
-    """The exception as it was raised in the actor, with the traceback from there as a note; or `ActorLost`, whatever
-    ended its process: Ray has a class of its own for several ends."""
+def actor_error(error: Exception) -> Exception:
+    """The exception that the actor raised, with its traceback as a note; `ActorLost` if its process ended, for which
+    Ray has several classes."""
     import ray
 
     if isinstance(error, ray.exceptions.RayTaskError):
         if not isinstance(error.cause, Exception):
             return error
-        error.cause.add_note(f"in the actor:\n{plain(str(error))}")
+        error.cause.add_note(f"in the actor:\n{_COLOUR.sub('', str(error))}")
         return error.cause
     if isinstance(error, ray.exceptions.TaskCancelledError):
         return error

@@ -1,4 +1,9 @@
-"""One rank of the learner in a process of its own."""
+"""The learner in other processes: `LearnerActor` is one rank, `RemoteLearner` calls all ranks behind
+`protocols.Learner`.
+
+Every rank is called with the same arguments, in the same order, and returns the same result; rank 0's is used. Runs
+that lose a learner restart from their last checkpoint (`with_restarts`).
+"""
 
 from __future__ import annotations
 
@@ -13,94 +18,87 @@ from typing import Any
 
 import torch
 
-from covey.cluster.actors import ActorLost, answer, answers, end, first_lost
+from covey.cluster.actors import ActorLost, first_lost, kill, result, results
 from covey.errors import LearnerLost
 from covey.protocols import Algorithm, Metrics, Needs, TokenTrace
 from covey.types import Batch, Samples
-from covey.weights.names import Named
-from covey.weights.transport import (
-    Meeting,
-    Notice,
-    WeightGroup,
-    bucket_size,
-    listen,
-    open_store,
-    trained_weights,
-    write_notice,
-)
+from covey.weights.buckets import bucket_size
+from covey.weights.collective import Rendezvous, WeightGroup, listen, open_store
+from covey.weights.files import WeightManifest, write_weights
+from covey.weights.names import Named, trained_weights
 
-BuildLearner = Callable[[int, int, Any], Any]  # rank, world, the store where ranks meet (None if alone) → its learner
+BuildLearner = Callable[[int, int, Any], Any]  # rank, world size, the ranks' store (None for one rank) → learner
 
 
 class LearnerActor:
-    """Calls are answered in the order in which they were made, the same on every rank."""
+    """One rank. Calls are executed in the order in which they were made, the same on every rank."""
 
     def __init__(self) -> None:
         self.rank = 0
         self.learner: Any = None
         self._group: WeightGroup | None = None
-        self._door: socket.socket | None = None  # where others will come in
+        self._listener: socket.socket | None = None  # for the next rendezvous
 
     def alive(self) -> None:
-        """Answered by whoever is."""
+        """Returns if the process responds."""
 
     def address(self) -> tuple[str, int]:
-        """Where others find rank 0 from now on: it listens there. The other ranks have none."""
+        """Rank 0 listens on a new address for the others and returns it. Other ranks return an empty one."""
         from covey.cluster.engines import node_address
 
         if self.rank != 0:
             return "", 0
-        if self._door is not None:
-            self._door.close()
-        self._door = listen(node_address())
-        host, port = self._door.getsockname()[:2]
+        if self._listener is not None:
+            self._listener.close()
+        self._listener = listen(node_address())
+        host, port = self._listener.getsockname()[:2]
         return host, port
 
     def load(
-        self, build: BuildLearner, rank: int, world: int, at: tuple[str, int], threads: int
+        self, build: BuildLearner, rank: int, world: int, address: tuple[str, int], threads: int
     ) -> tuple[int, Any, Any]:
-        """The process id, device and precision, once the models are there."""
+        """Load the models. Returns the process id, the device and the precision."""
         import torch
 
         torch.set_num_threads(threads)
         self.rank = rank
-        if at[0].startswith("127."):
+        if address[0].startswith("127."):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        self.learner = build(rank, world, open_store(*at, world, self._taken_door()) if world > 1 else None)
+        self.learner = build(rank, world, open_store(*address, world, self._take_listener()) if world > 1 else None)
         return os.getpid(), self.learner.device, self.learner.dtype
 
-    def call(self, method: str, *given: Any) -> Any:
-        return getattr(self.learner, method)(*given)
+    def call(self, method: str, *arguments: Any) -> Any:
+        return getattr(self.learner, method)(*arguments)
 
     def annotate(self, samples: Samples, needs: Needs) -> Samples:
-        found: Samples = self.learner.annotate(samples, needs)
-        return found
+        annotated: Samples = self.learner.annotate(samples, needs)
+        return annotated
 
     def update(self, batch: Batch, algorithm: Algorithm) -> tuple[Metrics, TokenTrace, dict[str, Any]]:
-        """With what the algorithm remembers afterwards: this one is a copy."""
+        """Also returns the algorithm's state after the update: the algorithm here is a copy of the driver's."""
         metrics, trace = self.learner.update(batch, algorithm)
         return metrics, trace, algorithm.state_dict()
 
     # -- weights -----------------------------------------------------------------------------------------------
 
-    def write(self, folder: Path, version: int) -> Notice | None:
+    def write(self, folder: Path, version: int) -> WeightManifest | None:
         if self.rank == 0:
             with self._weights() as weights:
-                return write_notice(weights, folder, version)
+                return write_weights(weights, folder, version)
         with self._weights():
             pass
         return None
 
-    def join(self, meeting: Meeting) -> None:
+    def join(self, rendezvous: Rendezvous) -> None:
         from covey.cluster.engines import node_address
 
-        self._group = None  # an earlier one ends first
+        self._group = None  # an earlier group ends first
         if self.rank == 0:
-            self._group = WeightGroup(meeting, 0, node_address(), self._taken_door())
+            self._group = WeightGroup(rendezvous, 0, node_address(), self._take_listener())
 
-    def _taken_door(self) -> socket.socket | None:
-        door, self._door = self._door, None
-        return door
+    def _take_listener(self) -> socket.socket | None:
+        listener, self._listener = self._listener, None
+        return listener
 
     def broadcast(self) -> None:
         if self.rank == 0:
@@ -113,8 +111,8 @@ class LearnerActor:
 
     @contextmanager
     def _weights(self) -> Iterator[Named]:
-        """To the last one on every rank, also on those that send nothing and where sending broke off: ranks gather
-        sharded weights together, and must stay in step."""
+        """Gathering sharded weights is a collective: every rank goes through all of them, also ranks that send nothing
+        and also if sending fails halfway."""
         weights = trained_weights(self.learner.weights())
         try:
             yield weights
@@ -123,20 +121,19 @@ class LearnerActor:
                 pass
 
 
-# -- The learner, whose ranks are actors in Ray, behind the protocol of one. Every rank is called with the same argume--
-# and gives the same answers; rank 0's count.
+# -- All ranks -------------------------------------------------------------------------------------------------------
 
-ASKING = 10.0  # seconds in which a rank that died is known to be
+DEATH_NOTICED = 10.0  # seconds within which the death of a rank is noticed
 
 
 class RemoteLearner:
     def __init__(self, actors: Sequence[Any], build: BuildLearner, *, gpu: bool, threads: int) -> None:
         self.actors = list(actors)
         self.gpu = gpu
-        self._order = threading.Lock()  # the same on every rank, also where two threads call
+        self._order = threading.Lock()  # calls of two threads must have the same order on every rank
         world = len(self.actors)
-        at = self._wait([self.actors[0].address.remote()])[0] if world > 1 else ("", 0)
-        loading = [actor.load.remote(build, rank, world, at, threads) for rank, actor in enumerate(self.actors)]
+        address = self._wait([self.actors[0].address.remote()])[0] if world > 1 else ("", 0)
+        loading = [actor.load.remote(build, rank, world, address, threads) for rank, actor in enumerate(self.actors)]
         loaded = self._wait(loading)
         self.pids = [pid for pid, _, _ in loaded]
         self.device: torch.device = loaded[0][1]
@@ -145,91 +142,93 @@ class RemoteLearner:
     # -- protocols.Learner -------------------------------------------------------------------------------------
 
     def annotate(self, samples: Samples, needs: Needs) -> Samples:
-        found: Samples = self._ask("annotate", samples, needs)
-        return found
+        annotated: Samples = self._call("annotate", samples, needs)
+        return annotated
 
     def update(self, batch: Batch, algorithm: Algorithm) -> tuple[Metrics, TokenTrace]:
-        metrics, trace, state = self._ask("update", batch, algorithm)
+        metrics, trace, state = self._call("update", batch, algorithm)
         if state != algorithm.state_dict():
             algorithm.load_state_dict(state)
         return metrics, trace
 
     def weights(self) -> RemoteLearner:
-        """Who sends them: they are not in this process."""
+        """The sender of the weights (`WeightSource`): they are not in this process."""
         return self
 
     def offload(self) -> None:
-        self._ask("call", "offload")
+        self._call("call", "offload")
 
     def reload(self) -> None:
-        self._ask("call", "reload")
+        self._call("call", "reload")
 
-    # -- what a run's folder keeps -----------------------------------------------------------------------------
+    # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """Written by the ranks: every machine with a learner sees the run's folder."""
-        self._ask("call", "save", folder.absolute())
+        """The ranks write: every machine with a learner must see the run's folder."""
+        self._call("call", "save", folder.absolute())
 
     def counters(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._ask("call", "counters")
-        return found
+        counters: dict[str, Any] = self._call("call", "counters")
+        return counters
 
-    # -- publish.Sender ----------------------------------------------------------------------------------------
+    # -- covey.weights.transport.WeightSource ----------------------------------------------------------------------
 
-    async def write(self, folder: Path, version: int) -> Notice:
-        found: Notice = await self._answer("write", folder, version)
-        return found
+    async def write(self, folder: Path, version: int) -> WeightManifest:
+        manifest: WeightManifest = await self._call_async("write", folder, version)
+        return manifest
 
-    async def meet(self, members: int) -> Meeting:
-        host, port = (await self._answer("address"))[:2]
-        return Meeting(host, port, members, self.gpu)
+    async def rendezvous(self, members: int) -> Rendezvous:
+        host, port = (await self._call_async("address"))[:2]
+        return Rendezvous(host, port, members, self.gpu)
 
-    async def join(self, meeting: Meeting) -> None:
-        await self._answer("join", meeting)
+    async def join(self, rendezvous: Rendezvous) -> None:
+        await self._call_async("join", rendezvous)
 
     async def broadcast(self) -> None:
-        await self._answer("broadcast")
+        await self._call_async("broadcast")
 
-    # -- talking to the ranks ----------------------------------------------------------------------------------
+    # -- calls to the ranks ----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """All ranks at once: what is left of a broken group would wait for the others."""
+        """Kill all ranks: the survivors of a broken group would wait for the others."""
         for actor in self.actors:
-            end(actor)
+            kill(actor)
 
-    def _send(self, method: str, *given: Any) -> list[Any]:
+    def _send(self, method: str, *arguments: Any) -> list[Any]:
         import ray
 
         with self._order:
-            once = [ray.put(value) for value in given] if len(self.actors) > 1 else given
-            return [getattr(actor, method).remote(*once) for actor in self.actors]
+            stored = [ray.put(value) for value in arguments] if len(self.actors) > 1 else arguments
+            return [getattr(actor, method).remote(*stored) for actor in self.actors]
 
-    def _ask(self, method: str, *given: Any) -> Any:
-        return self._wait(self._send(method, *given))[0]
+    def _call(self, method: str, *arguments: Any) -> Any:
+        return self._wait(self._send(method, *arguments))[0]
 
-    async def _answer(self, method: str, *given: Any) -> Any:
-        """Who gives up leaves the call to its end: of one that is cancelled, some ranks would have begun."""
-        references = self._send(method, *given)
+    async def _call_async(self, method: str, *arguments: Any) -> Any:
+        """Cancelling the wait does not cancel the call: some ranks might have begun it and others not."""
+        references = self._send(method, *arguments)
         try:
-            return (await asyncio.gather(*(answer(reference, cancels=False) for reference in references)))[0]
+            return (await asyncio.gather(*(result(reference, cancels=False) for reference in references)))[0]
         except Exception as error:
-            if (lost := await asyncio.to_thread(self._who_died, error)) is None:
+            if (lost := await asyncio.to_thread(self._dead_rank, error)) is None:
                 raise
             raise self._lost(lost) from error
 
     def _wait(self, references: list[Any]) -> list[Any]:
         try:
-            return answers(references)
+            return results(references)
         except Exception as error:
-            if (lost := self._who_died(error)) is None:
+            if (lost := self._dead_rank(error)) is None:
                 raise
             raise self._lost(lost) from error
 
-    def _who_died(self, error: Exception) -> ActorLost | None:
-        """A rank's death often shows first as the error of another one, which it left in the midst of a collective."""
-        if isinstance(error, ActorLost) or len(self.actors) == 1:
-            return error if isinstance(error, ActorLost) else None
-        return first_lost([actor.alive.remote() for actor in self.actors], ASKING)
+    def _dead_rank(self, error: Exception) -> ActorLost | None:
+        """The death of a rank often shows first as the error of another rank, which waited for it in a collective."""
+        if isinstance(error, ActorLost):
+            return error
+        if len(self.actors) == 1:
+            return None
+        return first_lost([actor.alive.remote() for actor in self.actors], DEATH_NOTICED)
 
     def _lost(self, error: ActorLost) -> LearnerLost:
         self.close()
@@ -239,9 +238,8 @@ class RemoteLearner:
 def with_restarts(
     make: Callable[[Path | None], Any], complete: Callable[[Any], None], *, limit: int, note: Callable[[str], None]
 ) -> Any:
-    """A run that has come to its end. `make(folder)` builds it, in the folder of the attempt before if that got as far
-    as having one; `complete` trains. An attempt that lost a learner, also while it was built, is followed by another,
-    `limit` times at most."""
+    """Run to completion, restarting up to `limit` times after losing a learner, also while the run is built.
+    `make(folder)` builds the run, in the folder of the previous attempt if that had one; `complete` trains."""
     folder: Path | None = None
     for restart in range(limit + 1):
         try:

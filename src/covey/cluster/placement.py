@@ -1,9 +1,9 @@
-"""Who sits where: learners and engines on the devices of a cluster. Arithmetic only; Ray is told the result.
+"""Placement: which learner and which engine gets which devices of a cluster. Pure arithmetic, without Ray.
 
-    settings + what the cluster has  →  Plan(bundles, seats)     or an error that names both
+    settings + the cluster's machines  →  Plan(bundles, slots)     or an error that names both
 
-A bundle is reserved as a whole on one machine. Engines without devices of their own share their learner's bundle, each
-with half of it.
+A bundle is a number of devices reserved on one machine. Engines without devices of their own share the bundle of a
+learner, half and half.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from covey.errors import Absent, InputError
 
 @dataclass(frozen=True)
 class Node:
-    name: str  # its address
+    name: str  # address
     cpus: int
     gpus: int = 0
     per_core: int = 1  # processes that may share a core, where no GPU is used
@@ -34,48 +34,48 @@ class Bundle:
 
 
 @dataclass(frozen=True)
-class Seat:
-    """One actor's place: its bundle, and how much of it is its own."""
+class Slot:
+    """The devices of one actor: a bundle, and the actor's share of it."""
 
     role: str  # learner | engine
     index: int
     bundle: int
-    share: float  # of every device of the bundle
+    share: float  # of each device of the bundle
 
 
 @dataclass(frozen=True)
 class Plan:
     gpu: bool
     bundles: tuple[Bundle, ...]
-    learners: tuple[Seat, ...]
-    engines: tuple[Seat, ...]
-    cores: int  # of the machines that are used
+    learners: tuple[Slot, ...]
+    engines: tuple[Slot, ...]
+    cores: int  # of the machines used
 
     @property
     def colocated(self) -> bool:
-        """Whether engines work where learners do, by turns."""
+        """Engines and learners share devices and alternate."""
         return bool(self.engines) and self.engines[0].share < 1
 
     @property
     def nodes(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(bundle.node for bundle in self.bundles))
 
-    def node(self, seat: Seat) -> str:
-        return self.bundles[seat.bundle].node
+    def node(self, slot: Slot) -> str:
+        return self.bundles[slot.bundle].node
 
     @property
     def crowded(self) -> bool:
-        """Whether processes that work at the same time share cores."""
+        """Processes that work at the same time share cores."""
         return not self.gpu and self.processes > self.cores
 
     @property
     def processes(self) -> int:
-        """That work at the same time."""
+        """The number of processes that work at the same time."""
         return sum(bundle.devices for bundle in self.bundles)
 
-    def busiest(self, seats: Sequence[Seat]) -> int:
-        """The largest number of these on one machine."""
-        return max(Counter(self.node(seat) for seat in seats).values())
+    def busiest(self, slots: Sequence[Slot]) -> int:
+        """The largest number of these actors on one machine."""
+        return max(Counter(self.node(slot) for slot in slots).values())
 
     def describe(self) -> str:
         roles = f"{_count(len(self.learners), 'learner')}, {_count(len(self.engines), 'engine')}"
@@ -89,10 +89,12 @@ class Plan:
 
 
 def place(config: ClusterConfig, nodes: Sequence[Node], *, gpu: bool, tensor_parallel: int = 1) -> Plan:
-    """Learners first, packed onto as few machines as possible, then engines on what is left."""
-    asked, found = _asked(config, gpu, tensor_parallel), _found(nodes, gpu)
+    """Learners first, packed onto as few machines as possible, then engines on the remaining devices."""
+    requested, available = _requested(config, gpu, tensor_parallel), _available(nodes, gpu)
     if len(nodes) < config.nodes:
-        raise _short(f"cluster.nodes={config.nodes}, but the cluster has {_count(len(nodes), 'machine')}", asked, found)
+        raise _too_small(
+            f"cluster.nodes={config.nodes}, but the cluster has {_count(len(nodes), 'machine')}", requested, available
+        )
     free = {n.name: n.devices(gpu) for n in sorted(nodes, key=lambda n: (-n.devices(gpu), n.name))}
     bundles: list[Bundle] = []
 
@@ -102,26 +104,26 @@ def place(config: ClusterConfig, nodes: Sequence[Node], *, gpu: bool, tensor_par
                 free[name] -= devices
                 bundles.append(Bundle(name, devices))
                 return len(bundles) - 1
-        raise _short("the cluster is too small for this run", asked, found)
+        raise _too_small("the cluster is too small for this run", requested, available)
 
-    apart = config.rollout_devices is not None
-    share = 1.0 if apart else 0.5
-    learners = tuple(Seat("learner", i, take(1), share) for i in range(config.learner_devices))
-    if not apart:
+    own_devices = config.rollout_devices is not None
+    share = 1.0 if own_devices else 0.5
+    learners = tuple(Slot("learner", i, take(1), share) for i in range(config.learner_devices))
+    if not own_devices:
         if tensor_parallel > 1:
             raise InputError(
                 f"rollout.tensor_parallel={tensor_parallel}, and engines have no devices of their own\n"
                 f"  give them some: cluster.rollout_devices={tensor_parallel} or a multiple"
             )
-        engines = tuple(Seat("engine", seat.index, seat.bundle, share) for seat in learners)
+        engines = tuple(Slot("engine", slot.index, slot.bundle, share) for slot in learners)
         return Plan(gpu, tuple(bundles), learners, engines, _cores(nodes, bundles))
     count, rest = divmod(config.rollout_devices or 0, tensor_parallel)
     if rest:
         raise InputError(
-            f"cluster.rollout_devices={config.rollout_devices} is no multiple of rollout.tensor_parallel="
+            f"cluster.rollout_devices={config.rollout_devices} is not a multiple of rollout.tensor_parallel="
             f"{tensor_parallel}\n  every engine takes {tensor_parallel} devices of one machine"
         )
-    engines = tuple(Seat("engine", i, take(tensor_parallel), share) for i in range(count))
+    engines = tuple(Slot("engine", i, take(tensor_parallel), share) for i in range(count))
     return Plan(gpu, tuple(bundles), learners, engines, _cores(nodes, bundles))
 
 
@@ -130,7 +132,7 @@ def _cores(nodes: Sequence[Node], bundles: Sequence[Bundle]) -> int:
     return sum(node.cpus for node in nodes if node.name in used)
 
 
-def _asked(config: ClusterConfig, gpu: bool, tensor_parallel: int) -> str:
+def _requested(config: ClusterConfig, gpu: bool, tensor_parallel: int) -> str:
     device = "GPU" if gpu else "CPU"
     engines = "engines on the learners' devices"
     if config.rollout_devices is not None:
@@ -140,18 +142,17 @@ def _asked(config: ClusterConfig, gpu: bool, tensor_parallel: int) -> str:
     return f"{_count(config.learner_devices, device)} for learners, {engines}{machines}"
 
 
-def _found(nodes: Iterable[Node], gpu: bool) -> str:
-    rows = [f"{n.name}: {_count(n.cpus, 'CPU')}, {_count(n.gpus, 'GPU')}{_most(n, gpu)}" for n in nodes]
+def _available(nodes: Iterable[Node], gpu: bool) -> str:
+    def limit(node: Node) -> str:
+        return "" if gpu or node.per_core == 1 else f"; {node.per_core} processes at a time on a core, at most"
+
+    rows = [f"{n.name}: {_count(n.cpus, 'CPU')}, {_count(n.gpus, 'GPU')}{limit(n)}" for n in nodes]
     return "\n              ".join(rows) or "no machine"
 
 
-def _most(node: Node, gpu: bool) -> str:
-    return "" if gpu or node.per_core == 1 else f"; {node.per_core} processes at a time on a core, at most"
-
-
-def _short(what: str, asked: str, found: str) -> Absent:
+def _too_small(problem: str, requested: str, available: str) -> Absent:
     return Absent(
-        f"{what}\n  asked for   {asked}\n  there is    {found}\n"
+        f"{problem}\n  requested   {requested}\n  available   {available}\n"
         "  lower cluster.learner_devices or cluster.rollout_devices, or join a larger cluster: cluster.address"
     )
 
@@ -160,23 +161,24 @@ def _count(number: int, what: str, plural: str = "s") -> str:
     return f"{number} {what}{'' if number == 1 else plural}"
 
 
-def choose_transport(asked: str, plan: Plan | None) -> tuple[str, str]:
-    """The transport of a run, and why. `plan` is None where engine and learner are one process."""
+def choose_transport(setting: str, plan: Plan | None) -> tuple[str, str]:
+    """The weight transport (`covey.weights`) of a run, and the reason. `plan` is None if engine and learner share a
+    process."""
     if plan is None:
         return "in_process", "the engine samples with the learner's own weights"
     machines = len(plan.nodes)
-    if asked == "shared_memory" and machines > 1:
+    if setting == "shared_memory" and machines > 1:
         raise InputError(
             f"cluster.transport=shared_memory, but the run is on {machines} machines: {', '.join(plan.nodes)}\n"
             "  use cluster.transport=auto, collective, or file"
         )
-    if asked == "collective" and plan.gpu and plan.colocated:
+    if setting == "collective" and plan.gpu and plan.colocated:
         raise InputError(
-            "cluster.transport=collective: NCCL has one member on a GPU, and engines share the learners' GPUs\n"
+            "cluster.transport=collective: NCCL allows one member per GPU, and engines share the learners' GPUs\n"
             "  use cluster.transport=auto, or give engines their own: cluster.rollout_devices"
         )
-    if asked != "auto":
-        return asked, "as asked"
+    if setting != "auto":
+        return setting, "as set"
     if machines == 1:
         return "shared_memory", "all on one machine"
     if plan.gpu and plan.colocated:

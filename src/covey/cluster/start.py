@@ -1,7 +1,7 @@
-"""A Ray cluster for a run: one that is running, or one of this machine's own that ends with the run.
+"""The Ray cluster of a run: a running one that it joins, or one that it starts on this machine and stops at its end.
 
-A cluster of our own listens on 127.0.0.1 alone, wants a token that only this run knows, has no dashboard and reports
-nothing to anybody.
+A cluster started here listens on 127.0.0.1 only, requires a token that only this run has, runs no dashboard and reports
+no usage.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from covey.errors import Absent, InputError
 from covey.imports import install_extra
 
 LOCALHOST = "127.0.0.1"
-PER_CORE = 2  # processes on one core of a machine without a GPU, at most: each has its own copy of the model
-JOIN_SECONDS = 60.0  # in which a running cluster must answer
+PER_CORE = 2  # the most processes per core on a machine without a GPU: each has its own copy of the model
+JOIN_SECONDS = 60.0  # a running cluster must respond within
 
-# Ray itself would try for minutes, in native code that no signal interrupts: so another process tries first.
+# Ray tries for minutes, in native code that no signal interrupts. So another process, which can be killed, tries first.
 _JOIN = """
 import logging, sys
 import ray
@@ -54,7 +54,7 @@ def require_ray() -> None:
 
 
 def address_of(config: ClusterConfig) -> str | None:
-    """Of a running cluster; None: there is none, and one is started."""
+    """The address of a running cluster; None: start one."""
     return config.address or os.environ.get("RAY_ADDRESS") or None
 
 
@@ -65,13 +65,13 @@ def this_machine() -> Node:
 
 
 def own_machine() -> Node:
-    """This machine in a cluster for this run alone: without a GPU, processes may share cores."""
+    """This machine as a cluster of its own: without a GPU, processes may share cores."""
     here = this_machine()
     return here if here.gpus else replace(here, per_core=PER_CORE)
 
 
 def opening(config: ClusterConfig) -> str:
-    """What `open_cluster` is about to do, which may take a while."""
+    """A message that announces what `open_cluster` does next, which may take a while."""
     if in_a_cluster():
         return "cluster=ray: learners and engines load the model in the Ray cluster of this process ..."
     if (address := address_of(config)) is None:
@@ -81,7 +81,7 @@ def opening(config: ClusterConfig) -> str:
 
 @contextmanager
 def open_cluster(config: ClusterConfig) -> Iterator[Cluster]:
-    """Joined or started, and left or stopped. Where this process is in a cluster already, it stays there."""
+    """Join or start a cluster; leave or stop it at the end. A process that is in a cluster already stays in it."""
     require_ray()
     if in_a_cluster():
         yield Cluster(_inventory(), own=False)
@@ -90,7 +90,7 @@ def open_cluster(config: ClusterConfig) -> Iterator[Cluster]:
     with _environment(own=address is None):
         _init(address, config)
         if address is None:
-            os.environ.pop("RAY_AUTH_TOKEN", None)  # Ray has read it; programs and workers that we start must not
+            os.environ.pop("RAY_AUTH_TOKEN", None)  # Ray has read it; programs and workers of the run must not see it
         try:
             yield Cluster((own_machine(),) if address is None else _inventory(), own=address is None)
         finally:
@@ -100,7 +100,7 @@ def open_cluster(config: ClusterConfig) -> Iterator[Cluster]:
 
 
 def in_a_cluster() -> bool:
-    """Whether this process is in one already. Does not import Ray, which is slow."""
+    """Whether this process is connected to a cluster. Does not import Ray, which is slow."""
     return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
 
 
@@ -108,7 +108,7 @@ def _init(address: str | None, config: ClusterConfig) -> None:
     import ray
     from ray._private import auto_init_hook, ray_constants
 
-    auto_init_hook.enable_auto_connect = False  # else a late call, after the run's end, would start another cluster
+    auto_init_hook.enable_auto_connect = False  # otherwise a call after the run's end would start another cluster
     ray._private.worker.print_to_stdstream = relay
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     if address is not None:
@@ -118,57 +118,57 @@ def _init(address: str | None, config: ClusterConfig) -> None:
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise _no_answer(address, f": {last_message(str(error))}") from error
         return
-    ray_constants.ENABLE_RAY_CLUSTER = False  # one machine: every port on the loopback interface
+    ray_constants.ENABLE_RAY_CLUSTER = False  # one machine: bind every port to the loopback interface
     here = this_machine()
-    seats = config.learner_devices + (config.rollout_devices or 0)
-    cpus = here.cpus if here.gpus else max(here.cpus, seats)  # as many as processes, since these may share cores
+    processes = config.learner_devices + (config.rollout_devices or 0)
+    cpus = here.cpus if here.gpus else max(here.cpus, processes)  # processes may share cores
     ray.init(address="local", num_cpus=cpus, num_gpus=here.gpus, include_dashboard=False, **quiet)
 
 
 def _check_answers(address: str) -> None:
-    """Whether this machine can join the cluster there, tried by another process that can be stopped."""
+    """Try to join in another process, which can be stopped."""
     command = [sys.executable, "-c", _JOIN, address]
     try:
-        tried = subprocess.run(command, capture_output=True, text=True, timeout=JOIN_SECONDS, errors="replace")
+        probe = subprocess.run(command, capture_output=True, text=True, timeout=JOIN_SECONDS, errors="replace")
     except subprocess.TimeoutExpired as error:
-        said = (error.stderr or b"").decode(errors="replace").splitlines()
-        reason = f": {last_message(said[0])}" if said else ""
+        lines = (error.stderr or b"").decode(errors="replace").splitlines()
+        reason = f": {last_message(lines[0])}" if lines else ""
         raise _no_answer(address, f" within {JOIN_SECONDS:g} s{reason}") from error
-    if tried.returncode != 0:
-        raise _no_answer(address, f": {last_message(tried.stderr)}")
+    if probe.returncode != 0:
+        raise _no_answer(address, f": {last_message(probe.stderr)}")
 
 
 def _no_answer(address: str, how: str) -> InputError:
     return InputError(
         f"no Ray cluster answers at {address}{how}\n"
         "  check that it runs (ray status), that Ray's versions are equal, and that RAY_AUTH_TOKEN is its token\n"
-        "  or leave cluster.address and RAY_ADDRESS out: then one is started on this machine"
+        "  or unset cluster.address and RAY_ADDRESS: then one is started on this machine"
     )
 
 
 @contextmanager
 def _environment(*, own: bool) -> Iterator[None]:
-    """What Ray and its processes read when they start; put back afterwards."""
-    wanted = {"RAY_USAGE_STATS_ENABLED": "0"}
+    """Environment variables that Ray and its processes read when they start; restored afterwards."""
+    variables = {"RAY_USAGE_STATS_ENABLED": "0"}
     if own:
-        wanted |= {
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # how Ray spells "one machine only"
+        variables |= {
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray's switch for "one machine only"
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
         }
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    _read_again()
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    _reload_settings()
     try:
         yield
     finally:
         for name, value in before.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
-        _read_again()
+        _reload_settings()
 
 
-def _read_again() -> None:
-    """Ray remembers what it read when it was imported. Older versions know no tokens."""
+def _reload_settings() -> None:
+    """Make Ray read the environment again: it caches it at import. Older versions have no tokens."""
     raylet: Any = importlib.import_module("ray._raylet")
     if hasattr(raylet, "AuthenticationTokenLoader"):
         raylet.AuthenticationTokenLoader.instance().reset_cache()
@@ -179,8 +179,8 @@ def _inventory() -> tuple[Node, ...]:
     import ray
 
     rows = [row for row in ray.nodes() if row["Alive"]]
-    found = [
+    nodes = [
         Node(r["NodeManagerAddress"], int(r["Resources"].get("CPU", 0)), int(r["Resources"].get("GPU", 0)))
         for r in rows
     ]
-    return tuple(sorted(found, key=lambda node: node.name))
+    return tuple(sorted(nodes, key=lambda node: node.name))

@@ -17,7 +17,7 @@ import torch
 
 from covey.config.schema import ModelConfig
 from covey.errors import Absent, InputError, nearest, unknown
-from covey.memory import keep_freed_memory, without_plans_by_shape
+from covey.memory import disable_cudnn_attention, keep_freed_memory
 from covey.models.adapters import adapter_base, check_adapter_fits, with_new_adapter, with_saved_adapter
 from covey.models.builtin import BUILTIN, builtin_folder
 from covey.models.folder import (
@@ -186,7 +186,7 @@ def load_policy(source: ModelSource, config: ModelConfig, *, seed: int = 0) -> A
     if device.type == "cpu":
         keep_freed_memory()
     else:
-        without_plans_by_shape()
+        disable_cudnn_attention()
     with explained(source.name):
         model = load_weights(
             AutoModelForCausalLM,

@@ -1,6 +1,8 @@
-"""From tasks to scored groups: runs an agent on every attempt at once and scores what comes back.
+"""From tasks to scored groups: `Collector` runs an agent on all attempts concurrently and scores the episodes;
+`TrainingSource` collects the groups of each training step.
 
-A failure of the infrastructure stays on its episode as data; a model's own mistake is an answer like any other.
+A failure of the infrastructure is recorded on its episode and does not raise. A mistake of the model is a reply like
+any other.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from covey.rollout.rendering import Renderer
 from covey.types import Collected, Episode, Failure, Group, RewardTable, Sampling, StopReason, Task
 
 TaskBatch = Callable[[int], Sequence[Task]]
-FreshTasks = Callable[[int, int, int, Collection[str]], Sequence[Task]]  # step, round, how many, ids tried already
+FreshTasks = Callable[[int, int, int, Collection[str]], Sequence[Task]]  # step, round, count, ids tried already
 
 
 @dataclass(frozen=True)
@@ -44,28 +46,31 @@ class Collector:
         *,
         greedy_baseline: bool = False,
     ) -> list[Group]:
-        """Every task attempted `attempts` times, scored, in task order; with `greedy_baseline` once more, greedily."""
-        together = self.reward.groupwise
-        known: dict[str, tuple[int, ...]] = {}
+        """Attempt every task `attempts` times and score the episodes, in task order. `greedy_baseline`: one more,
+        greedy attempt."""
+        groupwise = self.reward.groupwise
+        first_prompts: dict[str, tuple[int, ...]] = {}
         jobs = [
-            self._attempt(task, sampling, (self.seed, *stream, task.id, attempt), known, score=not together)
+            self._attempt(task, sampling, (self.seed, *stream, task.id, attempt), first_prompts, score=not groupwise)
             for task in tasks
             for attempt in range(attempts)
         ]
         if greedy_baseline:
             greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-            names = [(self.seed, *stream, task.id, "greedy") for task in tasks]
-            jobs += [self._attempt(task, greedy, n, known, score=True) for task, n in zip(tasks, names, strict=True)]
+            jobs += [
+                self._attempt(task, greedy, (self.seed, *stream, task.id, "greedy"), first_prompts, score=True)
+                for task in tasks
+            ]
         episodes = await asyncio.gather(*jobs)
         count = len(tasks) * attempts
         groups = [episodes[i : i + attempts] for i in range(0, count, attempts)]
-        if together:
-            groups = await asyncio.gather(*map(self._score_together, tasks, groups))
+        if groupwise:
+            groups = await asyncio.gather(*map(self._score_group, tasks, groups))
         baselines: list[Episode | None] = [*episodes[count:]] or [None] * len(tasks)
-        return [Group(task, tuple(group), last) for task, group, last in zip(tasks, groups, baselines, strict=True)]
+        return [Group(task, tuple(group), one) for task, group, one in zip(tasks, groups, baselines, strict=True)]
 
     async def answer(self, task: Task, sampling: Sampling) -> Episode:
-        """One attempt that is not scored."""
+        """One attempt, not scored."""
         return await self._attempt(task, sampling, (self.seed, "ask", task.id), {}, score=False)
 
     async def _attempt(
@@ -73,11 +78,11 @@ class Collector:
         task: Task,
         sampling: Sampling,
         stream: tuple[object, ...],
-        known: dict[str, tuple[int, ...]],
+        first_prompts: dict[str, tuple[int, ...]],
         *,
         score: bool,
     ) -> Episode:
-        """One episode and its reward, within agent.max_seconds; waiting for the model does not count."""
+        """One episode and its reward, within agent.max_seconds, not counting the time that the engine takes."""
         deadline = asyncio.timeout(self.max_seconds)
         policy = EpisodePolicy(
             self.engine,
@@ -85,7 +90,7 @@ class Collector:
             sampling,
             stream,
             deadline=deadline,
-            first_prompts=known,
+            first_prompts=first_prompts,
             max_response_tokens=self.max_response_tokens,
         )
         started, cause = time.monotonic(), "agent"
@@ -93,17 +98,17 @@ class Collector:
             async with deadline:
                 episode = await self.agent.run(policy, task)
                 if not episode.turns:
-                    raise NothingSaid("no reply could be sampled: the first prompt leaves no room for one")
+                    raise NoReply("no reply could be sampled: the first prompt leaves no room for one")
                 episode = replace(episode, cut_by=_cut_by(episode, policy))
                 cause = "reward"
                 rewards = await self.reward(task, episode) if score else episode.rewards
                 return replace(episode, rewards=rewards, seconds=time.monotonic() - started)
         except TimeoutError as error:
             message = f"{type(error).__name__}: {error}"
-            if deadline.expired():  # otherwise it is one of the agent's own
+            if deadline.expired():  # otherwise the agent raised it
                 cause, message = "timeout", f"the episode took longer than agent.max_seconds={self.max_seconds:g}"
         except (InputError, RunFailed):
-            raise  # a user's mistake or a dead engine ends the run, it is not one episode's bad luck
+            raise  # a user's mistake or a dead engine ends the run
         except EpisodeError as error:
             cause, message = error.cause, str(error)
         except (Exception, SystemExit) as error:
@@ -111,8 +116,8 @@ class Collector:
         seconds = time.monotonic() - started
         return Episode(task, tuple(policy.turns), task.messages, failure=Failure(cause, hide(message)), seconds=seconds)
 
-    async def _score_together(self, task: Task, episodes: Sequence[Episode]) -> list[Episode]:
-        """Rewards that compare attempts need all of them; if one of those raises, the whole group is lost."""
+    async def _score_group(self, task: Task, episodes: Sequence[Episode]) -> list[Episode]:
+        """Rewards that compare attempts need all of them. If such a reward raises, the whole group fails."""
         try:
             async with asyncio.timeout(self.max_seconds):
                 tables = await self.reward.group(task, episodes)
@@ -131,17 +136,17 @@ class Collector:
 
 @dataclass(frozen=True)
 class Refill:
-    """Dynamic sampling: zero-variance groups are replaced by fresh ones, in at most `rounds` rounds. A group has a
-    learning signal if its total rewards differ, from each other or from the greedy attempt's; with `per_reward`, if any
-    single reward differs."""
+    """Dynamic sampling: zero-variance groups are replaced by new ones, in at most `rounds` rounds. A group has a
+    learning signal if its total rewards differ, among each other or from the greedy attempt's; with `per_reward`, if
+    any single reward differs."""
 
-    weights: Mapping[str, float]  # of the rewards that count
+    weights: Mapping[str, float]  # of the rewards in the total
     per_reward: bool
     rounds: int
     fresh: FreshTasks
 
     def has_signal(self, group: Group) -> bool:
-        episodes = _everyone(group)
+        episodes = _all_episodes(group)
         if self.per_reward:
             columns = [{e.rewards.get(name) for e in episodes} - {None} for name in self.weights]
             return any(len(column) > 1 for column in columns)
@@ -149,7 +154,7 @@ class Refill:
 
 
 class TrainingSource:
-    """The groups of each training step, one after the other: collection waits for the policy (staleness 0)."""
+    """The groups of each training step, sampled synchronously: staleness 0."""
 
     def __init__(
         self,
@@ -170,44 +175,44 @@ class TrainingSource:
         self.greedy_baseline = greedy_baseline
         self.refill = refill
         self.step = 0
-        self.taken: tuple[Task, ...] = ()  # tasks of the groups that were handed over last
+        self.taken: tuple[Task, ...] = ()  # tasks of the groups that `next` returned last
 
     async def next(self) -> Collected:
-        """Groups that can be learned from. Failed episodes leave their group; a group left too small is dropped; where
-        groups without signal are refilled, those that stay empty-handed are set aside."""
+        """Groups with a learning signal. Failed episodes are removed from their group, and groups that become too small
+        are dropped. With `refill`, zero-variance groups are set aside and replaced."""
         tasks = self.batch(self.step)
         raw = await self._collect(tasks, ("train", self.step))
-        wanted, rounds = len(tasks), 0
+        target, rounds = len(tasks), 0
         while self.refill is not None and rounds < self.refill.rounds:
-            missing = wanted - len(self._sort(raw)[0])
+            missing = target - len(self._sort(raw)[0])
             fresh = self.refill.fresh(self.step, rounds, missing, {g.task.id for g in raw}) if missing > 0 else ()
             if not fresh:
                 break
             rounds += 1
             raw += await self._collect(fresh, ("train", self.step, "refill", rounds))
-        return self._collected(raw, wanted, rounds)
+        return self._collected(raw, target, rounds)
 
-    def _collected(self, raw: Sequence[Group], wanted: int, refills: int) -> Collected:
-        """What there is to learn from among all that was sampled, and what became of the rest."""
-        good, flat = self._sort(raw)
-        failed = [e.failure for g in raw for e in _everyone(g) if e.failure]
+    def _collected(self, raw: Sequence[Group], target: int, refills: int) -> Collected:
+        """Sort the sampled groups, and count failures and cut-off episodes."""
+        good, zero_variance = self._sort(raw)
+        failed = [e.failure for g in raw for e in _all_episodes(g) if e.failure]
         failures = Counter(failure.cause for failure in failed)
         examples = {failure.cause: failure.message for failure in reversed(failed)}  # the first of each
-        cut = Counter(e.cut_by for g in raw for e in _everyone(g) if e.cut_by is not None)
-        if not good and not flat:
+        cut = Counter(e.cut_by for g in raw for e in _all_episodes(g) if e.cut_by is not None)
+        if not good and not zero_variance:
             raise NothingCompleted(_diagnosis(raw, failures, examples))
-        if not good:  # nothing differs anywhere: better a step without signal than none
-            good, flat = flat[:wanted], flat[wanted:]
-        dropped = len(raw) - len(good) - len(flat)
+        if not good:  # a step without signal is better than no step
+            good, zero_variance = zero_variance[:target], zero_variance[target:]
+        dropped = len(raw) - len(good) - len(zero_variance)
         self.taken = tuple(group.task for group in good)
         return Collected(
             tuple(good),
-            tuple(flat),
+            tuple(zero_variance),
             refills,
             dict(failures),
             examples,
             dropped,
-            attempts=sum(len(_everyone(group)) for group in raw),
+            attempts=sum(len(_all_episodes(group)) for group in raw),
             cut=dict(cut),
         )
 
@@ -226,7 +231,7 @@ class TrainingSource:
         ]
 
     def _sort(self, raw: Sequence[Group]) -> tuple[list[Group], list[Group]]:
-        """Groups to learn from and groups without signal, both without their failed episodes."""
+        """Groups with a signal and zero-variance groups, both without failed episodes."""
         whole = [g for g in raw if g.baseline is None or g.baseline.failure is None]
         kept = [replace(g, episodes=tuple(e for e in g.episodes if not e.failure)) for g in whole]
         kept = [g for g in kept if len(g.episodes) >= self.min_group_size]
@@ -238,14 +243,14 @@ class TrainingSource:
         self.step = version
 
     def close(self) -> None:
-        """Nothing is under way between two steps."""
+        """Nothing is sampled between two steps."""
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: nothing is kept from one step to the next."""
+        """For checkpoints. Nothing is kept from one step to the next."""
         return {}
 
     def restore(self, state: dict[str, Any], step: int) -> None:
-        """What `state` said in an earlier process, which is at that step."""
+        """Continue from a checkpoint's `state`, at that step."""
         self.step = step
 
 
@@ -257,12 +262,13 @@ def _with_rewards(episode: Episode, table: RewardTable | EpisodeError) -> Episod
     return replace(episode, rewards=table)
 
 
-def _everyone(group: Group) -> tuple[Episode, ...]:
+def _all_episodes(group: Group) -> tuple[Episode, ...]:
     return group.episodes if group.baseline is None else (*group.episodes, group.baseline)
 
 
 def unscored_is_failed(episode: Episode, names: Collection[str]) -> Episode:
-    """An attempt that no reward scored is not worth 0: it is left out, and counted. Extras are no scores."""
+    """An episode that no reward has scored is not worth 0: it counts as failed. `names` excludes extras, which are not
+    scores."""
     if episode.failure is not None or any(episode.rewards.get(name) is not None for name in names):
         return episode
     if episode.cut_by is not None:
@@ -279,47 +285,47 @@ def limit_name(cut_by: str) -> str:
 def _cut_by(episode: Episode, policy: EpisodePolicy) -> str | None:
     match episode.stop:
         case StopReason.LENGTH:
-            return policy.cut_by or "rollout.max_tokens"  # none where the agent samples by itself
+            return policy.cut_by or "rollout.max_tokens"  # unknown if the agent samples by itself
         case StopReason.TURNS:
             return "agent.max_turns"
     return None
 
 
-class NothingSaid(EpisodeError):
-    """An episode without a single reply."""
+class NoReply(EpisodeError):
+    """An episode without any reply."""
 
     cause = "no_room"
 
 
 class NothingCompleted(RunFailed):
-    """Every group of a step was lost."""
+    """All groups of a step failed."""
 
 
 _LIKELY_FIX = {
     "timeout": "raise agent.max_seconds, or lower rollout.max_tokens",
-    "reward": "run the reward on one episode by hand; it raised on every answer",
-    "reward_timeout": "raise reward.seconds, or make the reward quicker",
-    "reward_crash": "run the reward on one episode by hand; its process died on every answer",
-    "judge": "see that the judge's endpoint answers: reward.options.judge.url",
+    "reward": "run the reward on one episode by hand; it raised on every one",
+    "reward_timeout": "raise reward.seconds, or make the reward faster",
+    "reward_crash": "run the reward on one episode by hand; its process died on every one",
+    "judge": "check that the judge's endpoint responds: reward.options.judge.url",
     "tool_timeout": "raise agent.tool_seconds, or the tool's own timeout",
     "tool_crash": "call the tool once by hand; its process died in every episode",
-    "search": "see that the search server answers, and that its key is right",
+    "search": "check that the search server responds, and its key",
     "sandbox": "see covey doctor: no sandbox could be started",
-    "mcp": "see that the tool server answers",
+    "mcp": "check that the tool server responds",
     "environment": "run the environment once by hand; it raised in every episode",
     "environment_timeout": "raise agent.tool_seconds: reset or step took longer in every episode",
     "no_room": "shorten the prompts, or raise model.context_length or agent.max_response_tokens",
     "nonfinite": "try model.dtype=float32 or bfloat16; if the weights are broken, go back to an earlier checkpoint",
     "truncated": "raise that limit, or give the environment a method end(reason) that scores unfinished episodes",
     "unscored": "return a number from the reward; None means that an attempt cannot be scored",
-    "abandoned": "start the program that plays the attempts: it comes for them with POST /episodes (docs/gateway.md)",
-    "program": "run agent.command by hand against covey serve; its last words are above",
+    "abandoned": "start the program that plays the attempts: it fetches them with POST /episodes (docs/gateway.md)",
+    "program": "run agent.command by hand against covey serve; its last output is above",
     "agent": "the agent raised on every attempt; try it on one task with covey sample",
 }
 
 
 def _diagnosis(raw: Sequence[Group], failures: Counter[str], examples: dict[str, str]) -> str:
-    lines = [f"No training tasks completed: {len(raw)} groups of {len(raw[0].episodes)} attempts were all lost"]
+    lines = [f"No training tasks completed: all {len(raw)} groups of {len(raw[0].episodes)} attempts failed"]
     for cause, count in failures.most_common():
         lines += [
             f"  {count} × {cause}: {_limits(raw) if cause == 'truncated' else examples[cause]}",
@@ -329,9 +335,9 @@ def _diagnosis(raw: Sequence[Group], failures: Counter[str], examples: dict[str,
 
 
 def _limits(raw: Sequence[Group]) -> str:
-    """The limits that cut episodes off before they could be scored, the most frequent first."""
-    failed = [e for g in raw for e in _everyone(g) if e.failure is not None and e.failure.cause == "truncated"]
-    found = Counter(limit_name(e.cut_by or "") for e in failed).most_common()
-    if len(found) == 1:
-        return f"cut off by {found[0][0]}, and not scored"
-    return f"cut off by {', '.join(f'{limit} ({count})' for limit, count in found)}, and not scored"
+    """The limits that cut episodes off before they were scored, the most frequent first."""
+    failed = [e for g in raw for e in _all_episodes(g) if e.failure is not None and e.failure.cause == "truncated"]
+    limits = Counter(limit_name(e.cut_by or "") for e in failed).most_common()
+    if len(limits) == 1:
+        return f"cut off by {limits[0][0]}, and not scored"
+    return f"cut off by {', '.join(f'{limit} ({count})' for limit, count in limits)}, and not scored"

@@ -1,7 +1,8 @@
-"""What an agent talks to: an engine, with this episode's sampling settings and random stream, that remembers.
+"""`EpisodePolicy`: what an agent samples from. It adds the sampling settings and the random stream of one episode to
+the engine, and records the turns.
 
-An agent asks with messages. Where they go on from something it asked before, the prompt goes on from those tokens, so
-one row of tokens is trained on however many turns an episode has.
+An agent passes messages. If they extend an earlier conversation of the episode, the prompt extends its tokens, so an
+episode of many turns is trained on as one row.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from typing import Any
 
 from covey.errors import EpisodeError
 from covey.protocols import NoRoom, Reply, RolloutEngine
-from covey.rollout.rendering import CONTEXT_USED_UP, Renderer, Said, Tools
+from covey.rollout.rendering import CONTEXT_USED_UP, PastReply, Renderer, Tools
 from covey.streams import stream_seed
 from covey.types import Completion, Messages, Sampling, StopReason, Turn
 
 CONTEXT = "model.context_length"
-LONG = 2**16  # characters of messages and tools that are not rendered on the event loop
+LONG = 2**16  # characters: longer messages and tools are rendered in a thread
 
 
 class NotFinite(EpisodeError):
-    """A reply whose log-probs are no numbers: nothing can be learned from it, and its tokens mean nothing."""
+    """A reply with non-finite log-probs: its tokens are meaningless and cannot be trained on."""
 
     cause = "nonfinite"
 
 
 class EpisodePolicy:
-    """One episode's view of the engine. Each turn draws from its own stream and is kept, ids and log-probs."""
+    """One episode's view of the engine. Each turn samples from a stream of its own and is recorded."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class EpisodePolicy:
         first_prompts: dict[str, tuple[int, ...]] | None = None,
         max_response_tokens: int | None = None,
     ) -> None:
-        """`first_prompts`: those that other attempts have rendered; all attempts at a task begin with the same."""
+        """`first_prompts`: prompts rendered by other attempts; all attempts at a task start with the same."""
         self.engine = engine
         self.renderer = renderer
         self.sampling = sampling
@@ -52,25 +53,25 @@ class EpisodePolicy:
         self.first_prompts = {} if first_prompts is None else first_prompts
         self.max_response_tokens = max_response_tokens
         self._turns: dict[int, Turn] = {}
-        self._granted: dict[int, int] = {}  # tokens that replies under way may have
-        self._said: list[Said] = []
-        self._asked = 0  # turns begun: several may be sampled at once, each from its own stream
+        self._granted: dict[int, int] = {}  # token limits of the replies in progress
+        self._replies: list[PastReply] = []
+        self._started = 0  # turns: several may be sampled concurrently, each from its own stream
         self._rendering = asyncio.Lock()
-        self._rendered: tuple[Any, tuple[int, ...]] | None = None  # the last long messages, and their prompt
-        self._waiting = 0  # how many reasons there are for the clock to stand still
-        self._left = 0.0  # seconds of the episode when it was stopped
-        self.cut_by: str | None = None  # the limit that ended the last reply, or left no room for one (Episode.cut_by)
+        self._rendered: tuple[Any, tuple[int, ...]] | None = None  # the last long messages and their prompt
+        self._waiting = 0  # callers of `waiting`, which stops the clock
+        self._remaining = 0.0  # seconds of the episode when the clock was stopped
+        self.cut_by: str | None = None  # limit that ended or prevented the last reply (Episode.cut_by)
 
     @property
     def turns(self) -> list[Turn]:
-        """In the order in which they were asked for."""
+        """In the order in which they were requested."""
         return [self._turns[number] for number in sorted(self._turns)]
 
     def render(self, messages: Messages, tools: Tools = None) -> tuple[int, ...]:
-        """Prompt ids of messages; what was asked or sampled before keeps its ids."""
-        for said in sorted(self._said, key=lambda said: -len(said.messages)):
-            if said.opens(messages, tools):
-                ids = self.renderer.next_prompt(said, messages[len(said.messages) + 1 :])
+        """Prompt ids of messages. Earlier prompts and sampled tokens keep their ids."""
+        for reply in sorted(self._replies, key=lambda reply: -len(reply.messages)):
+            if reply.is_continued_by(messages, tools):
+                ids = self.renderer.next_prompt(reply, messages[len(reply.messages) + 1 :])
                 return self.renderer.prompt(messages, tools) if ids is None else ids
         if self._turns:
             return self.renderer.prompt(messages, tools)
@@ -80,14 +81,14 @@ class EpisodePolicy:
         return self.first_prompts[key]
 
     async def _prompt(self, messages: Messages, tools: Tools) -> tuple[int, ...]:
-        """As `render`, but where there is much to render it is done in a thread, while the event loop serves others.
-        Replies to the same messages that are asked for together share one rendering."""
+        """As `render`, but long messages are rendered in a thread, so that the event loop can serve others. Concurrent
+        requests with the same messages share one rendering."""
         if sum(len(str(message)) for message in messages) + len(str(tools)) < LONG:
             return self.render(messages, tools)
-        asked = (tuple(messages), tools)
+        key = (tuple(messages), tools)
         async with self._rendering:
-            if self._rendered is None or self._rendered[0] != asked:
-                self._rendered = (asked, await asyncio.to_thread(self.render, *asked))
+            if self._rendered is None or self._rendered[0] != key:
+                self._rendered = (key, await asyncio.to_thread(self.render, *key))
             return self._rendered[1]
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -99,8 +100,8 @@ class EpisodePolicy:
     def plain(self, text: str) -> str:
         return self.renderer.plain(text)
 
-    async def generate(self, token_ids: Sequence[int], **how: Any) -> Completion:
-        turn = await self._turn(token_ids, **how)
+    async def generate(self, token_ids: Sequence[int], **settings: Any) -> Completion:
+        turn = await self._turn(token_ids, **settings)
         return Completion(turn.completion_ids, turn.logprobs, turn.versions, turn.stop)
 
     async def _turn(
@@ -113,8 +114,8 @@ class EpisodePolicy:
         temperature: float | None = None,
         top_p: float | None = None,
     ) -> Turn:
-        number, (setting, room) = self._asked, self._room(len(token_ids))
-        limit = min(room, max_tokens or room)
+        number, (setting, available) = self._started, self._tightest_limit(len(token_ids))
+        limit = min(available, max_tokens or available)
         sampling = replace(
             self.sampling,
             seed=stream_seed(*self.stream, number),
@@ -123,7 +124,7 @@ class EpisodePolicy:
             temperature=self.sampling.temperature if temperature is None else temperature,
             top_p=self.sampling.top_p if top_p is None else top_p,
         )
-        self._asked += 1
+        self._started += 1
         self._granted[number] = limit
         try:
             with self.waiting():
@@ -137,18 +138,18 @@ class EpisodePolicy:
         turn = Turn(tuple(token_ids), done.token_ids, done.logprobs, done.versions, done.stop, trained=trained)
         self._turns[number] = turn
         if turn.stop is StopReason.LENGTH:
-            self.cut_by = setting if limit == room else "request"
+            self.cut_by = setting if limit == available else "request"
         return turn
 
-    def _room(self, prompt_tokens: int) -> tuple[str, int]:
-        """The tightest token limit of the next reply: its setting and what is left of it. Raises `NoRoom` at 0."""
-        left = {"rollout.max_tokens": self.sampling.max_tokens}
+    def _tightest_limit(self, prompt_tokens: int) -> tuple[str, int]:
+        """The setting that limits the next reply most, and the tokens it allows. Raises `NoRoom` at 0."""
+        allowed = {"rollout.max_tokens": self.sampling.max_tokens}
         if self.max_response_tokens is not None:
             used = sum(len(turn.completion_ids) for turn in self._turns.values()) + sum(self._granted.values())
-            left["agent.max_response_tokens"] = self.max_response_tokens - used
+            allowed["agent.max_response_tokens"] = self.max_response_tokens - used
         if self.renderer.context_length is not None:
-            left[CONTEXT] = self.renderer.context_length - prompt_tokens
-        setting, tokens = min(left.items(), key=lambda pair: pair[1])
+            allowed[CONTEXT] = self.renderer.context_length - prompt_tokens
+        setting, tokens = min(allowed.items(), key=lambda pair: pair[1])
         if tokens < 1:
             self.cut_by = setting
             raise NoRoom(CONTEXT_USED_UP if setting == CONTEXT else f"no room for a reply: {setting} is used up")
@@ -156,13 +157,13 @@ class EpisodePolicy:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Waiting for the model, or for a place to run, is not the episode's fault: it depends on the others."""
+        """Stop the episode's clock: time spent waiting for the engine or for a worker depends on other episodes."""
         if self.deadline is None:
             yield
             return
         loop = asyncio.get_running_loop()
         if not self._waiting:
-            self._left = (self.deadline.when() or loop.time()) - loop.time()
+            self._remaining = (self.deadline.when() or loop.time()) - loop.time()
             self.deadline.reschedule(None)
         self._waiting += 1
         try:
@@ -170,8 +171,8 @@ class EpisodePolicy:
         finally:
             self._waiting -= 1
             if not self._waiting:
-                with suppress(RuntimeError):  # the episode was ended meanwhile
-                    self.deadline.reschedule(loop.time() + self._left)
+                with suppress(RuntimeError):  # the episode has ended meanwhile
+                    self.deadline.reschedule(loop.time() + self._remaining)
 
     async def ask(
         self,
@@ -184,7 +185,7 @@ class EpisodePolicy:
         temperature: float | None = None,
         top_p: float | None = None,
     ) -> Reply:
-        """The reply to messages; a stop string that ended it is cut off its text."""
+        """The reply to messages. A stop string that ended it is removed from its text."""
         try:
             prompt = await self._prompt(messages, tools)
         except NoRoom:  # longer than the context
@@ -198,12 +199,12 @@ class EpisodePolicy:
             ends = [at for end in (*self.sampling.stop, *stop) if (at := text.find(end)) >= 0]
             text = text[: min(ends)] if ends else text
         message = {"role": "assistant", "content": text}
-        self._said.append(Said(tuple(messages), tools, prompt, turn.completion_ids, turn.stop, message))
+        self._replies.append(PastReply(tuple(messages), tools, prompt, turn.completion_ids, turn.stop, message))
         return Reply(text, turn.stop, turn)
 
     def remember(self, message: Mapping[str, Any]) -> None:
-        """How the last reply is written among the messages of later turns, where that is not its text alone."""
-        self._said[-1] = replace(self._said[-1], message=message)
+        """Set the message that represents the last reply in later turns, if it is not just its text."""
+        self._replies[-1] = replace(self._replies[-1], message=message)
 
     async def chat(self, messages: Messages) -> str:
         """The reply to messages, as text."""

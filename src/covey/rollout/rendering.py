@@ -1,15 +1,14 @@
-"""Messages → token ids, token for token: what was sampled stays as it was sampled.
+"""Messages → token ids through the chat template. Sampled tokens keep their ids.
 
-The first prompt of a conversation is rendered whole. A later one is what is there already (the earlier prompt and the
-sampled ids) followed by what the chat template adds: the end of the reply where the model did not sample it, the new
-messages, and the beginning of the next reply. That addition is the difference of two renderings, so earlier turns are
-never tokenised again. Templates write replies in a form of their own (trimmed, JSON spaced otherwise): that changes
-nothing here.
+The first prompt of a conversation is rendered whole. A later prompt is the earlier prompt and the sampled ids, followed
+by what the template adds: the end of turn if the model did not sample it, the new messages, and the generation prompt.
+The addition is the difference of two renderings, so earlier turns are never tokenised again, even if the template would
+write them differently (trimmed, other JSON spacing).
 
-A template may also rewrite the past: leave out thinking or the words beside a call, shorten old tool results, or write
-a reply without the `<think>` that opened it in the prompt. The next prompt must then be what the model will be given in
-use, so it is rendered whole, and the episode forks. A prompt continues an earlier one only if the rendering of all
-messages begins with the rendering that the policy was given, goes on with the whole reply, and ends with what is added.
+A template may also rewrite history: drop thinking or the text beside a call, shorten old tool results, or write a reply
+without the `<think>` of its prompt. The next prompt must then be what the model will see in use, so it is rendered
+whole and the episode forks. A prompt continues an earlier one only if the rendering of all messages is the rendering of
+the earlier prompt, the whole reply, and the addition.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from covey.types import Messages, StopReason, Turn
 Tools = Sequence[Mapping[str, Any]] | None
 
 PIECE = 2**16  # characters
-ADDED_BY_A_CUT = 256  # tokens, at most: a cut through a text changes only the tokens around it
+CUT_TOKENS = 256  # the most tokens that cutting a text can add: only tokens at the cut change
 CONTEXT_USED_UP = "no room for a reply: the model's context is used up"
 MARK = "covey-marks-this-place"
-# Some tokenizers have these as special tokens, which decoding drops.
+# Special tokens in some tokenizers, which decoding would drop.
 CALL_MARKS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<tool_call>", "</tool_call>")
 
 
 class ChatTokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that is used here."""
+    """The methods of a Hugging Face tokenizer that are used here."""
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
 
@@ -53,8 +52,8 @@ class ChatTokenizer(Protocol):
 
 
 @dataclass(frozen=True)
-class Said:
-    """A reply and what it was a reply to. `message` is how it is written among messages from now on."""
+class PastReply:
+    """A reply and its prompt. `message` represents the reply in the messages of later turns."""
 
     messages: tuple[Mapping[str, Any], ...]
     tools: Tools
@@ -67,8 +66,8 @@ class Said:
     def ids(self) -> tuple[int, ...]:
         return self.prompt_ids + self.sampled_ids
 
-    def opens(self, messages: Messages, tools: Tools) -> bool:
-        """Whether messages are this conversation, its reply, and something new."""
+    def is_continued_by(self, messages: Messages, tools: Tools) -> bool:
+        """True if `messages` are this conversation, its reply, and at least one new message."""
         length = len(self.messages)
         return (
             len(messages) > length + 1
@@ -84,100 +83,100 @@ def _same(message: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 class Renderer:
-    """A tokenizer's chat template, in both directions."""
+    """Renders messages with a tokenizer's chat template, and decodes replies."""
 
     def __init__(self, tokenizer: ChatTokenizer, context_length: int | None = None) -> None:
-        """A prompt that is far longer than `context_length` raises `NoRoom` before all of it is tokenised."""
+        """A prompt far longer than `context_length` raises `NoRoom` before it is fully tokenised."""
         self.tokenizer = tokenizer
         self.context_length = context_length
 
     def prompt(self, messages: Messages, tools: Tools = None) -> tuple[int, ...]:
-        """Messages → prompt ids, ready for the assistant's answer."""
+        """Messages → prompt ids, with the generation prompt."""
         return self._bounded(self._text(messages, tools, reply_next=True))
 
-    def next_prompt(self, said: Said, new: Messages) -> tuple[int, ...] | None:
-        """The prompt after a reply and new messages, continuing the ids of before; None where the template now writes
-        the earlier messages or the reply differently, so that the conversation must be rendered anew."""
-        given = self._text(said.messages, said.tools, reply_next=True)
-        raw = self.decode(said.sampled_ids[:-1] if said.stop is StopReason.EOS else said.sampled_ids, special=True)
-        forms = [
-            (written, text)
-            for written in (said.message, {"role": "assistant", "content": raw})
-            if (text := self._try([*said.messages, written, *new], said.tools, reply_next=True)) is not None
+    def next_prompt(self, reply: PastReply, new: Messages) -> tuple[int, ...] | None:
+        """The prompt after a reply and new messages, extending the ids of the reply. None if the template rewrites the
+        earlier messages or the reply, so that the conversation must be rendered whole."""
+        prompt = self._text(reply.messages, reply.tools, reply_next=True)
+        raw = self.decode(reply.sampled_ids[:-1] if reply.stop is StopReason.EOS else reply.sampled_ids, special=True)
+        renderings = [
+            (message, text)
+            for message in (reply.message, {"role": "assistant", "content": raw})
+            if (text := self._try([*reply.messages, message, *new], reply.tools, reply_next=True)) is not None
         ]
-        for written, after in forms:
-            addition = self._after_reply(said, written, after, given + raw)
-            # Compared with the message itself; with its text alone only where the template refuses the message.
-            if addition is not None and _joins(forms[0][1], given, raw, forms[0][0], addition):
-                return said.ids + self._addition(addition, said)
+        for message, text in renderings:
+            addition = self._after_reply(reply, message, text, prompt + raw)
+            # Checked against the message itself, or against the raw text if the template rejects the message.
+            if addition is not None and _is_continuation(renderings[0][1], prompt, raw, renderings[0][0], addition):
+                return reply.ids + self._addition(addition, reply)
         return None
 
-    def _after_reply(self, said: Said, written: Mapping[str, Any], after: str, spoken: str) -> str | None:
-        """What the rendering `after` has behind the reply: its end, the new messages, the beginning of the next reply.
-        None where the end of the reply is not found."""
-        before = self._try([*said.messages, written], said.tools, reply_next=False)
-        if before is not None and after.startswith(before):
-            return self.tail + after[len(before) :]
-        # Some templates write the last reply differently from one that is followed by something.
-        return after[len(spoken) :] if after.startswith(spoken + self.tail) else None
+    def _after_reply(self, reply: PastReply, message: Mapping[str, Any], text: str, sampled: str) -> str | None:
+        """What the rendering `text` has after the reply: end of turn, new messages, generation prompt. None if the end
+        of the reply is not found."""
+        before = self._try([*reply.messages, message], reply.tools, reply_next=False)
+        if before is not None and text.startswith(before):
+            return self.tail + text[len(before) :]
+        # Some templates write the last reply differently from one that is followed by messages.
+        return text[len(sampled) :] if text.startswith(sampled + self.tail) else None
 
     def reply(
         self, messages: Messages, message: Mapping[str, Any], tools: Tools, ends: Sequence[int]
     ) -> tuple[int, ...]:
-        """What the model would have had to sample to say `message` after `messages`: the ids of the text that the
-        template writes for it, and the token that ends a turn, one of `ends`."""
-        asked = self._text(messages, tools, reply_next=True)
+        """The ids that the model would have sampled for `message` after `messages`: the text that the template writes
+        for it, and the token that ends the turn, one of `ends`."""
+        prompt = self._text(messages, tools, reply_next=True)
         whole = self._text([*messages, message], tools, reply_next=False)
-        begun = self._text(messages, tools, reply_next=False) + self.head
-        # A prompt may open what is no part of a past reply (thinking): then the reply follows the plain beginning.
-        shown = next((whole[len(start) :] for start in (asked, begun) if whole.startswith(start)), None)
+        history = self._text(messages, tools, reply_next=False) + self.head
+        # A generation prompt may open thinking, which a past reply does not show: then it follows the history.
+        written = next((whole[len(start) :] for start in (prompt, history) if whole.startswith(start)), None)
         calls = bool(message.get("tool_calls"))
-        if shown is None and calls:
+        if written is None and calls:
             raise TemplateError("this model's chat template rewrites the conversation before a reply that calls tools")
-        if shown is None or not (calls or _holds(shown, message)):  # it leaves part of the reply out: thinking
-            return (*self._encode(_going_on(asked, str(message["content"]))), self._end("", ends)[1])
-        text, end = self._end(shown, ends)
+        if written is None or not (calls or _contains(written, message)):  # the template drops thinking
+            return (*self._encode(_without_overlap(prompt, str(message["content"]))), self._split_end("", ends)[1])
+        text, end = self._split_end(written, ends)
         return (*self._encode(text), end)
 
-    def _end(self, text: str, ends: Sequence[int]) -> tuple[str, int]:
-        """A reply as the template writes it → the reply itself, and the token that ends it."""
+    def _split_end(self, text: str, ends: Sequence[int]) -> tuple[str, int]:
+        """A reply as the template writes it → its text, and the token that ends it."""
         marks = {self.decode([token], special=True): token for token in ends}
-        if found := [(text.rfind(mark), mark) for mark in marks if mark in text]:
-            place, mark = max(found)
-            return text[:place], marks[mark]
+        if positions := [(text.rfind(mark), mark) for mark in marks if mark in text]:
+            position, mark = max(positions)
+            return text[:position], marks[mark]
         usual = [token for mark, token in marks.items() if mark in self.tail]
         return text.removesuffix(self.tail), usual[0] if usual else ends[0]
 
     @property
     def head(self) -> str:
-        """What the template writes before a reply."""
+        """What the template writes before a reply: the start of the turn."""
         return self._frame[0]
 
     @property
     def tail(self) -> str:
-        """What the template writes after a reply."""
+        """What the template writes after a reply: the end of the turn."""
         return self._frame[1]
 
     @cached_property
     def _frame(self) -> tuple[str, str]:
-        asked = [{"role": "user", "content": "?"}]
-        before = self._text(asked, None, reply_next=False)
-        shown = self._text([*asked, {"role": "assistant", "content": MARK}], None, reply_next=False)
-        head, _, tail = shown.removeprefix(before).rpartition(MARK)
+        question = [{"role": "user", "content": "?"}]
+        before = self._text(question, None, reply_next=False)
+        whole = self._text([*question, {"role": "assistant", "content": MARK}], None, reply_next=False)
+        head, _, tail = whole.removeprefix(before).rpartition(MARK)
         return head, tail
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=not special))
 
     def reply_text(self, token_ids: Sequence[int]) -> str:
-        """What a model said: without special tokens, but for those that mark a tool call."""
+        """The text of a reply, without special tokens except those that mark a tool call."""
         if self._call_marks.isdisjoint(token_ids):
             return self.decode(token_ids)
         return self.decode([token for token in token_ids if token not in self._dropped], special=True)
 
     @cached_property
     def _dropped(self) -> frozenset[int]:
-        """Special tokens that are no part of what was said."""
+        """Special tokens that are not part of the text of a reply."""
         added = {token for token, text in self.tokenizer.added_tokens_decoder.items() if text.special}
         return frozenset(added | {*self.tokenizer.all_special_ids}) - self._call_marks
 
@@ -187,30 +186,30 @@ class Renderer:
         return frozenset(known[mark] for mark in CALL_MARKS if mark in known)
 
     def plain(self, text: str) -> str:
-        """Text from outside in which nothing is read as a token of control: `<|im_end|>` becomes `< |im_end|>`."""
-        for token in self._control:
+        """Escape special tokens in untrusted text: `<|im_end|>` becomes `< |im_end|>`."""
+        for token in self._special:
             if token in text:
                 text = text.replace(token, f"{token[0]} {token[1:]}")
         return text
 
     @cached_property
-    def _control(self) -> tuple[str, ...]:
+    def _special(self) -> tuple[str, ...]:
         added = self.tokenizer.added_tokens_decoder.values()
         return tuple({str(token) for token in added if token.special} | {*self.tokenizer.all_special_tokens})
 
     def cut(self, text: str, tokens: int) -> str:
-        """The beginning of a text that has at most so many tokens."""
+        """The beginning of a text, at most `tokens` tokens long."""
         ids = self._encode(text)
         if len(ids) <= tokens:
             return text
         kept = self.decode(ids[:tokens], special=True)
-        return kept.rstrip("\ufffd") if not text.startswith(kept) else kept  # a character cut in two
+        return kept.rstrip("\ufffd") if not text.startswith(kept) else kept  # half of a character
 
     def _text(self, messages: Messages, tools: Tools, *, reply_next: bool) -> str:
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    self._told(messages),
+                    self._escaped(messages),
                     tools=list(tools) if tools else None,
                     add_generation_prompt=reply_next,
                     tokenize=False,
@@ -223,38 +222,38 @@ class Renderer:
                 "  give another one: agent.template=qwen2.5, or a Jinja file"
             ) from error
 
-    def _told(self, messages: Messages) -> list[dict[str, Any]]:
-        """What came from outside after the first reply (tools, environments, users) has no tokens of control."""
-        found = [dict(message) for message in messages]
-        replies = [place for place, message in enumerate(found) if message.get("role") == "assistant"]
-        for message in found[replies[0] :] if replies else ():
+    def _escaped(self, messages: Messages) -> list[dict[str, Any]]:
+        """Escape special tokens in messages of tools, environments and users after the first reply."""
+        copies = [dict(message) for message in messages]
+        replies = [place for place, message in enumerate(copies) if message.get("role") == "assistant"]
+        for message in copies[replies[0] :] if replies else ():
             if message["role"] != "assistant" and isinstance(message.get("content"), str):
                 message["content"] = self.plain(message["content"])
-        return found
+        return copies
 
     def _try(self, messages: Messages, tools: Tools, *, reply_next: bool) -> str | None:
-        """A template may refuse a tool's result that no call of its own form asked for."""
+        """None if the template rejects the messages, e.g. a tool's result without a call in the template's own form."""
         try:
             return self._text(messages, tools, reply_next=reply_next)
         except TemplateError:
             return None
 
-    def _addition(self, text: str, said: Said) -> tuple[int, ...]:
-        """What follows the sampled ids, without the end of turn where the model sampled it."""
-        if said.stop is StopReason.EOS:
-            text = text.removeprefix(self.decode(said.sampled_ids[-1:], special=True))
+    def _addition(self, text: str, reply: PastReply) -> tuple[int, ...]:
+        """The ids that follow the sampled ids, without the end of turn if the model sampled it."""
+        if reply.stop is StopReason.EOS:
+            text = text.removeprefix(self.decode(reply.sampled_ids[-1:], special=True))
         return self._bounded(text)
 
     def _bounded(self, text: str) -> tuple[int, ...]:
-        """The ids of a text; `NoRoom` where they are certainly more than the model's context.
+        """The ids of a text; `NoRoom` if they certainly exceed the context.
 
-        A tokenizer takes hundreds of bytes for each character, and some texts come from strangers. So a long one is
-        first counted in pieces, until it has too many tokens: what that takes depends on the context, not on the text.
+        A tokenizer takes hundreds of bytes per character, and some texts are untrusted. So a long text is first counted
+        in pieces until there are too many tokens: the cost depends on the context, not on the text.
         """
         if self.context_length is not None and len(text) > max(4 * self.context_length, PIECE):
             tokens = 0
             for start in range(0, len(text), PIECE):
-                tokens += len(self._encode(text[start : start + PIECE])) - ADDED_BY_A_CUT
+                tokens += len(self._encode(text[start : start + PIECE])) - CUT_TOKENS
                 if tokens >= self.context_length:
                     raise NoRoom(CONTEXT_USED_UP)
         return self._encode(text)
@@ -264,49 +263,48 @@ class Renderer:
 
 
 class TemplateError(InputError):
-    """The chat template refused a conversation."""
+    """The chat template rejected a conversation."""
 
 
-def _joins(now: str, given: str, raw: str, message: Mapping[str, Any], addition: str) -> bool:
-    """Whether the rendering `now` is what the policy was given, the whole reply in whatever form, and the addition."""
-    if not (now.startswith(given) and now[len(given) :].endswith(addition)):
+def _is_continuation(text: str, prompt: str, raw: str, message: Mapping[str, Any], addition: str) -> bool:
+    """True if `text` is the prompt, the whole reply in whatever form, and the addition."""
+    if not (text.startswith(prompt) and text[len(prompt) :].endswith(addition)):
         return False
-    reply = now[len(given) :].removesuffix(addition)
-    return reply == raw or _holds(reply, message)
+    reply = text[len(prompt) :].removesuffix(addition)
+    return reply == raw or _contains(reply, message)
 
 
-def _holds(shown: str, message: Mapping[str, Any]) -> bool:
-    """Whether a rendering has all that a message says, but for white space: its content, and the names it calls."""
+def _contains(text: str, message: Mapping[str, Any]) -> bool:
+    """True if a rendering has the content of a message and the names of its calls, ignoring white space."""
     calls = (call.get("function", call) for call in message.get("tool_calls") or ())
     parts = (str(message.get("content") or ""), *(str(call.get("name")) for call in calls))
-    squeezed = "".join(shown.split())
+    squeezed = "".join(text.split())
     return all("".join(part.split()) in squeezed for part in parts)
 
 
-def _going_on(asked: str, content: str) -> str:
-    """Content without its beginning where the prompt has said that already, as templates do that open the thinking."""
-    overlap = next(size for size in range(len(content), -1, -1) if asked.endswith(content[:size]))
+def _without_overlap(prompt: str, content: str) -> str:
+    """Content without a beginning that the prompt ends with, as in templates that open the thinking."""
+    overlap = next(size for size in range(len(content), -1, -1) if prompt.endswith(content[:size]))
     return content[overlap:]
 
 
-# -- Demonstrations as the turns that a model would have taken, token for token as in sampling -------------------------
-# Each message of the assistant becomes a turn: the prompt that `EpisodePolicy` would have sent (what is there already,
-# and what the template adds), and the reply as the model would have sampled it, its end of turn included. Where the
-# template rewrites history the next prompt starts anew, and the demonstration forks into several rows.
+# -- Demonstrations ----------------------------------------------------------------------------------------------------
 
 
-def demonstrated(renderer: Renderer, messages: Messages, tools: Tools, ends: Sequence[int]) -> tuple[Turn, ...]:
-    """The turns of the assistant. `ends` are the ids that may end a turn. Raises `TemplateError`."""
+def render_demonstration(renderer: Renderer, messages: Messages, tools: Tools, ends: Sequence[int]) -> tuple[Turn, ...]:
+    """The assistant's messages as turns: the prompts that `EpisodePolicy` would have sent, and the replies that the
+    model would have sampled, each with the token that ends a turn (one of `ends`). If the template rewrites history,
+    the demonstration forks into several rows. Raises `TemplateError`."""
     turns: list[Turn] = []
-    said: Said | None = None
+    previous: PastReply | None = None
     for place, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         before = tuple(messages[:place])
-        prompt = None if said is None else renderer.next_prompt(said, before[len(said.messages) + 1 :])
+        prompt = None if previous is None else renderer.next_prompt(previous, before[len(previous.messages) + 1 :])
         if prompt is None:
             prompt = renderer.prompt(before, tools)
         reply = renderer.reply(before, message, tools, ends)
         turns.append(Turn(prompt, reply, (0.0,) * len(reply), (0,) * len(reply), StopReason.EOS))
-        said = Said(before, tools, prompt, reply, StopReason.EOS, message)
+        previous = PastReply(before, tools, prompt, reply, StopReason.EOS, message)
     return tuple(turns)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from covey.config.schema import LoggingConfig
-from covey.memory import held
+from covey.memory import memory_metrics
 from covey.redact import hide
 from covey.telemetry.base import EpisodeView, RunInfo, Sink, require
 from covey.telemetry.console import open_console
@@ -101,7 +101,7 @@ class Telemetry:
         if "console" in logging.to:  # last: what the others print while starting stays above the live view
             sinks.append(open_console(info, logging.verbosity, history))
         ahead = info.config.get("mode", {}).get("name") == "async"
-        return cls(files, sinks, memory=held, ahead=ahead)
+        return cls(files, sinks, memory=memory_metrics, ahead=ahead)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import InputError
-from covey.memory import give_back_kept_memory
+from covey.memory import trim_freed_memory
 from covey.protocols import Learner
 from covey.storage import sha256, size_of_tree, sync, sync_tree, writing
 
@@ -65,7 +65,7 @@ class CheckpointStore:
         with writing(final, needs=size_of_tree(before[-1]) if before else None):
             full = self._write(final, learner, tokenizer, state | {"step": step})
         self.delete_old(step, state.get("best"))
-        give_back_kept_memory()
+        trim_freed_memory()
         return Checkpoint(final, full)
 
     def _write(self, final: Path, learner: Learner, tokenizer: Any, state: dict[str, Any]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def step_metrics(result: StepResult) -> Metrics:
         "groups/total": float(samples.groups),
         "groups/dropped": float(collected.dropped),
         "groups/flat": flat / samples.groups,
-        "groups/filtered": float(len(collected.flat)),
+        "groups/filtered": float(len(collected.zero_variance)),
         "groups/refills": float(collected.refills),
     }
     for name, scored in _columns(result, episodes).items():
@@ -66,7 +66,7 @@ def step_metrics(result: StepResult) -> Metrics:
         found |= {f"reward/{name}/min": min(scored), f"reward/{name}/max": max(scored)}
     if collected.reused:
         found["groups/reused"] = float(collected.reused)
-    if collected.flat:
+    if collected.zero_variance:
         found["reward/unfiltered_mean"] = _unfiltered_mean(samples)
     found |= {f"episodes/failed/{cause}": float(count) for cause, count in collected.failures.items()}
     found |= {cut_metric(limit): count / collected.attempts for limit, count in collected.cut.items()}

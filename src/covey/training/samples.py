@@ -33,7 +33,7 @@ def to_samples(
         mask_RT=_pad([row.mask for row in rows], torch.bool),
         old_logprobs_RT=_pad([row.logprobs for row in rows], torch.float32),
         baseline_rewards_G=_totals(baselines, weights) if baselines else None,
-        seen=_seen(collected, weights) if collected.flat else None,
+        seen=_seen(collected, weights) if collected.zero_variance else None,
         temperature=temperature,
         max_tokens=max_tokens,
     )
@@ -63,7 +63,7 @@ def _truncated(episodes: Sequence[Episode]) -> Tensor:
 
 
 def _seen(collected: Collected, weights: Mapping[str, float]) -> Seen:
-    everything = (*collected.groups, *collected.flat)
+    everything = (*collected.groups, *collected.zero_variance)
     episodes = [episode for group in everything for episode in group.episodes]
     columns = {name: _scores(episodes, name) for name in weights}
     return Seen(_group_numbers(everything), columns, _longest(episodes), _truncated(episodes))

@@ -1,246 +1,185 @@
-"""How new weights travel from the learner to engines in other processes.
+"""`WeightTransport`, and the transports that are not specific to vLLM.
 
-    in_process      nothing travels: the engine samples with the learner's own module (cluster=local)
-    shared_memory   a file in memory that all processes of a machine see
-    collective      broadcast from learner to engines, in buckets: NCCL between GPUs, gloo between CPUs
-    file            a file in the run's folder, which every machine must see; always works
-
-Only what is trained travels; an engine has loaded the rest itself. A file is written beside, checksummed and renamed; a
-reader waits until it is there as it was written. An engine takes new weights when all of them have arrived.
+In a cluster a transport runs in the driver, which only tells learner and engines when to send and when to load: the
+weights do not pass through it. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
+import asyncio
 import shutil
-import socket
-import stat
-import tempfile
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from covey.errors import RunFailed
-from covey.storage import lock_folder
-from covey.weights.names import (
-    BUCKET,
-    SHARED_MEMORY,
-    Named,
-    buckets,
-    file_digest,
-    full_weights,
-    unpacked,
-    weights_folder,
-    write_weights,
-)
+from covey.weights.files import WeightManifest, remove_older
 
-PATIENCE = 60.0  # seconds that a reader waits for a file: a network's file system shows it late
-MEETING = timedelta(seconds=120)  # for members of a group to come together, and for a transfer
+if TYPE_CHECKING:
+    from covey.weights.collective import Rendezvous
+
+Lost = dict[int, Exception]  # receivers that died meanwhile
 
 
-class WeightsDamaged(RunFailed):
-    """Weights did not arrive as they were sent."""
+class ReceiverLost(Exception):
+    """The process behind a receiver has died or cannot be reached."""
 
 
-@dataclass(frozen=True)
-class Notice:
-    """Weights of a version lie there."""
+class WeightTransport(Protocol):
+    """Sends the learner's weights to the receivers, and returns when all of them have loaded the whole version."""
 
-    version: int
-    path: str
-    digest: str
+    async def publish(self, source: Any, version: int, receivers: Mapping[int, Any]) -> Lost:
+        """`source`: what `learner.weights()` returns. The result names the receivers that died meanwhile."""
+        ...
 
-
-# -- what travels -----------------------------------------------------------------------------------------------
+    def close(self) -> None: ...
 
 
-def trained_weights(model: Any) -> Named:
-    """Adapters where there are some, else every weight once."""
-    return full_weights(model, trained_only=True)
+class WeightSource(Protocol):
+    """A learner in other processes. All of its ranks take part in each call."""
+
+    async def write(self, folder: Path, version: int) -> WeightManifest: ...
+
+    async def rendezvous(self, members: int) -> Rendezvous: ...
+
+    async def join(self, rendezvous: Rendezvous) -> None: ...
+
+    async def broadcast(self) -> None: ...
 
 
-def bucket_size(model: Any) -> int:
-    """Bytes that a bucket must have for the largest weight, and need not be over for all of them."""
-    sizes = [-(-w.numel() * w.element_size() // 16) * 16 for w in model.parameters() if w.requires_grad]
-    return max(max(sizes), min(BUCKET, sum(sizes)))
+class WeightReceiver(Protocol):
+    """An engine in another process. A call is sent at once; awaiting its result may raise `ReceiverLost`."""
+
+    def load_weights(self, manifest: WeightManifest) -> Awaitable[None]: ...
+
+    def join_group(self, rendezvous: Rendezvous, rank: int) -> Awaitable[None]: ...
+
+    def receive_weights(self, version: int) -> Awaitable[None]: ...
+
+    def write_weights(self, folder: Path, version: int) -> Awaitable[WeightManifest]:
+        """The weights that this engine samples with, for one that has none."""
+        ...
 
 
-@torch.no_grad()
-def load_weights(model: Any, weights: Mapping[str, Tensor]) -> None:
-    """Into the same model in another process."""
-    mine = dict(trained_weights(model))
-    if set(mine) != set(weights):
-        odd = sorted(set(mine) ^ set(weights))
-        raise WeightsDamaged(f"the engine's model is another than the learner's: they differ in {', '.join(odd[:3])}")
-    for name, weight in weights.items():
-        mine[name].copy_(weight)
+class InProcessTransport:
+    """The engine samples with the learner's own module, so nothing moves."""
+
+    async def publish(self, source: Any, version: int, receivers: Mapping[int, Any]) -> Lost:
+        assert all(module is source for module in receivers.values()), "the engine shares the learner's module"
+        return {}
+
+    def close(self) -> None:
+        pass
 
 
-# -- by file, also in memory ------------------------------------------------------------------------------------
+class FileTransport:
+    """The learner writes one file, every engine reads it. In shared memory all engines map the same pages."""
 
+    def __init__(self, folder: Path, lock: IO[str] | None = None) -> None:
+        """`folder` belongs to this run alone and is removed at its end. `lock` marks it as in use until then."""
+        self.folder = folder
+        self.warn: Callable[[str], None] = print
+        self.version: int | None = None  # the last one published
+        self._lock = lock
+        self._source: WeightSource | None = None
+        self._manifest: WeightManifest | None = None
 
-def memory_folder(size: int) -> tuple[Path, IO[str]]:
-    """A folder for so many bytes, in memory where there is room, and the lock that says it is in use. What runs that
-    were killed have left is removed first: nobody holds its lock any more."""
-    for place in (SHARED_MEMORY, Path(tempfile.gettempdir())):
-        for folder in place.glob("covey-weights-*"):
-            _remove_left(folder)
-    folder = weights_folder(size)
-    return folder, lock_folder(folder)
+    async def publish(self, source: WeightSource, version: int, receivers: Mapping[int, WeightReceiver]) -> Lost:
+        self._source = source
+        manifest = self._manifest = await source.write(self.folder, version)
+        self.version = version
+        loading = [receiver.load_weights(manifest) for receiver in receivers.values()]
+        results = await asyncio.gather(*loading, return_exceptions=True)
+        lost: Lost = {}
+        for index, result in zip(receivers, results, strict=True):
+            if isinstance(result, ReceiverLost):
+                lost[index] = result
+            elif isinstance(result, BaseException):
+                raise result
+        remove_older(self.folder, version)  # the newest stays, for an engine that replaces a dead one
+        return lost
 
-
-def _remove_left(folder: Path) -> None:
-    """Others can write where it lies: only a folder of our own is touched, and no link is followed."""
-    try:
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or not (folder / ".lock").is_file():
-            return
-        held = lock_folder(folder)
-    except OSError:  # in use, or gone meanwhile
-        return
-    shutil.rmtree(folder, ignore_errors=True)
-    held.close()
-
-
-def write_notice(named: Named, folder: Path, version: int) -> Notice:
-    folder.mkdir(parents=True, exist_ok=True)
-    path, digest = write_weights(named, folder, version)
-    return Notice(version, str(path), digest)
-
-
-def read_notice(notice: Notice, patience: float = PATIENCE) -> dict[str, Tensor]:
-    """The weights, mapped and not copied, once their bytes are those that were written."""
-    from safetensors.torch import load_file
-
-    path, until = Path(notice.path), time.monotonic() + patience
-    while True:
-        found = file_digest(path) if path.is_file() else None
-        if found == notice.digest:
-            return load_file(path)
-        if time.monotonic() > until:
-            what = "is not there" if found is None else "does not match its checksum"
-            raise WeightsDamaged(
-                f"weights of version {notice.version}: {path} {what}\n"
-                "  every machine must see the run's folder (logging.output_dir), or use cluster.transport=collective"
-            )
-        time.sleep(min(0.2, patience / 10))
-
-
-def remove_older(folder: Path, version: int) -> None:
-    for path in folder.glob("version-*.safetensors"):
-        if path.name != f"version-{version}.safetensors":
-            path.unlink(missing_ok=True)
-
-
-# -- by broadcast -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """Where the members of a group find each other. Each replacement of a member needs a new one."""
-
-    host: str
-    port: int
-    members: int
-    gpu: bool
-
-
-class WeightGroup:
-    """Learner (rank 0) and engines. Apart from the learners' own group, since its members come and go."""
-
-    def __init__(
+    async def catch_up(
         self,
-        meeting: Meeting,
-        rank: int,
-        address: str,
-        door: socket.socket | None = None,
-        wait: timedelta = MEETING,
+        receiver: WeightReceiver,
+        peers: Mapping[int, WeightReceiver],
+        on_lost: Callable[[int, Exception], None],
     ) -> None:
-        """`address`: of this machine, as the others see it. `door`: rank 0's, which listens where they meet."""
-        self.device = torch.device("cuda" if meeting.gpu else "cpu")
-        store = open_store(meeting.host, meeting.port, meeting.members, door, wait)
-        self._group: Any
-        if meeting.gpu:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = wait
-            self._group = dist.ProcessGroupNCCL(store, rank, meeting.members, options)
+        """Send the last published version to an engine that was started later. `on_lost` is called for peers that turn
+        out to be dead."""
+        if self._manifest is not None:
+            await receiver.load_weights(self._manifest)
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
+
+
+class CollectiveTransport(FileTransport):
+    """Broadcast. The group is made anew whenever the engines have changed. If a broadcast fails, a file replaces it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._members: dict[int, WeightReceiver] = {}
+
+    async def publish(self, source: WeightSource, version: int, receivers: Mapping[int, WeightReceiver]) -> Lost:
+        try:
+            await self._broadcast(source, version, receivers)
+        except ReceiverLost as error:
+            self.warn(f"the broadcast of version {version} was interrupted ({error}); sent by file")
+        except RunFailed:
+            raise
+        except Exception as error:  # whatever gloo or NCCL raise: the file decides whether the run can continue
+            message = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            self.warn(f"the broadcast of version {version} failed ({message}); sent by file")
         else:
-            gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-            gloo._timeout = wait
-            self._group = dist.ProcessGroupGloo(store, rank, meeting.members, gloo)
-        self._store = store  # lives as long as the group
+            self._source, self._manifest, self.version = source, None, version
+            if len(receivers) == 1:  # if it dies, no peer has this version, and the learner's weights will be newer
+                self._manifest = await source.write(self.folder, version)
+                remove_older(self.folder, version)
+            return {}
+        self._members = {}
+        return await super().publish(source, version, receivers)
 
-    def send(self, named: Named, bucket: int) -> None:
-        """All weights to everybody, so many bytes at once."""
-        buffer = torch.empty(bucket, dtype=torch.uint8, device=self.device)
-        digest = hashlib.sha256()
-        for layout in buckets(named, buffer):
-            head = json.dumps(layout).encode()
-            digest.update(head)
-            self._text(head)
-            self._broadcast(buffer[: _used(layout)])
-        self._text(json.dumps({"digest": digest.hexdigest()}).encode())
+    async def _broadcast(self, source: WeightSource, version: int, receivers: Mapping[int, WeightReceiver]) -> None:
+        if self._members != dict(receivers):
+            rendezvous = await source.rendezvous(len(receivers) + 1)
+            joining = [receiver.join_group(rendezvous, rank) for rank, receiver in enumerate(receivers.values(), 1)]
+            await _until_one_fails(source.join(rendezvous), *joining)
+            self._members = dict(receivers)
+        await _until_one_fails(source.broadcast(), *(one.receive_weights(version) for one in receivers.values()))
 
-    def receive(self) -> dict[str, Tensor]:
-        """The weights that rank 0 sends."""
-        found: dict[str, Tensor] = {}
-        digest = hashlib.sha256()
-        while True:
-            head = self._text(None)
-            layout = json.loads(head)
-            if isinstance(layout, dict):
-                if layout["digest"] != digest.hexdigest():
-                    raise WeightsDamaged("a part of the weights did not arrive")
-                return found
-            digest.update(head)
-            buffer = torch.empty(_used(layout), dtype=torch.uint8, device=self.device)
-            self._broadcast(buffer)
-            found.update(unpacked(buffer, layout))
-
-    def _text(self, text: bytes | None) -> bytes:
-        """Rank 0 gives a text, the others get it."""
-        size = torch.tensor([len(text or b"")], dtype=torch.int64, device=self.device)
-        self._broadcast(size)
-        body = torch.empty(int(size), dtype=torch.uint8, device=self.device)
-        if text is not None:
-            body.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        self._broadcast(body)
-        return bytes(body.cpu().numpy())
-
-    def _broadcast(self, tensor: Tensor) -> None:
-        self._group.broadcast(tensor, 0).wait()
+    async def catch_up(
+        self,
+        receiver: WeightReceiver,
+        peers: Mapping[int, WeightReceiver],
+        on_lost: Callable[[int, Exception], None],
+    ) -> None:
+        """From an engine that has the version, since the learner's weights may be newer; from the learner if all
+        engines died at once."""
+        if self.version is None:
+            return
+        for index, peer in peers.items():
+            if self._manifest is not None:
+                break
+            try:
+                self._manifest = await peer.write_weights(self.folder, self.version)
+            except ReceiverLost as error:
+                on_lost(index, error)
+        if self._manifest is None:
+            assert self._source is not None
+            self.warn(f"no engine is left with version {self.version}; its weights come from the learner as it is now")
+            self._manifest = await self._source.write(self.folder, self.version)
+        await super().catch_up(receiver, peers, on_lost)
 
 
-def _used(layout: list[dict[str, Any]]) -> int:
-    last = layout[-1]
-    size = getattr(torch, last["dtype"]).itemsize
-    for side in last["shape"]:
-        size *= side
-    return int(last["at"] + size)
-
-
-def listen(host: str) -> socket.socket:
-    """A free port of one address. Left to itself, torch's store would listen on all of a machine's."""
-    family = socket.getaddrinfo(host, None)[0][0]
-    door = socket.socket(family)
-    door.bind((host, 0))
-    door.listen()
-    return door
-
-
-def open_store(
-    host: str, port: int, members: int, door: socket.socket | None, wait: timedelta = timedelta(seconds=1800)
-) -> dist.Store:
-    """Where members find each other. Who holds the door (`listen`) keeps the store, and the door with it."""
-    fd = door.detach() if door is not None else None
-    return dist.TCPStore(host, port, members, is_master=door is not None, timeout=wait, master_listen_fd=fd)
+async def _until_one_fails(*calls: Awaitable[Any]) -> None:
+    """Wait for all. The first failure is raised and the other calls are cancelled."""
+    jobs = [asyncio.ensure_future(call) for call in calls]
+    try:
+        await asyncio.gather(*jobs)
+    finally:
+        for job in jobs:
+            job.cancel()
+        await asyncio.gather(*jobs, return_exceptions=True)

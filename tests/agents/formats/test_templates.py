@@ -11,7 +11,7 @@ from covey.agents.formats import CodeFormat, ReactFormat, choose_format, detect,
 from covey.agents.formats.base import Call
 from covey.agents.formats.detect import template_of
 from covey.errors import InputError
-from covey.rollout.rendering import Renderer, Said
+from covey.rollout.rendering import PastReply, Renderer
 from covey.types import StopReason
 from tests.agents.formats import templates
 from tests.agents.formats.test_hermes import SCHEMA
@@ -257,7 +257,7 @@ class TestQwen:
         prompt = renderer.prompt([QUESTION], [SCHEMA])
         sampled = (*tokenizer(text)["input_ids"], tokenizer.eos_token_id)
         parsed = format.parse(tokenizer.decode(sampled, skip_special_tokens=True))
-        said = Said((QUESTION,), [SCHEMA], prompt, sampled, StopReason.EOS, parsed.message)
+        said = PastReply((QUESTION,), [SCHEMA], prompt, sampled, StopReason.EOS, parsed.message)
         results: list[tuple[Call, str]] = [(call, "some text") for call in parsed.calls]
         following = renderer.next_prompt(said, format.observe(results))
         assert following is not None

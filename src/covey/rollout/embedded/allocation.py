@@ -1,9 +1,10 @@
-"""Which block of the key-value cache holds which tokens. Plain Python: no torch.
+"""Allocation of the key-value cache and prefix caching: which block or row holds which tokens. Plain Python, no torch.
 
-A sequence owns a list of blocks of `size` tokens each. A full block is known by the tokens up to its end, so a sequence
-that begins with the same tokens takes it over instead of computing it again: the prompt of a group, a system prompt, an
-episode's earlier turns. A block that nobody holds stays findable until its place is needed, the least recently used
-first. New weights make all of them worthless.
+    BlockManager   blocks of a fixed size, as on a GPU: a sequence holds a list of blocks, and sequences share full ones
+    RowManager     one row for each sequence, as on a CPU: a row has one holder
+
+A released block or row can be reused as a cached prefix until it is evicted, the least recently used first. Flushing
+drops all cached prefixes: new weights make them invalid.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ Key = tuple[object, tuple[int, ...]]  # the block before it, and its tokens
 
 
 @dataclass(frozen=True)
-class Found:
-    """What of a sequence is in the cache: its first `shared` tokens, in blocks that it now holds, or (`source`) in one
-    that it must copy them from."""
+class PrefixMatch:
+    """The cached prefix of a sequence: its first `shared` tokens are in `blocks`, which it now holds, or in `source`,
+    from which they must be copied."""
 
     blocks: list[int]
     shared: int
@@ -28,45 +29,48 @@ class Found:
 
 @dataclass
 class BlockManager:
+    """Blocks of `size` tokens. A full block is identified by all tokens up to its end, so sequences that begin with the
+    same tokens share it: the prompt of a group, a system prompt, the earlier turns of an episode."""
+
     blocks: int
     size: int
     _free: list[int] = field(init=False)
     _holders: dict[int, int] = field(default_factory=dict, init=False)  # block → how many sequences hold it
     _key_of: dict[int, Key] = field(default_factory=dict, init=False)
-    _found: dict[Key, int] = field(default_factory=dict, init=False)
-    _idle: OrderedDict[int, None] = field(default_factory=OrderedDict, init=False)  # held by nobody, findable
-    _stale: set[int] = field(default_factory=set, init=False)  # held since before the weights changed
+    _block_of: dict[Key, int] = field(default_factory=dict, init=False)
+    _idle: OrderedDict[int, None] = field(default_factory=OrderedDict, init=False)  # cached, without a holder
+    _stale: set[int] = field(default_factory=set, init=False)  # computed by old weights and still held
 
     def __post_init__(self) -> None:
         self._free = list(range(self.blocks))  # a heap: the lowest first
 
     @property
     def available(self) -> int:
-        """Blocks that a sequence could get now."""
+        """Blocks that can be allocated now."""
         return len(self._free) + len(self._idle)
 
     def count(self, tokens: int) -> int:
-        """Blocks that so many tokens fill."""
+        """Blocks that hold this many tokens."""
         return -(-tokens // self.size)
 
     def full(self, tokens: int) -> int:
-        """Blocks that so many tokens leave no room in: these can be shared."""
+        """Blocks that this many tokens fill completely: these can be shared."""
         return tokens // self.size
 
-    def match(self, tokens: Sequence[int]) -> Found:
-        """Take over the full blocks that these tokens begin with. The last token is never among them: it is what the
-        model is fed first."""
-        found: list[int] = []
+    def match(self, tokens: Sequence[int]) -> PrefixMatch:
+        """Hold the cached blocks that these tokens begin with. The last token is never part of the match: the model
+        must be fed at least one."""
+        blocks: list[int] = []
         for key in self._keys(tokens, (len(tokens) - 1) // self.size):
-            block = self._found.get(key)
+            block = self._block_of.get(key)
             if block is None:
                 break
-            found.append(block)
-        self.hold(found)
-        return Found(found, len(found) * self.size)
+            blocks.append(block)
+        self.hold(blocks)
+        return PrefixMatch(blocks, len(blocks) * self.size)
 
     def allocate(self, count: int) -> list[int] | None:
-        """So many empty blocks, or None if there are not enough."""
+        """`count` empty blocks, or None if there are too few."""
         if count > self.available:
             return None
         taken = [heapq.heappop(self._free) if self._free else self._evict() for _ in range(count)]
@@ -75,13 +79,13 @@ class BlockManager:
         return taken
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """One more sequence has these."""
+        """One more sequence holds these."""
         for block in blocks:
             self._holders[block] = self._holders.get(block, 0) + 1
             self._idle.pop(block, None)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """A sequence has done with these. The last is idle longest, so that beginnings live longer than ends."""
+        """A sequence gives up these. Its last block becomes the first to be evicted, so that prefixes live longer."""
         for block in reversed(blocks):
             self._holders[block] -= 1
             if self._holders[block]:
@@ -93,25 +97,25 @@ class BlockManager:
             else:
                 heapq.heappush(self._free, block)
 
-    def remember(self, blocks: Sequence[int], tokens: Sequence[int]) -> None:
-        """The full blocks of a sequence whose first tokens these are can be found from now on. Old weights' cannot, nor
-        what was computed after looking at them."""
+    def register(self, blocks: Sequence[int], tokens: Sequence[int]) -> None:
+        """Cache the full blocks of a sequence that begins with these tokens, up to the first one that old weights
+        computed: later blocks depend on it."""
         for block, key in zip(blocks, self._keys(tokens, len(tokens) // self.size), strict=False):
             if block in self._stale:
                 return
-            if key not in self._found and block not in self._key_of:
-                self._found[key] = block
+            if key not in self._block_of and block not in self._key_of:
+                self._block_of[key] = block
                 self._key_of[block] = key
 
-    def discard(self, blocks: Sequence[int]) -> None:
-        """What these hold must not be found again."""
+    def unregister(self, blocks: Sequence[int]) -> None:
+        """Never match these again."""
         for block in blocks:
             if (key := self._key_of.pop(block, None)) is not None:
-                del self._found[key]
+                del self._block_of[key]
 
-    def forget(self) -> None:
-        """Other weights: what was computed with the old ones must not be found."""
-        self._found.clear()
+    def flush(self) -> None:
+        """Drop all cached prefixes: the weights have changed."""
+        self._block_of.clear()
         self._key_of.clear()
         self._stale = set(self._holders)
         for block in self._idle:
@@ -120,7 +124,7 @@ class BlockManager:
 
     def _evict(self) -> int:
         block, _ = self._idle.popitem(last=False)
-        del self._found[self._key_of.pop(block)]
+        del self._block_of[self._key_of.pop(block)]
         return block
 
     def _keys(self, tokens: Sequence[int], count: int) -> list[Key]:
@@ -133,25 +137,23 @@ class BlockManager:
         return keys
 
 
-# -- Which row of the key-value cache holds which tokens, where a sequence lies in one row (a CPU's way). Plain Python--
-# A row that nobody holds keeps its tokens until its place is needed, the least recently used first. Who goes on from
-# all of them (an episode's next turn) takes the row over; who begins like any row, held or not, copies that beginning.
-# New weights make all of them worthless.
+# -- Rows ------------------------------------------------------------------------------------------------------------
 
-WORTH_SHARING = 8  # tokens that two sequences must begin with for a copy, and for waiting until they are computed
-DENSE = 0.5  # of the rows up to the last that is held
+MIN_SHARED = 8  # tokens: a shorter common prefix is neither copied nor waited for
+MIN_DENSITY = 0.5  # share of held rows among the rows up to the last held one
 
 
 @dataclass
 class RowManager:
-    """Of the same use as a BlockManager, with one block for every sequence."""
+    """One row per sequence, behind the interface of `BlockManager`. A sequence that extends a released row (the next
+    turn of an episode) takes the row over; one that only begins like any row, held or not, copies that prefix."""
 
     rows: int = 0
     _free: list[int] = field(default_factory=list, init=False)
     _held: set[int] = field(default_factory=set, init=False)
-    _tokens: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False)  # row → what it holds, oldest first
-    _idle: OrderedDict[int, None] = field(default_factory=OrderedDict, init=False)  # held by nobody, findable
-    _stale: set[int] = field(default_factory=set, init=False)  # held since before the weights changed
+    _tokens: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False)  # row → its tokens, the oldest first
+    _idle: OrderedDict[int, None] = field(default_factory=OrderedDict, init=False)  # cached, without a holder
+    _stale: set[int] = field(default_factory=set, init=False)  # computed by old weights and still held
 
     def __post_init__(self) -> None:
         self._free = list(range(self.rows))  # a heap: the lowest first
@@ -164,7 +166,7 @@ class RowManager:
         return 1
 
     def full(self, tokens: int) -> int:
-        """A row has one holder, who writes to it."""
+        """Rows are never shared: the holder writes to its row."""
         return 0
 
     def grow(self, rows: int) -> None:
@@ -172,25 +174,25 @@ class RowManager:
             heapq.heappush(self._free, row)
         self.rows = rows
 
-    def match(self, tokens: Sequence[int]) -> Found:
-        """The row to go on in, or the one to copy from: an older one, unless a younger, which may only be about to be
-        computed, has much more, or all. The last token is never found: it is what the model is fed first."""
-        wanted = tuple(tokens[:-1])
-        own, source, shared = None, None, WORTH_SHARING - 1
+    def match(self, tokens: Sequence[int]) -> PrefixMatch:
+        """The row to extend, or the row to copy from. Older rows are preferred: a younger one may not be computed yet,
+        so it must share much more, or everything. The last token is never part of the match."""
+        prefix = tuple(tokens[:-1])
+        own, source, shared = None, None, MIN_SHARED - 1
         for row, known in self._tokens.items():
-            same = common(known, wanted)
+            same = common_prefix(known, prefix)
             if row in self._idle and same == len(known) > (0 if own is None else len(self._tokens[own])):
                 own = row
-            if same >= shared + (1 if source is None or same == len(wanted) else WORTH_SHARING):
+            if same >= shared + (1 if source is None or same == len(prefix) else MIN_SHARED):
                 source, shared = row, same
         if own is not None and (source is None or len(self._tokens[own]) >= shared):
             self.hold([own])
-            return Found([own], len(self._tokens[own]))
+            return PrefixMatch([own], len(self._tokens[own]))
         if source is None:
-            return Found([], 0)
+            return PrefixMatch([], 0)
         if source in self._idle:
             self._idle.move_to_end(source)
-        return Found([], shared, source)
+        return PrefixMatch([], shared, source)
 
     def allocate(self, count: int) -> list[int] | None:
         if count > self.available:
@@ -214,20 +216,20 @@ class RowManager:
             else:
                 heapq.heappush(self._free, row)
 
-    def remember(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """These tokens are in the row (or about to be), and can be found. What old weights computed cannot."""
+    def register(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """Cache the tokens that are in the row, or about to be, unless old weights computed them."""
         for row in rows:
             self._tokens.pop(row, None)
             if row not in self._stale and tokens:
                 self._tokens[row] = tuple(tokens)
 
-    def discard(self, rows: Sequence[int]) -> None:
-        """What these hold must not be found again."""
+    def unregister(self, rows: Sequence[int]) -> None:
+        """Never match these again."""
         for row in rows:
             self._tokens.pop(row, None)
 
-    def forget(self) -> None:
-        """Other weights: what was computed with the old ones must not be found."""
+    def flush(self) -> None:
+        """Drop all cached prefixes: the weights have changed."""
         self._tokens.clear()
         self._stale = set(self._held)
         for row in self._idle:
@@ -235,10 +237,10 @@ class RowManager:
         self._idle.clear()
 
     def compact(self) -> dict[int, int]:
-        """Decoding reads all rows up to the last that is held. Where too few of them are, the held ones move to the
-        front, and change places with what others left there: row → row, of all whose content moves."""
+        """Decoding reads all rows up to the last held one. If too few of them are held, swap the held rows to the
+        front. Returns row → new row for all content that moves."""
         count = len(self._held)
-        if not count or count >= DENSE * (max(self._held) + 1):
+        if not count or count >= MIN_DENSITY * (max(self._held) + 1):
             return {}
         last = sorted(row for row in self._held if row >= count)
         gaps = [row for row in range(count) if row not in self._held]
@@ -258,8 +260,8 @@ class RowManager:
         return row
 
 
-def common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the common prefix."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,8 +1,8 @@
-"""The engine's attention, put into a transformers model through its attention interface.
+"""The engine's attention, plugged into a transformers model through its attention interface.
 
-The model is called without a cache of its own: its layers hand queries, keys and values of the new tokens to `attend`,
-which writes them into the engine's cache and reads what came before. No mask is made, since the name is unknown to
-transformers' masks; the step at hand knows what each token sees.
+The model is called without a cache of its own: its layers pass the queries, keys and values of the new tokens to
+`attend`, which writes them to the engine's cache and attends to the cached tokens. transformers builds no mask for an
+attention it does not know; the current step masks by itself.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ NAME = "covey_engine"
 
 
 class Step(Protocol):
-    """What one forward pass does with the cache."""
+    """How one forward pass uses the cache: `Prefill`, `Decode`, `PagedDecode` or `GraphStep`."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor: ...
 
 
-class _Now:
-    """The step at hand. One engine works at a time."""
+class _Current:
+    """The step of the forward pass in progress. One engine runs at a time."""
 
     step: Step | None = None
 
 
-_now = _Now()
+_current = _Current()
 
 
 def current_step() -> Any:
-    assert _now.step is not None
-    return _now.step
+    assert _current.step is not None
+    return _current.step
 
 
 def attend(
@@ -48,7 +48,7 @@ def attend(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    assert softcap is None, "models with a soft cap are refused when they are opened"
+    assert softcap is None, "models with a soft cap are rejected when they are loaded"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return current_step().attend(module.layer_idx, query, key, value, scale, sliding_window), None
 
@@ -57,19 +57,19 @@ ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
 
 
 def backbone(model: Any) -> Any:
-    """The layers without the output matrix, also where peft wraps the model."""
+    """The model without the output matrix, also under a peft wrapper."""
     return (model.get_base_model() if hasattr(model, "get_base_model") else model).base_model
 
 
 @contextmanager
 def engine_attention(model: Any, step: Step) -> Iterator[None]:
-    """While this lasts, the model's attention is the engine's. The learner's comes back afterwards."""
+    """Use the engine's attention in this context, and restore the learner's afterwards."""
     config = model.config.get_text_config(decoder=True)
     before = config._attn_implementation
     config._attn_implementation = NAME
-    _now.step = step
+    _current.step = step
     try:
         yield
     finally:
         config._attn_implementation = before
-        _now.step = None
+        _current.step = None

@@ -1,15 +1,14 @@
-"""Keys and values of all layers.
+"""The key-value cache, and attention over it for prefill and decode.
 
-    KvCache     [layers, blocks, heads, size, dim], allocated once: a GPU's
-    RowCache    [rows, heads, size, dim] for each layer, which can grow: a CPU's
+    KvCache     [layers, blocks, heads, size, dim], allocated once: on a GPU
+    RowCache    [rows, heads, size, dim] for each layer, which can grow: on a CPU
 
-A token at position p of a sequence lies in the sequence's block p // size, at offset p % size. On a CPU a block is a
-row as long as a whole sequence, and sequences occupy the first rows, so that decoding reads the cache without a copy.
+Position p of a sequence is in its block p // size, at offset p % size. On a CPU a block is a row as long as a whole
+sequence, and sequences occupy the first rows, so decoding reads the cache without a copy.
 
-A freed block or row keeps what it held until a new sequence overwrites it, and that may be NaN. Masking a score does
-not mask its value, since 0 · NaN is NaN. So where keys and values are gathered, hidden ones are zeroed (`Prefill`,
-`PagedDecode`, the kernel); where they are read in place (`Decode`), a row that held something non-finite is cleared
-when its sequence leaves.
+A freed block or row keeps its content until it is overwritten, and that may be NaN. Masking a score does not mask its
+value, since 0 · NaN is NaN. So where keys and values are gathered, masked ones are zeroed (`Prefill`, `PagedDecode`,
+the kernel). Where they are read in place (`Decode`), a row with non-finite content is cleared when its sequence leaves.
 
 Shapes: B sequences, R rows, H query heads, K key heads, D head size, Q new tokens of a sequence, L cached tokens.
 """
@@ -24,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class KvCache:
-    """One block more than asked for: the last is a place for what must be written somewhere and is never read."""
+    """Has one extra block at the end, `scratch`, for writes that are never read."""
 
     def __init__(self, blocks: int, size: int, layers: int) -> None:
         self.blocks = blocks
@@ -38,14 +37,14 @@ class KvCache:
         return self.blocks
 
     def layer(self, number: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer; made when the first is seen, `like` [·, K, ·, D]."""
+        """Keys and values of a layer. Allocated at the first call; `like` [·, K, ·, D] gives shape, type and device."""
         if self.keys is None or self.values is None:
             shape = (self.layers, self.blocks + 1, like.shape[1], self.size, like.shape[-1])
             self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
         return self.keys[number], self.values[number]
 
     def copy(self, pairs: Sequence[tuple[int, int]], columns: int | None = None) -> None:
-        """Blocks → blocks (their first `columns`), in every layer."""
+        """Copy the first `columns` tokens from block to block, in every layer."""
         for slab in (self.keys, self.values) if pairs else ():
             if slab is not None:
                 source, target = (torch.tensor(column, device=slab.device) for column in zip(*pairs, strict=True))
@@ -53,7 +52,7 @@ class KvCache:
 
 
 class RowCache:
-    """At most as many rows as sequences may be in the batch, each as long as the longest may become."""
+    """One row per sequence in the batch, as long as the longest can become."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -65,22 +64,22 @@ class RowCache:
         return sum(slab.nbytes for pair in self.slabs.values() for slab in pair)
 
     def layer(self, number: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer; made when the first are seen, `like` [·, K, ·, D]."""
+        """Keys and values of a layer. Allocated at the first call; `like` [·, K, ·, D] gives shape and type."""
         if number not in self.slabs:
             shape = (self.rows, like.shape[1], self.size, like.shape[-1])
             self.slabs[number] = like.new_zeros(shape), like.new_zeros(shape)
         return self.slabs[number]
 
     def grow(self, rows: int, size: int) -> None:
-        """Keeps what is there. One layer after the other, so that no more than one is there twice."""
+        """Keeps the content. Layer by layer, so that only one layer is in memory twice."""
         self.rows, self.size = rows, size
         for number in self.slabs:
             self.slabs[number] = self._grown(self.slabs[number][0]), self._grown(self.slabs[number][1])
 
     def _grown(self, slab: Tensor) -> Tensor:
-        found = slab.new_zeros(self.rows, slab.shape[1], self.size, slab.shape[3])
-        found[: slab.shape[0], :, : slab.shape[2]] = slab
-        return found
+        larger = slab.new_zeros(self.rows, slab.shape[1], self.size, slab.shape[3])
+        larger[: slab.shape[0], :, : slab.shape[2]] = slab
+        return larger
 
     def clear(self, row: int) -> None:
         for keys, values in self.slabs.values():
@@ -88,7 +87,7 @@ class RowCache:
             values[row].zero_()
 
     def copy(self, pairs: Sequence[tuple[int, int]], columns: int) -> None:
-        """Rows → rows (their first `columns`), in every layer, all at once: two rows can change places."""
+        """Copy the first `columns` tokens from row to row, in every layer, all pairs at once: two rows can swap."""
         if pairs:
             source, target = (torch.tensor(column) for column in zip(*pairs, strict=True))
             for keys, values in self.slabs.values():
@@ -100,14 +99,14 @@ Cache = KvCache | RowCache
 
 
 class Prefill:
-    """New tokens of some sequences, padded on the right: they are written, and each sees what came before it."""
+    """Several new tokens of each sequence, padded on the right: written to the cache, with causal attention."""
 
     def __init__(self, cache: Cache, table_BN: Tensor, start_B: Tensor, length_B: Tensor, width: int) -> None:
         self.cache = cache
         self.table_BN = table_BN
         self.position_BQ = start_B[:, None] + torch.arange(width, device=start_B.device)
         self.valid_BQ = torch.arange(width, device=start_B.device) < length_B[:, None]
-        self.from_nothing = not bool((start_B > 0).any())
+        self.starts_empty = not bool((start_B > 0).any())
         self.end_B = start_B + length_B
         self.span = int(self.end_B.max())
         row = torch.arange(len(start_B), device=start_B.device)[:, None].expand(self.position_BQ.shape)[self.valid_BQ]
@@ -119,15 +118,15 @@ class Prefill:
         keys, values = self.cache.layer(layer, k)
         keys[self.block_T, :, self.offset_T] = k.transpose(1, 2)[self.valid_BQ]
         values[self.block_T, :, self.offset_T] = v.transpose(1, 2)[self.valid_BQ]
-        if self.from_nothing and window is None:
-            # Padding stands on the right, where no real token looks.
+        if self.starts_empty and window is None:
+            # Padding is on the right, where causal attention does not reach.
             out = scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
             )
             return out.transpose(1, 2)
         column = torch.arange(self.span, device=q.device)
-        foreign = (column >= self.end_B[:, None])[:, None, :, None]
-        k, v = (self._context(slab).masked_fill(foreign, 0) for slab in (keys, values))
+        unused = (column >= self.end_B[:, None])[:, None, :, None]
+        k, v = (self._context(slab).masked_fill(unused, 0) for slab in (keys, values))
         mask = column <= self.position_BQ[:, :, None]
         if window is not None:
             mask &= column > self.position_BQ[:, :, None] - window
@@ -136,16 +135,16 @@ class Prefill:
         return scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=scale).transpose(1, 2)
 
     def _context(self, slab: Tensor) -> Tensor:
-        """All that these sequences have, [B, K, L, D]."""
+        """All cached tokens of these sequences, [B, K, L, D]."""
         blocks = -(-self.span // self.cache.size)
         if blocks == 1:
             return slab[self.table_BN[:, 0], :, : self.span]
-        return _laid_out(slab[self.table_BN[:, :blocks]])[:, :, : self.span]
+        return _contiguous(slab[self.table_BN[:, :blocks]])[:, :, : self.span]
 
 
 class Decode:
-    """One new token of each sequence. Sequence b lies in row `row_B[b]` of the cache, in ascending order; nothing is
-    gathered, so all rows up to the last are read, and what those between mean is nothing (a CPU's way)."""
+    """One new token of each sequence, on a CPU. Sequence b is in row `row_B[b]` of the cache, in ascending order.
+    Nothing is gathered: all rows up to the last one are computed, and the results of unused rows are ignored."""
 
     def __init__(self, cache: RowCache, row_B: Tensor, position_B: Tensor) -> None:
         self.cache = cache
@@ -167,26 +166,26 @@ class Decode:
             grouped = grouped.new_zeros(self.rows, *grouped.shape[1:]).index_copy(0, self.row_B, grouped)
         score = grouped @ keys[: self.rows, :, : self.span].transpose(-1, -2)
         weight = torch.softmax(score + self.bias(window, score), -1)
-        found = weight @ values[: self.rows, :, : self.span]
+        out = weight @ values[: self.rows, :, : self.span]
         if self.rows > len(q):
-            found = found[self.row_B]
-        return found.reshape(len(q), 1, -1, dim)
+            out = out[self.row_B]
+        return out.reshape(len(q), 1, -1, dim)
 
     def bias(self, window: int | None, like: Tensor) -> Tensor:
-        """−∞ on what a sequence does not have (or no longer sees), [R, 1, 1, L]."""
+        """−∞ at positions that a sequence does not have, or that are outside of its window, [R, 1, 1, L]."""
         if window not in self._bias:
             column = torch.arange(self.span, device=like.device)
             hidden = column > self.position_R[:, None]
             if window is not None:
                 hidden |= column <= self.position_R[:, None] - window
-            found = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
-            self._bias[window] = found.masked_fill_(hidden, float("-inf"))[:, None, None]
+            bias = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
+            self._bias[window] = bias.masked_fill_(hidden, float("-inf"))[:, None, None]
         return self._bias[window]
 
 
 class PagedDecode:
-    """One new token of each sequence, whose blocks lie anywhere: gathered by plain torch. The kernel's reference, and
-    its stand-in where there is no Triton."""
+    """One new token of each sequence, with its blocks gathered by plain torch: the reference of the Triton kernel, and
+    its replacement without captured graphs."""
 
     def __init__(self, cache: KvCache, table_BN: Tensor, position_B: Tensor) -> None:
         self.cache = cache
@@ -203,14 +202,14 @@ class PagedDecode:
         hidden = column > self.position_B[:, None]
         if window is not None:
             hidden |= column <= self.position_B[:, None] - window
-        k, v = (_laid_out(slab[self.table_BN]).masked_fill(hidden[:, None, :, None], 0) for slab in (keys, values))
+        k, v = (_contiguous(slab[self.table_BN]).masked_fill(hidden[:, None, :, None], 0) for slab in (keys, values))
         grouped = q.view(len(q), k.shape[1], -1, q.shape[-1])
         score = (grouped.float() @ k.float().transpose(-1, -2)) * scale
         weight = torch.softmax(score.masked_fill(hidden[:, None, None], float("-inf")), -1)
         return (weight @ v.float()).to(q.dtype).reshape(len(q), 1, -1, q.shape[-1])
 
 
-def _laid_out(blocks: Tensor) -> Tensor:
+def _contiguous(blocks: Tensor) -> Tensor:
     """[B, N, K, size, D] → [B, K, N · size, D]"""
     rows, count, heads, size, dim = blocks.shape
     return blocks.transpose(1, 2).reshape(rows, heads, count * size, dim)

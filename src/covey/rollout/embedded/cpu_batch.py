@@ -1,8 +1,8 @@
-"""Matrix products on a CPU with weights in the order in which they are multiplied.
+"""The batch on a CPU: every sequence has a row of the cache to itself, and decoding uses repacked linear layers.
 
-With weights that oneDNN has laid out for itself a step of decoding takes a fifth less time at 64 rows, a third less at
-16 (benchmarks/decode_cpu.py). Laying them out costs what about ten steps win, and memory for a second copy: it is done
-when more steps than that are ahead, and where the copy is small beside the machine. New weights make it void.
+With weights repacked into oneDNN's layout a decode step takes a fifth less time at 64 rows and a third less at 16
+(benchmarks/decode_cpu.py). Repacking costs what about ten steps save, and memory for a second copy. So it is done if
+more steps than that are ahead and the copy is small compared with the machine's memory; new weights make it invalid.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.memory import cache_tokens, grown, machine_memory
+from covey.memory import cache_tokens, grown_size, machine_memory
 from covey.rollout.embedded.allocation import RowManager
 from covey.rollout.embedded.cache import RowCache
 from covey.rollout.embedded.runner import Drawn, Runner, draw_next
-from covey.rollout.embedded.scheduler import Running, Scheduler, refuse
+from covey.rollout.embedded.scheduler import RequestState, Scheduler, reject_too_long
 
-WORTH_PACKING = 16  # steps ahead
-SHARE = 0.1  # of this machine's memory that the copy may take
-ROWS = 64  # that the order is best for; it is good for others too
+MIN_STEPS = 16  # decode steps ahead that are worth repacking
+SHARE = 0.1  # of the machine's memory that the copy may take
+ROWS = 64  # batch size that the layout is optimised for; others profit too
+ROUND = 64  # tokens: the length of rows is rounded up to a multiple
 
 
 class PackedLinears:
@@ -38,10 +39,10 @@ class PackedLinears:
         size = sum(layer.weight.nbytes for layer in self.layers)
         if size > SHARE * machine_memory() or not torch.backends.mkldnn.is_available():
             self.layers = []
-        self.forwards: list[Callable[[Tensor], Tensor]] = []  # of the layers, once they are packed
+        self.forwards: list[Callable[[Tensor], Tensor]] = []  # of the layers; empty: not packed
 
     def pack(self) -> None:
-        """With the weights of this moment, unless it is done."""
+        """Pack the current weights, unless they are packed."""
         if not self.forwards:
             self.forwards = [_packed(layer.weight.detach(), layer.bias) for layer in self.layers]
 
@@ -50,10 +51,10 @@ class PackedLinears:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """While this lasts, the model's linear layers are the packed ones, if there are any."""
+        """Use the packed layers in this context, if there are any."""
         layers = self.layers if self.forwards else []
         for layer, forward in zip(layers, self.forwards, strict=True):
-            layer.__dict__["forward"] = forward  # past Module's own bookkeeping, which would cost more than it saves
+            layer.__dict__["forward"] = forward  # bypasses Module.__setattr__, which would cost more than this saves
         try:
             yield
         finally:
@@ -62,28 +63,23 @@ class PackedLinears:
 
 
 def _packed(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    laid_out = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
 
     def forward(x: Tensor) -> Tensor:
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(x, laid_out, bias, "none", [], "")
-        return found
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        return out
 
     return forward
 
 
-# -- The batch on a CPU: every sequence has a row of the cache to itself -----------------------------------------------
-
-ROUND = 64  # tokens
-
-
-class SlottedBatch:
-    """The cache grows where it is, with whoever is in it: to as many rows as there are requests at a time (at most
-    `max_rows`), each as long as the longest of them could become."""
+class RowBatch:
+    """The cache grows in place: to one row for each concurrent request (at most `max_rows`), each as long as the
+    longest of them can become."""
 
     def __init__(self, model: Any, *, max_rows: int, longest: int | None, memory: float) -> None:
         self.max_rows = max_rows
         self.longest = longest
-        self.room = cache_tokens(model, memory)
+        self.capacity = cache_tokens(model, memory)
         self.rows = RowManager()
         self.scheduler = Scheduler(self.rows, max_rows)
         self.cache = RowCache()
@@ -94,32 +90,32 @@ class SlottedBatch:
     def busy(self) -> bool:
         return self.scheduler.busy
 
-    def enter(self, queue: deque[Running]) -> list[Running]:
-        """Everybody waits with the scheduler, and who can enter does. Who was refused."""
-        refused = refuse(queue, self.room)
+    def enter(self, queue: deque[RequestState]) -> list[RequestState]:
+        """Pass the queue to the scheduler and admit the requests that fit. Returns the rejected ones."""
+        rejected = reject_too_long(queue, self.capacity)
         while queue:
             self.scheduler.add(queue.popleft())
         self._grow()
         with self.linears.used():
             self.runner.prefill(self.scheduler.admit())
-        return refused
+        return rejected
 
     def _grow(self) -> None:
         waiting, running = self.scheduler.waiting, self.scheduler.running
-        rows = grown(self.cache.rows, min(self.max_rows, len(waiting) + len(running)), self.max_rows)
-        longest = max((request.longest for request in waiting), default=0)
-        size = grown(self.cache.size, longest, self.longest, ROUND)
+        rows = grown_size(self.cache.rows, min(self.max_rows, len(waiting) + len(running)), self.max_rows)
+        longest = max((request.max_length for request in waiting), default=0)
+        size = grown_size(self.cache.size, longest, self.longest, ROUND)
         if (rows, size) != (self.cache.rows, self.cache.size):
             self.rows.grow(rows)
             self.cache.grow(rows, size)
 
     def sample(self) -> Drawn:
-        """One token for everybody."""
+        """One token for every running request."""
         self._compact()
         running = sorted(self.scheduler.running, key=lambda request: request.blocks[0])
         if not running:
             return []
-        if max(request.left for request in running) >= WORTH_PACKING:
+        if max(request.remaining for request in running) >= MIN_STEPS:
             self.linears.pack()
         with self.linears.used():
             logits_BV = self.runner.decode(running)
@@ -131,13 +127,13 @@ class SlottedBatch:
             request.blocks = [moved.get(row, row) for row in request.blocks]
         self.cache.copy(list(moved.items()), columns=self.cache.size)
 
-    def finish(self, request: Running) -> None:
-        (row,), sound = request.blocks, request.sound
+    def finish(self, request: RequestState) -> None:
+        (row,), sound = request.blocks, request.is_finite
         self.scheduler.finish(request)
         if not sound:
-            self.cache.clear(row)  # decoding reads masked places too
+            self.cache.clear(row)  # decoding reads masked positions too
 
-    def forget(self) -> None:
-        """Other weights: what the old ones computed is void, but for those whose answers it began."""
-        self.rows.forget()
+    def flush(self) -> None:
+        """Drop cached prefixes and packed layers: the weights have changed. Requests in progress keep their rows."""
+        self.rows.flush()
         self.linears.drop()

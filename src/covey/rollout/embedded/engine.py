@@ -1,16 +1,10 @@
-"""An engine that samples with the learner's own weights, in this process: no weight sync.
+"""`EmbeddedEngine`: samples with the learner's own weights, in this process, so no weights are copied.
 
     await generate(ids, sampling)      any number at once; they are decoded together
 
-Continuous batching: who has finished leaves, who waits enters. Prompts that are alike, or begin alike, are computed
-once; an episode's next turn goes on from what is still in the cache. Between two steps the event loop gets its turn, so
-that the same requests come in the same order in every run.
-
-    engine.py       callers on the event loop, steps on a thread of their own; where an answer ends
-    slotted.py      the batch on a CPU            paged.py      the batch on a GPU
-    scheduler.py    who is in it                  runner.py     forward passes
-    rows.py         which tokens lie where        blocks.py     the same for a GPU
-    linear.py       faster products on a CPU      graphs.py     captured steps on a GPU, kernels.py their kernels
+Continuous batching: requests enter and leave between two steps. Equal prompts and common prefixes are computed once,
+and the next turn of an episode continues from the cache. The event loop runs between two steps, so requests arrive in
+the same order in every run.
 """
 
 from __future__ import annotations
@@ -25,16 +19,17 @@ from typing import Any
 import torch
 
 from covey.protocols import Metrics
-from covey.rollout.embedded.cpu_batch import SlottedBatch
+from covey.rollout.embedded.cpu_batch import RowBatch
 from covey.rollout.embedded.gpu_batch import PagedBatch
-from covey.rollout.embedded.scheduler import Running
+from covey.rollout.embedded.scheduler import RequestState
 from covey.types import Completion, Sampling, StopReason
+from covey.weights.transport import InProcessTransport
 
-TURNS = 8  # of the event loop between two steps: enough for an agent to read an answer and ask again
+YIELDS = 8  # to the event loop between two steps: enough for an agent to read a reply and send its next request
 
 
 class EmbeddedEngine:
-    owns_weights = False  # it samples with the learner's own module
+    owns_weights = False  # the engine samples with the learner's module
 
     def __init__(
         self,
@@ -50,10 +45,10 @@ class EmbeddedEngine:
         paged: bool | None = None,
         drains: bool = False,
     ) -> None:
-        """`context_length`: where an answer ends at the latest, prompt included. `memory`: the share of a GPU's free
-        memory that the cache may take. `eager`: no captured graphs there; `compiled`: nor compiled layers in them.
-        `paged`: a GPU's way of keeping the cache; None: on a GPU. `drains`: answers that are under way are finished
-        before a pause, instead of going on after it with other weights."""
+        """`context_length`: the most tokens of a prompt and its completion. `memory`: share of a GPU's free memory for
+        the cache. `eager`: no captured graphs on a GPU. `compiled`: compile the layers in the graphs. `paged`: use the
+        paged cache; None: on a GPU. `drains`: `pause` waits for the requests in progress, so that no completion
+        continues with other weights."""
         self.model = model
         self.eos_ids = frozenset(eos_ids)
         self.decode = decode
@@ -63,31 +58,32 @@ class EmbeddedEngine:
         self.eager = eager
         self.compiled = compiled
         self.paged = model.get_input_embeddings().weight.device.type == "cuda" if paged is None else paged
-        self.on_finished: Callable[[], None] = lambda: None  # called for every answer, on the engine's thread
+        self.on_finished: Callable[[], None] = lambda: None  # called for every completion, on the engine's thread
         self.version = 0
         self.generated_tokens = 0
-        self._futures: dict[Running, asyncio.Future[Completion]] = {}
-        self._arrived: deque[Running] = deque()  # since the last step began
-        self._queue: deque[Running] = deque()  # not yet in the batch's hands; a step's own
+        self._futures: dict[RequestState, asyncio.Future[Completion]] = {}
+        self._arrived: deque[RequestState] = deque()  # after the last step began
+        self._queue: deque[RequestState] = deque()  # not in the batch yet; used by the step's thread
+        self._transport = InProcessTransport()
         self._batch = self._empty_batch()
         self._loop: asyncio.Task[None] | None = None
         self._closing = False
         self.drains = drains
         self._awake = asyncio.Event()
         self._awake.set()
-        # One thread of its own: the event loop goes on while torch computes, and torch keeps one pool of workers.
+        # One thread: the event loop continues while torch computes, and torch keeps a single pool of workers.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="covey-engine")
 
-    def _empty_batch(self) -> PagedBatch | SlottedBatch:
+    def _empty_batch(self) -> PagedBatch | RowBatch:
         model, rows, longest = self.model, self.max_sequences, self.context_length
         if not self.paged:
-            return SlottedBatch(model, max_rows=rows, longest=longest, memory=self.memory)
+            return RowBatch(model, max_rows=rows, longest=longest, memory=self.memory)
         return PagedBatch(
             model, max_rows=rows, longest=longest, memory=self.memory, eager=self.eager, compiled=self.compiled
         )
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Completion:
-        request = Running(tuple(token_ids), self._within_context(len(token_ids), sampling))
+        request = RequestState(tuple(token_ids), self._within_context(len(token_ids), sampling))
         future = self._futures[request] = asyncio.get_running_loop().create_future()
         self._arrived.append(request)
         if self._loop is None or self._loop.done():
@@ -95,7 +91,7 @@ class EmbeddedEngine:
         try:
             return await future
         finally:
-            request.abandoned = True
+            request.cancelled = True
             self._futures.pop(request, None)
 
     def _within_context(self, prompt: int, sampling: Sampling) -> Sampling:
@@ -114,40 +110,40 @@ class EmbeddedEngine:
         return {}
 
     async def publish(self, weights: Any, version: int) -> None:
-        """The weights are the learner's own, so only their number changes, and what the old ones computed is void.
-        Answers that are under way go on from it; each of their tokens has the version that drew it."""
-        assert weights is self.model, "the embedded engine shares the learner's module"
+        """Set the version and flush the cache, between two steps. Requests in progress keep their keys and values; each
+        token records the version that sampled it."""
+        await self._transport.publish(weights, version, {0: self.model})
 
-        def between_steps() -> None:
+        def set_version() -> None:
             self.version = version
-            self._batch.forget()
+            self._batch.flush()
 
-        await asyncio.get_running_loop().run_in_executor(self._thread, between_steps)
+        await asyncio.get_running_loop().run_in_executor(self._thread, set_version)
 
     async def pause(self) -> None:
-        """The learner has the weights for itself. Who is in the midst of an answer goes on after it."""
+        """Stop after the current step. Requests in progress continue after `resume`."""
         self._awake.clear()
-        if self.drains and (under_way := [f for r, f in self._futures.items() if r not in self._arrived]):
-            await asyncio.wait(under_way)
-        await asyncio.get_running_loop().run_in_executor(self._thread, lambda: None)  # the last step is over
+        if self.drains and (in_progress := [f for r, f in self._futures.items() if r not in self._arrived]):
+            await asyncio.wait(in_progress)
+        await asyncio.get_running_loop().run_in_executor(self._thread, lambda: None)  # waits for the last step
 
     async def resume(self) -> None:
         self._awake.set()
 
     def close(self) -> None:
-        """Stops at the next token; answers that are not finished never come."""
+        """Stop at the next token. Requests in progress never finish."""
         self._closing = True
         self._thread.shutdown(wait=True)
 
     async def _run(self) -> None:
-        """Steps until nothing is left to do. What fails, fails for everybody in it."""
+        """Run steps until there is nothing to do. An exception in a step fails all requests."""
         loop = asyncio.get_running_loop()
-        await self._others_turn()
+        await self._yield_to_others()
         while (self._arrived or self._queue or self._batch.busy) and not self._closing:
             while not self._awake.is_set() and not (self.drains and (self._queue or self._batch.busy)):
-                await self._awake.wait()  # it may have been paused again before this is reached
+                await self._awake.wait()  # in a loop: the engine may be paused again before this line is reached
             if self._awake.is_set():
-                self._queue = deque(request for request in (*self._queue, *self._arrived) if not request.abandoned)
+                self._queue = deque(request for request in (*self._queue, *self._arrived) if not request.cancelled)
                 self._arrived.clear()
             try:
                 done = await loop.run_in_executor(self._thread, self._step)
@@ -155,16 +151,16 @@ class EmbeddedEngine:
                 self._fail(error)
                 continue
             for request in done:
-                self._answer(request)
-            await self._others_turn()
+                self._deliver(request)
+            await self._yield_to_others()
 
-    async def _others_turn(self) -> None:
-        for _ in range(TURNS):
+    async def _yield_to_others(self) -> None:
+        for _ in range(YIELDS):
             await asyncio.sleep(0)
 
-    def _answer(self, request: Running) -> None:
+    def _deliver(self, request: RequestState) -> None:
         future = self._futures.get(request)
-        if future is None or future.done():  # a caller that gave up has cancelled it
+        if future is None or future.done():  # the caller cancelled it
             return
         if request.error is not None:
             future.set_exception(request.error)
@@ -185,17 +181,17 @@ class EmbeddedEngine:
     # -- on the engine's thread ----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _step(self) -> list[Running]:
-        """Let in who can enter, then one token for everybody, or several; who has an answer, or will get none."""
+    def _step(self) -> list[RequestState]:
+        """Admit requests, then sample one or several tokens for all. Returns the requests that finished or failed."""
         was_training = self.model.training
         if was_training:
             self.model.eval()
         try:
             done = self._batch.enter(self._queue)
-            for request in [r for r in self._batch.scheduler.running if r.abandoned]:
+            for request in [r for r in self._batch.scheduler.running if r.cancelled]:
                 self._batch.finish(request)
             for request, ids, logprobs in self._batch.sample():
-                self._take(request, ids, logprobs)
+                self._append(request, ids, logprobs)
                 if request.stop is not None:
                     self._batch.finish(request)
                     done.append(request)
@@ -204,25 +200,25 @@ class EmbeddedEngine:
             if was_training:
                 self.model.train()
 
-    def _take(self, request: Running, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Tokens up to the end of the answer."""
-        tokens = tokens[: request.left]
+    def _append(self, request: RequestState, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Append tokens up to the end of the completion."""
+        tokens = tokens[: request.remaining]
         count = len(tokens)
         if not request.sampling.stop and self.eos_ids.isdisjoint(tokens):
             request.ids += tokens
         else:
-            count = self._until_stop(request, tokens)
+            count = self._append_until_stop(request, tokens)
         request.logprobs += logprobs[:count]
         request.versions += [self.version] * count
         request.cached += count
         self.generated_tokens += count
-        if request.stop is None and request.left == 0:
+        if request.stop is None and request.remaining == 0:
             request.stop = StopReason.LENGTH
         if request.stop is not None:
             self.on_finished()
 
-    def _until_stop(self, request: Running, tokens: Sequence[int]) -> int:
-        """Token by token, since one of them may end the answer; how many there are."""
+    def _append_until_stop(self, request: RequestState, tokens: Sequence[int]) -> int:
+        """Append token by token up to one that ends the completion. Returns their number."""
         for count, token in enumerate(tokens, start=1):
             request.ids.append(token)
             if token in self.eos_ids:
@@ -233,8 +229,8 @@ class EmbeddedEngine:
                 return count
         return len(tokens)
 
-    def _hits_stop_string(self, request: Running) -> bool:
-        # A stop string of n characters spans at most n tokens: each token adds at least one byte.
+    def _hits_stop_string(self, request: RequestState) -> bool:
+        # A stop string of n bytes spans at most n tokens: each token adds at least one byte.
         tail = max(len(text.encode()) for text in request.sampling.stop) + 4
         text = self.decode(request.ids[-tail:])
         return any(stop in text for stop in request.sampling.stop)

@@ -1,12 +1,12 @@
-"""Decoding on a GPU: one step is captured as a CUDA graph and replayed; the host looks at the tokens only now and then.
+"""Decoding on a GPU: a step is captured as a CUDA graph and replayed several times before the host reads the tokens.
 
-Everything a step changes lies in buffers on the GPU: the tokens to feed, their positions, the blocks of each sequence,
-the uniform numbers, what was drawn. So the next steps can be sent off before the tokens of the last are read (a
-`Flight`), and the GPU does not wait for the host. A graph is captured for each size of the batch (rounded up); rows
-without a sequence write to the cache's scratch block. The decoder layers are compiled once for all layers and sizes,
-with their products joined (`joined.py`); attention is a kernel (`kernels.py`).
+All state of a step is in buffers on the GPU: the tokens to feed, their positions, the blocks of each sequence, the
+uniform numbers, the sampled tokens. So a run of several steps (`DecodeRun`) can be launched before the previous run is
+read, and the GPU does not wait for the host. A graph is captured for each batch size (rounded up); rows without a
+sequence write to the cache's scratch block. The decoder layers are compiled once for all layers and sizes, with fused
+projections (`FusedLayers`); attention is a Triton kernel (`kernels.py`).
 
-Shapes: B rows of the batch, N blocks of a sequence, T steps between two looks.
+Shapes: B rows of the batch, N blocks of a sequence, T steps of a run.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from torch.nn.functional import linear
 from covey.rollout.embedded import attention
 from covey.rollout.embedded.cache import KvCache
 from covey.rollout.embedded.gpu_batch import STEPS
-from covey.rollout.embedded.kernels import draw_and_advance, joined_attention, paged_attention, splits_for
-from covey.rollout.embedded.scheduler import Running
+from covey.rollout.embedded.kernels import draw_and_advance, fused_attention, paged_attention, splits_for
+from covey.rollout.embedded.scheduler import RequestState
 from covey.streams import uniform
 
 
 @dataclass(frozen=True)
-class Flight:
-    """Steps on their way, and where their tokens will be. None: a row that nobody waits for."""
+class DecodeRun:
+    """Several steps launched at once, and the host buffers that will hold their tokens. None: an empty row."""
 
-    rows: tuple[Running | None, ...]
+    rows: tuple[RequestState | None, ...]
     steps: int
     ids_BT: Tensor
     logprobs_BT: Tensor
-    landed: torch.cuda.Event | None  # None where nothing is asynchronous
+    finished: torch.cuda.Event | None  # None without a GPU
 
     def read(self) -> tuple[list[list[int]], list[list[float]]]:
-        if self.landed is not None:
-            self.landed.synchronize()
+        if self.finished is not None:
+            self.finished.synchronize()
         return self.ids_BT.tolist(), self.logprobs_BT.tolist()
 
 
 class GraphStep:
-    """What the attention of a captured step reads and writes."""
+    """Attention of a captured step, over fixed buffers."""
 
     def __init__(self, cache: KvCache, table_BN: Tensor, position_B: Tensor, splits: int) -> None:
         assert cache.keys is not None and cache.values is not None
@@ -56,10 +56,10 @@ class GraphStep:
         self.splits = splits
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        found: Tensor = paged_attention(
+        out: Tensor = paged_attention(
             q, k, v, self.keys, self.values, layer, self.table_BN, self.position_B, scale, window or 0, self.splits
         )
-        return found
+        return out
 
 
 class GraphDecoder:
@@ -78,13 +78,13 @@ class GraphDecoder:
         self.out_logprobs_BT = torch.zeros(rows, STEPS, dtype=torch.float32, device=device)
         self.graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self.pool: Any = None
-        self.loaded: list[tuple[Running, int] | None] = []  # who is in the buffers, and how many blocks they had
+        self.loaded: list[tuple[RequestState, int] | None] = []  # requests in the buffers, their block counts
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.layers = list(attention.backbone(model).layers)
-        self.joined = JoinedLayers(self.layers)
+        self.fused = FusedLayers(self.layers)
 
-    def launch(self, rows: Sequence[Running | None], steps: int, ahead: int = 0) -> Flight:
-        """The next `steps` tokens of every sequence. `ahead`: steps of a flight of the same rows that is on its way."""
+    def launch(self, rows: Sequence[RequestState | None], steps: int, ahead: int = 0) -> DecodeRun:
+        """Launch the next `steps` tokens of every sequence. `ahead`: steps of a run of the same rows not read yet."""
         graph, _ = self._graph(self._size(len(rows)), draws=True)
         self._load(rows, ahead)
         numbers = [[uniform(r.sampling.seed, len(r.ids) + ahead + t) if r else 0.0 for t in range(steps)] for r in rows]
@@ -92,14 +92,16 @@ class GraphDecoder:
         self.step_B.zero_()
         for _ in range(steps):
             graph.replay()
-        found = [self._fetch(out[: len(rows), :steps]) for out in (self.out_ids_BT, self.out_logprobs_BT)]
-        landed = torch.cuda.Event() if self.ids_B.is_cuda else None
-        if landed is not None:
-            landed.record()
-        return Flight(tuple(rows), steps, found[0], found[1], landed)
+        host_ids, host_logprobs = (
+            self._fetch(out[: len(rows), :steps]) for out in (self.out_ids_BT, self.out_logprobs_BT)
+        )
+        finished = torch.cuda.Event() if self.ids_B.is_cuda else None
+        if finished is not None:
+            finished.record()
+        return DecodeRun(tuple(rows), steps, host_ids, host_logprobs, finished)
 
-    def logits(self, rows: Sequence[Running]) -> Tensor:
-        """Of the next token, for who draws in another way."""
+    def logits(self, rows: Sequence[RequestState]) -> Tensor:
+        """Logits of the next token, for sampling outside of the graph."""
         graph, logits_BV = self._graph(self._size(len(rows)), draws=False)
         self._load(rows, 0)
         self.loaded = []
@@ -107,7 +109,7 @@ class GraphDecoder:
         return logits_BV[: len(rows)]
 
     def _size(self, rows: int) -> int:
-        """The batch that is captured for so many rows: powers of two, and halves between them."""
+        """The batch size that is captured for `rows` rows: powers of two, from 8 on also 1.5 times these."""
         size = 1
         while size < rows:
             size = (
@@ -117,31 +119,31 @@ class GraphDecoder:
             )
         return min(size, len(self.ids_B))
 
-    def _load(self, rows: Sequence[Running | None], ahead: int) -> None:
-        """Fill the buffers. Rows that are where they were have their next token and position there already."""
+    def _load(self, rows: Sequence[RequestState | None], ahead: int) -> None:
+        """Fill the buffers. Rows that have not moved have their next token and position there already."""
         size, width, scratch = self._size(len(rows)), self.table_BN.shape[1], self.cache.scratch
         spare: list[None] = [None] * (size - len(rows))
         now = [None if row is None else (row, len(row.blocks)) for row in rows]
         known = [None if entry is None else entry[0] for entry in self.loaded]
         stays = len(known) == len(rows) and all(row is None or row is old for row, old in zip(rows, known, strict=True))
-        assert stays or not ahead, "what is on its way knows only the rows it left with"
+        assert stays or not ahead, "a run in progress has only the rows it was launched with"
         if now != self.loaded:
             blocks = [[] if row is None else row.blocks for row in (*rows, *spare)]
             self._send(self.table_BN[:size], [b + [scratch] * (width - len(b)) for b in blocks])
         if not stays:
-            everyone = (*rows, *spare)
-            self._send(self.ids_B[:size], [0 if row is None else row.next for row in everyone])
-            self._send(self.position_B[:size], [0 if row is None else row.cached for row in everyone])
-            self._send(self.temperature_B[:size], [row.sampling.temperature if row else 0.0 for row in everyone])
+            padded = (*rows, *spare)
+            self._send(self.ids_B[:size], [0 if row is None else row.next_token for row in padded])
+            self._send(self.position_B[:size], [0 if row is None else row.cached for row in padded])
+            self._send(self.temperature_B[:size], [row.sampling.temperature if row else 0.0 for row in padded])
         elif empty := [n for n, row in enumerate((*rows, *spare)) if row is None]:
-            # Their positions move on with the others': back, before they leave the table.
+            # Their positions advance like the others: reset them before they exceed the table.
             at = torch.empty(len(empty), dtype=torch.int64, device=self.position_B.device)
             self._send(at, empty)
             self.position_B.index_fill_(0, at, 0)
         self.loaded = now
 
     def _send(self, target: Tensor, values: Any) -> None:
-        """To the GPU without waiting for it."""
+        """Copy to the GPU asynchronously."""
         source = torch.tensor(values, dtype=target.dtype)
         target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
 
@@ -175,7 +177,7 @@ class GraphDecoder:
         return self.graphs[size, draws]
 
     def _capture(self, size: int, draws: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Runs the step a few times on the scratch block first: kernels are compiled, and nothing of value is hurt."""
+        """Warm up on the scratch block first, so that kernels are compiled and no cached tokens are overwritten."""
         kept = [buffer.clone() for buffer in self._buffers()]
         self.table_BN.fill_(self.cache.scratch)
         self.position_B.zero_()
@@ -187,7 +189,7 @@ class GraphDecoder:
         graph = torch.cuda.CUDAGraph()
         with (
             attention.engine_attention(self.model, step),
-            self.joined.active(),
+            self.fused.active(),
             layers_compiled(self.layers if self.compiled else ()),
         ):
             stream = torch.cuda.Stream()
@@ -197,7 +199,7 @@ class GraphDecoder:
                     self._step(size, draws)
                     self.step_B.zero_()
             torch.cuda.current_stream().wait_stream(stream)
-            # Other threads may allocate and copy meanwhile, as one that saves a checkpoint does.
+            # Other threads may allocate and copy meanwhile, e.g. to save a checkpoint.
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                 logits_BV = self._step(size, draws)
         self.pool = self.pool or graph.pool()
@@ -210,7 +212,7 @@ class GraphDecoder:
 
 
 class layers_compiled:
-    """While this lasts, the decoder layers run compiled, all by the same code."""
+    """Run the decoder layers compiled in this context, all with the same code."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self.layers = layers
@@ -229,31 +231,31 @@ class layers_compiled:
 
 
 # -- Fused layers ------------------------------------------------------------------------------------------------------
-#
-# Decoder layers with fewer and larger kernels, for decoding on a GPU: one product for queries, keys and values, one
-# for gate and up; positions turn queries and keys inside attention.
-#
-# The weights stay the learner's own parameters. Those that are multiplied together are moved side by side in memory,
-# each parameter a view of its part, so that an update of one is an update of the whole. Layers that are not
-# built as Llama's run as they are, and so do layers with adapters.
 
 ATTENTION = ("LlamaAttention", "Qwen2Attention", "Qwen3Attention", "MistralAttention")
 MLP = ("LlamaMLP", "Qwen2MLP", "Qwen3MLP", "MistralMLP")
 
 
-class JoinedLayers:
+class FusedLayers:
+    """Decoder layers with fewer and larger kernels: one product for queries, keys and values, one for gate and up, and
+    rotary embedding inside the attention kernel.
+
+    The weights stay the learner's own parameters. Those that are fused are moved next to each other in memory, each
+    parameter a view of its part, so an update of the parameter updates the fused weight. Layers with adapters, and
+    layers that are not built like Llama's, run unchanged."""
+
     def __init__(self, layers: Sequence[Any]) -> None:
         self.patches: list[tuple[Any, Any]] = []
         for layer in layers:
             attend, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-            if type(attend).__name__ in ATTENTION and _join_attention(attend):
+            if type(attend).__name__ in ATTENTION and _fuse_attention(attend):
                 self.patches.append((attend, MethodType(_attention, attend)))
-            if type(mlp).__name__ in MLP and _join_mlp(mlp):
+            if type(mlp).__name__ in MLP and _fuse_mlp(mlp):
                 self.patches.append((mlp, MethodType(_mlp, mlp)))
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """While this lasts, the layers compute one new token of each sequence, joined."""
+        """Use the fused layers in this context. They compute one new token of each sequence."""
         for module, forward in self.patches:
             module.forward = forward
         try:
@@ -265,60 +267,61 @@ class JoinedLayers:
 
 def _attention(self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: Any, **__: Any) -> Any:
     step = attention.current_step()
-    qkv = linear(hidden_states[:, 0], self.joined_weight, self.joined_bias)
+    qkv = linear(hidden_states[:, 0], self.fused_weight, self.fused_bias)
     cos, sin = (x[:, 0] for x in position_embeddings)
-    out = joined_attention(
-        qkv, cos, sin, self.joined_norms, step.keys, step.values, self.layer_idx, step.table_BN, step.position_B,
-        self.scaling, self.joined_window, step.splits, self.joined_eps,
+    out = fused_attention(
+        qkv, cos, sin, self.fused_norms, step.keys, step.values, self.layer_idx, step.table_BN, step.position_B,
+        self.scaling, self.fused_window, step.splits, self.fused_eps,
     )  # fmt: skip
     return self.o_proj(out.flatten(2)), None
 
 
 def _mlp(self: Any, x: Tensor) -> Any:
-    gate, up = linear(x, self.joined_weight, self.joined_bias).chunk(2, -1)
+    gate, up = linear(x, self.fused_weight, self.fused_bias).chunk(2, -1)
     return self.down_proj(self.act_fn(gate) * up)
 
 
-def _join_attention(module: Any) -> bool:
+def _fuse_attention(module: Any) -> bool:
     linears = (module.q_proj, module.k_proj, module.v_proj)
-    if not _plain(linears):
+    if not _are_plain(linears):
         return False
     norms = (module.q_norm, module.k_norm) if hasattr(module, "q_norm") else None
-    module.joined_weight = side_by_side([x.weight for x in linears])
-    module.joined_bias = _biases(linears)
-    module.joined_norms = None if norms is None else side_by_side([x.weight for x in norms]).view(2, -1)
-    module.joined_eps = 0.0 if norms is None else norms[0].variance_epsilon
+    module.fused_weight = stacked_views([x.weight for x in linears])
+    module.fused_bias = _biases(linears)
+    module.fused_norms = None if norms is None else stacked_views([x.weight for x in norms]).view(2, -1)
+    module.fused_eps = 0.0 if norms is None else norms[0].variance_epsilon
     own = type(module).__name__ != "MistralAttention"
     window = getattr(module, "sliding_window", None) if own else getattr(module.config, "sliding_window", None)
-    module.joined_window = window or 0
+    module.fused_window = window or 0
     return True
 
 
-def _join_mlp(module: Any) -> bool:
+def _fuse_mlp(module: Any) -> bool:
     linears = (module.gate_proj, module.up_proj)
-    if not _plain(linears):
+    if not _are_plain(linears):
         return False
-    module.joined_weight = side_by_side([x.weight for x in linears])
-    module.joined_bias = _biases(linears)
+    module.fused_weight = stacked_views([x.weight for x in linears])
+    module.fused_bias = _biases(linears)
     return True
 
 
-def _plain(linears: Sequence[Any]) -> bool:
+def _are_plain(linears: Sequence[Any]) -> bool:
     return all(type(x) is nn.Linear for x in linears) and len({x.bias is None for x in linears}) == 1
 
 
 def _biases(linears: Sequence[Any]) -> Tensor | None:
-    return None if linears[0].bias is None else side_by_side([x.bias for x in linears])
+    return None if linears[0].bias is None else stacked_views([x.bias for x in linears])
 
 
 @torch.no_grad()
-def side_by_side(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """One tensor, of whose rows each parameter is a part from now on. Where they lie so already, nothing moves."""
-    places = [p.data_ptr() for p in parameters]
-    ends = [place + p.numel() * p.element_size() for place, p in zip(places, parameters, strict=True)]
+def stacked_views(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """One tensor of the stacked parameters, each of which becomes a view of its rows. Parameters that are adjacent in
+    memory already are not moved."""
+    starts = [p.data_ptr() for p in parameters]
+    ends = [start + p.numel() * p.element_size() for start, p in zip(starts, parameters, strict=True)]
     first, count = parameters[0], sum(len(p) for p in parameters)
-    one = len({p.untyped_storage().data_ptr() for p in parameters}) == 1
-    if one and places[1:] == ends[:-1]:
+    one_storage = len({p.untyped_storage().data_ptr() for p in parameters}) == 1
+    if one_storage and starts[1:] == ends[:-1]:
         return first.data.as_strided((count, *first.shape[1:]), first.stride())
     whole = torch.cat([p.data for p in parameters])
     for p, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):

@@ -1,6 +1,6 @@
-"""Triton kernels of decoding on a GPU: write and attend in one paged cache, and draw a token.
+"""Triton kernels of decoding on a GPU: write to and attend over the paged cache, and sample a token.
 
-Imported only where a GPU is used; plain torch in `cache.py` and `sampling.py` computes the same.
+Imported only if a GPU is used. `PagedDecode` (cache.py) and `draw` (runner.py) compute the same in plain torch.
 
 Shapes: B sequences, H query heads, K key heads, G = H / K, D head size, S splits of a sequence, V vocabulary.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @triton.jit
 def _normed(x, other, weight, other_weight, eps, D: tl.constexpr):
-    """RMSNorm over the head size, of [heads, D] and of the same with its halves swapped."""
+    """RMSNorm over the head size, of [heads, D] and of the same with swapped halves."""
     scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
     return x * scale * weight, other * scale * other_weight
 
@@ -25,20 +25,20 @@ def _rotated(
     x, stride, cos, sin, norm, eps, rows, d, ROWS: tl.constexpr, D: tl.constexpr, ROTATES: tl.constexpr,
     NORMS: tl.constexpr,
 ):  # fmt: skip
-    """Heads of one token, [heads, D] in float32; normed and turned by their position where the layer wants that."""
+    """Heads of one token, [heads, D] in float32, with norm and rotary embedding if the layer has them."""
     inside = (rows < ROWS)[:, None] & (d < D)[None]
-    found = tl.load(x + rows[:, None] * stride + d[None], mask=inside, other=0.0).to(tl.float32)
+    rotated = tl.load(x + rows[:, None] * stride + d[None], mask=inside, other=0.0).to(tl.float32)
     if ROTATES:
         swapped = tl.where(d < D // 2, d + D // 2, d - D // 2)
         other = tl.load(x + rows[:, None] * stride + swapped[None], mask=inside, other=0.0).to(tl.float32)
         if NORMS:
             weight = tl.load(norm + d, mask=d < D, other=0.0).to(tl.float32)[None]
             other_weight = tl.load(norm + swapped, mask=d < D, other=0.0).to(tl.float32)[None]
-            found, other = _normed(found, other, weight, other_weight, eps, D)
+            rotated, other = _normed(rotated, other, weight, other_weight, eps, D)
         c = tl.load(cos + d, mask=d < D, other=0.0).to(tl.float32)[None]
         s = tl.load(sin + d, mask=d < D, other=0.0).to(tl.float32)[None]
-        found = found * c + other * tl.where(d < D // 2, -1.0, 1.0)[None] * s
-    return found
+        rotated = rotated * c + other * tl.where(d < D // 2, -1.0, 1.0)[None] * s
+    return rotated
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def _write(
     K: tl.constexpr, KPAD: tl.constexpr, D: tl.constexpr, DPAD: tl.constexpr, SIZE: tl.constexpr,
     ROTATES: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
-    """The new key and value of sequence b, all heads, to their place."""
+    """Write the new key and value of sequence b, all heads, to the cache."""
     b = tl.program_id(0)
     at = tl.load(position + b)
     block = tl.load(table + b * table_stride + at // SIZE).to(tl.int64)
@@ -95,7 +95,7 @@ def _attend(
         tile = base + n[:, None] * D + d[None]
         column = i * SIZE + n
         seen = (column >= lowest) & (column < length)
-        # What is hidden may hold anything, also NaN of an earlier sequence, and 0 · NaN is NaN: it is not read at all.
+        # Masked positions may hold NaN of an earlier sequence, and 0 · NaN is NaN: so they are not loaded at all.
         inside = seen[:, None] & (d < D)[None]
         k_nd = tl.load(keys + tile, mask=inside, other=0.0)
         score = tl.dot(q_gd, tl.trans(k_nd), input_precision="ieee") * scale
@@ -110,9 +110,9 @@ def _attend(
         m = m_new
     head = b * K * G + h * G + g
     if SPLITS == 1:
-        found = acc / tl.where(total == 0, 1.0, total)[:, None]
+        result = acc / tl.where(total == 0, 1.0, total)[:, None]
         tl.store(
-            out + head[:, None] * D + d[None], found.to(out.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None]
+            out + head[:, None] * D + d[None], result.to(out.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None]
         )
     else:
         tl.store(part + (head * SPLITS + s)[:, None] * D + d[None], acc, mask=(g < G)[:, None] & (d < D)[None])
@@ -121,8 +121,8 @@ def _attend(
 
 
 @triton.jit
-def _join(part, part_m, part_l, out, D: tl.constexpr, DPAD: tl.constexpr, SPLITS: tl.constexpr):
-    """The splits of one query head."""
+def _combine(part, part_m, part_l, out, D: tl.constexpr, DPAD: tl.constexpr, SPLITS: tl.constexpr):
+    """Combine the splits of one query head."""
     head = tl.program_id(0)
     s = tl.arange(0, SPLITS)
     d = tl.arange(0, DPAD)
@@ -130,14 +130,14 @@ def _join(part, part_m, part_l, out, D: tl.constexpr, DPAD: tl.constexpr, SPLITS
     weight = tl.exp(m - tl.max(m, 0))
     total = tl.sum(weight * tl.load(part_l + head * SPLITS + s), 0)
     acc = tl.load(part + (head * SPLITS + s)[:, None] * D + d[None], mask=(d < D)[None], other=0.0)
-    found = tl.sum(acc * weight[:, None], 0) / total
-    tl.store(out + head * D + d, found.to(out.dtype.element_ty), mask=d < D)
+    result = tl.sum(acc * weight[:, None], 0) / total
+    tl.store(out + head * D + d, result.to(out.dtype.element_ty), mask=d < D)
 
 
 def splits_for(sequences: int, heads: int, processors: int) -> int:
     """Enough programs to fill the GPU; a power of two."""
-    wanted = 2 * processors / max(1, sequences * heads)
-    return min(32, 1 << max(0, int(wanted).bit_length() - 1 + (wanted > 1)))
+    programs = 2 * processors / max(1, sequences * heads)
+    return min(32, 1 << max(0, int(programs).bit_length() - 1 + (programs > 1)))
 
 
 @torch.library.custom_op("covey::paged_attention", mutates_args=("keys", "values"))
@@ -154,14 +154,14 @@ def paged_attention(
     window: int,
     splits: int,
 ) -> Tensor:
-    """One new token of each sequence: q [B, H, 1, D], k and v [B, K, 1, D] → [B, 1, H, D]. `window` 0: none."""
+    """One new token of each sequence: q [B, H, 1, D], k and v [B, K, 1, D] → [B, 1, H, D]. `window` 0: no window."""
     rows, heads = q.shape[:2]
     q, k, v = (x.reshape(rows, -1) for x in (q, k, v))
     return _launch(q, k, v, None, None, keys[layer], values[layer], table, position, heads, scale, window, splits, 0.0)
 
 
-@torch.library.custom_op("covey::joined_attention", mutates_args=("keys", "values"))
-def joined_attention(
+@torch.library.custom_op("covey::fused_attention", mutates_args=("keys", "values"))
+def fused_attention(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -176,8 +176,8 @@ def joined_attention(
     splits: int,
     eps: float,
 ) -> Tensor:
-    """The same from one product [B, (H + 2K) D], and the turn of each sequence's position, [B, D]; with `norms` [2, D]
-    queries and keys are normed first."""
+    """The same from the fused product [B, (H + 2K) D] and the rotary embedding of each position, [B, D]. With `norms`
+    [2, D] queries and keys are normalised first."""
     kv, dim = keys.shape[2], keys.shape[4]
     heads = qkv.shape[1] // dim - 2 * kv
     q, k, v = qkv.split([heads * dim, kv * dim, kv * dim], 1)
@@ -223,7 +223,7 @@ def _launch(
         DPAD=pad, SIZE=size, SPLITS=splits, num_warps=4, **kind,
     )  # fmt: skip
     if splits > 1:
-        _join[(rows * heads,)](part, part_m, part_l, out, D=dim, DPAD=pad, SPLITS=splits)
+        _combine[(rows * heads,)](part, part_m, part_l, out, D=dim, DPAD=pad, SPLITS=splits)
     return out
 
 
@@ -235,7 +235,7 @@ def _(
     return q.new_empty(q.shape[0], 1, q.shape[1], q.shape[3])
 
 
-@joined_attention.register_fake
+@fused_attention.register_fake
 def _(
     qkv: Tensor, cos: Tensor, sin: Tensor, norms: Tensor | None, keys: Tensor, values: Tensor, layer: int,
     table: Tensor, position: Tensor, scale: float, window: int, splits: int, eps: float,
@@ -244,18 +244,18 @@ def _(
     return qkv.new_empty(qkv.shape[0], 1, qkv.shape[1] // dim - 2 * kv, dim)
 
 
-# -- drawing --------------------------------------------------------------------------------------------------------
+# -- sampling -------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _scan(logits, temperature, top, mass, best, stride, V, TILES: tl.constexpr, TILE: tl.constexpr):
-    """Of one tile of a row: the largest logit, the sum of exponentials under it, where it is."""
+    """Of one tile of a row: the largest logit, the sum of exponentials relative to it, and its position."""
     b, t = tl.program_id(0), tl.program_id(1)
     lane = t * TILE + tl.arange(0, TILE)
     heat = tl.load(temperature + b)
     x = tl.load(logits + b.to(tl.int64) * stride + lane, mask=lane < V, other=float("-inf")).to(tl.float32)
     x = x / tl.where(heat > 0, heat, 1.0)
-    known = tl.where(x == x, x, float("-inf"))  # where NaN is the largest, every device finds another place
+    known = tl.where(x == x, x, float("-inf"))  # devices disagree about the argmax of NaN
     m = tl.max(known, 0)
     tl.store(top + b * TILES + t, m)
     tl.store(mass + b * TILES + t, tl.sum(tl.exp(x - m), 0))
@@ -277,9 +277,9 @@ def _pick(
     weight = tl.load(mass + b * TILES + t, mask=t < TILES, other=0.0) * tl.exp(m - peak)
     total = tl.sum(weight, 0)
     target = tl.load(uniform + b * uniform_stride + now) * total
-    # The partial sums of a parallel scan are rounded differently and need not increase. So the draw is the first place
-    # above the target that has any probability, never the number of places below it; where rounding puts the target
-    # above all of them, it is the likeliest.
+    # The partial sums of a parallel scan are rounded differently and need not increase. So take the first position
+    # above the target that has any probability, never the number of positions below it. If rounding puts the target
+    # above all of them, take the most likely one.
     sums = tl.cumsum(weight, 0)
     tile = tl.min(tl.where((sums > target) & (weight > 0), t, TILES_PAD), 0)
     tile = tl.where(tile < TILES, tile, tl.argmax(tl.where(weight == weight, weight, 0.0), 0))
@@ -295,7 +295,7 @@ def _pick(
     token = tile * TILE + inside
     likeliest = tl.sum(tl.where(t == tl.argmax(m, 0), tl.load(best + b * TILES + t, mask=t < TILES, other=0), 0), 0)
     token = tl.where(heat > 0, token, likeliest)
-    # Logits that are no numbers: the log-prob is none either, and the token, which means nothing, is one all the same.
+    # If logits are not finite, the log-prob is not finite either; the token is meaningless but must be a valid id.
     token = tl.minimum(tl.maximum(token, 0), V - 1)
     logprob = tl.where(heat > 0, logprob, total - total)
     tl.store(ids + b, token.to(tl.int64))
@@ -316,8 +316,8 @@ def draw_and_advance(
     out_logprobs_BT: Tensor,
     tile: int = 4096,
 ) -> None:
-    """Draw a token for every row at its own step's uniform number, note it and its log-prob, and move on: all in place,
-    so that a graph of one step can be replayed. Temperature 0 is greedy, with log-prob 0."""
+    """Sample a token for every row with the uniform number of its step, store it with its log-prob, and advance: all in
+    place, so that a captured step can be replayed. Temperature 0 is greedy, with log-prob 0."""
     rows, vocabulary = logits_BV.shape
     tiles = triton.cdiv(vocabulary, tile)
     top, mass = torch.empty(2, rows, tiles, dtype=torch.float32, device=logits_BV.device)

@@ -1,9 +1,11 @@
-"""Drawing one token per row, each row with its own settings and its own random stream.
+"""Sampling and forward passes of the engine: prompts into the cache (`prefill`), logits of the next token (`decode`),
+and one sampled token per row (`draw`).
 
-A token is drawn by inverting the cumulative distribution at one uniform number per row, so the draw depends on the row
-alone. The log-prob returned is that of the distribution drawn from: after temperature, top-k, top-p and min-p.
+A token is sampled by inverting the cumulative distribution at one uniform number of the request's own stream, so it
+does not depend on the rest of the batch. The log-prob is that of the distribution sampled from: after temperature,
+top-k, top-p and min-p.
 
-Shapes: B rows, V vocabulary.
+Shapes: B sequences, Q new tokens of a sequence, N blocks of a sequence or of the vocabulary, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,18 +20,19 @@ from torch import Tensor
 
 from covey.rollout.embedded.attention import Step, backbone, engine_attention
 from covey.rollout.embedded.cache import Cache, Decode, KvCache, PagedDecode, Prefill
-from covey.rollout.embedded.scheduler import Entry, Running
+from covey.rollout.embedded.scheduler import PrefillGroup, RequestState
 from covey.streams import uniform
 from covey.types import Sampling
 
-BLOCK_LOGITS = 16_000_000  # worked on at once
-BLOCK_TOKENS = 256  # of the vocabulary whose probabilities are summed up first
+BLOCK_LOGITS = 16_000_000  # logits that are processed at once
+BLOCK_TOKENS = 256  # tokens of a block of the vocabulary: probabilities are summed by block first
+PREFILL_TOKENS = 8192  # of one forward pass, padding included
 
-Drawn = list[tuple["Running", Sequence[int], Sequence[float]]]  # the next tokens of a sequence, and their log-probs
+Drawn = list[tuple[RequestState, Sequence[int], Sequence[float]]]  # next tokens of a sequence, with log-probs
 
 
-def draw_next(rows: Sequence[Running], logits_BV: Tensor) -> Drawn:
-    """One token for each."""
+def draw_next(rows: Sequence[RequestState], logits_BV: Tensor) -> Drawn:
+    """One token for each row."""
     id_B, logprob_B = draw(logits_BV, [row.sampling for row in rows], [len(row.ids) for row in rows])
     return [
         (row, [token], [logprob]) for row, token, logprob in zip(rows, id_B.tolist(), logprob_B.tolist(), strict=True)
@@ -37,9 +40,9 @@ def draw_next(rows: Sequence[Running], logits_BV: Tensor) -> Drawn:
 
 
 def draw(logits_BV: Tensor, settings: Sequence[Sampling], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Token ids [B] and their log-probs [B] (float32). Greedy rows have log-prob 0: their distribution is one point.
-    Where the logits are no numbers, neither is the log-prob, and the token means nothing.
-    Some rows after the other, so that what is held beside the logits does not grow with the batch."""
+    """Token ids [B] and log-probs [B] (float32). Greedy rows have log-prob 0: all probability is on one token. If
+    logits are not finite, the log-prob is not finite either and the token is meaningless. Works on a few rows at a
+    time, so the memory beside the logits does not grow with the batch."""
     size = max(1, BLOCK_LOGITS // logits_BV.shape[-1])
     drawn = [
         _draw(logits_BV[start : start + size], settings[start : start + size], positions[start : start + size])
@@ -73,14 +76,14 @@ def _draw(logits_BV: Tensor, settings: Sequence[Sampling], positions: Sequence[i
 
 
 def _likeliest(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
-    """The token of each row, and log 1 = 0; NaN where some logit is NaN or infinite."""
+    """The most likely token of each row, and log-prob 0, or NaN if a logit is NaN or infinite."""
     highest_B, id_B = logits_BV.max(-1)
     return id_B, (highest_B - highest_B).float()
 
 
 def invert(probs_BV: Tensor, u_B: Tensor) -> Tensor:
-    """The first token of each row up to which there is more than u of all probability, [B]: first the block of tokens,
-    then the token, so that only sums of blocks are accumulated over the vocabulary."""
+    """The first token of each row whose cumulative probability is above u, [B]. First the block, then the token in it,
+    so that only sums of blocks are accumulated over the vocabulary."""
     rows, vocabulary = probs_BV.shape
     size = math.gcd(vocabulary, BLOCK_TOKENS)
     block_BNS = probs_BV.view(rows, -1, size)
@@ -94,7 +97,7 @@ def invert(probs_BV: Tensor, u_B: Tensor) -> Tensor:
 
 
 def _first_above(cumulative_BN: Tensor, target_B: Tensor) -> Tensor:
-    """A target that rounds up to the total falls off the end: it means the last that adds anything."""
+    """A target that is rounded up to the total would be past the end: it means the last entry with any probability."""
     last_B = (cumulative_BN < cumulative_BN[:, -1:]).sum(-1)
     return torch.minimum(torch.searchsorted(cumulative_BN, target_B[:, None], right=True)[:, 0], last_B)
 
@@ -104,8 +107,8 @@ def truncates(s: Sampling) -> bool:
 
 
 def truncate(logprobs_BV: Tensor, settings: Sequence[Sampling]) -> Tensor:
-    """Keep the top_k likeliest; of those, renormalised, the fewest whose probability reaches top_p; of those, the ones
-    at least min_p times as likely as the likeliest. Renormalised; −inf elsewhere."""
+    """Keep the top_k most likely tokens; of those, renormalised, the fewest whose probability reaches top_p; of those,
+    the ones at least min_p times as likely as the most likely one. Renormalised, −inf elsewhere."""
     device, vocabulary = logprobs_BV.device, logprobs_BV.shape[-1]
     top_k_B = torch.tensor([s.top_k or vocabulary for s in settings], device=device)
     top_p_B = torch.tensor([s.top_p for s in settings], device=device)
@@ -122,10 +125,7 @@ def truncate(logprobs_BV: Tensor, settings: Sequence[Sampling]) -> Tensor:
     return torch.full_like(kept_BV, float("-inf")).scatter(-1, order_BV, kept_BV)
 
 
-# -- Forward passes of the engine: tokens into the cache, and one new token of every sequence --------------------------
-# Shapes: B sequences, Q new tokens of a sequence, N blocks of a sequence, V vocabulary.
-
-PREFILL_TOKENS = 8192  # of one forward pass, padding included
+# -- Forward passes --------------------------------------------------------------------------------------------------
 
 
 class Runner:
@@ -135,20 +135,20 @@ class Runner:
 
     @property
     def device(self) -> torch.device:
-        found: torch.device = self.model.get_input_embeddings().weight.device
-        return found
+        device: torch.device = self.model.get_input_embeddings().weight.device
+        return device
 
     # -- prompts -------------------------------------------------------------------------------------------------
 
-    def prefill(self, entries: Sequence[Entry]) -> None:
-        """All tokens but the last of every entry, and copies of what its followers do not share."""
-        for batch in _in_order(entries, self.cache.size):
-            for shared, same in groupby(batch, key=lambda entry: entry.shared):
-                pairs = [(entry.source, entry.leader.blocks[0]) for entry in same if entry.source is not None]
+    def prefill(self, groups: Sequence[PrefillGroup]) -> None:
+        """Compute all tokens but the last of every group once, and copy what its followers do not share."""
+        for batch in _dependency_order(groups, self.cache.size):
+            for shared, same in groupby(batch, key=lambda group: group.shared):
+                pairs = [(group.source, group.leader.blocks[0]) for group in same if group.source is not None]
                 self.cache.copy(pairs, columns=shared)
-            self._fill([entry.leader for entry in batch], [entry.shared for entry in batch])
-        for entry in entries:
-            leader, *followers = entry.members
+            self._fill([group.leader for group in batch], [group.shared for group in batch])
+        for group in groups:
+            leader, *followers = group.members
             pairs = [
                 (source, target)
                 for follower in followers
@@ -157,8 +157,8 @@ class Runner:
             ]
             self.cache.copy(pairs, columns=min(leader.cached, self.cache.size))
 
-    def _fill(self, rows: Sequence[Running], starts: Sequence[int]) -> None:
-        """Tokens from `starts` on in chunks that keep within the budget, the longest first."""
+    def _fill(self, rows: Sequence[RequestState], starts: Sequence[int]) -> None:
+        """Compute tokens from `starts` on, in passes of at most PREFILL_TOKENS, the longest first."""
         todo = [(row, start) for row, start in zip(rows, starts, strict=True) if start < row.cached]
         while todo:
             todo.sort(key=lambda item: item[0].cached - item[1], reverse=True)
@@ -170,7 +170,7 @@ class Runner:
             moved = [(row, start + length) for (row, start), length in zip(now, lengths, strict=True)]
             todo = [(row, start) for row, start in moved if start < row.cached] + later
 
-    def _prefill(self, rows: Sequence[Running], starts: Sequence[int], lengths: Sequence[int]) -> None:
+    def _prefill(self, rows: Sequence[RequestState], starts: Sequence[int], lengths: Sequence[int]) -> None:
         width = max(lengths)
         ids_BQ = torch.zeros(len(rows), width, dtype=torch.int64)
         for index, (row, start, length) in enumerate(zip(rows, starts, lengths, strict=True)):
@@ -188,8 +188,8 @@ class Runner:
 
     # -- one token -----------------------------------------------------------------------------------------------
 
-    def decode(self, rows: Sequence[Running]) -> Tensor:
-        """Logits of the next token of every sequence, [B, V]; in a RowCache these stand in the order of their rows."""
+    def decode(self, rows: Sequence[RequestState]) -> Tensor:
+        """Logits of the next token of every sequence, [B, V]. In a RowCache, sequences must be ordered by row."""
         position_B = torch.tensor([row.cached for row in rows], device=self.device)
         step: Step
         if isinstance(self.cache, KvCache):
@@ -198,28 +198,28 @@ class Runner:
             step = Decode(self.cache, self._table(rows)[:, 0], position_B)
         with engine_attention(self.model, step):
             out = self.model(
-                input_ids=torch.tensor([row.next for row in rows], device=self.device)[:, None],
+                input_ids=torch.tensor([row.next_token for row in rows], device=self.device)[:, None],
                 position_ids=position_B[:, None],
                 use_cache=False,
             )
         logits: Tensor = out.logits[:, -1]
         return logits
 
-    def _table(self, rows: Sequence[Running]) -> Tensor:
-        """The blocks of each sequence, [B, N]; where it has fewer, any: no position reaches them."""
+    def _table(self, rows: Sequence[RequestState]) -> Tensor:
+        """The blocks of each sequence, [B, N], padded with any block: positions never reach the padding."""
         width = max(len(row.blocks) for row in rows)
         return torch.tensor([row.blocks + row.blocks[:1] * (width - len(row.blocks)) for row in rows])
 
 
-def _in_order(entries: Sequence[Entry], size: int) -> Iterator[list[Entry]]:
-    """Batches in which nobody needs a block that another member is only about to fill."""
-    when: dict[int, int] = {}  # block → number of the batch that fills it
-    batches: list[list[Entry]] = []
-    for entry in entries:
-        blocks, full = entry.leader.blocks, entry.shared // size
-        needed = blocks[:full] if entry.source is None else [entry.source]
-        number = max((when[block] + 1 for block in needed if block in when), default=0)
-        when.update(dict.fromkeys(blocks[full:], number))
+def _dependency_order(groups: Sequence[PrefillGroup], size: int) -> Iterator[list[PrefillGroup]]:
+    """Batches in which no group needs a block that another group of the same batch fills."""
+    filled_by: dict[int, int] = {}  # block → number of the batch that fills it
+    batches: list[list[PrefillGroup]] = []
+    for group in groups:
+        blocks, full = group.leader.blocks, group.shared // size
+        needed = blocks[:full] if group.source is None else [group.source]
+        number = max((filled_by[block] + 1 for block in needed if block in filled_by), default=0)
+        filled_by.update(dict.fromkeys(blocks[full:], number))
         batches += [[]] if number == len(batches) else []
-        batches[number].append(entry)
+        batches[number].append(group)
     yield from batches

@@ -1,9 +1,9 @@
-"""Who is in the batch. Plain Python: no torch.
+"""The scheduler: which requests are in the batch, and which blocks of the cache they hold. Plain Python, no torch.
 
 add        a request waits
-admit      waiting ones enter while there are rows and blocks; those with one prompt enter together
-reserve    room for the next tokens of everybody; where there is none, the youngest goes back to wait
-finish     leaves, and its blocks are free
+admit      waiting requests enter while there are rows and blocks; requests with the same tokens enter together
+reserve    allocates blocks for the next tokens of all running requests; if there are none, preempts the youngest
+finish     a request leaves and its blocks are released
 """
 
 from __future__ import annotations
@@ -14,137 +14,137 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from covey.rollout.embedded.allocation import Found
+from covey.rollout.embedded.allocation import PrefixMatch
 from covey.types import Sampling, StopReason
 
 
 @dataclass(eq=False)
-class Running:
-    """A request on its way. The first `cached` of its tokens are in the cache; the next is what the model is fed."""
+class RequestState:
+    """A request and its progress. Its first `cached` tokens are in the cache; the model is fed the next one."""
 
     prompt: tuple[int, ...]
     sampling: Sampling
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)  # of the weights that drew each of `ids`
+    versions: list[int] = field(default_factory=list)  # of the weights that sampled each of `ids`
     stop: StopReason | None = None
-    error: Exception | None = None  # why there is no answer
+    error: Exception | None = None  # why the request failed
     blocks: list[int] = field(default_factory=list)
     cached: int = 0
-    abandoned: bool = False  # nobody waits for it any more
+    cancelled: bool = False  # its caller no longer waits
 
     @property
     def tokens(self) -> tuple[int, ...]:
         return (*self.prompt, *self.ids)
 
     @property
-    def next(self) -> int:
-        """The token that the model is fed."""
+    def next_token(self) -> int:
+        """The next token to feed to the model."""
         ahead = self.cached - len(self.prompt)
         return self.prompt[self.cached] if ahead < 0 else self.ids[ahead]
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Tokens it may still sample."""
         return self.sampling.max_tokens - len(self.ids)
 
     @property
-    def sound(self) -> bool:
-        """Whether its keys and values are known to be finite: every token was drawn after reading all that came before
-        it, so one non-finite value would have shown in the next log-prob."""
+    def is_finite(self) -> bool:
+        """Its keys and values are known to be finite: every token attends to all tokens before it, so a non-finite
+        value would show in the next log-prob."""
         return bool(self.logprobs) and all(map(math.isfinite, self.logprobs))
 
     @property
-    def longest(self) -> int:
-        """Tokens it may grow to."""
+    def max_length(self) -> int:
+        """The most tokens that it can have."""
         return len(self.prompt) + self.sampling.max_tokens
 
 
-def refuse(queue: deque[Running], room: int) -> list[Running]:
-    """Who would not fit if it were alone leaves the queue, with an error of its own."""
-    refused = [request for request in queue if request.longest > room]
-    for request in refused:
+def reject_too_long(queue: deque[RequestState], capacity: int) -> list[RequestState]:
+    """Remove the requests that would not fit into the empty cache from the queue, and set their errors."""
+    rejected = [request for request in queue if request.max_length > capacity]
+    for request in rejected:
         queue.remove(request)
         request.error = ValueError(
             f"a request of {len(request.prompt)} + {request.sampling.max_tokens} tokens does not fit into a cache of "
-            f"{room}: lower rollout.max_tokens, or raise rollout.memory"
+            f"{capacity}: lower rollout.max_tokens, or raise rollout.memory"
         )
-    return refused
+    return rejected
 
 
 @dataclass(frozen=True)
-class Entry:
-    """Sequences that enter with the same tokens, all but the last of which must be in the cache before they decode.
-    The first `shared` are there already, in the leader's blocks, or to be copied there from `source`. Followers have
-    the leader's full blocks, and blocks of their own to copy the rest to."""
+class PrefillGroup:
+    """Requests that enter with the same tokens. All tokens but the last must be in the cache before they decode. The
+    first `shared` are there already, in the leader's blocks or (`source`) in a block to copy them from. Followers share
+    the leader's full blocks, and copy the last, partly filled one into a block of their own."""
 
-    members: tuple[Running, ...]
+    members: tuple[RequestState, ...]
     shared: int
     source: int | None = None
 
     @property
-    def leader(self) -> Running:
+    def leader(self) -> RequestState:
         return self.members[0]
 
 
-class Blocks(Protocol):
-    """A BlockManager, or a RowManager."""
+class CacheAllocator(Protocol):
+    """A `BlockManager` or a `RowManager` (allocation.py)."""
 
     @property
     def available(self) -> int: ...
     def count(self, tokens: int) -> int: ...
     def full(self, tokens: int) -> int: ...
-    def match(self, tokens: Sequence[int]) -> Found: ...
+    def match(self, tokens: Sequence[int]) -> PrefixMatch: ...
     def allocate(self, count: int) -> list[int] | None: ...
     def hold(self, blocks: Sequence[int]) -> None: ...
     def release(self, blocks: Sequence[int]) -> None: ...
-    def remember(self, blocks: Sequence[int], tokens: Sequence[int]) -> None: ...
-    def discard(self, blocks: Sequence[int]) -> None: ...
-    def forget(self) -> None: ...
+    def register(self, blocks: Sequence[int], tokens: Sequence[int]) -> None: ...
+    def unregister(self, blocks: Sequence[int]) -> None: ...
+    def flush(self) -> None: ...
 
 
 class Scheduler:
-    def __init__(self, blocks: Blocks, max_rows: int) -> None:
+    def __init__(self, blocks: CacheAllocator, max_rows: int) -> None:
         self.blocks = blocks
         self.max_rows = max_rows
-        self.waiting: deque[Running] = deque()
-        self.running: list[Running] = []
+        self.waiting: deque[RequestState] = deque()
+        self.running: list[RequestState] = []
 
     @property
     def busy(self) -> bool:
         return bool(self.running or self.waiting)
 
-    def add(self, request: Running) -> None:
+    def add(self, request: RequestState) -> None:
         self.waiting.append(request)
 
-    def admit(self) -> list[Entry]:
-        """Waiting requests that can enter now, in their order, with blocks for their tokens so far."""
-        entries: list[Entry] = []
-        self.waiting = deque(request for request in self.waiting if not request.abandoned)
+    def admit(self) -> list[PrefillGroup]:
+        """Move waiting requests to the batch, in order, with blocks for the tokens they have."""
+        groups: list[PrefillGroup] = []
+        self.waiting = deque(request for request in self.waiting if not request.cancelled)
         while self.waiting and len(self.running) < self.max_rows:
             leader = self.waiting[0]
-            found = self._lead(leader)
-            if found is None:
+            match = self._admit_leader(leader)
+            if match is None:
                 break
-            entries.append(Entry((leader, *self._followers(leader)), found.shared, found.source))
-        return entries
+            groups.append(PrefillGroup((leader, *self._admit_followers(leader)), match.shared, match.source))
+        return groups
 
-    def _lead(self, leader: Running) -> Found | None:
-        """Blocks for all its tokens; what of them is in the cache already."""
+    def _admit_leader(self, leader: RequestState) -> PrefixMatch | None:
+        """Allocate blocks for all its tokens; what is in the cache already. None if there are too few blocks."""
         tokens = leader.tokens
-        found = self.blocks.match(tokens)
-        fresh = self._allocate(leader, self.blocks.count(len(tokens)) - len(found.blocks))
+        match = self.blocks.match(tokens)
+        fresh = self._allocate(leader, self.blocks.count(len(tokens)) - len(match.blocks))
         if fresh is None:
-            self.blocks.release(found.blocks)
+            self.blocks.release(match.blocks)
             return None
-        self._enter(leader, found.blocks + fresh, cached=len(tokens) - 1)
-        self.blocks.remember(leader.blocks, tokens[:-1])
-        in_place = found.source in fresh  # there was no other place
-        return Found(leader.blocks, found.shared) if in_place else found
+        self._enter(leader, match.blocks + fresh, cached=len(tokens) - 1)
+        self.blocks.register(leader.blocks, tokens[:-1])
+        in_place = match.source in fresh  # the block to copy from was the only one left
+        return PrefixMatch(leader.blocks, match.shared) if in_place else match
 
-    def _followers(self, leader: Running) -> list[Running]:
-        """Others with the same tokens. They hold the leader's full blocks and a copy of its last, unfinished one."""
-        found: list[Running] = []
+    def _admit_followers(self, leader: RequestState) -> list[RequestState]:
+        """Admit waiting requests with the same tokens as the leader."""
+        followers: list[RequestState] = []
         full = self.blocks.full(leader.cached)
         for request in [r for r in self.waiting if r.prompt == leader.prompt and r.ids == leader.ids]:
             own = self._allocate(request, len(leader.blocks) - full) if len(self.running) < self.max_rows else None
@@ -152,41 +152,41 @@ class Scheduler:
                 break
             self.blocks.hold(leader.blocks[:full])
             self._enter(request, leader.blocks[:full] + own, leader.cached)
-            found.append(request)
-        return found
+            followers.append(request)
+        return followers
 
-    def _allocate(self, request: Running, count: int) -> list[int] | None:
-        """Blocks for who wants to enter, if one is left for everybody who will need another: who enters is not thrown
-        out at once."""
-        grace = sum(self._most(r) > len(r.blocks) for r in self.running)
-        grace += self._most(request) > self.blocks.count(len(request.tokens))
+    def _allocate(self, request: RequestState, count: int) -> list[int] | None:
+        """Blocks for a request that enters, if one more is left for each request that will need another. Otherwise it
+        would be preempted at once."""
+        grace = sum(self._max_blocks(r) > len(r.blocks) for r in self.running)
+        grace += self._max_blocks(request) > self.blocks.count(len(request.tokens))
         if self.running and count + grace > self.blocks.available:
             return None
         return self.blocks.allocate(count)
 
-    def _most(self, request: Running) -> int:
-        """Blocks that it will ever need: the last token of an answer is not fed."""
-        return self.blocks.count(request.longest - 1)
+    def _max_blocks(self, request: RequestState) -> int:
+        """The most blocks that it needs: the last sampled token is not fed."""
+        return self.blocks.count(request.max_length - 1)
 
-    def _enter(self, request: Running, blocks: list[int], cached: int) -> None:
+    def _enter(self, request: RequestState, blocks: list[int], cached: int) -> None:
         self.waiting.remove(request)
         self.running.append(request)
         request.blocks, request.cached = blocks, cached
 
     def reserve(self, steps: int) -> None:
-        """Blocks for the next `steps` tokens of every runner, or as many as it has left."""
+        """Allocate blocks for the next `steps` tokens of every running request, or for its remaining tokens."""
         for request in [r for r in self.running if self.blocks.count(r.cached + steps) > len(r.blocks)]:
             while request in self.running:
-                need = self.blocks.count(request.cached + min(steps, request.left)) - len(request.blocks)
+                need = self.blocks.count(request.cached + min(steps, request.remaining)) - len(request.blocks)
                 fresh = self.blocks.allocate(need) if need > 0 else []
                 if fresh is not None:
                     request.blocks += fresh
                     break
-                self._send_back(self.running[-1])
+                self._preempt(self.running[-1])
 
     def reserve_if_free(self, steps: int) -> bool:
-        """The same, if nobody must go for it; False: nothing was reserved."""
-        need = {r: self.blocks.count(r.cached + min(steps, r.left)) - len(r.blocks) for r in self.running}
+        """The same without preemption. False: too few free blocks, nothing was reserved."""
+        need = {r: self.blocks.count(r.cached + min(steps, r.remaining)) - len(r.blocks) for r in self.running}
         if sum(count for count in need.values() if count > 0) > self.blocks.available:
             return False
         for request, count in need.items():
@@ -194,27 +194,27 @@ class Scheduler:
                 request.blocks += self.blocks.allocate(count) or []
         return True
 
-    def _send_back(self, request: Running) -> None:
-        """It waits again, before all others, and keeps what it has sampled."""
+    def _preempt(self, request: RequestState) -> None:
+        """Back to the front of the queue. It keeps the tokens it has sampled."""
         self.running.remove(request)
-        self._leave(request)
+        self._release(request)
         self.waiting.appendleft(request)
 
-    def restart_prompts(self) -> None:
-        """Weights have changed: a request that has not drawn a token yet waits again, so that its prompt is computed
-        with the weights that its first token is drawn with."""
+    def preempt_prefills(self) -> None:
+        """After a change of weights: requests that have sampled nothing yet wait again, so that their prompts are
+        computed with the weights that sample their first token."""
         for request in reversed([r for r in self.running if not r.ids]):
-            self._send_back(request)
+            self._preempt(request)
 
-    def finish(self, request: Running) -> None:
-        """Non-finite keys and values must not be found by a later request."""
+    def finish(self, request: RequestState) -> None:
+        """A later request must not reuse non-finite keys and values."""
         self.running.remove(request)
-        self._leave(request, findable=request.sound)
+        self._release(request, reusable=request.is_finite)
 
-    def _leave(self, request: Running, *, findable: bool = True) -> None:
-        if findable:
-            self.blocks.remember(request.blocks, request.tokens[: request.cached])
+    def _release(self, request: RequestState, *, reusable: bool = True) -> None:
+        if reusable:
+            self.blocks.register(request.blocks, request.tokens[: request.cached])
         else:
-            self.blocks.discard(request.blocks)
+            self.blocks.unregister(request.blocks)
         self.blocks.release(request.blocks)
         request.blocks, request.cached = [], 0

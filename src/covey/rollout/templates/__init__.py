@@ -1,4 +1,4 @@
-"""Chat templates by name, for models that bring none or one that knows no tools."""
+"""Chat templates by name, for models without one or with one that does not support tools."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MARKS = ("<|im_start|>", "<|im_end|>", "<tool_call>")
 
 
 def use_template(tokenizer: Any, template: str | None) -> None:
-    """A named template, or that of a file, replaces the model's own; without any there is no way to ask a question."""
+    """Replace the model's chat template by a named one or by that of a file. A model without any raises."""
     if template is not None:
         tokenizer.chat_template = _named(tokenizer, template) if template in NAMED else _read(template)
     if tokenizer.chat_template is None:
@@ -23,8 +23,8 @@ def use_template(tokenizer: Any, template: str | None) -> None:
 
 
 def _named(tokenizer: Any, name: str) -> str:
-    """A model that was trained with this very form keeps its own words for it. `none` puts nothing around a text but
-    the token that this tokenizer begins every text with."""
+    """The text of a named template. A model whose own template has the same markers keeps its own. `none` adds nothing
+    but the token that the tokenizer begins every text with."""
     if name == "none":
         ids = tokenizer("a")["input_ids"]
         begins = tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]
@@ -35,7 +35,7 @@ def _named(tokenizer: Any, name: str) -> str:
     missing = [mark for mark in MARKS[:2] if mark not in tokenizer.get_vocab()]
     if missing:
         raise InputError(
-            f"agent.template={name} marks turns by {missing[0]}, which is no token of this model\n"
+            f"agent.template={name} marks turns with {missing[0]}, which is not a token of this model\n"
             "  leave it out to use the model's own template"
         )
     return (Path(__file__).parent / NAMED[name]).read_text()

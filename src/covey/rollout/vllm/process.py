@@ -1,10 +1,10 @@
-"""What the engine and its worker say to each other: JSON in frames, over a pair of connected sockets.
+"""The vLLM worker's process, and the messages between it and the engine: JSON in length-prefixed frames over a socket
+pair.
 
     engine → worker    {"do": "generate", "id": 7, "prompt": [..], "sampling": {..}}
     worker → engine    {"id": 7, "done": {..}}    or    {"id": 7, "error": "why"}
 
-The first message is the settings, and its answer, with id 0, comes when the worker can work. Numbers come back as they
-were: JSON keeps every bit of a float.
+The first message is the settings; its reply, with id 0, says that the worker is ready. JSON keeps every bit of a float.
 """
 
 from __future__ import annotations
@@ -33,42 +33,43 @@ def frame(message: Mapping[str, Any]) -> bytes:
 
 
 def receive(connection: socket.socket) -> Message | None:
-    """The next message; None when the other side has gone."""
-    head = _exactly(connection, LENGTH.size)
-    body = None if head is None else _exactly(connection, LENGTH.unpack(head)[0])
+    """The next message; None if the other side has closed the connection."""
+    header = _read_exactly(connection, LENGTH.size)
+    body = None if header is None else _read_exactly(connection, LENGTH.unpack(header)[0])
     return None if body is None else json.loads(body)
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes | None:
-    found = bytearray()
-    while len(found) < count:
+def _read_exactly(connection: socket.socket, count: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < count:
         try:
-            part = connection.recv(min(count - len(found), 1 << 20))
+            part = connection.recv(min(count - len(data), 1 << 20))
         except ConnectionError:
             return None
         if not part:
             return None
-        found += part
-    return bytes(found)
+        data += part
+    return bytes(data)
 
 
 async def receive_async(reader: asyncio.StreamReader) -> Message | None:
     try:
-        head = await reader.readexactly(LENGTH.size)
-        return dict(json.loads(await reader.readexactly(LENGTH.unpack(head)[0])))
+        header = await reader.readexactly(LENGTH.size)
+        return dict(json.loads(await reader.readexactly(LENGTH.unpack(header)[0])))
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
 
 
-# -- The worker's process: started with a socket and a file for its chatter, ended with all that it started itself -----
-# It leads a process group, so that what it starts ends with it, and Ctrl-C at the terminal is the engine's to handle.
-# When this process is gone, its end of the socket closes, and the worker ends by itself.
+# -- The worker's process --------------------------------------------------------------------------------------------
 
-PATIENCE = 10.0  # seconds for an orderly end, and again before force
-TAIL = 15  # lines of the log that an error shows
+PATIENCE = 10.0  # seconds to wait for an orderly end, and again before SIGKILL
+TAIL = 15  # lines of the log in an error message
 
 
 class WorkerProcess:
+    """Leads a process group, so that its children end with it and Ctrl-C at the terminal reaches only the engine. If
+    this process dies, its end of the socket closes and the worker ends by itself."""
+
     def __init__(
         self,
         command: Sequence[str],
@@ -78,18 +79,19 @@ class WorkerProcess:
         on_message: Callable[[Message], None],
         on_end: Callable[[], None],
     ) -> None:
-        """`command` gets the number of its socket as the last argument. The callbacks run on a thread of their own."""
+        """`command` gets the file descriptor of its socket as the last argument. The callbacks run on a reader
+        thread."""
         self.log = log
-        self._socket, theirs = socket.socketpair()
+        self._socket, remote = socket.socketpair()
         log.parent.mkdir(parents=True, exist_ok=True)
-        with theirs, log.open("wb") as chatter:
+        with remote, log.open("wb") as output:
             self._process = subprocess.Popen(
-                [*command, str(theirs.fileno())],
+                [*command, str(remote.fileno())],
                 env=dict(environment),
                 stdin=subprocess.DEVNULL,
-                stdout=chatter,
+                stdout=output,
                 stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(remote.fileno(),),
                 start_new_session=True,
             )
         self._sending = threading.Lock()
@@ -102,7 +104,7 @@ class WorkerProcess:
         return self._process.pid
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """To a worker that has gone nothing is sent: who waits for an answer hears of its end."""
+        """Does nothing if the worker has ended: `on_end` resolves pending requests."""
         with self._sending, suppress(OSError):
             self._socket.sendall(frame(message))
 
@@ -112,17 +114,17 @@ class WorkerProcess:
         self._on_end()
 
     def tail(self) -> str:
-        """The last lines of what the worker printed."""
+        """The last lines that the worker printed."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
         return "\n".join(f"  | {line}" for line in lines[-TAIL:]) or "  | (it printed nothing)"
 
     def end(self) -> None:
-        """Ask, then insist. Nothing of the worker's is left afterwards."""
+        """Close the connection, then SIGTERM, then SIGKILL to the whole process group."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        for insist in (None, signal.SIGTERM):
-            if insist is not None:
-                self._signal(insist)
+        for number in (None, signal.SIGTERM):
+            if number is not None:
+                self._signal(number)
             try:
                 self._process.wait(PATIENCE)
                 break
@@ -134,5 +136,5 @@ class WorkerProcess:
         self._socket.close()
 
     def _signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):  # the whole group has gone
+        with suppress(ProcessLookupError):  # the whole group has ended
             os.killpg(self._process.pid, number)

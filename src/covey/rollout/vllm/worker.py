@@ -1,4 +1,8 @@
-"""The worker's side of the channel: settings first, then requests, any number at once, until the engine has gone."""
+"""vLLM in a process of its own: `python -m covey.rollout.vllm.worker SOCKET`, started by the engine.
+
+`serve` reads the settings, then requests, any number at once, until the engine closes the connection. `Vllm` executes
+them.
+"""
 
 from __future__ import annotations
 
@@ -11,35 +15,18 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from covey.rollout.vllm.process import Message, frame, receive_async
-from covey.weights.names import file_digest
+from covey.weights.files import file_digest
+from covey.weights.vllm import EXTENSION
 
 COMMANDS = ("generate", "load_file", "load_begin", "load_bucket", "load_end", "sleep", "wake")
 
 
-class Backend(Protocol):
-    """What samples. Every command is a coroutine of this name; what it returns is the answer."""
-
-    async def generate(self, prompt: list[int], sampling: Message) -> Message: ...
-
-    async def load_file(self, path: str, digest: str) -> None: ...
-
-    async def load_begin(self) -> None: ...
-
-    async def load_bucket(self, handle: Message, layout: list[Message]) -> None: ...
-
-    async def load_end(self) -> None: ...
-
-    async def sleep(self) -> None: ...
-
-    async def wake(self, what: list[str]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-async def serve(connection: socket.socket, start: Callable[[Message], Backend]) -> None:
+async def serve(connection: socket.socket, start: Callable[[Message], Any]) -> None:
+    """`start(settings)` returns an object with a coroutine for each of COMMANDS, whose result is the reply, and
+    `close`."""
     reader, writer = await asyncio.open_connection(sock=connection)
     settings = await receive_async(reader)
     if settings is None:
@@ -47,7 +34,7 @@ async def serve(connection: socket.socket, start: Callable[[Message], Backend]) 
     try:
         backend = start(settings)
     except Exception as error:
-        writer.write(frame({"id": 0, "error": _words(error)}))
+        writer.write(frame({"id": 0, "error": _describe(error)}))
         await writer.drain()
         raise
     writer.write(frame({"id": 0, "done": {}}))
@@ -61,9 +48,9 @@ async def serve(connection: socket.socket, start: Callable[[Message], Backend]) 
                     tasks[number].cancel()
                 continue
             assert do in COMMANDS, do
-            if do != "generate":  # what was aborted is out of the way before weights change
+            if do != "generate":  # aborted requests must have ended before weights change
                 await _cancelled(tasks)
-            task = asyncio.create_task(_answer(writer, number, getattr(backend, do), message))
+            task = asyncio.create_task(_reply(writer, number, getattr(backend, do), message))
             tasks[number] = task
             task.add_done_callback(functools.partial(tasks.pop, number))  # the task itself is pop's default
     finally:
@@ -76,26 +63,23 @@ async def _cancelled(tasks: dict[int, asyncio.Task[None]]) -> None:
         await asyncio.wait(ending)
 
 
-async def _answer(writer: asyncio.StreamWriter, number: int, command: Callable[..., Any], given: Message) -> None:
+async def _reply(writer: asyncio.StreamWriter, number: int, command: Callable[..., Any], arguments: Message) -> None:
     try:
-        answer: Message = {"id": number, "done": await command(**given) or {}}
+        reply: Message = {"id": number, "done": await command(**arguments) or {}}
     except Exception as error:
-        answer = {"id": number, "error": _words(error)}
-    writer.write(frame(answer))
+        reply = {"id": number, "error": _describe(error)}
+    writer.write(frame(reply))
     await writer.drain()
 
 
-def _words(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     cause = error.__cause__ or error
     return f"{type(cause).__name__}: {cause}"
 
 
-# -- vLLM in a process of its own: `python -m covey.rollout.vllm.worker SOCKET`, started by the engine -----------------
-
-EXTENSION = "covey.weights.vllm_extension.Extension"
-
-
 class Vllm:
+    """Executes the commands with vLLM's AsyncLLM."""
+
     def __init__(self, settings: Message) -> None:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -105,7 +89,7 @@ class Vllm:
         self.llm: Any = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=settings["model"],
-                load_format="dummy",  # weights are the learner's, from the first publish on
+                load_format="dummy",  # the first publish brings the learner's weights
                 dtype=settings["dtype"],
                 max_model_len=settings["context_length"],
                 max_num_seqs=settings["max_sequences"],
@@ -116,9 +100,9 @@ class Vllm:
                 trust_remote_code=settings["trust_remote_code"],
                 revision=settings["revision"],
                 tokenizer_revision=settings["revision"],
-                logprobs_mode="processed_logprobs",  # of the distribution drawn from
+                logprobs_mode="processed_logprobs",  # of the distribution sampled from
                 worker_extension_cls=EXTENSION,
-                generation_config="vllm",  # no sampling settings of the model's own
+                generation_config="vllm",  # no sampling defaults from the model's folder
                 disable_log_stats=True,
             )
         )
@@ -128,13 +112,13 @@ class Vllm:
 
         request = self.llm.generate(TokensPrompt(prompt_token_ids=prompt), self._params(sampling), os.urandom(8).hex())
         async for out in request:
-            (answer,) = out.outputs
-        ids = [int(token) for token in answer.token_ids]
+            (completion,) = out.outputs
+        ids = [int(token) for token in completion.token_ids]
         if sampling["temperature"] == 0:
             logprobs = [0.0] * len(ids)
         else:
-            logprobs = [float(at[token].logprob) for token, at in zip(ids, answer.logprobs, strict=True)]
-        return {"ids": ids, "logprobs": logprobs, "stop": _stop(answer)}
+            logprobs = [float(at[token].logprob) for token, at in zip(ids, completion.logprobs, strict=True)]
+        return {"ids": ids, "logprobs": logprobs, "stop": _stop_reason(completion)}
 
     def _params(self, sampling: Message) -> Any:
         from vllm import SamplingParams
@@ -149,8 +133,8 @@ class Vllm:
             seed=sampling["seed"],
             stop=list(sampling["stop"]),
             stop_token_ids=self.eos_ids,
-            ignore_eos=True,  # stop_token_ids has them all
-            logprobs=0,  # the sampled token's alone
+            ignore_eos=True,  # stop_token_ids contains it
+            logprobs=0,  # only the sampled token's
             detokenize=bool(sampling["stop"]),
             skip_special_tokens=False,
             include_stop_str_in_output=True,
@@ -161,41 +145,42 @@ class Vllm:
         if file_digest(Path(path)) != digest:
             raise RuntimeError(f"{path} does not match its checksum")
         await self.load_begin()
-        await self._everywhere("covey_load_file", path)
+        await self._call_workers("covey_load_file", path)
         await self.load_end()
 
     async def load_begin(self) -> None:
-        await self._everywhere("covey_load_begin")
+        await self._call_workers("covey_load_begin")
 
     async def load_bucket(self, handle: Message, layout: list[Message]) -> None:
-        await self._everywhere("covey_load_bucket", handle, layout)
+        await self._call_workers("covey_load_bucket", handle, layout)
 
     async def load_end(self) -> None:
-        """What the old weights computed is void."""
-        await self._everywhere("covey_load_end")
+        """Also flushes the prefix cache, which the old weights computed."""
+        await self._call_workers("covey_load_end")
         if not await self.llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache is in use and cannot be emptied")
 
     async def sleep(self) -> None:
-        """Memory of weights and cache is given back, and their contents are lost: new weights come before the end."""
+        """Release the memory of weights and cache. Their contents are lost, so new weights must be loaded after
+        waking."""
         await self.llm.sleep(level=2)
 
     async def wake(self, what: list[str]) -> None:
         await self.llm.wake_up(what)
 
-    async def _everywhere(self, method: str, *arguments: Any) -> None:
+    async def _call_workers(self, method: str, *arguments: Any) -> None:
         await self.llm.collective_rpc(method, args=arguments)
 
     def close(self) -> None:
         self.llm.shutdown()
 
 
-def _stop(answer: Any) -> str:
-    if answer.finish_reason == "length":
+def _stop_reason(completion: Any) -> str:
+    if completion.finish_reason == "length":
         return "length"
-    if answer.finish_reason != "stop":
-        raise RuntimeError(f"the request ended by {answer.finish_reason}")
-    return "stop" if isinstance(answer.stop_reason, str) else "eos"
+    if completion.finish_reason != "stop":
+        raise RuntimeError(f"the request ended by {completion.finish_reason}")
+    return "stop" if isinstance(completion.stop_reason, str) else "eos"
 
 
 def main() -> None:
@@ -207,7 +192,7 @@ def main() -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os.killpg(os.getpgid(0), signal.SIGKILL)  # whatever vLLM started and did not end
+        os.killpg(os.getpgid(0), signal.SIGKILL)  # including processes that vLLM started and left behind
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from covey.rollout.embedded.allocation import DENSE, WORTH_SHARING, Found, RowManager, common
+from covey.rollout.embedded.allocation import MIN_DENSITY, MIN_SHARED, PrefixMatch, RowManager, common_prefix
 from covey.rollout.embedded.runner import Runner
-from covey.rollout.embedded.scheduler import Entry, Running, Scheduler
+from covey.rollout.embedded.scheduler import PrefillGroup, RequestState, Scheduler
 from covey.types import Sampling
 
 Tokens = tuple[int, ...]
@@ -21,7 +21,7 @@ def leave_behind(manager: RowManager, tokens: Sequence[int]) -> int:
     """A sequence comes, fills its row and goes."""
     rows = manager.allocate(1)
     assert rows is not None
-    manager.remember(rows, tokens)
+    manager.register(rows, tokens)
     manager.release(rows)
     return rows[0]
 
@@ -34,51 +34,51 @@ def test_common_beginnings(seed: int) -> None:
         same = 0
         while same < min(len(a), len(b)) and a[same] == b[same]:
             same += 1
-        assert common(a, b) == same
+        assert common_prefix(a, b) == same
 
 
 def test_an_episodes_next_turn_takes_its_row_over() -> None:
     manager = RowManager(4)
     first = leave_behind(manager, range(5))
     other = leave_behind(manager, (7, 8))
-    assert manager.match(range(9)) == Found([first], shared=5)
-    assert manager.match((7, 8, 9)) == Found([other], shared=2)
+    assert manager.match(range(9)) == PrefixMatch([first], shared=5)
+    assert manager.match((7, 8, 9)) == PrefixMatch([other], shared=2)
     assert manager.available == 2
-    assert manager.match(range(9)) == Found([], shared=0)  # it is held, and five tokens are not worth a copy
+    assert manager.match(range(9)) == PrefixMatch([], shared=0)  # it is held, and five tokens are not worth a copy
 
 
 def test_the_last_token_is_never_found() -> None:
     manager = RowManager(2)
     row = leave_behind(manager, range(20))
-    assert manager.match(range(21)) == Found([row], shared=20)
+    assert manager.match(range(21)) == PrefixMatch([row], shared=20)
     manager.release([row])
-    assert manager.match(range(20)) == Found([], shared=19, source=row)
+    assert manager.match(range(20)) == PrefixMatch([], shared=19, source=row)
 
 
-def test_of_two_rows_to_go_on_from_the_longer_is_taken() -> None:
+def test_the_longer_of_two_rows_is_extended() -> None:
     manager = RowManager(4)
     for length in (12, 30, 20):
         leave_behind(manager, range(length))
-    assert manager.match(range(40)) == Found([1], shared=30)
+    assert manager.match(range(40)) == PrefixMatch([1], shared=30)
     manager.release([1])
-    assert manager.match(range(28)) == Found([], shared=27, source=1)  # a longer beginning is worth a copy
+    assert manager.match(range(28)) == PrefixMatch([], shared=27, source=1)  # a longer beginning is worth a copy
 
 
 def test_a_common_beginning_is_copied_from_a_row_that_is_held_as_well() -> None:
     manager = RowManager(4)
     held = manager.allocate(1)
     assert held is not None
-    manager.remember(held, range(20))
-    assert manager.match([*range(15), 99, 98]) == Found([], shared=15, source=held[0])
-    assert manager.match([*range(WORTH_SHARING), 99, 98]) == Found([], shared=WORTH_SHARING, source=held[0])
-    assert manager.match([*range(WORTH_SHARING - 1), 99, 98]) == Found([], shared=0)
+    manager.register(held, range(20))
+    assert manager.match([*range(15), 99, 98]) == PrefixMatch([], shared=15, source=held[0])
+    assert manager.match([*range(MIN_SHARED), 99, 98]) == PrefixMatch([], shared=MIN_SHARED, source=held[0])
+    assert manager.match([*range(MIN_SHARED - 1), 99, 98]) == PrefixMatch([], shared=0)
 
 
-def test_a_conversation_that_parts_from_another_leaves_it_to_who_may_go_on() -> None:
+def test_a_conversation_that_diverges_leaves_the_row_for_its_continuation() -> None:
     manager = RowManager(3)
     row = leave_behind(manager, range(20))
-    assert manager.match([*range(15), 99, 98]) == Found([], shared=15, source=row)
-    assert manager.match(range(30)) == Found([row], shared=20)
+    assert manager.match([*range(15), 99, 98]) == PrefixMatch([], shared=15, source=row)
+    assert manager.match(range(30)) == PrefixMatch([row], shared=20)
 
 
 def test_a_younger_row_is_copied_from_only_if_it_is_worth_waiting_for() -> None:
@@ -87,10 +87,10 @@ def test_a_younger_row_is_copied_from_only_if_it_is_worth_waiting_for() -> None:
     for tokens in ([*range(20), 90], [*range(25), 91], [*range(33), 92]):
         rows = manager.allocate(1)
         assert rows is not None
-        manager.remember(rows, tokens)
-    assert manager.match([*range(26), 50, 0]) == Found([], shared=20, source=0)
-    assert manager.match([*range(26), 0]) == Found([], shared=26, source=2)  # nothing is left to compute
-    assert manager.match([*range(40), 0]) == Found([], shared=33, source=2)
+        manager.register(rows, tokens)
+    assert manager.match([*range(26), 50, 0]) == PrefixMatch([], shared=20, source=0)
+    assert manager.match([*range(26), 0]) == PrefixMatch([], shared=26, source=2)  # nothing is left to compute
+    assert manager.match([*range(40), 0]) == PrefixMatch([], shared=33, source=2)
 
 
 def test_empty_rows_go_first_and_then_the_least_recently_used() -> None:
@@ -106,16 +106,16 @@ def test_new_weights_make_everything_unfindable_and_lose_no_row() -> None:
     leave_behind(manager, range(20))
     held = manager.allocate(1)
     assert held is not None
-    manager.remember(held, range(50, 70))
-    manager.forget()
+    manager.register(held, range(50, 70))
+    manager.flush()
     assert manager.available == 2
-    assert manager.match(range(30)) == manager.match(range(50, 80)) == Found([], shared=0)
-    manager.remember(held, range(50, 75))  # it ends later, and its beginning is of the old weights
+    assert manager.match(range(30)) == manager.match(range(50, 80)) == PrefixMatch([], shared=0)
+    manager.register(held, range(50, 75))  # it ends later, and its beginning is of the old weights
     manager.release(held)
-    assert manager.match(range(50, 80)) == Found([], shared=0)
+    assert manager.match(range(50, 80)) == PrefixMatch([], shared=0)
     assert manager.available == 3
     row = leave_behind(manager, range(50, 75))
-    assert manager.match(range(50, 80)) == Found([row], shared=25)
+    assert manager.match(range(50, 80)) == PrefixMatch([row], shared=25)
 
 
 def test_held_rows_move_to_the_front_and_change_places_with_idle_ones() -> None:
@@ -123,20 +123,20 @@ def test_held_rows_move_to_the_front_and_change_places_with_idle_ones() -> None:
     held = manager.allocate(8)
     assert held is not None
     for row in held:
-        manager.remember([row], range(10 * row, 10 * row + 9))
+        manager.register([row], range(10 * row, 10 * row + 9))
     manager.release([1, 2, 3])
     assert manager.compact() == {}  # five of eight
-    manager.remember([0], ())
+    manager.register([0], ())
     manager.release([0, 4])
     # 5, 6 and 7 are held; 0 is empty; what 1 and 2 keep is still worth something
     assert manager.compact() == {5: 0, 6: 1, 7: 2, 1: 6, 2: 7}
     assert manager.compact() == {}
-    assert manager.match(range(10, 30)) == Found([6], shared=9)
-    assert manager.match(range(20, 40)) == Found([7], shared=9)
-    assert manager.match([*range(60, 69), 0]) == Found([], shared=9, source=1)
+    assert manager.match(range(10, 30)) == PrefixMatch([6], shared=9)
+    assert manager.match(range(20, 40)) == PrefixMatch([7], shared=9)
+    assert manager.match([*range(60, 69), 0]) == PrefixMatch([], shared=9, source=1)
     assert manager.allocate(1) == [5]
     manager.release([0, 1, 2])
-    assert manager.match(range(50, 70)) == Found([0], shared=9)
+    assert manager.match(range(50, 70)) == PrefixMatch([0], shared=9)
 
 
 def test_rows_that_are_added_are_empty() -> None:
@@ -163,7 +163,7 @@ class Memory:
         for (_, target), found in zip(pairs, content, strict=True):
             self.rows[target] = list(found)
 
-    def write(self, row: Running, position: int, weights: int) -> None:
+    def write(self, row: RequestState, position: int, weights: int) -> None:
         (place,) = row.blocks
         assert len(self.rows[place]) >= position, "the tokens before it are not there"
         self.rows[place][position:] = [(row.tokens[: position + 1], weights)]
@@ -181,11 +181,11 @@ class Simulation:
         self.runner._prefill = self.fill  # type: ignore[method-assign]
         self.weights = 0
         self.computed = self.needed = self.moves = 0
-        self.length: dict[Running, int] = {}
-        self.came_with: dict[Running, int] = {}  # the weights at hand when it entered
+        self.length: dict[RequestState, int] = {}
+        self.came_with: dict[RequestState, int] = {}  # the weights at hand when it entered
         self.ended: list[Tokens] = []
 
-    def fill(self, rows: Sequence[Running], starts: Sequence[int], lengths: Sequence[int]) -> None:
+    def fill(self, rows: Sequence[RequestState], starts: Sequence[int], lengths: Sequence[int]) -> None:
         for row, start, length in zip(rows, starts, lengths, strict=True):
             for position in range(start, start + length):
                 self.memory.write(row, position, self.weights)
@@ -198,11 +198,11 @@ class Simulation:
         else:
             prompt = (*range(rng.choice((0, 9, 14))), *rng.choices(range(9), k=rng.randint(1, 5)))
         for _ in range(rng.choice((1, 1, 3))):
-            new = Running(prompt, Sampling(max_tokens=rng.randint(1, 12)))
+            new = RequestState(prompt, Sampling(max_tokens=rng.randint(1, 12)))
             self.length[new] = rng.randint(1, new.sampling.max_tokens)
             self.scheduler.add(new)
 
-    def check(self, each: Running) -> None:
+    def check(self, each: RequestState) -> None:
         """Its tokens are there, computed by weights that were at hand since it came."""
         content = self.memory.rows[each.blocks[0]][: each.cached]
         assert len(content) == each.cached
@@ -210,7 +210,7 @@ class Simulation:
             assert tokens == each.tokens[: position + 1]
             assert weights >= self.came_with[each]
 
-    def admit(self) -> list[Entry]:
+    def admit(self) -> list[PrefillGroup]:
         entries = self.scheduler.admit()
         self.runner.prefill(entries)
         for entry in entries:
@@ -228,7 +228,7 @@ class Simulation:
             each.blocks = [moved.get(row, row) for row in each.blocks]
         held = [row for each in scheduler.running for row in each.blocks]
         assert len(set(held)) == len(held) <= scheduler.max_rows
-        assert len(held) >= DENSE * (max(held) + 1)
+        assert len(held) >= MIN_DENSITY * (max(held) + 1)
         for each in list(scheduler.running):
             self.check(each)
             self.memory.write(each, each.cached, self.weights)
@@ -241,13 +241,13 @@ class Simulation:
         assert self.manager.available + len(self.manager._held) == self.manager.rows
         if rng.random() < 0.05:
             self.weights += 1
-            self.manager.forget()
+            self.manager.flush()
         if rng.random() < 0.1 and self.manager.rows < scheduler.max_rows:
             self.manager.grow(self.manager.rows + 1)
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_everybody_finds_its_own_tokens_and_those_of_its_weights(seed: int) -> None:
+def test_every_request_reads_its_own_tokens_of_its_own_weights(seed: int) -> None:
     simulation = Simulation(seed)
     simulation.arrive()
     steps = 0
@@ -283,7 +283,7 @@ def test_who_copies_from_a_row_that_comes_in_the_same_call_waits_for_it() -> Non
     order: list[list[int]] = []
     fill = simulation.fill
 
-    def noted(rows: Sequence[Running], starts: Sequence[int], lengths: Sequence[int]) -> None:
+    def noted(rows: Sequence[RequestState], starts: Sequence[int], lengths: Sequence[int]) -> None:
         order.append([requests.index(row) for row in rows])
         fill(rows, starts, lengths)
 
@@ -295,12 +295,12 @@ def test_who_copies_from_a_row_that_comes_in_the_same_call_waits_for_it() -> Non
         [*range(50, 80), 1, 2, 3],
         [*range(20), 1, 1, 1],
     ]
-    requests = [Running(tuple(prompt), Sampling(max_tokens=4)) for prompt in prompts]
+    requests = [RequestState(tuple(prompt), Sampling(max_tokens=4)) for prompt in prompts]
     for request in requests:
         simulation.scheduler.add(request)
     entries = simulation.admit()
     assert [(entry.shared, entry.source) for entry in entries] == [(0, None), (0, None), (20, 0), (30, 1), (20, 0)]
-    # The longest first; two lead, three go on from them together.
+    # The longest first; two lead, three continue from them together.
     assert order == [[1, 0], [3, 4, 2]]
     for request in requests:
         simulation.check(request)
@@ -311,14 +311,14 @@ def test_a_row_that_is_copied_from_may_be_given_to_the_next_in_the_same_call() -
     simulation = Simulation(0)
     simulation.manager = manager = RowManager(2)
     simulation.scheduler = scheduler = Scheduler(manager, max_rows=2)
-    old = Running((*range(20), 5), Sampling(max_tokens=1))
+    old = RequestState((*range(20), 5), Sampling(max_tokens=1))
     simulation.length[old] = 1
     scheduler.add(old)
     simulation.admit()
     simulation.memory.write(old, old.cached, 0)
     old.ids, old.logprobs, old.cached = [7], [-1.0], 21
     scheduler.finish(old)
-    first, second = (Running(tuple(p), Sampling(max_tokens=4)) for p in ([*range(15), 1, 2], range(50, 60)))
+    first, second = (RequestState(tuple(p), Sampling(max_tokens=4)) for p in ([*range(15), 1, 2], range(50, 60)))
     scheduler.add(first)
     scheduler.add(second)
     entries = simulation.admit()
@@ -334,7 +334,7 @@ def test_the_only_row_is_taken_over_from_where_two_conversations_part() -> None:
     simulation.scheduler = scheduler = Scheduler(manager, max_rows=1)
     leave_behind(manager, range(20))
     simulation.memory.rows[0] = [(tuple(range(n + 1)), 0) for n in range(20)]
-    new = Running((*range(15), 1, 2), Sampling(max_tokens=4))
+    new = RequestState((*range(15), 1, 2), Sampling(max_tokens=4))
     scheduler.add(new)
     (entry,) = simulation.admit()
     assert (entry.shared, entry.source, new.blocks) == (15, None, [0])

@@ -15,7 +15,7 @@ from covey.rollout.embedded.allocation import BlockManager
 from covey.rollout.embedded.attention import engine_attention
 from covey.rollout.embedded.cache import Decode, KvCache, PagedDecode, Prefill, RowCache
 from covey.rollout.embedded.runner import Runner, draw
-from covey.rollout.embedded.scheduler import Running, Scheduler
+from covey.rollout.embedded.scheduler import RequestState, Scheduler
 from covey.types import Sampling
 from tests.conftest import tiny_llama
 from tests.learner.test_forward import family
@@ -33,15 +33,15 @@ class Drive:
     found: int = 0  # tokens taken over from the cache
     followers: int = 0
     sent_back: int = 0
-    done: list[Running] = field(default_factory=list)
+    done: list[RequestState] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         layers = self.model.config.num_hidden_layers
         self.scheduler = Scheduler(BlockManager(self.blocks, self.size), self.max_rows)
         self.runner = Runner(self.model, KvCache(self.blocks, self.size, layers))
 
-    def ask(self, prompt: Sequence[int], max_tokens: int, seed: int = 0, **sampling: Any) -> Running:
-        request = Running(tuple(prompt), Sampling(max_tokens=max_tokens, seed=seed, **sampling))
+    def ask(self, prompt: Sequence[int], max_tokens: int, seed: int = 0, **sampling: Any) -> RequestState:
+        request = RequestState(tuple(prompt), Sampling(max_tokens=max_tokens, seed=seed, **sampling))
         self.scheduler.add(request)
         self.done.append(request)
         return request
@@ -63,7 +63,7 @@ class Drive:
             row.ids.append(token)
             row.logprobs.append(logprob)
             row.cached += 1
-            if row.left == 0:
+            if row.remaining == 0:
                 scheduler.finish(row)
 
     def run(self) -> None:
@@ -121,7 +121,7 @@ def test_who_needs_a_block_that_another_is_about_to_fill_waits_for_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_who_was_sent_back_goes_on_where_it_was(name: str) -> None:
+def test_a_preempted_request_continues_where_it_was(name: str) -> None:
     drive = Drive(family(name), blocks=7, size=4)
     for number in range(3):
         drive.ask([number + 3, *range(10, 14)], max_tokens=15, seed=number)

@@ -1,4 +1,4 @@
-"""How large the cache is, how it grows, and what happens to who does not fit."""
+"""The size of the cache, its growth, and requests that do not fit."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from covey.memory import cache_tokens, grown
-from covey.rollout.embedded import cpu_batch as slotted_module
-from covey.rollout.embedded import gpu_batch as paged_module
+from covey.memory import cache_tokens, grown_size
+from covey.rollout.embedded import cpu_batch, gpu_batch
 from covey.rollout.embedded.cache import KvCache
-from covey.rollout.embedded.cpu_batch import SlottedBatch
+from covey.rollout.embedded.cpu_batch import RowBatch
 from covey.rollout.embedded.gpu_batch import PagedBatch
 from covey.types import Completion, Sampling, StopReason
 from tests.conftest import tiny_llama
@@ -34,7 +33,7 @@ def outcomes(engine: Any, requests: Sequence[Request]) -> list[Any]:
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_a_request_that_does_not_fit_into_memory_fails_alone(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (slotted_module, paged_module):
+    for module in (cpu_batch, gpu_batch):
         monkeypatch.setattr(module, "cache_tokens", lambda *_: 256)
     model = tiny_llama()
     engine = engine_for(model, eos_ids=[], paged=paged, eager=True)
@@ -52,7 +51,7 @@ def test_a_request_that_does_not_fit_into_memory_fails_alone(paged: bool, monkey
     assert_as_alone(model, [just], answers(engine, [just]))
 
 
-def test_memory_that_a_sequence_needs() -> None:
+def test_memory_of_a_token() -> None:
     """2 · layers · key heads · head size · bytes for each token."""
     token = 2 * 2 * 2 * 8 * 4
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -61,7 +60,7 @@ def test_memory_that_a_sequence_needs() -> None:
 
 
 @pytest.mark.parametrize("paged", [False, True])
-def test_an_answer_ends_where_the_context_ends(paged: bool) -> None:
+def test_a_completion_ends_where_the_context_ends(paged: bool) -> None:
     model = tiny_llama()
     engine = engine_for(model, eos_ids=[], paged=paged, eager=True, context_length=40)
     requests = [([*range(3, 33)], Sampling(max_tokens=50)), ([5, 6], Sampling(max_tokens=20))]
@@ -72,17 +71,22 @@ def test_an_answer_ends_where_the_context_ends(paged: bool) -> None:
     assert_as_alone(model, requests, [long, short])
 
 
-def test_a_cache_grows_by_half_and_not_beyond_what_it_may() -> None:
-    assert [grown(0, 7, None), grown(10, 10, None), grown(10, 11, None), grown(10, 30, None)] == [7, 10, 15, 30]
-    assert [grown(10, 11, 12), grown(10, 14, 12), grown(10, 12, 12)] == [12, 14, 12]
-    assert [grown(64, 60, 400, 64), grown(128, 130, 400, 64), grown(320, 330, 400, 64)] == [64, 192, 448]
+def test_a_cache_grows_by_half_up_to_its_limit() -> None:
+    assert [grown_size(0, 7, None), grown_size(10, 10, None), grown_size(10, 11, None), grown_size(10, 30, None)] == [
+        7,
+        10,
+        15,
+        30,
+    ]
+    assert [grown_size(10, 11, 12), grown_size(10, 14, 12), grown_size(10, 12, 12)] == [12, 14, 12]
+    assert [grown_size(64, 60, 400, 64), grown_size(128, 130, 400, 64), grown_size(320, 330, 400, 64)] == [64, 192, 448]
 
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_a_conversation_that_grows_by_a_few_tokens_seldom_makes_a_larger_cache(
     paged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paged_module, "BLOCK", 16)
+    monkeypatch.setattr(gpu_batch, "BLOCK", 16)
     model = tiny_llama()
     engine = engine_for(model, eos_ids=[], paged=paged, eager=True, context_length=450)
     sizes: list[int] = []
@@ -104,7 +108,7 @@ def test_the_cache_has_as_many_rows_as_may_decode_together_and_each_is_as_long_a
     answers(engine, requests)
     token = 2 * 2 * 2 * 8 * 4
     batch = engine._batch
-    assert isinstance(batch, SlottedBatch)
+    assert isinstance(batch, RowBatch)
     assert batch.cache.bytes == token * 6 * 128  # 21 + 70 tokens, rounded up to 64
     for n in range(5):
         answers(engine, requests[n : n + 9])
@@ -123,7 +127,7 @@ def test_what_an_engine_did_before_does_not_change_a_bit() -> None:
 
 
 def test_a_cache_that_grows_keeps_what_is_in_it() -> None:
-    """A longer request and more of them come while others decode; nobody waits, nothing is computed again."""
+    """Longer and more requests arrive while others decode: none waits, nothing is recomputed."""
     model = tiny_llama()
     engine = engine_for(model, eos_ids=[])
     first: list[Request] = [([n + 3, 9, 10], Sampling(max_tokens=40, seed=n)) for n in range(2)]
@@ -156,7 +160,7 @@ def test_a_paged_cache_is_gone_before_a_larger_one_is_made(monkeypatch: pytest.M
             super().__init__(*settings)
             alive.add(self)
 
-    monkeypatch.setattr(paged_module, "KvCache", Watched)
+    monkeypatch.setattr(gpu_batch, "KvCache", Watched)
     answers(engine, [([5, 6, 7], Sampling(max_tokens=5))])
     answers(engine, [([5] * 100, Sampling(max_tokens=5))])
     assert [cache.blocks * cache.size for cache in alive] == [128]

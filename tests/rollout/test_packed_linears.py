@@ -1,4 +1,4 @@
-"""Linear layers with weights laid out for the product."""
+"""Linear layers with repacked weights."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_they_are_laid_out_when_many_steps_are_ahead_and_used_until_new_weights_
     model = tiny_llama()
     engine = engine_for(model, eos_ids=[])
     batch = engine._batch
-    assert isinstance(batch, cpu_batch.SlottedBatch)
-    answers(engine, [([5, 6], Sampling(max_tokens=cpu_batch.WORTH_PACKING - 1))])
+    assert isinstance(batch, cpu_batch.RowBatch)
+    answers(engine, [([5, 6], Sampling(max_tokens=cpu_batch.MIN_STEPS - 1))])
     assert not batch.linears.forwards
     assert_as_alone(model, REQUESTS, answers(engine, REQUESTS))
     assert len(batch.linears.forwards) == 2 * 7 + 1  # of two layers, and the output matrix
@@ -82,7 +82,7 @@ def test_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     model = peft.get_peft_model(
         family("qwen2"), peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     ).eval()
-    monkeypatch.setattr(cpu_batch, "WORTH_PACKING", 1)
+    monkeypatch.setattr(cpu_batch, "MIN_STEPS", 1)
     assert_as_alone(model, REQUESTS, answers(engine_for(model, eos_ids=[]), REQUESTS))
 
 

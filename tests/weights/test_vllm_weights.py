@@ -1,7 +1,8 @@
-"""The learner's weights on their way to vLLM: names, merged adapters, tied matrices, files and buckets."""
+"""Weights for vLLM: names, merged adapters, tied matrices, files and buckets."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from covey.errors import InputError
-from covey.weights.names import buckets, file_digest, named_weights, unpacked, write_weights
+from covey.weights import vllm
+from covey.weights.buckets import buckets, unpacked
+from covey.weights.files import file_digest, write_weights
+from covey.weights.names import named_weights
 from tests.conftest import tiny_llama
 
 peft = pytest.importorskip("peft")
@@ -37,7 +41,7 @@ def test_names_are_those_of_model_files(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], saved[name]) for name in saved)
 
 
-def test_a_tied_matrix_travels_once() -> None:
+def test_a_tied_matrix_is_sent_once() -> None:
     names = [name for name, _ in named_weights(tiny_llama(tie_word_embeddings=True))]
     assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
     assert len(names) == len(set(names))
@@ -45,7 +49,7 @@ def test_a_tied_matrix_travels_once() -> None:
 
 @torch.no_grad()
 def test_adapters_are_merged_into_copies() -> None:
-    """The merged weights in a plain model say what the model with its adapter says; that one stays as it was."""
+    """A plain model with the merged weights has the logits of the model with its adapter, which is not changed."""
     policy = with_adapter(tiny_llama())
     before = copy.deepcopy(policy.state_dict())
     plain = tiny_llama(seed=5)
@@ -58,7 +62,7 @@ def test_adapters_are_merged_into_copies() -> None:
 
 
 @torch.no_grad()
-def test_modules_that_are_trained_whole_travel_under_their_own_name() -> None:
+def test_modules_to_save_are_sent_under_their_own_name() -> None:
     policy = with_adapter(tiny_llama(), target_modules=["q_proj"], modules_to_save=["lm_head"])
     policy.base_model.model.lm_head.modules_to_save["default"].weight.fill_(0.25)
     found = dict(named_weights(policy))
@@ -66,20 +70,21 @@ def test_modules_that_are_trained_whole_travel_under_their_own_name() -> None:
     assert bool((found["lm_head.weight"] == 0.25).all())
 
 
-def test_an_adapter_on_a_tied_matrix_is_refused() -> None:
+def test_an_adapter_on_a_tied_matrix_is_rejected() -> None:
     policy = with_adapter(tiny_llama(tie_word_embeddings=True), target_modules=["embed_tokens"])
-    with pytest.raises(InputError, match="which are one in this model"):
+    with pytest.raises(InputError, match="this model ties the two"):
         list(named_weights(policy))
 
 
-def test_an_adapter_of_another_kind_is_refused() -> None:
+def test_an_adapter_of_another_kind_is_rejected() -> None:
     with pytest.raises(InputError, match="plain LoRA"):
         list(named_weights(with_adapter(tiny_llama(), use_dora=True)))
 
 
 def test_a_file_is_whole_and_has_a_checksum(tmp_path: Path) -> None:
     model = tiny_llama(dtype=torch.bfloat16)
-    path, digest = write_weights(named_weights(model), tmp_path, 7)
+    manifest = write_weights(named_weights(model), tmp_path, 7)
+    path, digest = Path(manifest.path), manifest.digest
     assert path.name == "version-7.safetensors" and [*tmp_path.iterdir()] == [path]
     assert file_digest(path) == digest
     found = load_file(path)
@@ -87,17 +92,40 @@ def test_a_file_is_whole_and_has_a_checksum(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [8192, 20_000, 1 << 20])
-def test_buckets_bring_every_weight_bit_by_bit(size: int) -> None:
-    """The buffer is written again after each list; what was read before must not change with it."""
+def test_buckets_hold_every_weight_bit_for_bit(size: int) -> None:
+    """The buffer is overwritten for each layout; weights read before must not change."""
     model = tiny_llama(dtype=torch.bfloat16)
     model.model.norm.float()  # types may differ within a model
     buffer = torch.empty(size, dtype=torch.uint8)
     found = {}
-    lists = 0
+    count = 0
     for layout in buckets(named_weights(model), buffer):
         found |= dict(unpacked(buffer, layout))
-        lists += 1
+        count += 1
     expected = dict(model.named_parameters())
     assert list(found) == list(expected)
     assert all(found[n].dtype == w.dtype and torch.equal(found[n], w) for n, w in expected.items())
-    assert (lists > 1) == (size < sum(w.numel() * w.element_size() for w in expected.values()))
+    assert (count > 1) == (size < sum(w.numel() * w.element_size() for w in expected.values()))
+
+
+@pytest.mark.parametrize("bucket", [20_000, 1 << 20])
+def test_the_ipc_transport_sends_every_weight_between_begin_and_end(
+    bucket: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU: the handle is the buffer itself, and the receiver unpacks it at once."""
+    monkeypatch.setattr(vllm, "BUCKET", bucket)
+    monkeypatch.setattr(vllm, "cuda_handle", lambda buffer: buffer)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+    model, calls, found = tiny_llama(), list[str](), dict[str, torch.Tensor]()
+
+    async def call(do: str, **arguments: Any) -> None:
+        calls.append(do)
+        if do == "load_bucket":
+            found.update(unpacked(arguments["handle"], arguments["layout"]))
+
+    assert asyncio.run(vllm.CudaIpcTransport().publish(model, 1, {0: call})) == {}
+    assert calls[0] == "load_begin" and calls[-1] == "load_end" and set(calls[1:-1]) == {"load_bucket"}
+    assert (len(calls) > 3) == (bucket == 20_000)
+    expected = dict(model.named_parameters())
+    assert set(found) == set(expected) and all(torch.equal(found[name], w) for name, w in expected.items())

@@ -1,4 +1,4 @@
-"""Conversations: an episode's next turn goes on from what the cache kept of the turns before."""
+"""Conversations: the next turn of an episode continues from the cached turns before it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from covey.rollout.embedded import gpu_batch as paged_module
+from covey.rollout.embedded import gpu_batch
 from covey.types import Completion, Sampling
 from tests.conftest import tiny_llama
 from tests.learner.test_forward import family
@@ -37,9 +37,9 @@ def prefilled(engine: Any) -> Iterator[list[int]]:
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
 @pytest.mark.parametrize("seed", range(3))
 def test_ragged_conversations(name: str, paged: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Episodes of several turns in a batch with fewer rows than episodes; some rewrite what was said before, some think
-    for a while before they go on. Every token is that of a plain forward pass over all that was said."""
-    monkeypatch.setattr(paged_module, "BLOCK", 4)
+    """Episodes of several turns in a batch with fewer rows than episodes; some rewrite their history, some wait
+    before they continue. Every token is that of a plain forward pass over the whole conversation."""
+    monkeypatch.setattr(gpu_batch, "BLOCK", 4)
     model = family(name)
     rng = random.Random(seed)
     engine = engine_for(model, eos_ids=[2, 11], paged=paged, eager=True, max_sequences=5)
@@ -88,7 +88,7 @@ def test_a_next_turn_computes_only_what_is_new() -> None:
 
 
 def test_two_answers_to_one_beginning_part_there() -> None:
-    """The first attempt goes on in the row, the other copies what both have in common."""
+    """The first attempt continues in the row, the other copies the common prefix."""
     model = tiny_llama()
     engine = engine_for(model, eos_ids=[])
     prompt = [*range(3, 40)]

@@ -18,13 +18,13 @@ def leave_behind(manager: BlockManager, tokens: Tokens) -> list[int]:
     """A sequence comes, fills its blocks and goes."""
     blocks = manager.allocate(manager.count(len(tokens)))
     assert blocks is not None
-    manager.remember(blocks, tokens)
+    manager.register(blocks, tokens)
     manager.release(blocks)
     return blocks
 
 
 def findable(manager: BlockManager, tokens: Tokens) -> list[int]:
-    """What would be found, without disturbing who was used last more than a look does."""
+    """The match, without changing the order of use more than a lookup does."""
     found = manager.match(tokens).blocks
     manager.release(found)
     return found
@@ -35,7 +35,7 @@ def test_tokens_fill_blocks_rounded_up() -> None:
     assert [manager.count(n) for n in (0, 1, 3, 4, 6, 7)] == [0, 1, 1, 2, 2, 3]
 
 
-def test_more_than_there_is_is_refused_and_takes_nothing() -> None:
+def test_allocating_too_many_blocks_returns_none_and_takes_nothing() -> None:
     manager = BlockManager(blocks=4, size=2)
     assert manager.allocate(5) is None
     assert manager.available == 4
@@ -95,7 +95,7 @@ def test_empty_blocks_go_before_remembered_ones_and_the_least_recently_used_of_t
     gone = []
     for _ in range(3):
         assert manager.allocate(1) is not None
-        left = [t for t in (1, 2, 3) if (t, t) in {key[1] for key in manager._found}]
+        left = [t for t in (1, 2, 3) if (t, t) in {key[1] for key in manager._block_of}]
         gone.append(({1, 2, 3} - set(left) - set(gone)).pop())
     assert gone == [2, 3, 1]
 
@@ -114,7 +114,7 @@ def test_new_weights_make_everything_unfindable_and_lose_no_block() -> None:
     manager = BlockManager(blocks=4, size=2)
     leave_behind(manager, (1, 2, 3, 4))
     held = manager.match((1, 2, 9)).blocks
-    manager.forget()
+    manager.flush()
     assert manager.match((1, 2, 3, 4, 5)).blocks == []
     assert manager.available == 3
     manager.release(held)
@@ -126,10 +126,10 @@ def test_what_was_held_while_the_weights_changed_is_not_remembered_afterwards() 
     manager = BlockManager(blocks=4, size=2)
     blocks = manager.allocate(1)
     assert blocks is not None
-    manager.forget()
+    manager.flush()
     more = manager.allocate(1)
     assert more is not None
-    manager.remember(blocks + more, (1, 2, 3, 4))
+    manager.register(blocks + more, (1, 2, 3, 4))
     manager.release(blocks + more)
     assert manager.match((1, 2, 3, 4, 5)).blocks == []
     fresh = leave_behind(manager, (1, 2, 3, 4))  # in the same blocks, with the new weights
@@ -195,7 +195,7 @@ class Sequences:
         assert not held & set(fresh), "given out while somebody holds it"
         sequence = Alive(found + fresh, tokens)
         self.write(sequence, since=len(found))
-        manager.remember(sequence.blocks, tokens)
+        manager.register(sequence.blocks, tokens)
         self.alive.append(sequence)
 
     def grow(self) -> None:
@@ -212,11 +212,11 @@ class Sequences:
     def stop(self) -> None:
         if self.alive:
             sequence = self.alive.pop(self.rng.randrange(len(self.alive)))
-            self.manager.remember(sequence.blocks, sequence.tokens)
+            self.manager.register(sequence.blocks, sequence.tokens)
             self.manager.release(sequence.blocks)
 
     def forget(self) -> None:
-        self.manager.forget()
+        self.manager.flush()
         self.content = dict.fromkeys(self.content)
         for sequence in self.alive:
             sequence.old = True
