@@ -13,7 +13,7 @@ from covey.config import schema
 from covey.dashboard import diagnostics
 from covey.dashboard.diagnostics import Evidence, Sign, find_signs
 from covey.dashboard.runs import Run
-from covey.telemetry.base import flat
+from covey.telemetry.base import flatten
 from tests.dashboard.made import SICK, SICK_TOO, Floats, healthy, sick
 
 RECORDED = Path(__file__).parent / "runs"
@@ -106,7 +106,7 @@ def test_a_sign_says_where_to_look() -> None:
 
 
 def test_settings_to_turn_exist() -> None:
-    known = set(flat(_defaults()))
+    known = set(flatten(_defaults()))
     of_algorithms = {f"algorithm.{key}" for name in ALGORITHMS for key in settings(name)} | {"algorithm.name"}
     named = {key for name in SICK + SICK_TOO for sign in find_signs(evidence(*sick(name))) for key in sign.settings}
     missing = {key for key in named if key not in known | of_algorithms}

@@ -281,4 +281,4 @@ def test_a_damaged_run_does_not_hide_the_others(tmp_path: Path, capsys: pytest.C
     assert main(["runs", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
     assert "13/12" in out  # the line after the broken one counts
-    assert "bad/run.json: not what a run writes" in err and "metrics.jsonl: 1 lines cannot be read" in err
+    assert "bad/run.json: not a run.json of covey" in err and "metrics.jsonl: 1 lines cannot be read" in err

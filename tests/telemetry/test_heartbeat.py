@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from covey.config.schema import LoggingConfig
-from covey.telemetry import RunInfo, working
+from covey.telemetry import RunInfo, report_activity
 from covey.telemetry import progress as module
 from covey.telemetry.console import PlainConsole
 from covey.telemetry.history import RunState
@@ -25,7 +25,7 @@ class Log:
         self.time = 0.0
         self.file = io.StringIO()
         self.console = PlainConsole(RunState(info), self.file, now=lambda: self.time)
-        self.console._beating.start = lambda: None  # type: ignore[method-assign]
+        self.console.heartbeat.start = lambda: None  # type: ignore[method-assign]
         self.seen = len(self.file.getvalue())
 
     def after(self, seconds: int) -> list[str]:
@@ -100,11 +100,11 @@ def test_later_steps_speak_up_only_after_a_minute_of_silence(info: RunInfo) -> N
 
 
 def test_work_before_the_console_is_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SOON", 0.0)
-    monkeypatch.setattr(module, "TICK", 0.01)
+    monkeypatch.setattr(module, "ANNOUNCE_SECONDS", 0.0)
+    monkeypatch.setattr(module, "TICK_SECONDS", 0.01)
 
     def printed(logging: LoggingConfig) -> str:
-        with working("loading a model", logging):
+        with report_activity("loading a model", logging):
             deadline = time.monotonic() + (5 if logging == LoggingConfig() else 0.1)
             said = ""
             while not said and time.monotonic() < deadline:
@@ -120,7 +120,8 @@ def test_work_before_the_console_is_there(capsys: pytest.CaptureFixture[str], mo
 def test_a_run_in_a_pipe_shows_life_before_its_first_line_of_figures(tmp_path: Path, tiny_model_folder: Path) -> None:
     (tmp_path / "slow.py").write_text("import time\n\ndef slow(answer):\n    time.sleep(0.4)\n    return 0.0\n")
     (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "x"}\n')
-    quick = "from covey.telemetry import progress as h; h.SOON = 0.0; h.TICK = 0.005; h.HEARTBEAT_SECONDS = 0.1"
+    quick = "from covey.telemetry import progress as h\n"
+    quick += "h.ANNOUNCE_SECONDS, h.TICK_SECONDS, h.HEARTBEAT_SECONDS = 0.0, 0.005, 0.1"
     words = ["train", f"model={tiny_model_folder}", "data.train_files=rows.jsonl", "data.val_files=rows.jsonl"]
     small = ["rollout.max_tokens=2", "rollout.group_size=2", "data.train_batch_size=1", "loop.total_steps=1"]
     code = f"{quick}\nfrom covey.cli.main import main\nmain({[*words, *small, 'reward=slow.py:slow']!r})"

@@ -16,8 +16,8 @@ from rich.console import Console
 from covey.config.schema import LoggingConfig
 from covey.telemetry import EpisodeView, RunInfo, Telemetry
 from covey.telemetry.console import LiveConsole, PlainConsole, Screen, open_console
-from covey.telemetry.figures import duration, key_figures, show
 from covey.telemetry.history import History, Record, RunState
+from covey.telemetry.key_metrics import format_duration, format_value, key_metrics
 from covey.telemetry.live_view import LiveView, Marks, nice_range, plot, sparkline
 
 STEP = {
@@ -161,10 +161,10 @@ def test_the_view_says_what_matters_and_stays_within_the_terminal(info: RunInfo,
     assert "expected  1 2 3" in text
     figures = {line.split("  ")[0]: line for line in lines}
     assert "0.540" in figures["reward"]
-    assert "mean score of this step's answers" in figures["reward"]
+    assert "mean reward of this step's episodes" in figures["reward"]
     assert "0.250" in figures["eval greedy"]
     assert "-0.125" in figures["log-ratio"]
-    assert "4%" in figures["cut off"]
+    assert "4%" in figures["truncated"]
 
 
 def test_the_time_of_a_step_is_that_of_its_stages(info: RunInfo) -> None:
@@ -224,7 +224,7 @@ def test_any_terminal_will_do(info: RunInfo, width: int, height: int) -> None:
 def test_before_the_first_step_every_figure_is_explained_and_none_invented(info: RunInfo) -> None:
     lines = rendered(info, lambda view: None, 60)
     rows = [line for line in lines if "–" in line]
-    assert len(rows) == len(key_figures(info))
+    assert len(rows) == len(key_metrics(info))
     assert "left" not in "\n".join(lines)  # no pace yet
 
 
@@ -243,7 +243,7 @@ def test_a_reply_cannot_steer_the_terminal(info: RunInfo) -> None:
 
 
 def test_every_figure_has_words_that_fit_beside_it_on_60_columns(info: RunInfo) -> None:
-    for row in key_figures(info):
+    for row in key_metrics(info):
         for figure in row:
             assert 0 < len(figure.meaning) <= 38
             assert len(figure.label) <= 12
@@ -294,12 +294,20 @@ def test_eta_is_the_median_pace_times_the_steps_left(info: RunInfo) -> None:
     ],
 )
 def test_durations_as_people_say_them(seconds: float | None, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def test_numbers_as_people_read_them() -> None:
-    assert [show(0.12345, "score"), show(0.125, "share"), show(34.4, "count")] == ["0.123", "12%", "34"]
-    assert [show(-0.0, "number"), show(1234.5, "number"), show(None, "score")] == ["0", "1.23e+03", "–"]
+    assert [format_value(0.12345, "score"), format_value(0.125, "share"), format_value(34.4, "count")] == [
+        "0.123",
+        "12%",
+        "34",
+    ]
+    assert [format_value(-0.0, "number"), format_value(1234.5, "number"), format_value(None, "score")] == [
+        "0",
+        "1.23e+03",
+        "–",
+    ]
 
 
 def test_a_straight_line_is_drawn_straight() -> None:

@@ -16,8 +16,8 @@ import torch
 from covey.errors import InputError
 from covey.memory import held
 from covey.telemetry import Telemetry, read_episodes, read_history
-from covey.telemetry.figures import by_the_machine
 from covey.telemetry.jsonl import PART_BYTES, JsonlFiles, parts_of, read_jsonl
+from covey.telemetry.key_metrics import is_machine_dependent
 
 
 def test_one_line_per_record_with_sorted_names_and_every_digit(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_the_memory_of_the_process_stands_in_a_step() -> None:
     assert set(before) >= {"perf/memory_gib"} or not Path("/proc/self/statm").exists()
     if "perf/memory_gib" in before:
         assert 0.05 < after["perf/memory_gib"] - before["perf/memory_gib"] < 0.5
-    assert all(by_the_machine(name) for name in after)
+    assert all(is_machine_dependent(name) for name in after)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -104,7 +104,7 @@ def test_a_step_gets_the_time_of_its_stages_and_an_evaluation_its_own(
 
 def test_ahead_every_step_has_its_throughput(tmp_path: Path, clock: Clock, listener: Listener) -> None:
     """Per second of the step: the learner hardly waits, and a step's tokens may have been sampled before it."""
-    telemetry = Telemetry(JsonlFiles(tmp_path), [listener], now=clock, ahead=True)
+    telemetry = Telemetry(JsonlFiles(tmp_path), [listener], now=clock, asynchronous=True)
     for tokens in (600, 0):
         with telemetry.stage("rollout"):
             clock.now += 1
@@ -338,7 +338,7 @@ def test_a_tracker_that_breaks_down_is_told_of_and_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], listener: Listener
 ) -> None:
     class Broken(Listener):
-        elsewhere = True
+        external = True
 
         def evaluation(self, step: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None:
             raise ConnectionError("no server")
@@ -353,7 +353,7 @@ def test_a_tracker_that_breaks_down_is_told_of_and_left_out(
     assert (listener.steps, listener.closed) == ([{"a": 1.0}, {"a": 3.0}], ["finished"])
     assert listener.evaluations == [{"b": 2.0}] and len(read_history(tmp_path).evaluations) == 1
     assert (
-        "Broken broke down and gets nothing more of this run: ConnectionError('no server')" in capsys.readouterr().out
+        "Broken failed and receives nothing more from this run: ConnectionError('no server')" in capsys.readouterr().out
     )
 
 

@@ -11,7 +11,7 @@ def test_a_line_every_few_seconds_and_at_the_end() -> None:
     clock, out = [100.0], io.StringIO()
     with ProgressLine(50, 10, unit="answers", file=out, now=lambda: clock[0]) as line:
         clock[0] += 60.0  # a model is loaded
-        line.pace.begin()
+        line.start_clock()
         for seconds, count in ((2.0, 4), (4.0, 6), (1.0, 10), (10.0, 20)):
             clock[0] += seconds
             line.advance(count, tokens=60, what="m on sums")

@@ -172,10 +172,10 @@ def test_moving_average_by_hand() -> None:
 
 
 def test_every_key_figure_is_in_the_glossary(info: Any) -> None:
-    from covey.telemetry.figures import key_figures
+    from covey.telemetry.key_metrics import key_metrics
 
     glossary = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
-    for row in key_figures(info):
+    for row in key_metrics(info):
         for figure in row:
             name = figure.key.replace("greedy/sorted", "{mode}/{reward}").replace("sampled/sorted", "{mode}/{reward}")
             assert f"`{name}`" in glossary, figure.key

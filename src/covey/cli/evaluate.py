@@ -125,7 +125,7 @@ async def _ask(
     engine = make_engine(first, policy)
     try:
         await engine.publish(policy, version=0)
-        line.pace.begin()
+        line.start_clock()
         for candidate in candidates:
             await _ask_tasks(candidate, engine, done, folder, line)
     finally:

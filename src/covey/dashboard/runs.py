@@ -24,10 +24,10 @@ from covey.dashboard.episodes import Episodes
 from covey.dashboard.metrics import Metrics, Tail, at_home
 from covey.errors import InputError
 from covey.redact import hide, hide_settings
-from covey.telemetry.base import flat
-from covey.telemetry.figures import Curve, curve_of, is_stage
-from covey.telemetry.history import LABELS_FILE, SUMMARY_FILE, Totals, best_key, read_run, read_totals
+from covey.telemetry.base import flatten
+from covey.telemetry.history import LABELS_FILE, SUMMARY_FILE, Totals, best_metric, read_run, read_totals
 from covey.telemetry.jsonl import METRICS_FILE
+from covey.telemetry.key_metrics import Curve, curve_of, is_stage
 
 INFO_FILE, CONFIG_FILE = "run.json", "config.yaml"
 SHOWN = (  # of run.json, in the table of runs
@@ -59,8 +59,8 @@ class Run:
         self._signs: tuple[Any, list[Sign]] | None = None
         self._tail = Tail(folder / METRICS_FILE)
         self._stamps = self._stamp()
-        kept = read_totals(folder, best_key(self.info)) if self._has_summary() else None
-        self.totals = kept or Totals(best_key(self.info))
+        kept = read_totals(folder, best_metric(self.info)) if self._has_summary() else None
+        self.totals = kept or Totals(best_metric(self.info))
         if kept is not None:
             self._tail.skip_to(kept.size)
 
@@ -91,7 +91,7 @@ class Run:
         path = self.folder / CONFIG_FILE
         try:
             tree = load_yaml(path) if at_home(path) else {}
-            return (flat(hide_settings(tree, text=_hide)) if isinstance(tree, dict) else {}), []
+            return (flatten(hide_settings(tree, text=_hide)) if isinstance(tree, dict) else {}), []
         except InputError as error:
             return {}, [str(error).splitlines()[0]]
 
@@ -137,7 +137,7 @@ class Run:
         with suppress(InputError):  # what was read before stays
             self.info = read_run(self.folder)
         if self._tail.was_cut():
-            self.totals = Totals(best_key(self.info))
+            self.totals = Totals(best_metric(self.info))
         for _, line in self._tail.lines():
             self.totals.add(line)
 

@@ -15,8 +15,8 @@ from covey.dashboard.metrics import at_home
 from covey.dashboard.runs import Library, Run
 from covey.dashboard.server import MARK, SCRIPTS, page_file
 from covey.redact import hide_known, hide_words
-from covey.telemetry.figures import duration
 from covey.telemetry.jsonl import finite
+from covey.telemetry.key_metrics import format_duration
 from covey.telemetry.report import Summary, code, plain, summarise
 
 EPISODES = 200  # in the file, evenly over the run's
@@ -105,7 +105,7 @@ def markdown_report(folder: Path) -> str:
     of, status = plain(info["total_steps"]), plain(info["status"])
     parts = [
         f"## {plain(info['title'])}",
-        f"{what}: {summary.steps} of {of} steps, {status}, {duration(run.totals.seconds)}.",
+        f"{what}: {summary.steps} of {of} steps, {status}, {format_duration(run.totals.seconds)}.",
         _results(summary, run),
         _signs(run),
         _changed(run),
