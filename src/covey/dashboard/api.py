@@ -16,8 +16,8 @@ from covey.dashboard.differences import MISSING, differing_settings
 from covey.dashboard.episodes import NUMBERS, Query
 from covey.dashboard.metrics import level, thin
 from covey.dashboard.runs import Library, Run, wilson
-from covey.evaluation.figures import Comparison, sentence
 from covey.evaluation.report import short_names
+from covey.evaluation.scores import Comparison, sentence
 from covey.evaluation.statistics import Estimate
 from covey.telemetry.jsonl import finite
 
