@@ -77,9 +77,14 @@ def share(values: Sequence[float], answers: int) -> Estimate:
         trials: float = T
     else:
         trials = min(T * unit / spread, answers) if spread > 0 else answers
+    return Estimate(p, *wilson(p, trials))
+
+
+def wilson(p: float, trials: float) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share p."""
     centre = (p + Z**2 / (2 * trials)) / (1 + Z**2 / trials)
-    half = Z / (1 + Z**2 / trials) * math.sqrt(unit / trials + Z**2 / (4 * trials**2))
-    return Estimate(p, max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half)))
+    half = Z / (1 + Z**2 / trials) * math.sqrt(p * (1.0 - p) / trials + Z**2 / (4 * trials**2))
+    return max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half))
 
 
 def mean(values: Sequence[float]) -> Estimate:
@@ -97,7 +102,7 @@ def mean(values: Sequence[float]) -> Estimate:
 def student(freedom: int) -> float:
     """The 97.5 % quantile of Student's distribution.
 
-    Exact for 1 and 2 degrees of freedom, else Fisher's expansion in 1/freedom (error below 1 % from 3 on, 0.1 % from 6).
+    Exact for 1 and 2 degrees of freedom, else Fisher's expansion in 1/freedom (error < 1 % from 3 on, < 0.1 % from 6).
     """
     if freedom == 1:
         return math.tan(0.475 * math.pi)

@@ -4,33 +4,33 @@ from __future__ import annotations
 
 import pytest
 
-from covey.simulate.hardware import Decode, Episodes, Turn
-from covey.simulate.simulation import Place, Step, Work, simulate
+from covey.simulate.hardware import DecodeCurve, Episodes, Turn
+from covey.simulate.simulation import Deployment, StepResult, Workload, simulate
 
 
-def work(*turns: Turn, groups: int = 1, attempts: int = 2, prompt: int = 0) -> Work:
-    return Work(groups, attempts, Episodes((turns,), prompt))
+def work(*turns: Turn, groups: int = 1, attempts: int = 2, prompt: int = 0) -> Workload:
+    return Workload(groups, attempts, Episodes((turns,), prompt))
 
 
-def place(**changes: object) -> Place:
+def place(**changes: object) -> Deployment:
     settings = {
         "engines": 1,
         "shared": False,
         "lead": 0,
-        "decode": Decode.line(0.1, 0.0),
+        "decode": DecodeCurve.line(0.1, 0.0),
         "prefill": 0.0,
         "capacity": 64,
         "learn": lambda tokens, longest: 3.0,
         "publish": 0.5,
     }
-    return Place(**(settings | changes))  # type: ignore[arg-type]
+    return Deployment(**(settings | changes))  # type: ignore[arg-type]
 
 
-def ends(steps: list[Step]) -> list[float]:
+def ends(steps: list[StepResult]) -> list[float]:
     return [step.ended for step in steps]
 
 
-def test_by_turns_a_step_is_sampling_and_learning_and_publishing() -> None:
+def test_a_synchronous_step_is_sampling_and_learning_and_publishing() -> None:
     """10 tokens at 0.1 s for both sequences at once: 1 s; then 3 s and 0.5 s."""
     steps = simulate(work(Turn(10)), place(), 3)
     assert ends(steps) == pytest.approx([4.5, 9.0, 13.5])
@@ -40,16 +40,17 @@ def test_by_turns_a_step_is_sampling_and_learning_and_publishing() -> None:
 
 def test_a_step_of_decoding_takes_as_long_as_its_batch_makes_it() -> None:
     """0.1 s + 0.2 s for each of 4 sequences: 0.9 s a token, 5 tokens."""
-    steps = simulate(work(Turn(5), attempts=4), place(decode=Decode.line(0.1, 0.2), publish=0.0), 1)
+    steps = simulate(work(Turn(5), attempts=4), place(decode=DecodeCurve.line(0.1, 0.2), publish=0.0), 1)
     assert ends(steps) == pytest.approx([4.5 + 3.0])
 
 
-def test_who_is_left_decodes_faster() -> None:
+def test_a_smaller_batch_decodes_faster() -> None:
     """Answers of 2 and 6 tokens; with n of them a token takes n seconds. The first ends after 4 s, the second needs
     4 more tokens alone."""
-    both = Work(2, 1, Episodes(((Turn(2),), (Turn(6),)), 0))
+    both = Workload(2, 1, Episodes(((Turn(2),), (Turn(6),)), 0))
     found = {
-        simulate(both, place(decode=Decode.line(0.0, 1.0), publish=0.0), 1, seed=seed)[0].ended for seed in range(20)
+        simulate(both, place(decode=DecodeCurve.line(0.0, 1.0), publish=0.0), 1, seed=seed)[0].ended
+        for seed in range(20)
     }
     # Drawn lengths are 2 and 2 (4 s), 2 and 6 (8 s), or 6 and 6 (12 s); then 3 s of learning.
     assert {round(seconds, 9) for seconds in found} == {7.0, 11.0, 15.0}
@@ -63,14 +64,14 @@ def test_more_than_the_capacity_wait_their_turn() -> None:
 def test_groups_are_shared_out_over_engines() -> None:
     """Four groups of one on two engines, a second per sequence and token: two sequences each, 2 s a token."""
     four = work(Turn(3), groups=4, attempts=1)
-    steps = simulate(four, place(engines=2, decode=Decode.line(0.0, 1.0), publish=0.0), 1)
+    steps = simulate(four, place(engines=2, decode=DecodeCurve.line(0.0, 1.0), publish=0.0), 1)
     assert ends(steps) == pytest.approx([6.0 + 3.0])
 
 
 def test_a_prompt_is_computed_once_for_its_group_and_a_tool_s_answer_for_each() -> None:
     """A prompt of 100 tokens at 0.01 s: 1 s. Two attempts: 10 tokens, a wait of 2 s, 20 given tokens each (0.2 s, one
     after the other), 10 tokens. Both stand still for either prefill."""
-    played = work(Turn(10, wait=2.0, given=20), Turn(10), prompt=100)
+    played = work(Turn(10, wait=2.0, observation=20), Turn(10), prompt=100)
     steps = simulate(played, place(prefill=0.01, publish=0.0), 1)
     assert ends(steps) == pytest.approx([1.0 + 1.0 + 2.0 + 0.4 + 1.0 + 3.0])
 
@@ -82,7 +83,7 @@ def test_a_learner_sees_prompts_once_and_all_that_follows_them() -> None:
         seen.append((tokens, longest))
         return 1.0
 
-    simulate(work(Turn(10, given=5), Turn(7), groups=2, attempts=3, prompt=100), place(learn=learn), 1)
+    simulate(work(Turn(10, observation=5), Turn(7), groups=2, attempts=3, prompt=100), place(learn=learn), 1)
     assert seen == [(2 * 100 + 6 * 22, 122)]
 
 
@@ -133,9 +134,9 @@ def test_weights_take_over_in_the_midst_of_an_answer_or_wait_for_its_end() -> No
 @pytest.mark.parametrize("lead", [0, 1, 3])
 @pytest.mark.parametrize("shared", [False, True])
 def test_no_policy_is_older_than_the_bound(lead: int, shared: bool) -> None:
-    seen = tuple((Turn(n, wait=w, given=3), Turn(9)) for n, w in [(3, 0.0), (40, 9.0), (10, 1.0), (7, 30.0)])
+    seen = tuple((Turn(n, wait=w, observation=3), Turn(9)) for n, w in [(3, 0.0), (40, 9.0), (10, 1.0), (7, 30.0)])
     steps = simulate(
-        Work(4, 3, Episodes(seen, 5)), place(engines=3, lead=lead, shared=shared, prefill=0.01, capacity=4), 60
+        Workload(4, 3, Episodes(seen, 5)), place(engines=3, lead=lead, shared=shared, prefill=0.01, capacity=4), 60
     )
     assert max(step.age_max for step in steps) == lead
     assert all(step.age <= step.age_max + 1e-9 for step in steps)
