@@ -33,7 +33,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recorded run last, so that it is shown first; one that is going; one with many episodes; two that are sick."""
     folder = tmp_path_factory.mktemp("runs")
     shutil.copytree(RECORDED / "demo", folder / "demo")
-    write_run(folder / "sick", *sick("hacking"), started="2026-01-02", config={"learner": {"lr": 1e-5}})
+    write_run(folder / "sick", *sick("reward_hacking"), started="2026-01-02", config={"learner": {"lr": 1e-5}})
     series, accuracy = sick("failures")
     series |= {
         "policy/age": series["policy/ess"],

@@ -51,7 +51,7 @@ def test_panels_for_agents_and_asynchronous_runs(open_page: Page) -> None:
     for title in ("Policy age", "Failures by cause", "Tools"):
         assert painted(open_page, title) > 200
     assert "tool_timeout" in open_page.chart("Failures by cause").locator(".legend").inner_text()
-    assert "Episodes are failing" in open_page.page.locator(".sign").inner_text()
+    assert "Episodes are failing" in open_page.page.locator(".finding").inner_text()
 
 
 def test_values_on_hover_and_with_the_arrows(open_page: Page) -> None:
@@ -149,12 +149,12 @@ def test_a_running_run_moves_on_by_itself(browser: Any, tmp_path: Path) -> None:
 
 
 def test_a_run_of_a_few_steps_is_not_judged(browser: Any, tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "a", *sick("kl_runaway", 9), tags=["short"], notes="only a look")
+    folder = write_run(tmp_path / "a", *sick("kl_growth", 9), tags=["short"], notes="only a look")
     with Dash(Library([folder])) as dash:
         page = Page(browser, dash.link)
         page.settle()
         assert page.page.locator(".early").inner_text().startswith("Too early to tell")
-        assert page.page.locator(".sign, .fine").count() == 0
+        assert page.page.locator(".finding, .fine").count() == 0
         assert page.page.locator(".tag").inner_text() == "short" and page.page.get_by_text("only a look").is_visible()
         page.close()
 
@@ -366,7 +366,7 @@ def test_rewards_their_weights_and_the_scatter(open_page: Page) -> None:
 def test_a_warning_leads_to_its_evidence(open_page: Page) -> None:
     page = open_page.page
     open_page.show("rewards", "sick")
-    card = page.locator(".sign[data-sign=hacking]")
+    card = page.locator(".finding[data-finding=reward_hacking]")
     assert "reward.weights" in card.inner_text() and "held-out" in card.inner_text()
     card.get_by_role("button", name="see eval/accuracy").click()
     page.locator(".card.marked").wait_for()
@@ -379,8 +379,8 @@ def test_a_failing_run_is_explained(browser: Any, tmp_path: Path, name: str | No
     with Dash(Library([folder])) as dash:
         page = Page(browser, dash.link)
         page.settle()
-        page.page.wait_for_selector(".sign" if name else ".fine")
-        found = page.page.locator(".sign").evaluate_all("all => all.map(n => n.dataset.sign)")
+        page.page.wait_for_selector(".finding" if name else ".fine")
+        found = page.page.locator(".finding").evaluate_all("all => all.map(n => n.dataset.finding)")
         assert found == ([name] if name else [])
         page.close()
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from covey.dashboard.differences import MISSING, differing_settings, run_names, show_value
+from covey.dashboard.differences import MISSING, differing_settings, format_setting, run_names
 
 BASE = {"algorithm.name": "grpo", "model.name": "tiny", "data.name": "sort", "learner.lr": 1e-6, "seed": 0}
 
@@ -70,7 +70,7 @@ def test_the_users_own_name_of_an_experiment_comes_first() -> None:
      (["a", "b"], "a+b"), ([], "none"), ("Answer  with\none word only, please", "Answer with one word on…")],
 )  # fmt: skip
 def test_values_are_short(value: Any, text: str) -> None:
-    assert show_value(value) == text
+    assert format_setting(value) == text
 
 
 def test_only_what_changes_the_training_is_listed() -> None:

@@ -25,7 +25,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     config = {"data": {"val_size": 200}, "learner": {"lr": 1e-5}}
     write_run(folder / "a", *healthy(40), started="2026-01-01")
-    write_run(folder / "b", *sick("hacking", 40), started="2026-01-02", config=config)
+    write_run(folder / "b", *sick("reward_hacking", 40), started="2026-01-02", config=config)
     write_episodes(folder / "a", [episode(s, a, reward=float(a), tokens=12 + 6 * a) for s in range(10) for a in (0, 1)])
     compared = {
         "task": "sort", "mode": "greedy", "metric": "pass@1", "first": "outputs/a", "second": "outputs/b", "tasks": 50,
@@ -118,8 +118,8 @@ def test_runs_and_one_of_them(dash: Dash) -> None:
     found = ask(dash, "runs")["runs"]
     assert [(run["name"], run["label"]) for run in found] == [("a", "grpo lr=1e-6"), ("b", "grpo lr=1e-5")]
     whole = ask(dash, "run", run=1)
-    assert ask(dash, "run", run=0)["signs"] == [] and whole["early"] is None
-    assert [sign["name"] for sign in whole["signs"]] == ["hacking"]
+    assert ask(dash, "run", run=0)["findings"] == [] and whole["early"] is None
+    assert [finding["name"] for finding in whole["findings"]] == ["reward_hacking"]
     assert whole["config"]["learner.lr"] == 1e-5 and "reward/mean" in whole["names"]["step"]
 
 
@@ -240,12 +240,12 @@ def test_markdown_says_what_changed_and_what_is_wrong(runs: Path) -> None:
     text = markdown_report(runs / "b")
     assert "| `eval/accuracy` |" in text and "**Reward up, held-out accuracy down.**" in text
     assert "`reward.weights`" in text
-    assert "No warning signs." in markdown_report(runs / "a")
+    assert "No findings." in markdown_report(runs / "a")
     assert str(runs) not in text
 
 
 def test_a_run_of_a_few_steps_is_not_judged(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "a", *sick("hacking", 9))
+    folder = write_run(tmp_path / "a", *sick("reward_hacking", 9))
     assert "Too early to tell: a run is judged from its 10th step on, and this one has 9." in markdown_report(folder)
     library = Library([folder])
     library.poll()

@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from covey.dashboard.episodes import Episodes, Query
-from covey.dashboard.metrics import Metrics, Tail, level, thin
-from covey.dashboard.runs import Library, Run, run_folders, wilson
+from covey.dashboard.episodes import EpisodeIndex, Query
+from covey.dashboard.metrics import Metrics, Tail, constant_level, thin
+from covey.dashboard.runs import Library, Run, run_folders
 from covey.errors import InputError
+from covey.evaluation.statistics import wilson
 from covey.telemetry.history import SUMMARY_FILE, read_run, write_labels, write_totals
 from covey.telemetry.jsonl import PART_BYTES
 from tests.dashboard.made import episode, healthy, write_episodes, write_run
@@ -126,7 +127,7 @@ def test_a_short_series_is_left_as_it_is() -> None:
     ],
 )
 def test_round_off_is_told_from_a_curve(name: str, values: list[float], expected: float | None) -> None:
-    assert level(name, np.array(values)) == expected
+    assert constant_level(name, np.array(values)) == expected
 
 
 def test_the_interval_of_a_share() -> None:
@@ -140,7 +141,7 @@ def test_the_interval_of_a_share() -> None:
 
 
 @pytest.fixture(params=[PART_BYTES, 3000, 1], ids=["one file", "parts", "a part each"])
-def indexed(tmp_path: Path, request: pytest.FixtureRequest) -> Episodes:
+def indexed(tmp_path: Path, request: pytest.FixtureRequest) -> EpisodeIndex:
     odd = {"rows": [1, 2], "more": {"x": 1, "rows": [3]}}  # an answer with our own word for the token rows in it
     wrong = [{"tool": "calculator", "error": "malformed"}, {"tool": "calculator", "error": None}]
     made = [episode(step, attempt, reward=float(attempt)) for step in range(8) for attempt in range(2)]
@@ -150,20 +151,20 @@ def indexed(tmp_path: Path, request: pytest.FixtureRequest) -> Episodes:
         episode(9, 0, messages=[{"role": "user", "content": 'say ", "rows": [ please'}], task_id="Odd"),
     ]
     write_episodes(tmp_path, made, request.param)
-    episodes = Episodes(tmp_path)
+    episodes = EpisodeIndex(tmp_path)
     while episodes.poll(limit=2000):
         pass
     assert episodes.indexed == 1.0
     return episodes
 
 
-def test_lengths_are_the_sampled_tokens(indexed: Episodes) -> None:
+def test_lengths_are_the_sampled_tokens(indexed: EpisodeIndex) -> None:
     """Of every six tokens the last is given: 10 of 12 are sampled, 34 of 40, 25 of 30."""
     assert indexed.column("length").tolist() == [10.0] * 16 + [34.0, 25.0, 10.0]
     assert indexed.read(17)["rows"][0]["text"] == episode(8, 1, tokens=30)["rows"][0]["text"]
 
 
-def test_each_filter_by_itself(indexed: Episodes) -> None:
+def test_each_filter_by_itself(indexed: EpisodeIndex) -> None:
     def found(**asked: object) -> list[int]:
         return indexed.find(Query(descending=False, **asked)).tolist()  # type: ignore[arg-type]
 
@@ -178,21 +179,21 @@ def test_each_filter_by_itself(indexed: Episodes) -> None:
     assert found(text="é", last_step=0) == [0, 1]
 
 
-def test_what_was_not_scored_comes_last_in_either_order(indexed: Episodes) -> None:
+def test_what_was_not_scored_comes_last_in_either_order(indexed: EpisodeIndex) -> None:
     for descending in (True, False):
         places = indexed.find(Query(sort="reward", descending=descending)).tolist()
         assert places[-1] == 16
     assert indexed.find(Query(sort="length")).tolist()[:2] == [16, 17]
 
 
-def test_the_group_and_the_task_of_an_episode(indexed: Episodes) -> None:
-    assert indexed.like(0, group=True) == [0, 1]
-    assert indexed.like(0, group=False) == [0, 1, 14, 15]  # steps 0 and 7 have the same task
+def test_the_group_and_the_task_of_an_episode(indexed: EpisodeIndex) -> None:
+    assert indexed.related(0, group=True) == [0, 1]
+    assert indexed.related(0, group=False) == [0, 1, 14, 15]  # steps 0 and 7 have the same task
 
 
 def test_rewards_that_appear_later_are_missing_before(tmp_path: Path) -> None:
     write_episodes(tmp_path, [episode(0, 0), episode(1, 0, rewards={"style": 0.5, "exact": 1.0})])
-    episodes = Episodes(tmp_path)
+    episodes = EpisodeIndex(tmp_path)
     episodes.poll()
     np.testing.assert_array_equal(episodes.column("reward:style"), [math.nan, 0.5])
     np.testing.assert_array_equal(episodes.column("reward:exact"), [1.0, 1.0])
@@ -200,7 +201,7 @@ def test_rewards_that_appear_later_are_missing_before(tmp_path: Path) -> None:
 
 def test_an_index_begins_again_after_a_cut(tmp_path: Path) -> None:
     write_episodes(tmp_path, [episode(0, 0), episode(1, 0)])
-    episodes = Episodes(tmp_path)
+    episodes = EpisodeIndex(tmp_path)
     episodes.poll()
     write_episodes(tmp_path, [episode(0, 0)])
     episodes.poll()
@@ -212,7 +213,7 @@ def test_an_index_follows_into_new_parts_and_back(tmp_path: Path) -> None:
     made = [episode(step, 0) for step in range(5)]
     two = 3 * len(json.dumps(made[0])) // 2  # a part takes two episodes
     write_episodes(tmp_path, made[:2], part_bytes=two)
-    episodes = Episodes(tmp_path)
+    episodes = EpisodeIndex(tmp_path)
     episodes.poll()
     assert len(episodes) == 2
     write_episodes(tmp_path, made, part_bytes=two)
@@ -343,7 +344,7 @@ def test_runs_are_found_by_their_start_and_new_ones_get_new_numbers(tmp_path: Pa
     library = Library([tmp_path])
     assert [run.name for run in library.runs] == ["y/early", "x/late"]
     write_run(tmp_path / "z" / "between", *healthy(10), started="2026-01-15T00:00:00")
-    library._looked = None
+    library._searched = None
     library.poll()
     assert [(run.number, run.name) for run in library.runs] == [(0, "y/early"), (1, "x/late"), (2, "z/between")]
     assert run_folders([tmp_path / "x" / "late"]) == [tmp_path / "x" / "late"]
@@ -363,8 +364,8 @@ def test_a_run_that_is_deleted_stays_as_it_was_read(tmp_path: Path) -> None:
     library.poll()
     seen = library.runs[0].state()["done"]
     shutil.rmtree(tmp_path / "a")
-    library._looked = None  # look at once
+    library._searched = None  # look at once
     for _ in range(2):
         library.poll()
-    assert library.runs[0].gone and not library.runs[1].gone
+    assert library.runs[0].deleted and not library.runs[1].deleted
     assert library.runs[0].state()["done"] == seen

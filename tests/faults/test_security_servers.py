@@ -305,12 +305,12 @@ def test_a_busy_event_loop_is_not_the_clients_fault(monkeypatch: pytest.MonkeyPa
 
 
 def test_silent_connections_do_not_keep_others_out_of_the_dash(dash: Dash) -> None:
-    lines = [socket.create_connection(("127.0.0.1", dash.port), 10) for _ in range(dash_server.MOST_CONNECTIONS + 20)]
+    lines = [socket.create_connection(("127.0.0.1", dash.port), 10) for _ in range(dash_server.MAX_CONNECTIONS + 20)]
     try:
         assert status(ask_dash(dash, "/api/runs")) == 200
         lines[0].settimeout(10)
         assert lines[0].recv(1) == b"", "the oldest was cut off"
-        assert len(dash._server._open) <= dash_server.MOST_CONNECTIONS
+        assert len(dash._server._open) <= dash_server.MAX_CONNECTIONS
     finally:
         for line in lines:
             line.close()

@@ -139,7 +139,7 @@ def test_covey_runs_shows_the_others(stopped: Path, monkeypatch: pytest.MonkeyPa
     flip_a_word(run.with_name("torn"))
     library = Library([stopped / "outputs"])
     library.poll()
-    assert "broken" in " ".join(library.left_out)
+    assert "broken" in " ".join(library.skipped)
     assert {shown.folder.name for shown in library.runs} == {run.name, "torn"}
     assert {shown.folder.name: shown.state()["done"] for shown in library.runs} == {run.name: 1, "torn": 0}
     with pytest.raises(InputError, match=r"not a run.json of covey|no run found"):  # one that was named itself
@@ -148,7 +148,7 @@ def test_covey_runs_shows_the_others(stopped: Path, monkeypatch: pytest.MonkeyPa
 
 def test_episodes_that_are_damaged_are_left_out_of_the_reader(stopped: Path) -> None:
     """Every line of the file cut or flipped somewhere: the index holds the others, all columns of one length."""
-    from covey.dashboard.episodes import Episodes
+    from covey.dashboard.episodes import EpisodeIndex
 
     path = the_run(stopped) / "episodes.jsonl"
     good = path.read_bytes().splitlines(keepends=True)
@@ -161,7 +161,7 @@ def test_episodes_that_are_damaged_are_left_out_of_the_reader(stopped: Path) -> 
         good[0][: len(good[0]) // 2] + b"\n",
     ]
     path.write_bytes(b"".join([*bad, *good]))
-    found = Episodes(path.parent)
+    found = EpisodeIndex(path.parent)
     found.poll()
     assert found.broken == len(bad) + len(good) - len(found)
     assert len(good) <= len(found) < len(good) + len(bad)

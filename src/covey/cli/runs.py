@@ -134,7 +134,7 @@ def main_runs(argv: list[str]) -> int:
     Console(width=None if sys.stdout.isatty() else WIDE, highlight=False).print(
         runs_table([run.state() for run in library.runs])
     )
-    for why in [*library.left_out, *(f"{run.name}: {what}" for run in library.runs for what in run.broken())]:
+    for why in [*library.skipped, *(f"{run.name}: {what}" for run in library.runs for what in run.broken())]:
         print(why, file=sys.stderr)
     return 0
 
@@ -216,10 +216,10 @@ def watch(folder: Path, rest: Callable[[], None]) -> None:
             for _, line in tail.lines():
                 _pass_on(console, line)
             run.poll()
-            for sign in run.signs():
-                if sign.name not in told:
-                    told.add(sign.name)
-                    console.warn(f"{sign.title}. {sign.sentence}")
+            for finding in run.findings():
+                if finding.name not in told:
+                    told.add(finding.name)
+                    console.warn(f"{finding.title}. {finding.sentence}")
             if over != "running":
                 status = over
                 return

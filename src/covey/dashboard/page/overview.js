@@ -26,13 +26,13 @@
   };
   covey.axis = () => ({ whole: state.axis !== "time", xlabel: AXES[state.axis][0], xformat: AXES[state.axis][1], log: state.log, mark: state.axis === "step" && state.mark ? state.mark.span : null });
 
-  covey.signCards = function ({ early, signs }, evidence) {
+  covey.findingCards = function ({ early, findings }, evidence) {
     if (early) return h("div", { class: "quiet early", text: early });
-    if (!signs.length) return h("div", { class: "fine", text: "✓ Nothing looks wrong." });
-    return h("div", { class: "signs" }, signs.map((sign) => h("div", { class: "sign", "data-sign": sign.name },
-      h("h2", { text: sign.title }), h("p", { text: sign.sentence }),
-      h("p", {}, sign.advice + " Settings: ", sign.settings.flatMap((key, i) => [i ? ", " : "", h("code", { text: key })]), "."),
-      sign.metrics.map((name) => h("button", { text: `see ${name}`, onclick: () => evidence(name, [sign.first, sign.last]) })))));
+    if (!findings.length) return h("div", { class: "fine", text: "✓ Nothing looks wrong." });
+    return h("div", { class: "findings" }, findings.map((finding) => h("div", { class: "finding", "data-finding": finding.name },
+      h("h2", { text: finding.title }), h("p", { text: finding.sentence }),
+      h("p", {}, finding.advice + " Settings: ", finding.settings.flatMap((key, i) => [i ? ", " : "", h("code", { text: key })]), "."),
+      finding.metrics.map((name) => h("button", { text: `see ${name}`, onclick: () => evidence(name, [finding.first, finding.last]) })))));
   };
 
   covey.pill = (run) => h("span", { class: "pill " + (run.silent ? "silent" : run.status), text: run.silent ? `silent for ${duration(run.silent)}` : run.status });
@@ -117,7 +117,7 @@
           h("span", { class: "quiet", text: `${duration(run.seconds)} so far` + (run.eta !== null ? `, ${duration(run.eta)} left` : "") })),
         h("div", { class: "bar", role: "progressbar", "aria-valuenow": run.done, "aria-valuemax": run.total, "aria-label": "Steps done" }, bar),
         run.notes ? h("p", { class: "notes", text: run.notes }) : "",
-        covey.signCards(found, (name, span) => covey.evidence(name, span)),
+        covey.findingCards(found, (name, span) => covey.evidence(name, span)),
         shown);
     },
 

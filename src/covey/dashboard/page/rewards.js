@@ -18,7 +18,7 @@
       this.zero = names.filter((name) => /^gdpo\/.+\/frac_zero_std$/.test(name));
       const key = JSON.stringify([state.run, this.means, this.weights, this.zero]);
       if (key !== this.built) { this.built = key; this.build(); }
-      this.top.replaceChildren(covey.signCards(this.found, (name, span) => covey.evidence(name, span)), this.fixed());
+      this.top.replaceChildren(covey.findingCards(this.found, (name, span) => covey.evidence(name, span)), this.fixed());
       this.steps = await covey.ask("series", { run: state.run, kind: "step", names: [...this.means, ...this.weights, ...this.zero].join(",") });
       this.redraw();
       await this.scatter();

@@ -1,4 +1,4 @@
-"""Each way of going wrong is told by its own sign, and healthy runs are left in peace."""
+"""Each way of going wrong is told by its own finding, and healthy runs are left in peace."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from covey.algorithms import ALGORITHMS, settings
 from covey.config import schema
 from covey.dashboard import diagnostics
-from covey.dashboard.diagnostics import Evidence, Sign, find_signs
+from covey.dashboard.diagnostics import Evidence, Finding, diagnose
 from covey.dashboard.runs import Run
 from covey.telemetry.base import flatten
 from tests.dashboard.made import SICK, SICK_TOO, Floats, healthy, sick
@@ -26,7 +26,7 @@ def evidence(series: Mapping[str, Floats], accuracy: Mapping[int, float], **more
 
 
 def found(series: Mapping[str, Floats], accuracy: Mapping[int, float], **more: Floats) -> list[str]:
-    return [sign.name for sign in find_signs(evidence(series, accuracy, **more))]
+    return [finding.name for finding in diagnose(evidence(series, accuracy, **more))]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -46,8 +46,8 @@ def test_recorded_runs_that_learned_are_left_in_peace(folder: Path) -> None:
     run = Run(0, folder, folder.name)
     run.opened = True
     run.poll()
-    assert len(run.metrics.tables["step"]) >= diagnostics.FEWEST
-    assert run.signs() == []
+    assert len(run.metrics.tables["step"]) >= diagnostics.MIN_STEPS
+    assert run.findings() == []
 
 
 def test_cut_episodes_are_named_with_their_limits_and_not_as_what_follows_from_them() -> None:
@@ -61,22 +61,22 @@ def test_cut_episodes_are_named_with_their_limits_and_not_as_what_follows_from_t
     others = np.setdiff1d(np.arange(steps), np.arange(0, steps, 4))
     ended.steps["episodes/cut/max_turns"] = (np.arange(steps), np.where(np.arange(steps) % 4, 0.4, 0.8))  # type: ignore[index]
     ended.steps["episodes/cut/max_tokens"] = (others, np.full(len(others), 0.4))  # type: ignore[index]
-    (sign,) = find_signs(ended)
-    assert sign.name == "truncation" and sign.settings[:2] == ("agent.max_turns", "rollout.max_tokens")
-    assert "80% of the episodes end at a limit" in sign.sentence  # the end is 20 steps: five of 0.8, fifteen of 0.4
-    assert "50% by agent.max_turns, 30% by rollout.max_tokens" in sign.sentence
-    assert sign.advice.startswith("Raise agent.max_turns")
+    (finding,) = diagnose(ended)
+    assert finding.name == "truncation" and finding.settings[:2] == ("agent.max_turns", "rollout.max_tokens")
+    assert "80% of the episodes end at a limit" in finding.sentence  # the end is 20 steps: five of 0.8, fifteen of 0.4
+    assert "50% by agent.max_turns, 30% by rollout.max_tokens" in finding.sentence
+    assert finding.advice.startswith("Raise agent.max_turns")
 
 
 def test_nothing_is_said_of_a_run_that_has_only_begun() -> None:
-    series, accuracy = sick("kl_runaway")
+    series, accuracy = sick("kl_growth")
     assert found({name: values[-9:] for name, values in series.items()}, accuracy) == []
 
 
 def test_length_is_suspected_only_where_the_episodes_show_it() -> None:
-    series, accuracy = sick("paid_by_length")
+    series, accuracy = sick("length_correlation")
     lengths = np.linspace(50, 300, 80)
-    assert found(series, accuracy, lengths=lengths, rewards=lengths / 300) == ["paid_by_length"]
+    assert found(series, accuracy, lengths=lengths, rewards=lengths / 300) == ["length_correlation"]
     alternating = np.arange(80) % 2 * 1.0
     assert found(series, accuracy, lengths=lengths, rewards=alternating) == []
 
@@ -92,23 +92,23 @@ def test_a_fall_within_chance_is_no_cheating() -> None:
     series["reward/mean"] = 0.2 + 0.7 * np.linspace(0, 1, 100)
     fallen = {0: 0.2, 30: 0.8, 60: 0.65, 100: 0.65}
     whole = evidence(series, fallen)
-    assert [sign.name for sign in find_signs(whole)] == ["hacking"]
+    assert [finding.name for finding in diagnose(whole)] == ["reward_hacking"]
     few = Evidence(whole.steps, whole.evaluations, 10)
-    assert find_signs(few) == []
+    assert diagnose(few) == []
 
 
 def test_a_sign_says_where_to_look() -> None:
-    (sign,) = find_signs(evidence(*sick("hacking")))
-    assert isinstance(sign, Sign) and sign.metrics == ("reward/mean", "eval/accuracy")
-    assert 20 <= sign.first <= 40 and sign.last == 99
-    (sign,) = find_signs(evidence(*sick("failures")))
-    assert "tool_timeout" in sign.sentence and "24%" in sign.sentence  # 20 of 84
+    (finding,) = diagnose(evidence(*sick("reward_hacking")))
+    assert isinstance(finding, Finding) and finding.metrics == ("reward/mean", "eval/accuracy")
+    assert 20 <= finding.first <= 40 and finding.last == 99
+    (finding,) = diagnose(evidence(*sick("failures")))
+    assert "tool_timeout" in finding.sentence and "24%" in finding.sentence  # 20 of 84
 
 
 def test_settings_to_turn_exist() -> None:
     known = set(flatten(_defaults()))
     of_algorithms = {f"algorithm.{key}" for name in ALGORITHMS for key in settings(name)} | {"algorithm.name"}
-    named = {key for name in SICK + SICK_TOO for sign in find_signs(evidence(*sick(name))) for key in sign.settings}
+    named = {key for name in SICK + SICK_TOO for finding in diagnose(evidence(*sick(name))) for key in finding.settings}
     missing = {key for key in named if key not in known | of_algorithms}
     assert not missing
 
