@@ -28,7 +28,7 @@ def test_the_overview_answers_at_once(open_page: Page) -> None:
     assert page.locator("h1").inner_text() == "covey/demo"
     assert page.locator(".pill").first.inner_text() == "finished"
     assert "step 20 of 20" in page.locator(".head").inner_text()
-    assert "Nothing looks wrong" in page.locator(".fine").inner_text()
+    assert "No findings" in page.locator(".fine").inner_text()
     last = [line["metrics"]["eval/accuracy"] for line in recorded() if line["kind"] == "eval"][-1]
     assert f"{last:.2f}" in page.locator(".tile", has_text="held-out, now").inner_text()
     titles = (
@@ -37,7 +37,7 @@ def test_the_overview_answers_at_once(open_page: Page) -> None:
         "KL",
         "Entropy",
         "Length",
-        "Cut off and flat",
+        "Truncated answers, zero-variance groups",
         "Throughput",
         "Time per stage",
     )
@@ -216,7 +216,7 @@ def test_each_filter_of_the_list(open_page: Page) -> None:
         return found
 
     assert filtered("task or question /", "tools") == "1"
-    assert filtered("said in the episode", "onerror=") == "1"
+    assert filtered("text of the episode", "onerror=") == "1"
     assert filtered("reward from", "0.5") == "2,500" and filtered("reward to", "0.5") == "2,500"
     assert filtered("length from", "20") == "1,249"  # 24 tokens, of which 20 are sampled; the last episode has fewer
     assert filtered("step from", "1249") == "4" and filtered("step to", "0") == "4"
@@ -442,7 +442,7 @@ def test_the_report_is_the_same_page_from_a_file(browser: Any, runs: Path, tmp_p
     page.page.context.set_offline(True)
     assert page.page.locator("h1").inner_text() == "covey/demo" and painted(page, "Reward") > 200
     page.show("episodes")
-    assert page.count().startswith("40 of 80 recorded episodes; this file holds 40 of them")
+    assert page.count().startswith("40 of 80 recorded episodes; this file contains 40 of them")
     page.page.get_by_label("reward to").fill("0")
     few = int(page.count().split(" of ")[0])
     assert 0 < few < 40

@@ -155,7 +155,7 @@ def test_runs_on_top_of_each_other(open_page: Page) -> None:
     page.get_by_role("checkbox", name="demo").uncheck()
     open_page.settle()
     assert open_page.legend("Reward") == labels[1:]
-    table = page.locator("section", has_text="Settings that differ").locator("tbody tr")
+    table = page.locator("section", has_text="Differing settings").locator("tbody tr")
     cells = {row.locator("td").first.inner_text(): row.locator("td").all_inner_texts()[1:] for row in table.all()}
     assert [float(text) for text in cells["learner.lr"]] == [1e-6, 1e-5]
     page.get_by_label("Metric to compare").select_option("grad/norm")
@@ -171,7 +171,7 @@ def test_a_report_of_several_runs_compares_any_of_them(browser: Any, runs: Path,
     page.show("compare")
     page.page.get_by_role("checkbox", name="demo").uncheck()
     page.settle()
-    rows = page.page.locator("section", has_text="Settings that differ").locator("tbody tr")
+    rows = page.page.locator("section", has_text="Differing settings").locator("tbody tr")
     assert rows.all_inner_texts() == ["learner.lr\t1e-6\t1e-5", "data.val_size\t200\tnull"]
     page.page.get_by_role("checkbox", name="lr=1e-5").uncheck()
     page.settle()

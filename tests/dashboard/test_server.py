@@ -143,7 +143,7 @@ def test_episodes_by_pages_and_one_of_them(dash: Dash) -> None:
 
 
 def test_reward_against_length(dash: Dash) -> None:
-    """Attempt 1 has 18 tokens, 15 of them sampled, and reward 1; attempt 0 has 10 and reward 0: they go together."""
+    """Attempt 1 has 18 tokens, 15 of them sampled, and reward 1; attempt 0 has 10 and reward 0: they correlate."""
     found = ask(dash, "scatter", run=0, x="length", y="reward")
     assert found["correlation"] == pytest.approx(1.0) and sorted(set(found["x"])) == [10.0, 15.0]
     assert "reward:exact" in found["names"]
