@@ -21,7 +21,7 @@ from covey.dashboard.api import Api, BadRequest
 from covey.dashboard.runs import Library
 from covey.dashboard.static_page import html_report, markdown_report, read_all
 from covey.errors import InputError
-from tests.dashboard.made import INFO, episode, healthy, write_episodes, write_run
+from tests.dashboard.synthetic import INFO, episode, healthy, write_episodes, write_run
 from tests.faults.fuzzing import Target, json_values, mixed, numbers, scalars, suite, texts
 
 NAMES = ["reward/mean", "eval/accuracy", "timing/step", "policy/entropy", "grad/norm", "optim/skipped", "kl/reference"]

@@ -18,7 +18,7 @@ import pytest
 
 from covey.dashboard.runs import Library
 from covey.dashboard.server import Dash
-from tests.dashboard.made import episode, healthy, write_episodes, write_run
+from tests.dashboard.synthetic import episode, healthy, write_episodes, write_run
 
 READERS, ROUNDS = 50, 3
 PATHS = ("runs", "run?run=0", "series?run=0&names=reward/mean,grad/norm", "episodes?run=0&limit=20")

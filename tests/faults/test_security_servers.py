@@ -20,7 +20,7 @@ from covey.dashboard.static_page import html_report, markdown_report, read_all
 from covey.gateway import server as gateway_app
 from covey.gateway import server as gateway_server
 from tests.conftest import ROOT
-from tests.dashboard.made import episode, healthy, write_episodes, write_run
+from tests.dashboard.synthetic import episode, healthy, write_episodes, write_run
 from tests.gateway.house import USER, House, Scripted, serving
 
 

@@ -38,7 +38,7 @@ def test_a_synchronous_step_is_sampling_and_learning_and_publishing() -> None:
     assert {(step.age, step.age_max) for step in steps} == {(0.0, 0)}
 
 
-def test_a_step_of_decoding_takes_as_long_as_its_batch_makes_it() -> None:
+def test_a_decoding_step_depends_on_the_batch_size() -> None:
     """0.1 s + 0.2 s for each of 4 sequences: 0.9 s a token, 5 tokens."""
     steps = simulate(work(Turn(5), attempts=4), place(decode=DecodeCurve.line(0.1, 0.2), publish=0.0), 1)
     assert ends(steps) == pytest.approx([4.5 + 3.0])
@@ -56,12 +56,12 @@ def test_a_smaller_batch_decodes_faster() -> None:
     assert {round(seconds, 9) for seconds in found} == {7.0, 11.0, 15.0}
 
 
-def test_more_than_the_capacity_wait_their_turn() -> None:
+def test_requests_beyond_the_capacity_wait() -> None:
     steps = simulate(work(Turn(10), attempts=6), place(capacity=2, publish=0.0), 1)
     assert ends(steps) == pytest.approx([3 * 1.0 + 3.0])
 
 
-def test_groups_are_shared_out_over_engines() -> None:
+def test_groups_are_distributed_over_engines() -> None:
     """Four groups of one on two engines, a second per sequence and token: two sequences each, 2 s a token."""
     four = work(Turn(3), groups=4, attempts=1)
     steps = simulate(four, place(engines=2, decode=DecodeCurve.line(0.0, 1.0), publish=0.0), 1)
@@ -76,7 +76,7 @@ def test_a_prompt_is_computed_once_for_its_group_and_a_tool_s_answer_for_each() 
     assert ends(steps) == pytest.approx([1.0 + 1.0 + 2.0 + 0.4 + 1.0 + 3.0])
 
 
-def test_a_learner_sees_prompts_once_and_all_that_follows_them() -> None:
+def test_the_learner_counts_prompts_once_per_group() -> None:
     seen: list[tuple[float, float]] = []
 
     def learn(tokens: float, longest: float) -> float:
@@ -96,14 +96,14 @@ def test_sampling_and_learning_at_once_take_as_long_as_the_slower(learning: floa
     assert gaps == pytest.approx([max(learning, sampling)] * len(gaps))
 
 
-def test_on_shared_devices_sampling_stands_still_while_the_learner_learns() -> None:
-    """Without tools a lead gains nothing: 1 s + 3 s + 0.5 s a step, as by turns."""
+def test_on_shared_devices_sampling_pauses_while_the_learner_works() -> None:
+    """Without tools a lead gains nothing: 1 s + 3 s + 0.5 s a step, as in synchronous mode."""
     steps = simulate(work(Turn(10)), place(shared=True, lead=1, capacity=2), 8)
     gaps = [b - a for a, b in zip(ends(steps), ends(steps)[1:], strict=False)]
     assert gaps == pytest.approx([4.5] * 7)
 
 
-def test_on_shared_devices_tools_go_on_while_the_learner_learns() -> None:
+def test_on_shared_devices_tools_continue_while_the_learner_works() -> None:
     """A wait of 3 s after 1 s of sampling. By turns 1 + 3 + 3.5 s. With a lead of 2, three groups are sampled and wait
     together, 4 s, and three updates follow each other, in which the next three begin but cannot be sampled."""
     turn = Turn(10, wait=3.0)
@@ -121,7 +121,7 @@ def test_the_age_of_a_token_is_that_of_the_weights_that_drew_it() -> None:
     assert [step.age_max for step in steps] == [0, 1, 1, 1]
 
 
-def test_weights_take_over_in_the_midst_of_an_answer_or_wait_for_its_end() -> None:
+def test_new_weights_in_the_middle_of_an_answer_or_after_draining() -> None:
     """Answers of 100 tokens, 10 s; learning 3 s. Two groups one after the other (capacity 2): the first ends at 10 s,
     the update comes at 13 s, when 30 of the second group's 100 tokens are drawn."""
     in_flight = simulate(work(Turn(100)), place(lead=1, capacity=2, publish=0.0), 2)

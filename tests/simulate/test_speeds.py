@@ -37,7 +37,7 @@ def test_between_points_and_beyond_them() -> None:
     assert decode.scaled(2.0).seconds(4) == 14.0
 
 
-def test_a_line_is_fitted_only_where_the_points_tell_it() -> None:
+def test_a_line_is_fitted_only_to_informative_points() -> None:
     assert fit_line([1, 2, 3, 4], [5.0, 7.0, 9.0, 11.0]) == pytest.approx((3.0, 2.0))
     assert fit_line([1, 2, 3], [5.0, 7.0, 9.0]) is None  # too few
     assert fit_line([100, 101, 99, 100], [1.0, 2.0, 3.0, 4.0]) is None  # too alike
@@ -126,7 +126,7 @@ def test_learning_is_an_update_and_its_tokens() -> None:
     assert learn_speed(steps, episodes, updates=2, epochs=1, fixed=9.0) == pytest.approx((0.5, 0.01))
 
 
-def test_where_steps_are_alike_an_update_takes_what_was_assumed() -> None:
+def test_with_equal_steps_an_update_takes_the_assumed_time() -> None:
     """44 tokens and one update in 2.7 s, of which 0.5 s are assumed to be the update's."""
     steps = [step(timing__update=2.7)] * 3
     episodes = Episodes(((Turn(6),),), prompt=10)
@@ -134,7 +134,7 @@ def test_where_steps_are_alike_an_update_takes_what_was_assumed() -> None:
 
 
 @pytest.mark.parametrize("lead", [0, 2])
-def test_a_run_s_speed_is_found_again(tmp_path: Path, lead: int) -> None:
+def test_the_speed_of_a_simulated_run_is_recovered(tmp_path: Path, lead: int) -> None:
     """A run that is itself simulated, on an engine 3.7 times slower than assumed, with tools."""
     base = Speeds(DecodeCurve.line(0.01, 0.002), 0.001, 0.0, 0.0)
     turns = (Turn(20, wait=1.5, observation=4), Turn(10))
@@ -187,7 +187,7 @@ def test_decoding_and_learning_are_read_from_benchmarks(tmp_path: Path) -> None:
     assert {figure.source for figure in figures} == {"scaling.json, NVIDIA H200", "decode.json, NVIDIA H200"}
 
 
-def test_one_point_stretches_the_assumed_curve(tmp_path: Path) -> None:
+def test_one_point_scales_the_assumed_curve(tmp_path: Path) -> None:
     row = {"model": "tiny-1b", "side": "covey", "batch": 4, "decode_tokens_per_s": 2.0}
     base = Speeds(DecodeCurve.line(1.0, 0.25), 1.0, 1.0, 1.0)  # 2 s of assumed, 4 / 2 = 2 s of measured: × 1
     path = write_result(tmp_path / "decode.json", "decode", [row | {"decode_tokens_per_s": 0.5}])

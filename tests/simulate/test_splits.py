@@ -99,7 +99,7 @@ def test_one_device_alternates_between_sampling_and_learning() -> None:
     assert predict(measured, Split(1, 1, True), 0).step == pytest.approx(1.0 + 8.5 + 0.25)
 
 
-def test_gradients_travel_once_an_update() -> None:
+def test_gradients_are_sent_once_per_update() -> None:
     """Four ranks of ddp: 2 · 3/4 · 4 bytes · 1952 over 1000 bytes a second; two updates, twice."""
     found = predict(dataclasses.replace(JOB, parallel="ddp"), Split(4, 4, False), 0)
     assert found.messages == pytest.approx(2 * 0.75 * 4 * 1952 / 1000)
@@ -108,7 +108,7 @@ def test_gradients_travel_once_an_update() -> None:
     assert twice.messages == pytest.approx(2 * found.messages)
 
 
-def test_shared_out_weights_travel_every_micro_batch() -> None:
+def test_sharded_weights_are_sent_with_every_micro_batch() -> None:
     """40 tokens of a rank in micro-batches of 30: two passes of (2 · 2 + 4) bytes · 1952 · 3/4; a quarter of the
     update each. Published: gathered, and sent."""
     job = dataclasses.replace(JOB, parallel="fsdp", training=Training(micro_batch_tokens=30))
@@ -125,12 +125,12 @@ def test_beyond_one_machine_the_network_counts() -> None:
     assert beyond.messages / inside.messages == pytest.approx((8 / 9) / (7 / 8) * 10)
 
 
-def test_with_more_ranks_than_rows_the_longest_row_is_waited_for() -> None:
+def test_with_more_ranks_than_rows_the_longest_row_counts() -> None:
     found = predict(dataclasses.replace(JOB, parallel="ddp"), Split(100, 4, False), 0)
     assert found.learning - found.messages == pytest.approx(0.5 + 30 * 0.05)
 
 
-def test_ahead_on_devices_of_their_own_sampling_hides_behind_learning() -> None:
+def test_in_async_mode_sampling_overlaps_with_learning() -> None:
     """Sampling 1 s, learning 8.5 s, publishing 3904 bytes at 1000 a second."""
     assert predict(JOB, Split(1, 1, False), 0).step == pytest.approx(1.0 + 8.5 + 3.904)
     found = predict(JOB, Split(1, 1, False), 1)
@@ -138,7 +138,7 @@ def test_ahead_on_devices_of_their_own_sampling_hides_behind_learning() -> None:
     assert (found.age, found.age_max) == (pytest.approx(1.0), 1)
 
 
-def test_what_does_not_fit_is_never_the_best() -> None:
+def test_a_split_that_does_not_fit_is_never_the_best() -> None:
     small = dataclasses.replace(JOB, device=dataclasses.replace(DEVICE, memory=20 * 1952.0))
     found = predict(small, Split(1, 1, False), 0)
     assert not found.fits and math.isnan(found.step)
@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_never_the_best() -> None:
     assert best([found, predict(JOB, Split(1, 1, False), 0)]).split == Split(1, 1, False)  # type: ignore[union-attr]
 
 
-def test_weights_are_shared_out_only_where_they_must() -> None:
+def test_weights_are_sharded_only_if_necessary() -> None:
     tight = dataclasses.replace(DEVICE, memory=25 * 1952.0)
     assert predict(JOB, Split(4, 4, False), 0).parallel == "ddp"
     assert predict(dataclasses.replace(JOB, device=tight), Split(4, 4, False), 0).parallel == "fsdp"
@@ -170,8 +170,8 @@ def test_a_recipe_is_simulated_and_every_figure_labelled(tmp_path: Path, capsys:
     assert max(split["learner"]["weights"] for split in found["splits"]) < 80 * GIB
 
 
-def test_what_older_policies_drew_takes_another_forward_pass() -> None:
-    """GRPO by turns: one pass. Ahead: a third more. GVPO always asks its reference and corrects nothing."""
+def test_tokens_of_older_policies_take_another_forward_pass() -> None:
+    """Synchronous GRPO: one pass; async: a third more. GVPO always needs its reference and has no correction."""
     grpo = compose_words(parse(["algorithm=grpo"])).config
     assert [passes(grpo, lead) for lead in (0, 1)] == pytest.approx([1.0, 4 / 3])
     gvpo = compose_words(parse(["algorithm=gvpo"])).config

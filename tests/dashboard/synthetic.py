@@ -1,4 +1,4 @@
-"""Run folders that are made up: healthy ones, and each way of going wrong, with numbers that tell it."""
+"""Synthetic run folders: healthy ones, and one for each fault."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def healthy(steps: int = 100, seed: int = 0, noise: float = 0.05) -> tuple[dict[
     return series, accuracy
 
 
-def sick(name: str, steps: int = 100, seed: int = 0) -> tuple[dict[str, Floats], dict[int, float]]:
+def faulty(name: str, steps: int = 100, seed: int = 0) -> tuple[dict[str, Floats], dict[int, float]]:
     """A healthy run with one thing wrong."""
     series, accuracy = healthy(steps, seed)
     t = np.linspace(0, 1, steps)
@@ -105,8 +105,8 @@ def sick(name: str, steps: int = 100, seed: int = 0) -> tuple[dict[str, Floats],
     return series, accuracy
 
 
-SICK = ("reward_hacking", "entropy_collapse", "zero_variance", "kl_growth", "truncation", "divergence")
-SICK_TOO = ("failures", "off_policy", "reward_tradeoff")
+FAULTS = ("reward_hacking", "entropy_collapse", "zero_variance", "kl_growth", "truncation", "divergence")
+MORE_FAULTS = ("failures", "off_policy", "reward_tradeoff")
 
 
 def write_run(
