@@ -29,18 +29,8 @@ HOST = "127.0.0.1"
 COOKIE = "covey_dash"
 MAX_CONNECTIONS = 64
 MAX_URL = 4096  # characters
-SCRIPTS = (
-    "core.js",
-    "source.js",
-    "chart.js",
-    "overview.js",
-    "runs.js",
-    "compare.js",
-    "reader.js",
-    "episodes.js",
-    "rewards.js",
-    "app.js",
-)
+_PARTS = ("core", "source", "chart", "overview", "runs", "compare", "reader", "episodes", "rewards", "app")
+SCRIPTS = tuple(f"{part}.js" for part in _PARTS)  # in the order of their dependencies
 PAGE = {"/": ("index.html", "text/html"), "/style.css": ("style.css", "text/css")} | {
     f"/{name}": (name, "text/javascript") for name in SCRIPTS
 }

@@ -17,7 +17,7 @@ from covey.dashboard.server import SCRIPTS, SCRIPTS_MARK, page_file
 from covey.redact import hide_known, hide_words
 from covey.telemetry.jsonl import finite
 from covey.telemetry.key_metrics import format_duration
-from covey.telemetry.report import Summary, code, plain, summarise
+from covey.telemetry.report import Summary, change_table, code, plain, summarise
 
 EPISODES = 200  # in the file, evenly over the run
 SCATTER_COLUMNS = ("length", "reward", "step")
@@ -110,14 +110,10 @@ def markdown_report(folder: Path) -> str:
 
 
 def _results(summary: Summary, run: Run) -> str:
-    lines = ["| metric | before | after | change |", "|---|---:|---:|---:|"]
-    lines += [
-        f"| {code(key)} | {' | '.join(cells)} |" for key, *cells in (change.cells() for change in summary.changes)
-    ]
-    last = run.state()["last"]
-    if last is not None and "low" in last:
+    lines, last = change_table(summary), run.state()["last"]
+    if summary.changes and last is not None and "low" in last:
         lines += ["", f"95 % interval of the last `eval/accuracy`: {last['low']:.3f} to {last['high']:.3f}."]
-    return "\n".join(lines) if summary.changes else "The run was not evaluated."
+    return "\n".join(lines)
 
 
 def _findings(run: Run) -> str:

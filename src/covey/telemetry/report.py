@@ -265,7 +265,7 @@ def _markdown(summary: Summary, folder: Path, status: str | None) -> str:
             _rewards_sentence(run, summary),
         ],
         ["![learning curve](curve.png)"],
-        ["## Before and after", "", *_change_table(summary)],
+        ["## Before and after", "", *change_table(summary)],
         ["## Training", "", *(f"- {line}" for line in _facts(summary))],
         ["## Time per stage", "", *_time_table(summary)],
         ["## Next", "", *_next_commands(run, folder)],
@@ -282,7 +282,8 @@ def _rewards_sentence(run: dict[str, Any], summary: Summary) -> str:
     return f"{code(summary.headline)} is {what} {code(run['trained_reward'])}.{also}"
 
 
-def _change_table(summary: Summary) -> list[str]:
+def change_table(summary: Summary) -> list[str]:
+    """A Markdown table of the evaluation metrics before and after training."""
     if not summary.changes:
         return ["The run was not evaluated."]
     lines = ["| metric | before | after | change |", "|---|---:|---:|---:|"]
