@@ -124,9 +124,9 @@ def milliseconds(work: Callable[[], object]) -> float:
 
 def index(folder: Path) -> None:
     """What the server does in the background as soon as somebody looks at a run."""
-    from covey.dashboard.episodes import Episodes
+    from covey.dashboard.episodes import EpisodeIndex
 
-    episodes = Episodes(folder)
+    episodes = EpisodeIndex(folder)
     while episodes.poll():
         pass
 

@@ -130,38 +130,38 @@ class Predictor:
 
         from covey.simulate.hardware import Shape, assumed_speeds, device
         from covey.simulate.measured import run_episodes, run_speeds, run_steps, with_waits
-        from covey.simulate.simulation import Work
+        from covey.simulate.simulation import Workload
 
         draw = random.Random(0)
         seen = run_episodes(first, run_steps(first))
-        seen = replace(seen, seen=seen.seen * 4)  # so that waits are many
+        seen = replace(seen, examples=seen.examples * 4)  # so that waits are many
         self.episodes = with_waits(seen, lambda: draw.uniform(LOW, HIGH))
-        shape = Shape.of(AutoConfig.from_pretrained(model), "its config.json")
+        shape = Shape.from_config(AutoConfig.from_pretrained(model), "its config.json")
         base = assumed_speeds(shape, device("cpu"), seen.prompt + seen.length / 2)
-        work = Work(setting.groups, setting.attempts, self.episodes)
+        work = Workload(setting.groups, setting.attempts, self.episodes)
         self.first = setting
         self.speeds, self.figures = run_speeds(first, work, base, updates=1, epochs=1, lead=0, capacity=256)
 
     def predict(self, setting: Setting, steps: int) -> dict[str, float]:
         from covey.simulate.hardware import FORWARD_PASS
-        from covey.simulate.simulation import Place, Work, simulate
+        from covey.simulate.simulation import Deployment, Workload, simulate
 
         speeds = self.speeds
         passes = 1 + FORWARD_PASS * (setting.staleness > 0)  # what older policies drew is looked at once more
         longer = setting.tokens / self.first.tokens  # every answer is of full length
         turns = tuple(
             tuple(replace(turn, tokens=round(turn.tokens * longer)) for turn in episode)
-            for episode in self.episodes.seen
+            for episode in self.episodes.examples
         )
-        work = Work(setting.groups, setting.attempts, replace(self.episodes, seen=turns))
+        work = Workload(setting.groups, setting.attempts, replace(self.episodes, examples=turns))
         assert speeds.publish is not None
 
         def learn(tokens: float, longest: float) -> float:
             return speeds.learn_fixed + passes * speeds.learn_token * tokens
 
-        place = Place(1, True, setting.staleness, speeds.decode, speeds.prefill, 256, learn, speeds.publish)
+        place = Deployment(1, True, setting.staleness, speeds.decode, speeds.prefill, 256, learn, speeds.publish)
         first = setting.first
-        runs = [simulate(work, place, steps, seed=seed, endless=False) for seed in range(8)]
+        runs = [simulate(work, place, steps, seed=seed, open_ended=False) for seed in range(8)]
         return {
             "step": mean((found[-1].ended - found[first - 1].ended) / (steps - first) for found in runs),
             "learning": mean(step.learning for found in runs for step in found[first:]),

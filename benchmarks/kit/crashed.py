@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from covey.telemetry.figures import by_the_machine
+from covey.telemetry.key_metrics import is_machine_dependent
 
 STEPS, TASKS, ATTEMPTS = 5, 2, 3
 REWARD = """
@@ -112,7 +112,7 @@ def records(run: Path) -> list[dict[str, Any]]:
     for line in (run / "metrics.jsonl").read_bytes().splitlines(keepends=True):
         assert line.endswith(b"\n"), line
         record = json.loads(line)
-        for name in [n for n in record["metrics"] if by_the_machine(n)]:
+        for name in [n for n in record["metrics"] if is_machine_dependent(n)]:
             assert record["metrics"].pop(name) >= 0, name
         found.append(record)
     return found

@@ -13,7 +13,7 @@ import pytest
 
 from covey.cli import runs
 from covey.cli.main import main
-from tests.dashboard.made import healthy, sick, write_run
+from tests.dashboard.synthetic import faulty, healthy, write_run
 
 
 def test_runs_lists_status_best_score_and_duration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -21,7 +21,7 @@ def test_runs_lists_status_best_score_and_duration(tmp_path: Path, capsys: pytes
     write_run(tmp_path / "a", series, {0: 0.2, 10: 0.75, 20: 0.6}, started="2026-01-01")
     config = {"data": {"val_size": 200}, "learner": {"lr": 1e-5}}
     facts = {"status": "interrupted", "total": 40, "started": "2026-01-02", "tags": ["baseline", "long"]}
-    write_run(tmp_path / "b", *sick("kl_runaway", 20), config=config, **facts)
+    write_run(tmp_path / "b", *faulty("kl_growth", 20), config=config, **facts)
     assert main(["runs", str(tmp_path)]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     one, two = (next(words for words in lines if words[:1] == [name]) for name in ("a", "b"))
@@ -31,7 +31,7 @@ def test_runs_lists_status_best_score_and_duration(tmp_path: Path, capsys: pytes
 
 
 def test_watch_tells_what_is_new_until_the_run_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    series, _ = sick("kl_runaway", 20)
+    series, _ = faulty("kl_growth", 20)
     folder = write_run(tmp_path / "a", {k: v[:15] for k, v in series.items()}, {0: 0.2}, status="running", total=20)
     turns = 0
 
@@ -45,7 +45,7 @@ def test_watch_tells_what_is_new_until_the_run_is_over(tmp_path: Path, capsys: p
     lines = capsys.readouterr().out.splitlines()
     assert turns == 2
     assert [line.split()[1] for line in lines if line.startswith("step")] == [f"{n}/20" for n in range(16, 21)]
-    assert sum("KL is running away" in line for line in lines) == 1, "said once"
+    assert sum("KL is growing too fast" in line for line in lines) == 1, "said once"
     assert lines[-1] == "finished after 20 of 20 steps"
 
 

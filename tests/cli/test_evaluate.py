@@ -159,7 +159,7 @@ def test_a_run_on_its_own_tasks_and_on_others(tiny_model_folder: Path, capsys: p
         (["--tasks", "sort", "--n", "none"], "--n wants a number from 1"),
         (["--tasks", "sort", "--solved", "high"], "--solved wants a number"),
         (["--tasks", "sort", "--json", "a.json"], "--json is for one model on its own tasks"),
-        (["--tasks", "sort", "--out", "taken"], "holds other things"),
+        (["--tasks", "sort", "--out", "taken"], "has other files and no evaluation"),
         (["{model}", "--tasks", "sort"], "is named twice"),
     ],
 )

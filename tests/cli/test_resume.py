@@ -17,7 +17,7 @@ from covey.cli.main import main
 from covey.config.validate import Change
 from covey.errors import RunFailed
 from covey.storage import sha256
-from covey.telemetry.figures import by_the_machine
+from covey.telemetry.key_metrics import is_machine_dependent
 from covey.training.checkpoint import Checkpoint
 
 REWARD = """
@@ -105,7 +105,7 @@ def records(run: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without timings and memory."""
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for record in found:
-        record["metrics"] = {k: v for k, v in record["metrics"].items() if not by_the_machine(k)}
+        record["metrics"] = {k: v for k, v in record["metrics"].items() if not is_machine_dependent(k)}
     return found
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from covey.cli.main import COMMANDS
-from tests.dashboard.made import write_run
+from tests.dashboard.synthetic import write_run
 
 SLOW = ("torch", "transformers", "pyarrow", "matplotlib", "peft", "ray")
 SCRIPT = """

@@ -10,7 +10,7 @@ import pytest
 
 from covey.cli.main import main
 from covey.imports import install_extra
-from covey.telemetry.figures import by_the_machine
+from covey.telemetry.key_metrics import is_machine_dependent
 
 SMALL = [
     "data.val_size=4",
@@ -69,8 +69,8 @@ def test_same_seed_same_result(tiny_model_folder: Path) -> None:
         for run in sorted(Path("outputs").glob("*/*"))
     )
     for a, b in zip(first, second, strict=True):
-        assert {k: v for k, v in a.items() if not by_the_machine(k)} == {
-            k: v for k, v in b.items() if not by_the_machine(k)
+        assert {k: v for k, v in a.items() if not is_machine_dependent(k)} == {
+            k: v for k, v in b.items() if not is_machine_dependent(k)
         }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.dashboard.made import RECORDED
+from tests.dashboard.synthetic import RECORDED
 
 CHROMIUM = shutil.which("chromium")
 if CHROMIUM is None:
@@ -17,7 +17,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 
 
 class Page:
-    """A browser's page that fails the test at any error, and at any request to elsewhere."""
+    """A browser page that fails the test on any error, and on any request to another server."""
 
     def __init__(self, browser: Any, link: str, width: int = 1280, height: int = 900, scheme: str = "light") -> None:
         self.context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)

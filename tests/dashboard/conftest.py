@@ -12,7 +12,7 @@ import pytest
 from covey.dashboard.runs import Library
 from covey.dashboard.server import Dash
 from covey.dashboard.static_page import read_all
-from tests.dashboard.made import MARKUP, RECORDED, episode, sick, write_episodes, write_run
+from tests.dashboard.synthetic import MARKUP, RECORDED, episode, faulty, write_episodes, write_run
 
 if TYPE_CHECKING:
     from tests.dashboard.browsing import Page
@@ -30,11 +30,11 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recorded run last, so that it is shown first; one that is going; one with many episodes; two that are sick."""
+    """A recorded run last, which is shown first; one with many episodes; two that are faulty."""
     folder = tmp_path_factory.mktemp("runs")
     shutil.copytree(RECORDED / "demo", folder / "demo")
-    write_run(folder / "sick", *sick("hacking"), started="2026-01-02", config={"learner": {"lr": 1e-5}})
-    series, accuracy = sick("failures")
+    write_run(folder / "faulty", *faulty("reward_hacking"), started="2026-01-02", config={"learner": {"lr": 1e-5}})
+    series, accuracy = faulty("failures")
     series |= {
         "policy/age": series["policy/ess"],
         "policy/age_max": series["policy/ess"],
@@ -68,7 +68,7 @@ def dash(runs: Path) -> Iterator[Dash]:
 
 @pytest.fixture
 def landing(browser: Any, dash: Dash) -> Iterator[Page]:
-    """What the printed link leads to."""
+    """The page behind the printed link."""
     from tests.dashboard.browsing import Page
 
     page = Page(browser, dash.link)

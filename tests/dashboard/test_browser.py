@@ -1,4 +1,4 @@
-"""The page in a real browser, over a recorded run and over made-up ones: `make dash-test`."""
+"""The page in a real browser, with recorded and synthetic runs: `make dash-test`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from covey.dashboard.runs import Library
 from covey.dashboard.server import Dash
 from covey.dashboard.static_page import html_report
 from tests.dashboard.browsing import Page, painted, recorded
-from tests.dashboard.made import MARKUP, SICK, SICK_TOO, episode, healthy, sick, write_episodes, write_run
+from tests.dashboard.synthetic import (
+    FAULTS,
+    MARKUP,
+    MORE_FAULTS,
+    episode,
+    faulty,
+    healthy,
+    write_episodes,
+    write_run,
+)
 
 TABS = ("runs", "overview", "compare", "episodes", "rewards")
 
@@ -23,12 +32,12 @@ TABS = ("runs", "overview", "compare", "episodes", "rewards")
 # -- overview ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_overview_answers_at_once(open_page: Page) -> None:
+def test_the_overview(open_page: Page) -> None:
     page = open_page.page
     assert page.locator("h1").inner_text() == "covey/demo"
     assert page.locator(".pill").first.inner_text() == "finished"
     assert "step 20 of 20" in page.locator(".head").inner_text()
-    assert "Nothing looks wrong" in page.locator(".fine").inner_text()
+    assert "No findings" in page.locator(".fine").inner_text()
     last = [line["metrics"]["eval/accuracy"] for line in recorded() if line["kind"] == "eval"][-1]
     assert f"{last:.2f}" in page.locator(".tile", has_text="held-out, now").inner_text()
     titles = (
@@ -37,7 +46,7 @@ def test_the_overview_answers_at_once(open_page: Page) -> None:
         "KL",
         "Entropy",
         "Length",
-        "Cut off and flat",
+        "Truncated answers, zero-variance groups",
         "Throughput",
         "Time per stage",
     )
@@ -51,7 +60,7 @@ def test_panels_for_agents_and_asynchronous_runs(open_page: Page) -> None:
     for title in ("Policy age", "Failures by cause", "Tools"):
         assert painted(open_page, title) > 200
     assert "tool_timeout" in open_page.chart("Failures by cause").locator(".legend").inner_text()
-    assert "Episodes are failing" in open_page.page.locator(".sign").inner_text()
+    assert "Episodes are failing" in open_page.page.locator(".finding").inner_text()
 
 
 def test_values_on_hover_and_with_the_arrows(open_page: Page) -> None:
@@ -87,7 +96,7 @@ def test_smoothing_log_scale_and_axis(open_page: Page) -> None:
         assert page.locator("#tip").inner_text().startswith(word)
 
 
-def test_keys_that_a_page_does_not_know_do_nothing(open_page: Page) -> None:
+def test_unknown_keys_do_nothing(open_page: Page) -> None:
     for tab in TABS:
         open_page.show(tab)
         for key in ("q", "/", "ArrowDown"):
@@ -121,7 +130,7 @@ def test_a_picture_and_the_numbers_are_saved(open_page: Page, tmp_path: Path) ->
     assert len((tmp_path / "all.csv").read_text().splitlines()) == 1 + len(recorded())
 
 
-def test_a_running_run_moves_on_by_itself(browser: Any, tmp_path: Path) -> None:
+def test_the_page_of_a_live_run_updates_itself(browser: Any, tmp_path: Path) -> None:
     series, accuracy = healthy(30)
     folder = write_run(tmp_path / "a", {k: v[:20] for k, v in series.items()}, {0: 0.2}, status="running", total=30)
     write_episodes(folder, [episode(s, 0) for s in range(20)])
@@ -149,12 +158,12 @@ def test_a_running_run_moves_on_by_itself(browser: Any, tmp_path: Path) -> None:
 
 
 def test_a_run_of_a_few_steps_is_not_judged(browser: Any, tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "a", *sick("kl_runaway", 9), tags=["short"], notes="only a look")
+    folder = write_run(tmp_path / "a", *faulty("kl_growth", 9), tags=["short"], notes="only a look")
     with Dash(Library([folder])) as dash:
         page = Page(browser, dash.link)
         page.settle()
         assert page.page.locator(".early").inner_text().startswith("Too early to tell")
-        assert page.page.locator(".sign, .fine").count() == 0
+        assert page.page.locator(".finding, .fine").count() == 0
         assert page.page.locator(".tag").inner_text() == "short" and page.page.get_by_text("only a look").is_visible()
         page.close()
 
@@ -216,7 +225,7 @@ def test_each_filter_of_the_list(open_page: Page) -> None:
         return found
 
     assert filtered("task or question /", "tools") == "1"
-    assert filtered("said in the episode", "onerror=") == "1"
+    assert filtered("text of the episode", "onerror=") == "1"
     assert filtered("reward from", "0.5") == "2,500" and filtered("reward to", "0.5") == "2,500"
     assert filtered("length from", "20") == "1,249"  # 24 tokens, of which 20 are sampled; the last episode has fewer
     assert filtered("step from", "1249") == "4" and filtered("step to", "0") == "4"
@@ -228,7 +237,7 @@ def test_each_filter_of_the_list(open_page: Page) -> None:
     assert open_page.count().startswith("1 of")
 
 
-def test_only_what_is_seen_is_drawn_and_the_end_is_reached(open_page: Page) -> None:
+def test_the_list_is_virtualised_and_scrolls_to_the_end(open_page: Page) -> None:
     page = open_page.page
     open_page.show("episodes", "agent")
     assert page.locator(".row").count() < 60
@@ -261,7 +270,7 @@ def test_the_list_with_the_keyboard(open_page: Page) -> None:
     page.wait_for_selector("nav button[data-tab=overview][aria-selected=true]")
 
 
-def test_tokens_are_coloured_by_what_the_learner_saw(open_page: Page) -> None:
+def test_tokens_are_coloured_by_the_values_of_the_learner(open_page: Page) -> None:
     page = open_page.page
     open_page.show("episodes", "agent")
     page.get_by_label("length from").fill("20")
@@ -304,7 +313,7 @@ def test_tokens_are_coloured_by_what_the_learner_saw(open_page: Page) -> None:
     assert "token 101" in page.locator(".say").inner_text()
 
 
-def test_what_a_model_says_is_text_and_tools_are_shown(open_page: Page) -> None:
+def test_model_output_is_shown_as_text_with_tool_calls(open_page: Page) -> None:
     page = open_page.page
     open_page.show("episodes", "agent")
     page.get_by_label("tool errors").check()
@@ -363,24 +372,24 @@ def test_rewards_their_weights_and_the_scatter(open_page: Page) -> None:
     assert "reward 1" in page.locator(".right .facts").inner_text()
 
 
-def test_a_warning_leads_to_its_evidence(open_page: Page) -> None:
+def test_a_finding_links_to_its_evidence(open_page: Page) -> None:
     page = open_page.page
-    open_page.show("rewards", "sick")
-    card = page.locator(".sign[data-sign=hacking]")
+    open_page.show("rewards", "faulty")
+    card = page.locator(".finding[data-finding=reward_hacking]")
     assert "reward.weights" in card.inner_text() and "held-out" in card.inner_text()
     card.get_by_role("button", name="see eval/accuracy").click()
     page.locator(".card.marked").wait_for()
     assert page.locator(".card.marked h2").inner_text() == "eval/accuracy"
 
 
-@pytest.mark.parametrize("name", (*SICK, *SICK_TOO, None), ids=str)
-def test_a_failing_run_is_explained(browser: Any, tmp_path: Path, name: str | None) -> None:
-    folder = write_run(tmp_path / "a", *(sick(name) if name else healthy()))
+@pytest.mark.parametrize("name", (*FAULTS, *MORE_FAULTS, None), ids=str)
+def test_each_fault_has_its_finding(browser: Any, tmp_path: Path, name: str | None) -> None:
+    folder = write_run(tmp_path / "a", *(faulty(name) if name else healthy()))
     with Dash(Library([folder])) as dash:
         page = Page(browser, dash.link)
         page.settle()
-        page.page.wait_for_selector(".sign" if name else ".fine")
-        found = page.page.locator(".sign").evaluate_all("all => all.map(n => n.dataset.sign)")
+        page.page.wait_for_selector(".finding" if name else ".fine")
+        found = page.page.locator(".finding").evaluate_all("all => all.map(n => n.dataset.finding)")
         assert found == ([name] if name else [])
         page.close()
 
@@ -388,7 +397,7 @@ def test_a_failing_run_is_explained(browser: Any, tmp_path: Path, name: str | No
 # -- who may look ------------------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_token_and_a_path_that_leads_out_are_refused(browser: Any, dash: Dash) -> None:
+def test_a_wrong_token_and_path_traversal_are_refused(browser: Any, dash: Dash) -> None:
     context = browser.new_context()
     page = context.new_page()
     address = f"http://127.0.0.1:{dash.port}"
@@ -442,7 +451,7 @@ def test_the_report_is_the_same_page_from_a_file(browser: Any, runs: Path, tmp_p
     page.page.context.set_offline(True)
     assert page.page.locator("h1").inner_text() == "covey/demo" and painted(page, "Reward") > 200
     page.show("episodes")
-    assert page.count().startswith("40 of 80 recorded episodes; this file holds 40 of them")
+    assert page.count().startswith("40 of 80 recorded episodes; this file contains 40 of them")
     page.page.get_by_label("reward to").fill("0")
     few = int(page.count().split(" of ")[0])
     assert 0 < few < 40

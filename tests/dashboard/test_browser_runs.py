@@ -12,7 +12,7 @@ from covey.dashboard.server import Dash
 from covey.dashboard.static_page import html_report
 from covey.telemetry.history import write_labels
 from tests.dashboard.browsing import Page, recorded
-from tests.dashboard.made import healthy, write_run
+from tests.dashboard.synthetic import healthy, write_run
 
 # -- the table of runs -------------------------------------------------------------------------------------------------
 
@@ -26,7 +26,7 @@ def shown_runs(page: Page) -> list[str]:
 
 
 def test_the_table_of_runs_is_the_first_page(landing: Page) -> None:
-    assert shown_runs(landing) == ["demo", "agent", "sick"], "the newest first"
+    assert shown_runs(landing) == ["demo", "agent", "faulty"], "the newest first"
     row = landing.page.locator("table.runs tbody tr", has_text="demo")
     last = max(line["metrics"]["eval/accuracy"] for line in recorded() if line["kind"] == "eval")
     cells = row.locator("td").all_inner_texts()
@@ -71,7 +71,7 @@ def test_runs_are_sorted_and_filtered(browser: Any, tmp_path: Path) -> None:
 
 def test_selected_runs_are_compared_in_their_colours(landing: Page) -> None:
     page = landing.page
-    for name in ("agent", "sick"):
+    for name in ("agent", "faulty"):
         page.locator("table.runs tbody tr", has_text=name).get_by_role("checkbox").check()
     marks = page.locator("table.runs .mark").evaluate_all("all => all.map(n => getComputedStyle(n).backgroundColor)")
     page.get_by_role("button", name="Compare 2 selected").click()
@@ -124,7 +124,7 @@ def test_labels_that_change_appear_in_the_table_and_the_focus_stays(browser: Any
         page.close()
 
 
-def test_more_runs_than_colours_are_told_apart_and_the_list_stays_short(browser: Any, tmp_path: Path) -> None:
+def test_more_runs_than_colours_have_dashed_lines(browser: Any, tmp_path: Path) -> None:
     series, accuracy = healthy(10)
     for number in range(30):
         config = {"seed": number, "data": {"val_size": 200}}
@@ -146,7 +146,7 @@ def test_more_runs_than_colours_are_told_apart_and_the_list_stays_short(browser:
 # -- comparison --------------------------------------------------------------------------------------------------------
 
 
-def test_runs_on_top_of_each_other(open_page: Page) -> None:
+def test_runs_in_one_chart(open_page: Page) -> None:
     page = open_page.page
     open_page.show("compare")
     assert page.locator(".picker input:checked").count() == 3
@@ -155,7 +155,7 @@ def test_runs_on_top_of_each_other(open_page: Page) -> None:
     page.get_by_role("checkbox", name="demo").uncheck()
     open_page.settle()
     assert open_page.legend("Reward") == labels[1:]
-    table = page.locator("section", has_text="Settings that differ").locator("tbody tr")
+    table = page.locator("section", has_text="Differing settings").locator("tbody tr")
     cells = {row.locator("td").first.inner_text(): row.locator("td").all_inner_texts()[1:] for row in table.all()}
     assert [float(text) for text in cells["learner.lr"]] == [1e-6, 1e-5]
     page.get_by_label("Metric to compare").select_option("grad/norm")
@@ -165,13 +165,13 @@ def test_runs_on_top_of_each_other(open_page: Page) -> None:
 
 def test_a_report_of_several_runs_compares_any_of_them(browser: Any, runs: Path, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
-    file.write_text(html_report([runs / "sick", runs / "agent", runs / "demo"], episodes=4), encoding="utf-8")
+    file.write_text(html_report([runs / "faulty", runs / "agent", runs / "demo"], episodes=4), encoding="utf-8")
     page = Page(browser, file.as_uri())
     assert len(shown_runs(page)) == 3
     page.show("compare")
     page.page.get_by_role("checkbox", name="demo").uncheck()
     page.settle()
-    rows = page.page.locator("section", has_text="Settings that differ").locator("tbody tr")
+    rows = page.page.locator("section", has_text="Differing settings").locator("tbody tr")
     assert rows.all_inner_texts() == ["learner.lr\t1e-6\t1e-5", "data.val_size\t200\tnull"]
     page.page.get_by_role("checkbox", name="lr=1e-5").uncheck()
     page.settle()

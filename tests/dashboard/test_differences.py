@@ -1,4 +1,4 @@
-"""What differs between runs: which settings are worth reading, and names that say it."""
+"""Differing settings of runs, and names made of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from covey.dashboard.differences import MISSING, differing_settings, run_names, show_value
+from covey.dashboard.differences import MISSING, differing_settings, format_setting, run_names
 
 BASE = {"algorithm.name": "grpo", "model.name": "tiny", "data.name": "sort", "learner.lr": 1e-6, "seed": 0}
 
@@ -17,14 +17,14 @@ def names(*changes: dict[str, Any], experiments: list[str] | None = None) -> lis
     return run_names(configs, algorithms, experiments or ["run"] * len(configs))
 
 
-def test_a_name_says_what_differs_among_the_listed_runs() -> None:
+def test_names_contain_the_differing_settings() -> None:
     sweep = [{"learner.lr": lr, "seed": seed} for lr in (1e-6, 1e-5) for seed in (1, 2)]
     assert names(*sweep) == ["grpo lr=1e-6 seed=1", "grpo lr=1e-6 seed=2", "grpo lr=1e-5 seed=1", "grpo lr=1e-5 seed=2"]
     assert names(sweep[0]) == ["grpo"], "nothing to tell it from"
     assert names({"data.val_size": 10}, {"data.val_size": 20, "seed": 1}) == ["grpo seed=0", "grpo seed=1"]
 
 
-def test_runs_that_are_alike_are_numbered() -> None:
+def test_equal_names_are_numbered() -> None:
     assert names({}, {}, {"seed": 1}, {}) == ["grpo seed=0", "grpo seed=0 #2", "grpo seed=1", "grpo seed=0 #3"]
 
 
@@ -37,15 +37,15 @@ def test_settings_of_an_algorithm_are_compared_between_its_own_runs() -> None:
     assert found == ["grpo", "gvpo beta=0.1", "gvpo beta=0.2"]
 
 
-def test_two_settings_with_one_last_word_are_told_apart() -> None:
+def test_settings_with_the_same_last_word_have_full_names() -> None:
     assert names({"critic.lr": 1e-5}, {"learner.lr": 1e-5, "critic.lr": 2e-5}) == [
         "grpo learner.lr=1e-6 critic.lr=1e-5",
         "grpo learner.lr=1e-5 critic.lr=2e-5",
     ]
 
 
-def test_of_many_differences_those_that_tell_runs_apart_are_named() -> None:
-    """Six settings vary together: the first that is shown tells as much as all."""
+def test_of_many_differences_names_contain_the_distinguishing_ones() -> None:
+    """Six settings vary together: one of them distinguishes the runs."""
     many = ("rollout.top_p", "rollout.min_p", "learner.eps", "learner.beta1", "learner.beta2")
     assert names(*({"learner.lr": n * 1e-6} | dict.fromkeys(many, n / 10) for n in (1, 2, 3))) == [
         "grpo lr=1e-6",
@@ -54,7 +54,7 @@ def test_of_many_differences_those_that_tell_runs_apart_are_named() -> None:
     ]
 
 
-def test_what_says_more_of_a_run_comes_first() -> None:
+def test_important_settings_come_first() -> None:
     many = {"loop.total_steps": 20, "data.train_batch_size": 4, "learner.eps": 1e-6, "rollout.top_p": 0.9}
     assert names(many | {"mode.name": "async"}, {"mode.name": "sync"}) == ["grpo mode=async", "grpo mode=sync"]
 
@@ -70,10 +70,10 @@ def test_the_users_own_name_of_an_experiment_comes_first() -> None:
      (["a", "b"], "a+b"), ([], "none"), ("Answer  with\none word only, please", "Answer with one word on…")],
 )  # fmt: skip
 def test_values_are_short(value: Any, text: str) -> None:
-    assert show_value(value) == text
+    assert format_setting(value) == text
 
 
-def test_only_what_changes_the_training_is_listed() -> None:
+def test_only_settings_that_change_the_training_are_listed() -> None:
     one = BASE | {
         "logging.output_dir": "outputs", "logging.experiment": "a", "logging.tags": [], "resume": "auto",
         "gateway.port": 9999, "loop.threads": 2, "loop.save_every": 0, "cluster.address": None, "rollout.group_size": 8,
@@ -101,7 +101,7 @@ def test_a_setting_that_an_older_run_does_not_have_counts_as_its_default() -> No
     assert differing_settings([BASE, BASE | {"rollout.temperature": 0.5}]) == {"rollout.temperature": [1.0, 0.5]}
 
 
-def test_another_algorithm_is_said_once() -> None:
+def test_another_algorithm_is_listed_once() -> None:
     grpo = BASE | {"algorithm.loss": "ppo", "algorithm.clip_low": 0.2, "algorithm.kl_coef": 0.001}
     gvpo = BASE | {
         "algorithm.name": "gvpo",

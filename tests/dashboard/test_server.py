@@ -1,4 +1,4 @@
-"""Who may look at the page, and what it answers: over a real socket."""
+"""Access to the server and its answers, over a real socket."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from covey.dashboard.api import Api, unpaired
 from covey.dashboard.runs import Library
 from covey.dashboard.server import PAGE, Dash
 from covey.dashboard.static_page import html_report, markdown_report, read_all
-from tests.dashboard.made import episode, healthy, sick, write_episodes, write_run
+from tests.dashboard.synthetic import episode, faulty, healthy, write_episodes, write_run
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     config = {"data": {"val_size": 200}, "learner": {"lr": 1e-5}}
     write_run(folder / "a", *healthy(40), started="2026-01-01")
-    write_run(folder / "b", *sick("hacking", 40), started="2026-01-02", config=config)
+    write_run(folder / "b", *faulty("reward_hacking", 40), started="2026-01-02", config=config)
     write_episodes(folder / "a", [episode(s, a, reward=float(a), tokens=12 + 6 * a) for s in range(10) for a in (0, 1)])
     compared = {
         "task": "sort", "mode": "greedy", "metric": "pass@1", "first": "outputs/a", "second": "outputs/b", "tasks": 50,
@@ -78,7 +78,7 @@ def test_without_the_token_nothing_is_shown(dash: Dash, path: str, cookie: str |
     assert status == 403 and "Set-Cookie" not in headers and len(body) < 100
 
 
-def test_a_page_that_calls_itself_something_else_is_refused(dash: Dash) -> None:
+def test_another_host_name_is_refused(dash: Dash) -> None:
     assert get(dash, "/api/runs", Host="evil.example")[0] == 403
     assert get(dash, "/api/runs", Host=f"localhost:{dash.port}")[0] == 200
 
@@ -87,7 +87,7 @@ def test_a_page_that_calls_itself_something_else_is_refused(dash: Dash) -> None:
     "path",
     ["/../run.json", "/..%2f..%2fetc/passwd", "/page/style.css", "//etc/passwd", "/style.css/../app.js", "/a/run.json"],
 )
-def test_no_path_leads_out(dash: Dash, path: str) -> None:
+def test_path_traversal_is_refused(dash: Dash, path: str) -> None:
     assert get(dash, path)[0] == 404
 
 
@@ -102,7 +102,7 @@ def test_only_get_and_only_short_requests(dash: Dash) -> None:
     assert get(dash, "/api/runs?x=" + "y" * 5000)[0] == 403
 
 
-def test_the_page_may_fetch_nothing_from_outside(dash: Dash) -> None:
+def test_the_page_loads_nothing_from_other_servers(dash: Dash) -> None:
     for path, (name, kind) in PAGE.items():
         status, headers, body = get(dash, path)
         assert status == 200 and headers["Content-Type"].startswith(kind)
@@ -118,8 +118,8 @@ def test_runs_and_one_of_them(dash: Dash) -> None:
     found = ask(dash, "runs")["runs"]
     assert [(run["name"], run["label"]) for run in found] == [("a", "grpo lr=1e-6"), ("b", "grpo lr=1e-5")]
     whole = ask(dash, "run", run=1)
-    assert ask(dash, "run", run=0)["signs"] == [] and whole["early"] is None
-    assert [sign["name"] for sign in whole["signs"]] == ["hacking"]
+    assert ask(dash, "run", run=0)["findings"] == [] and whole["early"] is None
+    assert [finding["name"] for finding in whole["findings"]] == ["reward_hacking"]
     assert whole["config"]["learner.lr"] == 1e-5 and "reward/mean" in whole["names"]["step"]
 
 
@@ -143,7 +143,7 @@ def test_episodes_by_pages_and_one_of_them(dash: Dash) -> None:
 
 
 def test_reward_against_length(dash: Dash) -> None:
-    """Attempt 1 has 18 tokens, 15 of them sampled, and reward 1; attempt 0 has 10 and reward 0: they go together."""
+    """Attempt 1 has 18 tokens, 15 of them sampled, and reward 1; attempt 0 has 10 and reward 0: they correlate."""
     found = ask(dash, "scatter", run=0, x="length", y="reward")
     assert found["correlation"] == pytest.approx(1.0) and sorted(set(found["x"])) == [10.0, 15.0]
     assert "reward:exact" in found["names"]
@@ -167,7 +167,7 @@ def test_every_number_as_csv(dash: Dash) -> None:
     assert rows[0]["policy/entropy"] != "" and rows[0]["eval/accuracy"] == ""
 
 
-def test_news_arrive_without_asking_for_the_old(dash: Dash, runs: Path) -> None:
+def test_new_records_arrive(dash: Dash, runs: Path) -> None:
     before = ask(dash, "runs")["runs"][0]
     with (runs / "a" / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"kind": "step", "step": 40, "metrics": {"reward/mean": 0.5}}) + "\n")
@@ -176,7 +176,7 @@ def test_news_arrive_without_asking_for_the_old(dash: Dash, runs: Path) -> None:
     assert (before["done"], after["done"]) == (40, 41) and before["version"] != after["version"]
 
 
-def test_two_shares_are_compared_as_the_paper_does(tmp_path: Path) -> None:
+def test_newcombes_interval(tmp_path: Path) -> None:
     """Newcombe 1998, method 10: 56 of 70 against 48 of 80 is a difference of 0.2, from 0.0524 to 0.3339."""
     series, _ = healthy(20)
     write_run(tmp_path / "a", series, {0: 0.1, 10: 48 / 80}, started="1", held_out=80)
@@ -191,7 +191,7 @@ def test_two_shares_are_compared_as_the_paper_does(tmp_path: Path) -> None:
 # -- as one file -------------------------------------------------------------------------------------------------------
 
 
-def test_the_report_is_one_file_that_asks_for_nothing(runs: Path) -> None:
+def test_the_report_is_one_self_contained_file(runs: Path) -> None:
     page = html_report([runs / "a"], episodes=8)
     assert '<link rel="stylesheet"' not in page and "src=" not in page.replace("img-src", "")
     assert "connect-src" not in page and "default-src 'none'" in page
@@ -207,8 +207,8 @@ NASTY = (
 )
 
 
-def test_markdown_shows_words_of_others_as_they_are(tmp_path: Path) -> None:
-    """By another implementation: no HTML, links or pictures in what it reads, and every word is there."""
+def test_markdown_escapes_user_text(tmp_path: Path) -> None:
+    """Another Markdown implementation finds no HTML, links or images in it, and all of the text."""
     from markdown_it import MarkdownIt
 
     from covey.telemetry.report import write_report
@@ -236,16 +236,16 @@ def test_markdown_shows_words_of_others_as_they_are(tmp_path: Path) -> None:
         assert shown.count("<img src=x onerror=alert(1)> [a](javascript:b) `x` ![p](http://evil.example/p)") >= 5
 
 
-def test_markdown_says_what_changed_and_what_is_wrong(runs: Path) -> None:
+def test_markdown_has_results_and_findings(runs: Path) -> None:
     text = markdown_report(runs / "b")
     assert "| `eval/accuracy` |" in text and "**Reward up, held-out accuracy down.**" in text
     assert "`reward.weights`" in text
-    assert "No warning signs." in markdown_report(runs / "a")
+    assert "No findings." in markdown_report(runs / "a")
     assert str(runs) not in text
 
 
 def test_a_run_of_a_few_steps_is_not_judged(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "a", *sick("hacking", 9))
+    folder = write_run(tmp_path / "a", *faulty("reward_hacking", 9))
     assert "Too early to tell: a run is judged from its 10th step on, and this one has 9." in markdown_report(folder)
     library = Library([folder])
     library.poll()

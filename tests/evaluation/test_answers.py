@@ -1,4 +1,4 @@
-"""The folder of an evaluation: what is whole is kept, what is not is asked again, others are refused."""
+"""The folder of an evaluation: complete tasks are kept, others are sampled again, other settings are refused."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 from covey.errors import InputError
 from covey.evaluation.answers import ANSWERS_FILE, EvalFolder
-from covey.evaluation.figures import Answer, Subject
+from covey.evaluation.scores import Answer, EvalSpec
 
-SUBJECT = Subject("m", "sums", "sampled", 2, "exact")
+SPEC = EvalSpec("m", "sums", "sampled", 2, "exact")
 SETTINGS: dict[str, Any] = {"m on sums": {"eval": {"n": 2, "temperature": 1.0}, "seed": 0}}
 
 
@@ -23,7 +23,7 @@ def opened(path: Path, settings: dict[str, Any] = SETTINGS) -> EvalFolder:
     return EvalFolder(path, settings, "covey eval m")
 
 
-def test_what_is_not_whole_is_cut_away(tmp_path: Path) -> None:
+def test_incomplete_tasks_are_removed(tmp_path: Path) -> None:
     folder = opened(tmp_path / "out")
     for answers in (pair(3), pair(1), pair(0)[:1]):
         folder.append(answers)
@@ -32,10 +32,10 @@ def test_what_is_not_whole_is_cut_away(tmp_path: Path) -> None:
     whole = path.read_text()
     path.write_text(whole + '{"model": "m", "tas')
     folder = opened(tmp_path / "out")
-    assert folder.done([SUBJECT]) == {SUBJECT.key: {1, 3}}
+    assert folder.done([SPEC]) == {SPEC.key: {1, 3}}
     assert path.read_text() == "".join(whole.splitlines(keepends=True)[:4])
     folder.append(pair(0))
-    assert folder.answers([SUBJECT])[SUBJECT.key] == [*pair(0), *pair(1), *pair(3)]
+    assert folder.answers([SPEC])[SPEC.key] == [*pair(0), *pair(1), *pair(3)]
 
 
 def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
@@ -45,9 +45,9 @@ def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
         opened(tmp_path, other)
 
 
-def test_a_folder_that_holds_other_things_is_refused(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(InputError, match="holds other things"):
+    with pytest.raises(InputError, match="has other files and no evaluation"):
         opened(tmp_path)
     with pytest.raises(InputError, match="is a file"):
         opened(tmp_path / "run.json")

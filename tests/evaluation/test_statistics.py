@@ -1,4 +1,4 @@
-"""The mathematics of evaluation, against enumeration, hand-made figures and simulation."""
+"""The statistics of evaluation, against enumeration, hand-made numbers and simulation."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def same(a: str, b: str) -> bool:
     return a.lower() == b.lower()
 
 
-def test_the_majority_is_the_largest_camp() -> None:
+def test_the_majority_is_the_most_frequent_answer() -> None:
     assert majority(["7", "8", "8", "9"], same) == 1
     assert majority(["x", "Y", "y", "y", "X"], same) == 1
 
@@ -79,7 +79,7 @@ def test_an_interval_never_shrinks_to_a_point_because_all_is_right_or_wrong() ->
     assert every.high == 1.0 and every.low == pytest.approx(1 - none.high)
 
 
-def test_answers_that_agree_within_a_task_are_worth_one() -> None:
+def test_equal_answers_within_a_task_count_once() -> None:
     """Eight answers per task, all alike, are no more evidence than one of them."""
     verdicts = [1.0, 0.0, 1.0, 1.0, 0.0, 0.0]
     assert share(verdicts, answers=48) == share(verdicts, answers=6)

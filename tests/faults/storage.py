@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from covey.cli.main import main
-from covey.telemetry.figures import by_the_machine
+from covey.telemetry.key_metrics import is_machine_dependent
 
 SETTINGS = (
     *("data.train_files=tasks.jsonl", "reward=exact", "algorithm=grpo", "data.train_batch_size=1"),
@@ -50,7 +50,7 @@ def outcome(run: Path, step: int = 4) -> dict[str, Any]:
     found: dict[str, Any] = {name: hashlib.sha256((last / name).read_bytes()).hexdigest() for name in names}
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for record in records:
-        timed = [n for n in record["metrics"] if by_the_machine(n)]
+        timed = [n for n in record["metrics"] if is_machine_dependent(n)]
         for name in timed:
             del record["metrics"][name]
     return found | {"records": records, "episodes": (run / "episodes.jsonl").read_text()}

@@ -21,7 +21,7 @@ from covey.dashboard.api import Api, BadRequest
 from covey.dashboard.runs import Library
 from covey.dashboard.static_page import html_report, markdown_report, read_all
 from covey.errors import InputError
-from tests.dashboard.made import INFO, episode, healthy, write_episodes, write_run
+from tests.dashboard.synthetic import INFO, episode, healthy, write_episodes, write_run
 from tests.faults.fuzzing import Target, json_values, mixed, numbers, scalars, suite, texts
 
 NAMES = ["reward/mean", "eval/accuracy", "timing/step", "policy/entropy", "grad/norm", "optim/skipped", "kl/reference"]
@@ -281,4 +281,4 @@ def test_a_damaged_run_does_not_hide_the_others(tmp_path: Path, capsys: pytest.C
     assert main(["runs", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
     assert "13/12" in out  # the line after the broken one counts
-    assert "bad/run.json: not what a run writes" in err and "metrics.jsonl: 1 lines cannot be read" in err
+    assert "bad/run.json: not a run.json of covey" in err and "metrics.jsonl: 1 lines cannot be read" in err

@@ -34,8 +34,8 @@ from covey.sandbox.hidden_tests import hidden_tests, solution_names
 from covey.tasks import reading
 from covey.tasks.check import check_files
 from covey.tasks.files import find_files, read_tasks
-from covey.telemetry.figures import ABSENT, duration
 from covey.telemetry.history import read_run
+from covey.telemetry.key_metrics import ABSENT, format_duration
 from covey.training.folder import find_unfinished
 from covey.workers.handle import LENGTH, MAX_FRAME, FrameReader, InvalidFrame
 from tests.faults.fuzzing import bounded
@@ -257,7 +257,7 @@ def test_a_name_that_no_run_can_have() -> None:
 
 
 def test_a_time_without_end() -> None:
-    assert duration(float("inf")) == duration(float("nan")) == ABSENT
+    assert format_duration(float("inf")) == format_duration(float("nan")) == ABSENT
 
 
 # -- other ends ------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import pytest
 
 from covey.dashboard.runs import Library
 from covey.dashboard.server import Dash
-from tests.dashboard.made import episode, healthy, write_episodes, write_run
+from tests.dashboard.synthetic import episode, healthy, write_episodes, write_run
 
 READERS, ROUNDS = 50, 3
 PATHS = ("runs", "run?run=0", "series?run=0&names=reward/mean,grad/norm", "episodes?run=0&limit=20")
@@ -100,7 +100,7 @@ def test_a_crowd_that_comes_at_once_is_let_in(tmp_path: Path) -> None:
 def test_the_follower_survives_a_line_that_is_none_and_a_folder_that_is_deleted(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("covey.dashboard.server.FOLLOW", 0.01)
+    monkeypatch.setattr("covey.dashboard.server.FOLLOW_SECONDS", 0.01)
     broken, deleted, sound = (made(tmp_path / name) for name in ("broken", "deleted", "sound"))
     with Dash(Library([tmp_path])) as dash:
         states = {run["name"]: run for run in ask(dash, "runs")["runs"]}
@@ -117,5 +117,5 @@ def test_the_follower_survives_a_line_that_is_none_and_a_folder_that_is_deleted(
         until(lambda: done()["broken"] == done()["sound"] == 25)
         assert done()["deleted"] == 20  # what was read of it stays
         told = {run["name"]: run["broken"] for run in ask(dash, "runs")["runs"]}
-    assert told["broken"] == ["metrics.jsonl: 1 lines cannot be read and are left out"] and told["sound"] == []
+    assert told["broken"] == ["metrics.jsonl: 1 lines cannot be read and are skipped"] and told["sound"] == []
     assert "Traceback" not in capfd.readouterr().err

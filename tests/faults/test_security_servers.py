@@ -19,7 +19,7 @@ from covey.dashboard.server import Dash
 from covey.dashboard.static_page import html_report, markdown_report, read_all
 from covey.gateway import server as gateway_server
 from tests.conftest import ROOT
-from tests.dashboard.made import episode, healthy, write_episodes, write_run
+from tests.dashboard.synthetic import episode, healthy, write_episodes, write_run
 from tests.gateway.running_gateway import USER, RunningGateway, ScriptedEngine, serve_engine
 
 
@@ -311,12 +311,12 @@ def test_a_busy_event_loop_is_not_the_clients_fault(monkeypatch: pytest.MonkeyPa
 
 
 def test_silent_connections_do_not_keep_others_out_of_the_dash(dash: Dash) -> None:
-    lines = [socket.create_connection(("127.0.0.1", dash.port), 10) for _ in range(dash_server.MOST_CONNECTIONS + 20)]
+    lines = [socket.create_connection(("127.0.0.1", dash.port), 10) for _ in range(dash_server.MAX_CONNECTIONS + 20)]
     try:
         assert status(ask_dash(dash, "/api/runs")) == 200
         lines[0].settimeout(10)
         assert lines[0].recv(1) == b"", "the oldest was cut off"
-        assert len(dash._server._open) <= dash_server.MOST_CONNECTIONS
+        assert len(dash._server._open) <= dash_server.MAX_CONNECTIONS
     finally:
         for line in lines:
             line.close()

@@ -100,19 +100,19 @@ def test_readers_of_a_damaged_run_name_the_file(
     change(run)
     from covey.telemetry.report import summarise
 
-    with pytest.raises(InputError, match=r"run.json: not what a run writes"):
+    with pytest.raises(InputError, match=r"run.json: not a run.json of covey"):
         summarise(run)
     with pytest.raises(InputError, match=named):
         read_info(run)
     assert main(["report", str(run)]) == 2
-    assert "run.json: not what a run writes" in capsys.readouterr().err
+    assert "run.json: not a run.json of covey" in capsys.readouterr().err
 
 
 def test_a_damaged_line_does_not_keep_a_run_from_going_on(stopped: Path, tiny_model_folder: Path) -> None:
     """It is told of, and the others are read; all bytes are still there, so that the record's offsets hold."""
     run = the_run(stopped)
     flip_a_word(run)
-    with pytest.warns(UserWarning, match=r"metrics.jsonl, line 1 is damaged and left out"):
+    with pytest.warns(UserWarning, match=r"metrics.jsonl, line 1 is damaged and skipped"):
         assert train(stopped, tiny_model_folder, "loop.max_minutes=100") == 0
     assert "3 of 4 steps, finished" in (run / "summary.md").read_text()
 
@@ -139,16 +139,16 @@ def test_covey_runs_shows_the_others(stopped: Path, monkeypatch: pytest.MonkeyPa
     flip_a_word(run.with_name("torn"))
     library = Library([stopped / "outputs"])
     library.poll()
-    assert "broken" in " ".join(library.left_out)
+    assert "broken" in " ".join(library.skipped)
     assert {shown.folder.name for shown in library.runs} == {run.name, "torn"}
     assert {shown.folder.name: shown.state()["done"] for shown in library.runs} == {run.name: 1, "torn": 0}
-    with pytest.raises(InputError, match=r"not what a run writes|no run found"):  # one that was named itself
+    with pytest.raises(InputError, match=r"not a run.json of covey|no run found"):  # one that was named itself
         Library([run.with_name("broken")])
 
 
 def test_episodes_that_are_damaged_are_left_out_of_the_reader(stopped: Path) -> None:
     """Every line of the file cut or flipped somewhere: the index holds the others, all columns of one length."""
-    from covey.dashboard.episodes import Episodes
+    from covey.dashboard.episodes import EpisodeIndex
 
     path = the_run(stopped) / "episodes.jsonl"
     good = path.read_bytes().splitlines(keepends=True)
@@ -161,7 +161,7 @@ def test_episodes_that_are_damaged_are_left_out_of_the_reader(stopped: Path) -> 
         good[0][: len(good[0]) // 2] + b"\n",
     ]
     path.write_bytes(b"".join([*bad, *good]))
-    found = Episodes(path.parent)
+    found = EpisodeIndex(path.parent)
     found.poll()
     assert found.broken == len(bad) + len(good) - len(found)
     assert len(good) <= len(found) < len(good) + len(bad)

@@ -13,8 +13,8 @@ from covey.app.compose import compose_words
 from covey.cli.main import main
 from covey.cli.simulate import passes
 from covey.cli.words import parse
-from covey.simulate.hardware import GIB, NODE, Decode, Device, Episodes, Shape, Speeds, Turn, device
-from covey.simulate.simulation import Work
+from covey.simulate.hardware import GIB, NODE, DecodeCurve, Device, Episodes, Shape, Speeds, Turn, device
+from covey.simulate.simulation import Workload
 from covey.simulate.splits import (
     Job,
     Memory,
@@ -25,7 +25,7 @@ from covey.simulate.splits import (
     best,
     engine_memory,
     learner_memory,
-    most_sequences,
+    max_sequences,
     predict,
     states,
 )
@@ -33,8 +33,8 @@ from covey.simulate.splits import (
 SHAPE = Shape(2, 8, 16, 4, 2, 2, 100, tied=True, source="made up")  # 1952 parameters
 DEVICE = Device("made up", 1e3, 1e6, 1e9, 1000.0, 100.0, 0.01, 0.5, 2)
 JOB = Job(
-    work=Work(4, 2, Episodes(((Turn(10),),), prompt=20)),  # 4 · (20 + 2 · 10) = 160 tokens
-    speeds=Speeds(Decode.line(0.1, 0.0), prefill=0.0, learn_token=0.05, learn_fixed=0.5),
+    work=Workload(4, 2, Episodes(((Turn(10),),), prompt=20)),  # 4 · (20 + 2 · 10) = 160 tokens
+    speeds=Speeds(DecodeCurve.line(0.1, 0.0), prefill=0.0, learn_token=0.05, learn_fixed=0.5),
     shape=SHAPE,
     device=DEVICE,
     training=Training(),
@@ -65,18 +65,18 @@ def test_a_micro_batch_is_what_fits_or_what_was_set() -> None:
     each = activation_bytes(SHAPE, 2, checkpointing=False)  # 2 · 2 · (48 + 52) = 400
     assert each == 400
     room = 20 * 1952 + 10 * 400 + 399
-    memory, micro = learner_memory(SHAPE, DEVICE, Training(), 1, tokens=1000, room=room)
-    assert micro == 10 and memory.activations == 4000 and memory.lasting == 20 * 1952
-    assert learner_memory(SHAPE, DEVICE, Training(), 1, tokens=7, room=room)[1] == 7
-    assert learner_memory(SHAPE, DEVICE, Training(micro_batch_tokens=500), 1, tokens=1000, room=room)[1] == 500
+    memory, micro = learner_memory(SHAPE, DEVICE, Training(), 1, tokens=1000, available=room)
+    assert micro == 10 and memory.activations == 4000 and memory.persistent == 20 * 1952
+    assert learner_memory(SHAPE, DEVICE, Training(), 1, tokens=7, available=room)[1] == 7
+    assert learner_memory(SHAPE, DEVICE, Training(micro_batch_tokens=500), 1, tokens=1000, available=room)[1] == 500
 
 
 def test_an_engine_has_weights_and_a_cache() -> None:
     """32 bytes a token: 5 answers of 100 tokens."""
     assert engine_memory(SHAPE, DEVICE, 5, 100, 1) == Memory(weights=3904, cache=16000)
-    assert most_sequences(SHAPE, DEVICE, 100, 1, room=3904 + 16000) == 5
-    assert most_sequences(SHAPE, DEVICE, 100, 2, room=1952 + 16000) == 10
-    assert most_sequences(SHAPE, DEVICE, 100, 1, room=3000) == 0
+    assert max_sequences(SHAPE, DEVICE, 100, 1, available=3904 + 16000) == 5
+    assert max_sequences(SHAPE, DEVICE, 100, 2, available=1952 + 16000) == 10
+    assert max_sequences(SHAPE, DEVICE, 100, 1, available=3000) == 0
 
 
 def test_splits_are_of_whole_machines_where_there_are_several() -> None:
@@ -87,7 +87,7 @@ def test_splits_are_of_whole_machines_where_there_are_several() -> None:
     assert all(split.rollout % 4 == 0 for split in all_splits(8, engine_devices=4))
 
 
-def test_one_device_takes_its_turns() -> None:
+def test_one_device_alternates_between_sampling_and_learning() -> None:
     """Sampling 10 · 0.1 s, learning 0.5 + 160 · 0.05 s, publishing 3904 bytes at 1e6 a second."""
     found = predict(JOB, Split(1, 1, True), 0)
     assert found.fits and found.parallel == "ddp"
@@ -99,7 +99,7 @@ def test_one_device_takes_its_turns() -> None:
     assert predict(measured, Split(1, 1, True), 0).step == pytest.approx(1.0 + 8.5 + 0.25)
 
 
-def test_gradients_travel_once_an_update() -> None:
+def test_gradients_are_sent_once_per_update() -> None:
     """Four ranks of ddp: 2 · 3/4 · 4 bytes · 1952 over 1000 bytes a second; two updates, twice."""
     found = predict(dataclasses.replace(JOB, parallel="ddp"), Split(4, 4, False), 0)
     assert found.messages == pytest.approx(2 * 0.75 * 4 * 1952 / 1000)
@@ -108,7 +108,7 @@ def test_gradients_travel_once_an_update() -> None:
     assert twice.messages == pytest.approx(2 * found.messages)
 
 
-def test_shared_out_weights_travel_every_micro_batch() -> None:
+def test_sharded_weights_are_sent_with_every_micro_batch() -> None:
     """40 tokens of a rank in micro-batches of 30: two passes of (2 · 2 + 4) bytes · 1952 · 3/4; a quarter of the
     update each. Published: gathered, and sent."""
     job = dataclasses.replace(JOB, parallel="fsdp", training=Training(micro_batch_tokens=30))
@@ -125,12 +125,12 @@ def test_beyond_one_machine_the_network_counts() -> None:
     assert beyond.messages / inside.messages == pytest.approx((8 / 9) / (7 / 8) * 10)
 
 
-def test_with_more_ranks_than_rows_the_longest_row_is_waited_for() -> None:
+def test_with_more_ranks_than_rows_the_longest_row_counts() -> None:
     found = predict(dataclasses.replace(JOB, parallel="ddp"), Split(100, 4, False), 0)
     assert found.learning - found.messages == pytest.approx(0.5 + 30 * 0.05)
 
 
-def test_ahead_on_devices_of_their_own_sampling_hides_behind_learning() -> None:
+def test_in_async_mode_sampling_overlaps_with_learning() -> None:
     """Sampling 1 s, learning 8.5 s, publishing 3904 bytes at 1000 a second."""
     assert predict(JOB, Split(1, 1, False), 0).step == pytest.approx(1.0 + 8.5 + 3.904)
     found = predict(JOB, Split(1, 1, False), 1)
@@ -138,7 +138,7 @@ def test_ahead_on_devices_of_their_own_sampling_hides_behind_learning() -> None:
     assert (found.age, found.age_max) == (pytest.approx(1.0), 1)
 
 
-def test_what_does_not_fit_is_never_the_best() -> None:
+def test_a_split_that_does_not_fit_is_never_the_best() -> None:
     small = dataclasses.replace(JOB, device=dataclasses.replace(DEVICE, memory=20 * 1952.0))
     found = predict(small, Split(1, 1, False), 0)
     assert not found.fits and math.isnan(found.step)
@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_never_the_best() -> None:
     assert best([found, predict(JOB, Split(1, 1, False), 0)]).split == Split(1, 1, False)  # type: ignore[union-attr]
 
 
-def test_weights_are_shared_out_only_where_they_must() -> None:
+def test_weights_are_sharded_only_if_necessary() -> None:
     tight = dataclasses.replace(DEVICE, memory=25 * 1952.0)
     assert predict(JOB, Split(4, 4, False), 0).parallel == "ddp"
     assert predict(dataclasses.replace(JOB, device=tight), Split(4, 4, False), 0).parallel == "fsdp"
@@ -170,8 +170,8 @@ def test_a_recipe_is_simulated_and_every_figure_labelled(tmp_path: Path, capsys:
     assert max(split["learner"]["weights"] for split in found["splits"]) < 80 * GIB
 
 
-def test_what_older_policies_drew_takes_another_forward_pass() -> None:
-    """GRPO by turns: one pass. Ahead: a third more. GVPO always asks its reference and corrects nothing."""
+def test_tokens_of_older_policies_take_another_forward_pass() -> None:
+    """Synchronous GRPO: one pass; async: a third more. GVPO always needs its reference and has no correction."""
     grpo = compose_words(parse(["algorithm=grpo"])).config
     assert [passes(grpo, lead) for lead in (0, 1)] == pytest.approx([1.0, 4 / 3])
     gvpo = compose_words(parse(["algorithm=gvpo"])).config
@@ -188,7 +188,7 @@ def test_what_older_policies_drew_takes_another_forward_pass() -> None:
         (["demo", "--gpus", "8", "model=org/unknown"], "its name has none"),
     ],
 )
-def test_mistakes_are_told(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_reported(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", *words]) == 2
     assert said in capsys.readouterr().err
 

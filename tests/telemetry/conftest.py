@@ -1,4 +1,4 @@
-"""A run that never trained: its facts, and its folder with numbers that can be checked in the head."""
+"""A run that never trained: its facts and its folder, with numbers that are easy to check by hand."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from covey.cli.main import main
-from covey.telemetry.figures import by_the_machine
+from covey.telemetry.key_metrics import is_machine_dependent
 
 # A reward with some variety for a random model, that kills the run at a given call. It runs in a worker, a child of a
 # child of the run, and there are several: a file counts their calls.
@@ -71,7 +71,7 @@ def outcome(folder: Path) -> dict[str, Any]:
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for record in records:
         record.pop("time", None)
-        for name in [n for n in record["metrics"] if by_the_machine(n)]:
+        for name in [n for n in record["metrics"] if is_machine_dependent(n)]:
             del record["metrics"][name]
     found["records"] = records
     found["episodes"] = (run / "episodes.jsonl").read_text()

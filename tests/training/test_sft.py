@@ -21,7 +21,7 @@ from covey.algorithms.likelihood import Likelihood
 from covey.cli.main import main
 from covey.config.schema import LearnerConfig
 from covey.learner.learner import Learner
-from covey.telemetry.figures import by_the_machine
+from covey.telemetry.key_metrics import is_machine_dependent
 from covey.training.samples import minibatches
 from covey.training.sft import SftRun, as_samples, likelihood
 from covey.types import Episode, StopReason, Task, Turn
@@ -163,7 +163,7 @@ def the_run(folder: Path) -> Path:
 def records(run: Path) -> list[dict[str, Any]]:
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for record in found:
-        for name in [n for n in record["metrics"] if by_the_machine(n)]:
+        for name in [n for n in record["metrics"] if is_machine_dependent(n)]:
             del record["metrics"][name]
     return found
 

@@ -72,7 +72,7 @@ def _joined(
 ) -> Run:
     import torch
 
-    from covey.telemetry import working
+    from covey.telemetry import report_activity
     from covey.training.run import Run
     from covey.training.step import Pipeline
 
@@ -83,7 +83,7 @@ def _joined(
     torch.set_num_threads(threads)
     checkpoints = store(config, folder.path)
     rewards = open_rewards(config, prepared.rewards, workers, resources)
-    with working(_starting(prepared), config.logging):
+    with report_activity(_starting(prepared), config.logging):
         learner, open_engine = _learner_and_engine(prepared, checkpoint, folder.path, threads, resources)
     write_run_files(prepared, folder, learner, threads, checkpoint)
     telemetry = open_telemetry(prepared, folder.path, checkpoint)

@@ -20,8 +20,8 @@ from covey.app.resume import is_run
 from covey.config import Composed
 from covey.config.schema import Config
 from covey.errors import InputError
-from covey.evaluation.answers import Measure
-from covey.evaluation.figures import BAR, Subject
+from covey.evaluation.answers import EvalJob
+from covey.evaluation.scores import THRESHOLD, EvalSpec
 from covey.evaluation.statistics import powers_up_to
 from covey.rewards import votes_of
 from covey.tasks import TaskSet, load_tasks
@@ -48,7 +48,7 @@ class Request:
     n: int | None = None
     ks: tuple[int, ...] | None = None
     limit: int | None = None
-    bar: float = BAR
+    threshold: float = THRESHOLD
     out: Path | None = None
     json: Path | None = None
 
@@ -68,7 +68,7 @@ class Request:
             n=_maybe(words, "--n"),
             ks=tuple(sorted(set(ks))) or None,
             limit=_maybe(words, "--limit"),
-            bar=_number(words, "--solved", BAR),
+            threshold=_number(words, "--solved", THRESHOLD),
             out=Path(out).expanduser() if out else None,
             json=Path(written) if written else None,
         )
@@ -95,7 +95,7 @@ class Candidate:
     model: str  # as it was named
     task: str
     prepared: Prepared
-    measures: tuple[Measure, ...]
+    measures: tuple[EvalJob, ...]
     tree: Mapping[str, Any]  # of the settings
     workers: WorkerPool | None = None
 
@@ -148,7 +148,7 @@ def _asked_differently(candidates: Sequence[Candidate]) -> list[str]:
     for candidate in candidates:
         first = next(other for other in candidates if other.task == candidate.task)
         for ours, theirs in zip(candidate.measures, first.measures, strict=False):
-            settings = [dataclasses.asdict(measure.sampling) | {"n": measure.subject.n} for measure in (ours, theirs)]
+            settings = [dataclasses.asdict(measure.sampling) | {"n": measure.spec.n} for measure in (ours, theirs)]
             differing = [key for key in settings[0] if settings[0][key] != settings[1][key]]
             if candidate.prepared.config.agent != first.prepared.config.agent:
                 differing.append("agent")
@@ -197,7 +197,7 @@ def _compose_tasks(name: str, task: str, words: Words) -> Composed:
     )
 
 
-def _measure(model: str, task: str, mode: str, prepared: Prepared, request: Request) -> Measure:
+def _measure(model: str, task: str, mode: str, prepared: Prepared, request: Request) -> EvalJob:
     config, reward = prepared.config, prepared.trained_reward
     n = config.eval.n if mode == "sampled" else 1
     longest = config.eval.max_tokens or config.rollout.max_tokens
@@ -211,12 +211,12 @@ def _measure(model: str, task: str, mode: str, prepared: Prepared, request: Requ
         )
     votes = votes_of(reward)
     same = votes.same if votes is not None else None
-    subject = Subject(model, task, mode, n, reward, same, request.bar, request.ks_for(n))
-    return Measure(subject, prepared.tasks.validation, sampling, votes, config.eval.batch_size)
+    spec = EvalSpec(model, task, mode, n, reward, same, request.threshold, request.ks_for(n))
+    return EvalJob(spec, prepared.tasks.validation, sampling, votes, config.eval.batch_size)
 
 
-def _check_ks(request: Request, measures: Sequence[Measure]) -> None:
-    most = max((measure.subject.n for measure in measures), default=0)
+def _check_ks(request: Request, measures: Sequence[EvalJob]) -> None:
+    most = max((measure.spec.n for measure in measures), default=0)
     if not measures:
         raise InputError("eval.modes is empty: nothing would be asked\n  fix: eval.modes=[greedy], [sampled] or both")
     if request.ks is not None and request.ks[-1] > most:

@@ -21,7 +21,7 @@ from covey.errors import InputError, unknown
 from covey.redact import hide_settings
 from covey.rollout.templates import use_template
 from covey.tasks import DemonstrationSet, load_demonstrations
-from covey.telemetry import RunInfo, check_logging, working
+from covey.telemetry import RunInfo, check_logging, report_activity
 from covey.types import Demonstration, Episode, Messages, Task
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _joined(prepared: PreparedSft, folder: RunFolder, checkpoint: Checkpoint | N
         prepared = dataclasses.replace(prepared, model=source)
     threads = threads_for(config, folder if checkpoint is not None else None)
     torch.set_num_threads(threads)
-    with working(f"loading {prepared.config.model.name}", prepared.config.logging):
+    with report_activity(f"loading {prepared.config.model.name}", prepared.config.logging):
         learner = make_learner(prepared, checkpoint)
     write_run_files(prepared, folder, learner, threads, checkpoint)
     return SftRun(

@@ -21,9 +21,9 @@ from covey.app.models import make_engine
 from covey.app.parts import open_rewards, services
 from covey.cli.words import parse
 from covey.errors import InputError, RunFailed
-from covey.evaluation.answers import EvalFolder, Key, Measure
-from covey.evaluation.figures import Answer, Figures, compare_all, figures
+from covey.evaluation.answers import EvalFolder, EvalJob, Key
 from covey.evaluation.report import Report, flat_metrics
+from covey.evaluation.scores import Answer, Scores, compare_all, compute_scores
 from covey.protocols import RolloutEngine
 from covey.storage import write_whole
 from covey.telemetry.jsonl import finite
@@ -71,8 +71,8 @@ def main(argv: list[str]) -> int:
         report = _report(candidates, folder, command)
     _tell(report, folder.path)
     if not request.tasks and len(words.places) == 1:
-        _tell_as_logged(report.figures, request.json)
-    _refuse_nothing(report.figures)
+        _tell_as_logged(report.scores, request.json)
+    _refuse_nothing(report.scores)
     return 0
 
 
@@ -92,9 +92,9 @@ def _settings(candidates: Sequence[Candidate]) -> dict[str, Any]:
 def _ask_all(candidates: Sequence[Candidate], folder: EvalFolder) -> None:
     """One model after the other; one that has answered everything is not loaded."""
     measures = _measures(candidates)
-    done = folder.done([measure.subject for measure in measures])
-    total = sum(len(measure.tasks) * measure.subject.n for measure in measures)
-    before = sum(len(done[measure.subject.key]) * measure.subject.n for measure in measures)
+    done = folder.done([measure.spec for measure in measures])
+    total = sum(len(measure.tasks) * measure.spec.n for measure in measures)
+    before = sum(len(done[measure.spec.key]) * measure.spec.n for measure in measures)
     if before:
         _say(f"{before} of {total} answers are there already")
     with ProgressLine(total, before, unit="answers") as line:
@@ -105,12 +105,12 @@ def _ask_all(candidates: Sequence[Candidate], folder: EvalFolder) -> None:
                 gc.collect()  # its weights, before the next one's
 
 
-def _measures(candidates: Sequence[Candidate]) -> list[Measure]:
+def _measures(candidates: Sequence[Candidate]) -> list[EvalJob]:
     return [measure for candidate in candidates for measure in candidate.measures]
 
 
-def _missing(measure: Measure, done: Mapping[Key, set[int]]) -> bool:
-    return len(done[measure.subject.key]) < len(measure.tasks)
+def _missing(measure: EvalJob, done: Mapping[Key, set[int]]) -> bool:
+    return len(done[measure.spec.key]) < len(measure.tasks)
 
 
 async def _ask(
@@ -125,7 +125,7 @@ async def _ask(
     engine = make_engine(first, policy)
     try:
         await engine.publish(policy, version=0)
-        line.pace.begin()
+        line.start_clock()
         for candidate in candidates:
             await _ask_tasks(candidate, engine, done, folder, line)
     finally:
@@ -152,17 +152,17 @@ async def _ask_tasks(
             for service in services(prepared.agent):
                 await open_services.enter_async_context(service)
             for measure in candidate.measures:
-                await measure.run(collector, done[measure.subject.key], hand_over)
+                await measure.run(collector, done[measure.spec.key], hand_over)
 
 
 def _report(candidates: Sequence[Candidate], folder: EvalFolder, command: str) -> Report:
     """Everything is computed from the file of answers, so that a restart makes no difference."""
-    subjects = [measure.subject for measure in _measures(candidates)]
-    places = list(dict.fromkeys((subject.task, subject.mode) for subject in subjects))
-    subjects.sort(key=lambda subject: places.index((subject.task, subject.mode)))  # models stand below each other
-    answers = folder.answers(subjects)
-    found = [figures(subject, answers[subject.key]) for subject in subjects]
-    return Report(found, compare_all(subjects, answers), command)
+    specs = [measure.spec for measure in _measures(candidates)]
+    places = list(dict.fromkeys((spec.task, spec.mode) for spec in specs))
+    specs.sort(key=lambda spec: places.index((spec.task, spec.mode)))  # models stand below each other
+    answers = folder.answers(specs)
+    found = [compute_scores(spec, answers[spec.key]) for spec in specs]
+    return Report(found, compare_all(specs, answers), command)
 
 
 def _tell(report: Report, path: Path) -> None:
@@ -172,7 +172,7 @@ def _tell(report: Report, path: Path) -> None:
     _say(f"{path / 'results.md'}  results.json  answers.jsonl")
 
 
-def _tell_as_logged(found: Sequence[Figures], file: Path | None) -> None:
+def _tell_as_logged(found: Sequence[Scores], file: Path | None) -> None:
     metrics = flat_metrics(found)
     for name, value in metrics.items():
         print(f"{name:40} {value:.4f}")
@@ -180,13 +180,11 @@ def _tell_as_logged(found: Sequence[Figures], file: Path | None) -> None:
         write_whole(file, json.dumps(metrics, indent=1))
 
 
-def _refuse_nothing(found: Sequence[Figures]) -> None:
+def _refuse_nothing(found: Sequence[Scores]) -> None:
     for one in found:
         if not one.answers:
             cause = next(iter(one.failures))
-            raise RunFailed(
-                f"No answer of {one.subject.model} to {one.subject.task} was scored: {cause}: {one.example}"
-            )
+            raise RunFailed(f"No answer of {one.spec.model} to {one.spec.task} was scored: {cause}: {one.example}")
 
 
 @contextmanager

@@ -18,9 +18,9 @@ from covey.app.resume import best_model, is_run, named_model, run_of
 from covey.cli.words import parse
 from covey.errors import InputError
 from covey.telemetry.base import RunInfo, Sink
-from covey.telemetry.figures import ABSENT, Form, duration, show
 from covey.telemetry.history import Record, read_run
 from covey.telemetry.jsonl import METRICS_FILE, read_record
+from covey.telemetry.key_metrics import ABSENT, Format, format_duration, format_value
 
 DASH = """\
 covey dash [RUNS...] [--port 8765] [--open]
@@ -134,7 +134,7 @@ def main_runs(argv: list[str]) -> int:
     Console(width=None if sys.stdout.isatty() else WIDE, highlight=False).print(
         runs_table([run.state() for run in library.runs])
     )
-    for why in [*library.left_out, *(f"{run.name}: {what}" for run in library.runs for what in run.broken())]:
+    for why in [*library.skipped, *(f"{run.name}: {what}" for run in library.runs for what in run.broken())]:
         print(why, file=sys.stderr)
     return 0
 
@@ -166,9 +166,9 @@ def runs_table(states: list[dict[str, Any]]) -> Table:
         words = heading in ("run", "what", "status", "tags")
         table.add_column(heading, justify="left" if words else "right", no_wrap=heading != "what")
     for state in states:
-        status = f"silent {duration(state['silent'])}" if state["silent"] else state["status"]
-        form: Form = "number" if state["curve"]["falls"] else "score"
-        best, last = (ABSENT if p is None else show(p["value"], form) for p in (state["best"], state["last"]))
+        status = f"silent {format_duration(state['silent'])}" if state["silent"] else state["status"]
+        form: Format = "number" if state["curve"]["falls"] else "score"
+        best, last = (ABSENT if p is None else format_value(p["value"], form) for p in (state["best"], state["last"]))
         table.add_row(
             escape(state["name"]),
             escape(f"{state['title']}: {state['label']}"),
@@ -176,8 +176,8 @@ def runs_table(states: list[dict[str, Any]]) -> Table:
             f"{state['done']}/{state['total']}",
             best,
             last,
-            duration(state["seconds"]),
-            duration(state["eta"]),
+            format_duration(state["seconds"]),
+            format_duration(state["eta"]),
             escape(", ".join(state["tags"])),
         )
     return table
@@ -216,10 +216,10 @@ def watch(folder: Path, rest: Callable[[], None]) -> None:
             for _, line in tail.lines():
                 _pass_on(console, line)
             run.poll()
-            for sign in run.signs():
-                if sign.name not in told:
-                    told.add(sign.name)
-                    console.warn(f"{sign.title}. {sign.sentence}")
+            for finding in run.findings():
+                if finding.name not in told:
+                    told.add(finding.name)
+                    console.warn(f"{finding.title}. {finding.sentence}")
             if over != "running":
                 status = over
                 return

@@ -29,7 +29,7 @@ from covey.simulate.hardware import (
     shape_from_name,
 )
 from covey.simulate.measured import benchmark_speeds, read_benchmarks, run_episodes, run_speeds, run_steps, with_waits
-from covey.simulate.simulation import Work
+from covey.simulate.simulation import Workload
 from covey.simulate.splits import Job, Training, all_splits, predict, report_json, report_text
 
 USAGE = f"""\
@@ -108,7 +108,7 @@ def _job(config: Config, words: Words, kind: Device, run: Path | None) -> tuple[
         raise InputError("covey simulate does not know learner.tensor_parallel\n  leave it at 1: shards are simulated")
     shape = model_shape(config)
     episodes, figures = _episodes(config, words, run)
-    work = Work(config.data.train_batch_size, config.rollout.group_size, episodes)
+    work = Workload(config.data.train_batch_size, config.rollout.group_size, episodes)
     training = Training(
         reference=make_algorithm(config).needs.reference,
         checkpointing=config.model.gradient_checkpointing,
@@ -179,7 +179,7 @@ def _speeds(config: Config, words: Words, job: Job, run: Path | None) -> tuple[S
         lead = as_run.mode.max_staleness if as_run.mode.name == "async" else 0
         speeds, measured = run_speeds(
             run,
-            Work(as_run.data.train_batch_size, as_run.rollout.group_size, episodes),
+            Workload(as_run.data.train_batch_size, as_run.rollout.group_size, episodes),
             speeds,
             updates=_updates(as_run),
             epochs=as_run.learner.epochs,
@@ -220,10 +220,10 @@ def _episodes(config: Config, words: Words, run: Path | None) -> tuple[Episodes,
         if words.text("--tool-seconds"):
             draw = random.Random("waits")
             found, waits = with_waits(found, lambda: draw.uniform(low, high)), False
-        why = f"{len(found.seen)} episodes of {run}; prompts of {found.prompt}"
+        why = f"{len(found.examples)} episodes of {run}; prompts of {found.prompt}"
         source = Figure("answers", f"{found.tokens:,.0f} tokens an episode", True, why)
     wait = Figure("tools", f"{found.waits:.3g} s an episode", waits, "the run's mean" if waits else "--tool-seconds")
-    return found, [source, wait] if any(len(turns) > 1 for turns in found.seen) else [source]
+    return found, [source, wait] if any(len(turns) > 1 for turns in found.examples) else [source]
 
 
 def _sheet(kind: Device) -> list[Figure]:
@@ -241,7 +241,7 @@ def model_shape(config: Config) -> Shape:
     options = {"local_files_only": True, "revision": place.revision or MAIN}
     try:
         found = AutoConfig.from_pretrained(place.path, trust_remote_code=False, **options)
-        return Shape.of(found, "its config.json")
+        return Shape.from_config(found, "its config.json")
     except (OSError, ValueError):  # not here, or of a kind that only the model's own code knows
         guess = shape_from_name(config.model.name)
         if guess is None:

@@ -1,1 +1,1 @@
-"""A page over run folders: is it learning, is it cheating, which run is better. Local, offline, live (docs/dash.md)."""
+"""A live dashboard over run folders: curves, comparisons, episodes, diagnostics. Local and offline (docs/dash.md)."""

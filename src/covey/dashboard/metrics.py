@@ -1,4 +1,8 @@
-"""Following a file of JSON lines that another process writes: only what is new is read, and a cut is noticed."""
+"""Follows metrics.jsonl while a run writes it, and prepares its metrics for charts.
+
+`Tail` reads the new lines of any JSONL file and notices when it was truncated. `Metrics` holds one column per metric;
+`thin` reduces long series to what a chart can show.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +16,24 @@ from numpy.typing import NDArray
 
 from covey.telemetry.jsonl import METRICS_FILE, read_record
 
-KEPT = 64  # bytes before the place we stand at, to recognise the file by
+FINGERPRINT_BYTES = 64  # before the current offset, to recognise the file by
+
+Floats = NDArray[np.float64]
+ROUND_OFF = 1e-6  # of a value: a few times the resolution of 32-bit floats
+ZERO = 1e-7
+POINTS = 1000  # buckets of a thinned series: about the pixels of a chart
 
 
-def at_home(path: Path) -> bool:
-    """Whether a file is there, and in its folder. A link that leads elsewhere is not followed: a run that somebody sent
-    must not show our other files, and a report must not take them along."""
+def is_own_file(path: Path) -> bool:
+    """Whether the file exists and lies in its folder.
+
+    Links to other places are not followed: a run folder from elsewhere must not expose files of this machine.
+    """
     return path.is_file() and path.resolve().parent == path.parent.resolve()
 
 
 class Tail:
-    """The whole lines of a file, each once. A last line without its line break waits until it is finished."""
+    """The complete lines of a file, each once. An incomplete last line waits until it is finished."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -32,16 +43,17 @@ class Tail:
 
     @property
     def size(self) -> int:
-        return self.path.stat().st_size if at_home(self.path) else 0
+        return self.path.stat().st_size if is_own_file(self.path) else 0
 
     def skip_to(self, offset: int) -> None:
-        """Lines before are known already."""
-        self.offset, self._before = offset, b"\n" * min(offset, KEPT)
+        self.offset, self._before = offset, b"\n" * min(offset, FINGERPRINT_BYTES)
         self._before = self._bytes_before()
 
     def was_cut(self) -> bool:
-        """A resumed run cuts its files back to a checkpoint and writes on: the bytes before our place are then gone or
-        others. If so, begin again."""
+        """Whether the file was truncated, as a resumed run does; then reading starts again.
+
+        If so, the bytes before the offset are missing or different.
+        """
         if not self._before or (self.size >= self.offset and self._bytes_before() == self._before):
             return False
         self.offset, self._before = 0, b""
@@ -49,7 +61,7 @@ class Tail:
         return True
 
     def lines(self, limit: int | None = None) -> Iterator[tuple[int, bytes]]:
-        """(offset, line) of what is new; `limit`: stop after about so many bytes."""
+        """(offset, line) of each new line; stops after about `limit` bytes."""
         if self.size <= self.offset:
             return
         stop = None if limit is None else self.offset + limit
@@ -60,7 +72,7 @@ class Tail:
                 if not line.endswith(b"\n"):
                     return
                 start, self.offset = self.offset, self.offset + len(line)
-                self._before = line[-KEPT:]
+                self._before = line[-FINGERPRINT_BYTES:]
                 yield start, line
 
     def _bytes_before(self) -> bytes:
@@ -69,16 +81,8 @@ class Tail:
             return file.read(len(self._before))
 
 
-# -- Numbers in columns: metrics.jsonl as one column per metric, thinned out to what a chart can show ------------------
-
-Floats = NDArray[np.float64]
-ROUND_OFF = 1e-6  # of a value: a few times the resolution of 32-bit floats
-ZERO = 1e-7
-POINTS = 1000  # buckets that a longer series is thinned out to: more than a chart has pixels, mostly
-
-
 class Table:
-    """Rows of named numbers; what a row lacks is NaN. Rows are only ever added."""
+    """Append-only rows of named numbers, stored as columns. Missing values are NaN."""
 
     def __init__(self) -> None:
         self.steps = array("q")
@@ -104,26 +108,26 @@ class Table:
         return np.array(column, dtype=np.float64)
 
     def points(self, name: str) -> tuple[NDArray[np.int64], Floats]:
-        """Steps and values, where there are any."""
+        """Steps and values, without missing values."""
         values = self.column(name)
-        there = np.isfinite(values)
-        return np.array(self.steps, dtype=np.int64)[there], values[there]
+        known = np.isfinite(values)
+        return np.array(self.steps, dtype=np.int64)[known], values[known]
 
 
 class Metrics:
-    """metrics.jsonl, followed. An evaluation at s was made after s updates, the answers of step i after i."""
+    """metrics.jsonl as tables. An evaluation at s was made after s updates, the answers of step i after i."""
 
     def __init__(self, folder: Path) -> None:
         self._tail = Tail(folder / METRICS_FILE)
         self.tables = {"step": Table(), "eval": Table()}
-        self.broken = 0  # lines that are no records: left out
+        self.broken = 0  # skipped lines that are not records
 
     @property
     def version(self) -> tuple[int, int]:
         return self._tail.cuts, self._tail.offset
 
     def poll(self) -> bool:
-        """Read what is new; whether there was anything."""
+        """Read new lines; returns whether there were any."""
         before = self.version
         if self._tail.was_cut():
             self.tables, self.broken = {"step": Table(), "eval": Table()}, 0
@@ -137,27 +141,26 @@ class Metrics:
         return self.version != before
 
     def axes(self, kind: str) -> dict[str, Floats]:
-        """Where the rows lie on each axis: updates, measured seconds, generated tokens."""
+        """The position of the rows on each axis: updates, measured seconds, generated tokens."""
         steps, evals = self.tables["step"], self.tables["eval"]
-        at = np.array(steps.steps, dtype=np.float64)
+        step_at = np.array(steps.steps, dtype=np.float64)
         seconds = np.nan_to_num(steps.column("timing/step"))
         tokens = np.nan_to_num(steps.column("perf/generated_tokens")) + np.nan_to_num(steps.column("perf/read_tokens"))
-        there = np.array(evals.steps, dtype=np.float64)
-        took = np.nan_to_num(evals.column("timing/evaluate"))
-        own = at if kind == "step" else there
-        # Work of earlier steps and evaluations lies before: an evaluation at s is made before step s.
-        past = np.searchsorted(at, own, side="left")
-        measured = np.searchsorted(there, own, side="right")
+        eval_at = np.array(evals.steps, dtype=np.float64)
+        eval_seconds = np.nan_to_num(evals.column("timing/evaluate"))
+        at = step_at if kind == "step" else eval_at
+        # An evaluation at s is made before step s.
+        steps_before = np.searchsorted(step_at, at, side="left")
+        evals_before = np.searchsorted(eval_at, at, side="right")
         return {
-            "step": own,
-            "time": _sum_until(seconds, past) + _sum_until(took, measured),
-            "tokens": _sum_until(tokens, past),
+            "step": at,
+            "time": _sum_until(seconds, steps_before) + _sum_until(eval_seconds, evals_before),
+            "tokens": _sum_until(tokens, steps_before),
         }
 
 
 def thin(columns: Mapping[str, Floats], axes: Mapping[str, Floats], points: int = POINTS) -> dict[str, Any]:
-    """Series for a chart: as they are, or where they are long, mean and extremes of buckets of rows, so that no spike
-    is lost."""
+    """Series for a chart. Long ones become mean and extremes of buckets, so that no spike is lost."""
     rows = len(axes["step"])
     if rows <= 2 * points:
         series = {name: {"y": listed(values)} for name, values in columns.items()}
@@ -170,38 +173,40 @@ def thin(columns: Mapping[str, Floats], axes: Mapping[str, Floats], points: int 
     }
 
 
-def level(name: str, values: Floats) -> float | None:
-    """The value of a metric that is constant but for round-off, which a chart must not magnify into a curve. None: it
-    varies, or is exactly constant. A learning rate may be tiny and real; of other metrics, what is below the resolution
-    of the 32-bit sums they come from is zero."""
-    there = values[np.isfinite(values)]
-    if not len(there) or (spread := float(there.max() - there.min())) == 0:
+def constant_level(name: str, values: Floats) -> float | None:
+    """The value of a metric that only varies by round-off, which a chart must not magnify into a curve.
+
+    None if it varies, or is exactly constant. Values below the resolution of 32-bit sums are zero, except learning
+    rates, which may be tiny.
+    """
+    known = values[np.isfinite(values)]
+    if not len(known) or (spread := float(known.max() - known.min())) == 0:
         return None
-    size = float(np.abs(there).max())
+    size = float(np.abs(known).max())
     if size < ZERO and name.rsplit("/", 1)[-1] != "lr":
         return 0.0
-    return float(f"{np.median(there):.6g}") if spread <= ROUND_OFF * size else None
+    return float(f"{np.median(known):.6g}") if spread <= ROUND_OFF * size else None
 
 
 def listed(values: Floats | Sequence[float]) -> list[float | None]:
-    """For JSON: seven digits are more than a chart can tell apart; what is not finite is null."""
+    """For JSON: rounded to seven digits; non-finite values are None."""
     values = np.asarray(values, dtype=np.float64)
-    there = np.isfinite(values) & (values != 0)
+    known = np.isfinite(values) & (values != 0)
     size = np.floor(
-        np.log10(np.abs(values, where=there, out=np.ones_like(values)), where=there, out=np.zeros_like(values))
+        np.log10(np.abs(values, where=known, out=np.ones_like(values)), where=known, out=np.zeros_like(values))
     )
     scale = 10.0 ** np.clip(6 - size, -300, 300)
-    rounded = np.where(there, np.round(values * scale) / scale, values)
+    rounded = np.where(known, np.round(values * scale) / scale, values)
     return [value if value - value == 0 else None for value in rounded.tolist()]
 
 
 def _bucketed(values: Floats, starts: NDArray[np.int64]) -> dict[str, Any]:
-    there = np.isfinite(values)
-    values = np.where(there, values, np.nan)
-    counts = np.add.reduceat(there.astype(np.float64), starts)
-    sums = np.add.reduceat(np.where(there, values, 0.0), starts)
+    known = np.isfinite(values)
+    values = np.where(known, values, np.nan)
+    counts = np.add.reduceat(known.astype(np.float64), starts)
+    sums = np.add.reduceat(np.where(known, values, 0.0), starts)
     with np.errstate(invalid="ignore"):
-        means = sums / counts  # 0/0 where a bucket has none: NaN
+        means = sums / counts  # NaN for an empty bucket
     low, high = np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts)
     return {"y": listed(means), "lo": listed(low), "hi": listed(high)}
 

@@ -1,8 +1,8 @@
-"""The page, served to this machine alone.
+"""The HTTP server of the dashboard, for this machine only.
 
-Who may look: a random token, once in the printed link and then in a cookie that scripts cannot read and other sites do
-not send. The Host header must name this machine, so that a foreign page cannot reach us by renaming itself. Only GET;
-nothing is written. Files are a fixed list, runs are numbers: no path ever comes from a request.
+Access needs a random token: it is part of the printed link, and then a cookie that is HttpOnly and SameSite=Strict. The
+Host header must name this machine, which prevents DNS rebinding. Only GET requests are served, and nothing is written.
+Files come from a fixed list and runs are numbers, so no path ever comes from a request.
 """
 
 from __future__ import annotations
@@ -27,20 +27,10 @@ from covey.redact import hide_known
 
 HOST = "127.0.0.1"
 COOKIE = "covey_dash"
-MOST_CONNECTIONS = 64
-LONGEST = 4096  # characters of a request's address
-SCRIPTS = (
-    "core.js",
-    "source.js",
-    "chart.js",
-    "overview.js",
-    "runs.js",
-    "compare.js",
-    "reader.js",
-    "episodes.js",
-    "rewards.js",
-    "app.js",
-)
+MAX_CONNECTIONS = 64
+MAX_URL = 4096  # characters
+_PARTS = ("core", "source", "chart", "overview", "runs", "compare", "reader", "episodes", "rewards", "app")
+SCRIPTS = tuple(f"{part}.js" for part in _PARTS)  # in the order of their dependencies
 PAGE = {"/": ("index.html", "text/html"), "/style.css": ("style.css", "text/css")} | {
     f"/{name}": (name, "text/javascript") for name in SCRIPTS
 }
@@ -48,56 +38,64 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-MARK = "<!-- scripts -->"
-FOLLOW = 1.0  # seconds between two looks at the files
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "X-Frame-Options": "DENY",
+}
+SCRIPTS_MARK = "<!-- scripts -->"
+FOLLOW_SECONDS = 1.0  # between two polls of the files
 
 
 def page_file(name: str, *, linked: bool = True) -> str:
-    """A file of the page; index.html with links to its scripts, or the mark where they belong."""
+    """A file of the page. In index.html, links to the scripts replace SCRIPTS_MARK if `linked`."""
     text = (files("covey.dashboard") / "page" / name).read_text(encoding="utf-8")
     if linked:
-        text = text.replace(MARK, "\n".join(f'<script src="{script}"></script>' for script in SCRIPTS))
+        text = text.replace(SCRIPTS_MARK, "\n".join(f'<script src="{script}"></script>' for script in SCRIPTS))
     return text
 
 
 class Server(ThreadingHTTPServer):
-    """At most so many connections at once: where one more comes, the oldest is cut off. A browser opens it again."""
+    """Serves at most MAX_CONNECTIONS at once. One more closes the oldest, which a browser opens again."""
 
     daemon_threads = True
-    request_queue_size = MOST_CONNECTIONS
+    request_queue_size = MAX_CONNECTIONS
 
     def __init__(self, port: int, api: Api, token: str) -> None:
         super().__init__((HOST, port), Handler)
         self.api, self.token = api, token
-        self._open: dict[int, Any] = {}  # the oldest first
-        self._guard = threading.Lock()
+        self._open: dict[int, Any] = {}  # oldest first
+        self._lock = threading.Lock()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        with self._guard:
+        with self._lock:
             self._open[id(request)] = request
-            oldest = self._open.pop(next(iter(self._open))) if len(self._open) > MOST_CONNECTIONS else None
+            oldest = self._open.pop(next(iter(self._open))) if len(self._open) > MAX_CONNECTIONS else None
         if oldest is not None:
             with suppress(OSError):
-                oldest.shutdown(socket.SHUT_RDWR)  # its thread sees the end, and closes it
+                oldest.shutdown(socket.SHUT_RDWR)  # its thread then closes it
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        with self._guard:
+        with self._lock:
             self._open.pop(id(request), None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exception(), ConnectionError):  # a browser that leaves in the middle is no error
+        if not isinstance(sys.exception(), ConnectionError):  # a browser may close the connection at any time
             super().handle_error(request, client_address)
 
 
 class Dash:
-    """The server and its follower, each on a thread of its own. Use it as a context."""
+    """The server and the follower of the files, each on its own thread. A context manager."""
 
     def __init__(self, library: Library, port: int = 0, token: str | None = None) -> None:
         self.library, self.token = library, token or secrets.token_urlsafe(24)
         self._server = Server(port, Api(library), self.token)
-        self._ended = threading.Event()
+        self._stopped = threading.Event()
         self._threads = [
             threading.Thread(target=run, daemon=True) for run in (self._server.serve_forever, self._follow)
         ]
@@ -116,70 +114,72 @@ class Dash:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
+        self._stopped.set()
         self._server.shutdown()
         self._server.server_close()
         for thread in self._threads:
             thread.join()
 
     def wait(self) -> None:
-        """Until somebody interrupts."""
-        self._ended.wait()
+        """Wait for Ctrl-C."""
+        self._stopped.wait()
 
     def _follow(self) -> None:
-        told = set()
-        while not self._ended.is_set():
+        reported = set()
+        while not self._stopped.is_set():
             behind = False
             try:
-                behind = self.library.poll()  # more may lie in a long file: go on at once
-            except Exception as error:  # a folder that was deleted meanwhile, a line that is none: the others go on
-                if str(error) not in told:
-                    told.add(str(error))
+                behind = self.library.poll()  # a long file is read in chunks: continue at once
+            except Exception as error:  # such as a deleted folder or a damaged line: continue with the others
+                if str(error) not in reported:
+                    reported.add(str(error))
                     print(f"covey dash: {type(error).__name__}: {error}", file=sys.stderr)
-            self._ended.wait(0.002 if behind else FOLLOW)
+            self._stopped.wait(0.002 if behind else FOLLOW_SECONDS)
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request: whether it may ask, and what it gets."""
+    """Checks that a request is allowed, and answers it."""
 
     server: Server
     protocol_version = "HTTP/1.1"
-    timeout = 30  # seconds that a silent connection is kept
+    timeout = 30  # seconds until an idle connection is closed
 
     def do_GET(self) -> None:
         host = self.headers.get("Host", "")
-        if len(self.path) > LONGEST or host.rsplit(":", 1)[0] not in (HOST, "localhost"):
-            return self._refuse(403, "this page is for this machine alone")
+        if len(self.path) > MAX_URL or host.rsplit(":", 1)[0] not in (HOST, "localhost"):
+            return self._refuse(403, "this page can only be opened on this machine")
         if self._from_another_page() or "Transfer-Encoding" in self.headers or self.headers.get("Content-Length"):
-            self.close_connection = True  # what may follow is no request of ours
-            return self._refuse(403, "this is asked by its own page alone, and without a body")
-        address = urlsplit(self.path)
-        asked = dict(parse_qsl(address.query))
-        if address.path == "/" and "token" in asked:
-            return self._enter(asked["token"])
+            self.close_connection = True  # a body may follow
+            return self._refuse(403, "only the dashboard's own page may request this, without a body")
+        url = urlsplit(self.path)
+        params = dict(parse_qsl(url.query))
+        if url.path == "/" and "token" in params:
+            return self._log_in(params["token"])
         if not _same(self._cookie(), self.server.token):
-            return self._refuse(403, "open the link that covey dash printed: it carries the token")
-        if address.path in PAGE:
-            name, kind = PAGE[address.path]
+            return self._refuse(403, "open the link that covey dash printed: it contains the token")
+        if url.path in PAGE:
+            name, kind = PAGE[url.path]
             return self._send(page_file(name).encode(), kind)
-        if address.path == "/api/csv":
-            return self._answer(lambda: self._send(self.server.api.csv(asked).encode(errors="replace"), "text/csv"))
-        if address.path.startswith("/api/"):
-            name = address.path.removeprefix("/api/")
-            return self._answer(lambda: self._send(_json(self.server.api.answer(name, asked)), "application/json"))
-        self._refuse(404, "nothing here")
+        if url.path == "/api/csv":
+            return self._answer(lambda: self._send(self.server.api.csv(params).encode(errors="replace"), "text/csv"))
+        if url.path.startswith("/api/"):
+            name = url.path.removeprefix("/api/")
+            return self._answer(lambda: self._send(_json(self.server.api.answer(name, params)), "application/json"))
+        self._refuse(404, "not found")
 
     def _from_another_page(self) -> bool:
-        """Another page of this machine counts as the same site, and is sent the cookie: it is turned away. A link
-        in it may be followed."""
+        """Whether another page makes the request.
+
+        Browsers send the cookie to other ports of this machine, which count as the same site. Following a link is fine.
+        """
         own = {f"http://{name}:{self.server.server_port}" for name in (HOST, "localhost")}
         if self.headers.get("Origin", next(iter(own))) not in own:
             return True
-        far = self.headers.get("Sec-Fetch-Site", "same-origin") in ("cross-site", "same-site")
-        return far and self.headers.get("Sec-Fetch-Mode") != "navigate"
+        foreign = self.headers.get("Sec-Fetch-Site", "same-origin") in ("cross-site", "same-site")
+        return foreign and self.headers.get("Sec-Fetch-Mode") != "navigate"
 
-    def _enter(self, given: str) -> None:
-        if not _same(given, self.server.token):
+    def _log_in(self, token: str) -> None:
+        if not _same(token, self.server.token):
             return self._refuse(403, "wrong token: open the link that covey dash printed")
         self.send_response(303)
         self.send_header("Location", "/")
@@ -192,7 +192,7 @@ class Handler(BaseHTTPRequestHandler):
 
     @property
     def _cookie_name(self) -> str:
-        """A machine's cookies are those of all its ports: each page has its own."""
+        """Cookies are shared by all ports of a machine, so each server has its own name."""
         return f"{COOKIE}_{self.server.server_port}"
 
     def _answer(self, work: Callable[[], None]) -> None:
@@ -200,7 +200,7 @@ class Handler(BaseHTTPRequestHandler):
             work()
         except BadRequest as error:
             self._refuse(400, str(error))
-        except Exception as error:  # told in the page, which asks again; the connection lives on
+        except Exception as error:  # shown on the page, which tries again
             if isinstance(error, ConnectionError):
                 raise
             self._refuse(500, f"{type(error).__name__}: {error}")
@@ -226,21 +226,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not printed: their addresses may carry the token."""
+        """Do not print requests: their URLs may contain the token."""
 
 
-HEADERS = {
-    "Content-Security-Policy": POLICY,
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "X-Frame-Options": "DENY",
-}
-
-
-def _same(given: str, token: str) -> bool:
-    return hmac.compare_digest(given.encode(errors="replace"), token.encode())
+def _same(value: str, token: str) -> bool:
+    return hmac.compare_digest(value.encode(errors="replace"), token.encode())
 
 
 def _json(data: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""A run as one file: the same page with its numbers inside, and Markdown for a pull request."""
+"""covey report: the dashboard with its data as one HTML file, or Markdown for a pull request."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from covey.config.read import load_yaml
 from covey.dashboard.api import Api
 from covey.dashboard.diagnostics import too_early
 from covey.dashboard.episodes import Query
-from covey.dashboard.metrics import at_home
+from covey.dashboard.metrics import is_own_file
 from covey.dashboard.runs import Library, Run
-from covey.dashboard.server import MARK, SCRIPTS, page_file
+from covey.dashboard.server import SCRIPTS, SCRIPTS_MARK, page_file
 from covey.redact import hide_known, hide_words
-from covey.telemetry.figures import duration
 from covey.telemetry.jsonl import finite
-from covey.telemetry.report import Summary, code, plain, summarise
+from covey.telemetry.key_metrics import format_duration
+from covey.telemetry.report import Summary, change_table, code, plain, summarise
 
-EPISODES = 200  # in the file, evenly over the run's
-DOTS = ("length", "reward", "step")
+EPISODES = 200  # in the file, evenly over the run
+SCATTER_COLUMNS = ("length", "reward", "step")
+EMPTY_SCATTER: dict[str, Any] = {"names": [], "total": 0, "correlation": None, "x": [], "y": [], "id": [], "step": []}
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 
 
 def html_report(folders: Sequence[Path], episodes: int = EPISODES) -> str:
-    """The page of `covey dash`, which then needs neither a server nor a network."""
+    """The page of `covey dash` as one file, which needs neither a server nor a network."""
     library = Library(folders)
     read_all(library)
     api = Api(library)
@@ -38,13 +39,13 @@ def html_report(folders: Sequence[Path], episodes: int = EPISODES) -> str:
     page = page_file("index.html", linked=False)
     page = page.replace('<link rel="stylesheet" href="style.css">', f"<style>\n{page_file('style.css')}</style>")
     page = page.replace("<title>", f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n<title>')
-    # A < could end the script that holds the data; in JSON it can be written in another way.
+    # "<" is escaped, since it could end the script element with the data.
     inline = hide_known(json.dumps(finite(data), separators=(",", ":"), default=str)).replace("<", "\\u003c")
-    return page.replace(MARK, f'<script type="application/json" id="inline">{inline}</script>\n{scripts}')
+    return page.replace(SCRIPTS_MARK, f'<script type="application/json" id="inline">{inline}</script>\n{scripts}')
 
 
 def read_all(library: Library) -> None:
-    """Everything that is recorded, before anything is asked."""
+    """Read all records of all runs."""
     for run in library.runs:
         run.open()
         while run.poll():
@@ -52,51 +53,46 @@ def read_all(library: Library) -> None:
 
 
 def _run_data(api: Api, run: Run, most: int) -> dict[str, Any]:
-    asked = {"run": str(run.number)}
-    whole = api.run(asked)
-    places = run.episodes.find(Query(descending=False))
-    stride = max(1, -(-len(places) // most))
-    kept = (
-        _whole_groups(run, [int(place) for place in places[::stride]], most) if stride > 1 else list(map(int, places))
-    )
-    names = [name for name in run.episodes.names() if name.startswith("reward:") or name in DOTS]
+    params = {"run": str(run.number)}
+    info = api.run(params)
+    indices = [int(index) for index in run.episodes.find(Query(descending=False))]
+    stride = max(1, -(-len(indices) // most))
+    kept = _whole_groups(run, indices[::stride], most) if stride > 1 else indices
+    names = [name for name in run.episodes.names() if name.startswith("reward:") or name in SCATTER_COLUMNS]
     pairs = [(x, y) for x in names for y in names if x != y and len(run.episodes)]
     return {
-        "run": whole,
+        "run": info,
         "series": {
-            kind: api.series(asked | {"kind": kind, "names": ",".join(whole["names"][kind])}) for kind in whole["names"]
+            kind: api.series(params | {"kind": kind, "names": ",".join(names)}) for kind, names in info["names"].items()
         },
-        "rows": [run.episodes.row(place) for place in kept],
-        "episodes": {place: run.episodes.read(place) for place in kept},
+        "rows": [run.episodes.row(index) for index in kept],
+        "episodes": {index: run.episodes.read(index) for index in kept},
         "recorded": len(run.episodes),
         "stops": run.episodes.stops.all,
-        "scatter": {f"{x}|{y}": _scatter(api, asked, x, y, names, set(kept)) for x, y in pairs}
-        or {"length|reward": NO_DOTS},
+        "scatter": {f"{x}|{y}": _scatter(api, params, x, y, names, set(kept)) for x, y in pairs}
+        or {"length|reward": EMPTY_SCATTER},
     }
 
 
-NO_DOTS: dict[str, Any] = {"names": [], "total": 0, "correlation": None, "x": [], "y": [], "id": [], "step": []}
-
-
 def _whole_groups(run: Run, picked: Sequence[int], most: int) -> list[int]:
-    """Whole groups, so that they can be read side by side: those of the picked episodes, until there are enough."""
+    """The groups of the picked episodes, until there are `most` episodes."""
     kept: dict[int, None] = {}
-    for place in picked[:: max(1, len(run.episodes.like(picked[0], group=True)))]:
+    for index in picked[:: max(1, len(run.episodes.related(picked[0], group=True)))]:
         if len(kept) < most:
-            kept |= dict.fromkeys(run.episodes.like(place, group=True))
+            kept |= dict.fromkeys(run.episodes.related(index, group=True))
     return sorted(kept)
 
 
-def _scatter(api: Api, asked: dict[str, str], x: str, y: str, names: list[str], kept: set[int]) -> dict[str, Any]:
-    """Only of what can be opened in this file; the correlation is that of all."""
-    found = api.scatter(asked | {"x": x, "y": y})
-    there = [place for place, number in enumerate(found["id"]) if number in kept]
-    picked = {name: [found[name][place] for place in there] for name in ("x", "y", "step", "id")}
-    return found | picked | {"names": names}
+def _scatter(api: Api, params: dict[str, str], x: str, y: str, names: list[str], kept: set[int]) -> dict[str, Any]:
+    """Dots of the episodes in this file; the correlation is over all."""
+    data = api.scatter(params | {"x": x, "y": y})
+    indices = [i for i, episode in enumerate(data["id"]) if episode in kept]
+    picked = {name: [data[name][i] for i in indices] for name in ("x", "y", "step", "id")}
+    return data | picked | {"names": names}
 
 
 def markdown_report(folder: Path) -> str:
-    """What a reviewer wants to know of a run, in a page."""
+    """Results, findings and changed settings of a run."""
     library = Library([folder])
     read_all(library)
     run, summary = library.runs[0], summarise(folder)
@@ -105,41 +101,34 @@ def markdown_report(folder: Path) -> str:
     of, status = plain(info["total_steps"]), plain(info["status"])
     parts = [
         f"## {plain(info['title'])}",
-        f"{what}: {summary.steps} of {of} steps, {status}, {duration(run.totals.seconds)}.",
+        f"{what}: {summary.steps} of {of} steps, {status}, {format_duration(run.totals.seconds)}.",
         _results(summary, run),
-        _signs(run),
+        _findings(run),
         _changed(run),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _results(summary: Summary, run: Run) -> str:
-    lines = ["| metric | before | after | change |", "|---|---:|---:|---:|"]
-    lines += [
-        f"| {code(key)} | {' | '.join(cells)} |" for key, *cells in (change.cells() for change in summary.changes)
-    ]
-    last = run.state()["last"]
-    if last is not None and "low" in last:
+    lines, last = change_table(summary), run.state()["last"]
+    if summary.changes and last is not None and "low" in last:
         lines += ["", f"95 % interval of the last `eval/accuracy`: {last['low']:.3f} to {last['high']:.3f}."]
-    return "\n".join(lines) if summary.changes else "The run was not evaluated."
+    return "\n".join(lines)
 
 
-def _signs(run: Run) -> str:
+def _findings(run: Run) -> str:
     if early := too_early(run.totals.steps):
         return early
-    found = run.signs()
-    if not found:
-        return "No warning signs."
     lines = [
-        f"- **{sign.title}.** {sign.sentence} {sign.advice} Settings: {', '.join(f'`{s}`' for s in sign.settings)}."
-        for sign in found
+        f"- **{f.title}.** {f.sentence} {f.advice} Settings: {', '.join(f'`{s}`' for s in f.settings)}."
+        for f in run.findings()
     ]
-    return "\n".join(["### Warning signs", "", *lines])
+    return "\n".join(["### Findings", "", *lines]) if lines else "No findings."
 
 
 def _changed(run: Run) -> str:
-    """The settings that were given on the command line, where they are kept."""
+    """The settings of the command line, if they were recorded."""
     path = run.folder / ".hydra" / "overrides.yaml"
-    given = load_yaml(path) if at_home(path) else []
-    given = hide_words([str(word) for word in given]) if isinstance(given, list) else []
-    return "Settings: " + " ".join(map(code, given)) if given else ""
+    overrides = load_yaml(path) if is_own_file(path) else []
+    overrides = hide_words([str(word) for word in overrides]) if isinstance(overrides, list) else []
+    return "Settings: " + " ".join(map(code, overrides)) if overrides else ""

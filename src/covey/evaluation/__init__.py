@@ -1,1 +1,1 @@
-"""How good a model is: answers to held-out tasks, figures with their uncertainty, models side by side."""
+"""Evaluation of models on held-out tasks: metrics with confidence intervals, and paired comparisons."""

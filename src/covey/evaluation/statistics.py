@@ -1,11 +1,11 @@
-"""What n answers to each of some tasks say about a model: estimates, intervals and tests. Pure mathematics, no I/O.
+"""Estimates, confidence intervals and tests from n answers per task. Pure mathematics, no I/O.
 
-    pass@k    1 − C(n−c, k) / C(n, k)              of n answers c are right; unbiased (Chen et al. 2021)
-    maj@n     the answer most of the n agree on
-    interval  95 %, over tasks: answers to one task are not independent of each other, tasks are
+    pass@k    1 − C(n−c, k) / C(n, k)              if c of n answers are right; unbiased (Chen et al. 2021)
+    maj@n     the most frequent of the n answers
+    interval  95 %, over tasks: answers to one task are not independent of each other
     tests     of two models on the same tasks: exact McNemar for verdicts, sign flips for means
 
-Every function gives the same result for the same numbers: where chance is used, it has a fixed seed.
+Every function is deterministic: random sign flips have a fixed seed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dataclasses import dataclass
 import numpy as np
 
 Z = 1.959963984540054  # of the normal distribution: 95 % lie within ± Z
-EXACT_FLIPS = 14  # so many differences or fewer: all 2^T sign patterns are enumerated
+EXACT_FLIPS = 14  # up to this many differences, all 2^T sign patterns are enumerated
 FLIPS = 10_000  # random sign patterns otherwise
 SEED = 20_240_229
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure and its 95 % confidence interval."""
+    """A value and its 95 % confidence interval."""
 
     value: float
     low: float
@@ -32,7 +32,7 @@ class Estimate:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that at least one of k answers is right, drawn from n of which c are.
+    """The probability that at least one of k answers is right, drawn from n of which c are.
 
     C(n−c, k) / C(n, k) = Π_{i=n−c+1..n} (1 − k/i): factors between 0 and 1, so nothing overflows.
     """
@@ -49,24 +49,24 @@ def powers_up_to(n: int) -> tuple[int, ...]:
 
 
 def majority(answers: Sequence[str], same: Callable[[str, str], bool]) -> int | None:
-    """The place of the first answer that the largest camp agrees on; among camps of one size, of the one seen first.
+    """The index of the first occurrence of the most frequent answer; ties go to the one seen first.
 
-    An answer joins the first camp whose first answer it is the same as. An empty answer is no vote; None: nobody voted.
+    An answer counts towards the first earlier one that it is the `same` as. Empty answers do not vote; None: no votes.
     """
-    camps: dict[int, int] = {}  # place of a camp's first answer → votes
-    for place, answer in enumerate(answers):
+    votes: dict[int, int] = {}  # index of the first occurrence → votes
+    for index, answer in enumerate(answers):
         if answer:
-            camp = next((first for first in camps if same(answers[first], answer)), place)
-            camps[camp] = camps.get(camp, 0) + 1
-    return max(camps, key=lambda first: camps[first]) if camps else None
+            first = next((first for first in votes if same(answers[first], answer)), index)
+            votes[first] = votes.get(first, 0) + 1
+    return max(votes, key=lambda first: votes[first]) if votes else None
 
 
 def share(values: Sequence[float], answers: int) -> Estimate:
-    """The mean of one value per task, each between 0 and 1, with Wilson's interval.
+    """The mean of one value in [0, 1] per task, with Wilson's interval.
 
-    Its number of trials is the effective one, p(1−p)/SE², where SE is that of the mean over tasks: one verdict per task
-    makes it the number of tasks, which is the plain Wilson interval; tasks whose values are all near p make it more,
-    up to the number of answers. Where p is 0 or 1 it is the number of tasks.
+    The number of trials is the effective one, p(1−p)/SE², with the standard error over tasks. For one verdict per task
+    that is the number of tasks (the plain Wilson interval); if the values of all tasks are near p it is larger, at most
+    the number of answers. For p = 0 or 1 it is the number of tasks.
     """
     T = len(values)
     assert T > 0 and answers >= T
@@ -77,14 +77,18 @@ def share(values: Sequence[float], answers: int) -> Estimate:
         trials: float = T
     else:
         trials = min(T * unit / spread, answers) if spread > 0 else answers
+    return Estimate(p, *wilson(p, trials))
+
+
+def wilson(p: float, trials: float) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share p."""
     centre = (p + Z**2 / (2 * trials)) / (1 + Z**2 / trials)
-    half = Z / (1 + Z**2 / trials) * math.sqrt(unit / trials + Z**2 / (4 * trials**2))
-    return Estimate(p, max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half)))
+    half = Z / (1 + Z**2 / trials) * math.sqrt(p * (1.0 - p) / trials + Z**2 / (4 * trials**2))
+    return max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half))
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """The mean of one value per task, on any scale. Interval: Student's, with the standard error over tasks. One task
-    says nothing of others: its interval has no ends."""
+    """The mean of one value per task on any scale, with Student's interval over tasks (infinite for one task)."""
     T = len(values)
     assert T > 0
     centre = math.fsum(values) / T
@@ -96,8 +100,10 @@ def mean(values: Sequence[float]) -> Estimate:
 
 
 def student(freedom: int) -> float:
-    """How many standard errors hold 95 % of Student's distribution: exact for 1 and 2 degrees of freedom, else Fisher's
-    expansion in 1/freedom (within 1 % from 3 on, 0.1 % from 6 on)."""
+    """The 97.5 % quantile of Student's distribution.
+
+    Exact for 1 and 2 degrees of freedom, else Fisher's expansion in 1/freedom (error < 1 % from 3 on, < 0.1 % from 6).
+    """
     if freedom == 1:
         return math.tan(0.475 * math.pi)
     if freedom == 2:
@@ -112,26 +118,31 @@ def student(freedom: int) -> float:
 
 
 def mcnemar(first_only: int, second_only: int) -> float:
-    """Two-sided p-value of so many tasks that only the first model solves, and only the second: were the two equally
-    good, each of those would be a fair coin. Exact."""
+    """Exact two-sided p-value, from the numbers of tasks that only the first and only the second model solves.
+
+    If the models were equally good, each of these tasks would be a fair coin toss.
+    """
     coins, fewer = first_only + second_only, min(first_only, second_only)
     tail = sum(math.comb(coins, i) for i in range(fewer + 1))
     return min(1.0, 2 * tail / 2**coins)
 
 
 def sign_flip(differences: Sequence[float]) -> float:
-    """Two-sided p-value of a mean difference over tasks: were the two models equally good, each task's difference could
-    as well have the other sign. All patterns of signs, or where they are many, FLIPS random ones."""
+    """Two-sided p-value of a mean difference over tasks.
+
+    If the models were equally good, each difference could as well have the other sign. Enumerates all sign patterns, or
+    samples FLIPS of them.
+    """
     column = np.asarray([d for d in differences if d != 0.0], dtype=np.float64)
     if len(column) == 0:
         return 1.0
-    seen = abs(math.fsum(column.tolist())) * (1 - 1e-12) - 1e-15  # ties count, also those that rounding parts
+    observed = abs(math.fsum(column.tolist())) * (1 - 1e-12) - 1e-15  # ties count, despite rounding
     if len(column) <= EXACT_FLIPS:
         patterns = (np.arange(2 ** len(column))[:, None] >> np.arange(len(column))) & 1
-        return float(np.mean(np.abs((1 - 2 * patterns) @ column) >= seen))
+        return float(np.mean(np.abs((1 - 2 * patterns) @ column) >= observed))
     rng = np.random.default_rng(SEED)
     hits = 0
-    for _ in range(10):  # a tenth at a time: memory
+    for _ in range(10):  # in ten chunks, to save memory
         signs = rng.integers(0, 2, size=(FLIPS // 10, len(column)), dtype=np.int8)
-        hits += int(np.sum(np.abs((1.0 - 2.0 * signs) @ column) >= seen))
+        hits += int(np.sum(np.abs((1.0 - 2.0 * signs) @ column) >= observed))
     return (1 + hits) / (1 + FLIPS)

@@ -1,1 +1,1 @@
-"""How long a step would take on machines that are not rented yet: figures of one device, and a simulation of many."""
+"""Predicts step time, utilisation, staleness and memory of a run on machines that are not rented yet."""

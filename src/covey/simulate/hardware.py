@@ -1,4 +1,14 @@
-"""What devices can do, from their makers' data sheets. Nothing here was measured on them."""
+"""Devices, model shapes, and the speeds and lengths that a simulation starts from.
+
+Device data comes from the makers' data sheets. Where nothing was measured, speeds follow from the model's size:
+
+    decoding step, n sequences   layers · launch + (weights + n · context · KV bytes) / bandwidth
+                                 + 2 · parameters · n / rate
+    learning, per token          (6 · parameters + 12 · layers · d_q · context / 2) / (rate · efficiency)
+    update                       16 bytes of weights, moments and gradients read and written, per parameter
+
+Launch time and efficiency are those of an H200 with Qwen2.5 of 0.5B to 7B (docs/benchmarks.md).
+"""
 
 from __future__ import annotations
 
@@ -13,23 +23,26 @@ from typing import Any
 from covey.errors import unknown
 
 GIB = 2**30
-NODE = 8  # GPUs of a machine that are joined by the fast link
+NODE = 8  # GPUs of a machine, connected by the fast link
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+LENGTH_SIGMA = 0.7  # of the logarithm of an answer's length
+FORWARD_PASS = 1 / 3  # share of a forward pass in forward and backward
 
 
 @dataclass(frozen=True)
 class Device:
     name: str
-    flops: float  # of matrix products per second: bfloat16 without sparsity, on a CPU float32
-    bandwidth: float  # of its memory, bytes per second
+    flops: float  # matmul FLOP/s: bfloat16 without sparsity, on a CPU float32
+    bandwidth: float  # of its memory, bytes/s
     memory: float  # bytes
-    link: float  # to another device of the same machine, bytes per second in one direction
-    network: float  # to a device of another machine, bytes per second in one direction
-    launch: float  # seconds that a layer takes however little there is to compute
+    link: float  # to another device of the same machine, bytes/s in one direction
+    network: float  # to a device of another machine, bytes/s in one direction
+    launch: float  # least seconds per layer
     efficiency: float  # share of `flops` that training reaches
-    itemsize: int  # bytes of a weight
+    itemsize: int  # bytes per weight
 
-    def between(self, ranks: int) -> float:
-        """Bytes per second among so many devices: the slowest link counts."""
+    def slowest_link(self, ranks: int) -> float:
+        """Bytes per second of the slowest link among `ranks` devices."""
         return self.link if ranks <= NODE else self.network
 
 
@@ -52,11 +65,13 @@ def device(name: str) -> Device:
     return DEVICES[name]
 
 
-# -- The sizes of a model that decide its memory and its time ----------------------------------------------------------
+# -- Model shapes ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Shape:
+    """The sizes of a model that determine its memory and speed."""
+
     layers: int
     hidden: int
     intermediate: int
@@ -65,12 +80,12 @@ class Shape:
     head_dim: int
     vocabulary: int
     tied: bool
-    source: str  # where it comes from
-    known: bool = True  # false: guessed from the model's name
+    source: str  # where the sizes come from
+    guessed: bool = False  # from the model's name
 
     @classmethod
-    def of(cls, config: Any, source: str) -> Shape:
-        """Of a transformers configuration."""
+    def from_config(cls, config: Any, source: str) -> Shape:
+        """From a transformers configuration."""
         text = config.get_text_config(decoder=True)
         heads = text.num_attention_heads
         return cls(
@@ -87,7 +102,7 @@ class Shape:
 
     @property
     def body(self) -> int:
-        """Entries of the matrices of all layers; norms and biases are thousands of times smaller."""
+        """Parameters of the matrices of all layers. Norms and biases are negligible."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
@@ -97,7 +112,7 @@ class Shape:
 
     @property
     def multiplied(self) -> int:
-        """Entries that a token is multiplied with: an input matrix of its own is only looked up."""
+        """Parameters that a token is multiplied with. Untied input embeddings are only looked up."""
         return self.body + self.output
 
     @property
@@ -105,12 +120,12 @@ class Shape:
         return self.body + self.output * (1 if self.tied else 2)
 
     def kv_bytes(self, itemsize: int) -> int:
-        """Of one token in the cache."""
+        """Bytes of one token in the KV cache."""
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
 
-# Billions of parameters → layers, hidden, intermediate, heads, key-value heads: sizes that are usual.
-_USUAL = {
+# Billions of parameters → layers, hidden, intermediate, heads, KV heads of common models.
+_COMMON = {
     0.14: (30, 576, 1536, 9, 3),
     0.5: (24, 896, 4864, 14, 2),
     1.5: (28, 1536, 8960, 12, 2),
@@ -123,35 +138,24 @@ _USUAL = {
 
 
 def shape_from_name(name: str) -> Shape | None:
-    """The usual shape of the size that a name says (…-7B-…), for a model whose files are not here."""
-    found = re.search(r"(?<![0-9.])(\d+(?:\.\d+)?)\s*([bm])(?![a-z0-9])", name.lower())
-    if found is None:
+    """A common shape of the size in the name (…-7B-…), for a model that is not on this machine."""
+    match = re.search(r"(?<![0-9.])(\d+(?:\.\d+)?)\s*([bm])(?![a-z0-9])", name.lower())
+    if match is None:
         return None
-    billions = float(found[1]) / (1000 if found[2] == "m" else 1)
-    size = min(_USUAL, key=lambda usual: abs(usual - billions) / billions)
-    layers, hidden, intermediate, heads, kv_heads = _USUAL[size]
-    return Shape(
-        layers=layers,
-        hidden=hidden,
-        intermediate=intermediate,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=hidden // heads,
-        vocabulary=151_936,
-        tied=size <= 3,
-        source=f"usual for {size:g}B, by the name {name}",
-        known=False,
-    )
+    billions = float(match[1]) / (1000 if match[2] == "m" else 1)
+    size = min(_COMMON, key=lambda common: abs(common - billions) / billions)
+    layers, hidden, intermediate, heads, kv_heads = _COMMON[size]
+    source = f"usual for {size:g}B, by the name {name}"
+    sizes = (layers, hidden, intermediate, heads, kv_heads, hidden // heads, 151_936)
+    return Shape(*sizes, tied=size <= 3, source=source, guessed=True)
 
 
-# -- Figures of one device, each with where it comes from: measured, or assumed ----------------------------------------
-# Seconds of a decoding step with n sequences are a line between known points. Seconds of learning are a line too: a
-# part that every update takes and a part for every token.
+# -- Speeds and lengths ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A number as the report shows it."""
+    """An input of the simulation as the report shows it."""
 
     name: str
     text: str
@@ -164,76 +168,83 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Decode:
-    """Seconds of one decoding step, which gives every sequence of the batch a token."""
+class DecodeCurve:
+    """Seconds of a decoding step, which gives every sequence of the batch a token, by batch size."""
 
-    points: tuple[tuple[float, float], ...]  # (sequences, seconds), sequences rising
+    points: tuple[tuple[float, float], ...]  # (sequences, seconds), sequences ascending
 
     def __post_init__(self) -> None:
         assert self.points and all(a[0] < b[0] for a, b in zip(self.points, self.points[1:], strict=False))
 
     @classmethod
-    def line(cls, fixed: float, per_sequence: float) -> Decode:
+    def line(cls, fixed: float, per_sequence: float) -> DecodeCurve:
         return cls(((0.0, fixed), (1.0, fixed + per_sequence)))
 
     def seconds(self, sequences: float) -> float:
-        """Between two points by their line, beyond the outermost by the line of the two nearest."""
+        """Interpolated linearly; extrapolated from the two nearest points."""
         if len(self.points) == 1:
             return self.points[0][1]
         at = min(max(bisect_left(self.points, (sequences,)), 1), len(self.points) - 1)
         (x0, y0), (x1, y1) = self.points[at - 1], self.points[at]
         return max(y0 + (y1 - y0) * (sequences - x0) / (x1 - x0), min(y for _, y in self.points) / 10)
 
-    def scaled(self, factor: float) -> Decode:
-        return Decode(tuple((n, seconds * factor) for n, seconds in self.points))
+    def scaled(self, factor: float) -> DecodeCurve:
+        return DecodeCurve(tuple((n, seconds * factor) for n, seconds in self.points))
+
+    @property
+    def text(self) -> str:
+        return ", ".join(f"{n / self.seconds(n):,.0f} tokens/s with {n}" for n in (1, 16, 256)) + " sequences"
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """Of one device."""
+    """The speeds of one device."""
 
-    decode: Decode
-    prefill: float  # seconds for a token of a prompt
-    learn_token: float  # seconds for a token that is learned from, all passes together
-    learn_fixed: float  # seconds of an update, however few its tokens
-    publish: float | None = None  # seconds, as measured in one process; None: by bytes and bandwidth
+    decode: DecodeCurve
+    prefill: float  # seconds per prompt token
+    learn_token: float  # seconds per trained token, all passes together
+    learn_fixed: float  # seconds per update, independent of its tokens
+    publish: float | None = None  # seconds, as measured in one process; None: from bytes and bandwidth
+
+    @property
+    def learn_text(self) -> str:
+        return f"{1 / self.learn_token:,.0f} tokens/s, and {self.learn_fixed:.3g} s an update"
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A reply of the model, and what comes after it."""
+    """A reply of the model and the tool call after it."""
 
     tokens: int
-    wait: float = 0.0  # seconds of its tool, before the next reply
-    given: int = 0  # tokens that come in between: the tool's answer
+    wait: float = 0.0  # seconds of the tool, before the next reply
+    observation: int = 0  # tokens of the tool's output
 
 
 @dataclass(frozen=True)
 class Episodes:
-    """What answers look like: each is one of `seen`, drawn anew."""
+    """A distribution of episodes: each simulated one is drawn from `examples`."""
 
-    seen: tuple[tuple[Turn, ...], ...]
-    prompt: int  # tokens, computed once for a group
+    examples: tuple[tuple[Turn, ...], ...]
+    prompt: int  # tokens, computed once per group
 
     @property
     def tokens(self) -> float:
-        """Sampled in an episode, in the mean."""
-        return sum(turn.tokens for episode in self.seen for turn in episode) / len(self.seen)
+        """Mean sampled tokens per episode."""
+        return sum(turn.tokens for turns in self.examples for turn in turns) / len(self.examples)
 
     @property
     def length(self) -> float:
-        """Of a row without its prompt: what was sampled, and what was given in between."""
-        return sum(turn.tokens + turn.given for episode in self.seen for turn in episode) / len(self.seen)
+        """Mean length of a row without its prompt: sampled tokens and observations."""
+        return sum(turn.tokens + turn.observation for turns in self.examples for turn in turns) / len(self.examples)
 
     @property
     def waits(self) -> float:
-        """Seconds of tools in an episode, in the mean."""
-        return sum(turn.wait for episode in self.seen for turn in episode) / len(self.seen)
+        """Mean seconds of tools per episode."""
+        return sum(turn.wait for turns in self.examples for turn in turns) / len(self.examples)
 
 
 def fit_line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float] | None:
-    """(a, b) of y = a + b·x by least squares, or None where the points do not tell: x hardly varies, or a part would
-    be negative."""
+    """(a, b) of y = a + b·x by least squares; None if x hardly varies or a coefficient would be negative."""
     count = len(xs)
     mean_x, mean_y = sum(xs) / count, sum(ys) / count
     spread = sum((x - mean_x) ** 2 for x in xs)
@@ -244,42 +255,27 @@ def fit_line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float] | 
     return (fixed, slope) if fixed >= 0 and slope > 0 else None
 
 
-# -- Figures from a model's size and a device's data sheet, where nobody has measured ----------------------------------
-# a decoding step of n sequences    layers · launch + (weights + n · context · KV bytes) / bandwidth
-# + 2 · parameters · n / rate
-# learning from a token             (6 · parameters + 12 · layers · d_q · context / 2) / (rate · efficiency)
-# an update                         16 bytes of weights, moments and gradients read and written, per parameter
-#
-# The launch and the efficiency are those that an H200 showed with Qwen2.5 of 0.5B to 7B (docs/benchmarks.md).
-
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-SPREAD = 0.7  # of the logarithm of an answer's length
-FORWARD_PASS = 1 / 3  # without a backward pass, as a share of both
-
-
-def assumed_decode(shape: Shape, device: Device, context: float, split: int = 1) -> Decode:
-    """`split`: devices that share one copy of the model; messages between them are left out."""
-    weights = shape.multiplied * device.itemsize / split
-    kv = shape.kv_bytes(device.itemsize) * context / split
-
-    def seconds(sequences: int) -> float:
-        moved = (weights + sequences * kv) / device.bandwidth
-        return shape.layers * device.launch + moved + 2 * shape.multiplied * sequences / device.flops / split
-
-    return Decode(tuple((float(n), seconds(n)) for n in BATCHES))
-
-
 def assumed_speeds(
     shape: Shape, device: Device, context: float, *, passes: float = 1.0, checkpointing: bool = False, split: int = 1
 ) -> Speeds:
-    """`passes`: forward-and-backward passes over every token; a reference model is a third of one."""
+    """`passes`: forward-and-backward passes per token; a reference model counts a third.
+
+    `split`: devices that share one engine; messages between them are not counted.
+    """
+    weights = shape.multiplied * device.itemsize / split
+    kv = shape.kv_bytes(device.itemsize) * context / split
+
+    def decoding(sequences: int) -> float:
+        moved = (weights + sequences * kv) / device.bandwidth
+        return shape.layers * device.launch + moved + 2 * shape.multiplied * sequences / device.flops / split
+
     rate = device.flops * device.efficiency
     attention = 12 * shape.layers * shape.heads * shape.head_dim * context / 2
-    again = 4 / 3 if checkpointing else 1.0  # the forward pass is made twice
+    recompute = 4 / 3 if checkpointing else 1.0  # a second forward pass
     return Speeds(
-        decode=assumed_decode(shape, device, context, split),
+        decode=DecodeCurve(tuple((float(n), decoding(n)) for n in BATCHES)),
         prefill=2 * shape.multiplied / rate / split,
-        learn_token=passes * again * (6 * shape.multiplied + attention) / rate,
+        learn_token=passes * recompute * (6 * shape.multiplied + attention) / rate,
         learn_fixed=2 * 16 * shape.parameters / device.bandwidth,
     )
 
@@ -287,28 +283,19 @@ def assumed_speeds(
 def assumed_episodes(
     *, answer: int, longest: int, prompt: int, turns: int, wait: tuple[float, float], seed: int = 0, count: int = 512
 ) -> Episodes:
-    """Lengths of a log-normal distribution with the median `answer`, cut at `longest`; waits anywhere in a range."""
+    """Log-normal lengths with the median `answer`, at most `longest`; tool seconds uniform in a range."""
     draw = random.Random(f"episodes {seed}")
 
     def turn(last: bool) -> Turn:
-        tokens = min(longest, max(1, round(answer * math.exp(draw.gauss(0.0, SPREAD)))))
-        return Turn(tokens) if last else Turn(tokens, draw.uniform(*wait), given=min(longest, 64))
+        tokens = min(longest, max(1, round(answer * math.exp(draw.gauss(0.0, LENGTH_SIGMA)))))
+        return Turn(tokens) if last else Turn(tokens, draw.uniform(*wait), observation=min(longest, 64))
 
     return Episodes(tuple(tuple(turn(at == turns - 1) for at in range(turns)) for _ in range(count)), prompt)
 
 
 def assumed_figures(shape: Shape, device: Device, speeds: Speeds) -> list[Figure]:
-    why = f"data sheet of {device.name}, {shape.parameters / 1e9:.2f}B parameters ({shape.source})"
+    source = f"data sheet of {device.name}, {shape.parameters / 1e9:.2f}B parameters ({shape.source})"
     return [
-        Figure("decoding", decode_text(speeds.decode), False, why),
-        Figure("learning", learn_text(speeds), False, f"{why}, {100 * device.efficiency:.0f} % of its rate"),
+        Figure("decoding", speeds.decode.text, False, source),
+        Figure("learning", speeds.learn_text, False, f"{source}, {100 * device.efficiency:.0f} % of its rate"),
     ]
-
-
-def decode_text(decode: Decode) -> str:
-    shown = [f"{n / decode.seconds(n):,.0f} tokens/s with {n}" for n in (1, 16, 256)]
-    return ", ".join(shown) + " sequences"
-
-
-def learn_text(speeds: Speeds) -> str:
-    return f"{1 / speeds.learn_token:,.0f} tokens/s, and {speeds.learn_fixed:.3g} s an update"

@@ -1,7 +1,7 @@
-"""What a run tells: files that are always written, the console, trackers (W&B and others), the report at the end."""
+"""Records and reports of a run: JSONL files, the console, external trackers, charts and the final report."""
 
 from covey.telemetry.base import EpisodeView, RunInfo
-from covey.telemetry.console import working
+from covey.telemetry.console import report_activity
 from covey.telemetry.history import History, Record, read_history
 from covey.telemetry.jsonl import TokenRow, episode_record, read_episodes
 from covey.telemetry.report import compare_curves, curve_figure, html_summary, print_summary, write_report
@@ -22,6 +22,6 @@ __all__ = [
     "print_summary",
     "read_episodes",
     "read_history",
-    "working",
+    "report_activity",
     "write_report",
 ]

@@ -1,10 +1,9 @@
-"""What a run tells about itself, and what a place that listens must answer to."""
+"""The types that telemetry is built on: facts about a run, the interface of a sink, and helpers for trackers."""
 
 from __future__ import annotations
 
 import importlib
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +13,13 @@ from covey.errors import Absent
 from covey.imports import install_extra
 from covey.storage import write_whole
 
+Metrics = Mapping[str, float]
+EpisodeRecords = Sequence[Mapping[str, Any]]  # lines of episodes.jsonl
+
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Who is running: known before the first step and fixed to the last."""
+    """Facts about a run that are known before its first step and do not change."""
 
     folder: Path
     title: str
@@ -25,50 +27,44 @@ class RunInfo:
     model: str
     task: str
     total_steps: int
-    first_step: int = 0  # more than 0 when resumed: that many updates are done
+    first_step: int = 0  # number of updates already done when the run is resumed
     reward_names: tuple[str, ...] = ()
-    trained_reward: str = ""  # the reward that eval/accuracy stands for
+    trained_reward: str = ""  # the reward behind eval/accuracy
     config: dict[str, Any] = field(default_factory=dict)
-    kind: str = "rl"  # or sft: what is worth watching
-    held_out: int = 0  # tasks that an evaluation asks
+    kind: str = "rl"  # or sft
+    held_out: int = 0  # validation tasks per evaluation
 
     @property
     def scored_by(self) -> str:
-        """The rewards in force, for the first line of a run; empty for sft."""
+        """`, rewards a, b` for the first line of a run; empty for SFT."""
         names = ", ".join(self.reward_names)
         return f", reward{'s' if len(self.reward_names) > 1 else ''} {names}" if names else ""
 
 
 @dataclass(frozen=True)
 class EpisodeView:
-    """One attempt as a person reads it. `advantage` is None where nothing is learned from it (evaluation)."""
+    """One attempt, for display. `advantage` is None for evaluation episodes."""
 
     question: str
     reply: str
     reward: float | None
     advantage: float | None = None
-    answer: str | None = None  # the reference, where the task has one
+    answer: str | None = None  # the reference answer, if the task has one
 
 
 class Sink:
-    """A place that listens to a run. It overrides what it cares for and ignores the rest."""
+    """Receives the events of a run. Subclasses override the events they need."""
 
-    elsewhere = False  # a service that may break down without an end to the run
+    external = False  # an outside service: if it fails, the run continues without it
 
     def stage(self, name: str | None) -> None:
-        """What runs from now on; None: nothing that is measured."""
+        """A stage begins; None: the outermost stage has ended."""
 
     def progress(self, done: int, total: int, what: str) -> None: ...
 
-    def step(
-        self,
-        index: int,
-        metrics: Mapping[str, float],
-        sample: EpisodeView | None,
-        episodes: Sequence[Mapping[str, Any]],
-    ) -> None: ...
+    def step(self, index: int, metrics: Metrics, sample: EpisodeView | None, episodes: EpisodeRecords) -> None: ...
 
-    def evaluation(self, step: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None: ...
+    def evaluation(self, step: int, metrics: Metrics, sample: EpisodeView | None) -> None: ...
 
     def note(self, text: str) -> None: ...
 
@@ -77,44 +73,25 @@ class Sink:
     def close(self, status: str) -> None: ...
 
 
-class Tracker(Sink, ABC):
-    """A place for figures alone, those of steps and of evaluations alike."""
-
-    @abstractmethod
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def step(
-        self,
-        index: int,
-        metrics: Mapping[str, float],
-        sample: EpisodeView | None,
-        episodes: Sequence[Mapping[str, Any]],
-    ) -> None:
-        self.log(index, metrics)
-
-    def evaluation(self, step: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None:
-        self.log(step, metrics)
-
-
-def flat(tree: Any, name: str = "") -> dict[str, Any]:
-    """Settings by their dotted names."""
+def flatten(tree: Any, name: str = "", separator: str = ".") -> dict[str, Any]:
+    """Nested settings by dotted name. An empty mapping stays a value."""
     if not isinstance(tree, Mapping) or not tree:
         return {name: tree}
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= flat(value, f"{name}.{key}" if name else str(key))
-    return found
+        flat |= flatten(value, f"{name}{separator}{key}" if name else str(key), separator)
+    return flat
 
 
-def lasting_id(path: Path) -> str:
-    """An id that is drawn once and kept in the run's folder, so that a resumed run continues the same page."""
+def persistent_id(path: Path) -> str:
+    """A random id kept in the run's folder, so that a resumed run continues the same page of a tracker."""
     if not path.exists():
-        write_whole(path, uuid.uuid4().hex[:8] + "\n")  # who is killed here draws another one
+        write_whole(path, uuid.uuid4().hex[:8] + "\n")
     return path.read_text(encoding="ascii").strip()
 
 
 def require(module: str, extra: str) -> Any:
-    """Import what an extra installs, or say how to install it."""
+    """Import a module of an extra, or raise an error that says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

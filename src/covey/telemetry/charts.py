@@ -1,4 +1,4 @@
-"""Learning curves as PNG: training reward per step, and the evaluations on top of it.
+"""Learning curves as PNG: the training reward of each step and the evaluations.
 
 The x axis counts updates: the answers of step i (from 0) were sampled after i updates, an evaluation at s after s.
 """
@@ -12,15 +12,15 @@ from typing import Any
 
 from covey.errors import InputError
 from covey.storage import write_whole
-from covey.telemetry.figures import Curve, curve_of
 from covey.telemetry.history import Points, read_history, read_run
+from covey.telemetry.key_metrics import Curve, curve_of
 
-# 1600 × 900 pixels; the type is sized to be read when a page shows it 800 wide.
+# 1600 × 900 pixels; fonts are sized for a page that shows it 800 wide.
 WIDTH, HEIGHT, DPI = 8.0, 4.5, 200
 BLUE, GREEN, ORANGE, GREY = "#2f6db5", "#1b8a5a", "#d9822b", "#6b7280"
 RUN_COLOURS = ("#2f6db5", "#d9822b", "#1b8a5a", "#a4478c", "#b33c3c", "#5b5b5b")
 MODE_STYLES = {"greedy": (GREEN, "o"), "sampled": (ORANGE, "s"), "validation": (GREEN, "o")}
-# The trained reward, and its lenient reading where there is one.
+# By suffix: the trained reward, and its lenient variant.
 EVALUATION_STYLES: dict[str, dict[str, Any]] = {
     "": {"linestyle": "-", "linewidth": 1.6, "markersize": 5},
     "/lenient": {"linestyle": "--", "linewidth": 1.2, "markersize": 3.5, "alpha": 0.7},
@@ -28,12 +28,12 @@ EVALUATION_STYLES: dict[str, dict[str, Any]] = {
 
 
 def draw_curve(folder: Path, out: Path) -> Path:
-    """The curve of one run, as a file."""
+    """Write the curve of one run to a file."""
     return _write(curve_figure(folder), out)
 
 
 def curve_figure(folder: Path) -> Any:
-    """The curve of one run: a matplotlib Figure, which a notebook shows."""
+    """The curve of one run as a matplotlib Figure, which notebooks display."""
     run, history = read_run(folder), read_history(folder)
     figure, axes = _canvas()
     curve = curve_of(run.get("kind", "rl"), run["trained_reward"])
@@ -53,7 +53,7 @@ def curve_figure(folder: Path) -> Any:
 
 
 def compare_curves(folders: Sequence[Path], labels: Sequence[str], out: Path) -> Path:
-    """The training reward and the evaluations of several runs side by side, one colour each."""
+    """Write training reward and evaluations of several runs, side by side, in one colour per run."""
     if len(folders) != len(labels):
         raise InputError(f"{len(folders)} folders, but {len(labels)} labels")
     figure, (left, right) = _canvas(columns=2)
@@ -77,13 +77,10 @@ def compare_curves(folders: Sequence[Path], labels: Sequence[str], out: Path) ->
 
 
 def moving_average(points: Points, window: int) -> list[tuple[float, float]]:
-    """Mean of the `window` points around each; fewer near the ends, so that the line spans the whole run."""
+    """Centred mean over `window` points; fewer near the ends, so that the line spans the whole run."""
     values, reach = [y for _, y in points], (window - 1) // 2
-    averaged: list[tuple[float, float]] = []
-    for index, (x, _) in enumerate(points):
-        around = values[max(index - reach, 0) : index + reach + 1]
-        averaged.append((x, sum(around) / len(around)))
-    return averaged
+    windows = [values[max(index - reach, 0) : index + reach + 1] for index in range(len(values))]
+    return [(x, sum(around) / len(around)) for (x, _), around in zip(points, windows, strict=True)]
 
 
 def smoothing(steps: int) -> int:
@@ -92,13 +89,13 @@ def smoothing(steps: int) -> int:
 
 
 def shortened(text: str, most: int) -> str:
-    """What is wider than its place is cut in the middle: paths are told apart by their ends."""
+    """Long text cut in the middle, because the ends of paths differ."""
     half = (most - 1) // 2
     return text if len(text) <= most else f"{text[:half]}…{text[-half:]}"
 
 
 def _plot_steps(axes: Any, steps: Points, colour: str, label: str) -> None:
-    """Every step lightly, with their moving average on top; a short run as it is."""
+    """Draw every step lightly with the moving average on top; a short run without averaging."""
     window = smoothing(len(steps))
     if window == 1:
         axes.plot(*_xy(steps), color=colour, linewidth=2.0, marker=".", label=label)
@@ -112,13 +109,13 @@ def _canvas(columns: int = 1) -> tuple[Any, Any]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    class Shown(Figure):
-        """Notebooks show a figure by this method, also where pyplot was never imported."""
+    class NotebookFigure(Figure):
+        """Notebooks display a figure through this method, even if pyplot was never imported."""
 
         def _repr_png_(self) -> bytes:
-            return drawn(self, "png", dpi=DPI // 2)
+            return render(self, "png", dpi=DPI // 2)
 
-    figure = Shown(figsize=(WIDTH, HEIGHT), dpi=DPI, layout="constrained", facecolor="white")
+    figure = NotebookFigure(figsize=(WIDTH, HEIGHT), dpi=DPI, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(1, columns, sharey=columns > 1)
 
@@ -129,7 +126,7 @@ def _titles(axes: Any, title: str, subtitle: str) -> None:
         *(shortened(subtitle, 94), (0, 1), (0, 8)),
         **{"xycoords": "axes fraction", "textcoords": "offset points", "fontsize": 10, "color": GREY},
     )
-    below.set_in_layout(False)  # the title's pad is its room; the curve does not give way to a long one
+    below.set_in_layout(False)  # it lies in the title's padding; a long one must not shrink the axes
 
 
 def _xy(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
@@ -137,36 +134,32 @@ def _xy(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]
 
 
 def _finish(curve: Curve, *panels: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     low = min(axes.dataLim.y0 for axes in panels)
     high = max(axes.dataLim.y1 for axes in panels)
     for axes in panels:
-        if low >= 0 and (high <= 1 or curve.falls):  # a score or a loss: its zero is part of the picture
+        if low >= 0 and (high <= 1 or curve.falls):  # scores and losses are drawn from 0
             axes.set_ylim(0, max(1.06 * high, 0.1))
-        _dress(axes, curve.name)
-
-
-def _dress(axes: Any, name: str) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.set_xlabel("updates", fontsize=10)
-    axes.set_ylabel(name, fontsize=10)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
-    axes.tick_params(labelsize=9)
-    axes.grid(color="#e5e7eb", linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8.5, frameon=True, framealpha=0.9, edgecolor="none")
+        axes.set_xlabel("updates", fontsize=10)
+        axes.set_ylabel(curve.name, fontsize=10)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
+        axes.tick_params(labelsize=9)
+        axes.grid(color="#e5e7eb", linewidth=0.8)
+        axes.set_axisbelow(True)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8.5, frameon=True, framealpha=0.9, edgecolor="none")
 
 
 def _write(figure: Any, out: Path) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(out, drawn(figure, out.suffix.removeprefix(".") or "png"))
+    write_whole(out, render(figure, out.suffix.removeprefix(".") or "png"))
     return out
 
 
-def drawn(figure: Any, form: str, dpi: int = DPI) -> bytes:
+def render(figure: Any, form: str, dpi: int = DPI) -> bytes:
     picture = io.BytesIO()
     figure.savefig(picture, format=form, dpi=dpi)
     return picture.getvalue()

@@ -1,12 +1,13 @@
-"""The console: a live view on a terminal, plain lines everywhere else."""
+"""The console of a run: a live view on a terminal, one redrawn output in a notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from html import escape
 from typing import Any, TextIO
 
 from rich.console import Console, ConsoleRenderable
@@ -14,13 +15,13 @@ from rich.control import Control
 from rich.live import Live
 
 from covey.config.schema import LoggingConfig
-from covey.telemetry.base import EpisodeView, RunInfo, Sink
-from covey.telemetry.figures import duration, evaluation_form, show
+from covey.telemetry.base import EpisodeRecords, EpisodeView, Metrics, RunInfo, Sink
 from covey.telemetry.history import History, RunState
-from covey.telemetry.live_view import WARNINGS, LiveView, NotebookView, notebook_display
-from covey.telemetry.progress import Beating, Heartbeat, beating
+from covey.telemetry.key_metrics import evaluation_format, format_duration, format_value
+from covey.telemetry.live_view import MAX_WARNINGS, LiveView
+from covey.telemetry.progress import Heartbeat, heartbeat
 
-DOING = {
+STAGE_TEXT = {
     "rollout": "sampling",
     "annotate": "computing log-probs",
     "update": "updating the model",
@@ -28,6 +29,8 @@ DOING = {
     "evaluate": "evaluating",
     "checkpoint": "saving a checkpoint",
 }
+NOTEBOOK_SECONDS = 0.25  # least time between two redraws in a notebook
+NOTEBOOK_BAR = 30  # characters
 
 
 def open_console(info: RunInfo, verbosity: str, history: History) -> Sink:
@@ -43,27 +46,42 @@ def open_console(info: RunInfo, verbosity: str, history: History) -> Sink:
 
 
 def _can_redraw(console: Console) -> bool:
-    """A terminal that cannot show the characters or move its cursor gets plain lines, as a pipe does."""
+    """Whether stdout is a terminal that can move its cursor and show the characters of the live view."""
     return sys.stdout.isatty() and not console.is_dumb_terminal and not console.options.ascii_only
 
 
+def notebook_display() -> Callable[..., Any] | None:
+    """IPython's `display` in a notebook kernel; None at a terminal and in scripts."""
+    if "IPython" not in sys.modules:  # a notebook has imported it
+        return None
+    from IPython import get_ipython
+
+    if getattr(get_ipython(), "kernel", None) is None:
+        return None
+    from IPython.display import display
+
+    function: Callable[..., Any] = display
+    return function
+
+
 @contextmanager
-def working(text: str, logging: LoggingConfig) -> Iterator[None]:
-    """Around what takes long before a run has a console: where that will be plain lines, so is this."""
+def report_activity(text: str, logging: LoggingConfig) -> Iterator[None]:
+    """Print heartbeats around long work before a run has its console, if that console will print plain lines."""
     plain = "console" in logging.to and logging.verbosity != "warning" and not _can_redraw(Console(file=sys.stdout))
-    with beating(partial(_write_line, sys.stdout), text) if plain else nullcontext():
+    with heartbeat(partial(_write_line, sys.stdout), text) if plain else nullcontext():
         yield
 
 
 class PlainConsole(Sink):
-    """One line per step and per evaluation, for pipes, files and batch jobs: no colour, nothing overwritten. Where
-    nothing is printed for a while, above all before the first step, lines say what is being done."""
+    """One line per step and per evaluation, without colour, for pipes, files and batch jobs.
+
+    A heartbeat reports stages that take long, above all before the first step.
+    """
 
     def __init__(self, state: RunState, file: TextIO, now: Callable[[], float] = time.monotonic) -> None:
         self._state = state
         self._file = file
         self.heartbeat = Heartbeat(self._print, now)
-        self._beating = Beating(self.heartbeat)
         self._stepped = False
         info = state.info
         what = f"{info.algorithm} trains {info.model} on {info.task}{info.scored_by}"
@@ -76,54 +94,43 @@ class PlainConsole(Sink):
         if name is None:
             self.heartbeat.end()
             return
-        doing = DOING.get(name, name)
-        self.heartbeat.begin(doing if self._stepped else self._at_first(name, doing))
-        self._beating.start()
+        text = STAGE_TEXT.get(name, name)
+        self.heartbeat.begin(text if self._stepped else self._before_first_step(name, text))
+        self.heartbeat.start()
 
-    def _at_first(self, name: str, doing: str) -> str:
-        """What a stage does before the first step is done."""
-        match name:
-            case "evaluate":
-                return f"{doing} before training"
-            case "publish":  # which waits until vLLM has started
-                vllm = self._state.info.config.get("rollout", {}).get("name") == "vllm"
-                return "starting vLLM" if vllm else doing
-        return f"first step: {doing}"
+    def _before_first_step(self, name: str, text: str) -> str:
+        if name == "evaluate":
+            return f"{text} before training"
+        if name == "publish":  # the first one waits until vLLM has started
+            vllm = self._state.info.config.get("rollout", {}).get("name") == "vllm"
+            return "starting vLLM" if vllm else text
+        return f"first step: {text}"
 
     def progress(self, done: int, total: int, what: str) -> None:
         self.heartbeat.progress(done, total, what)
 
-    def step(
-        self,
-        index: int,
-        metrics: Mapping[str, float],
-        sample: EpisodeView | None,
-        episodes: Sequence[Mapping[str, Any]],
-    ) -> None:
-        state, curve = self._state, self._state.curve
-        state.add_step(index, metrics, None)
+    def step(self, index: int, metrics: Metrics, sample: EpisodeView | None, episodes: EpisodeRecords) -> None:
+        self._state.add_step(index, metrics, None)
         self._stepped = True
         self.heartbeat.steady()
-        speed = metrics.get("perf/tokens_per_second")
+        values = self._state.headline(metrics)
+        speed = values.pop("tok/s")
         self._print(
-            f"step  {self._position(state.done)}",
-            f"{curve.name} {show(metrics.get(curve.key), curve.form):>5}",
-            f"eval {show(state.metrics.get(curve.best), curve.form):>5}",
-            f"entropy {show(metrics.get('policy/entropy'), 'number'):>5}",
-            f"grad {show(metrics.get('grad/norm'), 'number'):>5}",
-            f"{show(speed, 'count'):>5} tok/s",
-            f"eta {duration(state.eta())}",
+            f"step  {self._position(self._state.done)}",
+            *(f"{name} {value:>5}" for name, value in values.items()),
+            f"{speed:>5} tok/s",
+            f"eta {format_duration(self._state.eta())}",
         )
 
-    def evaluation(self, step: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None:
+    def evaluation(self, step: int, metrics: Metrics, sample: EpisodeView | None) -> None:
         self._state.add_evaluation(step, metrics, None)
         scores = [
-            f"{key.removeprefix('eval/')} {show(value, evaluation_form(key))}"
+            f"{key.removeprefix('eval/')} {format_value(value, evaluation_format(key))}"
             for key, value in sorted(metrics.items())
             if key.startswith("eval/") and not key.endswith(("/length_mean", "/truncated"))
         ]
         seconds = metrics.get("timing/evaluate")
-        took = [f"took {duration(seconds)}"] if seconds is not None else []
+        took = [f"took {format_duration(seconds)}"] if seconds is not None else []
         self._print(f"eval  {self._position(step)}", *scores, *took)
 
     def note(self, text: str) -> None:
@@ -133,7 +140,7 @@ class PlainConsole(Sink):
         self._print(f"warning: {text}")
 
     def close(self, status: str) -> None:
-        self._beating.stop()
+        self.heartbeat.stop()
         self._print(f"{status} after {self._state.done} of {self._state.info.total_steps} steps")
 
     def _position(self, done: int) -> str:
@@ -143,24 +150,18 @@ class PlainConsole(Sink):
     def _print(self, *parts: str) -> None:
         with self.heartbeat.lock:
             _write_line(self._file, "  ".join(parts))
-            self.heartbeat.spoken()
+            self.heartbeat.line_printed()
 
 
 class DebugConsole(PlainConsole):
-    """`logging.verbosity=debug`: every stage as it starts, every figure, and one episode of each step."""
+    """`logging.verbosity=debug`: every stage as it starts, every metric, and one episode per step."""
 
     def stage(self, name: str | None) -> None:
         super().stage(name)
         if name is not None:
             self._print(f"  {name} ...")
 
-    def step(
-        self,
-        index: int,
-        metrics: Mapping[str, float],
-        sample: EpisodeView | None,
-        episodes: Sequence[Mapping[str, Any]],
-    ) -> None:
+    def step(self, index: int, metrics: Metrics, sample: EpisodeView | None, episodes: EpisodeRecords) -> None:
         super().step(index, metrics, sample, episodes)
         for name, value in sorted(metrics.items()):
             self._print(f"    {name:36} {value:.6g}")
@@ -169,38 +170,68 @@ class DebugConsole(PlainConsole):
 
 
 class NotebookConsole(PlainConsole):
-    """In a notebook: one output that is redrawn, in place of a line per step. Notes and warnings are lines."""
+    """One output that is redrawn, instead of a line per step. Notes and warnings stay lines.
 
-    def __init__(self, state: RunState, file: TextIO, display: Callable[..., Any]) -> None:
+    `display` creates the output once; updates replace it, whichever cell or thread they come from.
+    """
+
+    def __init__(
+        self,
+        state: RunState,
+        file: TextIO,
+        display: Callable[..., Any],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         super().__init__(state, file)
-        self._view = NotebookView(state, display)
+        self._now = now
+        self._stage = self._activity = "starting"
+        self._closed = False
+        self._drawn = now()
+        self._output = display(self._picture(), raw=True, display_id=True)
 
     def stage(self, name: str | None) -> None:
-        self._view.enter(name)
+        self._stage = self._activity = name or ""
+        self._draw_if_due()
 
     def progress(self, done: int, total: int, what: str) -> None:
-        self._view.progress(done, total, what)
+        self._activity = f"{self._stage}  {done} of {total} {what}".strip()
+        self._draw_if_due()
 
-    def step(
-        self,
-        index: int,
-        metrics: Mapping[str, float],
-        sample: EpisodeView | None,
-        episodes: Sequence[Mapping[str, Any]],
-    ) -> None:
+    def step(self, index: int, metrics: Metrics, sample: EpisodeView | None, episodes: EpisodeRecords) -> None:
         self._state.add_step(index, metrics, sample)
-        self._view.draw()
+        self._draw()
 
-    def evaluation(self, step: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None:
+    def evaluation(self, step: int, metrics: Metrics, sample: EpisodeView | None) -> None:
         self._state.add_evaluation(step, metrics, sample)
-        self._view.draw()
+        self._draw()
 
     def close(self, status: str) -> None:
-        self._view.end(status)
+        self._activity = status
+        self._draw()
+        self._closed = True
+
+    def _draw(self) -> None:
+        if not self._closed:
+            self._drawn = self._now()
+            self._output.update(self._picture(), raw=True)
+
+    def _draw_if_due(self) -> None:
+        if self._now() - self._drawn >= NOTEBOOK_SECONDS:
+            self._draw()
+
+    def _picture(self) -> dict[str, str]:
+        state, total, eta = self._state, self._state.info.total_steps, self._state.eta()
+        full = NOTEBOOK_BAR * state.done // max(1, total)
+        bar = f"{'█' * full}{'░' * (NOTEBOOK_BAR - full)}  step {state.done} of {total}"
+        if state.done < total and eta is not None:
+            bar += f", {format_duration(eta)} left"
+        values = "  ".join(f"{name} {value}" for name, value in state.headline(state.metrics).items())
+        text = "\n".join((bar, values, self._activity))
+        return {"text/plain": text, "text/html": f"<pre>{escape(text)}</pre>"}
 
 
 class WarningsOnly(Sink):
-    """`logging.verbosity=warning`: silence unless something is wrong."""
+    """`logging.verbosity=warning`: prints nothing but warnings."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -210,21 +241,21 @@ class WarningsOnly(Sink):
 
 
 class Screen(Live):
-    """Draws over its last picture, by going up as many lines as that had."""
+    """rich's Live, which redraws by moving the cursor up by the lines it has drawn, made safe for resizing."""
 
-    _drawn = 0  # columns of the last picture
+    _drawn_width = 0
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        width, before, self._drawn = self.console.width, self._drawn, self.console.width
+        width, before, self._drawn_width = self.console.width, self._drawn_width, self.console.width
         if width >= before or not self.console.is_terminal:
             return super().process_renderables(renderables)
-        # A window that was made narrower has broken our lines into more than we know of: begin with an empty screen.
+        # A narrower window has wrapped our lines, so their number is unknown: clear the screen.
         self._live_render._shape = None
         return [Control.clear(), Control.home(), *super().process_renderables(renderables)]
 
 
 class LiveConsole(Sink):
-    """The live view. Its clock moves between events too: rich redraws it from a thread of its own."""
+    """The live view. rich redraws it from a thread of its own, so its clock also moves between events."""
 
     def __init__(self, state: RunState, console: Console, now: Callable[[], float] = time.monotonic) -> None:
         self._view = LiveView(state, now)
@@ -241,17 +272,11 @@ class LiveConsole(Sink):
         with self._view.lock:
             self._view.progress = (done, total, what)
 
-    def step(
-        self,
-        index: int,
-        metrics: Mapping[str, float],
-        sample: EpisodeView | None,
-        episodes: Sequence[Mapping[str, Any]],
-    ) -> None:
+    def step(self, index: int, metrics: Metrics, sample: EpisodeView | None, episodes: EpisodeRecords) -> None:
         with self._view.lock:
             self._view.state.add_step(index, metrics, sample)
 
-    def evaluation(self, step: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None:
+    def evaluation(self, step: int, metrics: Metrics, sample: EpisodeView | None) -> None:
         with self._view.lock:
             self._view.state.add_evaluation(step, metrics, sample)
 
@@ -262,8 +287,8 @@ class LiveConsole(Sink):
     def warn(self, text: str) -> None:
         with self._view.lock:
             self._view.state.warnings.append(text)
-            over = self._view.status != "running"
-        if over:  # the view is drawn no more
+            closed = self._view.status != "running"
+        if closed:  # the view is no longer redrawn
             self._print_warning(text)
 
     def close(self, status: str) -> None:
@@ -271,7 +296,7 @@ class LiveConsole(Sink):
             self._view.status = status
         with suppress(OSError):
             self._live.stop()
-        for text in self._view.state.warnings[:-WARNINGS]:  # the view kept only the last of them
+        for text in self._view.state.warnings[:-MAX_WARNINGS]:  # those that the view no longer shows
             self._print_warning(text)
 
     def _print_warning(self, text: str) -> None:
@@ -280,7 +305,7 @@ class LiveConsole(Sink):
 
 
 def _write_line(file: TextIO, line: str) -> None:
-    """A terminal that went away, or one that lacks a character, must not end the run."""
+    """Write a line. A closed terminal or an encoding without a character does not end the run."""
     encoding = file.encoding or "utf-8"
     with suppress(OSError):
         file.write(line.encode(encoding, "replace").decode(encoding) + "\n")

@@ -1,7 +1,11 @@
-"""A long file of JSON lines in parts: episodes.jsonl, and when that is full episodes-0001.jsonl, episodes-0002.jsonl, …
+"""metrics.jsonl and episodes.jsonl: the record of a run, written and read.
 
-A part that is full is left alone from then on: it can be copied while the run goes on. Places in the record are counted
-over all parts as if they were one file: a checkpoint remembers one number.
+A resumed run truncates both files to the offsets in its checkpoint, so they have no gaps, repeats or half lines.
+episodes.jsonl grows large and is split into parts: episodes.jsonl, episodes-0001.jsonl, episodes-0002.jsonl, … A full
+part is never written to again, so it can be copied while the run continues. Offsets count over all parts as if they
+were one file.
+
+The schema of both files is described in docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -15,23 +19,32 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from covey.errors import InputError
 from covey.redact import hide_known
 from covey.storage import writing
-from covey.telemetry.base import EpisodeView, Sink
+from covey.telemetry.base import EpisodeRecords, EpisodeView, Metrics, Sink
 from covey.types import Episode, RewardTable, Sample
 
-PART_BYTES = 256 << 20  # a part takes no further line from here on
+METRICS_FILE = "metrics.jsonl"
+EPISODES_FILE = "episodes.jsonl"
+PART_BYTES = 256 << 20  # from this size on, lines go to the next part
+MAX_STEP = 1 << 53  # beyond it, floats cannot represent every step
+SCHEMA = 1  # of an episode record; raised by a change that an older reader would misread
+
+Decode = Callable[[list[int]], str]
+
+
+# -- Files in parts ----------------------------------------------------------------------------------------------------
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The parts that exist, in order; `path` is the first."""
-    found = [path] if path.exists() else []
-    while found and (following := _part(path, len(found))).exists():
-        found.append(following)
-    return found
+    """The existing parts in order; `path` is the first."""
+    parts = [path] if path.exists() else []
+    while parts and (following := _part(path, len(parts))).exists():
+        parts.append(following)
+    return parts
 
 
 def size_of(path: Path) -> int:
@@ -40,7 +53,7 @@ def size_of(path: Path) -> int:
 
 
 def whole_lines(path: Path) -> int:
-    """Bytes of all parts without a last line that was not written to its end."""
+    """Bytes of all parts without an incomplete last line."""
     size = size_of(path)
     if not size:
         return 0
@@ -50,7 +63,7 @@ def whole_lines(path: Path) -> int:
 
 
 class PartWriter:
-    """Appends lines after the first `offset` bytes of the record; what stood behind them is cut away."""
+    """Truncates the file to its first `offset` bytes and appends lines from there."""
 
     def __init__(self, path: Path, offset: int, part_bytes: int = PART_BYTES) -> None:
         self._path, self._part_bytes = path, part_bytes
@@ -58,10 +71,13 @@ class PartWriter:
         self._open("ab")
 
     def write(self, line: bytes) -> None:
-        """All of it, or nothing: what a full disk took of a line is cut off again."""
+        """Write the whole line or nothing: after an error (such as a full disk) the partial line is removed."""
         if self._size >= self._part_bytes:
-            self._next()
-        with writing(self._here, needs=len(line)):
+            self._before = self.synced()
+            self._file.close()
+            self._number += 1
+            self._open("wb")
+        with writing(self._part_path, needs=len(line)):
             rest = memoryview(line)
             try:
                 while rest:
@@ -73,30 +89,24 @@ class PartWriter:
         self._size += len(line)
 
     def synced(self) -> int:
-        """Bytes of all parts, once they are safely on the disk."""
-        with writing(self._here):
+        """Sync to disk; returns the bytes of all parts."""
+        with writing(self._part_path):
             os.fsync(self._file.fileno())
         return self._before + self._size
 
     def close(self) -> None:
         self._file.close()
 
-    def _next(self) -> None:
-        self._before = self.synced()
-        self._file.close()
-        self._number += 1
-        self._open("wb")
-
     def _open(self, mode: str) -> None:
-        """Nothing is held back in this process: what is written is in the file, and closing it cannot fail for it."""
-        self._here = _part(self._path, self._number)
-        with writing(self._here):
-            self._file = FileIO(self._here, mode)
+        """Open without a buffer, so that every write reaches the system at once and closing cannot fail."""
+        self._part_path = _part(self._path, self._number)
+        with writing(self._part_path):
+            self._file = FileIO(self._part_path, mode)
         self._size = self._file.seek(0, os.SEEK_END)
 
 
 def copy_record(source: Path, target: Path, size: int) -> None:
-    """The first `size` bytes of a record, in the same parts."""
+    """Copy the first `size` bytes, in the same parts."""
     require_size(source, size)
     rest = size
     for number, part in enumerate(parts_of(source)):
@@ -110,11 +120,11 @@ def copy_record(source: Path, target: Path, size: int) -> None:
 
 
 def require_size(path: Path, size: int) -> None:
-    """A record that a checkpoint was written behind must have at least the bytes of then."""
-    if (found := size_of(path)) < size:
+    """Raise an error if the file is shorter than it was when the checkpoint was written."""
+    if (actual := size_of(path)) < size:
         raise InputError(
-            f"{path}: {found} bytes, but the checkpoint was written when it had {size}\n"
-            "  the file was cut or replaced since; start a new run with resume=disable"
+            f"{path}: {actual} bytes, but the checkpoint was written when it had {size}\n"
+            "  the file was truncated or replaced since; start a new run with resume=disable"
         )
 
 
@@ -123,33 +133,22 @@ def _part(path: Path, number: int) -> Path:
 
 
 def _cut(path: Path, offset: int) -> tuple[int, int]:
-    """Cut the record to `offset` bytes; the number of the part that is last now, and the bytes before it."""
+    """Truncate to `offset` bytes; returns the number of the last part and the bytes before it."""
     parts, before, last = parts_of(path), 0, 0
     for number, part in enumerate(parts[:-1]):
         size = part.stat().st_size
         if before + size >= offset:
             break
         before, last = before + size, number + 1
-    for part in reversed(parts[last + 1 :]):  # from the end: a kill in between leaves no gap
+    for part in reversed(parts[last + 1 :]):  # from the end, so that an interruption leaves no gap
         part.unlink()
     if parts:
         os.truncate(parts[last], offset - before)
     return last, before
 
 
-# -- metrics.jsonl and episodes.jsonl: the record that is always kept, and that everything else can be drawn from ------
-# A resumed run cuts both files back to where its checkpoint left them, so that they end without gaps or repeats; half a
-# line that a killed process left goes with the rest. Episodes grow large: their file goes on in further parts.
-
-Read = TypeVar("Read")
-
-METRICS_FILE = "metrics.jsonl"
-EPISODES_FILE = "episodes.jsonl"
-LAST_STEP = 1 << 53  # beyond it floats, which charts are made of, cannot tell steps apart
-
-
 class JsonlFiles(Sink):
-    """Both files of a run. Each record is flushed, so that other programs can follow; `offsets` also syncs."""
+    """Writes both files. Every record is flushed, so other programs can follow; `offsets` also syncs."""
 
     def __init__(
         self,
@@ -160,74 +159,67 @@ class JsonlFiles(Sink):
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         metrics, episodes = folder / METRICS_FILE, folder / EPISODES_FILE
-        # Both are checked before either is cut: a refusal leaves the folder as it was.
+        # Check both before truncating either: an error leaves the folder unchanged.
         require_size(metrics, metrics_offset or 0)
         require_size(episodes, episodes_offset or 0)
-        # A step's numbers are a few kilobytes: metrics stay in one file, whatever the length of the run.
+        # The metrics of a step take a few kilobytes, so they stay in one file.
         self._metrics = PartWriter(metrics, metrics_offset or 0, part_bytes=sys.maxsize)
         self._episodes = PartWriter(episodes, episodes_offset or 0, part_bytes)
 
-    def step(
-        self,
-        index: int,
-        metrics: Mapping[str, float],
-        sample: EpisodeView | None,
-        episodes: Sequence[Mapping[str, Any]],
-    ) -> None:
+    def step(self, index: int, metrics: Metrics, sample: EpisodeView | None, episodes: EpisodeRecords) -> None:
         for episode in episodes:
             self._episodes.write(_line(episode))
         self._write_metrics("step", index, metrics)
 
-    def evaluation(self, step: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None:
+    def evaluation(self, step: int, metrics: Metrics, sample: EpisodeView | None) -> None:
         self._write_metrics("eval", step, metrics)
 
     def offsets(self) -> tuple[int, int]:
-        """Sizes of the two records, once they are safely on the disk; of the episodes, all parts together."""
+        """Synced sizes of metrics.jsonl and of all parts of episodes.jsonl."""
         return self._metrics.synced(), self._episodes.synced()
 
     def close(self, status: str) -> None:
         self._metrics.close()
         self._episodes.close()
 
-    def _write_metrics(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
+    def _write_metrics(self, kind: str, step: int, metrics: Metrics) -> None:
         self._metrics.write(_line({"kind": kind, "step": step, "metrics": dict(sorted(metrics.items()))}))
 
 
-def read_lines(path: Path, read: Callable[[bytes], Read]) -> Iterator[Read]:
-    """The records of a file. A last line without its line break is still being written (or never will be): left out."""
+# -- Lines -------------------------------------------------------------------------------------------------------------
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a file. An incomplete last line, which may still be being written, is skipped."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return
             try:
-                found = read(line)
+                record = json.loads(line)
             except json.JSONDecodeError as error:
                 raise InputError(f"{path}, line {number}: not JSON ({error})") from error
             except (ValueError, RecursionError) as error:
                 raise InputError(f"{path}, line {number}: {error}") from error
-            yield found
-
-
-def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    return read_lines(path, json.loads)
+            yield record
 
 
 def read_record(line: bytes) -> tuple[str, int, dict[str, float | None]]:
-    """A line of metrics.jsonl: its kind (step or eval), its step and its numbers. ValueError: it is no such line."""
+    """Parse a line of metrics.jsonl: its kind (step or eval), step and metrics. Raises ValueError."""
     try:
         record = json.loads(line)
         kind, step, metrics = record["kind"], record["step"], record["metrics"]
-        if kind not in ("step", "eval") or type(step) is not int or abs(step) > LAST_STEP:
-            raise ValueError(f"kind {kind!r:.20} and step {step!r:.20} are none of a run's")
-        found = {name: None if value is None else float(value) for name, value in metrics.items()}
-        "".join(found).encode()
+        if kind not in ("step", "eval") or type(step) is not int or abs(step) > MAX_STEP:
+            raise ValueError(f"invalid kind {kind!r:.20} or step {step!r:.20}")
+        values = {name: None if value is None else float(value) for name, value in metrics.items()}
+        "".join(values).encode()
     except (LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"not a record of metrics: {type(error).__name__}: {error!s:.80}") from None
-    return kind, step, found
+    return kind, step, values
 
 
 def finite(value: Any) -> Any:
-    """The same value with None for every NaN and infinity, which JSON cannot say."""
+    """The same value with None for every NaN and infinity, which JSON cannot represent."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -238,21 +230,16 @@ def finite(value: Any) -> Any:
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
-    # Data sets bring answers of any type (dates, decimals): what JSON does not know is written as text.
+    # Data sets have answers of any type (dates, decimals): types unknown to JSON are written as text.
     return hide_known(json.dumps(finite(record), allow_nan=False, default=str)).encode("ascii") + b"\n"
 
 
-# -- episodes.jsonl: one JSON object per recorded episode, with what happened at every token ---------------------------
-# The schema is described in docs/metrics.md. A change that an old reader would misread raises SCHEMA.
-
-SCHEMA = 1
-
-Decode = Callable[[list[int]], str]
+# -- Episodes ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """A token row and what the learner saw at each of its response tokens (no padding)."""
+    """A token row with the learner's values at each response token (no padding)."""
 
     sample: Sample
     advantage: Sequence[float]
@@ -282,7 +269,7 @@ def episode_record(
     tokens: Sequence[TokenRow],
     decode: Decode,
 ) -> dict[str, Any]:
-    """One line of the file. `group` and `attempt` count from 0 within the step and the group."""
+    """A line of episodes.jsonl. `group` and `attempt` count from 0 within the step and the group."""
     failure = episode.failure
     return {
         "schema": SCHEMA,
@@ -308,7 +295,7 @@ def _row(row: TokenRow, decode: Decode) -> dict[str, Any]:
         "prompt_ids": list(sample.prompt_ids),
         "response_ids": list(sample.response_ids),
         "mask": [int(sampled) for sampled in sample.mask],
-        # Token by token: part of a UTF-8 character has no text of its own and stays U+FFFD.
+        # Each token is decoded alone, so part of a UTF-8 character becomes U+FFFD.
         "text": [decode([token]) for token in sample.response_ids],
         "prompt_text": decode(list(sample.prompt_ids)),
         "logprobs": list(sample.logprobs),
@@ -320,11 +307,8 @@ def _row(row: TokenRow, decode: Decode) -> dict[str, Any]:
 
 
 def read_episodes(path: Path) -> Iterator[dict[str, Any]]:
-    """The episodes of a record, in the order they were written; `path` is its first part, the others follow.
-
-    Numbers that were not finite are None.
-    """
-    for part in parts_of(path) or [path]:  # where there is none, opening it says so
+    """The episodes in all parts, in order; `path` is the first part. Non-finite numbers are None."""
+    for part in parts_of(path) or [path]:  # opening a missing file raises the right error
         for record in read_jsonl(part):
             if record.get("schema") != SCHEMA:
                 raise InputError(

@@ -1,28 +1,33 @@
-"""A curve in text: a braille line with marks on it. Each character cell is a grid of 2 × 4 dots."""
+"""The live view of a run on a terminal: progress, the learning curve, key metrics, stage times and one sample.
+
+The curve is a braille line: each character cell is a grid of 2 × 4 dots. It is drawn here because rich has no charts.
+"""
 
 from __future__ import annotations
 
 import math
-import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from threading import RLock
-from typing import Any
 
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
 from covey.telemetry.base import EpisodeView
-from covey.telemetry.figures import chosen, duration, show
 from covey.telemetry.history import Points, RunState
+from covey.telemetry.key_metrics import first_reported, format_duration, format_value
 
 # The bit of each dot in a braille character, by row and column.
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 BARS = "▁▂▃▄▅▆▇█"
-HUGE = 1e15  # beyond it a value is not drawn, nor are NaN and infinity: a diverging run must still be watchable
-AXIS = 7  # columns of the y axis: a label of five, a space and a tick
+MAX_DRAWN = 1e15  # larger values, NaN and infinity are not drawn
+Y_AXIS_WIDTH = 7  # columns: a label of five, a space and a tick
+
+CURVE_STYLE = "cyan"
+EVALUATION_MARKS = {"greedy": ("●", "green"), "sampled": ("○", "yellow"), "validation": ("●", "green")}
+STAGE_STYLES = (("█", "cyan"), ("▓", "magenta"), ("▒", "yellow"), ("░", "green"))
+MAX_WARNINGS = 3  # kept on the screen
+SPARKLINE_FROM = 84  # columns from which key metrics have room for a sparkline
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +38,8 @@ class Marks:
 
 
 def plot(line: Points, marks: Sequence[Marks], *, x_end: float, width: int, height: int, style: str) -> list[Text]:
-    """`height` lines of at most `width` columns; x runs from 0 to `x_end`, y over what there is to show."""
-    columns, rows = max(width - AXIS, 2), max(height - 1, 1)
+    """`height` lines of at most `width` columns. x runs from 0 to `x_end`, y over the range of the values."""
+    columns, rows = max(width - Y_AXIS_WIDTH, 2), max(height - 1, 1)
     line = _drawable(line)
     marks = [Marks(mark.glyph, mark.style, _drawable(mark.points)) for mark in marks]
     low, high = nice_range([y for _, y in line] + [y for mark in marks for _, y in mark.points])
@@ -51,12 +56,16 @@ def plot(line: Points, marks: Sequence[Marks], *, x_end: float, width: int, heig
         for x, y in mark.points:
             column, row = place(x, y, columns, rows)
             cells[row][column] = (mark.glyph, mark.style)
-    return [*_with_y_axis(cells, low, high), _x_axis(x_end, columns)]
+    right = f"{x_end:g}"
+    gap = columns - len(right) - 1
+    middle = "updates".center(gap) if gap > len("updates") else " " * gap
+    x_axis = Text(" " * Y_AXIS_WIDTH + "0" + middle + right, style="dim", no_wrap=True)
+    return [*_with_y_axis(cells, low, high), x_axis]
 
 
 def sparkline(values: Iterable[float], width: int) -> str:
-    """The last values as a row of bars, scaled to their own range."""
-    values = [value for value in values if abs(value) < HUGE][-width:]
+    """The last values as a row of bars, scaled to their range."""
+    values = [value for value in values if abs(value) < MAX_DRAWN][-width:]
     if not values:
         return ""
     low, high = min(values), max(values)
@@ -66,12 +75,12 @@ def sparkline(values: Iterable[float], width: int) -> str:
 
 
 def nice_range(values: Sequence[float]) -> tuple[float, float]:
-    """The values' range, widened to round numbers."""
+    """The range of the values, widened to round numbers."""
     if not values:
         return 0.0, 1.0
     low, high = min(values), max(values)
     size = max(abs(low), abs(high), 1e-6)
-    span = high - low if high - low > 1e-6 * size else size  # flatter than a label can say: flat
+    span = high - low if high - low > 1e-6 * size else size  # a narrower range would give equal labels
     unit = 10.0 ** math.floor(math.log10(span))
     step = next(unit * part for part in (0.2, 0.25, 0.5, 1.0, 2.0, 5.0) if span / (unit * part) <= 5)
     low, high = math.floor(low / step) * step, math.ceil(high / step) * step
@@ -79,7 +88,7 @@ def nice_range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _drawable(points: Points) -> Points:
-    return [(x, y) for x, y in points if abs(y) < HUGE]
+    return [(x, y) for x, y in points if abs(y) < MAX_DRAWN]
 
 
 def _braille(dots: Sequence[tuple[int, int]]) -> list[tuple[int, int, str]]:
@@ -88,7 +97,7 @@ def _braille(dots: Sequence[tuple[int, int]]) -> list[tuple[int, int, str]]:
     heights: dict[int, list[int]] = {}
     for column, row in dots:
         heights.setdefault(column, []).append(row)
-    # Where several points share a column of dots, their mean stands for them.
+    # Points that share a column of dots are drawn as their mean.
     path = [(column, sum(rows) / len(rows)) for column, rows in sorted(heights.items())]
     for (start, from_row), (end, to_row) in zip(path, path[1:] or path, strict=False):
         pieces = max(end - start, round(abs(to_row - from_row)), 1)
@@ -116,26 +125,11 @@ def _with_y_axis(cells: list[list[tuple[str, str]]], low: float, high: float) ->
     return lines
 
 
-def _x_axis(x_end: float, columns: int) -> Text:
-    right = f"{x_end:g}"
-    middle = "updates"
-    gap = columns - len(right) - 1
-    inner = middle.center(gap) if gap > len(middle) else " " * gap
-    return Text(" " * AXIS + "0" + inner + right, style="dim", no_wrap=True)
-
-
-# -- The live view: one screen that says what runs, whether it learns, and what the numbers mean -----------------------
-# Every section is a list of lines, so that the view can be cut to the terminal: what matters least goes first.
-
-TRAINING = "cyan"
-EVALUATION = {"greedy": ("●", "green"), "sampled": ("○", "yellow"), "validation": ("●", "green")}
-STAGE_STYLES = (("█", "cyan"), ("▓", "magenta"), ("▒", "yellow"), ("░", "green"))
-WARNINGS = 3  # kept on the screen
-WIDE = 84  # columns from which the figures have room for their recent course
-
-
 class LiveView:
-    """Draws a `RunState`. The terminal is redrawn from another thread: hold `lock` while changing what it draws."""
+    """Draws a `RunState`, from rich's thread: hold `lock` while changing the state.
+
+    Every section is a list of lines, so that the view can be cut to the height of the terminal.
+    """
 
     def __init__(self, state: RunState, now: Callable[[], float]) -> None:
         self.lock = RLock()
@@ -160,7 +154,7 @@ class LiveView:
         sections = (
             self._header(width),
             self._curve(width, rows["curve"]),
-            self._figures(width, rows["figures"]),
+            self._metrics(width, rows["metrics"]),
             self._time(width, rows["time"]),
             self._warnings(width, rows["warnings"]),
             self._sample(console, width, rows["sample"]),
@@ -168,22 +162,22 @@ class LiveView:
         return [line for section in sections for line in section]
 
     def _plan(self, height: int) -> dict[str, int]:
-        """Rows per section, its title included. Too few: cut to the bone, then left out, the least important first."""
-        figures = 1 + len(self._figure_rows())
-        warnings = min(len(self.state.warnings), WARNINGS)
+        """Rows per section, with its title. On a small terminal the least important shrink first, then are dropped."""
+        metrics = 1 + len(self._metric_rows())
+        warnings = min(len(self.state.warnings), MAX_WARNINGS)
         rows = {
             "header": 4,
             "curve": 10,
-            "figures": figures,
+            "metrics": metrics,
             "time": 3 if self.state.timings else 0,
             "warnings": warnings + 1 if warnings else 0,
             "sample": 8 if self.state.sample else 0,
         }
-        for name, least in (("sample", 5), ("curve", 7), ("figures", 6), ("sample", 0), ("time", 0), ("curve", 0)):
+        for name, least in (("sample", 5), ("curve", 7), ("metrics", 6), ("sample", 0), ("time", 0), ("curve", 0)):
             missing = sum(rows.values()) - height
             if missing > 0:
                 rows[name] = min(rows[name], max(least, rows[name] - missing) if least else 0)
-        for name, most in (("figures", figures), ("curve", 13), ("sample", 14 if rows["sample"] else 0)):
+        for name, most in (("metrics", metrics), ("curve", 13), ("sample", 14 if rows["sample"] else 0)):
             spare = height - sum(rows.values())
             if spare > 0 and rows[name]:
                 rows[name] = min(most, rows[name] + spare)
@@ -193,13 +187,13 @@ class LiveView:
         state, info = self.state, self.state.info
         share = min(state.done / max(info.total_steps, 1), 1.0)
         eta = state.eta() if self.status == "running" else None
-        left = f"  {duration(eta)} left" if eta is not None else ""
+        left = f"  {format_duration(eta)} left" if eta is not None else ""
         count = f"step {state.done}/{info.total_steps}  "
         tail = f"  {100 * share:3.0f}%{left}"
         bar = max(width - len(count) - len(tail), 4)
         full = round(share * bar)
         progress = Text(count, no_wrap=True)
-        progress.append("━" * full, style=TRAINING).append("─" * (bar - full), style="dim").append(tail)
+        progress.append("━" * full, style=CURVE_STYLE).append("─" * (bar - full), style="dim").append(tail)
         return [
             Text.assemble((info.title, "bold"), (f"  {info.folder}", "dim")),
             Text.assemble(
@@ -218,7 +212,7 @@ class LiveView:
             done, total, what = self.progress
             text.append(f"  {done}/{total} {what}")
         if self.stage:
-            text.append(f"  {duration(self._now() - self._since)}", style="dim")
+            text.append(f"  {format_duration(self._now() - self._since)}", style="dim")
         if speed := self.state.metrics.get("perf/tokens_per_second"):
             text.append(f"  {speed:,.0f} tokens/s".rjust(width - len(text)))
         return text
@@ -226,33 +220,33 @@ class LiveView:
     def _curve(self, width: int, rows: int) -> list[Text]:
         if not rows:
             return []
-        title = Text(f" {self.state.curve.name}  ", style="bold").append("⠤⠒ training", style=f"not bold {TRAINING}")
+        title = Text(f" {self.state.curve.name}  ", style="bold").append("⠤⠒ training", style=f"not bold {CURVE_STYLE}")
         marks: list[Marks] = []
         for mode, points in self.state.evaluations.items():
-            glyph, style = EVALUATION[mode]
+            glyph, style = EVALUATION_MARKS[mode]
             if points:
                 marks.insert(0, Marks(glyph, style, points))  # the first is drawn last, on top
                 title.append(f"  {glyph} eval {mode}", style=f"not bold {style}")
         end = self.state.info.total_steps
-        drawn = plot(self.state.training, marks, x_end=end, width=width, height=rows - 1, style=TRAINING)
+        drawn = plot(self.state.training, marks, x_end=end, width=width, height=rows - 1, style=CURVE_STYLE)
         return [_rule(title, width), *drawn]
 
-    def _figure_rows(self) -> list[tuple[str, str, str, str]]:
-        """Label, value, recent course, meaning. What the run has not reported after its first step is left out."""
-        state, found = self.state, []
-        for alternatives in state.figures:
-            figure = chosen(alternatives, state.metrics)
-            if figure.key in state.metrics or not state.metrics:
-                value = show(state.metrics.get(figure.key), figure.form)
-                found.append((figure.label, value, sparkline(state.series[figure.key], 12), figure.meaning))
-        return found
+    def _metric_rows(self) -> list[tuple[str, str, str, str]]:
+        """Label, value, sparkline, meaning. After the first step, metrics that the run does not report are hidden."""
+        state, rows = self.state, []
+        for alternatives in state.key_metrics:
+            metric = first_reported(alternatives, state.metrics)
+            if metric.key in state.metrics or not state.metrics:
+                value = format_value(state.metrics.get(metric.key), metric.format)
+                rows.append((metric.label, value, sparkline(state.series[metric.key], 12), metric.meaning))
+        return rows
 
-    def _figures(self, width: int, rows: int) -> list[Text]:
-        lines = [_rule(Text(" key figures", style="bold"), width)]
-        for label, value, course, meaning in self._figure_rows()[: max(rows - 1, 0)]:
+    def _metrics(self, width: int, rows: int) -> list[Text]:
+        lines = [_rule(Text(" key metrics", style="bold"), width)]
+        for label, value, recent, meaning in self._metric_rows()[: max(rows - 1, 0)]:
             text = Text(f"{label:<12}").append(f"{value:>7}  ", style="bold")
-            if width >= WIDE:
-                text.append(f"{course:<14}", style=TRAINING)
+            if width >= SPARKLINE_FROM:
+                text.append(f"{recent:<14}", style=CURVE_STYLE)
             lines.append(text.append(meaning, style="dim"))
         return lines
 
@@ -261,14 +255,16 @@ class LiveView:
         total = sum(stages.values())
         if not rows or not total:
             return []
-        title = Text(" time per step  ", style="bold").append(duration(total), style="not bold")
+        title = Text(" time per step  ", style="bold").append(format_duration(total), style="not bold")
         if "timing/evaluate" in self.state.metrics:
-            title.append(f"  (an evaluation {duration(self.state.metrics['timing/evaluate'])})", style="not bold dim")
+            title.append(
+                f"  (an evaluation {format_duration(self.state.metrics['timing/evaluate'])})", style="not bold dim"
+            )
         bar, legend, before = Text(), Text(), 0.0
-        for (name, seconds), (glyph, style) in zip(_longest(stages), STAGE_STYLES, strict=False):
+        for (name, seconds), (glyph, style) in zip(_merge_shortest(stages), STAGE_STYLES, strict=False):
             end = before + seconds
             bar.append(glyph * (round(end / total * width) - round(before / total * width)), style=style)
-            legend.append(f"{glyph} ", style=style).append(f"{name} {duration(seconds)} ")
+            legend.append(f"{glyph} ", style=style).append(f"{name} {format_duration(seconds)} ")
             legend.append(f"{100 * seconds / total:.0f}%   ", style="dim")
             before = end
         legend.rstrip()
@@ -278,8 +274,8 @@ class LiveView:
         if not rows:
             return []
         count = len(self.state.warnings)
-        title = Text(f" warnings ({count})" if count > WARNINGS else " warnings", style="bold yellow")
-        newest = self.state.warnings[-WARNINGS:]
+        title = Text(f" warnings ({count})" if count > MAX_WARNINGS else " warnings", style="bold yellow")
+        newest = self.state.warnings[-MAX_WARNINGS:]
         return [_rule(title, width), *(Text(f"! {_one_line(text)}", style="yellow") for text in newest)]
 
     def _sample(self, console: Console, width: int, rows: int) -> list[Text]:
@@ -287,24 +283,24 @@ class LiveView:
         if sample is None or not rows:
             return []
         title = Text(f" one answer of {self.state.sample_from}  ", style="bold")
-        title.append(f"reward {show(sample.reward, 'score')}", style="not bold green")
+        title.append(f"reward {format_value(sample.reward, 'score')}", style="not bold green")
         if sample.advantage is not None:
             title.append(f"  advantage {sample.advantage:+.3f}", style="not bold magenta")
         lines = [_rule(title, width), *_dialogue(console, sample, width, rows - 1)]
-        # Answers differ in length, the screen does not: what stands below the view stays where it is.
+        # Padded to a constant height, so that output below the view does not move.
         return lines + [Text()] * (rows - len(lines)) if self.status == "running" else lines
 
 
-def _longest(stages: dict[str, float]) -> list[tuple[str, float]]:
-    """As many stages as have a style; the shortest are put together."""
-    found, most = list(stages.items()), len(STAGE_STYLES)
-    if len(found) <= most:
-        return found
-    return [*found[: most - 1], ("other", sum(seconds for _, seconds in found[most - 1 :]))]
+def _merge_shortest(stages: dict[str, float]) -> list[tuple[str, float]]:
+    """One entry per style; the shortest stages are merged."""
+    items, most = list(stages.items()), len(STAGE_STYLES)
+    if len(items) <= most:
+        return items
+    return [*items[: most - 1], ("other", sum(seconds for _, seconds in items[most - 1 :]))]
 
 
 def _dialogue(console: Console, sample: EpisodeView, width: int, rows: int) -> list[Text]:
-    """Question, reply and expected answer in at most `rows` lines; the question gives way to the reply."""
+    """Question, reply and expected answer in at most `rows` lines. A long question is cut before the reply."""
     expected = [] if sample.answer is None else [("expected", sample.answer, "dim", 1)]
     room = rows - len(expected)
     question = max(1, min(room // 2, 4))
@@ -328,82 +324,6 @@ def _rule(title: Text, width: int) -> Text:
 
 
 def _one_line(text: str) -> str:
-    """Line breaks made visible; what could steer the terminal (a model may print anything) replaced."""
+    """Line breaks made visible, control characters replaced: a model may print anything."""
     shown = text.strip().replace("\n", " ⏎ ").replace("\t", " ")
     return "".join(char if char.isprintable() else "·" for char in shown)
-
-
-# -- The progress of a run in a notebook: one output of the cell, which is redrawn -------------------------------------
-
-SECONDS = 0.25  # between two pictures, at least
-BAR = 30  # characters
-
-
-def notebook_display() -> Callable[..., Any] | None:
-    """IPython's `display` where a kernel shows what it is given; None at a terminal and in scripts."""
-    if "IPython" not in sys.modules:  # a notebook has imported it
-        return None
-    from IPython import get_ipython
-
-    if getattr(get_ipython(), "kernel", None) is None:
-        return None
-    from IPython.display import display
-
-    found: Callable[..., Any] = display
-    return found
-
-
-class NotebookView:
-    """`display` makes the output once; later pictures replace it, whatever cell and thread they come from."""
-
-    def __init__(self, state: RunState, display: Callable[..., Any], now: Callable[[], float] = time.monotonic) -> None:
-        self._state = state
-        self._now = now
-        self._stage = "starting"
-        self._count = ""
-        self._ended = False
-        self._drawn = now()
-        self._output = display(self._picture(), raw=True, display_id=True)
-
-    def enter(self, stage: str | None) -> None:
-        self._stage, self._count = stage or "", ""
-        self._draw_in_time()
-
-    def progress(self, done: int, total: int, what: str) -> None:
-        self._count = f"{done} of {total} {what}"
-        self._draw_in_time()
-
-    def end(self, status: str) -> None:
-        self._stage, self._count = status, ""
-        self.draw()
-        self._ended = True
-
-    def draw(self) -> None:
-        if not self._ended:
-            self._drawn = self._now()
-            self._output.update(self._picture(), raw=True)
-
-    def _draw_in_time(self) -> None:
-        if self._now() - self._drawn >= SECONDS:
-            self.draw()
-
-    def _picture(self) -> dict[str, str]:
-        text = "\n".join(self._lines())
-        return {"text/plain": text, "text/html": f"<pre>{escape(text)}</pre>"}
-
-    def _lines(self) -> list[str]:
-        state, curve = self._state, self._state.curve
-        total = state.info.total_steps
-        full = BAR * state.done // max(1, total)
-        first = f"{'█' * full}{'░' * (BAR - full)}  step {state.done} of {total}"
-        if state.done < total and state.eta() is not None:
-            first += f", {duration(state.eta())} left"
-        figures = {
-            curve.name: show(state.metrics.get(curve.key), curve.form),
-            "eval": show(state.metrics.get(curve.best), curve.form),
-            "entropy": show(state.metrics.get("policy/entropy"), "number"),
-            "grad": show(state.metrics.get("grad/norm"), "number"),
-            "tok/s": show(state.metrics.get("perf/tokens_per_second"), "count"),
-        }
-        doing = f"{self._stage}  {self._count}".strip()
-        return [first, "  ".join(f"{name} {value}" for name, value in figures.items()), doing]

@@ -1,5 +1,8 @@
-"""Words of others in a Markdown page: titles, names of models, tasks and rewards, commands. They are shown as they are,
-and never become HTML, links, pictures, headings or further cells of a table."""
+"""The report at the end of a run: summary.md, summary.json and curve.png, made from run.json and metrics.jsonl.
+
+Titles, names and commands come from users. `plain`, `code` and `block` escape them, so that they never become HTML,
+links, images, headings or table cells.
+"""
 
 from __future__ import annotations
 
@@ -16,43 +19,17 @@ from rich.console import Console
 from rich.table import Table
 
 from covey.storage import write_whole
-from covey.telemetry.charts import compare_curves, curve_figure, draw_curve, drawn
-from covey.telemetry.figures import ABSENT, Curve, curve_of, duration, evaluation_form, is_stage, show
+from covey.telemetry.charts import compare_curves, curve_figure, draw_curve, render
 from covey.telemetry.history import History, Points, read_history, read_run, write_totals
-
-_SPECIAL = re.compile(r"[\\`*|]|\](?=[(\[:])|(?<!\w)[_~]|[_~](?!\w)")  # brackets alone, as of an interval, are no link
-_ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
-
-
-def plain(value: object) -> str:
-    """Text within a line."""
-    words = " ".join(str(value).split())
-    escaped = _SPECIAL.sub(lambda found: f"\\{found[0]}", words)
-    return "".join(_ENTITIES.get(letter, letter) for letter in escaped)
-
-
-def code(value: object) -> str:
-    """A span of code. What would end a cell is escaped: tables are read before their spans."""
-    words = " ".join(str(value).split()).replace("|", "\\|")
-    ticks = _longer_than_within(words, 1)
-    room = " " if words.startswith("`") or words.endswith("`") or not words else ""
-    return f"{ticks}{room}{words}{room}{ticks}"
-
-
-def block(value: object, language: str = "") -> str:
-    """Lines of code."""
-    ticks = _longer_than_within(str(value), 3)
-    return f"{ticks}{language}\n{value}\n{ticks}"
-
-
-def _longer_than_within(text: str, least: int) -> str:
-    """A run of backticks that the text does not have."""
-    longest = max(map(len, re.findall("`+", text)), default=0)
-    return "`" * max(least, longest + 1)
-
-
-# -- The page at the end of a run: summary.md, its numbers in summary.json, and curve.png, made from run.json and ------
-# metrics.jsonl alone.
+from covey.telemetry.key_metrics import (
+    ABSENT,
+    Curve,
+    curve_of,
+    evaluation_format,
+    format_duration,
+    format_value,
+    is_stage,
+)
 
 __all__ = [
     "Change",
@@ -65,13 +42,42 @@ __all__ = [
     "write_report",
 ]
 
-ENDS = 5  # steps whose mean reward stands for the beginning and the end of a run
+ENDS = 5  # steps that the first and the last reward are averaged over
+
+_SPECIAL = re.compile(r"[\\`*|]|\](?=[(\[:])|(?<!\w)[_~]|[_~](?!\w)")  # brackets alone, as of an interval, are no link
+
+
+def plain(value: object) -> str:
+    """Escaped text within a line."""
+    return escape(_SPECIAL.sub(lambda match: f"\\{match[0]}", " ".join(str(value).split())), quote=False)
+
+
+def code(value: object) -> str:
+    """A code span. Pipes are escaped, since Markdown splits a table into cells first."""
+    text = " ".join(str(value).split()).replace("|", "\\|")
+    ticks = _fence(text, 1)
+    space = " " if text.startswith("`") or text.endswith("`") or not text else ""
+    return f"{ticks}{space}{text}{space}{ticks}"
+
+
+def block(value: object, language: str = "") -> str:
+    """A code block."""
+    ticks = _fence(str(value), 3)
+    return f"{ticks}{language}\n{value}\n{ticks}"
+
+
+def _fence(text: str, least: int) -> str:
+    """More backticks in a row than the text has."""
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    return "`" * max(least, longest + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An evaluation metric before training and at the last evaluation after it began; None where there was none. Shares
-    (all values in [0, 1]) read in percent, others as they are."""
+    """An evaluation metric before training and at the last evaluation; None if not measured.
+
+    Shares (all values in [0, 1]) are shown in percent.
+    """
 
     key: str
     before: float | None
@@ -95,18 +101,18 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Every number the report tells."""
+    """Every number of the report."""
 
     run: dict[str, Any]
     curve: Curve
     steps: int
     changes: tuple[Change, ...]
-    ends: int  # steps that the first and the last reward (or loss) are the mean of
-    first: float | None
+    ends: int  # steps that `first` and `last` are averaged over
+    first: float | None  # mean reward or loss at the start of the run
     last: float | None
-    best_step: tuple[int, float] | None  # counted from 1, and its mean reward, or its loss
-    best_evaluation: tuple[int, float] | None  # updates done, and the value of `headline`
-    headline: str  # eval/accuracy, or eval/loss; for a reward that is not a share, the metric itself
+    best_step: tuple[int, float] | None  # counted from 1; its mean reward or loss
+    best_evaluation: tuple[int, float] | None  # updates done; value of `headline`
+    headline: str  # eval/accuracy or eval/loss; the metric of the trained reward if that is not a share
     last_evaluation: int | None  # updates done
     tokens: float
     stage_seconds: dict[str, float]  # longest first
@@ -141,8 +147,7 @@ def summarise(folder: Path) -> Summary:
 
 
 def write_report(folder: Path, status: str | None = None) -> Path:
-    """Write curve.png, summary.json and summary.md into FOLDER; returns the last. `status`: what run.json is about to
-    say."""
+    """Write curve.png, summary.json and summary.md into FOLDER; returns the last. `status` overrides run.json's."""
     draw_curve(folder, folder / "curve.png")
     path, summary = folder / "summary.md", summarise(folder)
     write_totals(folder, summary.run)
@@ -151,7 +156,7 @@ def write_report(folder: Path, status: str | None = None) -> Path:
 
 
 def print_summary(folder: Path, console: Console | None = None) -> None:
-    """The gist of the report, for the end of a run: aligned columns, coloured on a terminal."""
+    """Print the main results of the report at the end of a run."""
     console = console or Console()
     summary = summarise(folder)
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
@@ -169,13 +174,13 @@ def print_summary(folder: Path, console: Console | None = None) -> None:
 
 
 def html_summary(folder: Path) -> str:
-    """The gist of the report with its curve, for a notebook."""
+    """The main results with the curve as HTML, for a notebook."""
     summary = summarise(folder)
     run = summary.run
     rows = [change.cells() for change in summary.changes]
     table = [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
     head = "<tr><th></th><th>before</th><th>after</th><th>change</th></tr>"
-    picture = base64.b64encode(drawn(curve_figure(folder), "png")).decode()
+    picture = base64.b64encode(render(curve_figure(folder), "png")).decode()
     parts = [
         f"<p><b>{escape(run['title'])}</b>: {escape(run['algorithm'])} trains {escape(run['model'])} on "
         f"{escape(run['task'])}, {summary.steps} of {run['total_steps']} steps, {escape(run['status'])}<br>"
@@ -188,7 +193,7 @@ def html_summary(folder: Path) -> str:
 
 
 def _headline(history: History, curve: Curve) -> str:
-    """`eval/accuracy` where it is one; otherwise the metric of the trained reward that it stands for."""
+    """`eval/accuracy` if its values are shares; otherwise the metric of the trained reward."""
     if curve.measure(value for _, value in history.evaluated(curve.best)) != "reward":
         return curve.best
     return next((key for key in curve.evaluations.values() if history.evaluated(key)), curve.best)
@@ -200,7 +205,7 @@ def _changes(history: History, without: str) -> tuple[Change, ...]:
         points = history.evaluated(key)
         if not key.startswith("eval/") or not points or key == without:
             continue
-        share = evaluation_form(key) != "number" and all(0 <= value <= 1 for _, value in points)
+        share = evaluation_format(key) != "number" and all(0 <= value <= 1 for _, value in points)
         before = next((value for step, value in points if step == 0), None)
         after = next((value for step, value in reversed(points) if step > 0), None)
         changes.append(Change(key, before, after, share))
@@ -213,7 +218,7 @@ def _stage_seconds(history: History) -> dict[str, float]:
 
 
 def _best(points: Points, curve: Curve) -> tuple[int, float] | None:
-    """The first of the highest, or where less is better, of the lowest."""
+    """The first of the best points."""
     return (min if curve.falls else max)(points, key=lambda point: point[1]) if points else None
 
 
@@ -222,29 +227,29 @@ def _mean(points: Points) -> float | None:
 
 
 def _facts(summary: Summary) -> list[str]:
-    """The sentences that stand both on the page and on the console."""
+    """Sentences for both the page and the console."""
     lines = []
-    form, name, mean = summary.curve.form, summary.curve.name, "" if summary.curve.falls else "mean "
+    form, name, mean = summary.curve.format, summary.curve.name, "" if summary.curve.falls else "mean "
     if summary.first is not None and summary.last is not None:
         change = summary.last - summary.first
         which = f"{summary.ends} steps" if summary.ends > 1 else "step"
         lines.append(
-            f"Training {name}: {show(summary.first, form)} in the first {which}, "
-            f"{show(summary.last, form)} in the last ({change:+.3f})."
+            f"Training {name}: {format_value(summary.first, form)} in the first {which}, "
+            f"{format_value(summary.last, form)} in the last ({change:+.3f})."
         )
     if summary.best_step:
         lines.append(
-            f"Best training step: step {summary.best_step[0]}, {mean}{name} {show(summary.best_step[1], form)}."
+            f"Best training step: step {summary.best_step[0]}, {mean}{name} {format_value(summary.best_step[1], form)}."
         )
     if summary.best_evaluation:
         updates, value = summary.best_evaluation
-        lines.append(f"Best evaluation: after {updates} updates, {summary.headline} {show(value, form)}.")
+        lines.append(f"Best evaluation: after {updates} updates, {summary.headline} {format_value(value, form)}.")
     if summary.last_evaluation is not None and summary.last_evaluation < summary.steps:
         when = f"after {summary.last_evaluation} of {summary.steps} updates"
         lines.append(f"The last evaluation was made {when if summary.last_evaluation else 'before training'}.")
     if summary.tokens and summary.seconds:
         lines.append(
-            f"{summary.tokens:,.0f} tokens generated for training; {duration(summary.seconds)} of measured time."
+            f"{summary.tokens:,.0f} tokens generated for training; {format_duration(summary.seconds)} of measured time."
         )
     return lines
 
@@ -260,24 +265,25 @@ def _markdown(summary: Summary, folder: Path, status: str | None) -> str:
             _rewards_sentence(run, summary),
         ],
         ["![learning curve](curve.png)"],
-        ["## Before and after", "", *_change_table(summary)],
+        ["## Before and after", "", *change_table(summary)],
         ["## Training", "", *(f"- {line}" for line in _facts(summary))],
-        ["## Where the time went", "", *_time_table(summary)],
-        ["## Look further", "", *_further(run, folder)],
+        ["## Time per stage", "", *_time_table(summary)],
+        ["## Next", "", *_next_commands(run, folder)],
     ]
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 
 def _rewards_sentence(run: dict[str, Any], summary: Summary) -> str:
     if run.get("kind") == "sft":
-        return "`eval/loss` is the mean of −log π over the demonstrated tokens that were held out."
+        return "`eval/loss` is the mean of −log π over the held-out demonstrated tokens."
     others = [name for name in run["reward_names"] if name != run["trained_reward"]]
     also = f" Also measured: {', '.join(map(code, others))}." if others else ""
     what = "the reward" if summary.headline == summary.curve.best else "the mean of the trained reward"
     return f"{code(summary.headline)} is {what} {code(run['trained_reward'])}.{also}"
 
 
-def _change_table(summary: Summary) -> list[str]:
+def change_table(summary: Summary) -> list[str]:
+    """A Markdown table of the evaluation metrics before and after training."""
     if not summary.changes:
         return ["The run was not evaluated."]
     lines = ["| metric | before | after | change |", "|---|---:|---:|---:|"]
@@ -292,19 +298,19 @@ def _time_table(summary: Summary) -> list[str]:
         return ["No times were recorded."]
     lines = ["| stage | time | share |", "|---|---:|---:|"]
     for name, seconds in summary.stage_seconds.items():
-        lines.append(f"| {plain(name)} | {duration(seconds)} | {100 * seconds / summary.seconds:.0f} % |")
-    return [*lines, f"| all | {duration(summary.seconds)} | 100 % |"]
+        lines.append(f"| {plain(name)} | {format_duration(seconds)} | {100 * seconds / summary.seconds:.0f} % |")
+    return [*lines, f"| all | {format_duration(summary.seconds)} | 100 % |"]
 
 
-def _further(run: dict[str, Any], folder: Path) -> Sequence[str]:
+def _next_commands(run: dict[str, Any], folder: Path) -> Sequence[str]:
     commands = [
-        f"covey sample {shlex.quote(str(folder))}   # ask the trained model something",
+        f"covey sample {shlex.quote(str(folder))}   # sample from the trained model",
         f"covey eval {shlex.quote(str(folder))}     # evaluate it again, or on other data",
         f"{run['command']}   # run it again",
     ]
     return [
         block("\n".join(commands), "sh"),
         "",
-        "`metrics.jsonl` holds every number of every step, `episodes.jsonl` recorded answers token by token; both are "
-        "explained in docs/metrics.md.",
+        "`metrics.jsonl` has every metric of every step, `episodes.jsonl` recorded episodes token by token; "
+        "docs/metrics.md explains both.",
     ]

@@ -1,25 +1,36 @@
-"""Wall time per stage."""
+"""The training loop's interface to telemetry.
+
+    with telemetry.stage("rollout"):
+        telemetry.progress(37, 64, "episodes")
+    telemetry.step(index, metrics, sample, episodes)
+
+It measures the wall time of each stage and forwards every event to the sinks: files, trackers and console.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from covey.config.schema import LoggingConfig
 from covey.memory import memory_metrics
 from covey.redact import hide
-from covey.telemetry.base import EpisodeView, RunInfo, Sink, require
+from covey.telemetry.base import EpisodeRecords, EpisodeView, Metrics, RunInfo, Sink, require
 from covey.telemetry.console import open_console
 from covey.telemetry.history import History, read_history
 from covey.telemetry.jsonl import JsonlFiles
 from covey.telemetry.trackers import MlflowSink, TensorboardSink, TrackioSink, WandbSink
 
+STATUSES = ("finished", "interrupted", "failed", "restarting")
+TRACKER_MODULES = {"wandb": "wandb", "tensorboard": "torch.utils.tensorboard", "mlflow": "mlflow", "trackio": "trackio"}
+
 
 class StageClock:
-    """Adds up the seconds of each stage until they are taken. A stage inside a stage belongs to the outer one, so
-    that the stages of a step add up to its time."""
+    """Accumulates the seconds of each stage until they are taken.
+
+    A nested stage counts towards the outer one, so the stages of a step add up to its time.
+    """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -41,7 +52,7 @@ class StageClock:
         self._running.pop()
 
     def take(self, *, evaluation: bool) -> dict[str, float]:
-        """Seconds since they were last taken: those of evaluation, or those of everything else."""
+        """Seconds since the last call: of the evaluation stage, or of all other stages."""
         self._charge()
         names = [name for name in self._seconds if (name == "evaluate") == evaluation]
         return {name: self._seconds.pop(name) for name in names}
@@ -55,16 +66,6 @@ class StageClock:
         self._since = now
 
 
-# -- The one thing the loop talks to: it measures the stages and passes everything on to the sinks ---------------------
-# with telemetry.stage("rollout"):
-# telemetry.progress(37, 64, "episodes")
-# ...
-# telemetry.step(index, metrics, sample, episodes)
-
-STATUSES = ("finished", "interrupted", "failed", "restarting")
-MODULES = {"wandb": "wandb", "tensorboard": "torch.utils.tensorboard", "mlflow": "mlflow", "trackio": "trackio"}
-
-
 class Telemetry:
     def __init__(
         self,
@@ -72,13 +73,13 @@ class Telemetry:
         sinks: Sequence[Sink] = (),
         now: Callable[[], float] = time.perf_counter,
         memory: Callable[[], Mapping[str, float]] = dict,
-        ahead: bool = False,  # sampling goes on while the learner learns
+        asynchronous: bool = False,  # sampling overlaps with learning
     ) -> None:
         self._files = files
         self._sinks: tuple[Sink, ...] = (files, *sinks)
         self._clock = StageClock(now)
         self._memory = memory
-        self._ahead = ahead
+        self._asynchronous = asynchronous
         self._closed = False
 
     @classmethod
@@ -98,47 +99,41 @@ class Telemetry:
             sinks.append(MlflowSink(info, logging))
         if "trackio" in logging.to:
             sinks.append(TrackioSink(info, logging))
-        if "console" in logging.to:  # last: what the others print while starting stays above the live view
+        if "console" in logging.to:  # last, so that start-up output of the trackers stays above the live view
             sinks.append(open_console(info, logging.verbosity, history))
-        ahead = info.config.get("mode", {}).get("name") == "async"
-        return cls(files, sinks, memory=memory_metrics, ahead=ahead)
+        asynchronous = info.config.get("mode", {}).get("name") == "async"
+        return cls(files, sinks, memory=memory_metrics, asynchronous=asynchronous)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Measure the block as `timing/{name}`. Evaluation's time goes to its own record, all else to the step's."""
+        """Measure the block as `timing/{name}`, in the record of the step or of the evaluation."""
         self._clock.enter(name)
-        self._announce()
+        self._send(lambda sink: sink.stage(self._clock.current))
         try:
             yield
         finally:
             self._clock.leave()
-            self._announce()
+            self._send(lambda sink: sink.stage(self._clock.current))
 
     def progress(self, done: int, total: int, what: str) -> None:
-        self._tell(lambda sink: sink.progress(done, total, what))
+        self._send(lambda sink: sink.progress(done, total, what))
 
-    def step(
-        self,
-        index: int,
-        metrics: Mapping[str, float],
-        sample: EpisodeView | None,
-        episodes: Sequence[Mapping[str, Any]],
-    ) -> None:
-        """After each training step; `index` counts from 0."""
+    def step(self, index: int, metrics: Metrics, sample: EpisodeView | None, episodes: EpisodeRecords) -> None:
+        """Record a training step; `index` counts from 0."""
         self.record(index, self.measure(metrics), sample, episodes)
 
-    def measure(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The metrics of a step with its times and memory. To be called once a step: the clocks start anew."""
+    def measure(self, metrics: Metrics) -> dict[str, float]:
+        """The metrics of a step with its times and memory. Call it once per step: it resets the clocks."""
         seconds = self._clock.take(evaluation=False)
         timing = {f"timing/{name}": value for name, value in seconds.items()}
         whole = sum(seconds.values())
         if seconds:
             timing["timing/step"] = whole
         if "rollout" in seconds:
-            timing["timing/generation_time"] = seconds["rollout"]  # the name that others log it by
+            timing["timing/generation_time"] = seconds["rollout"]  # the name that other libraries use
         tokens = metrics.get("perf/generated_tokens")
-        if self._ahead and tokens is not None and whole:
-            # `rollout` is only what the learner waited, and a step's tokens may all have been sampled before it.
+        if self._asynchronous and tokens is not None and whole:
+            # `rollout` is only the learner's waiting time: the tokens may have been sampled before this step.
             timing["perf/tokens_per_second"] = tokens / whole
         elif tokens and seconds.get("rollout"):
             timing["perf/tokens_per_second"] = tokens / seconds["rollout"]
@@ -146,61 +141,52 @@ class Telemetry:
             timing["perf/tokens_per_second"] = tokens / seconds["update"]
         return {**timing, **self._memory(), **metrics}
 
-    def record(
-        self,
-        index: int,
-        measured: Mapping[str, float],
-        sample: EpisodeView | None,
-        episodes: Sequence[Mapping[str, Any]],
-    ) -> None:
-        """A step whose times were measured already."""
-        self._tell(lambda sink: sink.step(index, measured, sample, episodes))
+    def record(self, index: int, measured: Metrics, sample: EpisodeView | None, episodes: EpisodeRecords) -> None:
+        """Record a step whose metrics come from `measure`."""
+        self._send(lambda sink: sink.step(index, measured, sample, episodes))
 
-    def evaluation(self, step: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None:
-        """After each evaluation; `step` is the number of updates done. After the end of the run nothing is recorded."""
+    def evaluation(self, step: int, metrics: Metrics, sample: EpisodeView | None) -> None:
+        """Record an evaluation after `step` updates. Ignored after `close`."""
         if self._closed:
             return
         timing = {f"timing/{name}": value for name, value in self._clock.take(evaluation=True).items()}
-        self._tell(lambda sink: sink.evaluation(step, {**metrics, **timing}, sample))
+        self._send(lambda sink: sink.evaluation(step, {**metrics, **timing}, sample))
 
     def note(self, text: str) -> None:
         text = hide(text)
-        self._tell(lambda sink: sink.note(text))
+        self._send(lambda sink: sink.note(text))
 
     def warn(self, text: str) -> None:
         text = hide(text)
-        self._tell(lambda sink: sink.warn(text))
+        self._send(lambda sink: sink.warn(text))
 
     def offsets(self) -> tuple[int, int]:
-        """Byte offsets of metrics.jsonl and episodes.jsonl, synced to the disk: what a checkpoint must remember."""
+        """Byte offsets of metrics.jsonl and episodes.jsonl, synced to disk, for a checkpoint to store."""
         return self._files.offsets()
 
     def close(self, status: str) -> None:
-        """With one of `STATUSES`. Closing twice is closing once."""
+        """Close every sink with one of `STATUSES`. Closing twice has no further effect."""
         assert status in STATUSES, f"unknown status {status}"
         if self._closed:
             return
         self._closed = True
-        self._sinks = self._sinks[::-1]  # the console first: the terminal is given back whatever follows
-        self._tell(lambda sink: sink.close(status))
+        self._sinks = self._sinks[::-1]  # the console first, so that the terminal is restored in any case
+        self._send(lambda sink: sink.close(status))
 
-    def _announce(self) -> None:
-        self._tell(lambda sink: sink.stage(self._clock.current))
-
-    def _tell(self, call: Callable[[Sink], None]) -> None:
-        """Each sink in turn. The files have everything: a run does not end because a service elsewhere is down."""
+    def _send(self, call: Callable[[Sink], None]) -> None:
+        """Call every sink. An external one that fails is dropped with a warning: the files have everything."""
         for sink in self._sinks:
             try:
                 call(sink)
             except Exception as error:
-                if not sink.elsewhere:
+                if not sink.external:
                     raise
                 self._sinks = tuple(other for other in self._sinks if other is not sink)
-                self.warn(f"{type(sink).__name__} broke down and gets nothing more of this run: {error!r}")
+                self.warn(f"{type(sink).__name__} failed and receives nothing more from this run: {error!r}")
 
 
 def check_logging(logging: LoggingConfig) -> None:
-    """Refuse a logger whose package is missing, before anything is started."""
-    for extra, module in MODULES.items():
+    """Raise an error if the package of a tracker is missing."""
+    for extra, module in TRACKER_MODULES.items():
         if extra in logging.to:
             require(module, extra)

@@ -1,19 +1,19 @@
 "use strict";
-// The frame: which page and run are shown, what the keys do, and looking for news.
+// The frame: routing, keyboard shortcuts, and polling for updates.
 (function (covey) {
-  const { h } = covey, state = covey.state, TABS = ["runs", "overview", "compare", "episodes", "rewards"], NEWS = 2000;
+  const { h } = covey, state = covey.state, TABS = ["runs", "overview", "compare", "episodes", "rewards"], POLL = 2000; // milliseconds
   const root = document.getElementById("view"), tabs = document.getElementById("tabs"), runs = document.getElementById("run");
   let tab = null, version = "";
 
-  // The address after # says what is shown, so that it can be bookmarked and the back button works.
+  // The URL fragment holds the page and its parameters, so bookmarks and the back button work.
   function read() {
-    const [name, words] = location.hash.slice(1).split("?");
-    covey.route = Object.fromEntries(new URLSearchParams(words || ""));
+    const [name, params] = location.hash.slice(1).split("?");
+    covey.route = Object.fromEntries(new URLSearchParams(params || ""));
     return TABS.includes(name) ? name : state.runs.length > 1 ? "runs" : "overview";
   }
-  const write = (name, words) => `#${name}?${new URLSearchParams(Object.entries(words).filter(([, v]) => v !== undefined))}`;
+  const write = (name, params) => `#${name}?${new URLSearchParams(Object.entries(params).filter(([, v]) => v !== undefined))}`;
   covey.go = (to) => { location.hash = write(to.tab || tab, { run: state.run, id: to.id }); };
-  covey.note = (words) => { history.replaceState(null, "", write(tab, { run: state.run, ...words })); covey.route = { run: state.run, ...words }; };
+  covey.note = (params) => { history.replaceState(null, "", write(tab, { run: state.run, ...params })); covey.route = { run: state.run, ...params }; };
   covey.evidence = async (name, span) => {
     state.mark = { name, span };
     if (tab !== "overview") { covey.go({ tab: "overview" }); return; }
@@ -23,11 +23,11 @@
     if (card) card.scrollIntoView({ block: "center" });
   };
 
-  // Whatever goes wrong is said on the page.
+  // Errors are shown on the page.
   async function guarded(work) {
     try { await work(); } catch (error) {
       root.querySelectorAll(".broken").forEach((node) => node.remove());
-      root.prepend(h("p", { class: "broken bad", role: "alert", text: `This did not work: ${error.message}` }));
+      root.prepend(h("p", { class: "broken bad", role: "alert", text: `Error: ${error.message}` }));
     }
   }
 
@@ -44,7 +44,7 @@
       button.setAttribute("aria-selected", String(button.dataset.tab === tab));
       button.tabIndex = button.dataset.tab === tab ? 0 : -1;
     }
-    version = seen();
+    version = currentVersion();
     root.className = tab === "episodes" ? "split" : "";
     root.replaceChildren();
     root.scrollTop = 0;
@@ -63,26 +63,26 @@
     state.runs = found;
   }
 
-  // What a page depends on: the numbers of its run, of all runs, or the episodes too.
-  function seen() {
+  // Changes when the data behind the current page changes.
+  function currentVersion() {
     const run = state.runs[state.run];
     if (tab === "runs") return JSON.stringify(state.runs);
     if (tab === "compare") return state.runs.map((other) => other.version).join();
     return covey.views[tab].reads === "episodes" ? `${run.version}.${run.episodes}` : run.version;
   }
 
-  async function news() {
+  async function poll() {
     if (document.hidden) return;
     await guarded(async () => {
       list((await covey.ask("runs")).runs);
-      const now = seen();
+      const now = currentVersion();
       if (now !== version) { version = now; await covey.views[tab].update(); }
     });
   }
 
   function theme(name) {
     document.documentElement.dataset.theme = name;
-    try { localStorage.setItem("covey-theme", name); } catch { /* a file opened without storage: chosen for this visit */ }
+    try { localStorage.setItem("covey-theme", name); } catch { /* no storage for a local file */ }
     if (tab && covey.views[tab].redraw) covey.views[tab].redraw();
   }
 
@@ -112,7 +112,7 @@
     tab = null;
     await show();
     document.documentElement.dataset.ready = "1";
-    if (!covey.offline) setInterval(news, NEWS);
+    if (!covey.offline) setInterval(poll, POLL);
   }
   guarded(start);
 })(window.covey);

@@ -18,7 +18,7 @@
     return found.length > 1 ? found : ticks(low, high, 4);
   }
 
-  // Exponential mean with its start corrected: the first value is not favoured.
+  // Exponential moving average with bias correction.
   covey.smooth = function (values, weight) {
     if (!weight) return values;
     let mean = 0, part = 1;
@@ -118,7 +118,7 @@
       this.axes(g, box, X, Y, width, height);
       g.save();
       g.beginPath(); g.rect(PAD.left - 3, PAD.top - 3, w + 6, t + 6); g.clip();
-      if (this.data.mark) { // the steps that a warning speaks of
+      if (this.data.mark) { // the steps of a finding
         g.fillStyle = covey.colour("warn"); g.globalAlpha = 0.12;
         g.fillRect(X(this.data.mark[0]), PAD.top, Math.max(3, X(this.data.mark[1]) - X(this.data.mark[0])), t);
         g.globalAlpha = 1;
@@ -178,7 +178,7 @@
       let pen = false;
       for (let i = 0; i < xs.length; i++) {
         const y = ys[i] === null ? null : value(ys[i]);
-        if (y === null) continue; // a metric that is not written in every step is one line all the same
+        if (y === null) continue; // gaps of a metric that is not written in every step are bridged
         if (pen) g.lineTo(X(xs[i]), Y(y)); else g.moveTo(X(xs[i]), Y(y));
         pen = true;
       }
@@ -215,7 +215,7 @@
       for (const one of this.data.series) {
         const many = one.x.length > 500;
         g.fillStyle = one.colour; g.globalAlpha = many ? 0.3 : 0.5;
-        // Scores are often whole numbers: each dot is moved a little aside, always to the same place, so that a crowd is seen.
+        // Deterministic jitter, since rewards are often whole numbers.
         const aside = (i) => 7 * (((i * 0.618034) % 1) - 0.5), up = (i) => 7 * (((i * 0.754878) % 1) - 0.5);
         one.x.forEach((x, i) => { g.beginPath(); g.arc(X(x) + aside(i), Y(one.y[i]) + up(i), many ? 2 : 2.8, 0, 7); g.fill(); });
         if (this.near !== undefined && this.at !== null) {
@@ -251,7 +251,7 @@
       this.draw();
     }
 
-    // The values nearest to x, beside the pointer.
+    // A tooltip with the values nearest to x.
     show(x, px, py) {
       const rows = [];
       let at = null;
@@ -269,7 +269,7 @@
       covey.tip([`${this.data.xlabel || "step"} ${(this.data.xformat || number)(at)}`, ...rows].join("\n"), px, py);
     }
 
-    // Arrows walk through the values, for who has no pointer.
+    // The arrow keys move through the values.
     key(event) {
       const way = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
       if (!way || !this.box || this.options.kind === "dots" || !this.data.series.length) return;
@@ -311,7 +311,7 @@
     }
   }
 
-  // The place of the value nearest to x; with `floor` the bar that x lies in. -1: there is none.
+  // The index of the value nearest to x; with `floor` of the bar that contains x. -1: no values.
   function nearest(xs, ys, x, floor) {
     let low = 0, high = xs.length - 1;
     while (low < high) { const mid = (low + high + 1) >> 1; if (xs[mid] <= x) low = mid; else high = mid - 1; }

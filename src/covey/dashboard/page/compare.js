@@ -1,5 +1,5 @@
 "use strict";
-// Compare: runs on top of each other, the settings they differ in, and what evaluations say.
+// Compare: curves of several runs in one chart, their differing settings, and their evaluations.
 (function (covey) {
   const { h, number } = covey, state = covey.state;
   const MOST = 8, LISTED = 24;
@@ -26,7 +26,7 @@
         h("div", { class: "charts" }, this.charts.map((chart) => chart.node)), this.tables);
     },
 
-    // The picked runs, each with its colour, and the newest others. All others are in the table of runs.
+    // The picked runs with their colours, and the newest others.
     list() {
       const newest = state.runs.map((run) => run.id).reverse(), others = newest.filter((id) => !state.picked.includes(id));
       const listed = new Set([...state.picked, ...others.slice(0, Math.max(0, LISTED - state.picked.length))]), more = state.runs.length - listed.size;
@@ -59,7 +59,7 @@
         return { run: run.state, curve, steps: await ask("step"), evals: await ask("eval") };
       }));
       const compared = await covey.ask("compare", { runs: ids.join(",") });
-      if (ids !== state.picked) return; // another choice was made meanwhile: its answers come
+      if (ids !== state.picked) return; // the selection has changed in the meantime
       this.found = found;
       this.redraw();
       this.fill(compared);
@@ -86,22 +86,22 @@
         cell(run.best ? `${number(run.best.value)} after ${run.best.step}` : "–"), cell(covey.duration(run.seconds)))));
       const settings = found.settings.length
         ? table(["setting", ...runs.map(marked)], found.settings.map((row) => h("tr", {}, row.map((value, i) => h("td", { class: i ? "mono" : "", text: i ? setting(value) : value })))))
-        : h("p", { class: "quiet", text: runs.length > 1 ? "All settings that change the training are the same." : "Pick a second run to see what differs." });
+        : h("p", { class: "quiet", text: runs.length > 1 ? "No differing settings." : "Pick a second run to compare settings." });
       const unpaired = found.unpaired.map((one) => {
         const points = (v) => `${v >= 0 ? "+" : "−"}${Math.abs(100 * v).toFixed(1)}`;
-        const sure = one.low > 0 || one.high < 0 ? "more than chance would do" : "could be chance";
+        const sure = one.low > 0 || one.high < 0 ? "significant" : "not significant";
         return h("p", { text: `After ${[...new Set(one.steps.slice().reverse())].join(" against ")} updates ${name(one.second)} has ${points(one.b - one.a)} points against ${name(one.first)} (95 % interval ${points(one.low)} to ${points(one.high)}): ${sure}. Unpaired; covey eval compares task by task.` });
       });
       const paired = found.paired.map((one) => h("p", { class: "paired", text: one.sentence }));
       this.tables.replaceChildren(
         h("section", {}, h("h2", { text: "Results" }), results),
-        h("section", {}, h("h2", { text: "Settings that differ" }), settings),
+        h("section", {}, h("h2", { text: "Differing settings" }), settings),
         h("section", {}, h("h2", { text: "Evaluations" }), unpaired, paired,
           unpaired.length + paired.length ? null : h("p", { class: "quiet", text: "No evaluation in common. covey eval RUN RUN compares runs task by task; its result is shown here." })));
     },
   };
 
-  // Small numbers as people write them: 1e-6, not 0.000001.
+  // Small numbers in scientific notation: 1e-6, not 0.000001.
   const setting = (value) => (value === "–" ? value : typeof value === "number" && value && Math.abs(value) < 1e-3 ? value.toExponential() : JSON.stringify(value));
   const withInterval = (point) => number(point.value) + (point.low === undefined ? "" : `  (${number(point.low)} to ${number(point.high)})`);
 })(window.covey);

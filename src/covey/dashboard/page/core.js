@@ -1,8 +1,8 @@
 "use strict";
-// What every page uses: making elements, writing numbers, colours, the tip that follows the pointer.
+// Helpers for all pages: elements, number formats, colours, the tooltip.
 window.covey = { views: {} };
 (function (covey) {
-  // An element. Text is always set as text, so nothing a model says can become markup.
+  // Creates an element. Text is set as textContent, so the output of a model never becomes markup.
   covey.h = function (tag, attrs, ...children) {
     const node = document.createElement(tag);
     for (const [key, value] of Object.entries(attrs || {})) {
@@ -40,9 +40,9 @@ window.covey = { views: {} };
   covey.colour = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
   const COLOURS = 8;
   covey.series = (index) => covey.colour("c" + (index % COLOURS));
-  covey.isDashed = (index) => index >= COLOURS; // the colours are used up: their second round is dashed
+  covey.isDashed = (index) => index >= COLOURS; // more runs than colours
 
-  // The colour that a run has in every list and chart while it is picked for comparison.
+  // The colour of a picked run in all lists and charts.
   const slots = new Map();
   covey.slot = (id) => slots.get(id);
   covey.assignSlots = function (ids) {
@@ -76,7 +76,7 @@ window.covey = { views: {} };
 
   covey.last = (values) => { for (let i = values.length - 1; i >= 0; i--) if (values[i] !== null) return values[i]; return null; };
 
-  // Calls a function once things are quiet, for what is typed.
+  // Debounces a function, for typed input.
   covey.later = function (work, wait = 160) {
     let timer = null;
     return (...args) => { clearTimeout(timer); timer = setTimeout(() => work(...args), wait); };

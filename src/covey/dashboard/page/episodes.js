@@ -1,5 +1,5 @@
 "use strict";
-// Episodes: a list that draws only the lines on the screen, its filters, and the reader beside it.
+// Episodes: a virtualised list with filters, and the reader.
 (function (covey) {
   const { h, number } = covey, state = covey.state;
   const LINE = 30, BLOCK = 200, KEPT = 12; // pixels of a line; lines fetched at a time; blocks kept in memory
@@ -16,7 +16,7 @@
       this.heads = h("div", { class: "columns-head" });
       this.inner = h("div");
       this.list = h("div", { class: "list", tabindex: "0", role: "listbox", "aria-label": "Episodes" }, this.inner);
-      this.right = h("div", { class: "right", tabindex: "0" }, h("p", { class: "quiet", text: "Pick an episode: j and k walk through the list, / searches." }));
+      this.right = h("div", { class: "right", tabindex: "0" }, h("p", { class: "quiet", text: "Pick an episode: j and k move through the list, / searches." }));
       this.reader = new covey.Reader(this.right, () => { root.classList.remove("reading"); this.list.focus(); });
       root.replaceChildren(h("div", { class: "left" }, this.filters, this.count, this.heads, this.list), this.right);
       this.list.addEventListener("scroll", () => this.draw(), { passive: true });
@@ -35,7 +35,7 @@
       const box = (name, label) => h("label", {}, h("input", { type: "checkbox", name, onchange: again }), label);
       this.stops = h("select", { name: "stop", "aria-label": "Stop reason", onchange: again }, h("option", { value: "", text: "any stop" }));
       return h("form", { class: "filters", role: "search", onsubmit: (event) => event.preventDefault() },
-        input("task", "search", "task or question  /"), input("text", "search", "said in the episode"),
+        input("task", "search", "task or question  /"), input("text", "search", "text of the episode"),
         between("reward", "min_reward", "max_reward"), between("length", "min_length", "max_length"), between("step", "first_step", "last_step"), this.stops, box("tool_errors", "tool errors"), box("failed", "failed"));
     },
 
@@ -58,7 +58,7 @@
       this.head(); this.reload();
     },
 
-    // From the start: other filters, or another order.
+    // Starts over after a change of filters or order.
     async reload() {
       this.ticket += 1;
       this.blocks.clear();
@@ -72,14 +72,14 @@
       if (this.blocks.has(block)) return;
       this.blocks.set(block, null);
       const found = await covey.ask("episodes", { ...this.query(), offset: block * BLOCK, limit: BLOCK });
-      if (ticket !== this.ticket) return; // the filters changed meanwhile
+      if (ticket !== this.ticket) return; // the filters have changed in the meantime
       this.blocks.set(block, found.rows);
       for (const old of this.blocks.keys()) { if (this.blocks.size <= KEPT) break; if (Math.abs(old - block) > 2) this.blocks.delete(old); }
       this.total = found.total;
       const known = [...this.stops.options].map((option) => option.value);
       for (const stop of found.stops) if (!known.includes(stop)) this.stops.append(h("option", { value: stop, text: stop }));
       const reading = found.indexed < 0.9999 ? `, reading the file: ${Math.floor(100 * found.indexed)} %` : "";
-      const kept = found.kept !== undefined && found.kept < found.recorded ? `; this file holds ${found.kept} of them` : "";
+      const kept = found.kept !== undefined && found.kept < found.recorded ? `; this file contains ${found.kept} of them` : "";
       this.count.textContent = `${found.total.toLocaleString("en")} of ${found.recorded.toLocaleString("en")} recorded episodes${kept}${reading}`;
       this.inner.style.height = `${this.total * LINE}px`;
       this.draw();
@@ -138,7 +138,7 @@
       return false;
     },
 
-    // New episodes: at the top of the list they are shown at once; further down only the count changes.
+    // New episodes are shown at once at the top of the list; further down only the count changes.
     async update() {
       const top = this.list.scrollTop < LINE;
       this.ticket += 1;

@@ -1,11 +1,11 @@
 "use strict";
-// Overview: where a run stands, what is wrong with it, and its curves.
+// Overview: progress of a run, its findings, and its curves.
 (function (covey) {
   const { h, number, duration } = covey;
   const state = covey.state = { runs: [], run: 0, axis: "step", smooth: 0, log: false, mark: null, picked: null };
   const AXES = { step: ["updates", number], time: ["time", duration], tokens: ["tokens", number] };
 
-  // Smoothing, log scale and the axis: chosen once for all charts.
+  // Smoothing, log scale and axis of all charts.
   covey.toolbar = function (changed) {
     const smooth = h("input", { type: "range", min: "0", max: "0.99", step: "0.01", value: String(state.smooth), "aria-label": "Smoothing", oninput: () => { state.smooth = +smooth.value; changed(); } });
     const log = h("input", { type: "checkbox", onchange: () => { state.log = log.checked; changed(); } });
@@ -15,24 +15,24 @@
     return [h("label", {}, "smoothing", smooth), h("label", {}, log, "log scale"), h("label", {}, "over", axis)];
   };
 
-  // One line of a chart from the server's columns, as the toolbar says.
+  // One line of a chart, with the settings of the toolbar.
   covey.lineOf = function (found, name, label, colour, smoothed = true) {
     const one = found.series[name];
     if (!one) return null;
-    // Round-off is not a curve: such a metric is drawn at its level. The numbers that are saved stay as they are.
+    // A metric that only varies by round-off is drawn at its level. Saved numbers stay as recorded.
     const flat = one.level !== undefined, weight = smoothed && !flat ? state.smooth : 0, band = !flat || one.band;
     const y = flat ? one.y.map((value) => (value === null ? null : one.level)) : covey.smooth(one.y, weight);
     return { label, colour, x: found.axes[state.axis], y, raw: weight ? one.y : null, exact: one.y, lo: band ? one.lo : null, hi: band ? one.hi : null, band: one.band };
   };
   covey.axis = () => ({ whole: state.axis !== "time", xlabel: AXES[state.axis][0], xformat: AXES[state.axis][1], log: state.log, mark: state.axis === "step" && state.mark ? state.mark.span : null });
 
-  covey.signCards = function ({ early, signs }, evidence) {
+  covey.findingCards = function ({ early, findings }, evidence) {
     if (early) return h("div", { class: "quiet early", text: early });
-    if (!signs.length) return h("div", { class: "fine", text: "✓ Nothing looks wrong." });
-    return h("div", { class: "signs" }, signs.map((sign) => h("div", { class: "sign", "data-sign": sign.name },
-      h("h2", { text: sign.title }), h("p", { text: sign.sentence }),
-      h("p", {}, sign.advice + " Settings: ", sign.settings.flatMap((key, i) => [i ? ", " : "", h("code", { text: key })]), "."),
-      sign.metrics.map((name) => h("button", { text: `see ${name}`, onclick: () => evidence(name, [sign.first, sign.last]) })))));
+    if (!findings.length) return h("div", { class: "fine", text: "✓ No findings." });
+    return h("div", { class: "findings" }, findings.map((finding) => h("div", { class: "finding", "data-finding": finding.name },
+      h("h2", { text: finding.title }), h("p", { text: finding.sentence }),
+      h("p", {}, finding.advice + " Settings: ", finding.settings.flatMap((key, i) => [i ? ", " : "", h("code", { text: key })]), "."),
+      finding.metrics.map((name) => h("button", { text: `see ${name}`, onclick: () => evidence(name, [finding.first, finding.last]) })))));
   };
 
   covey.pill = (run) => h("span", { class: "pill " + (run.silent ? "silent" : run.status), text: run.silent ? `silent for ${duration(run.silent)}` : run.status });
@@ -46,19 +46,19 @@
     const stages = names.step.filter((name) => name.startsWith("timing/") && !["timing/step", "timing/tools", "timing/slowest_episode"].includes(name));
     const sft = run.kind === "sft";
     return [
-      { title: sft ? "Loss" : "Reward", about: sft ? "surprise per demonstrated token" : "mean score of a step's answers", unit: run.curve.name, names: [run.curve.key] },
-      { title: `Held-out ${run.curve.measure}`, about: "unseen tasks" + (run.curve.measure === "accuracy" ? ", with 95 % intervals" : ""), kind: "eval", unit: run.curve.measure, names: modes.length ? modes : [run.curve.best] },
-      { title: "KL", about: "distance from the reference, or the sampler", unit: "nats per token", names: has(["kl/reference", "kl/samples", "gvpo/mean_log_ratio", "policy/kl_old"]).slice(0, 2) },
-      { title: "Entropy", about: "doubt per token; near 0: no exploring", unit: "nats per token", names: ["policy/entropy"] },
+      { title: sft ? "Loss" : "Reward", about: sft ? "−log π per demonstrated token" : "mean reward of a step's episodes", unit: run.curve.name, names: [run.curve.key] },
+      { title: `Held-out ${run.curve.measure}`, about: "validation tasks" + (run.curve.measure === "accuracy" ? ", with 95 % intervals" : ""), kind: "eval", unit: run.curve.measure, names: modes.length ? modes : [run.curve.best] },
+      { title: "KL", about: "to the reference, or to the sampling policy", unit: "nats per token", names: has(["kl/reference", "kl/samples", "gvpo/mean_log_ratio", "policy/kl_old"]).slice(0, 2) },
+      { title: "Entropy", about: "per token; near 0: no exploration", unit: "nats per token", names: ["policy/entropy"] },
       { title: "Length", about: "tokens per answer", unit: "tokens", names: has(["response/length_mean", "response/length_max", "sft/tokens"]) },
-      { title: "Cut off and flat", about: "share of answers, of groups", unit: "share", names: has(["response/truncated", "groups/flat"]) },
+      { title: "Truncated answers, zero-variance groups", about: "share", unit: "share", names: has(["response/truncated", "groups/flat"]) },
       { title: "Throughput", about: "tokens per second", unit: "tokens per second", names: ["perf/tokens_per_second"] },
       { title: "Time per stage", about: "seconds of a step", unit: "seconds", stack: true, names: stages },
-      { title: "Memory", about: "GiB of the driving process, of its GPU", unit: "GiB", names: has(["perf/memory_gib", "perf/gpu_memory_gib"]) },
-      { title: "Gradient norm", about: "force of the update", unit: "norm", names: ["grad/norm"] },
+      { title: "Memory", about: "GiB of the main process, of its GPU", unit: "GiB", names: has(["perf/memory_gib", "perf/gpu_memory_gib"]) },
+      { title: "Gradient norm", about: "before clipping", unit: "norm", names: ["grad/norm"] },
       { title: "Policy age", about: "updates between sampling and learning", unit: "updates", names: has(["policy/age", "policy/age_max"]) },
-      { title: "Failures by cause", about: "episodes that the infrastructure broke", unit: "episodes", names: like("episodes/failed/") },
-      { title: "Tools", about: "calls per episode; share that are mistakes", unit: "calls, share", names: has(["agent/tool_calls", "agent/tool_errors"]) },
+      { title: "Failures by cause", about: "episodes that failed in the infrastructure", unit: "episodes", names: like("episodes/failed/") },
+      { title: "Tools", about: "calls per episode; share with errors", unit: "calls, share", names: has(["agent/tool_calls", "agent/tool_errors"]) },
     ].filter((panel) => panel.names.some((name) => names[panel.kind || "step"].includes(name)));
   }
 
@@ -117,7 +117,7 @@
           h("span", { class: "quiet", text: `${duration(run.seconds)} so far` + (run.eta !== null ? `, ${duration(run.eta)} left` : "") })),
         h("div", { class: "bar", role: "progressbar", "aria-valuenow": run.done, "aria-valuemax": run.total, "aria-label": "Steps done" }, bar),
         run.notes ? h("p", { class: "notes", text: run.notes }) : "",
-        covey.signCards(found, (name, span) => covey.evidence(name, span)),
+        covey.findingCards(found, (name, span) => covey.evidence(name, span)),
         shown);
     },
 

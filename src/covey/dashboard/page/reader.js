@@ -1,32 +1,32 @@
 "use strict";
-// One episode: its turns, and every token coloured by what the learner saw there.
+// One episode: its turns, and its tokens coloured by a value of the learner.
 (function (covey) {
   const { h, number } = covey, state = covey.state;
   const MOST_TOKENS = 6000, MOST_COLUMNS = 16;
   const RED = [214, 69, 56], GREEN = [34, 150, 94], BLUE = [62, 126, 204], PURPLE = [140, 82, 196], GREY = [128, 136, 150];
   const paint = (rgb, share) => `rgba(${rgb},${Math.max(0, Math.min(0.75, 0.75 * share)).toFixed(3)})`;
 
-  // How a token is coloured: from the row, the place and the largest value on show.
+  // Colour modes: the value of a token, its range, and the colour scale.
   const MODES = {
-    mask: { label: "who said it", of: (row, i) => row.mask[i], colour: (v) => (v ? paint(BLUE, 0.35) : paint(GREY, 0.2)), scale: ["given", "sampled"], ends: [paint(GREY, 0.2), paint(BLUE, 0.35)] },
+    mask: { label: "source", of: (row, i) => row.mask[i], colour: (v) => (v ? paint(BLUE, 0.35) : paint(GREY, 0.2)), scale: ["given", "sampled"], ends: [paint(GREY, 0.2), paint(BLUE, 0.35)] },
     logprobs: { label: "log-prob", of: (row, i) => row.logprobs[i], size: () => 6, colour: (v, size) => paint(RED, -v / size), scale: ["likely", "unlikely"], ends: [paint(RED, 0), paint(RED, 1)] },
     advantage: { label: "advantage", of: (row, i) => row.advantage[i], size: (values) => Math.max(1e-6, ...values.map(Math.abs)), colour: (v, size) => paint(v < 0 ? RED : GREEN, Math.abs(v) / size), scale: ["below", "above the baseline"], ends: [paint(RED, 1), paint(GREEN, 1)] },
     ratio: { label: "ratio", of: (row, i) => row.ratio[i], size: () => 1, colour: (v, size) => paint(v < 1 ? RED : GREEN, Math.abs(Math.log2(Math.max(v, 1e-6))) / size), scale: ["halved", "doubled"], ends: [paint(RED, 1), paint(GREEN, 1)] },
-    entropy: { label: "entropy", of: (row, i) => row.entropy[i], size: (values) => Math.max(0.5, ...values), colour: (v, size) => paint(PURPLE, v / size), scale: ["sure", "in doubt"], ends: [paint(PURPLE, 0), paint(PURPLE, 1)] },
+    entropy: { label: "entropy", of: (row, i) => row.entropy[i], size: (values) => Math.max(0.5, ...values), colour: (v, size) => paint(PURPLE, v / size), scale: ["certain", "uncertain"], ends: [paint(PURPLE, 0), paint(PURPLE, 1)] },
     versions: { label: "policy age", of: (row, i) => Math.max(...row.versions) - row.versions[i], size: (values) => Math.max(1, ...values), colour: (v, size) => paint(PURPLE, v / size), scale: ["newest", "oldest"], ends: [paint(PURPLE, 0), paint(PURPLE, 1)] },
   };
   covey.modes = MODES;
 
   const values = (row, i) => `${JSON.stringify(row.text[i])}  token ${row.response_ids[i]}\n` + (row.mask[i]
     ? `log-prob ${number(row.logprobs[i], 4)} (p ${number(row.logprobs[i] === null ? null : Math.exp(row.logprobs[i]), 3)})\nadvantage ${number(row.advantage[i], 4)}\nratio ${number(row.ratio[i], 4)}\nentropy ${number(row.entropy[i], 4)}\nsampled after ${row.versions[i]} updates`
-    : "given, not sampled: not learned from");
+    : "given, not sampled: not trained on");
 
-  // The tokens of a row. Values on hover; with the arrows when the box has the focus.
+  // The tokens of a row, with values on hover or with the arrow keys.
   function tokens(row, mode, say) {
     const how = MODES[mode], shown = Math.min(row.text.length, MOST_TOKENS);
     const sampled = row.text.map((_, i) => (row.mask[i] ? how.of(row, i) : null)).filter((v) => v !== null);
     const size = how.size ? how.size(sampled) : 1;
-    const box = h("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": `${row.text.length} tokens coloured by ${how.label}; arrows walk through them` });
+    const box = h("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": `${row.text.length} tokens coloured by ${how.label}; move with the arrow keys` });
     for (let i = 0; i < shown; i++) {
       const value = how.of(row, i), node = h("span", { class: row.mask[i] ? null : "given", "data-i": i, text: row.text[i].replaceAll("\n", "↵\n") });
       if ((row.mask[i] || mode === "mask") && value !== null) node.style.backgroundColor = how.colour(value, size);
@@ -118,7 +118,7 @@
       return [...failure, ...said, h("h2", { text: "Conversation" }), ...episode.messages.map(turn), ...answer];
     }
 
-    // The group's attempts, or the same task at other steps, next to each other.
+    // The attempts of the group, or the same task at other steps, side by side.
     async beside() {
       const found = await covey.ask("related", { run: state.run, id: this.id, kind: this.view });
       const every = Math.max(1, Math.ceil(found.rows.length / MOST_COLUMNS)), rows = found.rows.filter((_, i) => i % every === 0);

@@ -1,9 +1,9 @@
 "use strict";
-// Runs: one row each, to be sorted, filtered, opened, and selected for comparison.
+// Runs: a table to sort, filter, open and select runs for comparison.
 (function (covey) {
   const { h, number } = covey, state = covey.state;
 
-  // key: what is sorted by; of(run): its value; class: n for numbers, small or medium: from that width of the page on.
+  // key: for sorting; of(run): the value; class: n for numbers, small or medium: shown from that page width on.
   const COLUMNS = [
     { key: "status", title: "status", of: (run) => (run.silent ? "silent" : run.status), cell: (run) => covey.pill(run) },
     { key: "label", title: "run", of: (run) => run.label, cell: (run) => named(run) },
@@ -32,7 +32,7 @@
     return runs.filter((run) => { const text = searched(run); return wanted.every((word) => text.includes(word)); });
   };
 
-  // What a run does not have comes last in either order; equal ones, the newest first.
+  // Missing values come last in either order; among equal values the newest run is first.
   covey.sortRuns = function (runs, key, down) {
     const { of } = COLUMNS.find((column) => column.key === key) || COLUMNS[0], sign = down ? -1 : 1;
     const none = (value) => value === null || value === undefined || value === "";
@@ -65,7 +65,7 @@
       this.root.replaceChildren(
         h("div", { class: "tools" }, this.filter, this.count, h("span", { class: "grow" }), this.compare, this.clear),
         h("div", { class: "scroll" }, h("table", { class: "runs" }, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, this.all), this.heads)), this.body)),
-        h("p", { class: "quiet hint", text: "Keys: j and k go through the rows, x selects, c compares, / filters." }));
+        h("p", { class: "quiet hint", text: "Keys: j and k move through the rows, x selects, c compares, / filters." }));
     },
 
     by(key) {
@@ -107,7 +107,7 @@
       this.place(this.shown.map((run) => this.row(run)));
     },
 
-    // Only rows that changed are made anew, and the one that has the focus keeps it.
+    // Only changed rows are rebuilt, and the focus is kept.
     row(run) {
       const on = (state.picked || []).includes(run.id), key = JSON.stringify([run, on, covey.slot(run.id)]), kept = this.rows.get(run.id);
       if (kept && kept.key === key) return kept.node;

@@ -1,5 +1,5 @@
 "use strict";
-// Where the numbers come from: the server, or in a report that was saved as one file, the file itself.
+// The data source: the server, or the data inside a report file.
 (function (covey) {
   const inline = document.getElementById("inline");
 
@@ -21,7 +21,7 @@
       && (!q.text || row.said.includes(q.text));
   }
 
-  // Of what was compared between all runs of the file, the part about some of them.
+  // The part of the comparison of all runs that is about some of them.
   function compared(data, ids) {
     const places = ids.map((id) => 1 + data.runs.findIndex((run) => run.run.state.id === id));
     const settings = data.compare.settings.map((row) => [row[0], ...places.map((place) => row[place])]);
@@ -32,7 +32,7 @@
     };
   }
 
-  // The same answers as the server's, from what was put into the file.
+  // Answers the requests of the API from the data in the file.
   function fromFile(data) {
     for (const run of data.runs) {
       for (const row of run.rows) row.said = JSON.stringify(run.episodes[row.id].messages.map((m) => m.content));

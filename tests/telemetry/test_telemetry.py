@@ -1,4 +1,4 @@
-"""Telemetry itself: stages, what reaches which record, and optional loggers."""
+"""Telemetry: stage times, records, sinks and trackers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Clock:
 
 
 class Listener(Sink):
-    """Keeps what it hears."""
+    """Records its events."""
 
     def __init__(self) -> None:
         self.stages: list[str | None] = []
@@ -102,9 +102,9 @@ def test_a_step_gets_the_time_of_its_stages_and_an_evaluation_its_own(
     assert second == {"timing/checkpoint": 2.0, "timing/step": 2.0}
 
 
-def test_ahead_every_step_has_its_throughput(tmp_path: Path, clock: Clock, listener: Listener) -> None:
+def test_throughput_in_async_mode_is_per_step(tmp_path: Path, clock: Clock, listener: Listener) -> None:
     """Per second of the step: the learner hardly waits, and a step's tokens may have been sampled before it."""
-    telemetry = Telemetry(JsonlFiles(tmp_path), [listener], now=clock, ahead=True)
+    telemetry = Telemetry(JsonlFiles(tmp_path), [listener], now=clock, asynchronous=True)
     for tokens in (600, 0):
         with telemetry.stage("rollout"):
             clock.now += 1
@@ -114,8 +114,8 @@ def test_ahead_every_step_has_its_throughput(tmp_path: Path, clock: Clock, liste
     assert [step["perf/tokens_per_second"] for step in listener.steps] == [150.0, 0.0]
 
 
-def test_memory_is_looked_at_once_for_all_listeners(tmp_path: Path) -> None:
-    """A peak begins anew with every look."""
+def test_memory_is_measured_once_for_all_sinks(tmp_path: Path) -> None:
+    """Reading the peak resets it."""
     looks = iter((10.0, 1.0, 1.0))
     first, second = Listener(), Listener()
     telemetry = Telemetry(JsonlFiles(tmp_path), [first, second], memory=lambda: {"perf/gpu_memory_gib": next(looks)})
@@ -124,7 +124,7 @@ def test_memory_is_looked_at_once_for_all_listeners(tmp_path: Path) -> None:
     assert read_history(tmp_path).training("perf/gpu_memory_gib") == [(0, 10.0)]
 
 
-def test_a_stage_inside_a_stage_is_shown_but_its_time_is_the_outer_ones(
+def test_a_nested_stage_is_shown_but_counts_towards_the_outer_one(
     telemetry: Telemetry, clock: Clock, listener: Listener
 ) -> None:
     with telemetry.stage("evaluate"):
@@ -148,7 +148,7 @@ def test_a_record_made_inside_its_stage_has_the_time_so_far(
     assert listener.evaluations == [{"timing/evaluate": 5.0}]
 
 
-def test_a_stage_that_raises_is_over(telemetry: Telemetry, clock: Clock, listener: Listener) -> None:
+def test_a_stage_ends_when_it_raises(telemetry: Telemetry, clock: Clock, listener: Listener) -> None:
     with pytest.raises(RuntimeError), telemetry.stage("update"):
         clock.now += 3
         raise RuntimeError
@@ -157,7 +157,7 @@ def test_a_stage_that_raises_is_over(telemetry: Telemetry, clock: Clock, listene
     assert listener.steps == [{"timing/update": 3.0, "timing/step": 3.0}]
 
 
-def test_closing_twice_is_closing_once(telemetry: Telemetry, listener: Listener) -> None:
+def test_closing_twice_has_no_effect(telemetry: Telemetry, listener: Listener) -> None:
     telemetry.close("failed")
     telemetry.close("finished")
     assert listener.closed == ["failed"]
@@ -167,7 +167,7 @@ def test_closing_twice_is_closing_once(telemetry: Telemetry, listener: Listener)
     ("extra", "module"),
     [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard"), ("mlflow", "mlflow"), ("trackio", "trackio")],
 )
-def test_a_missing_extra_is_named_before_anything_is_touched(
+def test_a_missing_extra_is_reported_before_anything_is_written(
     monkeypatch: pytest.MonkeyPatch, info: RunInfo, extra: str, module: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # importing it fails
@@ -187,7 +187,7 @@ def nothing_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FakeWandb:
-    """As much of wandb as we use."""
+    """The part of wandb that we use."""
 
     def __init__(self) -> None:
         self.started: list[dict[str, Any]] = []
@@ -229,7 +229,7 @@ def test_wandb_gets_our_names_and_a_resumed_run_its_old_id(monkeypatch: pytest.M
     assert fake.exit_codes == [1, 0]
 
 
-def test_tensorboard_drops_what_a_resumed_run_repeats_and_keeps_the_evaluation_at_its_checkpoint(
+def test_tensorboard_purges_repeated_steps_but_keeps_the_evaluation_at_the_checkpoint(
     monkeypatch: pytest.MonkeyPatch, info: RunInfo
 ) -> None:
     written: list[tuple[str, float, int]] = []
@@ -265,7 +265,7 @@ def test_tensorboard_drops_what_a_resumed_run_repeats_and_keeps_the_evaluation_a
 
 
 class FakeMlflow:
-    """As much of mlflow as we use, server and client in one."""
+    """The part of mlflow that we use, server and client in one."""
 
     def __init__(self) -> None:
         self.experiments: list[str] = []
@@ -334,11 +334,11 @@ def test_mlflow_gets_our_names_and_settings_and_a_resumed_run_its_old_page(
     assert (fake.experiments, fake.runs, fake.statuses[-1]) == (["p"], [("p", "e"), ("p", "e")], "id2 FAILED")
 
 
-def test_a_tracker_that_breaks_down_is_told_of_and_left_out(
+def test_a_failing_tracker_is_dropped_with_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], listener: Listener
 ) -> None:
     class Broken(Listener):
-        elsewhere = True
+        external = True
 
         def evaluation(self, step: int, metrics: Mapping[str, float], sample: EpisodeView | None) -> None:
             raise ConnectionError("no server")
@@ -353,11 +353,11 @@ def test_a_tracker_that_breaks_down_is_told_of_and_left_out(
     assert (listener.steps, listener.closed) == ([{"a": 1.0}, {"a": 3.0}], ["finished"])
     assert listener.evaluations == [{"b": 2.0}] and len(read_history(tmp_path).evaluations) == 1
     assert (
-        "Broken broke down and gets nothing more of this run: ConnectionError('no server')" in capsys.readouterr().out
+        "Broken failed and receives nothing more from this run: ConnectionError('no server')" in capsys.readouterr().out
     )
 
 
-def test_what_breaks_here_ends_the_run(tmp_path: Path) -> None:
+def test_an_error_of_a_local_sink_ends_the_run(tmp_path: Path) -> None:
     class Broken(Listener):
         def note(self, text: str) -> None:
             raise OSError("disk full")

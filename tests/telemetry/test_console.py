@@ -1,4 +1,4 @@
-"""Both consoles: the lines compared as they are, the live view by what it must say."""
+"""The consoles: exact lines of the plain one, the contents of the live view, and the output in a notebook."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+import covey
 from covey.config.schema import LoggingConfig
 from covey.telemetry import EpisodeView, RunInfo, Telemetry
 from covey.telemetry.console import LiveConsole, PlainConsole, Screen, open_console
-from covey.telemetry.figures import duration, key_figures, show
 from covey.telemetry.history import History, Record, RunState
+from covey.telemetry.key_metrics import format_duration, format_value, key_metrics
 from covey.telemetry.live_view import LiveView, Marks, nice_range, plot, sparkline
+from tests.trainer.conftest import ROWS, SMALL, vowels
 
 STEP = {
     "reward/mean": 0.5312,
@@ -44,7 +49,7 @@ EVALUATION = {
 SAMPLE = EpisodeView("Sort: 3 1 2", "1 2 3", reward=1.0, advantage=0.42, answer="1 2 3")
 
 
-def test_plain_lines_as_they_are(info: RunInfo) -> None:
+def test_plain_lines(info: RunInfo) -> None:
     out = io.StringIO()
     console = PlainConsole(RunState(info), out)
     console.step(0, STEP, SAMPLE, [])
@@ -77,7 +82,7 @@ def test_a_pipe_gets_lines_without_colour_or_carriage_returns(
     assert "\r" not in out
 
 
-def test_a_resumed_console_knows_what_came_before(info: RunInfo) -> None:
+def test_a_resumed_console_knows_the_history(info: RunInfo) -> None:
     out = io.StringIO()
     history = History((Record(0, STEP), Record(1, STEP)), (Record(0, EVALUATION),))
     console = PlainConsole(RunState(replace(info, first_step=2), history), out)
@@ -86,7 +91,7 @@ def test_a_resumed_console_knows_what_came_before(info: RunInfo) -> None:
     assert out.getvalue().splitlines()[-1].startswith("step   3/40  reward 0.500  eval 0.250 ")
 
 
-def test_verbosity_warning_is_silent_but_for_warnings(info: RunInfo, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbosity_warning_prints_only_warnings(info: RunInfo, capsys: pytest.CaptureFixture[str]) -> None:
     logging = LoggingConfig(verbosity="warning")
     telemetry = Telemetry.open(info, logging, metrics_offset=None, episodes_offset=None)
     telemetry.step(0, STEP, None, [])
@@ -96,7 +101,7 @@ def test_verbosity_warning_is_silent_but_for_warnings(info: RunInfo, capsys: pyt
     assert (captured.out, captured.err) == ("", "warning: look here\n")
 
 
-def test_losing_the_terminal_or_lacking_a_character_does_not_end_the_run(info: RunInfo) -> None:
+def test_a_closed_terminal_or_a_missing_character_does_not_end_the_run(info: RunInfo) -> None:
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError
@@ -145,7 +150,7 @@ def full(view: LiveView) -> None:
 
 
 @pytest.mark.parametrize("width", [60, 100])
-def test_the_view_says_what_matters_and_stays_within_the_terminal(info: RunInfo, width: int) -> None:
+def test_the_live_view_fits_the_terminal(info: RunInfo, width: int) -> None:
     lines = rendered(info, full, width)
     text = "\n".join(lines)
     assert max(len(line) for line in lines) <= width
@@ -161,14 +166,14 @@ def test_the_view_says_what_matters_and_stays_within_the_terminal(info: RunInfo,
     assert "expected  1 2 3" in text
     figures = {line.split("  ")[0]: line for line in lines}
     assert "0.540" in figures["reward"]
-    assert "mean score of this step's answers" in figures["reward"]
+    assert "mean reward of this step's episodes" in figures["reward"]
     assert "0.250" in figures["eval greedy"]
     assert "-0.125" in figures["log-ratio"]
-    assert "4%" in figures["cut off"]
+    assert "4%" in figures["truncated"]
 
 
 def test_the_time_of_a_step_is_that_of_its_stages(info: RunInfo) -> None:
-    """9 + 3 + 1 + 0.5 + 0.5 s; what tools took lies within the rollout. The shortest two are put together."""
+    """9 + 3 + 1 + 0.5 + 0.5 s; the time of tools lies within the rollout. The shortest two are merged."""
     seconds = {"rollout": 9.0, "update": 3.0, "checkpoint": 1.0, "annotate": 0.5, "publish": 0.5}
     within = {"tools": 7.0, "slowest_episode": 8.0, "step": 14.0}
     timings = {f"timing/{name}": value for name, value in (seconds | within).items()}
@@ -190,7 +195,7 @@ def test_the_view_keeps_its_height_whatever_the_answers_are(info: RunInfo) -> No
     assert height(1, "finished") < height(1)
 
 
-def test_a_narrower_window_is_drawn_afresh(info: RunInfo) -> None:
+def test_a_narrower_window_is_cleared(info: RunInfo) -> None:
     """Our lines of 100 columns take two rows each at 60: going up by the lines we drew would end in their middle."""
     out = io.StringIO()
     console = Console(file=out, width=100, height=40, force_terminal=True, color_system=None)
@@ -216,34 +221,34 @@ def test_the_last_three_warnings_stay_also_on_a_small_terminal(info: RunInfo) ->
 
 @pytest.mark.parametrize("height", [1, 5, 12, 24, 40, 100])
 @pytest.mark.parametrize("width", [20, 60, 200])
-def test_any_terminal_will_do(info: RunInfo, width: int, height: int) -> None:
+def test_any_terminal_size_works(info: RunInfo, width: int, height: int) -> None:
     rendered(info, full, width, height)
     rendered(info, lambda view: None, width, height)
 
 
-def test_before_the_first_step_every_figure_is_explained_and_none_invented(info: RunInfo) -> None:
+def test_before_the_first_step_metrics_are_listed_without_values(info: RunInfo) -> None:
     lines = rendered(info, lambda view: None, 60)
     rows = [line for line in lines if "–" in line]
-    assert len(rows) == len(key_figures(info))
+    assert len(rows) == len(key_metrics(info))
     assert "left" not in "\n".join(lines)  # no pace yet
 
 
-def test_figures_that_a_run_does_not_report_are_left_out(info: RunInfo) -> None:
+def test_metrics_that_a_run_does_not_report_are_hidden(info: RunInfo) -> None:
     lines = rendered(info, lambda view: view.state.add_step(0, {"reward/mean": float("nan")}, None), 60)
     labels = [line.split("  ")[0] for line in lines]
     assert "reward" in labels
     assert "entropy" not in labels
 
 
-def test_a_reply_cannot_steer_the_terminal(info: RunInfo) -> None:
+def test_a_reply_cannot_control_the_terminal(info: RunInfo) -> None:
     nasty = EpisodeView("q", "line\nbreak \x1b[2J\x07 [red]markup[/red]", None)
     text = "\n".join(rendered(info, lambda view: view.state.add_step(0, STEP, nasty), 100))
     assert "reply     line ⏎ break ·[2J· [red]markup[/red]" in text
     assert "reward –" in text
 
 
-def test_every_figure_has_words_that_fit_beside_it_on_60_columns(info: RunInfo) -> None:
-    for row in key_figures(info):
+def test_every_key_metric_has_a_meaning_that_fits_60_columns(info: RunInfo) -> None:
+    for row in key_metrics(info):
         for figure in row:
             assert 0 < len(figure.meaning) <= 38
             assert len(figure.label) <= 12
@@ -293,13 +298,21 @@ def test_eta_is_the_median_pace_times_the_steps_left(info: RunInfo) -> None:
         (93600, "1d02h"),
     ],
 )
-def test_durations_as_people_say_them(seconds: float | None, text: str) -> None:
-    assert duration(seconds) == text
+def test_format_duration(seconds: float | None, text: str) -> None:
+    assert format_duration(seconds) == text
 
 
-def test_numbers_as_people_read_them() -> None:
-    assert [show(0.12345, "score"), show(0.125, "share"), show(34.4, "count")] == ["0.123", "12%", "34"]
-    assert [show(-0.0, "number"), show(1234.5, "number"), show(None, "score")] == ["0", "1.23e+03", "–"]
+def test_format_value() -> None:
+    assert [format_value(0.12345, "score"), format_value(0.125, "share"), format_value(34.4, "count")] == [
+        "0.123",
+        "12%",
+        "34",
+    ]
+    assert [format_value(-0.0, "number"), format_value(1234.5, "number"), format_value(None, "score")] == [
+        "0",
+        "1.23e+03",
+        "–",
+    ]
 
 
 def test_a_straight_line_is_drawn_straight() -> None:
@@ -308,7 +321,7 @@ def test_a_straight_line_is_drawn_straight() -> None:
     assert [line.plain for line in diagonal] == ["    1 ┤  ⡠⠊", "    0 ┤⡠⠊  ", "       0  7"]
 
 
-def test_marks_sit_where_their_points_are() -> None:
+def test_marks_are_drawn_at_their_points() -> None:
     marked = plot([], [Marks("●", "", [(0, 0.0), (10, 1.0)])], x_end=10, width=11, height=3, style="")
     assert [line.plain[7:] for line in marked[:2]] == ["   ●", "●   "]
 
@@ -327,7 +340,7 @@ def test_axes_end_at_round_numbers() -> None:
 NASTY = (0.0, -0.0, 1.0, 1.0 + 2**-52, -1e-300, 5e-324, 999.9999999, 1e15, -1e308, 1e308, math.inf, -math.inf, math.nan)
 
 
-def test_whatever_is_measured_can_be_drawn() -> None:
+def test_any_values_can_be_drawn() -> None:
     rng = random.Random(0)
     for _ in range(300):
         width, height, end = rng.randint(1, 120), rng.randint(1, 20), rng.choice((0, 1, 7, 1000))
@@ -339,7 +352,7 @@ def test_whatever_is_measured_can_be_drawn() -> None:
 
 
 def test_a_long_run_is_kept_in_bounded_memory(info: RunInfo) -> None:
-    """The curve still spans the whole run, and a figure's course is that of its newest values."""
+    """The curve still spans the whole run, and a sparkline shows the newest values."""
     state = RunState(replace(info, total_steps=50_000))
     for index in range(50_000):
         state.add_step(index, STEP | {"grad/norm": float(index % 7), "reward/mean": index / 50_000}, None)
@@ -350,3 +363,62 @@ def test_a_long_run_is_kept_in_bounded_memory(info: RunInfo) -> None:
     assert all(len(values) <= 64 for values in state.series.values())
     newest = [float(index % 7) for index in range(50_000)]
     assert sparkline(state.series["grad/norm"], 12) == sparkline(newest, 12)
+
+
+# -- Notebooks ---------------------------------------------------------------------------------------------------------
+
+
+class Output:
+    def __init__(self, shown: list[list[dict[str, str]]], first: dict[str, str]) -> None:
+        self.pictures = [first]
+        shown.append(self.pictures)
+
+    def update(self, picture: dict[str, str], *, raw: bool) -> None:
+        assert raw
+        self.pictures.append(picture)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, shell: Any) -> list[list[dict[str, str]]]:
+    shown: list[list[dict[str, str]]] = []
+
+    def display(picture: dict[str, str], *, raw: bool, display_id: bool) -> Output:
+        assert raw and display_id
+        return Output(shown, picture)
+
+    package, inner = ModuleType("IPython"), ModuleType("IPython.display")
+    package.get_ipython = lambda: shell  # type: ignore[attr-defined]
+    package.version_info = (9, 0, 0)  # type: ignore[attr-defined]  # matplotlib asks
+    inner.display = display  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", package)
+    monkeypatch.setitem(sys.modules, "IPython.display", inner)
+    return shown
+
+
+def train(model: Path) -> covey.Run:
+    settings = SMALL | {"logging.verbosity": "info"}
+    return covey.train(str(model), ROWS, vowels, validation=ROWS[:2], **settings)
+
+
+def test_one_output_is_redrawn(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown = install(monkeypatch, SimpleNamespace(kernel=object()))
+    run = train(tiny_model_folder)
+    (pictures,) = shown
+    texts = [picture["text/plain"] for picture in pictures]
+    assert "step 0 of 3" in texts[0] and "starting" in texts[0]
+    assert [n for n in range(4) if any(f"step {n} of 3" in text for text in texts)] == [0, 1, 2, 3]
+    mean = run.metrics[-1]["reward/mean"]
+    assert f"reward {mean:.3f}" in texts[-1] and texts[-1].endswith("finished")
+    assert all(picture["text/html"].startswith("<pre>") for picture in pictures)
+    assert "step  1/3" not in capsys.readouterr().out
+
+
+def test_ipython_at_a_terminal_is_not_a_notebook(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown = install(monkeypatch, SimpleNamespace())
+    train(tiny_model_folder)
+    assert shown == [] and "step  1/3" in capsys.readouterr().out

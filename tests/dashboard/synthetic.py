@@ -1,4 +1,4 @@
-"""Run folders that are made up: healthy ones, and each way of going wrong, with numbers that tell it."""
+"""Synthetic run folders: healthy ones, and one for each fault."""
 
 from __future__ import annotations
 
@@ -73,19 +73,19 @@ def healthy(steps: int = 100, seed: int = 0, noise: float = 0.05) -> tuple[dict[
     return series, accuracy
 
 
-def sick(name: str, steps: int = 100, seed: int = 0) -> tuple[dict[str, Floats], dict[int, float]]:
+def faulty(name: str, steps: int = 100, seed: int = 0) -> tuple[dict[str, Floats], dict[int, float]]:
     """A healthy run with one thing wrong."""
     series, accuracy = healthy(steps, seed)
     t = np.linspace(0, 1, steps)
     match name:
-        case "hacking":  # the reward goes on, accuracy turns after a third
+        case "reward_hacking":  # the reward goes on, accuracy turns after a third
             series["reward/mean"] = 0.2 + 0.7 * t
             accuracy = {s: v if 3 * s <= steps else max(0.1, 0.6 - 0.6 * (s / steps)) for s, v in accuracy.items()}
         case "entropy_collapse":
             series["policy/entropy"] = 1.2 * np.exp(-20 * t) + 0.004
-        case "no_signal":
+        case "zero_variance":
             series["groups/flat"] = np.clip(0.3 + 3 * t, 0, 1)
-        case "kl_runaway":
+        case "kl_growth":
             series["kl/reference"] = 0.02 * np.exp(4.5 * t)
         case "truncation":
             series["response/truncated"] = np.clip(0.03 + 0.6 * t**2, 0, 1)
@@ -96,17 +96,17 @@ def sick(name: str, steps: int = 100, seed: int = 0) -> tuple[dict[str, Floats],
             series["episodes/failed/tool_timeout"] = series["episodes/failed"]
         case "off_policy":
             series["policy/ess"] = 0.95 - 0.7 * t
-        case "traded":
+        case "reward_tradeoff":
             series["reward/format/mean"] = 0.9 - 0.6 * t
-        case "paid_by_length":
+        case "length_correlation":
             series["response/length_mean"] = 100 + 200 * t
         case _:
             raise AssertionError(name)
     return series, accuracy
 
 
-SICK = ("hacking", "entropy_collapse", "no_signal", "kl_runaway", "truncation", "divergence")
-SICK_TOO = ("failures", "off_policy", "traded")
+FAULTS = ("reward_hacking", "entropy_collapse", "zero_variance", "kl_growth", "truncation", "divergence")
+MORE_FAULTS = ("failures", "off_policy", "reward_tradeoff")
 
 
 def write_run(

@@ -1,4 +1,4 @@
-"""metrics.jsonl and episodes.jsonl: what is written, and what a resumed run finds."""
+"""metrics.jsonl and episodes.jsonl: records, parts, and truncation on resume."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ import mmap
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from covey.errors import InputError
 from covey.memory import memory_metrics
-from covey.telemetry import Telemetry, read_episodes, read_history
-from covey.telemetry.figures import by_the_machine
+from covey.telemetry import Telemetry, TokenRow, episode_record, read_episodes, read_history
 from covey.telemetry.jsonl import PART_BYTES, JsonlFiles, parts_of, read_jsonl
+from covey.telemetry.key_metrics import is_machine_dependent
+from covey.types import Episode, Failure, Sample, StopReason, Task
 
 
-def test_one_line_per_record_with_sorted_names_and_every_digit(tmp_path: Path) -> None:
+def test_one_line_per_record_with_sorted_names_and_full_precision(tmp_path: Path) -> None:
     telemetry = Telemetry(JsonlFiles(tmp_path))
     telemetry.evaluation(0, {"eval/accuracy": 0.1 + 0.2}, None)
     telemetry.step(0, {"reward/mean": 1 / 3, "grad/norm": 2.0}, None, [{"schema": 1, "step": 0}])
@@ -33,7 +36,7 @@ def test_one_line_per_record_with_sorted_names_and_every_digit(tmp_path: Path) -
     assert (tmp_path / "episodes.jsonl").read_text() == '{"schema": 1, "step": 0}\n'
 
 
-def test_what_is_not_finite_is_null_in_both_files_and_absent_when_read(tmp_path: Path) -> None:
+def test_non_finite_values_are_null_in_both_files_and_absent_when_read(tmp_path: Path) -> None:
     telemetry = Telemetry(JsonlFiles(tmp_path))
     metrics = {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0}
     telemetry.step(0, metrics, None, [{"schema": 1, "rows": [{"ratio": [1.0, math.inf]}], "rewards": {"x": math.nan}}])
@@ -118,7 +121,7 @@ def test_whole_lines_survive_a_kill(tmp_path: Path) -> None:
     assert [episode["step"] for episode in read_episodes(tmp_path / "episodes.jsonl")] == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_part_that_is_full_is_followed_by_another(tmp_path: Path) -> None:
+def test_a_full_part_is_followed_by_another(tmp_path: Path) -> None:
     """Lines of 28 bytes: a part takes lines until it has 50."""
     files = JsonlFiles(tmp_path, part_bytes=50)
     files.step(0, {"a": 1.0}, None, [{"schema": 1, "attempt": n} for n in range(5)])
@@ -146,32 +149,32 @@ def test_a_new_run_starts_empty(tmp_path: Path) -> None:
     assert contents(tmp_path) == {"metrics.jsonl": b"", "episodes.jsonl": b""}
 
 
-def test_a_file_shorter_than_the_checkpoint_says_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_file_shorter_than_in_the_checkpoint_is_refused_and_unchanged(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}\n{}\n")
     with pytest.raises(InputError, match=r"episodes\.jsonl: 0 bytes, but the checkpoint was written when it had 9"):
         JsonlFiles(tmp_path, 3, 9)
     assert (tmp_path / "metrics.jsonl").read_text() == "{}\n{}\n"
 
 
-def test_reading_leaves_out_a_line_that_is_still_being_written(tmp_path: Path) -> None:
+def test_reading_skips_an_incomplete_last_line(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"a": 1}\n{"a": 2')
     assert list(read_jsonl(path)) == [{"a": 1}]
 
 
-def test_reading_names_file_and_line_of_what_is_not_json(tmp_path: Path) -> None:
+def test_an_error_names_file_and_line_of_invalid_json(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"a": 1}\noops\n{"a": 2}\n')
     with pytest.raises(InputError, match=r"x\.jsonl, line 2: not JSON"):
         list(read_jsonl(path))
 
 
-def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
+def test_an_error_names_a_folder_that_is_not_a_run(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"is .* the folder of a run"):
         read_history(tmp_path)
 
 
-def test_the_memory_of_the_process_stands_in_a_step() -> None:
+def test_a_step_records_the_memory_of_the_process() -> None:
     """64 MiB that are filled show, if they are new to the process: what is freed may be kept."""
     before = memory_metrics()
     with mmap.mmap(-1, 64 * 2**20) as table:
@@ -180,13 +183,126 @@ def test_the_memory_of_the_process_stands_in_a_step() -> None:
     assert set(before) >= {"perf/memory_gib"} or not Path("/proc/self/statm").exists()
     if "perf/memory_gib" in before:
         assert 0.05 < after["perf/memory_gib"] - before["perf/memory_gib"] < 0.5
-    assert all(by_the_machine(name) for name in after)
+    assert all(is_machine_dependent(name) for name in after)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpus_peak_begins_anew_with_every_look() -> None:
-    memory_metrics()
+def test_reading_a_gpus_peak_memory_resets_it() -> None:
+    held()
     del_me = torch.ones(2**28, device="cuda")
     del del_me
-    assert memory_metrics()["perf/gpu_memory_gib"] >= 1
-    assert memory_metrics()["perf/gpu_memory_gib"] < 1
+    assert held()["perf/gpu_memory_gib"] >= 1
+    assert held()["perf/gpu_memory_gib"] < 1
+
+
+# -- Episode records ---------------------------------------------------------------------------------------------------
+
+# A vocabulary of bytes: "é" is two tokens, neither of which is a character.
+E_ACUTE = tuple("é".encode())
+
+
+def decode(ids: list[int]) -> str:
+    return bytes(ids).decode("utf-8", errors="replace")
+
+
+def sample() -> Sample:
+    return Sample(
+        prompt_ids=(ord("2"), ord("?")),
+        response_ids=(ord("a"), *E_ACUTE),
+        mask=(True, True, False),
+        logprobs=(-0.5, -0.25, 0.0),
+        versions=(3, 3, 3),
+        episode=0,
+    )
+
+
+def episode(**changes: Any) -> Episode:
+    question = {"role": "user", "content": "2?"}
+    reply = {"role": "assistant", "content": "aé"}
+    whole = Episode(Task("t1", (question,), answer=7), (), (question, reply), {"exact": 0.0}, StopReason.EOS)
+    return replace(whole, **changes)
+
+
+def record(**changes: Any) -> dict[str, Any]:
+    row = TokenRow(sample(), advantage=[0.5, 0.5, 0.0], ratio=[1.0, 1.5, 0.0], entropy=[0.1, 0.2, 0.0])
+    fields = {
+        "step": 4,
+        "task_id": "t1",
+        "group": 1,
+        "attempt": 2,
+        "episode": episode(),
+        "rewards": {"exact": 0.0, "style": None},
+        "total_reward": 0.0,
+        "advantage": 0.5,
+        "tokens": [row],
+        "decode": decode,
+    }
+    return episode_record(**(fields | changes))
+
+
+def test_the_schema_field_by_field() -> None:
+    assert record() == {
+        "schema": 1,
+        "step": 4,
+        "task_id": "t1",
+        "group": 1,
+        "attempt": 2,
+        "messages": [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "aé"}],
+        "answer": 7,
+        "rewards": {"exact": 0.0, "style": None},
+        "total_reward": 0.0,
+        "advantage": 0.5,
+        "stop": "eos",
+        "failure": None,
+        "tools": [],
+        "rows": [
+            {
+                "prompt_ids": [50, 63],
+                "response_ids": [97, 195, 169],
+                "mask": [1, 1, 0],
+                "text": ["a", "\ufffd", "\ufffd"],
+                "prompt_text": "2?",
+                "logprobs": [-0.5, -0.25, 0.0],
+                "advantage": [0.5, 0.5, 0.0],
+                "ratio": [1.0, 1.5, 0.0],
+                "entropy": [0.1, 0.2, 0.0],
+                "versions": [3, 3, 3],
+            }
+        ],
+    }
+
+
+def test_a_failure_keeps_cause_and_message() -> None:
+    broken = episode(failure=Failure("timeout", "500 s"), stop=None)
+    found = record(episode=broken, total_reward=None, advantage=None, tokens=[])
+    assert found["failure"] == {"cause": "timeout", "message": "500 s"}
+    assert (found["stop"], found["total_reward"], found["advantage"], found["rows"]) == (None, None, None, [])
+
+
+@pytest.mark.parametrize("column", ["advantage", "ratio", "entropy"])
+def test_lists_of_different_length_fail_an_assertion(column: str) -> None:
+    columns = {"advantage": [0.0] * 3, "ratio": [1.0] * 3, "entropy": [0.0] * 3} | {column: [0.0] * 4}
+    with pytest.raises(AssertionError, match="3 response tokens"):
+        TokenRow(sample(), **columns)
+
+
+def test_episodes_are_read_back_unchanged(tmp_path: Path) -> None:
+    files = JsonlFiles(tmp_path)
+    files.step(4, {}, None, [record(), record(attempt=3)])
+    files.close("finished")
+    assert list(read_episodes(tmp_path / "episodes.jsonl")) == [record(), record(attempt=3)]
+
+
+def test_answers_of_types_unknown_to_json_are_written_as_text(tmp_path: Path) -> None:
+    files = JsonlFiles(tmp_path)
+    files.step(0, {}, None, [record(episode=episode(task=Task("t1", (), answer=Path("x"))))])
+    files.close("finished")
+    [found] = read_episodes(tmp_path / "episodes.jsonl")
+    assert found["answer"] == "x"
+
+
+def test_another_schema_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "episodes.jsonl"
+    path.write_text(json.dumps({"schema": 2}) + "\n")
+    with pytest.raises(InputError, match="episode schema 2, but this version of covey reads 1"):
+        list(read_episodes(path))

@@ -1,4 +1,4 @@
-"""From answers to figures and comparisons, with hand-made answers."""
+"""Scores and comparisons, with hand-made answers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from covey.evaluation.figures import FLIPS, MCNEMAR, Answer, Subject, compare, compare_all, figures, sentence
 from covey.evaluation.report import Report, flat_metrics, short_names
+from covey.evaluation.scores import MCNEMAR, SIGN_FLIP, Answer, EvalSpec, compare, compare_all, compute_scores, sentence
 
 
 def said(index: int, attempt: int, score: float | None, text: str = "", **more: object) -> Answer:
@@ -20,7 +20,7 @@ def same(a: str, b: str) -> bool:
     return a == b
 
 
-SUBJECT = Subject("m", "sums", "sampled", 4, "exact", same, ks=(1, 2, 4))
+SPEC = EvalSpec("m", "sums", "sampled", 4, "exact", same, ks=(1, 2, 4))
 ANSWERS = [
     *(said(0, i, score, text) for i, (score, text) in enumerate([(1, "7"), (0, "8"), (0, "8"), (1, "7")])),  # a tie
     *(said(1, i, score, text) for i, (score, text) in enumerate([(0, "1"), (1, "2"), (1, "2"), (1, "2")])),
@@ -28,8 +28,8 @@ ANSWERS = [
 ]
 
 
-def test_figures_by_hand() -> None:
-    found = figures(SUBJECT, ANSWERS)
+def test_scores_by_hand() -> None:
+    found = compute_scores(SPEC, ANSWERS)
     assert (found.tasks, found.answers) == (3, 12)
     assert found.pass_at[1].value == pytest.approx(6 / 12)
     # of six pairs those without a right answer: 1, 0 and 3
@@ -40,9 +40,9 @@ def test_figures_by_hand() -> None:
     assert found.rewards == {"exact": 0.5} and found.failures == {}
 
 
-def test_what_failed_is_counted_and_no_answer() -> None:
+def test_failed_answers_are_counted_and_excluded() -> None:
     failed = [replace(ANSWERS[1], failure="timeout", message="late", rewards={}), said(2, 3, None)]
-    found = figures(SUBJECT, [ANSWERS[0], failed[0], *ANSWERS[2:11], failed[1]])
+    found = compute_scores(SPEC, [ANSWERS[0], failed[0], *ANSWERS[2:11], failed[1]])
     assert found.failures == {"timeout": 1, "unscored": 1} and found.example == "late"
     assert found.answers == 10
     # three answers each are left of two tasks: 2 of 3 and 1 of 3 right; 3 of 4 of the other
@@ -50,15 +50,15 @@ def test_what_failed_is_counted_and_no_answer() -> None:
     assert found.pass_at[4].value == 1.0  # only of the task that still has four
 
 
-def test_a_measurement_of_which_nothing_is_left_has_no_figures() -> None:
-    found = figures(SUBJECT, [replace(answer, failure="judge", rewards={}) for answer in ANSWERS])
+def test_without_scored_answers_there_are_no_scores() -> None:
+    found = compute_scores(SPEC, [replace(answer, failure="judge", rewards={}) for answer in ANSWERS])
     assert (found.tasks, found.average, found.maj, found.pass_at, found.lengths) == (0, None, None, {}, None)
     assert "–" in Report([found], [], "covey eval m").as_markdown()
 
 
-def test_the_bar_decides_what_is_right_and_the_mean_is_of_the_rewards() -> None:
-    subject = Subject("m", "qa", "greedy", 1, "exact", bar=0.5)
-    found = figures(subject, [said(0, 0, 0.5), said(1, 0, 0.4), said(2, 0, 2.0)])
+def test_the_threshold_decides_what_is_right_and_the_mean_is_of_the_rewards() -> None:
+    spec = EvalSpec("m", "qa", "greedy", 1, "exact", threshold=0.5)
+    found = compute_scores(spec, [said(0, 0, 0.5), said(1, 0, 0.4), said(2, 0, 2.0)])
     assert found.pass_at[1].value == pytest.approx(2 / 3)
     assert found.average is not None and found.average.value == pytest.approx(2.9 / 3)
     assert found.maj is None
@@ -69,13 +69,13 @@ def test_lengths() -> None:
     answers = [
         said(i, 0, 0.0, tokens=tokens, stop="length" if tokens > 9 else "eos") for i, tokens in enumerate(range(11))
     ]
-    found = figures(SUBJECT, answers).lengths
+    found = compute_scores(SPEC, answers).lengths
     assert found is not None
     assert (found.mean, found.median, found.p90, found.truncated) == (5, 5, 9, pytest.approx(1 / 11))
 
 
-def test_figures_have_the_names_that_a_run_logs() -> None:
-    metrics = flat_metrics([figures(SUBJECT, ANSWERS)])
+def test_scores_have_the_names_that_a_run_logs() -> None:
+    metrics = flat_metrics([compute_scores(SPEC, ANSWERS)])
     assert metrics == {
         "eval/sampled/exact": 0.5,
         "eval/sampled/length_mean": 10.0,
@@ -84,9 +84,9 @@ def test_figures_have_the_names_that_a_run_logs() -> None:
     }
 
 
-# -- side by side ----------------------------------------------------------------------------------------------------
+# -- Comparisons -----------------------------------------------------------------------------------------------------
 
-GREEDY = Subject("a", "sums", "greedy", 1, "exact")
+GREEDY = EvalSpec("a", "sums", "greedy", 1, "exact")
 OTHER = replace(GREEDY, model="b")
 
 
@@ -113,20 +113,20 @@ def test_several_answers_are_compared_by_sign_flips() -> None:
     """Five tasks, 4 of 4 against 3 of 4 each: all five signs alike, p = 2/2⁵."""
     ours = [said(i, a, float(a != 0)) for i in range(5) for a in range(4)]
     theirs = [said(i, a, 1.0) for i in range(5) for a in range(4)]
-    (found,) = compare(SUBJECT, replace(SUBJECT, model="b"), ours, theirs)
-    assert found.test == FLIPS and found.p == pytest.approx(2 / 32)
+    (found,) = compare(SPEC, replace(SPEC, model="b"), ours, theirs)
+    assert found.test == SIGN_FLIP and found.p == pytest.approx(2 / 32)
     assert found.difference.value == pytest.approx(0.25)
 
 
-def test_rewards_that_are_no_verdicts_are_compared_too() -> None:
+def test_mean_rewards_are_compared_too() -> None:
     found = compare(GREEDY, OTHER, [said(0, 0, 0.2), said(1, 0, 0.4)], [said(0, 0, 0.5), said(1, 0, 0.9)])
     assert [one.metric for one in found] == ["pass@1", "avg@1"]
     assert found[1].difference.value == pytest.approx(0.4) and found[1].p == pytest.approx(2 / 4)
 
 
 def test_every_model_is_compared_with_the_first_on_the_same_tasks() -> None:
-    subjects = [GREEDY, OTHER, replace(GREEDY, model="c"), replace(OTHER, task="other")]
-    found = compare_all(subjects, {subject.key: verdicts("10") for subject in subjects})
+    specs = [GREEDY, OTHER, replace(GREEDY, model="c"), replace(OTHER, task="other")]
+    found = compare_all(specs, {spec.key: verdicts("10") for spec in specs})
     assert [(one.first, one.second, one.task) for one in found] == [("a", "b", "sums"), ("a", "c", "sums")]
     assert "do not differ" in sentence(found[0], {"a": "A", "b": "B"})
 
@@ -137,6 +137,8 @@ def test_short_names() -> None:
     assert short_names(["/x/a", "y/a"]) == {"/x/a": "/x/a", "y/a": "y/a"}
 
 
-def test_one_task_says_nothing_of_others() -> None:
+def test_a_single_task_has_no_interval() -> None:
     (found,) = compare(GREEDY, OTHER, verdicts("0"), verdicts("1"))
-    assert found.difference.high == math.inf and "one task says nothing" in sentence(found, {"a": "A", "b": "B"})
+    assert found.difference.high == math.inf and "no interval from a single task" in sentence(
+        found, {"a": "A", "b": "B"}
+    )

@@ -1,4 +1,4 @@
-"""Each way of going wrong is told by its own sign, and healthy runs are left in peace."""
+"""Each fault raises its own finding, and healthy runs have none."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 from covey.algorithms import ALGORITHMS, settings
 from covey.config import schema
 from covey.dashboard import diagnostics
-from covey.dashboard.diagnostics import Evidence, Sign, find_signs
+from covey.dashboard.diagnostics import Evidence, Finding, diagnose
 from covey.dashboard.runs import Run
-from covey.telemetry.base import flat
-from tests.dashboard.made import SICK, SICK_TOO, Floats, healthy, sick
+from covey.telemetry.base import flatten
+from tests.dashboard.synthetic import FAULTS, MORE_FAULTS, Floats, faulty, healthy
 
 RECORDED = Path(__file__).parent / "runs"
 
@@ -26,32 +26,32 @@ def evidence(series: Mapping[str, Floats], accuracy: Mapping[int, float], **more
 
 
 def found(series: Mapping[str, Floats], accuracy: Mapping[int, float], **more: Floats) -> list[str]:
-    return [sign.name for sign in find_signs(evidence(series, accuracy, **more))]
+    return [finding.name for finding in diagnose(evidence(series, accuracy, **more))]
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", SICK + SICK_TOO)
-def test_what_is_wrong_is_named_and_nothing_else(name: str, seed: int) -> None:
-    assert found(*sick(name, seed=seed)) == [name]
+@pytest.mark.parametrize("name", FAULTS + MORE_FAULTS)
+def test_each_fault_raises_its_finding_and_no_other(name: str, seed: int) -> None:
+    assert found(*faulty(name, seed=seed)) == [name]
 
 
 @pytest.mark.parametrize("steps", [12, 100, 1000])
 @pytest.mark.parametrize("seed", range(5))
-def test_healthy_runs_are_left_in_peace(steps: int, seed: int) -> None:
+def test_healthy_runs_have_no_findings(steps: int, seed: int) -> None:
     assert found(*healthy(steps, seed)) == []
 
 
 @pytest.mark.parametrize("folder", sorted(RECORDED.iterdir()), ids=lambda folder: folder.name)
-def test_recorded_runs_that_learned_are_left_in_peace(folder: Path) -> None:
+def test_recorded_runs_that_learned_have_no_findings(folder: Path) -> None:
     run = Run(0, folder, folder.name)
     run.opened = True
     run.poll()
-    assert len(run.metrics.tables["step"]) >= diagnostics.FEWEST
-    assert run.signs() == []
+    assert len(run.metrics.tables["step"]) >= diagnostics.MIN_STEPS
+    assert run.findings() == []
 
 
-def test_cut_episodes_are_named_with_their_limits_and_not_as_what_follows_from_them() -> None:
-    """Unfinished episodes score alike, or are not scored: neither a lack of signal nor a failure."""
+def test_truncated_episodes_are_reported_with_their_limits_and_not_by_their_consequences() -> None:
+    """Truncated episodes have equal rewards or none: neither zero variance nor a failure is reported."""
     series, accuracy = healthy()
     steps = len(series["groups/flat"])
     series |= {name: np.full(steps, value) for name, value in {"groups/flat": 1.0, "episodes/cut": 0.8}.items()}
@@ -61,54 +61,59 @@ def test_cut_episodes_are_named_with_their_limits_and_not_as_what_follows_from_t
     others = np.setdiff1d(np.arange(steps), np.arange(0, steps, 4))
     ended.steps["episodes/cut/max_turns"] = (np.arange(steps), np.where(np.arange(steps) % 4, 0.4, 0.8))  # type: ignore[index]
     ended.steps["episodes/cut/max_tokens"] = (others, np.full(len(others), 0.4))  # type: ignore[index]
-    (sign,) = find_signs(ended)
-    assert sign.name == "truncation" and sign.settings[:2] == ("agent.max_turns", "rollout.max_tokens")
-    assert "80% of the episodes end at a limit" in sign.sentence  # the end is 20 steps: five of 0.8, fifteen of 0.4
-    assert "50% by agent.max_turns, 30% by rollout.max_tokens" in sign.sentence
-    assert sign.advice.startswith("Raise agent.max_turns")
+    (finding,) = diagnose(ended)
+    assert finding.name == "truncation" and finding.settings[:2] == ("agent.max_turns", "rollout.max_tokens")
+    assert "80% of the episodes end at a limit" in finding.sentence  # the end is 20 steps: five of 0.8, fifteen of 0.4
+    assert "50% by agent.max_turns, 30% by rollout.max_tokens" in finding.sentence
+    assert finding.advice.startswith("Raise agent.max_turns")
 
 
-def test_nothing_is_said_of_a_run_that_has_only_begun() -> None:
-    series, accuracy = sick("kl_runaway")
+def test_short_runs_are_not_judged() -> None:
+    series, accuracy = faulty("kl_growth")
     assert found({name: values[-9:] for name, values in series.items()}, accuracy) == []
 
 
-def test_length_is_suspected_only_where_the_episodes_show_it() -> None:
-    series, accuracy = sick("paid_by_length")
+def test_length_correlation_needs_correlated_episodes() -> None:
+    series, accuracy = faulty("length_correlation")
     lengths = np.linspace(50, 300, 80)
-    assert found(series, accuracy, lengths=lengths, rewards=lengths / 300) == ["paid_by_length"]
+    assert found(series, accuracy, lengths=lengths, rewards=lengths / 300) == ["length_correlation"]
     alternating = np.arange(80) % 2 * 1.0
     assert found(series, accuracy, lengths=lengths, rewards=alternating) == []
 
 
-def test_a_model_that_has_solved_its_tasks_may_be_sure_of_itself() -> None:
-    series, accuracy = sick("entropy_collapse")
+def test_low_entropy_is_fine_if_the_tasks_are_solved() -> None:
+    series, accuracy = faulty("entropy_collapse")
     assert found(series, dict.fromkeys(accuracy, 0.95)) == []
 
 
-def test_a_fall_within_chance_is_no_cheating() -> None:
+def test_an_insignificant_drop_is_not_reward_hacking() -> None:
     """With 200 tasks two accuracies of 0.8 differ by √(2 · 0.8 · 0.2 / 200) = 0.04 by chance alone; with 10 by 0.18."""
     series, _ = healthy()
     series["reward/mean"] = 0.2 + 0.7 * np.linspace(0, 1, 100)
     fallen = {0: 0.2, 30: 0.8, 60: 0.65, 100: 0.65}
     whole = evidence(series, fallen)
-    assert [sign.name for sign in find_signs(whole)] == ["hacking"]
+    assert [finding.name for finding in diagnose(whole)] == ["reward_hacking"]
     few = Evidence(whole.steps, whole.evaluations, 10)
-    assert find_signs(few) == []
+    assert diagnose(few) == []
 
 
-def test_a_sign_says_where_to_look() -> None:
-    (sign,) = find_signs(evidence(*sick("hacking")))
-    assert isinstance(sign, Sign) and sign.metrics == ("reward/mean", "eval/accuracy")
-    assert 20 <= sign.first <= 40 and sign.last == 99
-    (sign,) = find_signs(evidence(*sick("failures")))
-    assert "tool_timeout" in sign.sentence and "24%" in sign.sentence  # 20 of 84
+def test_a_finding_names_metrics_and_steps() -> None:
+    (finding,) = diagnose(evidence(*faulty("reward_hacking")))
+    assert isinstance(finding, Finding) and finding.metrics == ("reward/mean", "eval/accuracy")
+    assert 20 <= finding.first <= 40 and finding.last == 99
+    (finding,) = diagnose(evidence(*faulty("failures")))
+    assert "tool_timeout" in finding.sentence and "24%" in finding.sentence  # 20 of 84
 
 
-def test_settings_to_turn_exist() -> None:
-    known = set(flat(_defaults()))
+def test_settings_of_findings_exist() -> None:
+    known = set(flatten(_defaults()))
     of_algorithms = {f"algorithm.{key}" for name in ALGORITHMS for key in settings(name)} | {"algorithm.name"}
-    named = {key for name in SICK + SICK_TOO for sign in find_signs(evidence(*sick(name))) for key in sign.settings}
+    named = {
+        key
+        for name in FAULTS + MORE_FAULTS
+        for finding in diagnose(evidence(*faulty(name)))
+        for key in finding.settings
+    }
     missing = {key for key in named if key not in known | of_algorithms}
     assert not missing
 

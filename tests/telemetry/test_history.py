@@ -13,7 +13,7 @@ from covey.config.schema import LoggingConfig
 from covey.errors import InputError
 from covey.storage import LOCK
 from covey.telemetry.history import LABELS_FILE, read_run, relabel
-from tests.dashboard.made import healthy, write_run
+from tests.dashboard.synthetic import healthy, write_run
 
 
 @pytest.fixture
@@ -46,13 +46,13 @@ def test_a_live_run_keeps_its_status_and_its_labels(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [["--remove", "absent"], ["two\nlines"], ["x" * 65], [" "]])
-def test_what_is_no_tag_is_refused_and_nothing_is_written(folder: Path, words: list[str]) -> None:
+def test_an_invalid_tag_is_refused_and_nothing_is_written(folder: Path, words: list[str]) -> None:
     assert main(["runs", "tag", str(folder), *words]) == 2
     assert not (folder / LABELS_FILE).exists()
     assert main(["runs", "tag", str(folder / "none"), "a"]) == 2 and main(["runs", "tag"]) == 2
 
 
-def test_a_setting_that_is_no_tag_is_refused() -> None:
+def test_an_invalid_tag_in_the_settings_is_refused() -> None:
     with pytest.raises(InputError, match=r"logging\.tags: '' is not a tag"):
         LoggingConfig(tags=["fine", ""])
 
@@ -67,18 +67,18 @@ def test_a_setting_that_is_no_tag_is_refused() -> None:
         ('{"tags": [1, "a"]}', ["a"]),
     ],
 )
-def test_a_damaged_file_of_labels_hides_no_run(folder: Path, written: str, tags: list[str]) -> None:
+def test_a_damaged_labels_file_does_not_hide_a_run(folder: Path, written: str, tags: list[str]) -> None:
     (folder / LABELS_FILE).write_text(written)
     assert labels(folder)[0] == tags
 
 
-def test_labels_of_another_folder_are_not_followed(folder: Path, tmp_path: Path) -> None:
+def test_a_symlinked_labels_file_is_ignored(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "secret.json").write_text('{"tags": ["secret"]}')
     (folder / LABELS_FILE).symlink_to(tmp_path / "secret.json")
     assert labels(folder) == (["baseline", "long"], "first")
 
 
-def test_a_resumed_run_keeps_changes_and_takes_over_what_its_command_gives_anew(folder: Path) -> None:
+def test_a_resumed_run_keeps_later_labels_unless_its_command_changes_them(folder: Path) -> None:
     began = {"logging": {"tags": ["baseline", "long"], "notes": "first"}}
     (folder / "config.yaml").write_text(yaml.safe_dump(began))
     main(["runs", "tag", str(folder), "best"])
@@ -88,7 +88,7 @@ def test_a_resumed_run_keeps_changes_and_takes_over_what_its_command_gives_anew(
     assert labels(folder) == (["baseline"], "longer")
 
 
-def test_a_run_from_before_there_were_labels_has_none(tmp_path: Path) -> None:
+def test_a_run_without_label_fields_has_no_labels(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", *healthy(4))
     relabel(folder, LoggingConfig())
     assert labels(folder) == ([], "") and not (folder / LABELS_FILE).exists()

@@ -1,4 +1,4 @@
-"""The report: every number on the page computed by hand."""
+"""The report: every number computed by hand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def png_size(path: Path) -> tuple[int, int]:
     return width, height
 
 
-def test_the_page_says_what_was_trained_and_what_it_brought(make_run: MakeRun, records: Records) -> None:
+def test_the_report_by_hand(make_run: MakeRun, records: Records) -> None:
     folder = make_run(records)
     page = write_report(folder)
     assert page == folder / "summary.md"
@@ -122,7 +122,7 @@ def test_a_mean_reward_beyond_one_is_not_called_accuracy(make_run: MakeRun) -> N
     assert "- Best evaluation: after 12 updates, eval/greedy/points 1.125." in text
 
 
-def test_the_first_of_equally_good_steps_is_the_best_and_null_rewards_are_passed_over(make_run: MakeRun) -> None:
+def test_the_first_of_equally_good_steps_is_the_best_and_null_rewards_are_skipped(make_run: MakeRun) -> None:
     rewards = [0.5, None, 0.9, 0.9]
     folder = make_run(
         [{"kind": "step", "step": index, "metrics": {"reward/mean": reward}} for index, reward in enumerate(rewards)]
@@ -132,7 +132,7 @@ def test_the_first_of_equally_good_steps_is_the_best_and_null_rewards_are_passed
     assert (summary.steps, summary.ends, summary.first, summary.last) == (4, 1, 0.5, 0.9)
 
 
-def test_a_run_that_recorded_nothing_still_gets_its_page(make_run: MakeRun) -> None:
+def test_a_run_without_records_has_a_report(make_run: MakeRun) -> None:
     folder = make_run([], status="failed")
     text = write_report(folder).read_text(encoding="utf-8")
     assert "0 of 12 steps, failed" in text
@@ -142,7 +142,7 @@ def test_a_run_that_recorded_nothing_still_gets_its_page(make_run: MakeRun) -> N
 
 
 @pytest.mark.filterwarnings("error")  # matplotlib's: the layout has collapsed
-def test_long_names_leave_the_curve_its_room(make_run: MakeRun, records: Records, tmp_path: Path) -> None:
+def test_long_names_do_not_shrink_the_curve(make_run: MakeRun, records: Records, tmp_path: Path) -> None:
     path = "/".join(["folder"] * 40)
     folder = make_run(records[:2], title="a long title " * 12, model=path)
     write_report(folder)
@@ -171,11 +171,11 @@ def test_moving_average_by_hand() -> None:
     assert [smoothing(steps) for steps in (5, 10, 40, 100, 10_000)] == [1, 3, 7, 13, 51]
 
 
-def test_every_key_figure_is_in_the_glossary(info: Any) -> None:
-    from covey.telemetry.figures import key_figures
+def test_every_key_metric_is_in_the_glossary(info: Any) -> None:
+    from covey.telemetry.key_metrics import key_metrics
 
     glossary = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
-    for row in key_figures(info):
+    for row in key_metrics(info):
         for figure in row:
             name = figure.key.replace("greedy/sorted", "{mode}/{reward}").replace("sampled/sorted", "{mode}/{reward}")
             assert f"`{name}`" in glossary, figure.key

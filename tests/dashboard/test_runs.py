@@ -1,4 +1,4 @@
-"""Run folders, followed: columns, thinning, the index of episodes, and files that are cut or still being written."""
+"""Following run folders: columns, thinning, the episode index, truncated and incomplete files."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from covey.dashboard.episodes import Episodes, Query
-from covey.dashboard.metrics import Metrics, Tail, level, thin
-from covey.dashboard.runs import Library, Run, run_folders, wilson
+from covey.dashboard.episodes import EpisodeIndex, Query
+from covey.dashboard.metrics import Metrics, Tail, constant_level, thin
+from covey.dashboard.runs import Library, Run, run_folders
 from covey.errors import InputError
+from covey.evaluation.statistics import wilson
 from covey.telemetry.history import SUMMARY_FILE, read_run, write_labels, write_totals
 from covey.telemetry.jsonl import PART_BYTES
-from tests.dashboard.made import episode, healthy, write_episodes, write_run
+from tests.dashboard.synthetic import episode, healthy, write_episodes, write_run
 
 
 def line(kind: str, step: int, **metrics: float | None) -> str:
@@ -28,7 +29,7 @@ def line(kind: str, step: int, **metrics: float | None) -> str:
 # -- following a file --------------------------------------------------------------------------------------------------
 
 
-def test_a_line_is_read_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
+def test_a_line_is_read_once_and_only_when_complete(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     tail = Tail(path)
     assert list(tail.lines()) == []
@@ -40,7 +41,7 @@ def test_a_line_is_read_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
     assert not tail.was_cut()
 
 
-def test_a_cut_is_noticed_also_where_the_file_has_grown_again(tmp_path: Path) -> None:
+def test_truncation_is_noticed_even_if_the_file_has_grown_again(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("one\ntwo\n")
     tail = Tail(path)
@@ -56,7 +57,7 @@ def test_a_cut_is_noticed_also_where_the_file_has_grown_again(tmp_path: Path) ->
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_row_lacks_is_not_there(tmp_path: Path) -> None:
+def test_missing_values_of_a_row(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(line("step", 0, a=1.0) + line("step", 1, b=2.0) + line("step", 2, a=None))
     metrics = Metrics(tmp_path)
     assert metrics.poll() and not metrics.poll()
@@ -68,7 +69,7 @@ def test_what_a_row_lacks_is_not_there(tmp_path: Path) -> None:
     assert (steps.tolist(), values.tolist()) == ([1], [2.0])
 
 
-def test_a_resumed_run_forgets_the_steps_that_were_cut_away(tmp_path: Path) -> None:
+def test_truncated_steps_of_a_resumed_run_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(line("step", 0, a=1.0) + line("step", 1, a=2.0))
     metrics = Metrics(tmp_path)
@@ -81,7 +82,7 @@ def test_a_resumed_run_forgets_the_steps_that_were_cut_away(tmp_path: Path) -> N
     assert metrics.tables["step"].column("a").tolist() == [1.0, 7.0]
 
 
-def test_time_and_tokens_add_up_what_came_before(tmp_path: Path) -> None:
+def test_time_and_tokens_are_cumulative(tmp_path: Path) -> None:
     """An evaluation of 2 s, two steps of 5 s and 100 tokens, another evaluation."""
     (tmp_path / "metrics.jsonl").write_text(
         line("eval", 0, timing__evaluate=2.0)
@@ -125,8 +126,8 @@ def test_a_short_series_is_left_as_it_is() -> None:
         ("reward/mean", [math.nan], None),
     ],
 )
-def test_round_off_is_told_from_a_curve(name: str, values: list[float], expected: float | None) -> None:
-    assert level(name, np.array(values)) == expected
+def test_round_off_is_a_constant_level(name: str, values: list[float], expected: float | None) -> None:
+    assert constant_level(name, np.array(values)) == expected
 
 
 def test_the_interval_of_a_share() -> None:
@@ -140,7 +141,7 @@ def test_the_interval_of_a_share() -> None:
 
 
 @pytest.fixture(params=[PART_BYTES, 3000, 1], ids=["one file", "parts", "a part each"])
-def indexed(tmp_path: Path, request: pytest.FixtureRequest) -> Episodes:
+def indexed(tmp_path: Path, request: pytest.FixtureRequest) -> EpisodeIndex:
     odd = {"rows": [1, 2], "more": {"x": 1, "rows": [3]}}  # an answer with our own word for the token rows in it
     wrong = [{"tool": "calculator", "error": "malformed"}, {"tool": "calculator", "error": None}]
     made = [episode(step, attempt, reward=float(attempt)) for step in range(8) for attempt in range(2)]
@@ -150,20 +151,20 @@ def indexed(tmp_path: Path, request: pytest.FixtureRequest) -> Episodes:
         episode(9, 0, messages=[{"role": "user", "content": 'say ", "rows": [ please'}], task_id="Odd"),
     ]
     write_episodes(tmp_path, made, request.param)
-    episodes = Episodes(tmp_path)
+    episodes = EpisodeIndex(tmp_path)
     while episodes.poll(limit=2000):
         pass
     assert episodes.indexed == 1.0
     return episodes
 
 
-def test_lengths_are_the_sampled_tokens(indexed: Episodes) -> None:
+def test_lengths_are_the_sampled_tokens(indexed: EpisodeIndex) -> None:
     """Of every six tokens the last is given: 10 of 12 are sampled, 34 of 40, 25 of 30."""
     assert indexed.column("length").tolist() == [10.0] * 16 + [34.0, 25.0, 10.0]
     assert indexed.read(17)["rows"][0]["text"] == episode(8, 1, tokens=30)["rows"][0]["text"]
 
 
-def test_each_filter_by_itself(indexed: Episodes) -> None:
+def test_each_filter_by_itself(indexed: EpisodeIndex) -> None:
     def found(**asked: object) -> list[int]:
         return indexed.find(Query(descending=False, **asked)).tolist()  # type: ignore[arg-type]
 
@@ -178,29 +179,29 @@ def test_each_filter_by_itself(indexed: Episodes) -> None:
     assert found(text="é", last_step=0) == [0, 1]
 
 
-def test_what_was_not_scored_comes_last_in_either_order(indexed: Episodes) -> None:
+def test_unscored_episodes_come_last_in_either_order(indexed: EpisodeIndex) -> None:
     for descending in (True, False):
         places = indexed.find(Query(sort="reward", descending=descending)).tolist()
         assert places[-1] == 16
     assert indexed.find(Query(sort="length")).tolist()[:2] == [16, 17]
 
 
-def test_the_group_and_the_task_of_an_episode(indexed: Episodes) -> None:
-    assert indexed.like(0, group=True) == [0, 1]
-    assert indexed.like(0, group=False) == [0, 1, 14, 15]  # steps 0 and 7 have the same task
+def test_the_group_and_the_task_of_an_episode(indexed: EpisodeIndex) -> None:
+    assert indexed.related(0, group=True) == [0, 1]
+    assert indexed.related(0, group=False) == [0, 1, 14, 15]  # steps 0 and 7 have the same task
 
 
 def test_rewards_that_appear_later_are_missing_before(tmp_path: Path) -> None:
     write_episodes(tmp_path, [episode(0, 0), episode(1, 0, rewards={"style": 0.5, "exact": 1.0})])
-    episodes = Episodes(tmp_path)
+    episodes = EpisodeIndex(tmp_path)
     episodes.poll()
     np.testing.assert_array_equal(episodes.column("reward:style"), [math.nan, 0.5])
     np.testing.assert_array_equal(episodes.column("reward:exact"), [1.0, 1.0])
 
 
-def test_an_index_begins_again_after_a_cut(tmp_path: Path) -> None:
+def test_an_index_starts_again_after_truncation(tmp_path: Path) -> None:
     write_episodes(tmp_path, [episode(0, 0), episode(1, 0)])
-    episodes = Episodes(tmp_path)
+    episodes = EpisodeIndex(tmp_path)
     episodes.poll()
     write_episodes(tmp_path, [episode(0, 0)])
     episodes.poll()
@@ -208,11 +209,11 @@ def test_an_index_begins_again_after_a_cut(tmp_path: Path) -> None:
 
 
 def test_an_index_follows_into_new_parts_and_back(tmp_path: Path) -> None:
-    """A resumed run that falls back over two parts, and goes on otherwise."""
+    """A resumed run that truncates two parts and continues differently."""
     made = [episode(step, 0) for step in range(5)]
     two = 3 * len(json.dumps(made[0])) // 2  # a part takes two episodes
     write_episodes(tmp_path, made[:2], part_bytes=two)
-    episodes = Episodes(tmp_path)
+    episodes = EpisodeIndex(tmp_path)
     episodes.poll()
     assert len(episodes) == 2
     write_episodes(tmp_path, made, part_bytes=two)
@@ -227,7 +228,7 @@ def test_an_index_follows_into_new_parts_and_back(tmp_path: Path) -> None:
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-def test_where_a_run_stands(tmp_path: Path) -> None:
+def test_the_state_of_a_run(tmp_path: Path) -> None:
     series, _ = healthy(20)
     folder = write_run(tmp_path / "a", series, {0: 0.2, 10: 0.7, 20: 0.6}, status="running", total=30)
     run = Run(0, folder, "a")
@@ -243,8 +244,8 @@ def test_where_a_run_stands(tmp_path: Path) -> None:
     assert state["silent"] is None
 
 
-def test_a_run_that_ended_is_listed_without_reading_its_numbers(tmp_path: Path) -> None:
-    """metrics.jsonl is replaced by as many bytes of nonsense: whoever reads it finds no steps."""
+def test_a_finished_run_is_listed_without_reading_its_metrics(tmp_path: Path) -> None:
+    """metrics.jsonl is replaced by the same number of meaningless bytes: reading it would find no steps."""
     folder = write_run(tmp_path / "a", healthy(20)[0], {0: 0.2, 10: 0.7, 20: 0.6})
     write_totals(folder, read_run(folder))
     path = folder / "metrics.jsonl"
@@ -268,7 +269,7 @@ def test_a_run_that_ended_is_listed_without_reading_its_numbers(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "null", '{"size": 1}', '{"evaluations": [[1]]}', "[" * 100_000])
-def test_a_summary_that_is_none_is_not_believed(tmp_path: Path, text: str) -> None:
+def test_an_invalid_summary_is_ignored(tmp_path: Path, text: str) -> None:
     folder = write_run(tmp_path / "a", healthy(20)[0], {0: 0.2, 10: 0.7, 20: 0.6})
     (folder / SUMMARY_FILE).write_text(text)
     run = Run(0, folder, "a")
@@ -277,7 +278,7 @@ def test_a_summary_that_is_none_is_not_believed(tmp_path: Path, text: str) -> No
 
 
 def test_totals_are_those_of_the_whole_record(tmp_path: Path) -> None:
-    """Counted without parsing, and by the tables that charts are drawn from."""
+    """Counted without parsing, and by the tables behind the charts."""
     folder = write_run(tmp_path / "a", *healthy(60))
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"kind":"step","step":60,"metrics":{"timing/step":7.0}}\n')  # written by another program
@@ -295,7 +296,7 @@ def test_totals_are_those_of_the_whole_record(tmp_path: Path) -> None:
     assert run.totals.evaluations == list(zip(at.tolist(), values.tolist(), strict=True))
 
 
-def test_numbers_are_read_when_a_run_is_opened_and_followed_from_then_on(tmp_path: Path) -> None:
+def test_metrics_are_read_when_a_run_is_opened_and_followed_from_then_on(tmp_path: Path) -> None:
     series, _ = healthy(20)
     folder = write_run(tmp_path / "a", {name: values[:10] for name, values in series.items()}, {}, status="running")
     run = Run(0, folder, "a")
@@ -318,7 +319,7 @@ def test_labels_that_change_are_seen(tmp_path: Path) -> None:
     assert (run.state()["tags"], run.state()["notes"]) == (["new"], "words")
 
 
-def test_a_reward_beyond_one_is_no_accuracy_and_has_no_interval_of_a_share(tmp_path: Path) -> None:
+def test_a_reward_beyond_one_is_not_an_accuracy_and_has_no_interval(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", healthy(20)[0], {0: 1.125, 20: 0.6})
     run = Run(0, folder, "a")
     run.poll()
@@ -327,7 +328,7 @@ def test_a_reward_beyond_one_is_no_accuracy_and_has_no_interval_of_a_share(tmp_p
     assert state["best"] == {"step": 0, "value": 1.125} and state["last"] == {"step": 20, "value": 0.6}
 
 
-def test_a_running_run_that_says_nothing_is_silent(tmp_path: Path) -> None:
+def test_a_running_run_without_output_is_silent(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", *healthy(20), status="running", total=30)
     for file in folder.iterdir():
         os.utime(file, (1e9, 1e9))
@@ -343,13 +344,13 @@ def test_runs_are_found_by_their_start_and_new_ones_get_new_numbers(tmp_path: Pa
     library = Library([tmp_path])
     assert [run.name for run in library.runs] == ["y/early", "x/late"]
     write_run(tmp_path / "z" / "between", *healthy(10), started="2026-01-15T00:00:00")
-    library._looked = None
+    library._searched = None
     library.poll()
     assert [(run.number, run.name) for run in library.runs] == [(0, "y/early"), (1, "x/late"), (2, "z/between")]
     assert run_folders([tmp_path / "x" / "late"]) == [tmp_path / "x" / "late"]
 
 
-def test_nothing_to_show_says_what_to_name(tmp_path: Path) -> None:
+def test_without_runs_the_error_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no run found"):
         Library([tmp_path])
     with pytest.raises(InputError, match="no such folder"):
@@ -363,8 +364,8 @@ def test_a_run_that_is_deleted_stays_as_it_was_read(tmp_path: Path) -> None:
     library.poll()
     seen = library.runs[0].state()["done"]
     shutil.rmtree(tmp_path / "a")
-    library._looked = None  # look at once
+    library._searched = None  # look at once
     for _ in range(2):
         library.poll()
-    assert library.runs[0].gone and not library.runs[1].gone
+    assert library.runs[0].deleted and not library.runs[1].deleted
     assert library.runs[0].state()["done"] == seen
