@@ -157,9 +157,9 @@ ADAPTERS: dict[str, tuple[Damage, tuple[str, ...]]] = {
     "no kind that peft knows": (adapter_config(peft_type="LORRA"), ("no adapter for a llama model",)),
     "weights cut": (lambda f: (f / ADAPTER).write_bytes(b"123"), (f"{ADAPTER} is damaged: 3 bytes",)),
     "no weights": (lambda f: (f / ADAPTER).unlink(), (f"has no weights: {ADAPTER} is missing",)),
-    "no base": (adapter_config(base_model_name_or_path=None), ("does not say which model the adapter is for",)),
+    "no base": (adapter_config(base_model_name_or_path=None), ("does not name its base model",)),
     "a base that is not here": (adapter_config(base_model_name_or_path="gone"), ("unknown model  gone",)),
-    "no JSON": (text("adapter_config.json", "{"), ("does not say which model the adapter is for", "Expecting")),
+    "no JSON": (text("adapter_config.json", "{"), ("does not name its base model", "Expecting")),
 }
 
 
@@ -263,7 +263,7 @@ def hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         (without("model.norm"), ("someone/tiny: its weights do not fit", "model.norm.weight")),
         (lambda folder: (folder / WEIGHTS).write_bytes(b""), ("the weights of someone/tiny are damaged",)),
-        (config(hidden_act="sillu"), ("the configuration of someone/tiny: no llama model can be made from it",)),
+        (config(hidden_act="sillu"), ("the configuration of someone/tiny: a llama model cannot be built from it",)),
     ],
 )
 @pytest.mark.parametrize("name", ["train", "sft", "eval", "sample"])

@@ -186,7 +186,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_is_shown_as_killed(
     (other,) = set(crashed.runs(folder)) - {run}
     assert crashed.status(other) == "finished"
     told = (folder / "log.txt").read_text()
-    assert told.count("was killed before its first checkpoint; a new run begins") == 1 and run.name in told
+    assert told.count("was killed before its first checkpoint; a new run starts") == 1 and run.name in told
 
 
 def test_looking_at_a_run_does_not_keep_it_from_starting(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Runs in which numbers break: left out, counted, told in words; too many in a row end the run with its tasks saved."""
+"""Non-finite rewards, losses and gradients are skipped and counted; too many in a row end the run and save its tasks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_updates_that_are_left_out_are_counted_and_told_once(
     assert train(folder, tiny_model_folder, "logging.to=[console]") == 0
     assert [m["optim/skipped"] for m in metrics_of(folder)] == [0, 1, 2, 2]
     told = " ".join(capsys.readouterr().out.split())
-    assert told.count("1 update left out, whose loss or gradient is not finite") == 1
+    assert told.count("1 update skipped: the loss or gradient is not finite") == 1
     assert "step 2:" in told and "optim/skipped" in told and "learner.max_skipped=5" in told
 
 

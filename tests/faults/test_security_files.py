@@ -92,20 +92,20 @@ def test_an_index_of_pickles(model: Path) -> None:
     (model / "model.safetensors").unlink()
     plant(model / "part.bin", zipped=True)
     (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {"a": "part.bin"}}))
-    refused(ModelConfig(name=str(model)), r"said to be in part\.bin")
+    refused(ModelConfig(name=str(model)), r"should be in part\.bin")
 
 
 def test_an_index_that_leads_out_of_the_folder(model: Path) -> None:
     shutil.move(model / "model.safetensors", model.parent / "other.safetensors")
     index = {"metadata": {}, "weight_map": {"a": "../other.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    refused(ModelConfig(name=str(model)), r"said to be in \.\./other\.safetensors")
+    refused(ModelConfig(name=str(model)), r"should be in \.\./other\.safetensors")
 
 
 def test_a_configuration_that_names_a_pickle(model: Path) -> None:
     plant(model / "other.bin", zipped=True)
     change(model / "config.json", transformers_weights="other.bin")
-    refused(ModelConfig(name=str(model)), r"said to be in other\.bin")
+    refused(ModelConfig(name=str(model)), r"should be in other\.bin")
 
 
 @pytest.mark.parametrize("asked", [{"transformers_weights": "adapter_model.bin"}, {}])

@@ -10,7 +10,8 @@ import torch
 
 from covey.algorithms import make
 from covey.config.schema import CriticConfig, LearnerConfig
-from covey.learner.learner import Ask, Learner
+from covey.learner.learner import Learner
+from covey.learner.token_scores import TokenQuery
 from covey.types import Batch
 from tests.conftest import tiny_llama
 from tests.learner.helpers import batch_of, rows_of
@@ -59,9 +60,9 @@ def test_values_start_at_zero_and_are_the_heads_of_what_came_before() -> None:
     learner = Learner(model, LearnerConfig(), total_updates=1, critic=CriticConfig(shared=True))
     assert learner.critic is not None
     rows = rows_of(2, 3, gaps=True)
-    assert float(learner.outputs(rows, 1.0, Ask(values=True)).values.abs().max()) == 0  # type: ignore[union-attr]
+    assert float(learner.outputs(rows, 1.0, TokenQuery(values=True)).values.abs().max()) == 0  # type: ignore[union-attr]
     torch.nn.init.normal_(learner.critic.head.weight)
-    found = learner.outputs(rows, 1.0, Ask(policy=False, values=True)).values
+    found = learner.outputs(rows, 1.0, TokenQuery(logprobs=False, values=True)).values
     assert found is not None
     for index, row in enumerate(rows):
         with torch.no_grad():
@@ -88,7 +89,7 @@ def test_the_value_gradient_is_that_of_the_formula(monkeypatch: pytest.MonkeyPat
     learner = frozen(make_learner(clip=None), monkeypatch)
     metrics, _ = learner.update(batch, make("ppo"))
     assert learner.critic is not None and batch.returns_RT is not None
-    values = learner.outputs(batch.rows, 1.0, Ask(policy=False, values=True)).values
+    values = learner.outputs(batch.rows, 1.0, TokenQuery(logprobs=False, values=True)).values
     assert values is not None
     error = (values - batch.returns_RT)[batch.mask_RT]
     assert metrics["value/loss"] == pytest.approx(float((error**2).mean() / 2), rel=1e-6)

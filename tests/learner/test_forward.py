@@ -12,7 +12,7 @@ from covey.config.schema import LearnerConfig
 from covey.errors import InputError
 from covey.learner import forward, logprobs
 from covey.learner.learner import Learner
-from covey.learner.packing import pack, plan
+from covey.learner.packing import pack, plan_micro_batches
 from covey.rollout.embedded import EmbeddedEngine
 from covey.types import Sample, Sampling
 from tests.conftest import tiny_llama
@@ -104,7 +104,7 @@ def test_engine_and_learner_agree(name: str) -> None:
 def test_entropy_by_hand_and_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama()
     rows = rows_of(2, 3)
-    packed = pack(rows, plan(rows, 1000)[0])
+    packed = pack(rows, plan_micro_batches(rows, 1000)[0][0])
 
     def said(entropy_gradient: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = forward.hidden_states(model, packed)
@@ -116,7 +116,7 @@ def test_entropy_by_hand_and_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatc
         logits = model(torch.tensor([row.prompt_ids + row.response_ids])).logits[0, len(row.prompt_ids) - 1]
     p = torch.softmax(logits, -1)
     place = int(((packed.row_M == 0) & (packed.column_M == 0)).nonzero()[0])
-    first = plan(rows, 1000)[0][0][0]
+    first = plan_micro_batches(rows, 1000)[0][0][0][0]
     if first == 0:
         assert float(entropy[place].detach()) == pytest.approx(float(-(p * p.log()).sum()), abs=1e-5)
     monkeypatch.setattr(logprobs, "CHUNK_LOGITS", 64 * 4)

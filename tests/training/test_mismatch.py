@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from covey.training.step import empty_trace, mismatch
+from covey.training.metrics import engine_mismatch
+from covey.training.step import empty_trace
 from covey.types import Samples
 from tests.algorithms.helpers import samples_of
 
@@ -26,7 +27,7 @@ def kl(*log_ratios: float) -> float:
 
 def test_of_all_tokens_where_the_learner_computed_its_own() -> None:
     sampled = torch.tensor([[-1.1, -1.8], [-0.5, 9.0]])  # the last is masked
-    found = mismatch(replace(three_tokens(), sampling_logprobs_RT=sampled), empty_trace(three_tokens()), None)
+    found = engine_mismatch(replace(three_tokens(), sampling_logprobs_RT=sampled), empty_trace(three_tokens()), None)
     assert found["rollout/mismatch"] == pytest.approx((0.1 + 0.2 + 0.0) / 3)
     assert found["rollout/kl"] == pytest.approx(kl(0.1, -0.2, 0.0), rel=1e-4)
 
@@ -35,12 +36,14 @@ def test_of_the_first_update_where_it_did_not() -> None:
     """Later mini-batches have seen an update: their ratio tells of that, too."""
     samples, trace = three_tokens(), empty_trace(three_tokens())
     trace.ratio[:] = torch.tensor([[math.exp(0.1), math.exp(-0.3)], [5.0, 0.0]])
-    found = mismatch(samples, trace, 1)
+    found = engine_mismatch(samples, trace, 1)
     assert found["rollout/mismatch"] == pytest.approx(0.2, rel=1e-5)
     assert found["rollout/kl"] == pytest.approx(kl(0.1, -0.3), rel=1e-4)
-    assert mismatch(samples, trace, None)["rollout/mismatch"] == pytest.approx((0.1 + 0.3 + math.log(5)) / 3, rel=1e-5)
+    expected = (0.1 + 0.3 + math.log(5)) / 3
+    assert engine_mismatch(samples, trace, None)["rollout/mismatch"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_of_nothing_nothing_is_said() -> None:
+def test_without_sampled_tokens_there_is_no_metric() -> None:
     samples = three_tokens()
-    assert mismatch(replace(samples, mask_RT=torch.zeros(2, 2, dtype=torch.bool)), empty_trace(samples), None) == {}
+    nothing = replace(samples, mask_RT=torch.zeros(2, 2, dtype=torch.bool))
+    assert engine_mismatch(nothing, empty_trace(samples), None) == {}

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from covey.storage import TOO_DEEP, flaw
+from covey.storage import TOO_DEEP, json_problem
 from covey.types import Messages, RewardTable, StopReason, Turn
 
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
@@ -40,7 +40,7 @@ def wrong(param: str, text: str) -> Refused:
 def read_body(raw: bytes | bytearray) -> dict[str, Any]:
     try:
         body = json.loads(raw or b"{}")
-        reason = flaw(body)
+        reason = json_problem(body)
     except RecursionError:
         reason = TOO_DEEP
     except ValueError as error:  # also what is not UTF-8, and numbers of thousands of digits
@@ -162,7 +162,7 @@ def _arguments(raw: Any) -> Any:
         found = json.loads(raw or "{}")
     except (ValueError, RecursionError):
         return raw
-    return found if isinstance(found, dict) and flaw(found) is None else raw  # a template shows it
+    return found if isinstance(found, dict) and json_problem(found) is None else raw  # a template shows it
 
 
 def outward(said: Said) -> Message:

@@ -9,7 +9,7 @@ import pytest
 
 from covey.agents.formats import FORMATS, make_format
 from covey.agents.formats.base import MAX_CALLS
-from covey.storage import DEEPEST
+from covey.storage import MAX_DEPTH
 from tests.agents.formats.test_react import SCHEMAS
 
 PAGE = (Path(__file__).parents[3] / "docs" / "formats.md").read_text()
@@ -29,4 +29,4 @@ def test_every_format_is_in_the_table_and_has_an_example() -> None:
 
 
 def test_limits() -> None:
-    assert f"nesting deeper than {DEEPEST} and more than {MAX_CALLS} calls" in PAGE
+    assert f"nesting deeper than {MAX_DEPTH} and more than {MAX_CALLS} calls" in PAGE

@@ -18,7 +18,7 @@ import re
 from collections import Counter
 from typing import Any
 
-from covey.storage import TOO_DEEP, flaw
+from covey.storage import TOO_DEEP, json_problem
 
 # A string is taken whole or not at all (possessive), so nothing here is tried twice.
 TOKEN = re.compile(r"""\s+|[{}\[\]:,]|"(?:[^"\\]++|\\.)*+"|'(?:[^'\\]++|\\.)*+'|[-+.\w]+""", re.DOTALL)
@@ -38,7 +38,7 @@ def read(text: str) -> Any:
             value = _loads(_mended(text))
         except json.JSONDecodeError:
             raise Unreadable(_explain(error, text)) from error
-    if (reason := flaw(value)) is not None:
+    if (reason := json_problem(value)) is not None:
         raise Unreadable(reason)
     return value
 

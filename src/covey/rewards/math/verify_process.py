@@ -33,7 +33,7 @@ MEMORY_BYTES = 4 * 2**30
 LONGEST = 1000  # characters of an expression, and four times the answer's; longer ones are not equal to it
 
 
-DEEPEST = 20  # brackets in brackets
+MAX_DEPTH = 20  # brackets in brackets
 WILD = re.compile(
     r"\^\{?\(?-?\d{5,}"  # an exponent of five digits
     r"|\^\{?[^{}^+-]{1,9}\^\{?[^{}^+-]{1,9}\^"  # a power of a power of a power
@@ -69,7 +69,7 @@ def wild(text: str) -> bool:
     for found in re.finditer(r"[{(\[]|[])}]", text):
         depth += 1 if found[0] in "{([" else -1
         deepest = max(deepest, depth)
-    return deepest > DEEPEST or text.count("^") > 40 or WILD.search(text) is not None
+    return deepest > MAX_DEPTH or text.count("^") > 40 or WILD.search(text) is not None
 
 
 @functools.cache

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from covey.models.families import FUSED_ATTENTION, FUSED_MLP
 from covey.rollout.embedded import attention
 from covey.rollout.embedded.cache import KvCache
 from covey.rollout.embedded.gpu_batch import STEPS
@@ -237,18 +238,15 @@ class layers_compiled:
 # each parameter a view of its part, so that an update of one is an update of the whole. Layers that are not
 # built as Llama's run as they are, and so do layers with adapters.
 
-ATTENTION = ("LlamaAttention", "Qwen2Attention", "Qwen3Attention", "MistralAttention")
-MLP = ("LlamaMLP", "Qwen2MLP", "Qwen3MLP", "MistralMLP")
-
 
 class JoinedLayers:
     def __init__(self, layers: Sequence[Any]) -> None:
         self.patches: list[tuple[Any, Any]] = []
         for layer in layers:
             attend, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-            if type(attend).__name__ in ATTENTION and _join_attention(attend):
+            if type(attend).__name__ in FUSED_ATTENTION and _join_attention(attend):
                 self.patches.append((attend, MethodType(_attention, attend)))
-            if type(mlp).__name__ in MLP and _join_mlp(mlp):
+            if type(mlp).__name__ in FUSED_MLP and _join_mlp(mlp):
                 self.patches.append((mlp, MethodType(_mlp, mlp)))
 
     @contextmanager

@@ -67,7 +67,7 @@ def pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     found: list[float] = []
     monkeypatch.setattr(_http.time, "sleep", found.append)
     monkeypatch.setattr(hub, "_state", hub._State())
-    monkeypatch.setattr(hub, "SECONDS", 0.3)
+    monkeypatch.setattr(hub, "TIMEOUT_S", 0.3)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     for module in ("huggingface_hub.constants", "transformers.utils.hub", "huggingface_hub.file_download"):
         monkeypatch.setattr(f"{module}.HF_HUB_CACHE", str(tmp_path / "hub"), raising=False)

@@ -170,7 +170,7 @@ def test_a_reference_that_waits_elsewhere_comes_once_for_all_who_ask() -> None:
 
     reference = Reference(Recorded(2, 2, device="meta"), offload=True)
     assert Recorded.moves == ["cpu"]
-    with reference.present(), reference.active() as model, reference.active():
+    with reference.loaded(), reference.active() as model, reference.active():
         assert model is reference.model
     assert Recorded.moves == ["cpu", "meta", "cpu"]
     assert not Reference(torch.nn.Linear(2, 2), offload=True).offload  # it is in CPU memory anyway
