@@ -1,4 +1,4 @@
-"""Non-finite rewards, losses and gradients are skipped and counted; too many in a row end the run and save its tasks."""
+"""Non-finite rewards, losses and gradients are skipped and counted. Too many in a row end the run."""
 
 from __future__ import annotations
 
@@ -232,11 +232,13 @@ def test_demonstrations_whose_loss_is_no_number(
     assert len(json.loads((the_run(folder) / "nonfinite-step-000001.json").read_text())) == 4
 
 
-@pytest.mark.parametrize("falls", [False, True])
-def test_an_evaluation_that_is_no_number_is_never_the_best(falls: bool) -> None:
-    best = best_of(None, 1, math.nan, falls=falls)
+@pytest.mark.parametrize("lower", [False, True])
+def test_an_evaluation_that_is_no_number_is_never_the_best(lower: bool) -> None:
+    best = best_of(None, 1, math.nan, lower_is_better=lower)
     assert best is None
-    best = best_of(best, 2, 0.5, falls=falls)
-    assert best_of(best, 3, math.nan, falls=falls) == best_of(best, 3, -math.inf, falls=falls) == best
-    assert best_of(best, 4, 0.1, falls=falls) == ({"step": 4, "value": 0.1} if falls else best)
-    assert best_of(best, 4, 0.9, falls=falls) == (best if falls else {"step": 4, "value": 0.9})
+    best = best_of(best, 2, 0.5, lower_is_better=lower)
+    assert (
+        best_of(best, 3, math.nan, lower_is_better=lower) == best_of(best, 3, -math.inf, lower_is_better=lower) == best
+    )
+    assert best_of(best, 4, 0.1, lower_is_better=lower) == ({"step": 4, "value": 0.1} if lower else best)
+    assert best_of(best, 4, 0.9, lower_is_better=lower) == (best if lower else {"step": 4, "value": 0.9})

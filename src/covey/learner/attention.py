@@ -246,12 +246,18 @@ def _attend_back(
     )
     segments, answers, prompts = layout.cu_seqlens
     longest = layout.longest_segment
-    dq, dk, dv = _flash_backward(grad, q, k, v, out, lse, segments, segments, longest, longest, True, scale)
+    backward = torch.ops.aten._flash_attention_backward
+    seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of dropout, which is 0
+    dq, dk, dv = backward(
+        grad, q, k, v, out, lse, segments, segments, longest, longest, 0.0, True, seed, seed, scale=scale
+    )
     at = layout.prompt_tokens
     if at < len(q):
         longest_answers = max(map(sum, layout.answers))
         parts = (grad[at:], q[at:], k[:at], v[:at], out[at:], lse[:, at:].contiguous())
-        more = _flash_backward(*parts, answers, prompts, longest_answers, max(layout.prompts), False, scale)
+        more = backward(
+            *parts, answers, prompts, longest_answers, max(layout.prompts), 0.0, False, seed, seed, scale=scale
+        )
         dq[at:] += more[0]
         dk[:at] += more[1]
         dv[:at] += more[2]
@@ -279,38 +285,8 @@ torch.library.register_autograd("covey_learner::attend", _backward, setup_contex
 
 
 def _flash(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    causal: bool,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, cu_q, cu_k, max_q, max_k, 0.0, causal, False, scale=scale
-    )
+    forward = torch.ops.aten._flash_attention_forward
+    out, lse, *_ = forward(q, k, v, cu_q, cu_k, max_q, max_k, 0.0, causal, False, scale=scale)
     return out, lse
-
-
-def _flash_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of dropout, which is 0
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, 0.0, causal, unused, unused, scale=scale
-    )
-    return found

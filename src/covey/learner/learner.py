@@ -427,9 +427,6 @@ def _splits_coupled(batch: Batch, micro_batches: list[MicroBatch], couples: Coup
 
 
 def _to(batch: Batch, device: torch.device) -> Batch:
-    tensors: dict[str, Any] = {
-        field.name: value.to(device)
-        for field in fields(batch)
-        if isinstance(value := getattr(batch, field.name), Tensor)
-    }
-    return replace(batch, **tensors)
+    columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    moved: dict[str, Any] = {name: x.to(device) for name, x in columns.items() if isinstance(x, Tensor)}
+    return replace(batch, **moved)

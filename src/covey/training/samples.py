@@ -6,6 +6,7 @@ Shapes: N episodes, R rows, T response tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,26 +22,29 @@ def to_samples(
     """All episodes of a step as columns. Failed episodes were removed from their groups before."""
     episodes = [episode for group in collected.groups for episode in group.episodes]
     rows = [row for index, episode in enumerate(episodes) for row in episode_rows(episode, index)]
-    baselines = [group.baseline for group in collected.groups if group.baseline is not None]
+    every = (*collected.groups, *collected.zero_variance)
     return Samples(
         rows=tuple(rows),
-        group_N=_group_numbers(collected.groups),
-        rewards={name: _scores(episodes, name) for name in weights},
+        **_episode_columns(collected.groups, weights),
         weights=dict(weights),
-        longest_N=_longest(episodes),
-        truncated_N=_truncated(episodes),
         episode_R=torch.tensor([row.episode for row in rows], dtype=torch.int64),
         mask_RT=_pad([row.mask for row in rows], torch.bool),
         old_logprobs_RT=_pad([row.logprobs for row in rows], torch.float32),
-        baseline_rewards_G=_totals(baselines, weights) if baselines else None,
-        unfiltered=_unfiltered(collected, weights) if collected.zero_variance else None,
+        baseline_rewards_G=_baseline_rewards(collected.groups, weights),
+        unfiltered=Unfiltered(**_episode_columns(every, weights)) if collected.zero_variance else None,
         temperature=temperature,
         max_tokens=max_tokens,
     )
 
 
-def _group_numbers(groups: Sequence[Group]) -> Tensor:
-    return torch.tensor([number for number, group in enumerate(groups) for _ in group.episodes], dtype=torch.int64)
+def _episode_columns(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[str, Any]:
+    episodes = [episode for group in groups for episode in group.episodes]
+    return {
+        "group_N": torch.tensor([g for g, group in enumerate(groups) for _ in group.episodes], dtype=torch.int64),
+        "rewards": {name: _scores(episodes, name) for name in weights},
+        "longest_N": torch.tensor([max(len(turn.completion_ids) for turn in e.turns) for e in episodes]),
+        "truncated_N": torch.tensor([e.stop is StopReason.LENGTH for e in episodes]),
+    }
 
 
 def _scores(episodes: Sequence[Episode], name: str) -> Tensor:
@@ -49,24 +53,13 @@ def _scores(episodes: Sequence[Episode], name: str) -> Tensor:
     return torch.tensor([float("nan") if v is None else v for v in values], dtype=torch.float64)
 
 
-def _totals(episodes: Sequence[Episode], weights: Mapping[str, float]) -> Tensor:
-    columns = [weight * _scores(episodes, name).nan_to_num(nan=0.0) for name, weight in weights.items()]
+def _baseline_rewards(groups: Sequence[Group], weights: Mapping[str, float]) -> Tensor | None:
+    """The total reward of each group's greedy attempt, if there are any."""
+    baselines = [group.baseline for group in groups if group.baseline is not None]
+    if not baselines:
+        return None
+    columns = [weight * _scores(baselines, name).nan_to_num(nan=0.0) for name, weight in weights.items()]
     return torch.stack(columns).sum(0)
-
-
-def _longest(episodes: Sequence[Episode]) -> Tensor:
-    return torch.tensor([max(len(turn.completion_ids) for turn in episode.turns) for episode in episodes])
-
-
-def _truncated(episodes: Sequence[Episode]) -> Tensor:
-    return torch.tensor([episode.stop is StopReason.LENGTH for episode in episodes])
-
-
-def _unfiltered(collected: Collected, weights: Mapping[str, float]) -> Unfiltered:
-    groups = (*collected.groups, *collected.zero_variance)
-    episodes = [episode for group in groups for episode in group.episodes]
-    columns = {name: _scores(episodes, name) for name in weights}
-    return Unfiltered(_group_numbers(groups), columns, _longest(episodes), _truncated(episodes))
 
 
 def episode_rows(episode: Episode, index: int) -> list[Sample]:
