@@ -1,4 +1,4 @@
-"""A corpus of broken model folders: how a whole one is damaged, and what Covey says of it."""
+"""Broken model folders: how each is damaged, and the message that Covey must show."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Damage = Callable[[Path], Any]
 
 
 def config(**changes: Any) -> Damage:
-    """Values of config.json; None takes one out."""
+    """Change values of config.json; None removes a key."""
 
     def damage(folder: Path) -> None:
         file = folder / "config.json"
@@ -56,7 +56,7 @@ def gone(*parts: str) -> Damage:
 
 
 def sharded(names: dict[str, str], content: str | None = None) -> Damage:
-    """One shard of two is there; the index names both."""
+    """One of two shards exists; the index names both."""
 
     def damage(folder: Path) -> None:
         (folder / WEIGHTS).rename(folder / "model-00001-of-00002.safetensors")
@@ -66,7 +66,7 @@ def sharded(names: dict[str, str], content: str | None = None) -> Damage:
 
 
 def small_embedding(folder: Path) -> None:
-    """The model has 40 tokens, and its tokenizer 87."""
+    """The model has 40 embeddings, its tokenizer 87 tokens."""
     config(vocab_size=40)(folder)
     rows = ("model.embed_tokens.weight", "lm_head.weight")
     tensors(lambda found: found | {name: found[name][:40].contiguous() for name in rows})(folder)
@@ -84,7 +84,7 @@ def added_tokens(*tokens: str, special: bool = False) -> Damage:
 
 
 def qwen2(folder: Path) -> None:
-    """Of this kind transformers makes a tokenizer without a vocabulary where it finds none."""
+    """Without files, transformers makes a Qwen2 tokenizer with an empty vocabulary."""
     config(model_type="qwen2", architectures=["Qwen2ForCausalLM"])(folder)
     biases = {"q_proj": 32, "k_proj": 16, "v_proj": 16}
     names = [(layer, name, size) for layer in (0, 1) for name, size in biases.items()]

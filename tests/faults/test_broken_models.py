@@ -1,4 +1,4 @@
-"""Broken model folders: every command refuses them before it starts anything, and says what is wrong."""
+"""Broken model folders: every command refuses them before it starts anything, with the reason."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ COMMANDS: dict[str, list[str]] = {
 
 @pytest.fixture
 def model(tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy to damage, in a folder where nothing else is but something to imitate."""
+    """A copy to damage, in a folder with nothing else but demonstrations."""
     monkeypatch.chdir(tmp_path)
     Path("demos.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
     return Path(shutil.copytree(tiny_model_folder, tmp_path / "model"))
 
 
 def refused(words: Sequence[str], said: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """The exit code of a user's mistake, the sentence, no traceback, and nothing left behind."""
+    """A user's mistake: its exit code and message, no traceback, and no files left behind."""
     before = sorted(Path().rglob("*"))
     assert main(list(words)) == 2, words
     told = capsys.readouterr().err
@@ -93,7 +93,7 @@ def test_every_command_refuses_a_broken_folder(
 
 @pytest.mark.parametrize("damage", OF_PROMPTS)
 @pytest.mark.parametrize("name", ["validate", "train", "sft", "eval", "sample"])
-def test_what_shows_in_prompts(
+def test_damage_that_shows_in_prompts(
     name: str, damage: str, model: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     injure, said = OF_PROMPTS[damage]
@@ -121,7 +121,7 @@ def test_a_broken_reward_model(
     injure, said = DAMAGES[damage]
     shutil.rmtree(model)
     shutil.copytree(classifier, model)
-    tensors(lambda found: found | {"lm_head.weight": torch.zeros(87, 32)})(model)  # does no harm
+    tensors(lambda found: found | {"lm_head.weight": torch.zeros(87, 32)})(model)  # harmless
     injure(model)
     said = [part.replace("ForCausalLM", "ForSequenceClassification") for part in said]
     words = ["train", f"model={tiny_model_folder}", "reward=reward_model", "reward.options.reward_model.model=model"]
@@ -179,7 +179,7 @@ def test_a_broken_adapter(damage: str, adapter: Path, capsys: pytest.CaptureFixt
     refused(["export", "adapter", "out"], said, capsys)
 
 
-def test_a_whole_adapter_is_taken(adapter: Path) -> None:
+def test_an_intact_adapter_is_accepted(adapter: Path) -> None:
     assert main(["train", "--validate-only", "model=adapter", "algorithm=rloo", *TASKS]) == 0
 
 
@@ -226,7 +226,7 @@ UNUSUAL: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("unusual", UNUSUAL)
-def test_unusual_folders_that_are_whole(unusual: str, model: Path) -> None:
+def test_unusual_but_intact_folders(unusual: str, model: Path) -> None:
     UNUSUAL[unusual](model)
     assert main(["train", "--validate-only", "model=model", *TASKS]) == 0
     whole = ModelConfig(name="model", device="cpu")
@@ -234,7 +234,7 @@ def test_unusual_folders_that_are_whole(unusual: str, model: Path) -> None:
 
 
 def test_a_critic_may_start_from_a_classifier(classifier: Path, tiny_model_folder: Path, tmp_path: Path) -> None:
-    """It has no head for tokens, and the critic needs none; the policy does."""
+    """A classifier has no LM head, which the policy needs and the critic does not."""
     words = [f"critic.model={classifier}", *PPO, "loop.total_steps=1", "data.train_batch_size=2", "eval.after=false"]
     small = ["rollout.group_size=2", "eval.before=false", "logging.to=[]", f"logging.output_dir={tmp_path}"]
     assert main(["train", f"model={tiny_model_folder}", *words, *small]) == 0
@@ -246,7 +246,7 @@ def test_a_critic_may_start_from_a_classifier(classifier: Path, tiny_model_folde
 
 @pytest.fixture
 def hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The hub's cache with one model, outside of the working folder: its weights are not looked at beforehand."""
+    """The hub's cache with one model, outside the working folder: its weights are not checked beforehand."""
     home = tmp_path / "hub" / "models--someone--tiny"
     folder = Path(shutil.copytree(model, home / "snapshots" / ("1" * 40)))
     (home / "refs").mkdir()
@@ -275,7 +275,7 @@ def test_a_model_of_the_hub_is_refused_while_it_loads(
     refused(words, said, capsys)
 
 
-def test_a_folder_that_was_there_stays(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_existing_folder_stays(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
     without("model.norm")(hub)
     Path("outputs/eval").mkdir(parents=True)
     refused(["train", "model=someone/tiny", *TASKS], ["its weights do not fit"], capsys)

@@ -1,4 +1,4 @@
-"""Runs that are killed at chosen moments, again and again, and end as if nobody had touched them."""
+"""Runs killed at chosen moments, repeatedly, end like uninterrupted ones."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SYNC, SFT = crashed.MODES["sync"], crashed.MODES["sft"]
 # the second passing, ...
 CHAIN = [
     ("line", 2),  # half of the first episode's line
-    ("tensors", 1),  # of the first checkpoint, which is absent then
+    ("tensors", 1),  # of the first checkpoint, which is then absent
     ("text", 5),  # half of a file
-    ("fsync", 14),  # somewhere in the checkpoint
-    ("delete-old", 1),  # the checkpoint is there, and nothing was deleted
-    ("cut", 3),  # while what was recorded behind the checkpoint is cut off
-    ("update", 2),  # learned, not recorded
+    ("fsync", 14),  # within the checkpoint
+    ("delete-old", 1),  # the checkpoint exists, and nothing was deleted
+    ("cut", 3),  # while records after the checkpoint are cut off
+    ("update", 2),  # updated, not recorded
     ("record", 2),  # recorded, not in a checkpoint
     ("info", 3),
     ("report", 1),
@@ -31,7 +31,7 @@ CHAIN = [
 
 
 @pytest.mark.slow
-def test_a_fork_of_the_warm_parent_is_as_good_as_a_new_process(yard: Yard) -> None:
+def test_a_fork_of_the_warm_parent_equals_a_new_process(yard: Yard) -> None:
     folder = yard.folder()
     environment = os.environ | {"PYTHONPATH": str(Path(crashed.__file__).parents[2] / "src")}
     command = [sys.executable, "-m", "covey.cli.main", *SYNC]
@@ -69,7 +69,7 @@ def test_other_learners_are_killed_too(yard: Yard, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["async-fifo", "async-sample"])
-def test_sampling_ahead_loses_nothing_and_repeats_nothing(yard: Yard, mode: str) -> None:
+def test_async_sampling_loses_and_repeats_nothing(yard: Yard, mode: str) -> None:
     words, folder = crashed.MODES[mode], yard.folder()
     tickets = str(folder / "tickets.txt")
     for place, moment in (("rollout-ahead", 5), ("rename", 1), ("update", 3), ("record", 2)):
@@ -89,7 +89,7 @@ def test_sampling_ahead_loses_nothing_and_repeats_nothing(yard: Yard, mode: str)
 @pytest.mark.parametrize("mode", ["sync", "sft", "async-fifo", "async-sample"])
 @pytest.mark.parametrize("name", ["KILL", "TERM", "INT"])
 def test_a_signal_at_every_moment(yard: Yard, mode: str, name: str) -> None:
-    """Every passing of every place of a whole run: hundreds of them. By default some; all with COVEY_EVERY=1."""
+    """At every injection point of a whole run, hundreds of them. Some by default; all with COVEY_EVERY=1."""
     sweep(yard, mode, name, every=5 if name == "KILL" and mode in ("sync", "sft") else 19)
 
 

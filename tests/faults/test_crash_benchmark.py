@@ -1,4 +1,4 @@
-"""benchmarks/faults.py: one run of it, and what its table says."""
+"""benchmarks/faults.py: one run, and its table."""
 
 from __future__ import annotations
 

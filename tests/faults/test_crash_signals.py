@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C, two processes on one folder, forks that outlive a run, and clocks that go back."""
+"""SIGTERM, Ctrl-C, two processes on one folder, forks that outlive a run, and clocks that are set back."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def only_run(folder: Path) -> Path:
 @pytest.mark.parametrize("mode", ["sync", "sft"])
 def test_ctrl_c_in_the_middle_of_a_line_writes_the_line(yard: Yard, mode: str) -> None:
     words, folder = crashed.MODES[mode], yard.folder()
-    # In sync mode three episodes and a figure are written for a step: the signal comes in the third one's first line.
+    # In sync mode a step writes three episodes and its metrics: the signal comes in the first line of the third step.
     at = {"sync": 30, "sft": 11}[mode]
     assert yard.nest.run(folder, words, Plan(places=["line"], at=at, signal=signal.SIGINT)) == 130
     run = only_run(folder)
     assert crashed.status(run) == "interrupted"
-    recorded = crashed.records(run)  # raises where a line is torn
+    recorded = crashed.records(run)  # raises if a line is torn
     assert [r["step"] for r in recorded if r["kind"] == "step"] == [0, 1, 2]
     told = (folder / "log.txt").read_text()
     assert "stopping; Ctrl-C again leaves at once" in told
@@ -46,7 +46,7 @@ def test_ctrl_c_in_the_middle_of_a_line_writes_the_line(yard: Yard, mode: str) -
 
 
 @pytest.mark.parametrize("mode", ["sync", "sft"])
-def test_sigterm_saves_exits_with_143_and_says_so(yard: Yard, mode: str) -> None:
+def test_sigterm_saves_and_exits_with_143(yard: Yard, mode: str) -> None:
     words, folder = crashed.MODES[mode], yard.folder()
     assert yard.nest.run(folder, words, Plan(places=["update"], at=1, signal=signal.SIGTERM)) == 143
     run = only_run(folder)
@@ -59,8 +59,8 @@ def test_sigterm_saves_exits_with_143_and_says_so(yard: Yard, mode: str) -> None
 
 
 @pytest.mark.parametrize(("mode", "done"), [("sync", 0), ("sync", 3), ("sft", 0), ("sft", 3), ("async-fifo", 0)])
-def test_sigterm_during_an_evaluation_costs_no_further_step(yard: Yard, mode: str, done: int) -> None:
-    """Before the first step, or after the third: the evaluation is finished and recorded, and a checkpoint written."""
+def test_no_step_follows_sigterm_during_an_evaluation(yard: Yard, mode: str, done: int) -> None:
+    """Before the first step, or after the third: the evaluation is completed and recorded, and a checkpoint written."""
     words, folder = crashed.MODES[mode], yard.folder()
     place = "sft-evaluate" if mode == "sft" else "evaluate"
     at = 1 if done == 0 else 3  # each evaluation passes a moment before it and one after it
@@ -73,13 +73,13 @@ def test_sigterm_during_an_evaluation_costs_no_further_step(yard: Yard, mode: st
     told = (folder / "log.txt").read_text()
     assert f"goes on from the last checkpoint, after step {done}\n" in told
     assert yard.nest.run(folder, words) == 0, (folder / "log.txt").read_text()
-    if mode == "async-fifo":  # sampled by weights of whatever age: every group once
+    if mode == "async-fifo":  # sampled with weights of any age: every group once
         assert crashed.steps_once(folder)
     else:
         assert crashed.outcome(folder) == yard.expected(words)
 
 
-def test_sigterm_while_a_planned_checkpoint_is_written_costs_no_further_step(yard: Yard) -> None:
+def test_no_step_follows_sigterm_while_a_planned_checkpoint_is_written(yard: Yard) -> None:
     words, folder = SYNC, yard.folder()
     assert yard.nest.run(folder, words, Plan(places=["checkpoint"], at=1, signal=signal.SIGTERM)) == 143
     run = only_run(folder)
@@ -97,7 +97,7 @@ def test_sigterm_ends_a_whole_sweep(yard: Yard) -> None:
     assert run.parent.name == "0" and crashed.status(run.parent) == "interrupted"
 
 
-def test_two_sweeps_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
+def test_two_sweeps_started_in_the_same_second_have_separate_folders(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("covey.cli.train.datetime", type("Stopped", (), {"now": lambda: datetime(2026, 1, 31, 14, 5, 9)}))
         found = [_new_base(tmp_path).relative_to(tmp_path) for _ in range(2)]
@@ -110,7 +110,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def test_sigterm_to_every_process_of_a_job(yard: Yard) -> None:
-    """As Slurm and systemd send it: rewards and environments are needed until the step is done."""
+    """As Slurm and systemd send it. Rewards and environments are needed until the step ends."""
     words, folder = crashed.MODES["tools"], yard.folder()
     child = yard.nest.start(folder, words)
     while not any(path.stat().st_size for path in folder.glob("outputs/*/*/metrics.jsonl")):
@@ -128,7 +128,7 @@ def test_sigterm_to_every_process_of_a_job(yard: Yard) -> None:
 
 def test_a_second_ctrl_c_does_not_wait_for_the_learner(yard: Yard) -> None:
     folder = yard.folder()
-    child = yard.nest.start(folder, AHEAD, Plan(places=["update"], at=3, pause=600))  # its thread is busy for long
+    child = yard.nest.start(folder, AHEAD, Plan(places=["update"], at=3, pause=600))  # its thread stays busy
     while not (list(folder.glob("outputs/*/*/checkpoints/step-000001"))):
         assert child.running(0.02), child.log()
     child.running(1.0)
@@ -148,7 +148,7 @@ def test_two_processes_on_one_folder_and_workers_that_outlive_a_kill(yard: Yard)
     run = only_run(folder)
     workers = [int(pid) for pid in Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()]
     assert workers, "rewards run in processes of their own"
-    os.kill(workers[0], signal.SIGSTOP)  # it stays when its parent is gone
+    os.kill(workers[0], signal.SIGSTOP)  # it survives its parent
     try:
         assert yard.nest.run(folder, [*SYNC, f"resume={run}"]) == 2
         assert "that run is still running" in (folder / "log.txt").read_text()
@@ -169,7 +169,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_is_shown_as_killed(
     assert yard.nest.run(folder, SYNC, Plan(places=["update"], at=1)) == -signal.SIGKILL
     run = only_run(folder)
     assert crashed.status(run) == "running", "the process could not write another one"
-    lock = lock_folder(run)  # as if the process lived
+    lock = lock_folder(run)  # as if the process were alive
     assert read_run(run)["status"] == "running"
     lock.close()
     assert read_run(run)["status"] == "killed"
@@ -189,8 +189,8 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_is_shown_as_killed(
     assert told.count("was killed before its first checkpoint; a new run starts") == 1 and run.name in told
 
 
-def test_looking_at_a_run_does_not_keep_it_from_starting(tmp_path: Path) -> None:
-    """A look holds a shared lock for a moment; whoever wants to write tries again."""
+def test_is_locked_does_not_prevent_a_run_from_starting(tmp_path: Path) -> None:
+    """`is_locked` holds a shared lock for a moment; `lock_folder` tries again."""
     lock_folder(tmp_path).close()
     look = os.open(tmp_path / ".lock", os.O_RDONLY)
     fcntl.flock(look, fcntl.LOCK_SH)
@@ -220,7 +220,7 @@ def test_a_fork_does_not_hold_the_lock(tmp_path: Path) -> None:
         os.waitpid(pid, 0)
 
 
-def test_the_newest_run_is_the_one_that_began_last_whatever_its_clock_said(yard: Yard) -> None:
+def test_the_newest_run_is_the_last_one_started_whatever_the_clock(yard: Yard) -> None:
     folder = yard.folder()
     tomorrow, today = Plan(places=["update"], at=7, clock=86400.0), Plan(places=["update"], at=7)
     assert yard.nest.run(folder, SYNC, tomorrow) == -signal.SIGKILL
@@ -232,19 +232,19 @@ def test_the_newest_run_is_the_one_that_began_last_whatever_its_clock_said(yard:
     assert (crashed.status(second), crashed.status(first)) == ("finished", "running")
 
 
-def test_a_clock_that_goes_back_all_the_time_changes_nothing(yard: Yard) -> None:
+def test_a_clock_that_keeps_going_back_changes_nothing(yard: Yard) -> None:
     folder = yard.folder()
     assert yard.nest.run(folder, [*SYNC, "loop.max_minutes=100"], Plan(drift=1000.0, places=["update"], at=7)) < 0
     assert yard.nest.run(folder, [*SYNC, "loop.max_minutes=100"], Plan(drift=1000.0)) == 0
     found, expected = crashed.outcome(folder), dict(yard.expected(SYNC))
-    del found["config.yaml"], expected["config.yaml"]  # of the checkpoint: this run has a limit that the other has not
+    del found["config.yaml"], expected["config.yaml"]  # in the checkpoint: only this run has a time limit
     assert found == expected  # and no duration is negative
 
 
 # --- the same seed and command ----------------------------------------------------------------------------------------
 
 
-def test_with_tools_the_same_is_sampled_whatever_the_order_and_the_number_of_workers(yard: Yard) -> None:
+def test_sampling_with_tools_does_not_depend_on_order_or_number_of_workers(yard: Yard) -> None:
     found = []
     for workers in (2, 5):
         folder = yard.folder()

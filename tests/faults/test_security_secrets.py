@@ -149,13 +149,13 @@ def test_every_byte_of_the_runs(ran: tuple[Path, bytes]) -> None:
 
 
 def test_every_byte_that_was_printed(ran: tuple[Path, bytes]) -> None:
-    said = ran[1].replace(b"my key is " + IN_SETTINGS["api_key"].encode(), b"")  # the reward's own words, by itself
+    said = ran[1].replace(b"my key is " + IN_SETTINGS["api_key"].encode(), b"")  # printed by the reward itself
     assert leaks(said) == []
     assert b"the server refused" in said and MASK.encode() in said
 
 
 def test_every_byte_of_the_page_and_the_report(ran: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of a run that an older version, or somebody else, wrote with secrets in its settings."""
+    """Also of a run that an older version, or someone else, wrote with secrets in its settings."""
     folder, _ = ran
     (run,) = folder.glob("one/*/*")
     old = run / "config.yaml"
@@ -180,9 +180,7 @@ def test_every_byte_of_the_page_and_the_report(ran: tuple[Path, bytes], monkeypa
     assert leaks(content) == [] and MASK.encode() in content
 
 
-def test_settings_that_were_hidden_are_asked_for_again(
-    ran: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_redacted_settings_are_requested_again(ran: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     (settings,) = ran[0].glob("two/*/*/config.yaml")
     from covey.algorithms import algorithm_schemas
 
@@ -212,7 +210,7 @@ def test_settings_are_printed_without_secrets(capsys: pytest.CaptureFixture[str]
     assert IN_SETTINGS["api_key"] not in said and f"api_key: {MASK}" in said
 
 
-def test_the_trace_of_an_error_nobody_caught(
+def test_the_traceback_of_an_uncaught_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SOME_TOKEN", "the-token-nobody-sees")
@@ -241,7 +239,7 @@ def test_the_trace_of_an_error_nobody_caught(
         ("TASK", False), ("DISK", False), ("mask", False), ("HOTKEY", False), ("eval.pass_at_k", False),
     ],
 )  # fmt: skip
-def test_names_that_say_secret(name: str, expected: bool) -> None:
+def test_names_of_secrets(name: str, expected: bool) -> None:
     assert says_secret(name) is expected
 
 
@@ -277,12 +275,12 @@ def test_names_that_say_secret(name: str, expected: bool) -> None:
         ("https://chat.example:8443/hooks/a1b2c3d4e5f6a1b2c3", f"https://chat.example:8443/hooks/{MASK}"),
     ],
 )
-def test_what_looks_like_a_secret(text: str, hidden: str) -> None:
+def test_texts_that_look_like_secrets(text: str, hidden: str) -> None:
     assert hide(text) == hidden
 
 
-def test_known_secrets_are_hidden_however_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As addresses and pages write them, and in base64, also where other text stands before and after."""
+def test_known_secrets_are_hidden_in_every_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in URLs and HTML, and in base64, also within other text."""
     secret = "pa ss/word+é<&>=1"
     monkeypatch.setenv("PGPASSWORD", secret)
     raw = secret.encode()
@@ -295,7 +293,7 @@ def test_known_secrets_are_hidden_however_they_are_written(monkeypatch: pytest.M
     for before, after in itertools.product((b"", b"a", b"ab", b"quail:", b"user:"), (b"", b"\n", b"!!", b" and more")):
         for encode in (base64.b64encode, base64.urlsafe_b64encode):
             left, right = hide_known(encode(before + raw + after).decode()).split(MASK)
-            # Four characters are three bytes: what is left stands for the text around, and for bits beside it.
+            # Four characters are three bytes: the remaining ones encode the surrounding text.
             assert len(left) <= math.ceil(len(before) * 4 / 3)
             assert len(right.rstrip("=")) <= math.ceil(len(after) * 4 / 3) + 1
 
@@ -331,10 +329,10 @@ def test_another_key_is_the_same_run() -> None:
 
 
 @pytest.mark.parametrize(("words", "expected"), [([], None), (["reward.options.x.api_key=abcdefgh"], True)])
-def test_a_tracker_is_not_told_the_command_where_it_holds_a_secret(
+def test_a_tracker_does_not_get_a_command_with_a_secret(
     words: list[str], expected: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """W&B records the words of the command; its settings come without secrets as all others do."""
+    """W&B records the command line; its settings are redacted like all others."""
     from covey.config.schema import LoggingConfig
     from covey.telemetry import trackers
     from covey.telemetry.base import RunInfo
@@ -352,8 +350,8 @@ def test_a_tracker_is_not_told_the_command_where_it_holds_a_secret(
     assert (told["settings"] or {}).get("x_disable_meta") is expected
 
 
-def test_what_only_sounds_like_a_secret_stays() -> None:
-    """Names of variables, names of columns and marks, words that are everywhere."""
+def test_harmless_names_that_sound_like_secrets_stay() -> None:
+    """Variable names, column names, markers, common words."""
     from covey.redact import hide_settings, known, learn, missing
 
     plain = {"headers_from_env": {"Authorization": "MY_VARIABLE"}, "answer_key": "answer", "think_token": "</think>"}
@@ -366,7 +364,7 @@ def test_what_only_sounds_like_a_secret_stays() -> None:
     assert missing({"command": f"curl -H 'Authorization: Bearer {MASK}'"}) == "command"
 
 
-def test_a_run_is_recognised_by_its_name_whatever_it_looks_like(tmp_path: Path) -> None:
+def test_a_run_is_recognised_even_if_its_name_looks_like_a_secret(tmp_path: Path) -> None:
     from covey.training.folder import RunFolder, read_info
 
     info = {"project": "p", "experiment": "sk-learn-regression-baseline", "fingerprint": "f", "status": "running"}

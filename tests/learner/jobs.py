@@ -87,7 +87,7 @@ class Case:
         more: dict[str, Any] = {"critic": self.critic, "critic_backbone": backbone, "ranks": ranks}
         learner = Learner(policy, config, total_updates=10, reference=reference, **more)
         if learner.critic is not None:
-            learner.critic.steps = 1  # one training step begun: no warm-up
+            learner.critic.steps = 1  # the first training step has started: no warm-up
         return learner
 
     def batch(self, number: int) -> Batch:

@@ -82,7 +82,7 @@ def test_packed_rows_see_what_they_would_see_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_engine_and_learner_agree(name: str) -> None:
-    """What the engine says it sampled with is what the learner computes: the ratio starts at one."""
+    """Log-probs of the engine equal the learner's, so the ratio starts at one."""
     model = family(name)
     engine = EmbeddedEngine(model, eos_ids=[2], decode=str)
     prompts = [row.prompt_ids for row in rows_of(5, 1)] * 3
@@ -166,7 +166,7 @@ def test_full_kl_and_its_gradient() -> None:
     assert float(logprobs.FullKl.apply(ref, ref).abs().max()) < 1e-12
 
 
-def test_layers_that_are_not_supported_are_named() -> None:
+def test_unsupported_layers_are_refused_by_name() -> None:
     model = tiny_llama()
     model.config.layer_types = ["full_attention", "chunked_attention"]
     rows = rows_of(1, 1)
@@ -175,7 +175,7 @@ def test_layers_that_are_not_supported_are_named() -> None:
 
 
 def test_a_soft_cap_on_attention_is_refused() -> None:
-    """transformers' fast attention leaves it out without a word."""
+    """transformers' sdpa attention silently ignores it."""
     import transformers as t
 
     with pytest.raises(InputError, match="soft cap on their attention scores cannot be trained yet \\(gemma2\\)"):

@@ -67,7 +67,7 @@ def test_the_prompt_of_a_group_is_laid_out_once_and_nothing_is_padded() -> None:
     assert len(packed.ids_T) == prompts + sum(len(r.response_ids) - 1 for r in rows)
 
 
-def test_tokens_that_were_not_sampled_are_no_targets() -> None:
+def test_tokens_outside_the_mask_are_no_targets() -> None:
     sample = Sample((1,), (5, 6, 7, 8), (True, False, False, True), (0.0,) * 4, (0,) * 4, 0)
     packed = pack([sample], [[0]])
     assert packed.target_M.tolist() == [5, 8]

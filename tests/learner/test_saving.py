@@ -1,4 +1,4 @@
-"""The optimiser's state in files of several ranks: any rows can be read back."""
+"""Optimiser state in files of several ranks can be read back by any number of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.learner.test_critic import make_learner, valued_batch
 
 
 @pytest.mark.parametrize("readers", [1, 2, 3, 5])
-def test_rows_that_three_wrote_are_read_by_any_number(tmp_path: Path, readers: int) -> None:
+def test_state_written_by_three_ranks_is_read_by_any_number(tmp_path: Path, readers: int) -> None:
     """Eight rows by 3, 3 and 2, and a weight of one row, which only the first rank has."""
     whole = {"exp_avg/big": torch.rand(8, 2), "exp_avg/small": torch.rand(1, 2), "step/big": torch.tensor(4.0)}
     for rank in range(3):
@@ -84,7 +84,7 @@ def test_adapters_are_written_in_one_order(tmp_path: Path) -> None:
         "critic: backbone/exp_avg/norm.weight",
     ],
 )
-def test_what_is_not_finite_is_named_and_not_saved(tmp_path: Path, name: str, value: float) -> None:
+def test_non_finite_tensors_are_named_and_not_saved(tmp_path: Path, name: str, value: float) -> None:
     learner = make_learner()
     learner.update(valued_batch(), make("ppo"))
     assert learner.critic is not None

@@ -32,7 +32,7 @@ def test_sigterm_ends_the_time_during_training_only() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_in_another_thread_the_signal_is_left_alone() -> None:
+def test_in_another_thread_the_signal_is_not_handled() -> None:
     found: list[Any] = []
 
     def train() -> None:

@@ -1,4 +1,4 @@
-"""How far an engine's log-probs are from the learner's, with numbers by hand."""
+"""The mismatch of engine and learner log-probs, computed by hand."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def kl(*log_ratios: float) -> float:
     return sum(math.exp(x) - 1 - x for x in log_ratios) / len(log_ratios)
 
 
-def test_of_all_tokens_where_the_learner_computed_its_own() -> None:
+def test_over_all_tokens_if_the_learner_recomputed_log_probs() -> None:
     sampled = torch.tensor([[-1.1, -1.8], [-0.5, 9.0]])  # the last is masked
     found = engine_mismatch(replace(three_tokens(), sampling_logprobs_RT=sampled), empty_trace(three_tokens()), None)
     assert found["rollout/mismatch"] == pytest.approx((0.1 + 0.2 + 0.0) / 3)
     assert found["rollout/kl"] == pytest.approx(kl(0.1, -0.2, 0.0), rel=1e-4)
 
 
-def test_of_the_first_update_where_it_did_not() -> None:
-    """Later mini-batches have seen an update: their ratio tells of that, too."""
+def test_over_the_first_mini_batch_otherwise() -> None:
+    """Later mini-batches follow an update, which also changes their ratio."""
     samples, trace = three_tokens(), empty_trace(three_tokens())
     trace.ratio[:] = torch.tensor([[math.exp(0.1), math.exp(-0.3)], [5.0, 0.0]])
     found = engine_mismatch(samples, trace, 1)
