@@ -24,8 +24,8 @@ from covey.errors import RunFailed
 
 # Errors of a disk, and errors of a path.
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-REFUSALS = FULL | {errno.EROFS, errno.EFBIG, errno.EIO, errno.ESTALE, errno.ENODEV}
-ON_A_PATH = frozenset({errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP})
+DISK_ERRORS = FULL | {errno.EROFS, errno.EFBIG, errno.EIO, errno.ESTALE, errno.ENODEV}
+PATH_ERRORS = frozenset({errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP})
 _IN_TEXT = re.compile(r"\[Errno (\d+)\]|\(os error (\d+)\)")
 
 
@@ -33,13 +33,13 @@ class StorageFailed(RunFailed):
     """A file could not be written: the disk is full, read-only, or broken."""
 
 
-def refusal(error: BaseException) -> int | None:
+def storage_errno(error: BaseException) -> int | None:
     """The errno of the storage error that caused this one; None if there is none."""
     cause: BaseException | None = error
     visited: set[int] = set()
     while cause is not None and id(cause) not in visited:
         number = cause.errno if isinstance(cause, OSError) else _number_in(str(cause))
-        if number in REFUSALS:
+        if number in DISK_ERRORS:
             return number
         visited.add(id(cause))
         cause = cause.__cause__ or cause.__context__
@@ -59,12 +59,12 @@ def writing(path: Path, needs: int | None = None) -> Iterator[None]:
     except RunFailed:
         raise
     except Exception as error:
-        number = refusal(error)
-        if number is None and isinstance(error, OSError) and error.errno in ON_A_PATH and _is_near(error, path):
+        number = storage_errno(error)
+        if number is None and isinstance(error, OSError) and error.errno in PATH_ERRORS and _is_near(error, path):
             number = error.errno
         if number is None:
             raise
-        raise StorageFailed(explain(path, number, needs)) from error
+        raise StorageFailed(describe_failure(path, number, needs)) from error
 
 
 def _is_near(error: OSError, path: Path) -> bool:
@@ -73,7 +73,7 @@ def _is_near(error: OSError, path: Path) -> bool:
     return name is None or Path(os.fsdecode(name)).absolute().is_relative_to(path.absolute().parent)
 
 
-def explain(path: Path, number: int, needs: int | None = None) -> str:
+def describe_failure(path: Path, number: int, needs: int | None = None) -> str:
     """Why a path could not be written, and how to fix it."""
     lines = [f"cannot write {path}: {os.strerror(number)}"]
     if number in FULL:
@@ -103,7 +103,7 @@ def size_of_tree(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def write_whole(path: Path, data: str | bytes) -> None:
+def write_atomically(path: Path, data: str | bytes) -> None:
     """Write a file completely or leave it unchanged: write a temporary file, sync, rename. Text is UTF-8."""
     work = path.with_name(f".{path.name}")
     raw = data.encode() if isinstance(data, str) else data

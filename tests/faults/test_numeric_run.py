@@ -98,7 +98,7 @@ def test_a_full_disk_does_not_hide_the_error(
         raise StorageFailed(f"cannot write {path}: No space left on device")
 
     break_losses(monkeypatch)
-    monkeypatch.setattr("covey.training.warnings.write_whole", full)
+    monkeypatch.setattr("covey.training.warnings.write_atomically", full)
     assert train(prepare(tmp_path), tiny_model_folder, "learner.max_skipped=1") == 1
     told = capsys.readouterr().err
     assert "1 updates in a row" in told and "could not be saved" in told and "No space left" in told

@@ -16,7 +16,7 @@ import pytest
 
 from covey.app.train import is_finished
 from covey.cli.main import main
-from covey.storage import StorageFailed, refusal, write_whole, writing
+from covey.storage import StorageFailed, storage_errno, write_atomically, writing
 from covey.telemetry.jsonl import JsonlFiles, PartWriter
 from covey.telemetry.telemetry import Telemetry
 from covey.training.checkpoint import CheckpointStore, step_folders
@@ -283,9 +283,9 @@ def test_records_close_after_a_failed_write(tmp_path: Path) -> None:
 
 def test_a_failed_atomic_write_leaves_the_file_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    write_whole(path, "before")
+    write_atomically(path, "before")
     with largest_file(3), pytest.raises(StorageFailed, match=r"run.json: File too large"):
-        write_whole(path, "afterwards")
+        write_atomically(path, "afterwards")
     assert path.read_text() == "before" and [p.name for p in tmp_path.iterdir()] == ["run.json"]
 
 
@@ -302,10 +302,10 @@ def test_a_failed_atomic_write_leaves_the_file_unchanged(tmp_path: Path) -> None
     ],
 )
 def test_storage_errors_of_every_library_are_recognised(error: Exception, number: int | None) -> None:
-    assert refusal(error) == number
+    assert storage_errno(error) == number
     wrapped = RuntimeError("something went wrong")
     wrapped.__cause__ = error
-    assert refusal(wrapped) == number
+    assert storage_errno(wrapped) == number
 
 
 def test_other_errors_are_not_changed(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def _end_if_running(folder: Path, status: str) -> None:
 @contextmanager
 def telling_how_to_go_on(path: Path, resume: str = "auto", *, interrupted: bool = True) -> Iterator[None]:
     """Say, of a run that failed or (`interrupted`) was interrupted, whether it can be continued and from where."""
-    from covey.storage import StorageFailed, explain, refusal
+    from covey.storage import StorageFailed, describe_failure, storage_errno
 
     try:
         yield
@@ -130,9 +130,9 @@ def telling_how_to_go_on(path: Path, resume: str = "auto", *, interrupted: bool 
         error.add_note(f"  {how_to_go_on(path, resume)}")
         raise
     except Exception as error:
-        if (number := refusal(error)) is None:
+        if (number := storage_errno(error)) is None:
             raise
-        failed = StorageFailed(explain(path, number))
+        failed = StorageFailed(describe_failure(path, number))
         failed.add_note(f"  {how_to_go_on(path, resume)}")
         raise failed from error
 

@@ -21,7 +21,7 @@ from covey.evaluation.figures import Answer, Subject
 from covey.redact import hide, hide_known, hide_settings
 from covey.rewards import Votes
 from covey.rollout.collector import Collector, unscored_is_failed
-from covey.storage import lock_folder, write_whole, writing
+from covey.storage import lock_folder, write_atomically, writing
 from covey.telemetry.jsonl import finite, read_jsonl
 from covey.training.folder import missing_folders, remove_unused
 from covey.types import Episode, Sampling, Task
@@ -46,7 +46,9 @@ class EvalFolder:
         self.path = path
         self._lock = _locked(path)
         if found is None:
-            write_whole(path / SETTINGS_FILE, json.dumps({"command": hide(command), "settings": settings}, indent=1))
+            write_atomically(
+                path / SETTINGS_FILE, json.dumps({"command": hide(command), "settings": settings}, indent=1)
+            )
 
     def done(self, subjects: Sequence[Subject]) -> dict[Key, set[int]]:
         """Places of the tasks that are answered in full. What is not whole (a line that was being written, a task with
@@ -62,7 +64,7 @@ class EvalFolder:
         whole = {place: group for place, group in groups.items() if len(group) == wanted[place[0]]}
         for key, index in whole:
             kept[key].add(index)
-        write_whole(path, "".join(_line(answer) for group in whole.values() for answer in group))
+        write_atomically(path, "".join(_line(answer) for group in whole.values() for answer in group))
         return kept
 
     def append(self, answers: Iterable[Answer]) -> None:

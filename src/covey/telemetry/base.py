@@ -12,7 +12,7 @@ from typing import Any
 
 from covey.errors import Absent
 from covey.imports import install_extra
-from covey.storage import write_whole
+from covey.storage import write_atomically
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def flat(tree: Any, name: str = "") -> dict[str, Any]:
 def lasting_id(path: Path) -> str:
     """An id that is drawn once and kept in the run's folder, so that a resumed run continues the same page."""
     if not path.exists():
-        write_whole(path, uuid.uuid4().hex[:8] + "\n")  # who is killed here draws another one
+        write_atomically(path, uuid.uuid4().hex[:8] + "\n")  # who is killed here draws another one
     return path.read_text(encoding="ascii").strip()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import InputError
-from covey.storage import write_whole
+from covey.storage import write_atomically
 from covey.telemetry.figures import Curve, curve_of
 from covey.telemetry.history import Points, read_history, read_run
 
@@ -162,7 +162,7 @@ def _dress(axes: Any, name: str) -> None:
 
 def _write(figure: Any, out: Path) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(out, drawn(figure, out.suffix.removeprefix(".") or "png"))
+    write_atomically(out, drawn(figure, out.suffix.removeprefix(".") or "png"))
     return out
 
 

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from covey.errors import InputError
 from covey.redact import hide_settings
-from covey.storage import LOCK, StorageFailed, is_locked, lock_folder, write_whole, writing
+from covey.storage import LOCK, StorageFailed, is_locked, lock_folder, write_atomically, writing
 from covey.telemetry.history import KILLED
 from covey.telemetry.jsonl import EPISODES_FILE, METRICS_FILE, copy_record
 from covey.training.checkpoint import CONFIG, Checkpoint, step_folders, step_of
@@ -40,7 +40,7 @@ class RunFolder:
     def write_info(self, info: dict[str, Any]) -> None:
         """Write run.json atomically."""
         kept = {key: info[key] for key in KEYS if key in info}  # these must not be redacted
-        write_whole(self.path / INFO, json.dumps(hide_settings(info) | kept, indent=1))
+        write_atomically(self.path / INFO, json.dumps(hide_settings(info) | kept, indent=1))
 
     def info(self) -> dict[str, Any]:
         return read_info(self.path)

@@ -18,7 +18,7 @@ from typing import Any
 from covey.protocols import Metrics
 from covey.redact import hide_known
 from covey.rollout.collector import limit_name
-from covey.storage import StorageFailed, write_whole
+from covey.storage import StorageFailed, write_atomically
 from covey.training.step import StepResult
 from covey.types import Collected, Episode, Task
 
@@ -55,7 +55,7 @@ class NonFiniteUpdates:
         self._steps.append((step, tasks))
         path = self.folder / f"nonfinite-step-{step:06d}.json"
         try:
-            write_whole(path, hide_known(json.dumps(self._records(), indent=1, default=str)))
+            write_atomically(path, hide_known(json.dumps(self._records(), indent=1, default=str)))
         except StorageFailed as full:
             error.add_note(f"  the tasks could not be saved: {full}")
             return
