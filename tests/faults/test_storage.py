@@ -356,7 +356,7 @@ def test_a_conversion_without_space_leaves_nothing(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *a, **k: byte_tokenizer())
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *a, **k: tiny_llama())
-    monkeypatch.setattr(builtin, "_forget_quantisation", lambda model: None)
+    monkeypatch.setattr(builtin, "_clear_quantisation", lambda model: None)
     folder = tmp_path / "models" / "small"
     with largest_file(50_000), pytest.raises(StorageFailed, match="small: File too large"):
         builtin._convert(tmp_path / "x.gguf", folder)

@@ -220,5 +220,5 @@ def test_moments_of_another_model_are_refused(checkpoints: Path) -> None:
     with pytest.raises(InputError, match=r"another model: .* is \[32, 64\] there, \[32, 96\] here"):
         wide.restore(found.folder, found.state["learner"])
     flat = Learner(tiny_llama(num_hidden_layers=1), LearnerConfig(), total_updates=1)
-    with pytest.raises(InputError, match="another model: it knows a weight"):
+    with pytest.raises(InputError, match="another model: it has a weight"):
         flat.restore(found.folder, found.state["learner"])
