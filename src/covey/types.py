@@ -264,6 +264,12 @@ class Samples:
         return source.rewards[name], source.group_N
 
 
+ROW_COLUMNS = (  # of a Batch
+    *("row_R", "episode_R", "mask_RT", "old_logprobs_RT"),
+    *("ref_logprobs_RT", "advantages_RT", "returns_RT", "values_RT"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """A mini-batch of whole groups, or one micro-batch of it.
@@ -299,22 +305,9 @@ class Batch:
     def take(self, index: Sequence[int]) -> Batch:
         """The mini-batch with only some of its rows."""
         at = self.episode_R.new_tensor(list(index), device="cpu").to(self.episode_R.device, non_blocking=True)
-
-        def pick(column: Tensor | None) -> Tensor | None:
-            return None if column is None else column[at]
-
-        return replace(
-            self,
-            rows=tuple(self.rows[i] for i in index),
-            row_R=self.row_R[at],
-            episode_R=self.episode_R[at],
-            mask_RT=self.mask_RT[at],
-            old_logprobs_RT=self.old_logprobs_RT[at],
-            ref_logprobs_RT=pick(self.ref_logprobs_RT),
-            advantages_RT=self.advantages_RT[at],
-            returns_RT=pick(self.returns_RT),
-            values_RT=pick(self.values_RT),
-        )
+        columns = {name: getattr(self, name) for name in ROW_COLUMNS}
+        taken: dict[str, Any] = {name: None if column is None else column[at] for name, column in columns.items()}
+        return replace(self, rows=tuple(self.rows[i] for i in index), **taken)
 
 
 @dataclass(frozen=True)

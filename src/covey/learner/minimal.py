@@ -18,7 +18,7 @@ from covey.algorithms.ops import make_batch
 from covey.config.schema import LearnerConfig
 from covey.learner.learner import Learner
 from covey.protocols import Metrics
-from covey.types import Batch, Sample
+from covey.types import Sample
 
 RewardFunction = Callable[[str, str], float]
 
@@ -54,17 +54,28 @@ class GVPOTrainer:
     ) -> Metrics:
         """One update. `completions[i]` and `rewards[i]` belong to `prompts[i]`; without rewards the trainer's
         reward_function scores each completion."""
-        scores = self._scores(prompts, completions) if rewards is None else rewards
-        self._check(prompts, completions, scores)
-        rows = [
-            self._row(prompt, text, episode)
-            for episode, (prompt, text) in enumerate(
-                (prompt, text) for prompt, texts in zip(prompts, completions, strict=True) for text in texts
-            )
-        ]
-        group_N = torch.tensor([g for g, texts in enumerate(completions) for _ in texts])
-        reward_N = torch.tensor([r for row in scores for r in row], dtype=torch.float32)
-        batch = self._batch(rows, group_N, reward_N)
+        if rewards is None:
+            if self.reward_function is None:
+                raise ValueError("pass rewards to train_step, or reward_function=f(prompt, completion) to GVPOTrainer")
+            score = self.reward_function
+            rewards = [[score(p, text) for text in texts] for p, texts in zip(prompts, completions, strict=True)]
+        self._check(prompts, completions, rewards)
+        pairs = [(prompt, text) for prompt, texts in zip(prompts, completions, strict=True) for text in texts]
+        rows = [self._row(prompt, text, episode) for episode, (prompt, text) in enumerate(pairs)]
+        ref_RT = self.learner.logprobs(rows, 1.0, self.ref_model)
+        mask_RT = torch.zeros_like(ref_RT, dtype=torch.bool)
+        for index, row in enumerate(rows):
+            mask_RT[index, : len(row.response_ids)] = True
+        batch = make_batch(
+            rows=tuple(rows),
+            group_N=torch.tensor([group for group, texts in enumerate(completions) for _ in texts]),
+            rewards_N=torch.tensor([r for row in rewards for r in row], dtype=torch.float32).to(ref_RT.dtype),
+            episode_R=torch.arange(len(rows)),
+            mask_RT=mask_RT,
+            old_logprobs_RT=ref_RT,  # the completions were not sampled by the policy: ratios are to the reference
+            ref_logprobs_RT=ref_RT,
+            advantages_RT=torch.zeros_like(ref_RT),
+        )
         metrics, _ = self.learner.update(batch, self.algorithm)
         return metrics
 
@@ -80,28 +91,6 @@ class GVPOTrainer:
                 f"{'prompt' if not prompt_ids else 'completion'} without tokens: {prompt!r} {completion!r}"
             )
         return Sample(prompt_ids, ids, (True,) * len(ids), (0.0,) * len(ids), (0,) * len(ids), episode)
-
-    def _batch(self, rows: list[Sample], group_N: torch.Tensor, reward_N: torch.Tensor) -> Batch:
-        ref_RT = self.learner.logprobs(rows, 1.0, self.ref_model)
-        mask_RT = torch.zeros_like(ref_RT, dtype=torch.bool)
-        for index, row in enumerate(rows):
-            mask_RT[index, : len(row.response_ids)] = True
-        return make_batch(
-            rows=tuple(rows),
-            group_N=group_N,
-            rewards_N=reward_N.to(ref_RT.dtype),
-            episode_R=torch.arange(len(rows)),
-            mask_RT=mask_RT,
-            old_logprobs_RT=ref_RT,  # the completions were not sampled by the policy: ratios are to the reference
-            ref_logprobs_RT=ref_RT,
-            advantages_RT=torch.zeros_like(ref_RT),
-        )
-
-    def _scores(self, prompts: Sequence[str], completions: Sequence[Sequence[str]]) -> list[list[float]]:
-        if self.reward_function is None:
-            raise ValueError("pass rewards to train_step, or reward_function=f(prompt, completion) to GVPOTrainer")
-        score = self.reward_function
-        return [[score(p, text) for text in texts] for p, texts in zip(prompts, completions, strict=True)]
 
     def _check(
         self, prompts: Sequence[str], completions: Sequence[Sequence[str]], rewards: Sequence[Sequence[float]]

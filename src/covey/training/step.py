@@ -94,10 +94,9 @@ def learn(pipeline: Pipeline, collected: Collected) -> StepResult:
     advantages = algorithm.advantages(samples)
     updates: list[Metrics] = []
     trace = empty_trace(samples)
+    batches = minibatches(samples, advantages, groups_per_batch=schedule.groups_per_batch, epochs=schedule.epochs)
     with pipeline.stages.stage("update"):
-        for batch in minibatches(
-            samples, advantages, groups_per_batch=schedule.groups_per_batch, epochs=schedule.epochs
-        ):
+        for batch in batches:
             metrics, batch_trace = learner.update(batch, algorithm)
             updates.append(metrics)
             if batch.epoch == 0:
