@@ -260,9 +260,9 @@ def refilling(
 def test_groups_without_signal_are_replaced_by_fresh_tasks() -> None:
     found = asyncio.run(refilling(parity, rewards=("parity",)).next())
     assert all(len({e.rewards["parity"] for e in g.episodes}) == 2 for g in found.groups)
-    assert all(len({e.rewards["parity"] for e in g.episodes}) == 1 for g in found.flat)
-    assert found.flat and found.refills >= 1 and len(found.groups) <= 4
-    ids = [g.task.id for g in (*found.groups, *found.flat)]
+    assert all(len({e.rewards["parity"] for e in g.episodes}) == 1 for g in found.zero_variance)
+    assert found.zero_variance and found.refills >= 1 and len(found.groups) <= 4
+    ids = [g.task.id for g in (*found.groups, *found.zero_variance)]
     assert len(set(ids)) == len(ids), "no task is tried twice in a step"
     again = asyncio.run(refilling(parity, rewards=("parity",)).next())
     assert [g.task.id for g in again.groups] == [g.task.id for g in found.groups], "a resumed run asks the same"
@@ -274,9 +274,9 @@ def test_the_rounds_are_bounded_and_what_there_is_is_used() -> None:
 
     found = asyncio.run(refilling(same, rounds=2, rewards=("same",)).next())
     assert found.refills == 2
-    assert (len(found.groups), len(found.flat)) == (4, 8)
+    assert (len(found.groups), len(found.zero_variance)) == (4, 8)
     few = asyncio.run(refilling(same, rounds=5, rewards=("same",), tasks=MANY[:6]).next())
-    assert (few.refills, len(few.groups), len(few.flat)) == (1, 4, 2), "there were two fresh tasks only"
+    assert (few.refills, len(few.groups), len(few.zero_variance)) == (1, 4, 2), "there were two fresh tasks only"
 
 
 def test_only_the_named_rewards_count_as_signal() -> None:
@@ -294,10 +294,10 @@ def test_rewards_that_cancel_out_teach_only_who_sees_them_apart() -> None:
         return 1.0 - parity(final_answer)
 
     both = {"rewards": ("parity", "even"), "rounds": 1}
-    assert asyncio.run(refilling([parity, even], **both).next()).flat
+    assert asyncio.run(refilling([parity, even], **both).next()).zero_variance
     summed, apart = (asyncio.run(refilling([parity, even], apart=a, **both).next()) for a in (False, True))
     assert all(len({e.rewards["parity"] for e in g.episodes}) == 2 for g in apart.groups)
-    assert len(summed.groups) == 4 and len(summed.flat) == 4, "nothing teaches, so flat groups stand in"
+    assert len(summed.groups) == 4 and len(summed.zero_variance) == 4, "nothing teaches, so flat groups stand in"
 
 
 def test_a_group_teaches_if_it_differs_from_its_greedy_attempt() -> None:
@@ -312,8 +312,8 @@ def test_statistics_of_all_groups_reach_the_samples() -> None:
     found = asyncio.run(refilling(parity, rewards=("parity",)).next())
     samples = to_samples(found, {"parity": 1.0})
     column, group = samples.unfiltered_reward("parity")
-    assert len(column) == 2 * (len(found.groups) + len(found.flat)) == len(group)
-    assert int(group.max()) == len(found.groups) + len(found.flat) - 1
+    assert len(column) == 2 * (len(found.groups) + len(found.zero_variance)) == len(group)
+    assert int(group.max()) == len(found.groups) + len(found.zero_variance) - 1
     assert samples.episodes == 2 * len(found.groups)
 
 

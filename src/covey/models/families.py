@@ -1,7 +1,7 @@
 """The model families that Covey treats specially, in one table.
 
-Any causal model of transformers with full or sliding-window attention can be trained, and its chat template says how it
-writes tool calls. This table holds what neither its configuration nor its template says.
+Any causal model of transformers with full or sliding-window attention can be trained, and tool calls follow its chat
+template. This table holds what its configuration and its template do not say.
 
 To add a family: add a row to `FAMILIES`. `fused` needs layers with `q_proj`, `k_proj`, `v_proj`, `gate_proj` and
 `up_proj` as in Llama. A family that changes its logits needs a line in `LOGIT_TRANSFORMS`. Then add a small
@@ -19,7 +19,7 @@ from typing import Any
 @dataclass(frozen=True)
 class Family:
     model_types: tuple[str, ...]  # `model_type` of their config.json
-    fused: str = ""  # fused when decoding: the layers whose classes begin so (LlamaAttention, LlamaMLP)
+    fused: str = ""  # prefix of the layer classes that decoding fuses (LlamaAttention, LlamaMLP)
     tool_calls: str | None = None  # tool-call format of a tokenizer without a chat template; None: hermes
 
 
@@ -36,16 +36,16 @@ FUSED_ATTENTION = tuple(f"{family.fused}Attention" for family in FAMILIES if fam
 FUSED_MLP = tuple(f"{family.fused}MLP" for family in FAMILIES if family.fused)
 TOOL_CALLS = {name: family.tool_calls for family in FAMILIES if family.tool_calls for name in family.model_types}
 
-# Attention that packed training can compute, by `layer_types` of a configuration.
+# `layer_types` of a configuration that packed training supports.
 TRAINABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
-# What a family does to its logits, by the setting of its configuration that asks for it, in this order.
+# Transforms of the logits, by the setting of a configuration that turns them on. Applied in this order.
 LOGIT_TRANSFORMS: Mapping[str, Callable[[Any, float], Any]] = {
     "logits_scaling": lambda logits, scale: logits / scale,  # Granite
     "logit_scale": lambda logits, scale: logits * scale,  # Cohere
     "final_logit_softcapping": lambda logits, cap: (logits / cap).tanh() * cap,  # Gemma 2 and 3n
 }
 
-# Styles of transformers' tensor-parallel plan (`base_model_tp_plan`) that Covey carries out.
+# Styles of transformers' tensor-parallel plan (`base_model_tp_plan`) that Covey supports.
 COLWISE, ROWWISE, REPLICATED = "colwise", "rowwise", "replicated_with_grad_allreduce"
 TENSOR_PARALLEL_STYLES = frozenset({COLWISE, ROWWISE, REPLICATED})
