@@ -47,8 +47,8 @@ def storage_errno(error: BaseException) -> int | None:
 
 
 def _number_in(text: str) -> int | None:
-    found = _IN_TEXT.search(text)
-    return int(found[1] or found[2]) if found else None
+    match = _IN_TEXT.search(text)
+    return int(match[1] or match[2]) if match else None
 
 
 @contextmanager

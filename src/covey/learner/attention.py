@@ -83,16 +83,16 @@ class Layout:
     @cached_property
     def chunks(self) -> list[Chunk]:
         """One chunk per prompt, then the answers to each prompt in chunks of about CHUNK tokens."""
-        found = [Chunk((length,)) for length in self.prompts]
+        chunks = [Chunk((length,)) for length in self.prompts]
         for prompt, group in enumerate(self.answers):
             segments: list[int] = []
             for length in group:
                 if segments and sum(segments) + length > CHUNK:
-                    found.append(Chunk(tuple(segments), prompt))
+                    chunks.append(Chunk(tuple(segments), prompt))
                     segments = []
                 segments.append(length)
-            found.append(Chunk(tuple(segments), prompt))
-        return [chunk for chunk in found if chunk.length]
+            chunks.append(Chunk(tuple(segments), prompt))
+        return [chunk for chunk in chunks if chunk.length]
 
     def mask(self, index: int, chunk: Chunk, window: int | None, device: torch.device) -> Tensor:
         """The attention mask of a chunk over its prompt and itself, [queries, keys]. Computed once."""
@@ -161,19 +161,19 @@ def sdpa_attention(
     chunks = layout.chunks
     sizes = [chunk.length for chunk in chunks]
     queries, keys, values = (x.split(sizes, 2) for x in (query, key, value))
-    found = []
+    outputs = []
     for index, chunk in enumerate(chunks):
         k, v, q = keys[index], values[index], queries[index]
         if chunk.prompt is not None:
             k, v = torch.cat((keys[chunk.prompt], k), 2), torch.cat((values[chunk.prompt], v), 2)
         causal = chunk.prompt is None and sliding_window is None
         mask = None if causal else layout.mask(index, chunk, sliding_window, q.device)
-        found.append(
+        outputs.append(
             scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
             )
         )
-    return torch.cat(found, 2).transpose(1, 2), None
+    return torch.cat(outputs, 2).transpose(1, 2), None
 
 
 def flash_attention(
@@ -192,8 +192,8 @@ def flash_attention(
 
 def _mask(**arguments: Any) -> Tensor | None:
     """No mask for a packed sequence: its layout replaces it."""
-    found: Tensor | None = None if _state.layout is not None else sdpa_mask(**arguments)
-    return found
+    mask: Tensor | None = None if _state.layout is not None else sdpa_mask(**arguments)
+    return mask
 
 
 for _name, _function in ((SDPA, sdpa_attention), (FLASH, flash_attention)):

@@ -107,10 +107,10 @@ class Critic:
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights under `weight/`, and optimiser state under the optimiser's name."""
-        found = {f"weight/{name}": tensor for name, tensor in self._weights()}
+        tensors = {f"weight/{name}": tensor for name, tensor in self._weights()}
         for key, optimizer in self.optimizers.items():
-            found |= {f"{key}/{name}": tensor for name, tensor in optimizer.tensors().items()}
-        return found
+            tensors |= {f"{key}/{name}": tensor for name, tensor in optimizer.tensors().items()}
+        return tensors
 
     def counters(self) -> dict[str, Any]:
         return {"steps": self.steps, "updates": {key: o.steps for key, o in self.optimizers.items()}}

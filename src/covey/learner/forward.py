@@ -40,8 +40,8 @@ def hidden_states(model: Any, packed: Packed) -> Tensor:
             f"{lm.config.model_type}: this model's code computes attention on its own, without transformers' attention "
             "interface\n  rows of one micro-batch would see each other; use a model that transformers itself implements"
         )
-    found: Tensor = hidden_TD[packed.source_M]
-    return found
+    hidden_MD: Tensor = hidden_TD[packed.source_M]
+    return hidden_MD
 
 
 def token_logprobs(
@@ -63,13 +63,13 @@ def token_logprobs(
 
     def score_chunk(hidden: Tensor, target: Tensor, ref_hidden: Tensor | None) -> tuple[Tensor, ...]:
         logits = logprobs.scaled_logits(final_logits(lm, hidden), temperature)
-        found: tuple[Tensor, ...] = logprobs.ChosenLogProb.apply(logits, target, entropy_gradient)
+        scores: tuple[Tensor, ...] = logprobs.ChosenLogProb.apply(logits, target, entropy_gradient)
         if reference is None:
-            return found
+            return scores
         with torch.no_grad():
             assert ref_hidden is not None
             ref_logits = logprobs.scaled_logits(reference[1](ref_hidden), temperature)
-        return (*found, logprobs.FullKl.apply(logits, ref_logits))
+        return (*scores, logprobs.FullKl.apply(logits, ref_logits))
 
     size = max(1, logprobs.CHUNK_LOGITS // output.weight.shape[0])
     targets = target_M.split(size)

@@ -187,8 +187,8 @@ class Learner:
     def _find_token_budget(self) -> int:
         """Measured once, with the policy as it trains: never while its adapter is disabled."""
         if self._token_budget is None:
-            found = affordable_tokens(self.device, self._trial_pass, bytes_per_token(causal_lm(self.model)))
-            self._token_budget = self.ranks.min(found)
+            budget = affordable_tokens(self.device, self._trial_pass, bytes_per_token(causal_lm(self.model)))
+            self._token_budget = self.ranks.min(budget)
         return self._token_budget
 
     @torch.enable_grad()
@@ -300,9 +300,9 @@ class Learner:
         def column(name: str) -> Tensor | None:
             if getattr(outputs[0], name) is None:
                 return None
-            found: Tensor = getattr(outputs[0], name).new_zeros(batch.mask_RT.shape)
+            column_RT: Tensor = getattr(outputs[0], name).new_zeros(batch.mask_RT.shape)
             parts = [getattr(part, name) for part, (_, counts) in zip(outputs, passes, strict=True) if counts]
-            return self.ranks.sum(found.index_copy(0, at, torch.cat(parts)) if parts else found)
+            return self.ranks.sum(column_RT.index_copy(0, at, torch.cat(parts)) if parts else column_RT)
 
         logprobs, entropy = column("logprobs"), column("entropy")
         assert logprobs is not None and entropy is not None
@@ -340,11 +340,11 @@ class Learner:
         """Update the weights, unless the loss or a gradient is not finite."""
         finite = math.isfinite(loss)
         rate, norm, updated = 0.0, math.nan, False
-        found: Metrics = {}
+        metrics: Metrics = {}
         if finite:
             updated = True
             if self.critic is not None:
-                found, updated = self.critic.step()
+                metrics, updated = self.critic.step()
             if self.critic is not None and self.critic.warming_up:
                 norm = 0.0
             else:
@@ -354,7 +354,7 @@ class Learner:
         else:
             self._zero_grad()
         self.skipped += not updated
-        # In float16 the loss scale is found by letting gradients overflow. That is expected while the loss itself is
+        # In float16 the loss scale is metrics by letting gradients overflow. That is expected while the loss itself is
         # finite and is still scaled up.
         expected = finite and self.scaler.is_enabled() and self.scaler.get_scale() >= 1
         self.skipped_in_a_row = 0 if updated or expected else self.skipped_in_a_row + 1
@@ -364,7 +364,7 @@ class Learner:
                 "  likely causes: learner.lr too high, a reward that returns huge values, or float16 (try bfloat16)"
             )
         clipped = float(norm > self.config.grad_clip) if self.config.grad_clip else 0.0
-        return found | {"optim/lr": rate, "optim/skipped": self.skipped, "grad/norm": norm, "grad/clipped": clipped}
+        return metrics | {"optim/lr": rate, "optim/skipped": self.skipped, "grad/norm": norm, "grad/clipped": clipped}
 
     # -- Checkpoints -------------------------------------------------------------------------------------------------
 
@@ -383,10 +383,10 @@ class Learner:
 
     def _trained_tensors(self) -> dict[str, Tensor]:
         """This rank's part of everything that is trained, by name: weights, optimiser state and critic."""
-        found = {name: local_part(weight) for name, weight in self.optimizer.working.items()}
-        found |= {f"optimizer: {name}": tensor for name, tensor in self.optimizer.tensors().items()}
+        tensors = {name: local_part(weight) for name, weight in self.optimizer.working.items()}
+        tensors |= {f"optimizer: {name}": tensor for name, tensor in self.optimizer.tensors().items()}
         critic = {} if self.critic is None else self.critic.tensors()
-        return found | {f"critic: {name}": tensor for name, tensor in critic.items()}
+        return tensors | {f"critic: {name}": tensor for name, tensor in critic.items()}
 
     def counters(self) -> dict[str, Any]:
         """The rest of a checkpoint, as JSON."""

@@ -26,10 +26,10 @@ def linear_logprobs(
     rows, gpu = chunk_rows(weight_VD), hidden_MD.is_cuda
     if len(hidden_MD) <= rows and not gpu:  # recomputing logits would save no memory
         logits = scaled_logits(hidden_MD @ weight_VD.t(), temperature)
-        found: tuple[Tensor, Tensor] = ChosenLogProb.apply(logits, target_M, entropy_gradient)
+        scores: tuple[Tensor, Tensor] = ChosenLogProb.apply(logits, target_M, entropy_gradient)
     else:
-        found = LinearLogProb.apply(hidden_MD, weight_VD, target_M, temperature, entropy_gradient, rows)
-    return found
+        scores = LinearLogProb.apply(hidden_MD, weight_VD, target_M, temperature, entropy_gradient, rows)
+    return scores
 
 
 def chunk_rows(weight_VD: Tensor) -> int:
@@ -119,9 +119,9 @@ def _by_logits(
     surprise = None
     if to_entropy is not None:
         surprise = (torch.special.xlogy(probs, probs) + probs * entropy[:, None]) * to_entropy[:, None]
-    found = probs.mul_(-to_chosen[:, None]) if in_place else probs * -to_chosen[:, None]
-    found.scatter_add_(-1, target[:, None], to_chosen[:, None].to(found.dtype))
-    return found if surprise is None else found.sub_(surprise)
+    gradient = probs.mul_(-to_chosen[:, None]) if in_place else probs * -to_chosen[:, None]
+    gradient.scatter_add_(-1, target[:, None], to_chosen[:, None].to(gradient.dtype))
+    return gradient if surprise is None else gradient.sub_(surprise)
 
 
 def _has_kernels(x: Tensor) -> bool:

@@ -179,13 +179,13 @@ class MasterAdamW:
 
     def tensors(self) -> dict[str, Tensor]:
         """Moments, and masters if they differ from the weights."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, master in self.masters.items():
             for key, value in self.adamw.state.get(master, {}).items():
-                found[f"{key}/{name}"] = value
+                tensors[f"{key}/{name}"] = value
             if self._keeps_masters:
-                found[f"master/{name}"] = master
-        return found
+                tensors[f"master/{name}"] = master
+        return tensors
 
     def _check(self, tensors: dict[str, Tensor]) -> None:
         """Refuse the state of another model, which would train without an error."""

@@ -108,9 +108,9 @@ class Ranks:
         """The smallest number of all ranks."""
         if self.world_size == 1:
             return number
-        found = torch.tensor(number, device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MIN)
-        return int(found)
+        smallest = torch.tensor(number, device=self.device)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN)
+        return int(smallest)
 
     def any(self, condition: bool) -> bool:
         return -self.min(-int(condition)) == 1

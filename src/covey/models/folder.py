@@ -83,29 +83,29 @@ def config_file(path: str, revision: str | None) -> Path:
 
 def read_object(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_bytes())
+        data = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
         raise InputError(f"{file}: not JSON ({reason(error)})\n{AGAIN}") from error
-    if not isinstance(found, dict):
-        raise InputError(f"{file}: expected an object, got {found!r:.60}\n{AGAIN}")
-    return found
+    if not isinstance(data, dict):
+        raise InputError(f"{file}: expected an object, got {data!r:.60}\n{AGAIN}")
+    return data
 
 
 def _check_json(file: Path) -> None:
-    found = read_object(file)
-    if "model_type" not in found:
+    config = read_object(file)
+    if "model_type" not in config:
         raise InputError(f"{file} has no model_type\n{AGAIN}")
-    text_config = found.get("text_config")
-    for part in (found, text_config if isinstance(text_config, dict) else {}):
+    text_config = config.get("text_config")
+    for part in (config, text_config if isinstance(text_config, dict) else {}):
         _check_sizes(file, part)
 
 
-def _check_sizes(file: Path, found: Mapping[str, Any]) -> None:
+def _check_sizes(file: Path, config: Mapping[str, Any]) -> None:
     for key, most in MAX_SIZES.items():
-        value = found.get(key)
+        value = config.get(key)
         if isinstance(value, int | float) and not 1 <= value <= most:
             raise InputError(f"{file}: {key} is {value}; it must be from 1 to {most:,}\n{AGAIN}")
-    heads, shared = found.get("num_attention_heads"), found.get("num_key_value_heads")
+    heads, shared = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
         raise InputError(
             f"{file}: num_attention_heads={heads} is not a multiple of num_key_value_heads={shared}\n{AGAIN}"
@@ -141,7 +141,7 @@ def read_tokenizer(name: str, path: str, config: Any, *, revision: str | None = 
 
     with explained(name):
         try:
-            found = AutoTokenizer.from_pretrained(path, trust_remote_code=trusted, revision=revision or MAIN)
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusted, revision=revision or MAIN)
         except (InputError, ImportError):
             raise
         except OSError:
@@ -152,11 +152,11 @@ def read_tokenizer(name: str, path: str, config: Any, *, revision: str | None = 
             if "trust_remote_code" in str(error):
                 raise _own_code(name) from error
             raise _no_tokenizer(path, error) from error
-    known = set(found("The answer is 12.", add_special_tokens=False)["input_ids"]) - {found.unk_token_id}
+    known = set(tokenizer("The answer is 12.", add_special_tokens=False)["input_ids"]) - {tokenizer.unk_token_id}
     if not known:  # without files, transformers makes some tokenizers with an empty vocabulary
         raise _no_tokenizer(path, None)
-    check_ids(name, found, config, _ids_of_text(found))
-    return found
+    check_ids(name, tokenizer, config, _ids_of_text(tokenizer))
+    return tokenizer
 
 
 def _no_tokenizer(path: str, error: Exception | None) -> InputError:
@@ -332,7 +332,7 @@ def _not_fitting(name: str, model: Any, missing: list[str], shapes: list[tuple[A
     if missing:
         lines.append(f"  missing from the weights: {some(missing)}")
     if shapes:
-        changed = [f"{key} {found}, not {expected}" for key, found, expected in shapes]
+        changed = [f"{key} {shape}, not {expected}" for key, shape, expected in shapes]
         lines.append(f"  of another shape in the weights: {some(changed)}")
     if extra:
         lines.append(f"  in the weights, but not in the model: {some(extra)}")

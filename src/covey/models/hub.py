@@ -137,19 +137,19 @@ def check_adapter(folder: Path) -> None:
 
 
 def _refuse_pickles(folder: Path) -> None:
-    found = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
-    if found:
-        raise InputError(f"{folder}: its weights are a pickle ({found[0]}), which is not loaded\n{FIX}")
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
+    if pickles:
+        raise InputError(f"{folder}: its weights are a pickle ({pickles[0]}), which is not loaded\n{FIX}")
 
 
 def _shards(index: Path) -> list[str]:
     try:
-        found = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
+        names = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{index}: not an index of weight files ({type(error).__name__})") from error
-    if not found:
+    if not names:
         raise InputError(f"{index}: it names no files\n  fix: copy or download it again")
-    return sorted(found)
+    return sorted(names)
 
 
 @contextmanager

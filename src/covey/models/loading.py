@@ -54,14 +54,14 @@ class ModelSource:
         """All ids that end an answer: the tokenizer's, and those of the model's generation settings."""
         from transformers import GenerationConfig
 
-        found = {self.tokenizer.eos_token_id}
+        eos_ids = {self.tokenizer.eos_token_id}
         try:
             generation = GenerationConfig.from_pretrained(self.path, revision=self.revision or MAIN)
         except OSError:  # a model folder may have none
             generation = GenerationConfig()
         for ids in (generation.eos_token_id, self.config.get_text_config(decoder=True).eos_token_id):
-            found |= set(ids) if isinstance(ids, (list, tuple)) else {ids}
-        return tuple(sorted(i for i in found if i is not None))
+            eos_ids |= set(ids) if isinstance(ids, (list, tuple)) else {ids}
+        return tuple(sorted(i for i in eos_ids if i is not None))
 
 
 def parameter_count(source: ModelSource) -> int:
@@ -151,8 +151,8 @@ def _commit(path: str, revision: str | None) -> str | None:
     hub may change in between."""
     if Path(path).is_dir():
         return None
-    found = config_file(path, revision)
-    return found.parent.name if found.parent.parent.name == "snapshots" else revision
+    file = config_file(path, revision)
+    return file.parent.name if file.parent.parent.name == "snapshots" else revision
 
 
 def pick_device(name: str) -> torch.device:

@@ -55,11 +55,11 @@ class Callbacks:
 
     async def _call_all(self, event: str, value: Any) -> Metrics:
         """Call every callback that handles this event, in order. Returns their metrics."""
-        found: Metrics = {}
+        metrics: Metrics = {}
         for callback in self.callbacks:
             if _method(callback, event) is not None:
-                found |= await self.call(partial(_call_one, event, callback, self.owner(), value))
-        return found
+                metrics |= await self.call(partial(_call_one, event, callback, self.owner(), value))
+        return metrics
 
 
 def check_callbacks(callbacks: Any) -> list[Any]:

@@ -116,13 +116,13 @@ class CheckpointStore:
         damaged: list[DamagedCheckpoint] = []
         for folder in reversed(step_folders(self.folder)):
             try:
-                found = open_checkpoint(folder)
+                checkpoint = open_checkpoint(folder)
             except DamagedCheckpoint as error:
                 damaged.append(error)
                 continue
             for damage in damaged:
                 warn(f"{damage}; using the one before it{_rename_damaged(damage.folder)}")
-            return found
+            return checkpoint
         if damaged:
             lines = [f"{self.folder.parent} has no checkpoint that is whole:"]
             lines += [f"  {error.folder.name}: {error.what}" for error in damaged]
@@ -147,9 +147,9 @@ def step_folders(folder: Path) -> list[Path]:
 
 
 def step_of(folder: Path) -> int:
-    found = _NAME.fullmatch(folder.name)
-    assert found is not None
-    return int(found[1])
+    match = _NAME.fullmatch(folder.name)
+    assert match is not None
+    return int(match[1])
 
 
 class DamagedCheckpoint(RuntimeError):
@@ -193,12 +193,12 @@ def _check_file(folder: Path, name: str, expected: Any) -> None:
 
 def _read_object(folder: Path, name: str) -> dict[str, Any]:
     try:
-        found = json.loads((folder / name).read_text())
+        data = json.loads((folder / name).read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedCheckpoint(folder, f"no readable {name}") from error
-    if not isinstance(found, dict):
+    if not isinstance(data, dict):
         raise DamagedCheckpoint(folder, f"{name} is not a JSON object")
-    return found
+    return data
 
 
 def _rename_damaged(folder: Path) -> str:

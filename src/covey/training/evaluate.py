@@ -74,13 +74,13 @@ class Evaluator:
         return episodes
 
     def _summary(self, mode: str, done: Sequence[Episode], total: int) -> Metrics:
-        found: Metrics = {}
+        metrics: Metrics = {}
         for name in dict.fromkeys(name for episode in done for name in episode.rewards):
             scores = [score for episode in done if (score := episode.rewards.get(name)) is not None]
             if scores:
-                found[f"eval/{mode}/{name}"] = sum(scores) / len(scores)
-        found[f"eval/{mode}/length_mean"] = sum(e.response_tokens for e in done) / len(done)
-        found[f"eval/{mode}/truncated"] = sum(e.stop is StopReason.LENGTH for e in done) / len(done)
+                metrics[f"eval/{mode}/{name}"] = sum(scores) / len(scores)
+        metrics[f"eval/{mode}/length_mean"] = sum(e.response_tokens for e in done) / len(done)
+        metrics[f"eval/{mode}/truncated"] = sum(e.stop is StopReason.LENGTH for e in done) / len(done)
         if total > len(done):
-            found[f"eval/{mode}/failed"] = float(total - len(done))
-        return found
+            metrics[f"eval/{mode}/failed"] = float(total - len(done))
+        return metrics

@@ -107,15 +107,15 @@ def _cannot_write(path: Path, error: OSError) -> InputError:
 def read_info(path: Path) -> dict[str, Any]:
     """The contents of run.json, checked for what identifies a run."""
     try:
-        found = json.loads((path / INFO).read_text())
+        info = json.loads((path / INFO).read_text())
     except OSError as error:
         raise InputError(f"{path / INFO} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path / INFO} is damaged: {error}\n  {_RESTORE}") from error
-    missing = [key for key in KEYS if key not in found] if isinstance(found, dict) else list(KEYS)
+    missing = [key for key in KEYS if key not in info] if isinstance(info, dict) else list(KEYS)
     if missing:
         raise InputError(f"{path / INFO} is damaged: {', '.join(missing)} missing\n  {_RESTORE}")
-    return dict(found)
+    return dict(info)
 
 
 def exact_folder(path: Path) -> RunFolder:

@@ -25,7 +25,7 @@ def step_metrics(result: StepResult) -> Metrics:
     advantage = values if values.dim() == 1 or not samples.mask_RT.any() else values[samples.mask_RT]
     lengths = [episode.response_tokens for episode in episodes]
     zero_variance = sum(len(reward[samples.group_N == group].unique()) == 1 for group in range(samples.groups))
-    found: Metrics = {
+    metrics: Metrics = {
         "reward/mean": float(reward.mean()),
         "reward/std": float(reward.std(unbiased=False)),
         "reward/min": float(reward.min()),
@@ -47,18 +47,18 @@ def step_metrics(result: StepResult) -> Metrics:
         "groups/refills": float(collected.refills),
     }
     for name, scored in _scores(result, episodes).items():
-        found[f"reward/{name}/mean"] = statistics.fmean(scored)
-        found[f"reward/{name}/std"] = statistics.pstdev(scored)
-        found |= {f"reward/{name}/min": min(scored), f"reward/{name}/max": max(scored)}
+        metrics[f"reward/{name}/mean"] = statistics.fmean(scored)
+        metrics[f"reward/{name}/std"] = statistics.pstdev(scored)
+        metrics |= {f"reward/{name}/min": min(scored), f"reward/{name}/max": max(scored)}
     if collected.reused:
-        found["groups/reused"] = float(collected.reused)
+        metrics["groups/reused"] = float(collected.reused)
     if collected.zero_variance:
-        found["reward/unfiltered_mean"] = _unfiltered_mean(samples)
-    found |= {f"episodes/failed/{cause}": float(count) for cause, count in collected.failures.items()}
-    found |= {cut_metric(limit): count / collected.attempts for limit, count in collected.cut.items()}
+        metrics["reward/unfiltered_mean"] = _unfiltered_mean(samples)
+    metrics |= {f"episodes/failed/{cause}": float(count) for cause, count in collected.failures.items()}
+    metrics |= {cut_metric(limit): count / collected.attempts for limit, count in collected.cut.items()}
     if any(len(episode.turns) > 1 or episode.tools for episode in episodes):
-        found |= turn_metrics(episodes)
-    return found | result.metrics
+        metrics |= turn_metrics(episodes)
+    return metrics | result.metrics
 
 
 def turn_metrics(episodes: Sequence[Episode]) -> Metrics:
@@ -67,7 +67,7 @@ def turn_metrics(episodes: Sequence[Episode]) -> Metrics:
     uses = [use for episode in episodes for use in episode.tools]
     errors = Counter(use.error for use in uses if use.error is not None)
     stops = Counter(str(episode.stop) for episode in episodes)
-    found: Metrics = {
+    metrics: Metrics = {
         "agent/turns_mean": statistics.fmean(turns),
         "agent/turns_max": float(max(turns)),
         "agent/tool_calls": len(uses) / len(episodes),
@@ -75,19 +75,19 @@ def turn_metrics(episodes: Sequence[Episode]) -> Metrics:
         "timing/tools": sum(use.seconds for use in uses),
         "timing/slowest_episode": max(episode.seconds for episode in episodes),
     }
-    found |= {f"agent/stop/{reason}": count / len(episodes) for reason, count in stops.items()}
+    metrics |= {f"agent/stop/{reason}": count / len(episodes) for reason, count in stops.items()}
     known = [use.tool for use in uses if use.error not in ("malformed", "unknown_tool")]  # names that exist
-    found |= {f"agent/tool/{tool}": float(count) for tool, count in Counter(known).items()}
-    return found | {f"agent/error/{kind}": float(count) for kind, count in errors.items()}
+    metrics |= {f"agent/tool/{tool}": float(count) for tool, count in Counter(known).items()}
+    return metrics | {f"agent/error/{kind}": float(count) for kind, count in errors.items()}
 
 
 def _scores(result: StepResult, episodes: Sequence[Episode]) -> dict[str, list[float]]:
     """The scores of every reward, also of those that are only measured and those that the algorithm added
     (overlong)."""
     names = dict.fromkeys(name for episode in episodes for name in episode.rewards)
-    found = {name: [s for e in episodes if (s := e.rewards.get(name)) is not None] for name in names}
-    added = {name: column.tolist() for name, column in result.samples.rewards.items() if name not in found}
-    return {name: scored for name, scored in (found | added).items() if scored}
+    scores = {name: [s for e in episodes if (s := e.rewards.get(name)) is not None] for name in names}
+    added = {name: column.tolist() for name, column in result.samples.rewards.items() if name not in scores}
+    return {name: scored for name, scored in (scores | added).items() if scored}
 
 
 def _unfiltered_mean(samples: Samples) -> float:
@@ -106,19 +106,19 @@ def merge_updates(updates: Sequence[Metrics]) -> Metrics:
     Each metric is taken over the updates in which it is finite: a skipped update has no gradient norm, for example.
     Counters keep their last value.
     """
-    found: Metrics = {}
+    merged: Metrics = {}
     for name in dict.fromkeys(name for update in updates for name in update):
         values = [value for update in updates if math.isfinite(value := update.get(name, math.nan))]
         words = name.rpartition("/")[2].split("_")
         pick = max if "max" in words else min if "min" in words else None
-        found[name] = math.nan if not values else reduce(pick, values) if pick else sum(values) / len(values)
-    return found | {"optim/skipped": updates[-1]["optim/skipped"], "optim/updates": float(len(updates))}
+        merged[name] = math.nan if not values else reduce(pick, values) if pick else sum(values) / len(values)
+    return merged | {"optim/skipped": updates[-1]["optim/skipped"], "optim/updates": float(len(updates))}
 
 
 def policy_age(samples: Samples, version: int) -> Metrics:
     """How many updates ago each trained token was sampled."""
-    found = [version - v for row in samples.rows for v, sampled in zip(row.versions, row.mask, strict=True) if sampled]
-    return {"policy/age": sum(found) / max(1, len(found)), "policy/age_max": float(max(found, default=0))}
+    ages = [version - v for row in samples.rows for v, sampled in zip(row.versions, row.mask, strict=True) if sampled]
+    return {"policy/age": sum(ages) / max(1, len(ages)), "policy/age_max": float(max(ages, default=0))}
 
 
 def engine_mismatch(samples: Samples, trace: TokenTrace, groups_per_batch: int | None) -> Metrics:

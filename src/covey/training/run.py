@@ -284,9 +284,9 @@ class Run:
 
     async def _save(self, *, planned: bool) -> Checkpoint:
         with self.telemetry.stage("checkpoint"):
-            found = self.checkpoint(planned=planned)
-        await self.callbacks.on_checkpoint(found.folder)
-        return found
+            checkpoint = self.checkpoint(planned=planned)
+        await self.callbacks.on_checkpoint(checkpoint.folder)
+        return checkpoint
 
     async def save(self) -> Checkpoint:
         """Write a checkpoint now, between two steps."""
@@ -326,11 +326,11 @@ class Run:
         async with self._sampling():
             with self.telemetry.stage("evaluate"):
                 self._show_progress(answers * len(self.evaluator.tasks), "answers")
-                found = await self.evaluator.run()
+                evaluation = await self.evaluator.run()
         # Clears the engine's cache: the next step must not depend on it, since a resumed run would not have it.
         await self.engine.publish(self.learner.weights(), version=done)
-        metrics = found.metrics | await self.callbacks.on_evaluation(found.metrics)
-        shown = found.sample
+        metrics = evaluation.metrics | await self.callbacks.on_evaluation(evaluation.metrics)
+        shown = evaluation.sample
         reward = None if shown is None else shown.rewards.get(self.evaluator.trained_reward)
         self.telemetry.evaluation(done, metrics, None if shown is None else episode_view(shown, reward))
         self.evaluations.append((done, metrics))
@@ -342,9 +342,9 @@ class Run:
         if self.engine.version != self.done:
             await self.engine.publish(self.learner.weights(), version=self.done)
         async with self._sampling():
-            found = await self.source.collector.answer(task, sampling)
+            episode = await self.source.collector.answer(task, sampling)
         await self.engine.publish(self.learner.weights(), version=self.done)
-        return found
+        return episode
 
     def checkpoint(self, *, planned: bool) -> Checkpoint:
         """`planned`: due by its settings, not because time is up. Only planned ones can be the best, so that the best

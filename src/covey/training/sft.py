@@ -151,11 +151,11 @@ class SftRun:
         if not self.validation:
             return {}
         with self.telemetry.stage("evaluate"):
-            found = likelihood(self.learner, self.validation, self.config.eval.batch_size or EVAL_BATCH)
+            metrics = likelihood(self.learner, self.validation, self.config.eval.batch_size or EVAL_BATCH)
         with self.limit.shield_writes():
-            self.telemetry.evaluation(done, found, None)
-        self.evaluations.append((done, found))
-        return found
+            self.telemetry.evaluation(done, metrics, None)
+        self.evaluations.append((done, metrics))
+        return metrics
 
     def checkpoint(self, done: int, *, planned: bool) -> Checkpoint:
         """`planned`: due by its settings, not because time is up. Only planned ones can be the best, so that the best

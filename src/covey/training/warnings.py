@@ -66,12 +66,12 @@ class NonFiniteUpdates:
 
     def _records(self) -> list[dict[str, Any]]:
         """Each task once, with its steps."""
-        found: dict[str, dict[str, Any]] = {}
+        records: dict[str, dict[str, Any]] = {}
         for step, tasks in self._steps:
             for task in tasks:
                 new = {"data_id": task.id, "messages": list(task.messages), "answer": task.answer, "steps": []}
-                found.setdefault(task.id, new)["steps"].append(step)
-        return list(found.values())
+                records.setdefault(task.id, new)["steps"].append(step)
+        return list(records.values())
 
 
 # -- Steps without signal ----------------------------------------------------------------------------------------------
@@ -163,12 +163,12 @@ class StepWarnings:
 
     def _cut_text(self) -> str:
         attempts = sum(collected.attempts for collected in self._recent)
-        found = ", ".join(
+        shares = ", ".join(
             f"{count / attempts:.0%} by {self._name(limit)}" for limit, count in self._cut().most_common()
         )
         lost = sum(collected.failures.get("truncated", 0) for collected in self._recent)
         scored = f"{lost} of {attempts} are not scored and dropped" if lost else "they are scored unfinished"
-        return f"episodes are cut off: {found}; {scored}"
+        return f"episodes are cut off: {shares}; {scored}"
 
     def _fix(self) -> str:
         fixes = [FIXES[limit] for limit, _ in self._cut().most_common()]
