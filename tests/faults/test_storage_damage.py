@@ -143,7 +143,7 @@ def test_if_all_are_damaged_nothing_is_started(checkpoints: Path) -> None:
         (checkpoints / f"step-{step:06d}" / "manifest.json").write_bytes(b"")
     with pytest.raises(InputError) as told:
         store(checkpoints).latest(lambda text: None)
-    for words in ("no checkpoint that is whole", "step-000001", "step-000002", "resume=disable"):
+    for words in ("no intact checkpoint", "step-000001", "step-000002", "resume=disable"):
         assert words in str(told.value)
     assert len(step_folders(checkpoints)) == 2  # both are unchanged
 

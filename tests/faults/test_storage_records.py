@@ -46,7 +46,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused(
     weights.write_bytes(weights.read_bytes()[:1000])
     assert train(stopped, tiny_model_folder, "loop.max_minutes=100") == 2
     told = capsys.readouterr().err
-    assert "no checkpoint that is whole" in told and "model/model.safetensors does not match its checksum" in told
+    assert "no intact checkpoint" in told and "model/model.safetensors does not match its checksum" in told
     assert len(list(stopped.glob("outputs/*/*"))) == 1
 
 

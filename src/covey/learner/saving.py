@@ -31,7 +31,7 @@ from covey.config.schema import ModelConfig
 from covey.errors import Absent, InputError, RunFailed
 from covey.learner.parallel import Block, Ranks, Span
 from covey.models.adapters import adapter_base, require_peft
-from covey.models.folder import MAIN, OwnCode, check_file, explained, load_weights
+from covey.models.folder import MAIN, RemoteCodeNeeded, check_file, explain_errors, load_weights
 from covey.models.hub import ADAPTER, check_adapter, no_pickles
 from covey.models.loading import Located, locate, open_source
 from covey.storage import sync_tree, writing
@@ -252,7 +252,7 @@ def _is_adapter(folder: Path) -> bool:
 def _loaded(place: Located, dtype: str | None) -> Any:
     from transformers import AutoModelForCausalLM
 
-    with explained(place.path):
+    with explain_errors(place.path):
         return load_weights(
             AutoModelForCausalLM, place.path, place.path, revision=place.revision, dtype=dtype or "auto"
         )
@@ -305,7 +305,7 @@ def check_export(folder: Path, out: Path, *, dtype: str | None, adapter: bool) -
         if not _is_adapter(folder):
             raise
         raise Absent(f"{error}\n  --adapter writes the adapter alone, without this model") from error
-    except OwnCode as error:
+    except RemoteCodeNeeded as error:
         raise InputError(
             f"{folder} needs Python code that comes with the model, which covey export does not run\n"
             "  its checkpoint is a model folder already: copy it"

@@ -12,7 +12,7 @@ from covey.config.schema import ModelConfig
 from covey.errors import InputError
 from covey.imports import install_extra
 from covey.models.builtin import BUILTIN
-from covey.models.folder import AGAIN, built_empty, check_file, reason, some
+from covey.models.folder import AGAIN, built_empty, check_file, first_few, reason
 from covey.models.hub import ADAPTER, check_adapter, no_pickles
 
 CONFIG = "adapter_config.json"
@@ -73,7 +73,7 @@ def check_adapter_fits(folder: Path, model_config: Any, *, trusted: bool = False
         "in its weights, but not in the adapter": [name for name in saved if "lora_" in name and name not in expected],
     }
     if any(problems.values()):
-        lines = [f"  {what}: {some(sorted(names))}" for what, names in problems.items() if names]
+        lines = [f"  {what}: {first_few(sorted(names))}" for what, names in problems.items() if names]
         fix = "  fix: copy or download the adapter again, with the model it was trained on"
         raise InputError("\n".join([f"{folder}: the adapter does not fit its model and {CONFIG}", *lines, fix]))
 

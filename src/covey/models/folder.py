@@ -33,11 +33,11 @@ LFS = b"version https://git-lfs"
 AGAIN = "  fix: copy or download it again"
 
 
-class OwnCode(InputError):
+class RemoteCodeNeeded(InputError):
     """A model that needs Python code from its own folder, which is not run."""
 
 
-class Misfit(InputError):
+class WeightsMismatch(InputError):
     """Weights and configuration are of different models."""
 
     def __init__(self, text: str, missing_heads: Sequence[str] = ()) -> None:
@@ -56,10 +56,10 @@ def read_config(name: str, path: str, *, revision: str | None = None, trusted: b
     """The configuration of a folder or hub id. `trusted`: Python code of the model may run."""
     from transformers import AutoConfig
 
-    with explained(name):
+    with explain_errors(name):
         file = config_file(path, revision)
     _check_json(file)
-    with explained(name):
+    with explain_errors(name):
         try:
             config = AutoConfig.from_pretrained(path, trust_remote_code=trusted, revision=revision or MAIN)
         except (InputError, OSError):
@@ -117,7 +117,7 @@ def _bad_config(file: Path, error: Exception) -> InputError:
 
     kind = str(json.loads(file.read_bytes()).get("model_type"))
     if "trust_remote_code" in str(error):
-        return _own_code(str(file.parent))
+        return _needs_remote_code(str(file.parent))
     if kind in CONFIG_MAPPING:
         return InputError(f"{file}: not a valid configuration of {kind} ({reason(error)})\n{AGAIN}")
     guess = nearest(kind, CONFIG_MAPPING)
@@ -125,8 +125,8 @@ def _bad_config(file: Path, error: Exception) -> InputError:
     return InputError(f"{file}: transformers {__version__} has no model_type {kind}\n{hint}")
 
 
-def _own_code(name: str) -> OwnCode:
-    return OwnCode(
+def _needs_remote_code(name: str) -> RemoteCodeNeeded:
+    return RemoteCodeNeeded(
         f"{name} comes with its own Python code, which is not run\n"
         "  read it, and if you trust it: model.trust_remote_code=true"
     )
@@ -139,7 +139,7 @@ def read_tokenizer(name: str, path: str, config: Any, *, revision: str | None = 
     """The tokenizer of a folder or hub id. The model must have an embedding of each of its tokens."""
     from transformers import AutoTokenizer
 
-    with explained(name):
+    with explain_errors(name):
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusted, revision=revision or MAIN)
         except (InputError, ImportError):
@@ -150,7 +150,7 @@ def read_tokenizer(name: str, path: str, config: Any, *, revision: str | None = 
             raise _no_tokenizer(path, None) from None
         except Exception as error:  # tokenizers raise various errors for unreadable files
             if "trust_remote_code" in str(error):
-                raise _own_code(name) from error
+                raise _needs_remote_code(name) from error
             raise _no_tokenizer(path, error) from error
     known = set(tokenizer("The answer is 12.", add_special_tokens=False)["input_ids"]) - {tokenizer.unk_token_id}
     if not known:  # without files, transformers makes some tokenizers with an empty vocabulary
@@ -204,7 +204,7 @@ def check_weights_fit(
     if _cannot_build_here(config, trusted):
         return
     empty: dict[str, Any] = {"device_map": {"": "meta"}, "attn_implementation": "eager"}
-    with explained(name), _buildable(auto, str(folder / "config.json"), config):
+    with explain_errors(name), _buildable(auto, str(folder / "config.json"), config):
         load_weights(auto, name, str(folder), headless=headless, trusted=trusted, **empty)
 
 
@@ -302,7 +302,7 @@ def load_weights(
         extra = sorted(info["unexpected_keys"]) if missing else in_layers
         heads = [key for key in missing if not key.startswith(f"{model.base_model_prefix}.")]
         only_heads = heads == missing and not shapes and not in_layers
-        raise Misfit(_not_fitting(name, model, missing, shapes, extra), heads if only_heads else ())
+        raise WeightsMismatch(_not_fitting(name, model, missing, shapes, extra), heads if only_heads else ())
     return model
 
 
@@ -330,24 +330,24 @@ def _is_of_layers(model: Any, key: str) -> bool:
 def _not_fitting(name: str, model: Any, missing: list[str], shapes: list[tuple[Any, ...]], extra: list[str]) -> str:
     lines = [f"{name}: its weights do not fit its config.json, a {type(model).__name__}"]
     if missing:
-        lines.append(f"  missing from the weights: {some(missing)}")
+        lines.append(f"  missing from the weights: {first_few(missing)}")
     if shapes:
         changed = [f"{key} {shape}, not {expected}" for key, shape, expected in shapes]
-        lines.append(f"  of another shape in the weights: {some(changed)}")
+        lines.append(f"  of another shape in the weights: {first_few(changed)}")
     if extra:
-        lines.append(f"  in the weights, but not in the model: {some(extra)}")
+        lines.append(f"  in the weights, but not in the model: {first_few(extra)}")
     lines.append("  fix: copy or download config.json and the weights again, both from the same model")
     return "\n".join(lines)
 
 
-def some(names: Sequence[str]) -> str:
+def first_few(names: Sequence[str]) -> str:
     shown = ", ".join(names[:SHOWN])
     return f"{shown} and {len(names) - SHOWN} more" if len(names) > SHOWN else shown
 
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """Silence transformers' table of mismatches: `Misfit` reports them."""
+    """Silence transformers' table of mismatches: `WeightsMismatch` reports them."""
     report = logging.getLogger("transformers.modeling_utils")
 
     def drop(record: logging.LogRecord) -> bool:
@@ -361,7 +361,7 @@ def _without_report() -> Iterator[None]:
 
 
 @contextmanager
-def explained(name: str) -> Iterator[None]:
+def explain_errors(name: str) -> Iterator[None]:
     """Turn errors of the libraries that read the model `name` into messages with a fix."""
     from safetensors import SafetensorError
 
@@ -388,7 +388,7 @@ def explained(name: str) -> Iterator[None]:
             raise InputError(f"{text}\n  fix: use a model of another kind, such as Llama or Qwen") from error
         if "trust_remote_code" not in str(error):
             raise
-        raise _own_code(name) from error
+        raise _needs_remote_code(name) from error
 
 
 def reason(error: Exception) -> str:

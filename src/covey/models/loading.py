@@ -26,7 +26,7 @@ from covey.models.folder import (
     check_generation,
     check_weights_fit,
     config_file,
-    explained,
+    explain_errors,
     load_weights,
     read_config,
     read_tokenizer,
@@ -129,7 +129,7 @@ def open_source(config: ModelConfig, revision: str | None = None, *, headless: b
     """
     path, adapter, named = locate(config.name)
     trusted = config.trust_remote_code
-    with explained(config.name):
+    with explain_errors(config.name):
         revision = _commit(path, revision or named)
     model_config = read_config(config.name, path, revision=revision, trusted=trusted)
     tokenizer = read_tokenizer(config.name, path, model_config, revision=revision, trusted=trusted)
@@ -188,7 +188,7 @@ def load_policy(source: ModelSource, config: ModelConfig, *, seed: int = 0) -> A
         keep_freed_memory()
     else:
         without_plans_by_shape()
-    with explained(source.name):
+    with explain_errors(source.name):
         model = load_weights(
             AutoModelForCausalLM,
             source.name,

@@ -124,7 +124,7 @@ class CheckpointStore:
                 warn(f"{damage}; using the one before it{_rename_damaged(damage.folder)}")
             return checkpoint
         if damaged:
-            lines = [f"{self.folder.parent} has no checkpoint that is whole:"]
+            lines = [f"{self.folder.parent} has no intact checkpoint:"]
             lines += [f"  {error.folder.name}: {error.what}" for error in damaged]
             lines.append("  fix: restore one of them from a copy, or start again with resume=disable")
             raise InputError("\n".join(lines))
