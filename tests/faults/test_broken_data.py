@@ -28,14 +28,14 @@ def no_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     yield
 
 
-def refused(words: Sequence[str], said: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
+def refused(words: Sequence[str], fragments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
     """A user's mistake: its exit code and message, no traceback, and no files left behind."""
     before = sorted(Path().rglob("*"))
     assert main(list(words)) == 2, words
-    told = capsys.readouterr().err
-    for part in (*said, "nothing was started"):
-        assert part in told, words
-    assert "Traceback" not in told
+    output = capsys.readouterr().err
+    for part in (*fragments, "nothing was started"):
+        assert part in output, words
+    assert "Traceback" not in output
     assert sorted(Path().rglob("*")) == before, f"{words} left something behind"
 
 
@@ -115,32 +115,32 @@ FILES: dict[str, tuple[str, Callable[[Path], Any], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("case", FILES)
 def test_invalid_data_files(case: str, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name, make, said = FILES[case]
+    name, make, fragments = FILES[case]
     make(Path(name))
     model = f"model={tiny_model_folder}"
-    refused(["train", "--validate-only", "--strict", model, f"data.train_files={name}", *SMALL], said, capsys)
-    refused(["train", model, f"data.train_files={name}", *SMALL], said, capsys)
-    refused(["eval", str(tiny_model_folder), f"data.val_files={name}"], said, capsys)
+    refused(["train", "--validate-only", "--strict", model, f"data.train_files={name}", *SMALL], fragments, capsys)
+    refused(["train", model, f"data.train_files={name}", *SMALL], fragments, capsys)
+    refused(["eval", str(tiny_model_folder), f"data.val_files={name}"], fragments, capsys)
     if "NaN" not in case:  # a demonstration's answer is text
-        refused(["sft", model, f"data.train_files={name}"], said, capsys)
+        refused(["sft", model, f"data.train_files={name}"], fragments, capsys)
 
 
 @pytest.mark.parametrize("case", ["a named pipe", "a socket", "the null device", "a folder"])
 def test_invalid_data_files_fail_the_check(case: str, capsys: pytest.CaptureFixture[str]) -> None:
-    name, make, said = FILES[case]
+    name, make, fragments = FILES[case]
     make(Path(name))
-    refused(["data", "check", name], said, capsys)
+    refused(["data", "check", name], fragments, capsys)
     if case != "the null device":
-        refused(["data", "show", name], said, capsys)
+        refused(["data", "show", name], fragments, capsys)
 
 
 def test_the_check_names_every_row_with_a_duplicate_key(capsys: pytest.CaptureFixture[str]) -> None:
     Path("data.jsonl").write_text('{"question": "a", "question": "b"}\n' + GOOD + '\n{"question": "c", "x": 1, "x": 2}')
     assert main(["data", "check", "data.jsonl"]) == 1
-    told = capsys.readouterr().out
-    assert "line 1: an object has the key 'question' twice" in told
-    assert "line 3: an object has the key 'x' twice" in told
-    assert "2 mistakes" in told
+    output = capsys.readouterr().out
+    assert "line 1: an object has the key 'question' twice" in output
+    assert "line 3: an object has the key 'x' twice" in output
+    assert "2 mistakes" in output
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------
@@ -169,14 +169,16 @@ def test_answers_that_the_reward_cannot_parse(
     readable = UNREADABLE[reward][0]
     rows = [{"question": f"{number}?", **one} for number, one in enumerate([readable, unreadable, readable])]
     Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    said = ["data.jsonl, line 2: ", reward, "cannot read "]
+    fragments = ["data.jsonl, line 2: ", reward, "cannot read "]
     if getattr(REWARDS[reward], "reward_gold", None) is not None:
-        said += [f"the answer {unreadable['answer']!r} (", "fix: correct the answer, take the task out"]
+        fragments += [f"the answer {unreadable['answer']!r} (", "fix: correct the answer, take the task out"]
     model = f"model={tiny_model_folder}"
     refused(
-        ["train", "--validate-only", model, "data.train_files=data.jsonl", f"reward={reward}", *SMALL], said, capsys
+        ["train", "--validate-only", model, "data.train_files=data.jsonl", f"reward={reward}", *SMALL],
+        fragments,
+        capsys,
     )
-    refused(["eval", str(tiny_model_folder), "data.val_files=data.jsonl", f"reward={reward}"], said, capsys)
+    refused(["eval", str(tiny_model_folder), "data.val_files=data.jsonl", f"reward={reward}"], fragments, capsys)
 
 
 @pytest.mark.parametrize("reward", UNREADABLE)

@@ -56,14 +56,14 @@ def model(tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     return Path(shutil.copytree(tiny_model_folder, tmp_path / "model"))
 
 
-def refused(words: Sequence[str], said: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
+def refused(words: Sequence[str], fragments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
     """A user's mistake: its exit code and message, no traceback, and no files left behind."""
     before = sorted(Path().rglob("*"))
     assert main(list(words)) == 2, words
-    told = capsys.readouterr().err
-    for part in (*said, "nothing was started"):
-        assert part in told, words
-    assert "Traceback" not in told and "LOAD REPORT" not in told
+    output = capsys.readouterr().err
+    for part in (*fragments, "nothing was started"):
+        assert part in output, words
+    assert "Traceback" not in output and "LOAD REPORT" not in output
     assert sorted(Path().rglob("*")) == before, f"{words} left something behind"
 
 
@@ -75,20 +75,20 @@ def command(name: str, whole: Path) -> list[str]:
 def test_a_broken_folder_is_not_trained(
     damage: str, model: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    injure, said = DAMAGES[damage]
+    injure, fragments = DAMAGES[damage]
     injure(model)
     for name in ("validate", "train"):
-        refused(command(name, tiny_model_folder), said, capsys)
+        refused(command(name, tiny_model_folder), fragments, capsys)
 
 
 @pytest.mark.parametrize("damage", SOME)
 def test_every_command_refuses_a_broken_folder(
     damage: str, model: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    injure, said = DAMAGES[damage]
+    injure, fragments = DAMAGES[damage]
     injure(model)
     for name in COMMANDS:
-        refused(command(name, tiny_model_folder), said, capsys)
+        refused(command(name, tiny_model_folder), fragments, capsys)
 
 
 @pytest.mark.parametrize("damage", OF_PROMPTS)
@@ -96,9 +96,9 @@ def test_every_command_refuses_a_broken_folder(
 def test_damage_that_shows_in_prompts(
     name: str, damage: str, model: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    injure, said = OF_PROMPTS[damage]
+    injure, fragments = OF_PROMPTS[damage]
     injure(model)
-    refused(command(name, tiny_model_folder), said, capsys)
+    refused(command(name, tiny_model_folder), fragments, capsys)
 
 
 # -- reward models -----------------------------------------------------------------------------------------------------
@@ -118,14 +118,14 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_broken_reward_model(
     damage: str, classifier: Path, tiny_model_folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    injure, said = DAMAGES[damage]
+    injure, fragments = DAMAGES[damage]
     shutil.rmtree(model)
     shutil.copytree(classifier, model)
     tensors(lambda found: found | {"lm_head.weight": torch.zeros(87, 32)})(model)  # harmless
     injure(model)
-    said = [part.replace("ForCausalLM", "ForSequenceClassification") for part in said]
+    fragments = [part.replace("ForCausalLM", "ForSequenceClassification") for part in fragments]
     words = ["train", f"model={tiny_model_folder}", "reward=reward_model", "reward.options.reward_model.model=model"]
-    refused([*words, *TASKS], said, capsys)
+    refused([*words, *TASKS], fragments, capsys)
 
 
 # -- adapters ----------------------------------------------------------------------------------------------------------
@@ -173,10 +173,10 @@ def adapter(model: Path) -> Path:
 
 @pytest.mark.parametrize("damage", ADAPTERS)
 def test_a_broken_adapter(damage: str, adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    injure, said = ADAPTERS[damage]
+    injure, fragments = ADAPTERS[damage]
     injure(adapter)
-    refused(["train", "model=adapter", "algorithm=rloo", *TASKS], said, capsys)
-    refused(["export", "adapter", "out"], said, capsys)
+    refused(["train", "model=adapter", "algorithm=rloo", *TASKS], fragments, capsys)
+    refused(["export", "adapter", "out"], fragments, capsys)
 
 
 def test_an_intact_adapter_is_accepted(adapter: Path) -> None:
@@ -259,7 +259,7 @@ def hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("injure", "said"),
+    ("injure", "fragments"),
     [
         (without("model.norm"), ("someone/tiny: its weights do not fit", "model.norm.weight")),
         (lambda folder: (folder / WEIGHTS).write_bytes(b""), ("the weights of someone/tiny are damaged",)),
@@ -268,11 +268,11 @@ def hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 @pytest.mark.parametrize("name", ["train", "sft", "eval", "sample"])
 def test_a_model_of_the_hub_is_refused_while_it_loads(
-    name: str, injure: Damage, said: Sequence[str], hub: Path, capsys: pytest.CaptureFixture[str]
+    name: str, injure: Damage, fragments: Sequence[str], hub: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     injure(hub)
     words = [word.replace("MODEL", "someone/tiny") for word in COMMANDS[name]]
-    refused(words, said, capsys)
+    refused(words, fragments, capsys)
 
 
 def test_an_existing_folder_stays(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:

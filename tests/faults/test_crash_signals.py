@@ -38,9 +38,9 @@ def test_ctrl_c_in_the_middle_of_a_line_writes_the_line(yard: Yard, mode: str) -
     assert crashed.status(run) == "interrupted"
     recorded = crashed.records(run)  # raises if a line is torn
     assert [r["step"] for r in recorded if r["kind"] == "step"] == [0, 1, 2]
-    told = (folder / "log.txt").read_text()
-    assert "stopping; Ctrl-C again leaves at once" in told
-    assert "the same command goes on from the last checkpoint, after step 2\n" in told
+    output = (folder / "log.txt").read_text()
+    assert "stopping; Ctrl-C again leaves at once" in output
+    assert "the same command goes on from the last checkpoint, after step 2\n" in output
     assert yard.nest.run(folder, words) == 0
     assert crashed.outcome(folder) == yard.expected(words)
 
@@ -52,8 +52,8 @@ def test_sigterm_saves_and_exits_with_143(yard: Yard, mode: str) -> None:
     run = only_run(folder)
     assert crashed.status(run) == "interrupted"
     assert [path.name for path in run.glob("checkpoints/*")] == ["step-000001"]
-    told = (folder / "log.txt").read_text()
-    assert "SIGTERM came; all is saved, and the same command goes on from the last checkpoint, after step 1\n" in told
+    output = (folder / "log.txt").read_text()
+    assert "SIGTERM came; all is saved, and the same command goes on from the last checkpoint, after step 1\n" in output
     assert yard.nest.run(folder, words) == 0
     assert crashed.outcome(folder) == yard.expected(words)
 
@@ -70,8 +70,8 @@ def test_no_step_follows_sigterm_during_an_evaluation(yard: Yard, mode: str, don
     assert [r["step"] for r in crashed.records(run) if r["kind"] == "step"] == [*range(done)]
     assert [r["step"] for r in crashed.records(run) if r["kind"] == "eval"] == ([0] if done == 0 else [0, 3])
     assert (run / "checkpoints" / f"step-{done:06d}").is_dir()
-    told = (folder / "log.txt").read_text()
-    assert f"goes on from the last checkpoint, after step {done}\n" in told
+    output = (folder / "log.txt").read_text()
+    assert f"goes on from the last checkpoint, after step {done}\n" in output
     assert yard.nest.run(folder, words) == 0, (folder / "log.txt").read_text()
     if mode == "async-fifo":  # sampled with weights of any age: every group once
         assert crashed.steps_once(folder)
@@ -185,8 +185,8 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_is_shown_as_killed(
     assert crashed.status(run) == "killed", "written down by the next run"
     (other,) = set(crashed.runs(folder)) - {run}
     assert crashed.status(other) == "finished"
-    told = (folder / "log.txt").read_text()
-    assert told.count("was killed before its first checkpoint; a new run starts") == 1 and run.name in told
+    output = (folder / "log.txt").read_text()
+    assert output.count("was killed before its first checkpoint; a new run starts") == 1 and run.name in output
 
 
 def test_is_locked_does_not_prevent_a_run_from_starting(tmp_path: Path) -> None:

@@ -88,8 +88,10 @@ def test_a_file_that_exits_when_it_is_imported(
     monkeypatch.setattr(sys, "path", sys.path[:])
     (tmp_path / "whole.py").write_text(f"import sys\ndef score(x): ...\n\nsys.exit({code})\n")
     assert main(["train", f"model={tiny_model_folder}", "data=sort", setting.format("whole.py")]) == 2
-    told = capsys.readouterr().err
-    assert f"sys.exit({code})" in told and "at whole.py, line 4: sys.exit(" in told and "nothing was started" in told
+    output = capsys.readouterr().err
+    assert (
+        f"sys.exit({code})" in output and "at whole.py, line 4: sys.exit(" in output and "nothing was started" in output
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,7 @@ def test_an_error_that_only_shows_in_a_step_does_not_claim_that_nothing_started(
     monkeypatch.setattr("covey.training.run.update", refuse)
     words = [f"model={tiny_model_folder}", "data=sort", "loop.total_steps=1", "eval.before=false"]
     assert main(["train", *words]) == 1
-    told = capsys.readouterr().err
-    assert "this model cannot be trained" in told and "nothing was started" not in told
+    output = capsys.readouterr().err
+    assert "this model cannot be trained" in output and "nothing was started" not in output
     (info,) = tmp_path.glob("outputs/*/*/run.json")
     assert '"failed"' in info.read_text()

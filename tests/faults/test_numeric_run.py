@@ -48,9 +48,9 @@ def test_skipped_updates_are_counted_and_reported_once(
     folder = prepare(tmp_path)
     assert train(folder, tiny_model_folder, "logging.to=[console]") == 0
     assert [m["optim/skipped"] for m in metrics_of(folder)] == [0, 1, 2, 2]
-    told = " ".join(capsys.readouterr().out.split())
-    assert told.count("1 update skipped: the loss or gradient is not finite") == 1
-    assert "step 2:" in told and "optim/skipped" in told and "learner.max_skipped=5" in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert output.count("1 update skipped: the loss or gradient is not finite") == 1
+    assert "step 2:" in output and "optim/skipped" in output and "learner.max_skipped=5" in output
 
 
 @pytest.mark.parametrize("broken", [1, 2])
@@ -76,10 +76,10 @@ def test_too_many_in_a_row_save_their_tasks_and_name_the_command_to_read_them(
     break_losses(monkeypatch, 2, 3, 4)
     folder = prepare(tmp_path)
     assert train(folder, tiny_model_folder, "learner.max_skipped=3") == 1
-    told = capsys.readouterr().err
-    assert "3 updates in a row had a loss or gradient that is not finite" in told and "Traceback" not in told
-    assert "after step 3" in told  # where the same command would resume
-    (command,) = (line.partition("steps:")[2] for line in told.splitlines() if "covey data show" in line)
+    output = capsys.readouterr().err
+    assert "3 updates in a row had a loss or gradient that is not finite" in output and "Traceback" not in output
+    assert "after step 3" in output  # where the same command would resume
+    (command,) = (line.partition("steps:")[2] for line in output.splitlines() if "covey data show" in line)
     saved = json.loads((the_run(folder) / "nonfinite-step-000003.json").read_text())
     assert sorted(step for task in saved for step in task["steps"]) == [1, 2, 3]
     monkeypatch.chdir(folder)
@@ -100,8 +100,8 @@ def test_a_full_disk_does_not_hide_the_error(
     break_losses(monkeypatch)
     monkeypatch.setattr("covey.training.warnings.write_atomically", full)
     assert train(prepare(tmp_path), tiny_model_folder, "learner.max_skipped=1") == 1
-    told = capsys.readouterr().err
-    assert "1 updates in a row" in told and "could not be saved" in told and "No space left" in told
+    output = capsys.readouterr().err
+    assert "1 updates in a row" in output and "could not be saved" in output and "No space left" in output
 
 
 def test_non_finite_weights_are_not_saved(
@@ -124,9 +124,9 @@ def test_non_finite_weights_are_not_saved(
     with monkeypatch.context() as patch:
         patch.setattr(Learner, "update", spoiling)
         assert train(folder, tiny_model_folder) == 1
-    told = capsys.readouterr().err
-    assert "no checkpoint was written: model.layers.1.mlp.up_proj.weight is not finite" in told
-    assert "after step 2" in told and "Traceback" not in told
+    output = capsys.readouterr().err
+    assert "no checkpoint was written: model.layers.1.mlp.up_proj.weight is not finite" in output
+    assert "after step 2" in output and "Traceback" not in output
     assert [path.name for path in (the_run(folder) / "checkpoints").iterdir()] == ["step-000002"]
     assert train(folder, tiny_model_folder) == 0
     assert outcome(the_run(folder)) == outcome(the_run(whole))
@@ -140,10 +140,10 @@ def test_a_reward_that_is_always_non_finite_ends_the_run_with_a_message(
     folder = prepare(tmp_path)
     (folder / "odd.py").write_text(f"def odd(final_answer):\n    return {value}\n")
     assert train(folder, tiny_model_folder, "reward=odd.py:odd") == 1
-    told = capsys.readouterr().err
-    assert "No training tasks completed" in told and "2 × reward: reward odd on task" in told
-    assert ("must be a number" if "text" in value else "must be finite") in told
-    assert "there is no checkpoint to go on from" in told and "Traceback" not in told
+    output = capsys.readouterr().err
+    assert "No training tasks completed" in output and "2 × reward: reward odd on task" in output
+    assert ("must be a number" if "text" in value else "must be finite") in output
+    assert "there is no checkpoint to go on from" in output and "Traceback" not in output
 
 
 def test_a_reward_that_is_sometimes_non_finite_fails_those_episodes(tmp_path: Path, tiny_model_folder: Path) -> None:
@@ -174,8 +174,8 @@ def test_a_model_with_nan_weights_ends_with_a_message(
     weights["lm_head.weight"] = torch.full_like(weights["lm_head.weight"], broken)
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     assert train(prepare(tmp_path / "work"), model, "data.val_files=tasks.jsonl", "eval.before=true") == 1
-    told = capsys.readouterr().err
-    assert "log-probs are not finite" in told and "Traceback" not in told
+    output = capsys.readouterr().err
+    assert "log-probs are not finite" in output and "Traceback" not in output
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -225,8 +225,8 @@ def test_demonstrations_with_a_non_finite_loss(
             ["sft", *words, "loop.total_steps=4", "loop.save_every=1", "learner.max_skipped=2", "loop.threads=1"]
         )
     assert code == 1
-    told = capsys.readouterr().err
-    assert "2 updates in a row" in told and "covey data show" in told and "after step 1" in told
+    output = capsys.readouterr().err
+    assert "2 updates in a row" in output and "covey data show" in output and "after step 1" in output
     assert len(json.loads((the_run(folder) / "nonfinite-step-000001.json").read_text())) == 4
 
 

@@ -53,9 +53,9 @@ def test_declared_names() -> None:
 
 
 def test_installed_packages_must_be_compatible() -> None:
-    told = "a 1 requires b, which is not installed.\nc 1 has requirement d>2, but you have d 1.\n"
-    assert len(audit.unmet(told, NOTHING)) == 2
-    assert audit.unmet(told, NOTHING | {"unmet": {"A": "x"}}) == ["c 1 has requirement d>2, but you have d 1."]
+    output = "a 1 requires b, which is not installed.\nc 1 has requirement d>2, but you have d 1.\n"
+    assert len(audit.unmet(output, NOTHING)) == 2
+    assert audit.unmet(output, NOTHING | {"unmet": {"A": "x"}}) == ["c 1 has requirement d>2, but you have d 1."]
     assert audit.unmet("No broken requirements found.\n", NOTHING) == []
 
 
@@ -76,8 +76,8 @@ SKIPPED = {"name": "c", "skip_reason": "not found"}
 
 
 def test_a_finding_fails_unless_it_is_accepted_with_a_reason() -> None:
-    said, faults = audit.judge(answer(BAD, GOOD), "", NOTHING)
-    assert said == "audited: 2 packages" and len(faults) == 1 and "a 1: GHSA-1" in faults[0]
+    fragments, faults = audit.judge(answer(BAD, GOOD), "", NOTHING)
+    assert fragments == "audited: 2 packages" and len(faults) == 1 and "a 1: GHSA-1" in faults[0]
     accepted = NOTHING | {"vulnerabilities": {"GHSA-1": "we do not call it"}}
     assert audit.judge(answer(BAD, GOOD), "", accepted)[1] == []
     assert audit.judge(answer(GOOD), "", accepted)[1] == ["tools/audit.toml: GHSA-1 is not found any more"]

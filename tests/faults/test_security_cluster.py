@@ -85,20 +85,22 @@ def test_it_listens_on_the_loopback_and_requires_its_token() -> None:
         text=True,
     )
     assert run.stdin is not None and run.stdout is not None
-    said: dict[str, str] = {}
+    fragments: dict[str, str] = {}
     try:
         for line in run.stdout:
             word, _, rest = line.strip().partition(" ")
-            said[word] = rest
+            fragments[word] = rest
             if word == "ready":
                 break
-        assert said["address"].startswith("127.0.0.1:") and said["token"] == "False", "programs do not inherit it"
+        assert fragments["address"].startswith("127.0.0.1:") and fragments["token"] == "False", (
+            "programs do not inherit it"
+        )
         open_doors = listening(family(run.pid))
         loopback = ("0100007F:", "00000000000000000000000001000000:", "0000000000000000FFFF00000100007F:")
         assert open_doors and [door for door in open_doors if not door.startswith(loopback)] == []
-        assert enters(said["address"], TOKEN, environment), "who has the token comes in"
-        assert not enters(said["address"], "", environment)
-        assert not enters(said["address"], "0" * 64, environment)
+        assert enters(fragments["address"], TOKEN, environment), "who has the token comes in"
+        assert not enters(fragments["address"], "", environment)
+        assert not enters(fragments["address"], "0" * 64, environment)
     finally:
         run.stdin.close()
         run.wait(60)

@@ -73,9 +73,9 @@ def test_the_planted_pickle_would_run(tmp_path: Path) -> None:
 
 def refused(config: ModelConfig, what: str) -> None:
     """Refused before weights are read, and also while they are read if that check is disabled."""
-    with pytest.raises(InputError, match=what) as told:
+    with pytest.raises(InputError, match=what) as output:
         open_source(config)
-    assert "safetensors" in str(told.value)
+    assert "safetensors" in str(output.value)
 
 
 @pytest.mark.parametrize("zipped", [False, True])

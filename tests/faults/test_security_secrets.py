@@ -149,9 +149,9 @@ def test_every_byte_of_the_runs(ran: tuple[Path, bytes]) -> None:
 
 
 def test_every_byte_that_was_printed(ran: tuple[Path, bytes]) -> None:
-    said = ran[1].replace(b"my key is " + IN_SETTINGS["api_key"].encode(), b"")  # printed by the reward itself
-    assert leaks(said) == []
-    assert b"the server refused" in said and MASK.encode() in said
+    fragments = ran[1].replace(b"my key is " + IN_SETTINGS["api_key"].encode(), b"")  # printed by the reward itself
+    assert leaks(fragments) == []
+    assert b"the server refused" in fragments and MASK.encode() in fragments
 
 
 def test_every_byte_of_the_page_and_the_report(ran: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,8 +195,10 @@ def test_job_scripts_and_sweeps_refuse_secrets(capsys: pytest.CaptureFixture[str
     word = f"+reward.options.leaky.api_key={IN_SETTINGS['api_key']}"
     where = tmp_path / "job.sh"
     assert main(["slurm", "demo", "--nodes", "1", "--gpus-per-node", "1", "--output", str(where), word]) == 2
-    told = capsys.readouterr().err
-    assert "would be written into the job script" in told and IN_SETTINGS["api_key"] not in told and not where.exists()
+    output = capsys.readouterr().err
+    assert (
+        "would be written into the job script" in output and IN_SETTINGS["api_key"] not in output and not where.exists()
+    )
     from covey.cli.slurm import refuse_secrets
 
     with pytest.raises(InputError, match="the files of its jobs"):
@@ -206,8 +208,8 @@ def test_job_scripts_and_sweeps_refuse_secrets(capsys: pytest.CaptureFixture[str
 
 def test_settings_are_printed_without_secrets(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", f"+reward.options.leaky.api_key={IN_SETTINGS['api_key']}"]) == 0
-    said = capsys.readouterr().out
-    assert IN_SETTINGS["api_key"] not in said and f"api_key: {MASK}" in said
+    fragments = capsys.readouterr().out
+    assert IN_SETTINGS["api_key"] not in fragments and f"api_key: {MASK}" in fragments
 
 
 def test_the_traceback_of_an_uncaught_error(
@@ -218,9 +220,11 @@ def test_the_traceback_of_an_uncaught_error(
         raise KeyError("Authorization: Bearer abcdefghij and the-token-nobody-sees")
     except KeyError as error:
         _last_words(KeyError, error, error.__traceback__)
-    said = capsys.readouterr().err
+    fragments = capsys.readouterr().err
     assert (
-        "Traceback" in said and f"Bearer {MASK} and {MASK}" in said and "nobody-sees" not in said.split("KeyError")[-1]
+        "Traceback" in fragments
+        and f"Bearer {MASK} and {MASK}" in fragments
+        and "nobody-sees" not in fragments.split("KeyError")[-1]
     )
 
 
@@ -306,8 +310,8 @@ def test_a_webhook_of_the_environment_is_known(monkeypatch: pytest.MonkeyPatch) 
 
 def test_records_lose_only_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", 'quo"ted-secret')
-    said = json.dumps({"a": 'quo"ted-secret', "b": "Bearer abcdefghijkl"})
-    assert json.loads(hide_known(said)) == {"a": MASK, "b": "Bearer abcdefghijkl"}
+    fragments = json.dumps({"a": 'quo"ted-secret', "b": "Bearer abcdefghijkl"})
+    assert json.loads(hide_known(fragments)) == {"a": MASK, "b": "Bearer abcdefghijkl"}
 
 
 def test_a_tree_and_words_and_a_stream(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -337,17 +341,17 @@ def test_a_tracker_does_not_get_a_command_with_a_secret(
     from covey.telemetry import trackers
     from covey.telemetry.base import RunInfo
 
-    told: dict[str, Any] = {}
+    output: dict[str, Any] = {}
 
     class Fake:
         def init(self, **options: Any) -> Any:
-            told.update(options)
+            output.update(options)
             return SimpleNamespace(define_metric=lambda *_, **__: None)
 
     monkeypatch.setattr(trackers, "require", lambda *_: Fake())
     monkeypatch.setattr(sys, "argv", ["covey", "train", *words])
     trackers.WandbSink(RunInfo(tmp_path, "t", "gvpo", "m", "sort", 1), LoggingConfig())
-    assert (told["settings"] or {}).get("x_disable_meta") is expected
+    assert (output["settings"] or {}).get("x_disable_meta") is expected
 
 
 def test_harmless_names_that_sound_like_secrets_stay() -> None:

@@ -93,16 +93,16 @@ def test_tokens_are_long_random_and_compared_in_constant_time(dash: Dash, house:
         text = inspect.getsource(module)
         assert "compare_digest" in text
         for sign in ("== token", "== self.token", "token ==", "self.token =="):
-            told = [line for line in text.splitlines() if sign in line and "environ" not in line]
-            assert not told, told
+            output = [line for line in text.splitlines() if sign in line and "environ" not in line]
+            assert not output, output
 
 
 def test_no_server_prints_a_token_or_an_address(dash: Dash, house: House, capfd: pytest.CaptureFixture[str]) -> None:
     assert status(ask_dash(dash, f"/?token={dash.token}")) == 303
     assert status(ask_dash(dash, f"/nowhere?token={dash.token}")) == 404
     assert status(ask_gateway(house, path=f"/v1/nowhere?key={house.book.token}")) == 404
-    said = "".join(capfd.readouterr())
-    assert dash.token not in said and house.book.token not in said and "nowhere" not in said
+    fragments = "".join(capfd.readouterr())
+    assert dash.token not in fragments and house.book.token not in fragments and "nowhere" not in fragments
 
 
 # -- who asks ----------------------------------------------------------------------------------------------------------
@@ -229,8 +229,8 @@ def test_bodies_without_a_length_are_bounded_too(house: House, monkeypatch: pyte
     chunked = ("Transfer-Encoding: chunked",)
     answer = ask_gateway(house, *chunked, body=chunks, path="/v1/chat/completions", verb="POST")
     assert status(answer) == 413
-    said = ask_gateway(house, "Content-Length: 999999999", body=b"x" * 2000, path="/episodes", verb="POST")
-    assert status(said) == 413
+    fragments = ask_gateway(house, "Content-Length: 999999999", body=b"x" * 2000, path="/episodes", verb="POST")
+    assert status(fragments) == 413
 
 
 def test_without_a_key_no_body_is_read(house: House) -> None:

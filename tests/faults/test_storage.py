@@ -83,17 +83,17 @@ def test_a_disk_that_fills_up_while_training(
             owner, name = PLACES[moment]
             patch.setattr(owner, name, before(moment, call, disk.fill))
             assert train(folder, tiny_model_folder) == 1
-        told = capsys.readouterr().err
+        output = capsys.readouterr().err
         run = the_run(folder)
         assert (
-            "cannot write" in told
-            and any(name in told for name in named)
-            and "No space left on device" in told
-            and "free" in told
+            "cannot write" in output
+            and any(name in output for name in named)
+            and "No space left on device" in output
+            and "free" in output
         )
-        assert "Traceback" not in told and len(told.strip().splitlines()) < 25
+        assert "Traceback" not in output and len(output.strip().splitlines()) < 25
         expected = "there is no checkpoint to go on from" if last is None else f"after step {last}"
-        assert expected in told
+        assert expected in output
         assert not list(run.glob("checkpoints/.writing-*")) and not list(run.glob("**/.run.json"))
         assert [p.name for p in run.glob("checkpoints/*")] == ([] if last is None else [f"step-{last:06d}"])
         for line in (run / "metrics.jsonl").read_bytes().splitlines(keepends=True):
@@ -115,9 +115,9 @@ def test_a_disk_of_any_size(
     with small_disk(tmp_path / "disk", kilobytes) as disk:
         folder = prepare(disk.path / "work")
         code = train(folder, tiny_model_folder)
-        told = capsys.readouterr().err
+        output = capsys.readouterr().err
         if code:
-            assert "cannot write" in told and "No space left on device" in told and "Traceback" not in told
+            assert "cannot write" in output and "No space left on device" in output and "Traceback" not in output
         disk.resize(8000)
         finished = [run for run in folder.glob("outputs/*/*") if (run / "run.json").exists() and is_finished(run)]
         resumed = [run for run in folder.glob("outputs/*/*") if step_folders(run / "checkpoints")]
@@ -144,9 +144,9 @@ def test_the_report_of_a_finished_run(
         with monkeypatch.context() as patch:
             patch.setattr("covey.training.run.write_report", full)
             assert train(folder, tiny_model_folder) == 1
-        told = capsys.readouterr().err
+        output = capsys.readouterr().err
         run = the_run(folder)
-        assert "curve.png: No space left" in told and "the same command goes on from the last checkpoint" in told
+        assert "curve.png: No space left" in output and "the same command goes on from the last checkpoint" in output
         assert json.loads((run / "run.json").read_text())["status"] != "finished"
         assert not list(run.glob("*.png")) and not list(run.glob("*.md"))
         disk.free()
@@ -185,8 +185,8 @@ def test_a_read_only_folder_is_refused_before_anything_starts(
             assert train(folder, tiny_model_folder, *(["loop.max_minutes=100"] if what != "output_dir" else [])) == 2
         finally:
             disk.read_only(False)
-    told = capsys.readouterr().err
-    assert "Read-only file system" in told and "logging.output_dir" in told and "nothing was started" in told
+    output = capsys.readouterr().err
+    assert "Read-only file system" in output and "logging.output_dir" in output and "nothing was started" in output
 
 
 def test_an_output_folder_that_is_a_file(
@@ -334,8 +334,8 @@ def test_data_prepare_on_a_full_disk(
         disk.fill()
         capsys.readouterr()
         assert main(command) == 1
-        told = capsys.readouterr().err
-        assert "cannot write disk/gsm8k: No space left" in told and "Traceback" not in told
+        output = capsys.readouterr().err
+        assert "cannot write disk/gsm8k: No space left" in output and "Traceback" not in output
         assert {p.name: p.read_bytes() for p in (disk.path / "gsm8k").iterdir()} == first
         assert sorted(p.name for p in disk.path.iterdir()) == ["ballast", "gsm8k"]
 
@@ -399,8 +399,8 @@ def test_an_evaluation_on_a_full_disk_resumes(
         with monkeypatch.context() as patch:
             patch.setattr(EvalFolder, "append", filled)
             assert main([*words, "--out", "disk/out"]) == 1
-        told = capsys.readouterr().err
-        assert "No space left" in told
+        output = capsys.readouterr().err
+        assert "No space left" in output
         disk.free()
         assert main([*words, "--out", "disk/out"]) == 0
         assert "2 of 4 answers are there already" in capsys.readouterr().err

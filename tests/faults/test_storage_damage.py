@@ -141,10 +141,10 @@ def test_a_file_that_the_manifest_does_not_name(checkpoints: Path, planted: str)
 def test_if_all_are_damaged_nothing_is_started(checkpoints: Path) -> None:
     for step in (1, 2):
         (checkpoints / f"step-{step:06d}" / "manifest.json").write_bytes(b"")
-    with pytest.raises(InputError) as told:
+    with pytest.raises(InputError) as output:
         store(checkpoints).latest(lambda text: None)
     for words in ("no intact checkpoint", "step-000001", "step-000002", "resume=disable"):
-        assert words in str(told.value)
+        assert words in str(output.value)
     assert len(step_folders(checkpoints)) == 2  # both are unchanged
 
 

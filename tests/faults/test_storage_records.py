@@ -45,8 +45,8 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused(
     weights = the_run(stopped) / "checkpoints/step-000001/model/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     assert train(stopped, tiny_model_folder, "loop.max_minutes=100") == 2
-    told = capsys.readouterr().err
-    assert "no intact checkpoint" in told and "model/model.safetensors does not match its checksum" in told
+    output = capsys.readouterr().err
+    assert "no intact checkpoint" in output and "model/model.safetensors does not match its checksum" in output
     assert len(list(stopped.glob("outputs/*/*"))) == 1
 
 

@@ -124,7 +124,7 @@ def train_and_save(ranks: Ranks, case: Case, folder: Path) -> dict[str, Any]:
     return learner.counters()
 
 
-def go_on(ranks: Ranks, case: Case, folder: Path, counters: dict[str, Any]) -> dict[str, torch.Tensor]:
+def resume_training(ranks: Ranks, case: Case, folder: Path, counters: dict[str, Any]) -> dict[str, torch.Tensor]:
     learner = case.learner(ranks, folder)
     learner.restore(folder, counters)
     case.steps(learner, range(2, 4))

@@ -106,11 +106,11 @@ def test_entropy_by_hand_and_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatc
     rows = rows_of(2, 3)
     packed = pack(rows, plan_micro_batches(rows, 1000)[0][0])
 
-    def said(entropy_gradient: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def fragments(entropy_gradient: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = forward.hidden_states(model, packed)
         return forward.token_logprobs(model, hidden, packed.target_M, 1.0, entropy_gradient=entropy_gradient)[:2]
 
-    chosen, entropy = said()
+    chosen, entropy = fragments()
     row = rows[0]
     with torch.no_grad():
         logits = model(torch.tensor([row.prompt_ids + row.response_ids])).logits[0, len(row.prompt_ids) - 1]
@@ -120,7 +120,7 @@ def test_entropy_by_hand_and_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatc
     if first == 0:
         assert float(entropy[place].detach()) == pytest.approx(float(-(p * p.log()).sum()), abs=1e-5)
     monkeypatch.setattr(logprobs, "CHUNK_LOGITS", 64 * 4)
-    again, entropy_again = said()
+    again, entropy_again = fragments()
     torch.testing.assert_close(again, chosen)
     torch.testing.assert_close(entropy_again, entropy)
     weights = torch.randn(len(chosen))
@@ -128,7 +128,7 @@ def test_entropy_by_hand_and_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatc
     for chunk in (64 * 4, 10**9):
         monkeypatch.setattr(logprobs, "CHUNK_LOGITS", chunk)
         model.zero_grad()
-        (said(entropy_gradient=True)[0] * weights).sum().backward()
+        (fragments(entropy_gradient=True)[0] * weights).sum().backward()
         gradients.append(model.lm_head.weight.grad.clone())
     torch.testing.assert_close(gradients[0], gradients[1])
 

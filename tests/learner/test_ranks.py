@@ -21,10 +21,10 @@ from tests.learner.jobs import (
     Case,
     broken_update,
     from_settings,
-    go_on,
     overflow,
     published,
     resave,
+    resume_training,
     train,
     train_and_save,
     weights_in,
@@ -223,8 +223,8 @@ def test_training_continues_on_other_ranks(two: LocalRanks, tmp_path: Path, lora
     folders = [tmp_path / "by-two", tmp_path / "by-one"]
     for folder in folders:
         folder.mkdir()
-    from_two = go_on(SINGLE_PROCESS, single, folders[0], two.run(train_and_save, sharded, folders[0])[0])
-    from_one = two.run(go_on, sharded, folders[1], train_and_save(SINGLE_PROCESS, single, folders[1]))[0]
+    from_two = resume_training(SINGLE_PROCESS, single, folders[0], two.run(train_and_save, sharded, folders[0])[0])
+    from_one = two.run(resume_training, sharded, folders[1], train_and_save(SINGLE_PROCESS, single, folders[1]))[0]
     for name, weight in expected.items():
         torch.testing.assert_close(from_two[name], weight, atol=1e-6, rtol=0)
         torch.testing.assert_close(from_one[name], weight, atol=1e-6, rtol=0)

@@ -60,8 +60,8 @@ def test_a_run_ended_by_sigterm_writes_a_checkpoint_and_resumes(
     with monkeypatch.context() as patch:
         patch.setattr(Run, "_sample_and_update", signalled)
         assert main(command) == 75
-    told = capsys.readouterr().err
-    assert "SIGTERM came; all is saved, and the same command goes on from the last checkpoint, after step 2\n" in told
+    output = capsys.readouterr().err
+    assert "SIGTERM came; all is saved, and the same command goes on from the last checkpoint, after step 2\n" in output
     (run,) = tmp_path.glob("outputs/*/*")
     assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
     assert (run / "checkpoints" / "step-000002").is_dir()

@@ -295,9 +295,9 @@ def test_validate_only_says_what_a_run_would_lack(
     assert out.endswith(verdict)
     for command in (words, [*words, "--validate-only", "--strict"]):
         assert main(command) == 2
-        told = capsys.readouterr().err
+        output = capsys.readouterr().err
         for text in ("data.train_files: no such file a.jsonl", "data.val_files: no such file b.jsonl", "here/nothing"):
-            assert text in out and text in told
+            assert text in out and text in output
     assert main(["sft", "model=here/nothing", *SETTINGS, "--validate-only"]) == 0  # the steps are known without a model
     out = capsys.readouterr().out
     assert "6 steps of 3 demonstrations" in out and "but 1 thing is not on this machine" in out
@@ -321,7 +321,7 @@ def test_what_is_too_long_is_left_out_and_counted(
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "output"),
     [
         ("{oops", "demos.jsonl, line 11: not JSON"),
         (
@@ -335,13 +335,13 @@ def test_what_is_too_long_is_left_out_and_counted(
     ],
 )
 def test_a_mistake_names_its_line(
-    folder: Path, tiny_model_folder: Path, row: str, told: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, tiny_model_folder: Path, row: str, output: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Path("demos.jsonl").open("a") as file:
         file.write("\n" + row)
     assert main(["sft", f"model={tiny_model_folder}", *SETTINGS]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(told) and error.endswith("nothing was started\n")
+    assert error.startswith(output) and error.endswith("nothing was started\n")
     assert not Path("outputs").exists()
 
 

@@ -146,8 +146,8 @@ class Steps:
     """Steps of ten attempts, of which so many were cut off, by each limit."""
 
     def __init__(self, total: int = 100) -> None:
-        self.told: list[str] = []
-        self.warnings = StepWarnings(self.told.append, rewards=["exact"], total_steps=total, limits=LIMITS)
+        self.output: list[str] = []
+        self.warnings = StepWarnings(self.output.append, rewards=["exact"], total_steps=total, limits=LIMITS)
         self.index = 0
 
     def step(self, cut: dict[str, int], lost: int = 0, flat: float = 0.0, tools: tuple[ToolUse, ...] = ()) -> list[str]:
@@ -155,10 +155,10 @@ class Steps:
         group = Group(TASK, (Episode(TASK, (), TASK.messages, tools=tools),))
         collected = Collected((group,), failures=failures, examples={"truncated": "cut"}, attempts=10, cut=cut)
         metrics = {"groups/flat": flat, "reward/std": 0.1, "reward/mean": 0.0}
-        self.told.clear()
+        self.output.clear()
         self.warnings.after_step(self.index, SimpleNamespace(collected=collected), metrics)  # type: ignore[arg-type]
         self.index += 1
-        return list(self.told)
+        return list(self.output)
 
 
 def test_many_cut_episodes_are_warned_of_when_they_last() -> None:
