@@ -1,4 +1,4 @@
-"""W processes on this machine that learn together, for tests: started once, given one job after the other."""
+"""Several training processes on this machine, for tests. They start once and run one job after another."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from covey.learner.parallel import Ranks
 class LocalRanks:
     """`run(job, *arguments)` calls job(ranks, *arguments) in every process. A job is a function of a module."""
 
-    def __init__(self, world: int, folder: Path) -> None:
+    def __init__(self, world_size: int, folder: Path) -> None:
         context = multiprocessing.get_context("spawn")
         self.links: list[Connection] = []
         self.processes = []
-        for rank in range(world):
+        for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, world, folder / "meeting", theirs), daemon=True)
+            process = context.Process(target=_work, args=(rank, world_size, folder / "rendezvous", theirs), daemon=True)
             process.start()
             self.links.append(ours)
             self.processes.append(process)
 
     def run(self, job: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What each rank answered, by rank."""
+        """The result of each rank."""
         for link in self.links:
             link.send((job, arguments))
-        answers = [link.recv() for link in self.links]
-        for rank, (found, error) in enumerate(answers):
+        results = []
+        for rank, link in enumerate(self.links):
+            result, error = link.recv()
             assert error is None, f"rank {rank}:\n{error}"
-            answers[rank] = found
-        return answers
+            results.append(result)
+        return results
 
     def close(self) -> None:
         for link in self.links:
@@ -47,10 +48,10 @@ class LocalRanks:
             process.kill()
 
 
-def _work(rank: int, world: int, meeting: Path, link: Connection) -> None:
+def _work(rank: int, world_size: int, rendezvous: Path, link: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # nobody else can join
     torch.set_num_threads(1)
-    ranks = Ranks.join(rank, world, f"file://{meeting}", torch.device("cpu"), timeout_s=60)
+    ranks = Ranks.join(rank, world_size, f"file://{rendezvous}", torch.device("cpu"), timeout_s=60)
     while True:
         try:
             job, arguments = link.recv()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from covey.cli.main import main
-from tests.learner.test_models import has_wheel
+from tests.models.test_loading import has_wheel
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
-"""The verbs of Covey. Rooms of one layer know each other only through these.
+"""The interfaces of Covey. Packages of one layer use each other only through these.
 
-Each has one obvious implementation and room for more:
+Where each is implemented:
 
     Estimator      algorithms/*            Reward         rewards/*
     Objective      algorithms/*            GroupSource    rollout/collector.py
@@ -43,21 +43,21 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What an algorithm must be given. Nothing here is computed unless asked for."""
+    """The inputs that an algorithm needs. Only these are computed."""
 
-    reference: bool = False  # log-probs of the start model
-    proximal: bool = False  # log-probs of the sampled tokens as the learner sees them
+    reference: bool = False  # log-probs under the start model
+    proximal: bool = False  # log-probs of the sampled tokens recomputed by the learner
     full_kl: bool = False  # KL to the reference over the vocabulary, with gradient, in every update
-    sample_full_kl: bool = False  # the same of the samples, once
-    values: bool = False  # a critic's
+    sample_full_kl: bool = False  # the same once per step, without gradient
+    values: bool = False  # of a critic
     greedy_baseline: bool = False  # a greedy attempt at each task
     min_group_size: int = 1
-    advised_group_size: int = 1  # below it the algorithm works, but poorly: a warning
+    advised_group_size: int = 1  # smaller groups work, but poorly: a warning
 
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """[N] (one per episode) or [R, T] (token-level estimators); returns only where a critic learns from them."""
+    """[N] (one per episode) or [R, T] (token-level estimators). Returns are the targets of a critic."""
 
     values: Tensor
     returns: Tensor | None = None
@@ -66,18 +66,18 @@ class Advantages:
 
 @dataclass(frozen=True, slots=True)
 class TokenOutputs:
-    """What the current policy says of each response token, [R, T]; zero where the mask is."""
+    """Scores of the response tokens under the current policy, [R, T]; zero outside the mask."""
 
     logprobs: Tensor
     entropy: Tensor
     values: Tensor | None = None
     full_kl: Tensor | None = None
-    first_choice: Tensor | None = None  # whether no other token is likelier
+    is_argmax: Tensor | None = None  # whether the token is the most likely one
 
 
 @dataclass(frozen=True, slots=True)
 class LossTerm:
-    """A sum, and what it is a sum of. The learner divides once, by the count over the whole mini-batch."""
+    """A sum over units. The learner divides it once, by their count over the whole mini-batch."""
 
     sum: Tensor
     unit: Unit
@@ -85,7 +85,7 @@ class LossTerm:
 
 @dataclass(frozen=True, slots=True)
 class TokenTrace:
-    """What the episode reader shows of each response token, [R, T]."""
+    """Per response token, for the episode viewer, [R, T]."""
 
     advantage: Tensor
     ratio: Tensor
@@ -97,16 +97,16 @@ class Estimator(Protocol):
     def needs(self) -> Needs: ...
 
     def advantages(self, samples: Samples) -> Advantages:
-        """The whole step at once: some estimators normalise across it."""
+        """The advantages of the whole step at once: some estimators normalise over it."""
         ...
 
 
 class TokenLoss(Protocol):
-    """The policy's part of an objective: a loss of each token. Who sums it up is the algorithm's `Aggregation`."""
+    """The policy loss of each token. The algorithm's `Aggregation` sums it."""
 
-    term: ClassVar[str]  # its name among the terms of the loss
-    couples: ClassVar[Couples]  # whose log-probs of the moment the loss of a token depends on besides its own
-    on_policy_only: ClassVar[bool]  # True if it is wrong for any policy but the one that sampled
+    term: ClassVar[str]  # its name among the loss terms
+    couples: ClassVar[Couples]  # what a token's loss depends on besides its own log-prob
+    on_policy_only: ClassVar[bool]  # True if it is only correct for the policy that sampled
 
     def loss(self, out: TokenOutputs, batch: Batch) -> Tensor: ...
 
@@ -116,24 +116,24 @@ class TokenLoss(Protocol):
 class Objective(Protocol):
     @property
     def couples(self) -> Couples:
-        """What a loss must see as a whole; where a micro-batch splits it, `Batch.policy_sum_N` tells of the rest."""
+        """What the loss couples. If micro-batches split it, `Batch.policy_sum_N` covers all of it."""
         ...
 
     def loss(self, out: TokenOutputs, batch: Batch) -> dict[str, LossTerm]: ...
 
     def metrics(self, out: TokenOutputs, batch: Batch) -> Metrics:
-        """Statistics of a whole mini-batch, from what the policy said before the update."""
+        """Metrics of a whole mini-batch, from the outputs before the update."""
         ...
 
 
 class Shaper(Protocol):
     def shape(self, samples: Samples) -> tuple[Samples, Metrics]:
-        """After annotate: what changes rewards or masks (overlong, truncated answers, KL in the reward)."""
+        """Called after annotate. Changes rewards or masks (overlong, truncated answers, KL in the reward)."""
         ...
 
 
 class Algorithm(Estimator, Objective, Shaper, Protocol):
-    """An estimator, an objective and shapers under one name with vetted defaults."""
+    """An estimator, an objective and shapers under one name, with vetted defaults."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -141,15 +141,15 @@ class Algorithm(Estimator, Objective, Shaper, Protocol):
 
 
 class RolloutEngine(Protocol):
-    """Samples with the policy of `version`. While the learner works it is paused; then weights are published."""
+    """Samples from the policy of `version`. Paused while the learner updates, then sent the new weights."""
 
-    owns_weights: bool  # True: a copy of the weights and kernels of its own, so its log-probs differ from the learner's
+    owns_weights: bool  # True: its own copy of the weights and its own kernels, so its log-probs differ
     version: int
     generated_tokens: int
-    on_finished: Callable[[], None]  # called for every answer, on any thread
+    on_finished: Callable[[], None]  # called for every completion, on any thread
 
     def metrics(self) -> Metrics:
-        """What it counts besides, since it was started."""
+        """Further counters since it started."""
         ...
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Completion: ...
@@ -157,7 +157,7 @@ class RolloutEngine(Protocol):
     async def publish(self, weights: Any, version: int) -> None: ...
 
     async def pause(self) -> None:
-        """Nothing is sampled until weights have been published and `resume` called: memory may be given back."""
+        """Stop sampling until `resume`; memory may be released. Weights may be published in between."""
         ...
 
     async def resume(self) -> None: ...
@@ -167,21 +167,22 @@ class RolloutEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the model said, and why it stopped."""
+    """A reply of the model, and why it stopped."""
 
     text: str
     stop: StopReason
-    turn: Turn | None = None  # its tokens
+    turn: Turn | None = None
 
 
 class NoRoom(Exception):
-    """The episode's tokens, or the model's context, are used up: no further reply can be sampled."""
+    """The token limit of the episode, or the model's context, is exhausted: no further reply can be sampled."""
 
 
 class Policy(Protocol):
-    """What an agent talks to: an engine with this episode's sampling settings and random stream; it keeps the turns.
+    """The model as an agent sees it: an engine with the episode's sampling settings and random stream. Records turns.
 
-    Messages that go on from an earlier reply keep its tokens as they were sampled."""
+    When messages continue an earlier reply, its tokens are kept as they were sampled.
+    """
 
     @property
     def turns(self) -> Sequence[Turn]: ...
@@ -191,11 +192,11 @@ class Policy(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
     def cut(self, text: str, tokens: int) -> str:
-        """The beginning of a text that has at most so many tokens."""
+        """Truncate a text to at most `tokens` tokens."""
         ...
 
     def plain(self, text: str) -> str:
-        """Text from outside, a tool's for example, in which nothing is read as a token of control."""
+        """Escape text from outside, such as a tool's, so that nothing in it becomes a control token."""
         ...
 
     async def generate(
@@ -208,11 +209,11 @@ class Policy(Protocol):
         temperature: float | None = None,
         top_p: float | None = None,
     ) -> Completion:
-        """`temperature` and `top_p` other than the run's are for turns that nobody learns from."""
+        """Override `temperature` and `top_p` only for turns that are not trained on."""
         ...
 
     def waiting(self) -> AbstractContextManager[None]:
-        """While it lasts, the episode's clock stands still."""
+        """A context in which the episode's time limit is paused."""
         ...
 
     async def ask(
@@ -226,11 +227,11 @@ class Policy(Protocol):
         temperature: float | None = None,
         top_p: float | None = None,
     ) -> Reply:
-        """Raises `NoRoom` where nothing more may be sampled."""
+        """Raises `NoRoom` if no further token may be sampled."""
         ...
 
     def remember(self, message: Mapping[str, Any]) -> None:
-        """How the last reply is written among the messages of later turns, where that is not its text alone."""
+        """Set how the last reply appears in the messages of later turns, if not as its text alone."""
         ...
 
     async def chat(self, messages: Messages) -> str: ...
@@ -238,7 +239,7 @@ class Policy(Protocol):
 
 class Agent(Protocol):
     def opening(self, task: Task) -> tuple[Messages, Sequence[Mapping[str, Any]] | None]:
-        """The messages and tools of its first prompt."""
+        """The messages and tools of the first prompt."""
         ...
 
     async def run(self, policy: Policy, task: Task) -> Episode: ...
@@ -246,23 +247,21 @@ class Agent(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What an environment's step returns to end the episode: what it is worth, and what was said last."""
+    """Returned by an environment's step to end the episode, with its reward and last messages."""
 
-    reward: float | Mapping[str, float | None] | None = (
-        None  # of a table the key "reward" is learned from, the others are measured
-    )
+    reward: float | Mapping[str, float | None] | None = None  # of a table, "reward" is trained on, others are recorded
     messages: Messages = ()
 
 
 class Environment(Protocol):
-    """One episode's world, with methods that are `def` or `async def`; `close` or `aclose`, if there, ends it."""
+    """The environment of one episode. Methods may be async; `close` or `aclose` is called at the end, if defined."""
 
     def reset(self, task: Task) -> Any:
-        """The first messages that the model is shown (messages, a text, or None for the task's own)."""
+        """The first messages for the model: messages, a text, or None for the task's own."""
         ...
 
     def step(self, reply: str) -> Any:
-        """What comes after a reply: new messages, a text, or `Done`."""
+        """The response to a reply: new messages, a text, or `Done`."""
         ...
 
 
@@ -273,26 +272,26 @@ class Reward(Protocol):
 
     @property
     def groupwise(self) -> bool:
-        """True if some reward compares the attempts at a task, so that they are scored together."""
+        """True if a reward compares the attempts at a task, so that they are scored together."""
         ...
 
     async def __call__(self, task: Task, episode: Episode) -> RewardTable: ...
 
     async def group(self, task: Task, episodes: Sequence[Episode]) -> Sequence[RewardTable | EpisodeError]:
-        """Rewards of all attempts at a task; some compare them. An attempt that could not be scored has an error."""
+        """Rewards of all attempts at a task, or an error for each attempt that could not be scored."""
         ...
 
 
 class GroupSource(Protocol):
     async def next(self) -> Collected:
-        """Scored groups of one step, in task order, filtered and refilled."""
+        """The scored groups of one step, in task order, filtered and refilled."""
         ...
 
     def policy_updated(self, version: int) -> None: ...
 
 
 class Learner(Protocol):
-    dtype: torch.dtype  # of the policy as it is used
+    dtype: torch.dtype  # of the working weights
 
     @property
     def device(self) -> torch.device: ...
@@ -300,21 +299,21 @@ class Learner(Protocol):
     def annotate(self, samples: Samples, needs: Needs) -> Samples: ...
 
     def update(self, batch: Batch, algorithm: Algorithm) -> tuple[Metrics, TokenTrace]:
-        """One optimiser step on a mini-batch of whole groups. The trace has the order of `batch.rows`."""
+        """One optimiser step on a mini-batch of whole groups. The trace is in the order of `batch.rows`."""
         ...
 
     def weights(self) -> Any: ...
 
     def offload(self) -> None:
-        """The engine samples: memory that it can use may be given back."""
+        """Release memory that the engine can use while it samples."""
         ...
 
     def reload(self) -> None: ...
 
     def save(self, folder: Path) -> None:
-        """Model and optimiser, for a checkpoint (learner/saving.py)."""
+        """Write model and optimiser state for a checkpoint (learner/saving.py)."""
         ...
 
     def counters(self) -> dict[str, Any]:
-        """What else a checkpoint must know, as JSON."""
+        """The rest of a checkpoint, as JSON."""
         ...

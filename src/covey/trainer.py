@@ -180,7 +180,7 @@ class Trainer:
     @property
     def callbacks(self) -> list[Any]:
         """May be changed between steps."""
-        return self._callbacks.given
+        return self._callbacks.callbacks
 
     @property
     def path(self) -> Path:

@@ -1,10 +1,10 @@
-"""The nouns of Covey: what one stage of the pipeline passes to the next.
+"""The data types that one stage of the pipeline passes to the next.
 
     Task (or Demonstration) → Turn → Episode → Group → Collected → Sample → Samples → Batch
 
-Everything here is frozen: a stage reads what it is given and returns something new.
+Everything here is frozen: a stage returns new values and never changes its input.
 
-Shape suffixes used in this package:
+Shape suffixes in this package:
     N  episodes          G  groups           R  token rows (an episode has one, or several where it forks)
     T  response tokens of a row, padded on the right                       V  vocabulary
 """
@@ -26,8 +26,8 @@ RewardTable = Mapping[str, "float | None"]
 
 
 class StopReason(StrEnum):
-    """Why sampling ended: a token of the model's, a string of the user's, or the limit. The last two end an episode
-    only: a tool that ends it was called (`answer`), or it may take no further turn."""
+    """Why sampling ended: an end token, a stop string, or the token limit. An episode may also end because the model
+    called the `answer` tool, or reached the limit of turns."""
 
     EOS = "eos"
     STOP = "stop"
@@ -36,7 +36,7 @@ class StopReason(StrEnum):
     TURNS = "turns"
 
 
-# Settings that may end an episode before its agent is done, as `Episode.cut_by` names them.
+# The settings that may cut an episode off, as `Episode.cut_by` names them.
 CUT_BY = ("rollout.max_tokens", "agent.max_response_tokens", "model.context_length", "agent.max_turns")
 
 
@@ -47,7 +47,7 @@ def cut_metric(cut_by: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What the infrastructure did wrong in an episode. A model's own mistake is never a failure."""
+    """A failure of the infrastructure in an episode. A mistake of the model is never a failure."""
 
     cause: str  # short and countable: "reward", "agent", "timeout"
     message: str
@@ -55,7 +55,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to draw tokens. `seed` is the request's own random stream; `temperature=0` is greedy."""
+    """Sampling settings of one request. `seed` is its own random stream; `temperature=0` is greedy."""
 
     temperature: AnyTemperature = 1.0
     top_p: PositiveShare = 1.0
@@ -71,8 +71,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine sampled: ids, the log-prob of each under the distribution it was drawn from, and the
-    policy version that drew it."""
+    """Tokens sampled by an engine. Each has its log-prob under the sampling distribution and its policy version."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -82,55 +81,55 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One question. Columns that are not the question travel in `columns` to the rewards."""
+    """One question. `columns` holds the other columns of its data row, which rewards may read."""
 
     id: str
     messages: tuple[Mapping[str, Any], ...]
     answer: Any = None
     columns: Mapping[str, Any] = field(default_factory=dict)
-    place: str = field(default="", compare=False)  # where it stands, for messages: "train.jsonl, line 3"
+    place: str = field(default="", compare=False)  # its source, for messages: "train.jsonl, line 3"
 
     @property
     def where(self) -> str:
-        """For messages: the place in a file, or else its id."""
+        """For messages: its place in a file, or else its id."""
         return self.place or f"task {self.id}"
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A conversation to imitate: what its assistant says is what the model should say."""
+    """A conversation to imitate: its assistant messages are the training targets."""
 
     id: str
-    messages: tuple[Mapping[str, Any], ...]  # tool calls in OpenAI's form, their arguments as objects
-    tools: tuple[Mapping[str, Any], ...] | None = None  # schemas; None: it does not say
-    place: str = ""  # where it stands, for messages: "demos.jsonl, line 3"
+    messages: tuple[Mapping[str, Any], ...]  # tool calls in OpenAI's format, with arguments as objects
+    tools: tuple[Mapping[str, Any], ...] | None = None  # schemas; None: not specified
+    place: str = ""  # its source, for messages: "demos.jsonl, line 3"
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the engine was given and what it sampled. Text is never re-tokenised for training."""
+    """The prompt and completion of one engine call. Training uses these ids; text is never tokenised again."""
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     stop: StopReason
-    trained: bool = True  # False: sampled for the episode's sake, and not learned from
+    trained: bool = True  # False: part of the episode, but not trained on
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """A tool call of an episode and what became of it. `error` is the model's mistake: what it got wrong, countable."""
+    """A tool call and its outcome. `error` is a mistake of the model, as a short name that can be counted."""
 
     tool: str
     seconds: float
     error: str | None = None  # malformed | unknown_tool | bad_arguments | raised | deadline
-    detail: str = ""  # where the tool's own code raised; for the user, not shown to the model
+    detail: str = ""  # if the tool's own code raised: where. For the user, not shown to the model
 
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """One attempt at a task. In `rewards`, None means never scored and 0.0 is a score."""
+    """One attempt at a task. In `rewards`, None means not scored; 0.0 is a score."""
 
     task: Task
     turns: tuple[Turn, ...]
@@ -138,18 +137,16 @@ class Episode:
     rewards: RewardTable = field(default_factory=dict)
     stop: StopReason | None = None
     failure: Failure | None = None
-    answer: str | None = None  # what a tool that ends the episode was given
-    given: RewardTable | None = None  # what an environment, or the program that played the episode, says it is worth
+    answer: str | None = None  # the argument of the tool call that ended the episode
+    given: RewardTable | None = None  # rewards reported by an environment or an external program
     tools: tuple[ToolUse, ...] = ()
-    seconds: float = 0.0  # from its first prompt to its score
-    cut_by: str | None = (
-        None  # one of CUT_BY that ended it early, or `request`: a limit that the agent itself asked for
-    )
+    seconds: float = 0.0  # from the first prompt to the score
+    cut_by: str | None = None  # the limit that cut it off: one of CUT_BY, or `request` for a limit set by the agent
 
     @property
     def final_answer(self) -> str:
-        """What the `answer` tool was given, or else the last assistant text of the attempt; worked examples in the
-        task's own messages do not count."""
+        """The argument of the `answer` tool, or else the last assistant text. Examples in the task's own messages do
+        not count."""
         if self.answer is not None:
             return self.answer
         for message in reversed(self.messages[len(self.task.messages) :]):
@@ -164,36 +161,36 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The covey: the attempts at one task. Groups are atomic from sampling to loss."""
+    """All attempts at one task. Groups are never split, from sampling to loss."""
 
     task: Task
     episodes: tuple[Episode, ...]
-    baseline: Episode | None = None  # ReMax: the greedy attempt
+    baseline: Episode | None = None  # the greedy attempt, for ReMax
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What a source hands over for one step: groups to learn from, in task order, and what became of the rest."""
+    """The episodes of one step: groups to learn from, in task order, and statistics of the others."""
 
     groups: tuple[Group, ...]
-    zero_variance: tuple[Group, ...] = ()  # set aside because their rewards do not differ
-    refills: int = 0  # how often fresh tasks were sampled in their place
-    failures: Mapping[str, int] = field(default_factory=dict)  # episodes that failed, by cause
-    examples: Mapping[str, str] = field(default_factory=dict)  # a message for each cause
-    dropped: int = 0  # groups of which too little was left
-    reused: int = 0  # of the groups: those that an earlier step has learned from already
-    attempts: int = 0  # all episodes that were sampled: also those that failed, or whose group is left out
-    cut: Mapping[str, int] = field(default_factory=dict)  # of the attempts: those cut off, by `Episode.cut_by`
+    zero_variance: tuple[Group, ...] = ()  # filtered out, because their rewards do not differ
+    refills: int = 0  # how often new tasks were sampled to replace them
+    failures: Mapping[str, int] = field(default_factory=dict)  # failed episodes, by cause
+    examples: Mapping[str, str] = field(default_factory=dict)  # one message for each cause
+    dropped: int = 0  # groups with too few episodes that did not fail
+    reused: int = 0  # groups that an earlier step has already learned from
+    attempts: int = 0  # all sampled episodes, including those that failed or were filtered out
+    cut: Mapping[str, int] = field(default_factory=dict)  # attempts that were cut off, by `Episode.cut_by`
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One token row: a prompt and what followed it. `mask` is 1 on sampled ids only."""
+    """One token row: a prompt and its response. `mask` is True on sampled tokens only."""
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     mask: tuple[bool, ...]
-    logprobs: tuple[float, ...]  # under the sampling distribution; 0.0 where mask is 0
+    logprobs: tuple[float, ...]  # under the sampling distribution; 0.0 outside the mask
     versions: tuple[int, ...]
     episode: int  # index into the step's episodes
 
@@ -203,8 +200,8 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """All attempts of a step, with those at tasks that were filtered out."""
+class Unfiltered:
+    """All attempts of a step, including groups that were filtered out."""
 
     group_N: Tensor
     rewards: Mapping[str, Tensor]
@@ -214,26 +211,26 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """A whole step: N episodes in G groups, as R token rows. Episode columns first, token columns second."""
+    """All samples of a step: N episodes in G groups, as R token rows. Episode columns first, then token columns."""
 
     rows: tuple[Sample, ...]
     group_N: Tensor  # int64, the group of each episode, 0..G-1 in order
-    rewards: Mapping[str, Tensor]  # name → [N] float64, NaN where never scored
-    weights: Mapping[str, float]  # how the named rewards add up
+    rewards: Mapping[str, Tensor]  # name → [N] float64, NaN if not scored
+    weights: Mapping[str, float]  # of the named rewards in their sum
     longest_N: Tensor  # int64, tokens of the longest turn
-    truncated_N: Tensor  # bool, cut off by the limit
+    truncated_N: Tensor  # bool, cut off by a token limit
     episode_R: Tensor  # int64
     mask_RT: Tensor  # bool, sampled tokens
-    old_logprobs_RT: Tensor  # log-probs the tokens were sampled with, or the learner's own of the same policy
-    sampling_logprobs_RT: Tensor | None = None  # log-probs they were sampled with, where the old ones are the learner's
+    old_logprobs_RT: Tensor  # the engine's log-probs, or the learner's own under the same weights
+    sampling_logprobs_RT: Tensor | None = None  # the engine's, if the old ones are the learner's
     ref_logprobs_RT: Tensor | None = None
     full_kl_RT: Tensor | None = None  # KL to the reference over the whole vocabulary
     values_RT: Tensor | None = None
-    token_rewards_RT: Tensor | None = None  # what shapers add to sampled tokens; 0 elsewhere
-    baseline_rewards_G: Tensor | None = None  # of a greedy attempt at each task
-    seen: Seen | None = None  # what there was before groups were filtered, if any were
+    token_rewards_RT: Tensor | None = None  # added by shapers to single tokens; else 0
+    baseline_rewards_G: Tensor | None = None  # reward of the greedy attempt at each task
+    unfiltered: Unfiltered | None = None  # set if groups were filtered out
     temperature: float = 1.0
-    max_tokens: int = 1  # the longest answer allowed
+    max_tokens: int = 1  # limit of an answer
 
     @property
     def episodes(self) -> int:
@@ -248,33 +245,38 @@ class Samples:
         return self.group_N.new_zeros(self.episodes).index_add(0, self.episode_R, self.mask_RT.sum(-1))
 
     def outcome_reward(self) -> Tensor:
-        """Weighted sum of the named rewards, [N]. A reward that was never given adds nothing."""
+        """Weighted sum of the named rewards, [N]. A missing reward counts as 0."""
         total = self.group_N.new_zeros(len(self.group_N), dtype=self.old_logprobs_RT.dtype)
         for name, column in self.rewards.items():
             total = total + self.weights[name] * column.to(total.dtype).nan_to_num(nan=0.0)
         return total
 
     def total_reward(self) -> Tensor:
-        """The same with what shapers added to single tokens."""
+        """`outcome_reward` plus the token rewards that shapers added, [N]."""
         total = self.outcome_reward()
         if self.token_rewards_RT is not None:
             total = total.index_add(0, self.episode_R, self.token_rewards_RT.sum(-1).to(total.dtype))
         return total
 
-    def observed(self, name: str) -> tuple[Tensor, Tensor]:
-        """A reward and the group of each attempt, with those of groups that were filtered out."""
-        seen = self.seen or self
-        return seen.rewards[name], seen.group_N
+    def unfiltered_reward(self, name: str) -> tuple[Tensor, Tensor]:
+        """A reward and the group of each attempt, including groups that were filtered out."""
+        source = self.unfiltered or self
+        return source.rewards[name], source.group_N
+
+
+ROW_COLUMNS = (  # of a Batch
+    *("row_R", "episode_R", "mask_RT", "old_logprobs_RT"),
+    *("ref_logprobs_RT", "advantages_RT", "returns_RT", "values_RT"),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A mini-batch of whole groups, and the rows of it that a loss sees at once.
+    """A mini-batch of whole groups, or one micro-batch of it.
 
-    Episode columns cover the whole mini-batch; token columns cover `rows`: all rows of the mini-batch, or those of one
-    micro-batch, whose `episode_R` points into the episode columns. `policy_sum_N` is set when a micro-batch splits a
-    group: Σ log π of every episode of the mini-batch from a first pass without gradient, so that a loss that couples
-    the members of a group sees all of them.
+    Episode columns always cover the whole mini-batch. Token columns cover `rows`: all rows of the mini-batch, or those
+    of one micro-batch, whose `episode_R` points into the episode columns. If micro-batches split a group that the loss
+    couples, `policy_sum_N` holds Σ log π of every episode of the mini-batch, from a first pass without gradient.
     """
 
     rows: tuple[Sample, ...]
@@ -284,7 +286,7 @@ class Batch:
     old_sum_N: Tensor
     ref_sum_N: Tensor | None
     policy_sum_N: Tensor | None
-    row_R: Tensor  # place of each row in Samples.rows
+    row_R: Tensor  # index of each row in Samples.rows
     episode_R: Tensor
     mask_RT: Tensor
     old_logprobs_RT: Tensor
@@ -293,41 +295,27 @@ class Batch:
     returns_RT: Tensor | None = None
     values_RT: Tensor | None = None
     temperature: float = 1.0
-    max_tokens: int = 1  # the longest answer allowed
-    epoch: int = 0  # how often the step's samples were learned from before
+    max_tokens: int = 1  # limit of an answer
+    epoch: int = 0  # how often the step's samples were trained on before
 
     @property
     def groups(self) -> int:
         return int(self.group_N.max()) + 1 if len(self.group_N) else 0
 
     def take(self, index: Sequence[int]) -> Batch:
-        """The same mini-batch seen through some of its rows."""
+        """The mini-batch with only some of its rows."""
         at = self.episode_R.new_tensor(list(index), device="cpu").to(self.episode_R.device, non_blocking=True)
-
-        def pick(column: Tensor | None) -> Tensor | None:
-            return None if column is None else column[at]
-
-        return replace(
-            self,
-            rows=tuple(self.rows[i] for i in index),
-            row_R=self.row_R[at],
-            episode_R=self.episode_R[at],
-            mask_RT=self.mask_RT[at],
-            old_logprobs_RT=self.old_logprobs_RT[at],
-            ref_logprobs_RT=pick(self.ref_logprobs_RT),
-            advantages_RT=self.advantages_RT[at],
-            returns_RT=pick(self.returns_RT),
-            values_RT=pick(self.values_RT),
-        )
-
-
-# -- What a run trains on and is tested on -----------------------------------------------------------------------------
+        columns = {name: getattr(self, name) for name in ROW_COLUMNS}
+        taken: dict[str, Any] = {name: None if column is None else column[at] for name, column in columns.items()}
+        return replace(self, rows=tuple(self.rows[i] for i in index), **taken)
 
 
 @dataclass(frozen=True)
 class TaskSet:
+    """The tasks of a run."""
+
     train: tuple[Task, ...]
     validation: tuple[Task, ...]
-    reward: str | None  # what scores these tasks when the user names no reward
+    reward: str | None  # the default reward of these tasks
     description: str
     warnings: tuple[str, ...] = ()

@@ -20,7 +20,7 @@ from covey.errors import InputError
 from covey.rewards import resolve_rewards
 from covey.rollout.collector import Collector, NothingCompleted, TrainingSource
 from covey.rollout.rendering import Renderer
-from covey.training.record import turn_metrics
+from covey.training.metrics import turn_metrics
 from covey.training.samples import episode_rows, to_samples
 from covey.types import Completion, Episode, Sampling, StopReason, Task
 from covey.workers import WorkerPool

@@ -15,7 +15,7 @@ from covey.algorithms import make
 from covey.algorithms.dgdo import Dgdo
 from covey.algorithms.functional import advantages
 from covey.algorithms.gdpo import combined
-from covey.types import Samples, Seen
+from covey.types import Samples, Unfiltered
 from tests.algorithms.helpers import F64, NAN, same, samples_of, tensor
 
 GROUPS = [0, 0, 0, 1, 1, 1]
@@ -108,13 +108,13 @@ def test_instability_is_capped_unless_the_paper_is_followed() -> None:
 
 def test_statistics_are_those_before_groups_were_filtered() -> None:
     """The replaced zero-variance groups count in the instability, and only there."""
-    seen = Seen(
+    unfiltered = Unfiltered(
         group_N=torch.tensor([0, 0, 1, 1, 1]),
         rewards={"a": tensor(1, 3, 5, 5, 5), "b": tensor(0, 2, 1, 1, 1)},
         longest_N=torch.ones(5),
         truncated_N=torch.zeros(5, dtype=torch.bool),
     )
-    samples = samples_of({"a": [1, 3], "b": [0, 2]}, [0, 0], seen=seen)
+    samples = samples_of({"a": [1, 3], "b": [0, 2]}, [0, 0], unfiltered=unfiltered)
     dgdo = Dgdo(warmup_steps=0, beta_start=0.0)
     metrics = dgdo.advantages(samples).metrics
     # a: means 2 and 5, μ = 3.5, variances ½ within and 2.25 of the means

@@ -9,7 +9,7 @@ import torch
 
 from covey.algorithms import make
 from covey.algorithms.shaping import GroupFilter, Shaping, overlong
-from covey.types import Samples, Seen
+from covey.types import Samples, Unfiltered
 from tests.algorithms.helpers import same, samples_of
 
 
@@ -140,17 +140,17 @@ def test_the_overlong_cost_is_that_of_the_longest_turn() -> None:
 
 
 def test_filtered_groups_have_the_algorithms_own_rewards_too() -> None:
-    seen = Seen(
+    unfiltered = Unfiltered(
         group_N=torch.tensor([0, 0, 1, 1]),
         rewards={"reward": torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)},
         longest_N=torch.tensor([1, 1, 4, 4]),
         truncated_N=torch.tensor([False, False, True, True]),
     )
-    samples = samples_of([1.0, 0.0], [0, 0], max_tokens=4, seen=seen)
+    samples = samples_of([1.0, 0.0], [0, 0], max_tokens=4, unfiltered=unfiltered)
     shaped = shaped_by(Shaping(overlong_buffer=2.0, truncated="penalise"), samples)
-    same(shaped.observed("truncated")[0], [0.0, 0.0, -1.0, -1.0])
-    same(shaped.observed("overlong")[0], [0.0, 0.0, -1.0, -1.0])
-    assert shaped.observed("overlong")[1].tolist() == [0, 0, 1, 1]
+    same(shaped.unfiltered_reward("truncated")[0], [0.0, 0.0, -1.0, -1.0])
+    same(shaped.unfiltered_reward("overlong")[0], [0.0, 0.0, -1.0, -1.0])
+    assert shaped.unfiltered_reward("overlong")[1].tolist() == [0, 0, 1, 1]
 
 
 def test_dynamic_sampling_is_off_but_for_dapo() -> None:

@@ -128,7 +128,7 @@ def test_a_whole_model_is_described(
         (["nowhere", "out"], "there is no folder nowhere"),
         (["MODEL"], "name a checkpoint or a run"),
         (["empty", "out"], "config.json is missing"),
-        (["MODEL", "full"], "full is there already"),
+        (["MODEL", "full"], "full already exists"),
         (["MODEL", "out", "--dtype", "int4"], "--dtype must be one of float32, bfloat16, float16"),
         (["MODEL", "out", "--adapter"], "has no adapter"),
         (["MODEL", "out", "--adaptor"], "did you mean   --adapter?"),

@@ -1,4 +1,4 @@
-"""A corpus of broken model folders: how a whole one is damaged, and what Covey says of it."""
+"""Broken model folders: how each is damaged, and the message that Covey must show."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Damage = Callable[[Path], Any]
 
 
 def config(**changes: Any) -> Damage:
-    """Values of config.json; None takes one out."""
+    """Change values of config.json; None removes a key."""
 
     def damage(folder: Path) -> None:
         file = folder / "config.json"
@@ -56,7 +56,7 @@ def gone(*parts: str) -> Damage:
 
 
 def sharded(names: dict[str, str], content: str | None = None) -> Damage:
-    """One shard of two is there; the index names both."""
+    """One of two shards exists; the index names both."""
 
     def damage(folder: Path) -> None:
         (folder / WEIGHTS).rename(folder / "model-00001-of-00002.safetensors")
@@ -66,14 +66,14 @@ def sharded(names: dict[str, str], content: str | None = None) -> Damage:
 
 
 def small_embedding(folder: Path) -> None:
-    """The model has 40 tokens, and its tokenizer 87."""
+    """The model has 40 embeddings, its tokenizer 87 tokens."""
     config(vocab_size=40)(folder)
     rows = ("model.embed_tokens.weight", "lm_head.weight")
     tensors(lambda found: found | {name: found[name][:40].contiguous() for name in rows})(folder)
 
 
 def added_tokens(*tokens: str, special: bool = False) -> Damage:
-    """Tokens that the embedding was not extended by."""
+    """Tokens without an embedding."""
 
     def damage(folder: Path) -> None:
         tokenizer = byte_tokenizer()
@@ -84,7 +84,7 @@ def added_tokens(*tokens: str, special: bool = False) -> Damage:
 
 
 def qwen2(folder: Path) -> None:
-    """Of this kind transformers makes a tokenizer without a vocabulary where it finds none."""
+    """Without files, transformers makes a Qwen2 tokenizer with an empty vocabulary."""
     config(model_type="qwen2", architectures=["Qwen2ForCausalLM"])(folder)
     biases = {"q_proj": 32, "k_proj": 16, "v_proj": 16}
     names = [(layer, name, size) for layer in (0, 1) for name, size in biases.items()]
@@ -162,7 +162,7 @@ DAMAGES: dict[str, tuple[Damage, tuple[str, ...]]] = {
         ("has no weights: model.safetensors is missing",),
     ),
     "a shard missing": (sharded(SHARDS), ("model-00002-of-00002.safetensors is missing",)),
-    "an index that is no JSON": (sharded({}, '{"weight_map'), (f"{INDEX}: no list of a model's files",)),
+    "an index that is no JSON": (sharded({}, '{"weight_map'), (f"{INDEX}: not an index of weight files",)),
     "an index of nothing": (sharded({}), (f"{INDEX}: it names no files",)),
     # configuration
     "a negative number of heads": (
@@ -174,10 +174,13 @@ DAMAGES: dict[str, tuple[Damage, tuple[str, ...]]] = {
         ("config.json: num_attention_heads is -4",),
     ),
     "no heads": (config(num_attention_heads=0), ("config.json: num_attention_heads is 0",)),
-    "heads in words": (config(num_attention_heads="four"), ("not a configuration of llama", "got str (value: 'four')")),
+    "heads in words": (
+        config(num_attention_heads="four"),
+        ("not a valid configuration of llama", "got str (value: 'four')"),
+    ),
     "heads that are no multiple": (
         config(num_key_value_heads=3),
-        ("config.json: num_attention_heads=4 is no multiple of num_key_value_heads=3",),
+        ("config.json: num_attention_heads=4 is not a multiple of num_key_value_heads=3",),
     ),
     "no layers": (config(num_hidden_layers=0), ("config.json: num_hidden_layers is 0; it must be from 1 to 10,000",)),
     "a billion layers": (config(num_hidden_layers=10**9), ("config.json: num_hidden_layers is 1000000000",)),
@@ -185,13 +188,13 @@ DAMAGES: dict[str, tuple[Damage, tuple[str, ...]]] = {
     "no context": (config(max_position_embeddings=0), ("config.json: max_position_embeddings is 0",)),
     "an unknown activation": (
         config(hidden_act="sillu"),
-        ("config.json: no llama model can be made from it (KeyError: 'sillu')",),
+        ("config.json: a llama model cannot be built from it (KeyError: 'sillu')",),
     ),
     "an unknown architecture": (
         config(model_type="llamma"),
         ("config.json: transformers ", "has no model_type llamma\n  did you mean   llama?"),
     ),
-    "no model_type": (config(model_type=None), ("config.json does not say what kind of model this is: model_type",)),
+    "no model_type": (config(model_type=None), ("config.json has no model_type",)),
     "a model of pictures": (text("config.json", '{"model_type": "vit"}'), ("has no vit model for CausalLM",)),
     "config.json cut": (text("config.json", '{"model_type": '), ("config.json: not JSON (Expecting value: line 1",)),
     "config.json empty": (text("config.json", ""), ("config.json: not JSON",)),

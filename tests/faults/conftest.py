@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.faults.here import Nest, Yard, crashed
+from tests.faults.crashes import CrashHarness, Nest, crashed
 
 
 @pytest.fixture(scope="session")
-def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Yard]:
-    base = tmp_path_factory.mktemp("yard")
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CrashHarness]:
+    base = tmp_path_factory.mktemp("harness")
     inputs = crashed.prepare(base / "inputs")
     with Nest() as nest:
-        yield Yard(nest, inputs, base)
+        yield CrashHarness(nest, inputs, base)

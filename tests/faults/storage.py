@@ -1,4 +1,4 @@
-"""Shared by the tests of storage and numeric faults: the smallest training there is, and a disk of a few pages."""
+"""Shared by the tests of storage and non-finite values: a minimal training, and a tiny disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SETTINGS = (
     *("data.train_files=tasks.jsonl", "reward=exact", "algorithm=grpo", "data.train_batch_size=1"),
     *("rollout.group_size=2", "rollout.max_tokens=3", "loop.total_steps=4", "loop.save_every=1", "loop.keep_last=1"),
     *("loop.threads=1", "eval.before=false", "eval.after=false", "logging.to=[]", "learner.lr=1e-3"),
-    "learner.entropy_coef=0.01",  # something to learn, also where no answer is right
+    "learner.entropy_coef=0.01",  # a gradient even if no answer is right
 )
 
 
@@ -32,7 +32,7 @@ def prepare(folder: Path) -> Path:
 
 
 def train(folder: Path, model: Path, *settings: str, command: str = "train") -> int:
-    """The exit code of `covey train` in a folder; in this process, since nobody is killed."""
+    """The exit code of `covey train` in a folder, run in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         return main([command, f"model={model}", *SETTINGS, *settings])
@@ -44,7 +44,7 @@ def the_run(folder: Path) -> Path:
 
 
 def outcome(run: Path, step: int = 4) -> dict[str, Any]:
-    """What a run leaves: hashes of its last weights and optimiser state, its records without timings."""
+    """The results of a run: hashes of its last weights and optimiser state, its records without timings."""
     last = run / "checkpoints" / f"step-{step:06d}"
     names = ("model/model.safetensors", "optimizer.safetensors")
     found: dict[str, Any] = {name: hashlib.sha256((last / name).read_bytes()).hexdigest() for name in names}
@@ -57,7 +57,7 @@ def outcome(run: Path, step: int = 4) -> dict[str, Any]:
 
 
 class SmallDisk:
-    """A file system in memory, of so many kilobytes."""
+    """A file system in memory of a given size."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -69,7 +69,7 @@ class SmallDisk:
         subprocess.run(["mount", "-o", f"remount,{'ro' if on else 'rw'}", str(self.path)], check=True)
 
     def fill(self) -> None:
-        """Until not one page is left."""
+        """Fill the disk completely."""
         with (self.path / "ballast").open("ab", buffering=0) as file, pytest.raises(OSError, match="No space"):
             while True:
                 file.write(b"x" * 4096)

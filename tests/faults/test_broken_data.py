@@ -1,4 +1,4 @@
-"""Broken data files, and answers that a reward cannot read: refused before a model loads, with place and fix."""
+"""Broken data files, and answers that a reward cannot parse, are refused before a model loads, with place and fix."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def text(content: str) -> Callable[[Path], Any]:
 
 def bound_socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path.name)  # a whole path may be too long for one
+        listener.bind(path.name)  # a full path may be too long for a socket
 
 
 def parquet(*columns: tuple[str, Any]) -> Callable[[Path], Any]:
@@ -134,7 +134,7 @@ def test_files_that_are_not_data_fail_the_check(case: str, capsys: pytest.Captur
         refused(["data", "show", name], texts, capsys)
 
 
-def test_the_check_of_a_file_names_every_row_with_a_key_twice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_check_names_every_row_with_a_duplicate_key(capsys: pytest.CaptureFixture[str]) -> None:
     Path("data.jsonl").write_text('{"question": "a", "question": "b"}\n' + GOOD + '\n{"question": "c", "x": 1, "x": 2}')
     assert main(["data", "check", "data.jsonl"]) == 1
     message = capsys.readouterr().out
@@ -163,7 +163,7 @@ UNREADABLE: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 @pytest.mark.parametrize(
     ("reward", "unreadable"), [(reward, bad) for reward, (_, several) in UNREADABLE.items() for bad in several]
 )
-def test_an_answer_that_the_reward_cannot_read(
+def test_answers_that_the_reward_cannot_parse(
     reward: str, unreadable: dict[str, Any], tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     readable = UNREADABLE[reward][0]
@@ -182,21 +182,23 @@ def test_an_answer_that_the_reward_cannot_read(
 
 
 @pytest.mark.parametrize("reward", UNREADABLE)
-def test_an_answer_that_the_reward_can_read(reward: str, tiny_model_folder: Path) -> None:
+def test_answers_that_the_reward_can_parse(reward: str, tiny_model_folder: Path) -> None:
     Path("data.jsonl").write_text(json.dumps({"question": "?", **UNREADABLE[reward][0]}))
     words = ["train", "--validate-only", f"model={tiny_model_folder}", "data.train_files=data.jsonl"]
     assert main([*words, f"reward={reward}", *SMALL]) == 0
 
 
-def test_answers_in_a_second_file_are_found_there(tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_answers_in_a_second_file_name_that_file(
+    tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("a.jsonl").write_text(GOOD)
     pyarrow.parquet.write_table(pyarrow.table({"question": ["?", "!"], "answer": ["1", "one"]}), "b.parquet")
     words = ["train", f"model={tiny_model_folder}", "data.train_files=a.jsonl", "data.val_files=b.parquet"]
     refused([*words, "reward=number"], ["b.parquet, row 2: reward number cannot read the answer 'one'"], capsys)
 
 
-def test_every_reward_of_an_answer_reads_it_before_training() -> None:
-    """A built-in reward says how it reads the answer, or has another check. `exact` reads any text."""
+def test_every_reward_parses_answers_before_training() -> None:
+    """A built-in reward declares how it parses the answer, or has another check. `exact` accepts any text."""
     asking = {name for name, call in REWARDS.items() if "answer" in inspect.signature(call).parameters}
     hooks = ("reward_check", "reward_gold")
     unchecked = {name for name in asking if not any(getattr(REWARDS[name], hook, None) for hook in hooks)}

@@ -1,4 +1,4 @@
-"""Broken model folders: every command refuses them before it starts anything, and says what is wrong."""
+"""Broken model folders: every command refuses them before it starts anything, with the reason."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ COMMANDS: dict[str, list[str]] = {
 
 @pytest.fixture
 def model(tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy to damage, in a folder where nothing else is but something to imitate."""
+    """A copy to damage, in a folder with nothing else but demonstrations."""
     monkeypatch.chdir(tmp_path)
     Path("demos.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
     return Path(shutil.copytree(tiny_model_folder, tmp_path / "model"))
 
 
-def refused(words: Sequence[str], said: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """The exit code of a user's mistake, the sentence, no traceback, and nothing left behind."""
+def refused(words: Sequence[str], fragments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A user's mistake: its exit code and message, no traceback, and no files left behind."""
     before = sorted(Path().rglob("*"))
     assert main(list(words)) == 2, words
-    told = capsys.readouterr().err
-    for part in (*said, "nothing was started"):
-        assert part in told, words
-    assert "Traceback" not in told and "LOAD REPORT" not in told
+    output = capsys.readouterr().err
+    for part in (*fragments, "nothing was started"):
+        assert part in output, words
+    assert "Traceback" not in output and "LOAD REPORT" not in output
     assert sorted(Path().rglob("*")) == before, f"{words} left something behind"
 
 
@@ -75,30 +75,30 @@ def command(name: str, whole: Path) -> list[str]:
 def test_a_broken_folder_is_not_trained(
     damage: str, model: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    injure, said = DAMAGES[damage]
+    injure, fragments = DAMAGES[damage]
     injure(model)
     for name in ("validate", "train"):
-        refused(command(name, tiny_model_folder), said, capsys)
+        refused(command(name, tiny_model_folder), fragments, capsys)
 
 
 @pytest.mark.parametrize("damage", SOME)
 def test_every_command_refuses_a_broken_folder(
     damage: str, model: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    injure, said = DAMAGES[damage]
+    injure, fragments = DAMAGES[damage]
     injure(model)
     for name in COMMANDS:
-        refused(command(name, tiny_model_folder), said, capsys)
+        refused(command(name, tiny_model_folder), fragments, capsys)
 
 
 @pytest.mark.parametrize("damage", OF_PROMPTS)
 @pytest.mark.parametrize("name", ["validate", "train", "sft", "eval", "sample"])
-def test_what_shows_in_prompts(
+def test_damage_that_shows_in_prompts(
     name: str, damage: str, model: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    injure, said = OF_PROMPTS[damage]
+    injure, fragments = OF_PROMPTS[damage]
     injure(model)
-    refused(command(name, tiny_model_folder), said, capsys)
+    refused(command(name, tiny_model_folder), fragments, capsys)
 
 
 # -- reward models -----------------------------------------------------------------------------------------------------
@@ -118,14 +118,14 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_broken_reward_model(
     damage: str, classifier: Path, tiny_model_folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    injure, said = DAMAGES[damage]
+    injure, fragments = DAMAGES[damage]
     shutil.rmtree(model)
     shutil.copytree(classifier, model)
-    tensors(lambda found: found | {"lm_head.weight": torch.zeros(87, 32)})(model)  # does no harm
+    tensors(lambda found: found | {"lm_head.weight": torch.zeros(87, 32)})(model)  # harmless
     injure(model)
-    said = [part.replace("ForCausalLM", "ForSequenceClassification") for part in said]
+    fragments = [part.replace("ForCausalLM", "ForSequenceClassification") for part in fragments]
     words = ["train", f"model={tiny_model_folder}", "reward=reward_model", "reward.options.reward_model.model=model"]
-    refused([*words, *TASKS], said, capsys)
+    refused([*words, *TASKS], fragments, capsys)
 
 
 # -- adapters ----------------------------------------------------------------------------------------------------------
@@ -157,9 +157,9 @@ ADAPTERS: dict[str, tuple[Damage, tuple[str, ...]]] = {
     "no kind that peft knows": (adapter_config(peft_type="LORRA"), ("no adapter for a llama model",)),
     "weights cut": (lambda f: (f / ADAPTER).write_bytes(b"123"), (f"{ADAPTER} is damaged: 3 bytes",)),
     "no weights": (lambda f: (f / ADAPTER).unlink(), (f"has no weights: {ADAPTER} is missing",)),
-    "no base": (adapter_config(base_model_name_or_path=None), ("does not say which model the adapter is for",)),
+    "no base": (adapter_config(base_model_name_or_path=None), ("does not name its base model",)),
     "a base that is not here": (adapter_config(base_model_name_or_path="gone"), ("unknown model  gone",)),
-    "no JSON": (text("adapter_config.json", "{"), ("does not say which model the adapter is for", "Expecting")),
+    "no JSON": (text("adapter_config.json", "{"), ("does not name its base model", "Expecting")),
 }
 
 
@@ -173,13 +173,13 @@ def adapter(model: Path) -> Path:
 
 @pytest.mark.parametrize("damage", ADAPTERS)
 def test_a_broken_adapter(damage: str, adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    injure, said = ADAPTERS[damage]
+    injure, fragments = ADAPTERS[damage]
     injure(adapter)
-    refused(["train", "model=adapter", "algorithm=rloo", *TASKS], said, capsys)
-    refused(["export", "adapter", "out"], said, capsys)
+    refused(["train", "model=adapter", "algorithm=rloo", *TASKS], fragments, capsys)
+    refused(["export", "adapter", "out"], fragments, capsys)
 
 
-def test_a_whole_adapter_is_taken(adapter: Path) -> None:
+def test_an_intact_adapter_is_accepted(adapter: Path) -> None:
     assert main(["train", "--validate-only", "model=adapter", "algorithm=rloo", *TASKS]) == 0
 
 
@@ -226,7 +226,7 @@ UNUSUAL: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("unusual", UNUSUAL)
-def test_unusual_folders_that_are_whole(unusual: str, model: Path) -> None:
+def test_unusual_but_intact_folders(unusual: str, model: Path) -> None:
     UNUSUAL[unusual](model)
     assert main(["train", "--validate-only", "model=model", *TASKS]) == 0
     whole = ModelConfig(name="model", device="cpu")
@@ -234,7 +234,7 @@ def test_unusual_folders_that_are_whole(unusual: str, model: Path) -> None:
 
 
 def test_a_critic_may_start_from_a_classifier(classifier: Path, tiny_model_folder: Path, tmp_path: Path) -> None:
-    """It has no head for tokens, and the critic needs none; the policy does."""
+    """A classifier has no LM head, which the policy needs and the critic does not."""
     words = [f"critic.model={classifier}", *PPO, "loop.total_steps=1", "data.train_batch_size=2", "eval.after=false"]
     small = ["rollout.group_size=2", "eval.before=false", "logging.to=[]", f"logging.output_dir={tmp_path}"]
     assert main(["train", f"model={tiny_model_folder}", *words, *small]) == 0
@@ -246,7 +246,7 @@ def test_a_critic_may_start_from_a_classifier(classifier: Path, tiny_model_folde
 
 @pytest.fixture
 def hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The hub's cache with one model, outside of the working folder: its weights are not looked at beforehand."""
+    """The hub's cache with one model, outside the working folder: its weights are not checked beforehand."""
     home = tmp_path / "hub" / "models--someone--tiny"
     folder = Path(shutil.copytree(model, home / "snapshots" / ("1" * 40)))
     (home / "refs").mkdir()
@@ -259,23 +259,23 @@ def hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("injure", "said"),
+    ("injure", "fragments"),
     [
         (without("model.norm"), ("someone/tiny: its weights do not fit", "model.norm.weight")),
         (lambda folder: (folder / WEIGHTS).write_bytes(b""), ("the weights of someone/tiny are damaged",)),
-        (config(hidden_act="sillu"), ("the configuration of someone/tiny: no llama model can be made from it",)),
+        (config(hidden_act="sillu"), ("the configuration of someone/tiny: a llama model cannot be built from it",)),
     ],
 )
 @pytest.mark.parametrize("name", ["train", "sft", "eval", "sample"])
 def test_a_model_of_the_hub_is_refused_while_it_loads(
-    name: str, injure: Damage, said: Sequence[str], hub: Path, capsys: pytest.CaptureFixture[str]
+    name: str, injure: Damage, fragments: Sequence[str], hub: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     injure(hub)
     words = [word.replace("MODEL", "someone/tiny") for word in COMMANDS[name]]
-    refused(words, said, capsys)
+    refused(words, fragments, capsys)
 
 
-def test_a_folder_that_was_there_stays(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_existing_folder_stays(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
     without("model.norm")(hub)
     Path("outputs/eval").mkdir(parents=True)
     refused(["train", "model=someone/tiny", *TASKS], ["its weights do not fit"], capsys)

@@ -1,4 +1,4 @@
-"""benchmarks/faults.py: one run of it, and what its table says."""
+"""benchmarks/faults.py: one run, and its table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.here import Yard, crashed
+from tests.faults.crashes import CrashHarness, crashed
 
 
 def test_the_table_adds_up() -> None:
@@ -25,12 +25,12 @@ def test_the_table_adds_up() -> None:
     ]
 
 
-def test_a_record_with_a_gap_and_a_repeat_is_found(yard: Yard) -> None:
+def test_a_record_with_a_gap_and_a_repeat_is_found(harness: CrashHarness) -> None:
     from faults import Alone, judge
 
-    folder = yard.folder()
-    assert yard.nest.run(folder, crashed.MODES["sync"]) == 0
-    alone = Alone(1.0, 1.0, yard.expected(crashed.MODES["sync"]))
+    folder = harness.folder()
+    assert harness.nest.run(folder, crashed.MODES["sync"]) == 0
+    alone = Alone(1.0, 1.0, harness.expected(crashed.MODES["sync"]))
     assert judge(folder, "sync", "KILL", 0, 1, 1, (0,), alone).sound
     metrics = crashed.finished_run(folder) / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)
@@ -43,12 +43,12 @@ def test_a_record_with_a_gap_and_a_repeat_is_found(yard: Yard) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async-fifo", "async-sample"])
-def test_random_kills(yard: Yard, mode: str) -> None:
+def test_random_kills(harness: CrashHarness, mode: str) -> None:
     from faults import left_alone, one_run
 
-    base: Path = yard.folder()
-    alone = left_alone(yard.nest, yard.inputs, base, mode)
+    base: Path = harness.folder()
+    alone = left_alone(harness.nest, harness.inputs, base, mode)
     for number, name in enumerate(("KILL", "TERM", "INT")):
         given = Namespace(seed=1, kills=4)
-        result = one_run(yard.nest, yard.folder(), mode, name, number, given, alone)
+        result = one_run(harness.nest, harness.folder(), mode, name, number, given, alone)
         assert result.sound and result.kills > 0, result

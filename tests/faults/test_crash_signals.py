@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C, two processes on one folder, forks that outlive a run, and clocks that go back."""
+"""SIGTERM, Ctrl-C, two processes on one folder, forks that outlive a run, and clocks that are set back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from covey.cli.main import main
 from covey.cli.train import _new_base
 from covey.storage import is_locked, lock_folder
 from covey.telemetry.history import read_run
-from tests.faults.here import Plan, Yard, crashed
+from tests.faults.crashes import CrashHarness, Plan, crashed
 
 SYNC, AHEAD = crashed.MODES["sync"], crashed.MODES["async-fifo"]
 
@@ -29,75 +29,75 @@ def only_run(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("mode", ["sync", "sft"])
-def test_ctrl_c_in_the_middle_of_a_line_writes_the_line(yard: Yard, mode: str) -> None:
-    words, folder = crashed.MODES[mode], yard.folder()
-    # In sync mode three episodes and a figure are written for a step: the signal comes in the third one's first line.
+def test_ctrl_c_in_the_middle_of_a_line_writes_the_line(harness: CrashHarness, mode: str) -> None:
+    words, folder = crashed.MODES[mode], harness.folder()
+    # In sync mode a step writes three episodes and its metrics: the signal comes in the first line of the third step.
     at = {"sync": 30, "sft": 11}[mode]
-    assert yard.nest.run(folder, words, Plan(places=["line"], at=at, signal=signal.SIGINT)) == 130
+    assert harness.nest.run(folder, words, Plan(places=["line"], at=at, signal=signal.SIGINT)) == 130
     run = only_run(folder)
     assert crashed.status(run) == "interrupted"
-    recorded = crashed.records(run)  # raises where a line is torn
+    recorded = crashed.records(run)  # raises if a line is torn
     assert [r["step"] for r in recorded if r["kind"] == "step"] == [0, 1, 2]
-    told = (folder / "log.txt").read_text()
-    assert "stopping; Ctrl-C again leaves at once" in told
-    assert "the same command goes on from the last checkpoint, after step 2\n" in told
-    assert yard.nest.run(folder, words) == 0
-    assert crashed.outcome(folder) == yard.expected(words)
+    output = (folder / "log.txt").read_text()
+    assert "stopping; Ctrl-C again leaves at once" in output
+    assert "the same command goes on from the last checkpoint, after step 2\n" in output
+    assert harness.nest.run(folder, words) == 0
+    assert crashed.outcome(folder) == harness.expected(words)
 
 
 @pytest.mark.parametrize("mode", ["sync", "sft"])
-def test_sigterm_saves_exits_with_143_and_says_so(yard: Yard, mode: str) -> None:
-    words, folder = crashed.MODES[mode], yard.folder()
-    assert yard.nest.run(folder, words, Plan(places=["update"], at=1, signal=signal.SIGTERM)) == 143
+def test_sigterm_saves_and_exits_with_143(harness: CrashHarness, mode: str) -> None:
+    words, folder = crashed.MODES[mode], harness.folder()
+    assert harness.nest.run(folder, words, Plan(places=["update"], at=1, signal=signal.SIGTERM)) == 143
     run = only_run(folder)
     assert crashed.status(run) == "interrupted"
     assert [path.name for path in run.glob("checkpoints/*")] == ["step-000001"]
-    told = (folder / "log.txt").read_text()
-    assert "SIGTERM came; all is saved, and the same command goes on from the last checkpoint, after step 1\n" in told
-    assert yard.nest.run(folder, words) == 0
-    assert crashed.outcome(folder) == yard.expected(words)
+    output = (folder / "log.txt").read_text()
+    assert "SIGTERM came; all is saved, and the same command goes on from the last checkpoint, after step 1\n" in output
+    assert harness.nest.run(folder, words) == 0
+    assert crashed.outcome(folder) == harness.expected(words)
 
 
 @pytest.mark.parametrize(("mode", "done"), [("sync", 0), ("sync", 3), ("sft", 0), ("sft", 3), ("async-fifo", 0)])
-def test_sigterm_during_an_evaluation_costs_no_further_step(yard: Yard, mode: str, done: int) -> None:
-    """Before the first step, or after the third: the evaluation is finished and recorded, and a checkpoint written."""
-    words, folder = crashed.MODES[mode], yard.folder()
+def test_no_step_follows_sigterm_during_an_evaluation(harness: CrashHarness, mode: str, done: int) -> None:
+    """Before the first step, or after the third: the evaluation is completed and recorded, and a checkpoint written."""
+    words, folder = crashed.MODES[mode], harness.folder()
     place = "sft-evaluate" if mode == "sft" else "evaluate"
     at = 1 if done == 0 else 3  # each evaluation passes a moment before it and one after it
-    assert yard.nest.run(folder, words, Plan(places=[place], at=at, signal=signal.SIGTERM)) == 143
+    assert harness.nest.run(folder, words, Plan(places=[place], at=at, signal=signal.SIGTERM)) == 143
     run = only_run(folder)
     assert crashed.status(run) == "interrupted"
     assert [r["step"] for r in crashed.records(run) if r["kind"] == "step"] == [*range(done)]
     assert [r["step"] for r in crashed.records(run) if r["kind"] == "eval"] == ([0] if done == 0 else [0, 3])
     assert (run / "checkpoints" / f"step-{done:06d}").is_dir()
-    told = (folder / "log.txt").read_text()
-    assert f"goes on from the last checkpoint, after step {done}\n" in told
-    assert yard.nest.run(folder, words) == 0, (folder / "log.txt").read_text()
-    if mode == "async-fifo":  # sampled by weights of whatever age: every group once
+    output = (folder / "log.txt").read_text()
+    assert f"goes on from the last checkpoint, after step {done}\n" in output
+    assert harness.nest.run(folder, words) == 0, (folder / "log.txt").read_text()
+    if mode == "async-fifo":  # sampled with weights of any age: every group once
         assert crashed.steps_once(folder)
     else:
-        assert crashed.outcome(folder) == yard.expected(words)
+        assert crashed.outcome(folder) == harness.expected(words)
 
 
-def test_sigterm_while_a_planned_checkpoint_is_written_costs_no_further_step(yard: Yard) -> None:
-    words, folder = SYNC, yard.folder()
-    assert yard.nest.run(folder, words, Plan(places=["checkpoint"], at=1, signal=signal.SIGTERM)) == 143
+def test_no_step_follows_sigterm_while_a_planned_checkpoint_is_written(harness: CrashHarness) -> None:
+    words, folder = SYNC, harness.folder()
+    assert harness.nest.run(folder, words, Plan(places=["checkpoint"], at=1, signal=signal.SIGTERM)) == 143
     run = only_run(folder)
     assert [r["step"] for r in crashed.records(run) if r["kind"] == "step"] == [0, 1]
     assert [path.name for path in run.glob("checkpoints/*")] == ["step-000002"]
-    assert yard.nest.run(folder, words) == 0, (folder / "log.txt").read_text()
-    assert crashed.outcome(folder) == yard.expected(words)
+    assert harness.nest.run(folder, words) == 0, (folder / "log.txt").read_text()
+    assert crashed.outcome(folder) == harness.expected(words)
 
 
-def test_sigterm_ends_a_whole_sweep(yard: Yard) -> None:
-    folder = yard.folder()
+def test_sigterm_ends_a_whole_sweep(harness: CrashHarness) -> None:
+    folder = harness.folder()
     words = ["train", "--multirun", *SYNC[1:], "seed=1,2"]
-    assert yard.nest.run(folder, words, Plan(places=["update"], at=1, signal=signal.SIGTERM)) == 143
+    assert harness.nest.run(folder, words, Plan(places=["update"], at=1, signal=signal.SIGTERM)) == 143
     (run,) = folder.glob("multirun/*/*/*/run.json")
     assert run.parent.name == "0" and crashed.status(run.parent) == "interrupted"
 
 
-def test_two_sweeps_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
+def test_two_sweeps_started_in_the_same_second_have_separate_folders(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("covey.cli.train.datetime", type("Stopped", (), {"now": lambda: datetime(2026, 1, 31, 14, 5, 9)}))
         found = [_new_base(tmp_path).relative_to(tmp_path) for _ in range(2)]
@@ -109,10 +109,10 @@ def descendants(pid: int) -> list[int]:
     return [*children, *(further for child in children for further in descendants(child))]
 
 
-def test_sigterm_to_every_process_of_a_job(yard: Yard) -> None:
-    """As Slurm and systemd send it: rewards and environments are needed until the step is done."""
-    words, folder = crashed.MODES["tools"], yard.folder()
-    child = yard.nest.start(folder, words)
+def test_sigterm_to_every_process_of_a_job(harness: CrashHarness) -> None:
+    """As Slurm and systemd send it. Rewards and environments are needed until the step ends."""
+    words, folder = crashed.MODES["tools"], harness.folder()
+    child = harness.nest.start(folder, words)
     while not any(path.stat().st_size for path in folder.glob("outputs/*/*/metrics.jsonl")):
         assert child.running(0.01), child.log()
     everybody = [child.pid, *descendants(child.pid)]
@@ -121,14 +121,14 @@ def test_sigterm_to_every_process_of_a_job(yard: Yard) -> None:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
     assert child.wait() == 143, child.log()
-    assert yard.nest.run(folder, words) == 0, (folder / "log.txt").read_text()
+    assert harness.nest.run(folder, words) == 0, (folder / "log.txt").read_text()
     steps = [r["metrics"] for r in crashed.records(crashed.finished_run(folder)) if r["kind"] == "step"]
     assert [step["episodes/failed"] for step in steps] == [0.0] * crashed.STEPS
 
 
-def test_a_second_ctrl_c_does_not_wait_for_the_learner(yard: Yard) -> None:
-    folder = yard.folder()
-    child = yard.nest.start(folder, AHEAD, Plan(places=["update"], at=3, pause=600))  # its thread is busy for long
+def test_a_second_ctrl_c_does_not_wait_for_the_learner(harness: CrashHarness) -> None:
+    folder = harness.folder()
+    child = harness.nest.start(folder, AHEAD, Plan(places=["update"], at=3, pause=600))  # its thread stays busy
     while not (list(folder.glob("outputs/*/*/checkpoints/step-000001"))):
         assert child.running(0.02), child.log()
     child.running(1.0)
@@ -136,40 +136,40 @@ def test_a_second_ctrl_c_does_not_wait_for_the_learner(yard: Yard) -> None:
     assert child.running(1.0), "the first one waits for what computes"
     child.signal(signal.SIGINT)
     assert child.wait(30) == 130
-    assert yard.nest.run(folder, AHEAD) == 0, (folder / "log.txt").read_text()
+    assert harness.nest.run(folder, AHEAD) == 0, (folder / "log.txt").read_text()
     assert crashed.status(only_run(folder)) == "finished"
 
 
-def test_two_processes_on_one_folder_and_workers_that_outlive_a_kill(yard: Yard) -> None:
-    folder = yard.folder()
-    child = yard.nest.start(folder, SYNC, Plan(places=["update"], at=5, pause=600))
+def test_two_processes_on_one_folder_and_workers_that_outlive_a_kill(harness: CrashHarness) -> None:
+    folder = harness.folder()
+    child = harness.nest.start(folder, SYNC, Plan(places=["update"], at=5, pause=600))
     while not (list(folder.glob("outputs/*/*/checkpoints/step-000002"))):
         assert child.running(0.02), child.log()
     run = only_run(folder)
     workers = [int(pid) for pid in Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()]
     assert workers, "rewards run in processes of their own"
-    os.kill(workers[0], signal.SIGSTOP)  # it stays when its parent is gone
+    os.kill(workers[0], signal.SIGSTOP)  # it survives its parent
     try:
-        assert yard.nest.run(folder, [*SYNC, f"resume={run}"]) == 2
+        assert harness.nest.run(folder, [*SYNC, f"resume={run}"]) == 2
         assert "that run is still running" in (folder / "log.txt").read_text()
         child.signal(signal.SIGKILL)
         assert child.wait() == -signal.SIGKILL
         assert (run / ".lock").exists()
-        assert yard.nest.run(folder, [*SYNC, f"resume={run}"]) == 0, (folder / "log.txt").read_text()
+        assert harness.nest.run(folder, [*SYNC, f"resume={run}"]) == 0, (folder / "log.txt").read_text()
     finally:
         with suppress(ProcessLookupError):
             os.kill(workers[0], signal.SIGCONT)
-    assert crashed.outcome(folder) == yard.expected(SYNC)
+    assert crashed.outcome(folder) == harness.expected(SYNC)
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_is_shown_as_killed(
-    yard: Yard, capsys: pytest.CaptureFixture[str]
+    harness: CrashHarness, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = yard.folder()
-    assert yard.nest.run(folder, SYNC, Plan(places=["update"], at=1)) == -signal.SIGKILL
+    folder = harness.folder()
+    assert harness.nest.run(folder, SYNC, Plan(places=["update"], at=1)) == -signal.SIGKILL
     run = only_run(folder)
     assert crashed.status(run) == "running", "the process could not write another one"
-    lock = lock_folder(run)  # as if the process lived
+    lock = lock_folder(run)  # as if the process were alive
     assert read_run(run)["status"] == "running"
     lock.close()
     assert read_run(run)["status"] == "killed"
@@ -181,16 +181,16 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_is_shown_as_killed(
     assert main(["report", str(run), "--markdown"]) == 0
     assert f"0 of {crashed.STEPS} steps, killed" in capsys.readouterr().out
 
-    assert yard.nest.run(folder, SYNC) == 0, (folder / "log.txt").read_text()
+    assert harness.nest.run(folder, SYNC) == 0, (folder / "log.txt").read_text()
     assert crashed.status(run) == "killed", "written down by the next run"
     (other,) = set(crashed.runs(folder)) - {run}
     assert crashed.status(other) == "finished"
-    told = (folder / "log.txt").read_text()
-    assert told.count("was killed before its first checkpoint; a new run begins") == 1 and run.name in told
+    output = (folder / "log.txt").read_text()
+    assert output.count("was killed before its first checkpoint; a new run starts") == 1 and run.name in output
 
 
-def test_looking_at_a_run_does_not_keep_it_from_starting(tmp_path: Path) -> None:
-    """A look holds a shared lock for a moment; whoever wants to write tries again."""
+def test_is_locked_does_not_prevent_a_run_from_starting(tmp_path: Path) -> None:
+    """`is_locked` holds a shared lock for a moment; `lock_folder` tries again."""
     lock_folder(tmp_path).close()
     look = os.open(tmp_path / ".lock", os.O_RDONLY)
     fcntl.flock(look, fcntl.LOCK_SH)
@@ -220,35 +220,35 @@ def test_a_fork_does_not_hold_the_lock(tmp_path: Path) -> None:
         os.waitpid(pid, 0)
 
 
-def test_the_newest_run_is_the_one_that_began_last_whatever_its_clock_said(yard: Yard) -> None:
-    folder = yard.folder()
+def test_the_newest_run_is_the_last_one_started_whatever_the_clock(harness: CrashHarness) -> None:
+    folder = harness.folder()
     tomorrow, today = Plan(places=["update"], at=7, clock=86400.0), Plan(places=["update"], at=7)
-    assert yard.nest.run(folder, SYNC, tomorrow) == -signal.SIGKILL
+    assert harness.nest.run(folder, SYNC, tomorrow) == -signal.SIGKILL
     (first,) = crashed.runs(folder)
-    assert yard.nest.run(folder, [*SYNC, "resume=disable"], today) == -signal.SIGKILL
+    assert harness.nest.run(folder, [*SYNC, "resume=disable"], today) == -signal.SIGKILL
     (second,) = set(crashed.runs(folder)) - {first}
     assert second < first, "by its name it is the older one"
-    assert yard.nest.run(folder, SYNC) == 0
+    assert harness.nest.run(folder, SYNC) == 0
     assert (crashed.status(second), crashed.status(first)) == ("finished", "running")
 
 
-def test_a_clock_that_goes_back_all_the_time_changes_nothing(yard: Yard) -> None:
-    folder = yard.folder()
-    assert yard.nest.run(folder, [*SYNC, "loop.max_minutes=100"], Plan(drift=1000.0, places=["update"], at=7)) < 0
-    assert yard.nest.run(folder, [*SYNC, "loop.max_minutes=100"], Plan(drift=1000.0)) == 0
-    found, expected = crashed.outcome(folder), dict(yard.expected(SYNC))
-    del found["config.yaml"], expected["config.yaml"]  # of the checkpoint: this run has a limit that the other has not
+def test_a_clock_that_keeps_going_back_changes_nothing(harness: CrashHarness) -> None:
+    folder = harness.folder()
+    assert harness.nest.run(folder, [*SYNC, "loop.max_minutes=100"], Plan(drift=1000.0, places=["update"], at=7)) < 0
+    assert harness.nest.run(folder, [*SYNC, "loop.max_minutes=100"], Plan(drift=1000.0)) == 0
+    found, expected = crashed.outcome(folder), dict(harness.expected(SYNC))
+    del found["config.yaml"], expected["config.yaml"]  # in the checkpoint: only this run has a time limit
     assert found == expected  # and no duration is negative
 
 
 # --- the same seed and command ----------------------------------------------------------------------------------------
 
 
-def test_with_tools_the_same_is_sampled_whatever_the_order_and_the_number_of_workers(yard: Yard) -> None:
+def test_sampling_with_tools_does_not_depend_on_order_or_number_of_workers(harness: CrashHarness) -> None:
     found = []
     for workers in (2, 5):
-        folder = yard.folder()
-        assert yard.nest.run(folder, crashed.MODES["tools"], Plan(workers=workers)) == 0, (
+        folder = harness.folder()
+        assert harness.nest.run(folder, crashed.MODES["tools"], Plan(workers=workers)) == 0, (
             folder / "log.txt"
         ).read_text()
         lines = (crashed.finished_run(folder) / "episodes.jsonl").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Code of the user's that calls sys.exit: told as a mistake, with file and line, and never the silent end of covey."""
+"""User code that calls sys.exit is reported as an error with file and line, and never ends covey silently."""
 
 from __future__ import annotations
 
@@ -88,8 +88,10 @@ def test_a_file_that_exits_when_it_is_imported(
     monkeypatch.setattr(sys, "path", sys.path[:])
     (tmp_path / "whole.py").write_text(f"import sys\ndef score(x): ...\n\nsys.exit({code})\n")
     assert main(["train", f"model={tiny_model_folder}", "data=sort", setting.format("whole.py")]) == 2
-    told = capsys.readouterr().err
-    assert f"sys.exit({code})" in told and "at whole.py, line 4: sys.exit(" in told and "nothing was started" in told
+    output = capsys.readouterr().err
+    assert (
+        f"sys.exit({code})" in output and "at whole.py, line 4: sys.exit(" in output and "nothing was started" in output
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def test_a_file_that_exits_when_it_is_imported(
         (lambda path: resolve_agent(f"{path}:Agent"), 16),
     ],
 )
-def test_what_exits_before_training(mine: Path, make: Callable[[Path], Any], line: int) -> None:
+def test_exits_before_training(mine: Path, make: Callable[[Path], Any], line: int) -> None:
     with pytest.raises(InputError, match=rf"sys\.exit\(0\) was called at {mine.name}, line {line}"):
         make(mine)
 
@@ -113,17 +115,17 @@ def test_what_exits_before_training(mine: Path, make: Callable[[Path], Any], lin
         ("World", None, "environment", 38),
     ],
 )
-def test_what_exits_in_an_episode_is_a_failure_of_that_episode(
+def test_an_exit_in_an_episode_fails_that_episode(
     mine: Path, agent: str, reward: str | None, cause: str, line: int
 ) -> None:
-    """As any exception there would be."""
+    """Like any exception there."""
     player = resolve_agent(agent if agent == "chat" else f"{mine}:{agent}")
     episode = asyncio.run(scored(player, TASK, Script("hi"), reward=f"{mine}:{reward}" if reward else "given"))
     assert episode.failure is not None and episode.failure.cause == cause
     assert f"sys.exit(0) was called at {mine.name}, line {line}" in episode.failure.message
 
 
-def test_what_exits_in_a_worker(mine: Path) -> None:
+def test_an_exit_in_a_worker(mine: Path) -> None:
     from covey.imports import load_function
 
     pool = WorkerPool({"score": load_function("reward", f"{mine}:score")})
@@ -134,20 +136,20 @@ def test_what_exits_in_a_worker(mine: Path) -> None:
         pool.close()
 
 
-def test_what_exits_in_a_task_of_an_agents_own(
+def test_an_exit_in_an_asyncio_task_of_an_agent(
     mine: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """asyncio then ends the event loop at once, past every handler: the command line has the last word."""
+    """asyncio then ends the event loop at once, past every handler, so the command line must report it."""
     small = ["data.val_size=2", "data.train_batch_size=2", "rollout.group_size=2", "rollout.max_tokens=2"]
     words = [f"model={tiny_model_folder}", "data=sort", f"agent={mine}:divided", "eval.before=false", *small]
     assert main(["train", *words, "loop.total_steps=1"]) == 1
     assert f"sys.exit(0) was called at {mine.name}, line 29" in capsys.readouterr().err
 
 
-def test_a_mistake_that_only_a_step_shows_is_not_said_to_have_started_nothing(
+def test_an_error_that_only_shows_in_a_step_does_not_claim_that_nothing_started(
     tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a model whose own code ignores the attention interface: its first forward pass shows that."""
+    """For example a model that ignores the attention interface, which shows in its first forward pass."""
     monkeypatch.chdir(tmp_path)
 
     def refuse(*_: Any, **__: Any) -> Any:
@@ -156,7 +158,7 @@ def test_a_mistake_that_only_a_step_shows_is_not_said_to_have_started_nothing(
     monkeypatch.setattr("covey.training.run.update", refuse)
     words = [f"model={tiny_model_folder}", "data=sort", "loop.total_steps=1", "eval.before=false"]
     assert main(["train", *words]) == 1
-    told = capsys.readouterr().err
-    assert "this model cannot be trained" in told and "nothing was started" not in told
+    output = capsys.readouterr().err
+    assert "this model cannot be trained" in output and "nothing was started" not in output
     (info,) = tmp_path.glob("outputs/*/*/run.json")
     assert '"failed"' in info.read_text()

@@ -236,8 +236,8 @@ def _asked(path: str, query: str, headers: dict[str, str]) -> tuple[int, bytes]:
     class Place:
         server_port, api, token = 1, Served.get(), "token"
 
-    said = {"Host": "127.0.0.1:1", "Cookie": "covey_dash_1=token", "Connection": "close"} | headers
-    head = "".join(f"{name}: {value}\r\n" for name, value in said.items())
+    fragments = {"Host": "127.0.0.1:1", "Cookie": "covey_dash_1=token", "Connection": "close"} | headers
+    head = "".join(f"{name}: {value}\r\n" for name, value in fragments.items())
     wire = Wire(f"GET {path}?{query} HTTP/1.1\r\n{head}\r\n".encode("latin-1", errors="replace"))
     Handler(wire, ("127.0.0.1", 1), Place())  # type: ignore[arg-type]
     answer = wire.got.getvalue()

@@ -48,7 +48,7 @@ LONG = 100_000  # characters: quadratic time on so many takes minutes, and linea
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "output"),
     [
         ('{"question": ' + "[" * 5000 + "]" * 5000 + "}", "nested more than 64 levels deep"),
         ('{"question": "?", "answer": ' + "[" * 70 + "]" * 70 + "}", "nested more than 64 levels deep"),
@@ -58,15 +58,15 @@ LONG = 100_000  # characters: quadratic time on so many takes minutes, and linea
 )
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
 def test_json_that_nothing_after_it_can_take_is_told_with_its_line(
-    tmp_path: Path, line: str, told: str, suffix: str
+    tmp_path: Path, line: str, output: str, suffix: str
 ) -> None:
     path = tmp_path / f"d{suffix}"
     path.write_text('{"question": "1", "answer": 1}\n' + line if suffix == ".jsonl" else f"\n{line}")
     with pytest.raises(InputError, match=rf"d{suffix}, line [12]: not JSON") as error:
         read_tasks("data.train_files", str(path))
-    assert told.rpartition(" at column")[0] in str(error.value) and len(str(error.value)) < 1000
+    assert output.rpartition(" at column")[0] in str(error.value) and len(str(error.value)) < 1000
     if suffix == ".jsonl":
-        assert told in str(error.value)
+        assert output in str(error.value)
 
 
 def test_a_whole_pair_of_surrogates_is_a_character(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_words_of_a_command_line_that_cannot_be_settings(word: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "output"),
     [
         ("a: &a [*a]", "more than 20,000 values"),
         ("reward.options: &o {x: *o}", "more than 20,000 values"),
@@ -137,12 +137,12 @@ def test_words_of_a_command_line_that_cannot_be_settings(word: str) -> None:
         ('model.name: "\\uD800"', "line 1: half of a surrogate pair"),
     ],
 )
-def test_files_of_settings_that_are_no_settings(tmp_path: Path, text: str, told: str) -> None:
+def test_files_of_settings_that_are_no_settings(tmp_path: Path, text: str, output: str) -> None:
     path = tmp_path / "my.yaml"
     path.write_text(text)
     with pytest.raises(InputError, match=r"my\.yaml") as error:
         compose([], algorithms=ALGORITHMS, config_path=path)
-    assert told in str(error.value)
+    assert output in str(error.value)
 
 
 def test_a_sweep_without_end() -> None:
@@ -246,9 +246,9 @@ def test_resuming_beside_a_damaged_run(tmp_path: Path, text: str) -> None:
     folder = tmp_path / "2026-01-01" / "10-00-00"
     (folder / "checkpoints" / "step-000001").mkdir(parents=True)
     (folder / "run.json").write_text(text)
-    told: list[str] = []
-    assert find_unfinished(tmp_path, "p", "e", "f", told.append) is None
-    assert len(told) == 1 and "is damaged" in told[0] and told[0].endswith("that run is not resumed")
+    output: list[str] = []
+    assert find_unfinished(tmp_path, "p", "e", "f", output.append) is None
+    assert len(output) == 1 and "is damaged" in output[0] and output[0].endswith("that run is not resumed")
 
 
 def test_a_name_that_no_run_can_have() -> None:

@@ -148,10 +148,10 @@ talks = st.one_of(st.lists(answers, max_size=3), st.lists(answers, max_size=2).m
 def serves(lines: list[bytes]) -> None:
     """Tools are listed, or it is told why not; a call brings text, or is the model's or the server's mistake."""
     with tempfile.TemporaryDirectory() as folder:
-        script, said = Path(folder, "server.py"), Path(folder, "lines")
+        script, fragments = Path(folder, "server.py"), Path(folder, "lines")
         script.write_text(SERVER)
-        said.write_bytes(b"".join(base64.b64encode(line) + b"\n" for line in lines))
-        command = shlex.join([sys.executable, "-S", "-E", str(script), str(said)])
+        fragments.write_bytes(b"".join(base64.b64encode(line) + b"\n" for line in lines))
+        command = shlex.join([sys.executable, "-S", "-E", str(script), str(fragments)])
         _use_tools({"command": command})
 
 
@@ -181,7 +181,7 @@ class Quiet(ThreadingHTTPServer):
 class HttpServer(BaseHTTPRequestHandler):
     """Answers request after request with what `said` holds: status, kind, body. ID in a body is that of the request."""
 
-    said: ClassVar[list[tuple[int, str, bytes]]]
+    fragments: ClassVar[list[tuple[int, str, bytes]]]
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -192,7 +192,7 @@ class HttpServer(BaseHTTPRequestHandler):
             answer = _answer(about | {"serverInfo": {"name": "s", "version": "1"}})
             status, kind = 200, "application/json"
         else:
-            status, kind, answer = self.said.pop(0) if self.said else (404, "text/plain", b"")
+            status, kind, answer = self.fragments.pop(0) if self.fragments else (404, "text/plain", b"")
         return self._send(status, kind, answer.replace(b'"ID"', json.dumps(asked["id"]).encode()))
 
     def do_GET(self) -> None:
@@ -222,8 +222,8 @@ listing = (200, "application/json", good)
 http_talks = st.one_of(st.lists(replies, max_size=3), st.lists(replies, max_size=2).map(lambda all: [listing, *all]))
 
 
-def serves_http(said: list[tuple[int, str, bytes]]) -> None:
-    handler = type("Handler", (HttpServer,), {"said": list(said)})
+def serves_http(fragments: list[tuple[int, str, bytes]]) -> None:
+    handler = type("Handler", (HttpServer,), {"fragments": list(fragments)})
     with Quiet(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()

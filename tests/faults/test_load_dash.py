@@ -116,6 +116,6 @@ def test_the_follower_survives_a_line_that_is_none_and_a_folder_that_is_deleted(
 
         until(lambda: done()["broken"] == done()["sound"] == 25)
         assert done()["deleted"] == 20  # what was read of it stays
-        told = {run["name"]: run["broken"] for run in ask(dash, "runs")["runs"]}
-    assert told["broken"] == ["metrics.jsonl: 1 lines cannot be read and are skipped"] and told["sound"] == []
+        output = {run["name"]: run["broken"] for run in ask(dash, "runs")["runs"]}
+    assert output["broken"] == ["metrics.jsonl: 1 lines cannot be read and are skipped"] and output["sound"] == []
     assert "Traceback" not in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""What a run keeps from one step to the next: counted inside the process, over many steps. The long version, from
+"""Memory growth over many steps, counted inside the process. The long version, measured from
 outside and with tools that fail, is benchmarks/soak.py."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from covey.training.record import Step
 from covey.training.run import Run
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
-FIRST, LAST = 15, 45  # steps between which is counted
+FIRST, LAST = 15, 45  # the steps that are compared
 REWARD = "def score(task, episode):\n    return len(episode.final_answer) % 3 / 2\n"
 SETTINGS = [
     *("model=model", "data.train_files=tasks.jsonl", "data.val_files=tasks.jsonl", "reward=reward.py:score"),
@@ -29,7 +29,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_step_leaves_nothing_behind(
+def test_steps_leak_nothing(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
@@ -59,7 +59,7 @@ def test_a_step_leaves_nothing_behind(
     steps = LAST - FIRST
     assert abs(grown["tasks"]) <= 8, "those of the episodes under way vary"
     assert grown["files"] <= 4, "a worker more or less"
-    # A group that is kept has dozens. By turns nothing is under way between two steps; otherwise how much varies.
+    # A leaked group has dozens. In sync mode nothing is in progress between two steps; in async mode the amount varies.
     assert grown["tracked"] < (1 if mode == "sync" else 10) * steps, grown
-    # The console keeps a few numbers of each step, until it has enough; an episode has hundreds.
+    # The console keeps a few numbers per step, up to a limit; a leaked episode has hundreds.
     assert grown["blocks"] < 60 * steps, grown

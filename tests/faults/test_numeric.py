@@ -1,4 +1,4 @@
-"""Numbers that are none, or too large: in the mathematics, in rewards, in logits and in gradients."""
+"""Non-finite and huge values: in advantages and losses, rewards, logits and gradients."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NAN, INF = math.nan, math.inf
 
 
 def step_of(rewards: Sequence[float], groups: Sequence[int], **columns: Any) -> Samples:
-    """A step with all that any algorithm may ask for: values, a greedy attempt's reward, reference log-probs."""
+    """A step with every input an algorithm may need: values, a greedy baseline, reference log-probs."""
     mask = [[1] * 3] * len(groups)
     greedy = torch.tensor([rewards[groups.index(group)] for group in sorted(set(groups))], dtype=F64)
     shape = (len(groups), 3)
@@ -58,7 +58,7 @@ def advantages(algorithm: Algorithm, samples: Samples) -> Tensor:
 @every_algorithm
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -3.7, 1e15, -1e15, 1e-300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_rewards_that_do_not_differ_teach_exactly_nothing(name: str, reward: float, dtype: torch.dtype) -> None:
+def test_equal_rewards_give_exactly_zero_advantage_and_loss(name: str, reward: float, dtype: torch.dtype) -> None:
     """Advantages and loss are 0, not 0/0 and not rounding."""
     samples = step_of([reward] * 6, [0, 0, 0, 1, 1, 1], old_logprobs_RT=torch.full((6, 3), -1.0, dtype=dtype))
     algorithm = make(name)
@@ -71,7 +71,7 @@ def test_rewards_that_do_not_differ_teach_exactly_nothing(name: str, reward: flo
 
 
 @pytest.mark.parametrize("name", ["grpo", "gdpo", "dgdo", "grpo_passk", "gspo", "dapo"])
-def test_without_an_epsilon_a_constant_group_is_not_zero_by_zero(name: str) -> None:
+def test_without_epsilon_a_constant_group_is_not_zero_by_zero(name: str) -> None:
     samples = step_of([0.5, 0.5, 1.0, 0.0], [0, 0, 1, 1])
     found = advantages(make(name, epsilon=0.0), samples)
     assert bool(found.isfinite().all())
@@ -79,7 +79,7 @@ def test_without_an_epsilon_a_constant_group_is_not_zero_by_zero(name: str) -> N
     assert episode[0] == episode[1] == 0 and episode[2] > 0
 
 
-def test_dgdo_survives_rewards_whose_mean_is_zero_without_an_epsilon() -> None:
+def test_dgdo_without_epsilon_accepts_rewards_of_mean_zero() -> None:
     algorithm = make("dgdo", epsilon=0.0, warmup_steps=0, paper_exact=True)
     for _ in range(3):
         assert bool(advantages(algorithm, step_of([1.0, -1.0, 1.0, -1.0], [0, 0, 1, 1])).isfinite().all())
@@ -87,8 +87,8 @@ def test_dgdo_survives_rewards_whose_mean_is_zero_without_an_epsilon() -> None:
 
 
 @every_algorithm
-def test_a_group_of_which_one_episode_is_left(name: str) -> None:
-    """All others failed: it has nothing to be compared with, and spoils nobody else's numbers."""
+def test_a_group_with_a_single_remaining_episode(name: str) -> None:
+    """All others failed: there is nothing to compare it with, and other groups are not affected."""
     samples = step_of([1.0, 0.0, 1.0, 0.5], [0, 1, 1, 1])
     found = advantages(make(name), samples)
     assert bool(found.isfinite().all())
@@ -96,14 +96,14 @@ def test_a_group_of_which_one_episode_is_left(name: str) -> None:
     if needs.min_group_size > 1:
         alone = found[0] if found.dim() == 1 else found[0, 0]
         other = advantages(make(name), step_of([0.0, 1.0, 0.5], [0, 0, 0]))
-        if name not in ("reinforce_plus_plus_baseline", "gdpo", "dgdo", "gpg"):  # those scale over the whole step
+        if name not in ("reinforce_plus_plus_baseline", "gdpo", "dgdo", "gpg"):  # these normalise over the whole step
             assert alone == 0 and torch.equal(found[1:], other)
 
 
 @every_algorithm
 @pytest.mark.parametrize("scale", [1e-30, 1e6, 1e15])
 def test_rewards_of_any_size_give_finite_advantages(name: str, scale: float) -> None:
-    old = torch.full((4, 3), -1.0, dtype=torch.float32)  # the precision that a run computes advantages in
+    old = torch.full((4, 3), -1.0, dtype=torch.float32)  # the precision of advantages in a run
     found = advantages(make(name), step_of([scale, 0.0, -scale, scale / 2], [0, 0, 1, 1], old_logprobs_RT=old))
     assert found.dtype == torch.float32 and bool(found.isfinite().all())
 
@@ -130,8 +130,8 @@ def test_answers_without_a_single_token(name: str, width: int) -> None:
 
 
 @every_algorithm
-def test_the_learner_takes_empty_answers_beside_others(name: str) -> None:
-    """One answer of no token at all, one that is only the end of text."""
+def test_the_learner_accepts_empty_answers_among_others(name: str) -> None:
+    """One answer without tokens, one with only the end token."""
     rows = rows_of(2, 3)
     rows[1] = replace(rows[1], response_ids=(), mask=(), logprobs=(), versions=())
     rows[4] = Sample(rows[4].prompt_ids, (2,), (True,), (-4.0,), (0,), 4)
@@ -157,8 +157,8 @@ def test_the_learner_takes_empty_answers_beside_others(name: str) -> None:
     ids=lambda x: x,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_log_ratios_that_exp_cannot_take(name: str, loss: str | None, apart: float, dtype: torch.dtype) -> None:
-    """All tokens, or one among others: loss, gradient and figures stay finite."""
+def test_log_ratios_that_overflow_exp(name: str, loss: str | None, apart: float, dtype: torch.dtype) -> None:
+    """All tokens, or one of many: loss, gradient and metrics stay finite."""
     logprobs, batch = random_batch()
     batch = replace(
         batch,
@@ -180,14 +180,14 @@ def test_log_ratios_that_exp_cannot_take(name: str, loss: str | None, apart: flo
 
 @pytest.mark.parametrize("apart", [100.0, -100.0, 1e4, -1e4])
 @pytest.mark.parametrize("how", ["token", "sequence"])
-def test_importance_weights_of_an_engine_that_is_far_off(how: str, apart: float) -> None:
+def test_importance_weights_with_a_large_engine_mismatch(how: str, apart: float) -> None:
     old = torch.full((4, 3), -1.0)
     samples = step_of([1.0, 0.0, 1.0, 0.5], [0, 0, 1, 1], old_logprobs_RT=old, sampling_logprobs_RT=old - apart)
     found = make("grpo", correction=how).advantages(samples)
     assert bool(found.values.isfinite().all()) and all(math.isfinite(x) for x in found.metrics.values())
 
 
-def test_one_broken_step_does_not_spoil_a_kl_that_is_steered() -> None:
+def test_one_non_finite_step_does_not_break_adaptive_kl() -> None:
     steered = Kl(kl_coef=0.1, kl_target=0.01)
     sound = step_of([1.0, 0.0], [0, 0], ref_logprobs_RT=torch.full((2, 3), -2.0))
     broken = replace(sound, ref_logprobs_RT=torch.full((2, 3), NAN))
@@ -224,8 +224,8 @@ NO_REWARDS = [
 
 
 @pytest.mark.parametrize("value", NO_REWARDS, ids=lambda value: repr(value)[:20])
-def test_what_is_no_reward_costs_one_episode_and_is_told(value: Any) -> None:
-    """Of two attempts, the one that got a number keeps it, alone or compared with others."""
+def test_an_invalid_reward_fails_one_episode_and_is_reported(value: Any) -> None:
+    """Of two attempts, the one with a valid reward keeps it, scored alone or compared with others."""
 
     def odd(final_answer: str) -> Any:
         return value if final_answer == "bad" else 0.5
@@ -239,7 +239,7 @@ def test_what_is_no_reward_costs_one_episode_and_is_told(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", NO_REWARDS, ids=lambda value: repr(value)[:20])
-def test_a_reward_that_compares_attempts_costs_the_one_it_gives_no_number(value: Any) -> None:
+def test_a_groupwise_reward_fails_only_the_attempt_with_an_invalid_score(value: Any) -> None:
     def ranks(episodes: Sequence[Any]) -> list[Any]:
         return [value if e.final_answer == "bad" else 0.5 for e in episodes]
 
@@ -249,14 +249,14 @@ def test_a_reward_that_compares_attempts_costs_the_one_it_gives_no_number(value:
 
 
 @pytest.mark.parametrize("value", [True, 1, 0.25, Fraction(1, 4), np.float32(0.5), np.int64(3), -1e15, None])
-def test_what_is_a_reward(value: Any) -> None:
+def test_valid_rewards(value: Any) -> None:
     found = asyncio.run(resolve_rewards(lambda final_answer: value, None, {})(TASK, attempt("x")))
     assert list(found.values()) == [None if value is None else float(value)]
 
 
 @pytest.mark.parametrize("bad", [1, 2, 3])
-def test_rewards_that_are_no_numbers_leave_the_rest_of_a_step(bad: int) -> None:
-    """One NaN, two, or a whole group's: counted by cause, and a group that is too small is dropped."""
+def test_non_finite_rewards_leave_the_rest_of_a_step(bad: int) -> None:
+    """One NaN, two, or a whole group: counted by cause, and a group that becomes too small is dropped."""
     calls = itertools.count()
 
     def odd(final_answer: str) -> float:
@@ -277,8 +277,10 @@ def test_rewards_that_are_no_numbers_leave_the_rest_of_a_step(bad: int) -> None:
     "sampling",
     [Sampling(), Sampling(temperature=0), Sampling(top_k=3), Sampling(top_p=0.5), Sampling(min_p=0.1, temperature=0.5)],
 )
-def test_logits_that_are_no_numbers_draw_a_token_that_says_so(broken: float, where: str, sampling: Sampling) -> None:
-    """A row of them does not touch the next one, and its log-prob is no number either."""
+def test_non_finite_logits_give_a_token_with_a_non_finite_log_prob(
+    broken: float, where: str, sampling: Sampling
+) -> None:
+    """Such a row does not affect the next one."""
     logits = torch.randn(3, 512, generator=torch.Generator().manual_seed(0))
     sound, _ = draw(logits, [sampling] * 3, [0] * 3)
     spoiled = logits.clone()
@@ -290,7 +292,7 @@ def test_logits_that_are_no_numbers_draw_a_token_that_says_so(broken: float, whe
 
 
 def test_a_distribution_of_one_token() -> None:
-    """All others are out of reach: log-prob 0 and entropy 0, and nothing to learn."""
+    """All other tokens have probability 0: log-prob, entropy and gradient are 0."""
     logits = torch.full((1, 512), -1e4)
     logits[0, 5] = 1e4
     for sampling in (Sampling(), Sampling(top_k=1), Sampling(top_p=0.1), Sampling(temperature=0)):
@@ -304,7 +306,7 @@ def test_a_distribution_of_one_token() -> None:
 
 
 class Spoiled(Scripted):
-    """An engine whose model overflows on some requests."""
+    """An engine whose model overflows for some requests."""
 
     def __init__(self, bad: int) -> None:
         super().__init__()
@@ -316,7 +318,7 @@ class Spoiled(Scripted):
         return replace(found, logprobs=(NAN,) * len(found.logprobs)) if self.bad >= 0 else found
 
 
-def test_an_answer_of_a_model_that_overflows_is_a_failure_of_its_own() -> None:
+def test_an_overflow_fails_only_its_own_episode() -> None:
     made = replace(collector(lambda final_answer: 1.0), engine=Spoiled(1))
     collected = asyncio.run(source(made).next())
     assert collected.failures == {"nonfinite": 1} and "overflowed" in collected.examples["nonfinite"]
@@ -329,7 +331,7 @@ def test_an_answer_of_a_model_that_overflows_is_a_failure_of_its_own() -> None:
 
 
 class Poisoned:
-    """A sound algorithm whose loss is finite, and whose gradient is NaN."""
+    """An algorithm whose loss is finite and whose gradient is NaN."""
 
     couples = "nothing"
 
@@ -349,7 +351,7 @@ class Poisoned:
         return {}
 
 
-def test_a_gradient_that_is_no_number_changes_nothing_and_is_counted() -> None:
+def test_a_non_finite_gradient_changes_nothing_and_is_counted() -> None:
     model = tiny_llama()
     learner = Learner(model, LearnerConfig(lr=1e-2, max_skipped=3), total_updates=10)
     batch = batch_of(rows_of(2, 4), 4, dtype=torch.float32)
@@ -365,8 +367,8 @@ def test_a_gradient_that_is_no_number_changes_nothing_and_is_counted() -> None:
     assert learner.update(batch, poisoned)[0]["optim/skipped"] == 2 and learner.skipped_in_a_row == 0
 
 
-def test_float16_that_never_fits_ends_too() -> None:
-    """Overflowing is how the scale of the loss is found; once it is below 1 there is no scale left to find."""
+def test_float16_that_always_overflows_ends_the_run() -> None:
+    """Overflows are expected while the loss scale is searched, but not once it is below 1."""
     learner = Learner(tiny_llama(dtype=torch.float16), LearnerConfig(max_skipped=3), total_updates=10)
     batch = batch_of(rows_of(1, 2), 2, dtype=torch.float32)
     poisoned: Any = Poisoned(times=10**9)
@@ -378,7 +380,7 @@ def test_float16_that_never_fits_ends_too() -> None:
 
 
 @every_algorithm
-def test_a_nan_among_the_log_probs_is_skipped_by_every_algorithm(name: str) -> None:
+def test_every_algorithm_skips_an_update_with_nan_log_probs(name: str) -> None:
     algorithm = make(name)
     if algorithm.needs.values:
         pytest.skip("needs a critic: its loss is the same")

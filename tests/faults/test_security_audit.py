@@ -1,4 +1,4 @@
-"""The audit of dependencies has teeth, also without a network, and never calls silence a clean bill."""
+"""The dependency audit finds problems, works without a network, and never reports unchecked packages as clean."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_import_of_the_source_is_declared() -> None:
     assert audit.undeclared(found, audit.declared(PROJECT), ACCEPTED) == []
 
 
-def test_an_import_that_nobody_declares_is_found(tmp_path: Path) -> None:
+def test_an_undeclared_import_is_found(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("import os, yaml\nfrom . import b\ndef f():\n    from strange.part import thing\n")
     found = audit.imported(tmp_path)
     assert found == {"strange": "a.py", "yaml": "a.py"}
@@ -52,14 +52,14 @@ def test_declared_names() -> None:
     assert audit.declared(project) == {"torch", "pyyaml", "b-c"}
 
 
-def test_what_is_installed_must_fit() -> None:
-    told = "a 1 requires b, which is not installed.\nc 1 has requirement d>2, but you have d 1.\n"
-    assert len(audit.unmet(told, NOTHING)) == 2
-    assert audit.unmet(told, NOTHING | {"unmet": {"A": "x"}}) == ["c 1 has requirement d>2, but you have d 1."]
+def test_installed_packages_must_be_compatible() -> None:
+    output = "a 1 requires b, which is not installed.\nc 1 has requirement d>2, but you have d 1.\n"
+    assert len(audit.unmet(output, NOTHING)) == 2
+    assert audit.unmet(output, NOTHING | {"unmet": {"A": "x"}}) == ["c 1 has requirement d>2, but you have d 1."]
     assert audit.unmet("No broken requirements found.\n", NOTHING) == []
 
 
-def test_pinned_versions_are_those_that_are_here() -> None:
+def test_pinned_versions_are_the_installed_ones() -> None:
     here = importlib.metadata.version("pytest")
     assert audit.differing(f"# x\npytest=={here}\nnot-installed-at-all==1\n") == []
     assert audit.differing("pytest==0.0.1\n") == [f"pytest {here} is installed, constraints.txt pins 0.0.1"]
@@ -76,15 +76,15 @@ SKIPPED = {"name": "c", "skip_reason": "not found"}
 
 
 def test_a_finding_fails_unless_it_is_accepted_with_a_reason() -> None:
-    said, faults = audit.judge(answer(BAD, GOOD), "", NOTHING)
-    assert said == "audited: 2 packages" and len(faults) == 1 and "a 1: GHSA-1" in faults[0]
+    fragments, faults = audit.judge(answer(BAD, GOOD), "", NOTHING)
+    assert fragments == "audited: 2 packages" and len(faults) == 1 and "a 1: GHSA-1" in faults[0]
     accepted = NOTHING | {"vulnerabilities": {"GHSA-1": "we do not call it"}}
     assert audit.judge(answer(BAD, GOOD), "", accepted)[1] == []
     assert audit.judge(answer(GOOD), "", accepted)[1] == ["tools/audit.toml: GHSA-1 is not found any more"]
 
 
-def test_what_was_not_asked_is_not_called_clean() -> None:
-    """pip-audit itself says `no known vulnerabilities` of packages that its service never heard of."""
+def test_unchecked_packages_are_not_reported_as_clean() -> None:
+    """pip-audit itself reports `no known vulnerabilities` for packages that its service does not know."""
     assert audit.judge(answer(SKIPPED, SKIPPED), "", NOTHING)[0].startswith("NO AUDIT WAS MADE: the service knows none")
     assert audit.judge(answer(GOOD, SKIPPED), "", NOTHING) == ("audited: 1 packages; NOT audited: 1", [])
     assert audit.judge("", "no connection", NOTHING) == ("NO AUDIT WAS MADE: no connection", [])
@@ -98,7 +98,7 @@ def test_what_was_not_asked_is_not_called_clean() -> None:
         ("import sys; print('x'); sys.exit(1)", "exit code 1"),
     ],
 )
-def test_without_the_service_nobody_waits(program: str, why: str) -> None:
+def test_without_the_service_the_audit_does_not_hang(program: str, why: str) -> None:
     started = time.monotonic()
     assert audit.ask([sys.executable, "-c", program], patience=1.0 if "sleep" in program else 60.0) == ("", why)
     assert time.monotonic() - started < 50

@@ -1,4 +1,4 @@
-"""A Ray cluster that a run starts is this run's alone: on the loopback, with a token."""
+"""A Ray cluster started by a run is private: on the loopback interface, with a token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROGRAM = """
 import os, sys
 from covey.cluster import start
 from covey.config.schema import ClusterConfig
-start.secrets.token_hex = lambda size: KNOWN  # known to this test, which must see that it opens the door
+start.secrets.token_hex = lambda size: KNOWN  # known to this test, which checks that it grants access
 with start.open_cluster(ClusterConfig(name="ray")) as cluster:
     import ray
     print("address", ray.get_runtime_context().gcs_address, flush=True)
@@ -27,7 +27,7 @@ with start.open_cluster(ClusterConfig(name="ray")) as cluster:
 """
 INTRUDER = """
 import os, sys
-os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # or Ray makes another address of the loopback's
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # or Ray changes the loopback address
 if sys.argv[2]:
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": sys.argv[2]}
 from ray._private import ray_constants
@@ -40,7 +40,7 @@ os._exit(0)
 
 
 def enters(address: str, token: str, environment: dict[str, str]) -> bool:
-    """Ray asks again for minutes where it is refused: not being let in for a while is enough."""
+    """Ray retries for minutes if it is refused: no access within a while is enough."""
     command = [sys.executable, "-c", INTRUDER, address, token]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
@@ -63,7 +63,7 @@ def family(root: int) -> set[int]:
 
 
 def listening(pids: set[int]) -> list[str]:
-    """Local addresses, as /proc/net writes them."""
+    """Local addresses, as in /proc/net."""
     sockets = set()
     for pid in pids:
         try:
@@ -75,7 +75,7 @@ def listening(pids: set[int]) -> list[str]:
     return [row[1] for row in rows if row[3] == "0A" and row[9] in sockets]
 
 
-def test_it_listens_on_the_loopback_and_wants_its_token() -> None:
+def test_it_listens_on_the_loopback_and_requires_its_token() -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     run = subprocess.Popen(
         [sys.executable, "-c", PROGRAM.replace("KNOWN", repr(TOKEN))],
@@ -85,20 +85,22 @@ def test_it_listens_on_the_loopback_and_wants_its_token() -> None:
         text=True,
     )
     assert run.stdin is not None and run.stdout is not None
-    said: dict[str, str] = {}
+    fragments: dict[str, str] = {}
     try:
         for line in run.stdout:
             word, _, rest = line.strip().partition(" ")
-            said[word] = rest
+            fragments[word] = rest
             if word == "ready":
                 break
-        assert said["address"].startswith("127.0.0.1:") and said["token"] == "False", "programs do not inherit it"
+        assert fragments["address"].startswith("127.0.0.1:") and fragments["token"] == "False", (
+            "programs do not inherit it"
+        )
         open_doors = listening(family(run.pid))
         loopback = ("0100007F:", "00000000000000000000000001000000:", "0000000000000000FFFF00000100007F:")
         assert open_doors and [door for door in open_doors if not door.startswith(loopback)] == []
-        assert enters(said["address"], TOKEN, environment), "who has the token comes in"
-        assert not enters(said["address"], "", environment)
-        assert not enters(said["address"], "0" * 64, environment)
+        assert enters(fragments["address"], TOKEN, environment), "who has the token comes in"
+        assert not enters(fragments["address"], "", environment)
+        assert not enters(fragments["address"], "0" * 64, environment)
     finally:
         run.stdin.close()
         run.wait(60)

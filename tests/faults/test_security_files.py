@@ -1,4 +1,4 @@
-"""Files that come from others: planted pickles are refused and their code does not run; so is Python beside a model."""
+"""Files from others: planted pickles are refused and never run, and so is Python code next to a model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RAN = "COVEY_TEST_PICKLE_RAN"
 
 
 class Bomb:
-    """Unpickled, it sets a variable of the environment."""
+    """Unpickling it sets an environment variable."""
 
     def __reduce__(self) -> Any:
         return _explode, ()
@@ -61,7 +61,7 @@ def model(tiny_model_folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_model_folder, tmp_path / "model"))
 
 
-def test_the_bomb_would_go_off(tmp_path: Path) -> None:
+def test_the_planted_pickle_would_run(tmp_path: Path) -> None:
     for zipped in (False, True):
         path = plant(tmp_path / "bomb", zipped=zipped)
         if zipped:
@@ -72,10 +72,10 @@ def test_the_bomb_would_go_off(tmp_path: Path) -> None:
 
 
 def refused(config: ModelConfig, what: str) -> None:
-    """Before weights are read; and if that check were not there, while they are."""
-    with pytest.raises(InputError, match=what) as told:
+    """Refused before weights are read, and also while they are read if that check is disabled."""
+    with pytest.raises(InputError, match=what) as output:
         open_source(config)
-    assert "safetensors" in str(told.value)
+    assert "safetensors" in str(output.value)
 
 
 @pytest.mark.parametrize("zipped", [False, True])
@@ -92,27 +92,27 @@ def test_an_index_of_pickles(model: Path) -> None:
     (model / "model.safetensors").unlink()
     plant(model / "part.bin", zipped=True)
     (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {"a": "part.bin"}}))
-    refused(ModelConfig(name=str(model)), r"said to be in part\.bin")
+    refused(ModelConfig(name=str(model)), r"should be in part\.bin")
 
 
-def test_an_index_that_leads_out_of_the_folder(model: Path) -> None:
+def test_an_index_with_paths_out_of_the_folder(model: Path) -> None:
     shutil.move(model / "model.safetensors", model.parent / "other.safetensors")
     index = {"metadata": {}, "weight_map": {"a": "../other.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    refused(ModelConfig(name=str(model)), r"said to be in \.\./other\.safetensors")
+    refused(ModelConfig(name=str(model)), r"should be in \.\./other\.safetensors")
 
 
 def test_a_configuration_that_names_a_pickle(model: Path) -> None:
     plant(model / "other.bin", zipped=True)
     change(model / "config.json", transformers_weights="other.bin")
-    refused(ModelConfig(name=str(model)), r"said to be in other\.bin")
+    refused(ModelConfig(name=str(model)), r"should be in other\.bin")
 
 
 @pytest.mark.parametrize("asked", [{"transformers_weights": "adapter_model.bin"}, {}])
-def test_whatever_leads_to_a_pickle_it_is_not_read(
+def test_no_pickle_is_read_even_without_the_first_check(
     model: Path, asked: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second wall, with the first one taken down: a name of the hub is not checked before its files are here."""
+    """The second line of defence: a model of the hub is not checked before its files are downloaded."""
     config = ModelConfig(name=str(model), device="cpu")
     monkeypatch.setattr("covey.models.loading.check_weights_fit", lambda *_, **__: None)
     if not asked:
@@ -123,7 +123,7 @@ def test_whatever_leads_to_a_pickle_it_is_not_read(
         load_policy(open_source(config), config)
 
 
-def test_pickles_beside_good_weights_are_left_alone(model: Path) -> None:
+def test_pickles_next_to_safetensors_are_ignored(model: Path) -> None:
     for name in ("optimizer.pt", "training_args.bin", "scheduler.pt", "rng_state.pth", "pytorch_model.bin"):
         plant(model / name, zipped=name.endswith("pt"))
     config = ModelConfig(name=str(model), device="cpu")
@@ -149,7 +149,7 @@ def test_an_adapter_that_is_a_pickle(tiny_model_folder: Path, tmp_path: Path) ->
     assert torch.load.__module__.startswith("torch"), "and afterwards all is as it was"
 
 
-def test_an_adapter_for_itself_is_told(tmp_path: Path) -> None:
+def test_an_adapter_for_itself_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path)}))
     with pytest.raises(InputError, match="for itself"):
         locate(str(tmp_path))
@@ -177,7 +177,7 @@ def with_code(model: Path) -> Path:
 
 
 def test_code_of_the_model_is_not_run(with_code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is anybody asked at the terminal whether it should be: a run may have none."""
+    """Nor is there a question at the terminal: a run may have none."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asked"))
     config = ModelConfig(name=str(with_code), device="cpu")
     with pytest.raises(InputError, match=r"model\.trust_remote_code=true"):
@@ -193,7 +193,7 @@ def test_code_of_the_model_is_not_run(with_code: Path, monkeypatch: pytest.Monke
         RewardModel(model=str(with_code)).verify()
 
 
-def test_code_of_the_model_is_run_where_that_is_asked_for(with_code: Path) -> None:
+def test_code_of_the_model_is_run_with_trust_remote_code(with_code: Path) -> None:
     open_source(ModelConfig(name=str(with_code), trust_remote_code=True))
     assert os.environ.pop(RAN) == "yes"
 
@@ -301,10 +301,10 @@ def change(path: Path, **settings: Any) -> None:
 FORBIDDEN = {"dill", "cloudpickle", "joblib", "shelve", "marshal", "pickle", "jsonpickle", "_pickle", "telnetlib"}
 # Where one of them has a place, and why: between processes of one's own, never from a file or a network.
 ALLOWED = {
-    "workers/handle.py": {"pickle"},  # forks of this process talk over socket pairs
+    "workers/handle.py": {"pickle"},  # forks of this process communicate over socket pairs
     "workers/pool.py": {"pickle"},
     "workers/worker.py": {"pickle"},
-    "sandbox/tiers.py": {"marshal"},  # our own modules, on their way into a sandbox; nothing comes back this way
+    "sandbox/tiers.py": {"marshal"},  # our own modules, sent into a sandbox; nothing comes back this way
 }
 CALLS = {"torch.load", "np.load", "numpy.load", "torch.jit.load", "torch.hub.load", "yaml.load", "yaml.unsafe_load"}
 COLLECTIVES = {"broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list", "recv_object_list"}
@@ -353,7 +353,7 @@ def faults_of_call(node: ast.Call) -> list[str]:
         "from multiprocessing.connection import Listener", "yaml.load(f)",
     ],
 )  # fmt: skip
-def test_the_search_finds_what_it_is_for(text: str) -> None:
+def test_the_search_finds_unsafe_calls(text: str) -> None:
     assert faults_in(text)
 
 

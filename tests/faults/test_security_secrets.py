@@ -149,13 +149,13 @@ def test_every_byte_of_the_runs(ran: tuple[Path, bytes]) -> None:
 
 
 def test_every_byte_that_was_printed(ran: tuple[Path, bytes]) -> None:
-    said = ran[1].replace(b"my key is " + IN_SETTINGS["api_key"].encode(), b"")  # the reward's own words, by itself
-    assert leaks(said) == []
-    assert b"the server refused" in said and MASK.encode() in said
+    fragments = ran[1].replace(b"my key is " + IN_SETTINGS["api_key"].encode(), b"")  # printed by the reward itself
+    assert leaks(fragments) == []
+    assert b"the server refused" in fragments and MASK.encode() in fragments
 
 
 def test_every_byte_of_the_page_and_the_report(ran: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of a run that an older version, or somebody else, wrote with secrets in its settings."""
+    """Also of a run that an older version, or someone else, wrote with secrets in its settings."""
     folder, _ = ran
     (run,) = folder.glob("one/*/*")
     old = run / "config.yaml"
@@ -180,9 +180,7 @@ def test_every_byte_of_the_page_and_the_report(ran: tuple[Path, bytes], monkeypa
     assert leaks(content) == [] and MASK.encode() in content
 
 
-def test_settings_that_were_hidden_are_asked_for_again(
-    ran: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_redacted_settings_are_requested_again(ran: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     (settings,) = ran[0].glob("two/*/*/config.yaml")
     from covey.algorithms import algorithm_schemas
 
@@ -197,8 +195,10 @@ def test_job_scripts_and_sweeps_refuse_secrets(capsys: pytest.CaptureFixture[str
     word = f"+reward.options.leaky.api_key={IN_SETTINGS['api_key']}"
     where = tmp_path / "job.sh"
     assert main(["slurm", "demo", "--nodes", "1", "--gpus-per-node", "1", "--output", str(where), word]) == 2
-    told = capsys.readouterr().err
-    assert "would be written into the job script" in told and IN_SETTINGS["api_key"] not in told and not where.exists()
+    output = capsys.readouterr().err
+    assert (
+        "would be written into the job script" in output and IN_SETTINGS["api_key"] not in output and not where.exists()
+    )
     from covey.cli.slurm import refuse_secrets
 
     with pytest.raises(InputError, match="the files of its jobs"):
@@ -208,11 +208,11 @@ def test_job_scripts_and_sweeps_refuse_secrets(capsys: pytest.CaptureFixture[str
 
 def test_settings_are_printed_without_secrets(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", f"+reward.options.leaky.api_key={IN_SETTINGS['api_key']}"]) == 0
-    said = capsys.readouterr().out
-    assert IN_SETTINGS["api_key"] not in said and f"api_key: {MASK}" in said
+    fragments = capsys.readouterr().out
+    assert IN_SETTINGS["api_key"] not in fragments and f"api_key: {MASK}" in fragments
 
 
-def test_the_trace_of_an_error_nobody_caught(
+def test_the_traceback_of_an_uncaught_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SOME_TOKEN", "the-token-nobody-sees")
@@ -220,9 +220,11 @@ def test_the_trace_of_an_error_nobody_caught(
         raise KeyError("Authorization: Bearer abcdefghij and the-token-nobody-sees")
     except KeyError as error:
         _last_words(KeyError, error, error.__traceback__)
-    said = capsys.readouterr().err
+    fragments = capsys.readouterr().err
     assert (
-        "Traceback" in said and f"Bearer {MASK} and {MASK}" in said and "nobody-sees" not in said.split("KeyError")[-1]
+        "Traceback" in fragments
+        and f"Bearer {MASK} and {MASK}" in fragments
+        and "nobody-sees" not in fragments.split("KeyError")[-1]
     )
 
 
@@ -241,7 +243,7 @@ def test_the_trace_of_an_error_nobody_caught(
         ("TASK", False), ("DISK", False), ("mask", False), ("HOTKEY", False), ("eval.pass_at_k", False),
     ],
 )  # fmt: skip
-def test_names_that_say_secret(name: str, expected: bool) -> None:
+def test_names_of_secrets(name: str, expected: bool) -> None:
     assert says_secret(name) is expected
 
 
@@ -277,12 +279,12 @@ def test_names_that_say_secret(name: str, expected: bool) -> None:
         ("https://chat.example:8443/hooks/a1b2c3d4e5f6a1b2c3", f"https://chat.example:8443/hooks/{MASK}"),
     ],
 )
-def test_what_looks_like_a_secret(text: str, hidden: str) -> None:
+def test_texts_that_look_like_secrets(text: str, hidden: str) -> None:
     assert hide(text) == hidden
 
 
-def test_known_secrets_are_hidden_however_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As addresses and pages write them, and in base64, also where other text stands before and after."""
+def test_known_secrets_are_hidden_in_every_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in URLs and HTML, and in base64, also within other text."""
     secret = "pa ss/word+é<&>=1"
     monkeypatch.setenv("PGPASSWORD", secret)
     raw = secret.encode()
@@ -295,7 +297,7 @@ def test_known_secrets_are_hidden_however_they_are_written(monkeypatch: pytest.M
     for before, after in itertools.product((b"", b"a", b"ab", b"quail:", b"user:"), (b"", b"\n", b"!!", b" and more")):
         for encode in (base64.b64encode, base64.urlsafe_b64encode):
             left, right = hide_known(encode(before + raw + after).decode()).split(MASK)
-            # Four characters are three bytes: what is left stands for the text around, and for bits beside it.
+            # Four characters are three bytes: the remaining ones encode the surrounding text.
             assert len(left) <= math.ceil(len(before) * 4 / 3)
             assert len(right.rstrip("=")) <= math.ceil(len(after) * 4 / 3) + 1
 
@@ -308,8 +310,8 @@ def test_a_webhook_of_the_environment_is_known(monkeypatch: pytest.MonkeyPatch) 
 
 def test_records_lose_only_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", 'quo"ted-secret')
-    said = json.dumps({"a": 'quo"ted-secret', "b": "Bearer abcdefghijkl"})
-    assert json.loads(hide_known(said)) == {"a": MASK, "b": "Bearer abcdefghijkl"}
+    fragments = json.dumps({"a": 'quo"ted-secret', "b": "Bearer abcdefghijkl"})
+    assert json.loads(hide_known(fragments)) == {"a": MASK, "b": "Bearer abcdefghijkl"}
 
 
 def test_a_tree_and_words_and_a_stream(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -331,29 +333,29 @@ def test_another_key_is_the_same_run() -> None:
 
 
 @pytest.mark.parametrize(("words", "expected"), [([], None), (["reward.options.x.api_key=abcdefgh"], True)])
-def test_a_tracker_is_not_told_the_command_where_it_holds_a_secret(
+def test_a_tracker_does_not_get_a_command_with_a_secret(
     words: list[str], expected: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """W&B records the words of the command; its settings come without secrets as all others do."""
+    """W&B records the command line; its settings are redacted like all others."""
     from covey.config.schema import LoggingConfig
     from covey.telemetry import trackers
     from covey.telemetry.base import RunInfo
 
-    told: dict[str, Any] = {}
+    output: dict[str, Any] = {}
 
     class Fake:
         def init(self, **options: Any) -> Any:
-            told.update(options)
+            output.update(options)
             return SimpleNamespace(define_metric=lambda *_, **__: None)
 
     monkeypatch.setattr(trackers, "require", lambda *_: Fake())
     monkeypatch.setattr(sys, "argv", ["covey", "train", *words])
     trackers.WandbSink(RunInfo(tmp_path, "t", "gvpo", "m", "sort", 1), LoggingConfig())
-    assert (told["settings"] or {}).get("x_disable_meta") is expected
+    assert (output["settings"] or {}).get("x_disable_meta") is expected
 
 
-def test_what_only_sounds_like_a_secret_stays() -> None:
-    """Names of variables, names of columns and marks, words that are everywhere."""
+def test_harmless_names_that_sound_like_secrets_stay() -> None:
+    """Variable names, column names, markers, common words."""
     from covey.redact import hide_settings, known, learn, missing
 
     plain = {"headers_from_env": {"Authorization": "MY_VARIABLE"}, "answer_key": "answer", "think_token": "</think>"}
@@ -366,7 +368,7 @@ def test_what_only_sounds_like_a_secret_stays() -> None:
     assert missing({"command": f"curl -H 'Authorization: Bearer {MASK}'"}) == "command"
 
 
-def test_a_run_is_recognised_by_its_name_whatever_it_looks_like(tmp_path: Path) -> None:
+def test_a_run_is_recognised_even_if_its_name_looks_like_a_secret(tmp_path: Path) -> None:
     from covey.training.folder import RunFolder, read_info
 
     info = {"project": "p", "experiment": "sk-learn-regression-baseline", "fingerprint": "f", "status": "running"}

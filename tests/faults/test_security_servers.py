@@ -1,4 +1,4 @@
-"""Both servers against those who should not come in: over real sockets, one test each."""
+"""Unauthorised access to both servers, over real sockets."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def gateway() -> Iterator[RunningGateway]:
 
 
 def raw(port: int, content: bytes, *, seconds: float = 20.0) -> bytes:
-    """What is answered to these bytes, until the server hangs up; or nothing more comes for so long."""
+    """The response to these bytes, until the server closes the connection or nothing arrives for a while."""
     with socket.create_connection(("127.0.0.1", port), 10) as line:
         line.settimeout(seconds)
         found = b""
@@ -94,8 +94,8 @@ def test_tokens_are_long_random_and_compared_in_constant_time(dash: Dash, gatewa
         text = inspect.getsource(module)
         assert "compare_digest" in text
         for sign in ("== token", "== self.token", "token ==", "self.token =="):
-            told = [line for line in text.splitlines() if sign in line and "environ" not in line]
-            assert not told, told
+            output = [line for line in text.splitlines() if sign in line and "environ" not in line]
+            assert not output, output
 
 
 def test_no_server_prints_a_token_or_an_address(
@@ -104,15 +104,15 @@ def test_no_server_prints_a_token_or_an_address(
     assert status(ask_dash(dash, f"/?token={dash.token}")) == 303
     assert status(ask_dash(dash, f"/nowhere?token={dash.token}")) == 404
     assert status(ask_gateway(gateway, path=f"/v1/nowhere?key={gateway.registry.token}")) == 404
-    said = "".join(capfd.readouterr())
-    assert dash.token not in said and gateway.registry.token not in said and "nowhere" not in said
+    fragments = "".join(capfd.readouterr())
+    assert dash.token not in fragments and gateway.registry.token not in fragments and "nowhere" not in fragments
 
 
 # -- who asks ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example:{port}", "", "[::1]"])
-def test_a_name_that_was_bent_to_this_machine(dash: Dash, gateway: RunningGateway, host: str) -> None:
+def test_dns_rebinding(dash: Dash, gateway: RunningGateway, host: str) -> None:
     assert status(ask_dash(dash, "/api/runs", host=host.format(port=dash.port) or " ")) == 403
     lines = f"GET /v1/models HTTP/1.1\r\nHost: {host.format(port=gateway.server.port)}\r\nConnection: close\r\n"
     assert (
@@ -129,7 +129,7 @@ def test_a_name_that_was_bent_to_this_machine(dash: Dash, gateway: RunningGatewa
         ("Sec-Fetch-Site: same-site", "Sec-Fetch-Mode: no-cors"),
     ],
 )  # fmt: skip
-def test_pages_of_others_get_nothing_from_the_dash(dash: Dash, headers: tuple[str, ...]) -> None:
+def test_other_origins_get_nothing_from_the_dashboard(dash: Dash, headers: tuple[str, ...]) -> None:
     assert status(ask_dash(dash, "/api/runs", *headers)) == 403
 
 
@@ -141,15 +141,15 @@ def test_its_own_page_and_links_are_answered(dash: Dash) -> None:
 
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:1", "https://127.0.0.1:{port}"])
-def test_pages_of_others_get_nothing_from_the_gateway(gateway: RunningGateway, origin: str) -> None:
-    """Nor does a question beforehand (OPTIONS) tell them that they may ask."""
+def test_other_origins_get_nothing_from_the_gateway(gateway: RunningGateway, origin: str) -> None:
+    """A preflight request (OPTIONS) does not allow them either."""
     origin = f"Origin: {origin.format(port=gateway.server.port)}"
     for verb in ("GET", "OPTIONS"):
         answer = ask_gateway(gateway, origin, "Access-Control-Request-Method: POST", verb=verb)
         assert status(answer) == 403 and b"access-control-allow" not in answer.lower()
 
 
-def test_answers_say_that_they_are_no_pages(dash: Dash, gateway: RunningGateway) -> None:
+def test_responses_have_security_headers(dash: Dash, gateway: RunningGateway) -> None:
     wanted = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
     for answer in (ask_gateway(gateway), ask_gateway(gateway, path="/x"), ask_dash(dash, "/"), ask_dash(dash, "/x")):
         head = answer.partition(b"\r\n\r\n")[0].decode().lower()
@@ -169,7 +169,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_no_way_leads_out(dash: Dash, gateway: RunningGateway, way: str) -> None:
+def test_no_path_leads_out_of_the_folder(dash: Dash, gateway: RunningGateway, way: str) -> None:
     for answer in (ask_dash(dash, way), ask_gateway(gateway, path=way)):
         assert 400 <= status(answer) < 500 and b"root:" not in answer, answer[:200]
     for ident in ("..", "%2e%2e", "..%2f..%2fetc%2fpasswd", "a/../../b"):
@@ -178,7 +178,7 @@ def test_no_way_leads_out(dash: Dash, gateway: RunningGateway, way: str) -> None
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "episodes.jsonl", ".hydra/overrides.yaml"])
 def test_links_in_a_run_are_not_followed(run: Path, tmp_path: Path, name: str) -> None:
-    """Somebody sends a run whose files are links to mine; I look at it, and send him the report."""
+    """The files of a run from someone else may be links to private files, which must not get into a report."""
     copy = Path(shutil.copytree(run, tmp_path / "sent"))
     secret = tmp_path / "secret"
     record = json.loads((run / "episodes.jsonl").read_text().splitlines()[0])
@@ -210,7 +210,7 @@ def everything(folder: Path) -> bytes:
     return (shown + html_report([folder], episodes=4) + markdown_report(folder)).encode()
 
 
-def test_a_run_json_that_is_a_link_is_no_run(run: Path, tmp_path: Path) -> None:
+def test_a_run_json_that_is_a_link_is_ignored(run: Path, tmp_path: Path) -> None:
     for name in ("good", "bad"):
         shutil.copytree(run, tmp_path / "sent" / name)
     shutil.move(tmp_path / "sent" / "bad" / "run.json", tmp_path / "run.json")
@@ -218,7 +218,7 @@ def test_a_run_json_that_is_a_link_is_no_run(run: Path, tmp_path: Path) -> None:
     assert [found.name for found in Library([tmp_path / "sent"]).runs] == ["good"]
 
 
-def test_settings_that_grow_without_end_are_not_read(run: Path, tmp_path: Path) -> None:
+def test_huge_settings_are_not_read(run: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "sent"))
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
@@ -235,8 +235,8 @@ def test_bodies_without_a_length_are_bounded_too(gateway: RunningGateway, monkey
     chunked = ("Transfer-Encoding: chunked",)
     answer = ask_gateway(gateway, *chunked, body=chunks, path="/v1/chat/completions", verb="POST")
     assert status(answer) == 413
-    said = ask_gateway(gateway, "Content-Length: 999999999", body=b"x" * 2000, path="/episodes", verb="POST")
-    assert status(said) == 413
+    fragments = ask_gateway(gateway, "Content-Length: 999999999", body=b"x" * 2000, path="/episodes", verb="POST")
+    assert status(fragments) == 413
 
 
 def test_without_a_key_no_body_is_read(gateway: RunningGateway) -> None:
@@ -257,7 +257,7 @@ def test_headers_are_bounded(dash: Dash, gateway: RunningGateway, size: int) -> 
     assert status(ask_dash(dash, "/api/runs")) == 200 and status(ask_gateway(gateway)) == 200, "others are served"
 
 
-def test_the_dash_takes_no_bodies(dash: Dash) -> None:
+def test_the_dashboard_accepts_no_bodies(dash: Dash) -> None:
     second = f"GET /api/runs HTTP/1.1\r\nHost: 127.0.0.1:{dash.port}\r\n\r\n".encode()
     for header in (f"Content-Length: {len(second)}", "Transfer-Encoding: chunked"):
         first = f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{dash.port}\r\n{header}\r\n\r\n".encode()
@@ -266,7 +266,7 @@ def test_the_dash_takes_no_bodies(dash: Dash) -> None:
 
 
 @pytest.mark.parametrize("begun", [b"", b"GET /v1/models HTTP/1.1\r\nHost: 12", b"GET / HTTP/1.1\r\n"])
-def test_who_says_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
+def test_silent_clients_are_disconnected(monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
     monkeypatch.setattr(gateway_server, "HEAD_SECONDS", 0.2)
     with serve_engine(ScriptedEngine(lambda prompt, _: "hello")) as gateway:
         started = time.monotonic()
@@ -276,7 +276,7 @@ def test_who_says_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch, begun: byt
         assert reply.status_code == 200, "who asks is answered"
 
 
-def test_a_second_request_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_keep_alive_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_server, "HEAD_SECONDS", 0.2)
     with serve_engine(ScriptedEngine(lambda prompt, _: "hello")) as gateway:
         whole = f"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1:{gateway.server.port}\r\n\r\n".encode()
@@ -285,14 +285,14 @@ def test_a_second_request_that_does_not_come_is_not_waited_for(monkeypatch: pyte
         assert status(answer) == 401 and time.monotonic() - started < 15
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_body_times_out(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_server, "BODY_SECONDS", 0.2)
     answer = ask_gateway(gateway, "Content-Length: 100", body=b"{", path="/episodes", verb="POST")
     assert status(answer) == 408
 
 
-def test_a_busy_event_loop_is_not_the_clients_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The learner works for longer than a client may take, while its body waits to be read."""
+def test_a_busy_event_loop_does_not_time_out_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner blocks the loop for longer than a client's time limit, while the body waits to be read."""
     monkeypatch.setattr(gateway_server, "BODY_SECONDS", 0.3)
     monkeypatch.setattr(gateway_server, "HEAD_SECONDS", 0.3)
     with serve_engine(ScriptedEngine(lambda prompt, _: "hello")) as gateway:
@@ -310,7 +310,7 @@ def test_a_busy_event_loop_is_not_the_clients_fault(monkeypatch: pytest.MonkeyPa
                 assert line.recv(12) == b"HTTP/1.1 201"
 
 
-def test_silent_connections_do_not_keep_others_out_of_the_dash(dash: Dash) -> None:
+def test_silent_connections_do_not_block_the_dashboard(dash: Dash) -> None:
     lines = [socket.create_connection(("127.0.0.1", dash.port), 10) for _ in range(dash_server.MAX_CONNECTIONS + 20)]
     try:
         assert status(ask_dash(dash, "/api/runs")) == 200
@@ -324,7 +324,7 @@ def test_silent_connections_do_not_keep_others_out_of_the_dash(dash: Dash) -> No
     assert 0 < handler.timeout <= 60
 
 
-def test_too_many_connections_to_the_gateway_are_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_connections_to_the_gateway_are_told_to_retry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_server, "MAX_CONNECTIONS", 10)
     with serve_engine(ScriptedEngine(lambda prompt, _: "hello")) as gateway:
         lines = [socket.create_connection(("127.0.0.1", gateway.server.port), 10) for _ in range(12)]
@@ -339,13 +339,13 @@ def test_too_many_connections_to_the_gateway_are_told_to_come_again(monkeypatch:
         assert status(answer) == 200
 
 
-def test_no_server_in_the_source_listens_to_everybody() -> None:
+def test_no_server_in_the_source_listens_on_all_interfaces() -> None:
     for path in (ROOT / "src" / "covey").rglob("*.py"):
         text = path.read_text()
         assert "0.0.0.0" not in text and 'host="::"' not in text and "bind(('', " not in text, path
 
 
-def test_a_page_cannot_be_put_into_another_by_a_models_words(run: Path) -> None:
+def test_model_output_cannot_inject_html(run: Path) -> None:
     copy = run.parent / "words"
     write_run(copy, *healthy(2), started="2026-01-02")
     evil = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"

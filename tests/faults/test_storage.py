@@ -1,4 +1,4 @@
-"""A disk that is full, read-only or broken ends a run in words and with a number, and the same command goes on."""
+"""A full, read-only or broken disk ends a run with a message and an exit code, and the same command resumes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from covey.app.train import is_finished
 from covey.cli.main import main
-from covey.storage import StorageFailed, refusal, write_whole, writing
+from covey.storage import StorageFailed, storage_errno, write_atomically, writing
 from covey.telemetry.jsonl import JsonlFiles, PartWriter
 from covey.telemetry.telemetry import Telemetry
 from covey.training.checkpoint import CheckpointStore, step_folders
@@ -26,14 +26,14 @@ from tests.faults.storage import SmallDisk, outcome, prepare, small_disk, the_ru
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: Path) -> dict[str, Any]:
-    """The outcome of the run that nothing happens to."""
+    """The outcome of the undisturbed run."""
     folder = prepare(tmp_path_factory.mktemp("whole"))
     assert train(folder, tiny_model_folder) == 0
     return outcome(the_run(folder))
 
 
 def before(method: str, call: int, happens: Callable[[], None]) -> Callable[..., Any]:
-    """A method that lets something happen before one of its calls."""
+    """Wrap a method so that something happens before one of its calls."""
     owner, name = PLACES[method]
     original, calls = getattr(owner, name), 0
 
@@ -75,24 +75,25 @@ def test_a_disk_that_fills_up_while_training(
     named: tuple[str, ...],
     last: int | None,
 ) -> None:
-    """Told in a few lines with the path, the room and the step; nothing half is left; then it ends as if never full."""
+    """The message has the path, the free space and the step; no partial file is left; the resumed run ends as if
+    undisturbed."""
     with small_disk(tmp_path / "disk", 4000) as disk:
         folder = prepare(disk.path / "work")
         with monkeypatch.context() as patch:
             owner, name = PLACES[moment]
             patch.setattr(owner, name, before(moment, call, disk.fill))
             assert train(folder, tiny_model_folder) == 1
-        told = capsys.readouterr().err
+        output = capsys.readouterr().err
         run = the_run(folder)
         assert (
-            "cannot write" in told
-            and any(name in told for name in named)
-            and "No space left on device" in told
-            and "free" in told
+            "cannot write" in output
+            and any(name in output for name in named)
+            and "No space left on device" in output
+            and "free" in output
         )
-        assert "Traceback" not in told and len(told.strip().splitlines()) < 25
+        assert "Traceback" not in output and len(output.strip().splitlines()) < 25
         expected = "there is no checkpoint to go on from" if last is None else f"after step {last}"
-        assert expected in told
+        assert expected in output
         assert not list(run.glob("checkpoints/.writing-*")) and not list(run.glob("**/.run.json"))
         assert [p.name for p in run.glob("checkpoints/*")] == ([] if last is None else [f"step-{last:06d}"])
         for line in (run / "metrics.jsonl").read_bytes().splitlines(keepends=True):
@@ -109,14 +110,14 @@ def test_a_disk_that_fills_up_while_training(
 def test_a_disk_of_any_size(
     tmp_path: Path, tiny_model_folder: Path, whole: dict[str, Any], capsys: pytest.CaptureFixture[str], kilobytes: int
 ) -> None:
-    """It is full when it is full: wherever that is, the run ends with a number and words, and goes on when there is
-    room, to the same weights and records."""
+    """Wherever the disk becomes full, the run ends with a message and an exit code, and resumes when there is
+    space, to the same weights and records."""
     with small_disk(tmp_path / "disk", kilobytes) as disk:
         folder = prepare(disk.path / "work")
         code = train(folder, tiny_model_folder)
-        told = capsys.readouterr().err
+        output = capsys.readouterr().err
         if code:
-            assert "cannot write" in told and "No space left on device" in told and "Traceback" not in told
+            assert "cannot write" in output and "No space left on device" in output and "Traceback" not in output
         disk.resize(8000)
         finished = [run for run in folder.glob("outputs/*/*") if (run / "run.json").exists() and is_finished(run)]
         resumed = [run for run in folder.glob("outputs/*/*") if step_folders(run / "checkpoints")]
@@ -143,20 +144,20 @@ def test_the_report_of_a_finished_run(
         with monkeypatch.context() as patch:
             patch.setattr("covey.training.run.write_report", full)
             assert train(folder, tiny_model_folder) == 1
-        told = capsys.readouterr().err
+        output = capsys.readouterr().err
         run = the_run(folder)
-        assert "curve.png: No space left" in told and "the same command goes on from the last checkpoint" in told
+        assert "curve.png: No space left" in output and "the same command goes on from the last checkpoint" in output
         assert json.loads((run / "run.json").read_text())["status"] != "finished"
         assert not list(run.glob("*.png")) and not list(run.glob("*.md"))
         disk.free()
-        assert train(folder, tiny_model_folder) == 0  # only what is missing: the report
+        assert train(folder, tiny_model_folder) == 0  # only the missing report is written
         assert the_run(folder) == run and (run / "summary.md").exists()
 
 
-def test_a_status_that_does_not_fit_any_more_hides_no_error(
+def test_a_status_that_cannot_be_written_hides_no_error(
     tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The disk stays full to the end: the first error is told, and the lock is let go of."""
+    """The disk stays full: the first error is reported, and the lock is released."""
     with small_disk(tmp_path / "disk", 4000) as disk:
         folder = prepare(disk.path / "work")
         with monkeypatch.context() as patch:
@@ -172,7 +173,7 @@ def test_a_status_that_does_not_fit_any_more_hides_no_error(
 
 
 @pytest.mark.parametrize("what", ["output_dir", "the run to go on with"])
-def test_a_read_only_place_is_refused_before_anything_starts(
+def test_a_read_only_folder_is_refused_before_anything_starts(
     tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str], what: str
 ) -> None:
     with small_disk(tmp_path / "disk", 4000) as disk:
@@ -184,8 +185,8 @@ def test_a_read_only_place_is_refused_before_anything_starts(
             assert train(folder, tiny_model_folder, *(["loop.max_minutes=100"] if what != "output_dir" else [])) == 2
         finally:
             disk.read_only(False)
-    told = capsys.readouterr().err
-    assert "Read-only file system" in told and "logging.output_dir" in told and "nothing was started" in told
+    output = capsys.readouterr().err
+    assert "Read-only file system" in output and "logging.output_dir" in output and "nothing was started" in output
 
 
 def test_an_output_folder_that_is_a_file(
@@ -199,7 +200,7 @@ def test_an_output_folder_that_is_a_file(
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """Files of this process may not grow beyond: as on a disk with a quota, without being root."""
+    """Limit the size of files of this process: like a quota, but without root."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -208,8 +209,8 @@ def largest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("size", [50_000, 150_000])  # the weights do not fit; the optimiser's state does not
-def test_a_file_that_may_not_grow_leaves_the_best_checkpoint_alone(tmp_path: Path, size: int) -> None:
+@pytest.mark.parametrize("size", [50_000, 150_000])  # the weights do not fit; the optimiser state does not fit
+def test_a_file_size_limit_keeps_the_best_checkpoint(tmp_path: Path, size: int) -> None:
     from tests.conftest import byte_tokenizer
     from tests.training.test_checkpoint import store, trained_learner
 
@@ -224,10 +225,10 @@ def test_a_file_that_may_not_grow_leaves_the_best_checkpoint_alone(tmp_path: Pat
     assert found is not None and found.step == 2
 
 
-def test_a_disk_that_breaks_at_any_sync_leaves_the_checkpoint_before(
+def test_a_disk_error_at_any_sync_keeps_the_previous_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Input/output error at the first sync of a checkpoint, the second, ... : whole or absent each time."""
+    """Input/output error at each sync of a checkpoint in turn: it is complete or absent each time."""
     from tests.conftest import byte_tokenizer
     from tests.training.test_checkpoint import store, trained_learner
 
@@ -250,28 +251,28 @@ def test_a_disk_that_breaks_at_any_sync_leaves_the_checkpoint_before(
         except StorageFailed as error:
             assert "step-000002: Input/output error" in str(error)
         else:
-            break  # there were not so many
+            break  # there are no more syncs
         found = checkpoints.latest(print)
         assert found is not None and found.step in (1, 2)
         names = {p.name for p in tmp_path.iterdir()}
         assert names == {"step-000001"} or (found.step == 2 and names == {"step-000001", "step-000002"})
         ended += 1
-    assert ended >= 10  # files and folders of a checkpoint, and the folder that names it
+    assert ended >= 10  # files and folders of a checkpoint, and its parent
 
 
-def test_a_line_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_lines_are_written_atomically(tmp_path: Path) -> None:
     writer = PartWriter(tmp_path / "episodes.jsonl", 0)
     writer.write(b"1" * 99 + b"\n")
     with largest_file(150), pytest.raises(StorageFailed, match=r"episodes.jsonl: File too large"):
         writer.write(b"2" * 99 + b"\n")  # half of it fits
     assert (tmp_path / "episodes.jsonl").read_bytes() == b"1" * 99 + b"\n"
-    writer.write(b"3" * 9 + b"\n")  # there is room again
+    writer.write(b"3" * 9 + b"\n")  # there is space again
     assert writer.synced() == 110
     writer.close()
     assert (tmp_path / "episodes.jsonl").read_bytes() == b"1" * 99 + b"\n" + b"3" * 9 + b"\n"
 
 
-def test_records_close_also_after_a_write_that_failed(tmp_path: Path) -> None:
+def test_records_close_after_a_failed_write(tmp_path: Path) -> None:
     files = JsonlFiles(tmp_path)
     with largest_file(10), pytest.raises(StorageFailed, match=r"metrics.jsonl"):
         files.step(0, {"reward/mean": 0.5}, None, [])
@@ -280,11 +281,11 @@ def test_records_close_also_after_a_write_that_failed(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
 
 
-def test_what_is_written_whole_stays_as_it_was(tmp_path: Path) -> None:
+def test_a_failed_atomic_write_leaves_the_file_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    write_whole(path, "before")
+    write_atomically(path, "before")
     with largest_file(3), pytest.raises(StorageFailed, match=r"run.json: File too large"):
-        write_whole(path, "afterwards")
+        write_atomically(path, "afterwards")
     assert path.read_text() == "before" and [p.name for p in tmp_path.iterdir()] == ["run.json"]
 
 
@@ -300,14 +301,14 @@ def test_what_is_written_whole_stays_as_it_was(tmp_path: Path) -> None:
         (FileNotFoundError(errno.ENOENT, "gone"), None),
     ],
 )
-def test_a_refusal_is_known_in_every_library_s_words(error: Exception, number: int | None) -> None:
-    assert refusal(error) == number
+def test_storage_errors_of_every_library_are_recognised(error: Exception, number: int | None) -> None:
+    assert storage_errno(error) == number
     wrapped = RuntimeError("something went wrong")
     wrapped.__cause__ = error
-    assert refusal(wrapped) == number
+    assert storage_errno(wrapped) == number
 
 
-def test_other_errors_pass_as_they_are(tmp_path: Path) -> None:
+def test_other_errors_are_not_changed(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), writing(Path("x")):
         raise ZeroDivisionError
     with pytest.raises(FileNotFoundError), writing(tmp_path / "out" / "copy"):
@@ -322,7 +323,7 @@ def test_other_errors_pass_as_they_are(tmp_path: Path) -> None:
 def test_data_prepare_on_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The earlier preparation stays, and so does its folder's neighbourhood."""
+    """The earlier prepared set stays, and nothing is left next to it."""
     monkeypatch.chdir(tmp_path)
     row = {"question": "1+1", "answer": "because\n#### 2"}
     (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
@@ -333,13 +334,13 @@ def test_data_prepare_on_a_full_disk(
         disk.fill()
         capsys.readouterr()
         assert main(command) == 1
-        told = capsys.readouterr().err
-        assert "cannot write disk/gsm8k: No space left" in told and "Traceback" not in told
+        output = capsys.readouterr().err
+        assert "cannot write disk/gsm8k: No space left" in output and "Traceback" not in output
         assert {p.name: p.read_bytes() for p in (disk.path / "gsm8k").iterdir()} == first
         assert sorted(p.name for p in disk.path.iterdir()) == ["ballast", "gsm8k"]
 
 
-def test_an_export_that_does_not_fit_is_not_there(
+def test_an_export_without_space_leaves_nothing(
     tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with largest_file(50_000):
@@ -348,14 +349,14 @@ def test_an_export_that_does_not_fit_is_not_there(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_converted_model_that_does_not_fit_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The built-in model's cache, with a small model in the place of the GGUF's."""
+def test_a_conversion_without_space_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The built-in model's cache, with a small model in place of the GGUF file."""
     from covey.models import builtin
     from tests.conftest import byte_tokenizer, tiny_llama
 
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *a, **k: byte_tokenizer())
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *a, **k: tiny_llama())
-    monkeypatch.setattr(builtin, "_forget_quantisation", lambda model: None)
+    monkeypatch.setattr(builtin, "_clear_quantisation", lambda model: None)
     folder = tmp_path / "models" / "small"
     with largest_file(50_000), pytest.raises(StorageFailed, match="small: File too large"):
         builtin._convert(tmp_path / "x.gguf", folder)
@@ -364,7 +365,7 @@ def test_a_converted_model_that_does_not_fit_is_not_there(tmp_path: Path, monkey
     assert (folder / "model.safetensors").is_file()
 
 
-def test_weights_for_another_process_are_whole_or_absent(tmp_path: Path) -> None:
+def test_weights_for_another_process_are_complete_or_absent(tmp_path: Path) -> None:
     from covey.weights.files import write_weights
     from covey.weights.names import named_weights
     from tests.conftest import tiny_llama
@@ -374,7 +375,7 @@ def test_weights_for_another_process_are_whole_or_absent(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
-def test_an_evaluation_on_a_full_disk_goes_on_where_it_was(
+def test_an_evaluation_on_a_full_disk_resumes(
     tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from covey.evaluation.answers import EvalFolder
@@ -389,7 +390,7 @@ def test_an_evaluation_on_a_full_disk_goes_on_where_it_was(
         nonlocal calls
         calls += 1
         if calls == 3:
-            with (tmp_path / "disk/out/answers.jsonl").open("a") as file:  # half a line, as if that had fitted
+            with (tmp_path / "disk/out/answers.jsonl").open("a") as file:  # half a line, as if that much had fit
                 file.write('{"model": "ti')
             disk.fill()
             (tmp_path / "disk/out/answers.jsonl").open("a").write("x" * 4096)
@@ -399,8 +400,8 @@ def test_an_evaluation_on_a_full_disk_goes_on_where_it_was(
         with monkeypatch.context() as patch:
             patch.setattr(EvalFolder, "append", filled)
             assert main([*words, "--out", "disk/out"]) == 1
-        told = capsys.readouterr().err
-        assert "No space left" in told
+        output = capsys.readouterr().err
+        assert "No space left" in output
         disk.free()
         assert main([*words, "--out", "disk/out"]) == 0
         assert "2 of 4 answers are there already" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Files of a run that are cut, flipped, missing, or of another kind: named, and never taken for whole."""
+"""Truncated, bit-flipped, missing and wrong files of a checkpoint are reported, and never used as intact."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from covey.training.checkpoint import DamagedCheckpoint, open_checkpoint, step_f
 from tests.conftest import byte_tokenizer
 from tests.training.test_checkpoint import store, trained_learner
 
-CASES = 6  # places in each file; the slow test has many
+CASES = 6  # positions in each file; the slow test has more
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +46,14 @@ def flipped(data: bytes, at: int, bit: int) -> bytes:
 
 
 def damages(data: bytes, rng: random.Random, count: int) -> list[bytes]:
-    """Cut and flipped at every class of place; emptied; with a byte too many; zeroed, as after a loss of power."""
+    """Truncated and bit-flipped at various positions; emptied; one byte too long; zeroed, as after a power loss."""
     found = [flipped(data, at, rng.randrange(8)) for at in places(len(data), rng, count)]
     found += [data[:at] for at in places(len(data), rng, count)]
     return [*found, b"", data + b"\n", bytes(len(data))]
 
 
 def check_all_damages(checkpoints: Path, count: int, seed: int) -> int:
-    """Every file of the newest checkpoint, damaged in every way: named, or still loaded as it was saved."""
+    """Damage every file of the newest checkpoint in every way: it is reported, or loads exactly as saved."""
     newest, rng, cases = checkpoints / "step-000002", random.Random(seed), 0
     state = open_checkpoint(newest).state
     for name in files_of(newest):
@@ -66,7 +66,7 @@ def check_all_damages(checkpoints: Path, count: int, seed: int) -> int:
                 found = open_checkpoint(newest)
             except DamagedCheckpoint as error:
                 assert "step-000002" in str(error)
-            else:  # a manifest may change where nothing changes with it: the case of a hash's letter, a space
+            else:  # some changes of a manifest have no effect: the case of a hash's letter, a space
                 assert name == "manifest.json" and json.loads(damaged) == json.loads(data), (name, damaged[:200])
                 assert found.state == state
         path.write_bytes(data)
@@ -97,8 +97,8 @@ JSON_OF_ANOTHER_KIND = ["[]", "null", "3", '"text"', "{}", "[" * 100_000, '{"ste
 
 @pytest.mark.parametrize("text", JSON_OF_ANOTHER_KIND, ids=lambda text: text[:8])
 @pytest.mark.parametrize("name", ["manifest.json", "state.json"])
-def test_json_of_another_kind(checkpoints: Path, name: str, text: str) -> None:
-    """Also where the manifest agrees with it."""
+def test_wrong_json(checkpoints: Path, name: str, text: str) -> None:
+    """Also if the manifest matches it."""
     newest = checkpoints / "step-000002"
     (newest / name).write_text(text, errors="surrogateescape")
     if name != "manifest.json":
@@ -110,7 +110,7 @@ def test_json_of_another_kind(checkpoints: Path, name: str, text: str) -> None:
 
 
 def resign(checkpoint: Path) -> None:
-    """A manifest of what is there now: damage that no checksum tells."""
+    """Write a manifest of the current files, so that checksums do not show the damage."""
     hashes = {name: hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() for name in files_of(checkpoint)}
     hashes.pop("manifest.json")
     (checkpoint / "manifest.json").write_text(json.dumps(hashes))
@@ -119,7 +119,7 @@ def resign(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     "outside", ["../step-000001/state.json", "/etc/hostname", "model/../../step-000001/state.json"]
 )
-def test_a_manifest_that_names_what_lies_outside(checkpoints: Path, outside: str) -> None:
+def test_a_manifest_with_paths_out_of_the_folder(checkpoints: Path, outside: str) -> None:
     newest = checkpoints / "step-000002"
     manifest = json.loads((newest / "manifest.json").read_text())
     real = Path(outside) if outside.startswith("/") else newest / outside
@@ -138,17 +138,17 @@ def test_a_file_that_the_manifest_does_not_name(checkpoints: Path, planted: str)
     assert open_checkpoint(checkpoints / "step-000001").step == 1
 
 
-def test_where_all_are_damaged_nothing_is_begun_anew(checkpoints: Path) -> None:
+def test_if_all_are_damaged_nothing_is_started(checkpoints: Path) -> None:
     for step in (1, 2):
         (checkpoints / f"step-{step:06d}" / "manifest.json").write_bytes(b"")
-    with pytest.raises(InputError) as told:
+    with pytest.raises(InputError) as output:
         store(checkpoints).latest(lambda text: None)
-    for words in ("no checkpoint that is whole", "step-000001", "step-000002", "resume=disable"):
-        assert words in str(told.value)
-    assert len(step_folders(checkpoints)) == 2  # both are still where they were
+    for words in ("no intact checkpoint", "step-000001", "step-000002", "resume=disable"):
+        assert words in str(output.value)
+    assert len(step_folders(checkpoints)) == 2  # both are unchanged
 
 
-def test_one_that_cannot_be_read(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_checkpoint(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bad sector."""
     import covey.training.checkpoint as room
 
@@ -165,8 +165,8 @@ def test_one_that_cannot_be_read(checkpoints: Path, monkeypatch: pytest.MonkeyPa
     assert found is not None and found.step == 1 and "Input/output error" in warned[0]
 
 
-def test_a_damaged_one_takes_no_place_of_a_whole_one(checkpoints: Path) -> None:
-    """It is set aside: of two that are kept, both are whole."""
+def test_a_damaged_checkpoint_does_not_count_as_kept(checkpoints: Path) -> None:
+    """It is renamed, so the two that are kept are both intact."""
     (checkpoints / "step-000002" / "state.json").write_text("")
     kept, learner = store(checkpoints, keep_last=2), trained_learner()
     assert kept.latest(lambda text: None) is not None
@@ -176,14 +176,14 @@ def test_a_damaged_one_takes_no_place_of_a_whole_one(checkpoints: Path) -> None:
     assert sorted(p.name for p in checkpoints.iterdir()) == ["damaged-step-000002", "step-000003", "step-000004"]
 
 
-def test_later_ones_of_an_earlier_attempt_take_no_place_either(checkpoints: Path) -> None:
+def test_later_checkpoints_of_an_earlier_attempt_do_not_count_as_kept(checkpoints: Path) -> None:
     store(checkpoints, keep_last=1).save(1, trained_learner(), byte_tokenizer(), {"best": None})
-    assert open_checkpoint(checkpoints / "step-000001").step == 1  # what was just written is not deleted
+    assert open_checkpoint(checkpoints / "step-000001").step == 1  # the newly written one is not deleted
     assert sorted(p.name for p in checkpoints.iterdir()) == ["step-000001", "step-000002"]
 
 
-def test_other_things_in_the_folder_are_left_alone(checkpoints: Path, tmp_path: Path) -> None:
-    """Copies under other names are no checkpoints; of links only the link goes."""
+def test_other_entries_of_the_folder_are_ignored(checkpoints: Path, tmp_path: Path) -> None:
+    """Copies under other names are not checkpoints; of a link, only the link is deleted."""
     (tmp_path / "elsewhere").mkdir()
     shutil.move(checkpoints / "step-000001", tmp_path / "elsewhere" / "one")
     (checkpoints / "step-000001").symlink_to(tmp_path / "elsewhere" / "one")
@@ -196,7 +196,7 @@ def test_other_things_in_the_folder_are_left_alone(checkpoints: Path, tmp_path: 
     assert (tmp_path / "elsewhere" / "one" / "state.json").is_file()
 
 
-def test_a_link_in_the_place_of_a_new_one(checkpoints: Path, tmp_path: Path) -> None:
+def test_a_link_in_place_of_a_new_checkpoint(checkpoints: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoints / "step-000002", tmp_path / "other")
     (checkpoints / "step-000003").symlink_to(tmp_path / "other")
     store(checkpoints).save(3, trained_learner(), byte_tokenizer(), {"best": None})
@@ -220,5 +220,5 @@ def test_moments_of_another_model_are_refused(checkpoints: Path) -> None:
     with pytest.raises(InputError, match=r"another model: .* is \[32, 64\] there, \[32, 96\] here"):
         wide.restore(found.folder, found.state["learner"])
     flat = Learner(tiny_llama(num_hidden_layers=1), LearnerConfig(), total_updates=1)
-    with pytest.raises(InputError, match="another model: it knows a weight"):
+    with pytest.raises(InputError, match="another model: it has a weight"):
         flat.restore(found.folder, found.state["learner"])

@@ -1,4 +1,4 @@
-"""A run's folder, downloads and prepared sets that are cut, flipped or missing: named, and never taken for whole."""
+"""Damaged records, downloads and prepared data sets are reported, and never used as intact."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.faults.test_storage_damage import flipped, resign
 
 @pytest.fixture(scope="module")
 def halfway(tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: Path) -> Path:
-    """A run that was ended after one step of four."""
+    """A run that ended after one step of four."""
     folder = prepare(tmp_path_factory.mktemp("halfway"))
     assert train(folder, tiny_model_folder, "loop.max_minutes=0") == 0
     return folder
@@ -41,12 +41,12 @@ def stopped(halfway: Path, tmp_path: Path) -> Path:
 def test_a_run_whose_checkpoints_are_all_damaged_is_refused(
     stopped: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the same command, which would otherwise begin anew from step 0."""
+    """By the same command, which would otherwise start again from step 0."""
     weights = the_run(stopped) / "checkpoints/step-000001/model/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     assert train(stopped, tiny_model_folder, "loop.max_minutes=100") == 2
-    told = capsys.readouterr().err
-    assert "no checkpoint that is whole" in told and "model/model.safetensors does not match its checksum" in told
+    output = capsys.readouterr().err
+    assert "no intact checkpoint" in output and "model/model.safetensors does not match its checksum" in output
     assert len(list(stopped.glob("outputs/*/*"))) == 1
 
 
@@ -62,7 +62,7 @@ def test_torn_lines_are_repaired_on_resume(stopped: Path, tmp_path: Path, tiny_m
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "episodes.jsonl"])
-def test_records_that_were_cut_before_the_checkpoint(
+def test_records_truncated_before_the_checkpoint(
     stopped: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     path = the_run(stopped) / name
@@ -95,7 +95,7 @@ def flip_a_word(run: Path) -> None:
 def test_readers_of_a_damaged_run_name_the_file(
     stopped: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Path], None], named: str
 ) -> None:
-    """covey train resume=..., covey report, covey runs: words, no traceback."""
+    """covey train resume=..., covey report, covey runs: a message, no traceback."""
     run = the_run(stopped)
     change(run)
     from covey.telemetry.report import summarise
@@ -108,8 +108,8 @@ def test_readers_of_a_damaged_run_name_the_file(
     assert "run.json: not a run.json of covey" in capsys.readouterr().err
 
 
-def test_a_damaged_line_does_not_keep_a_run_from_going_on(stopped: Path, tiny_model_folder: Path) -> None:
-    """It is told of, and the others are read; all bytes are still there, so that the record's offsets hold."""
+def test_a_damaged_line_does_not_prevent_resuming(stopped: Path, tiny_model_folder: Path) -> None:
+    """It is reported, and the others are read. All bytes stay, so that the offsets of the record are still valid."""
     run = the_run(stopped)
     flip_a_word(run)
     with pytest.warns(UserWarning, match=r"metrics.jsonl, line 1 is damaged and skipped"):
@@ -120,7 +120,7 @@ def test_a_damaged_line_does_not_keep_a_run_from_going_on(stopped: Path, tiny_mo
 @pytest.mark.parametrize(
     "line", [b"[1, 2]", b'{"kind": 3}', b"\xff\xfe", b"", b"[" * 9999, b'{"kind":"eval","step":1,"metrics":{"a":"b"}}']
 )
-def test_lines_that_are_no_record(tmp_path: Path, line: bytes) -> None:
+def test_lines_that_are_not_records(tmp_path: Path, line: bytes) -> None:
     from covey.telemetry.history import read_history
 
     good = b'{"kind": "step", "step": 0, "metrics": {"a": 1}}\n'
@@ -142,12 +142,12 @@ def test_covey_runs_shows_the_others(stopped: Path, monkeypatch: pytest.MonkeyPa
     assert "broken" in " ".join(library.skipped)
     assert {shown.folder.name for shown in library.runs} == {run.name, "torn"}
     assert {shown.folder.name: shown.state()["done"] for shown in library.runs} == {run.name: 1, "torn": 0}
-    with pytest.raises(InputError, match=r"not a run.json of covey|no run found"):  # one that was named itself
+    with pytest.raises(InputError, match=r"not a run.json of covey|no run found"):  # a run that was named explicitly
         Library([run.with_name("broken")])
 
 
-def test_episodes_that_are_damaged_are_left_out_of_the_reader(stopped: Path) -> None:
-    """Every line of the file cut or flipped somewhere: the index holds the others, all columns of one length."""
+def test_damaged_episodes_are_skipped_by_the_viewer(stopped: Path) -> None:
+    """Every line truncated or bit-flipped in turn: the index has the others, with all columns of equal length."""
     from covey.dashboard.episodes import EpisodeIndex
 
     path = the_run(stopped) / "episodes.jsonl"
@@ -172,7 +172,7 @@ def test_episodes_that_are_damaged_are_left_out_of_the_reader(stopped: Path) -> 
     ]
 
 
-def test_a_run_json_that_is_none_is_told_and_passed_by(stopped: Path) -> None:
+def test_an_invalid_run_json_is_reported_and_skipped(stopped: Path) -> None:
     run = the_run(stopped)
     (run / "run.json").write_text('{"project": 1, "experiment"')
     warned: list[str] = []
@@ -180,7 +180,7 @@ def test_a_run_json_that_is_none_is_told_and_passed_by(stopped: Path) -> None:
     assert "run.json is damaged" in warned[0] and "not resumed" in warned[0]
 
 
-def test_a_run_json_that_is_missing_is_told(stopped: Path) -> None:
+def test_a_missing_run_json_is_reported(stopped: Path) -> None:
     (the_run(stopped) / "run.json").unlink()
     warned: list[str] = []
     assert find_unfinished(stopped / "outputs", "covey", "x", "y", warned.append) is None
@@ -203,7 +203,7 @@ def test_a_damaged_checkpoint_is_not_evaluated(
     assert "config.yaml" in capsys.readouterr().err
 
 
-def test_a_model_whose_weights_are_cut(
+def test_a_model_with_truncated_weights(
     tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = Path(shutil.copytree(tiny_model_folder, tmp_path / "model"))
@@ -216,7 +216,7 @@ def test_a_model_whose_weights_are_cut(
 def test_another_model_s_checkpoint_in_the_run(
     stopped: Path, tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whole by its manifest, and of a model with other layers."""
+    """Intact by its manifest, but of a model with different layers."""
     from covey.config.schema import LearnerConfig
     from covey.learner.learner import Learner
     from tests.conftest import tiny_llama
@@ -229,7 +229,7 @@ def test_another_model_s_checkpoint_in_the_run(
     assert "of another model" in capsys.readouterr().err
 
 
-def test_records_of_an_evaluation_that_was_torn(tmp_path: Path) -> None:
+def test_torn_records_of_an_evaluation(tmp_path: Path) -> None:
     from covey.evaluation.answers import EvalFolder
 
     EvalFolder(tmp_path / "out", {"a": 1}, "covey eval").close()
@@ -242,7 +242,7 @@ def test_a_judge_whose_cache_is_full_still_judges(tmp_path: Path) -> None:
     from covey.rewards.judge import Judge
 
     judge = Judge(url="http://localhost:1/v1", model="m", cache=str(tmp_path / "replies.jsonl"))
-    (tmp_path / "replies.jsonl").mkdir()  # which cannot be appended to, by root neither
+    (tmp_path / "replies.jsonl").mkdir()  # not appendable, even for root
     with pytest.warns(UserWarning, match="no further reply is kept there"):
         judge._store("key", "7")
     judge._store("other", "8")
@@ -252,8 +252,8 @@ def test_a_judge_whose_cache_is_full_still_judges(tmp_path: Path) -> None:
 # -- downloads and prepared sets ------------------------------------------------------------------------------------
 
 
-def test_a_download_that_ends_early_is_no_file(tmp_path: Path) -> None:
-    """The server promises more than it sends; the reader's library calls that the end of the file."""
+def test_an_incomplete_download_leaves_no_file(tmp_path: Path) -> None:
+    """The server announces more than it sends, and the HTTP library reports the end of the file."""
     from covey.errors import Absent
     from covey.tasks.datasets.dataset import Source, Url
     from covey.tasks.datasets.fetch import fetch
@@ -281,7 +281,7 @@ def test_a_download_that_ends_early_is_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"name": "gsm8k"}', '{"name": "gsm8k", "rows": 3, "outputs": {}}'])
-def test_a_prepared_set_whose_manifest_is_damaged(tmp_path: Path, text: str) -> None:
+def test_a_prepared_set_with_a_damaged_manifest(tmp_path: Path, text: str) -> None:
     from covey.tasks.datasets.load import read_manifest
 
     (tmp_path / "manifest.json").write_text(text)

@@ -1,4 +1,4 @@
-"""What the ranks of a test do: the same as one process, so that results can be compared."""
+"""Jobs for the ranks of a test, which a single process can run too, so that results can be compared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from covey.algorithms import make
 from covey.config.schema import CriticConfig, LearnerConfig
 from covey.learner.learner import Learner
-from covey.learner.parallel import Ranks, own_part
+from covey.learner.parallel import Ranks, local_part
 from covey.models.loading import Reference
 from covey.types import Batch, Samples
 from covey.weights.names import full_weights, named_weights
@@ -22,7 +22,7 @@ from tests.learner.helpers import batch_of, rows_of
 
 
 def tiny_qwen3(seed: int, dtype: torch.dtype, **changes: Any) -> Any:
-    """Queries and keys of each head go through a norm, with weights that all heads share."""
+    """Queries and keys go through a norm whose weights all heads share."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8, "vocab_size": 64}
@@ -33,7 +33,7 @@ def tiny_qwen3(seed: int, dtype: torch.dtype, **changes: Any) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """A learner and what it learns from."""
+    """A learner and its data."""
 
     algorithm: str = "grpo"
     options: dict[str, Any] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Case:
         return model.train(self.checkpointing)
 
     def learner(self, ranks: Ranks, folder: Path | None = None) -> Learner:
-        ranks = ranks.in_teams(self.settings.get("tensor_parallel", 1))
+        ranks = ranks.with_tensor_parallel(self.settings.get("tensor_parallel", 1))
         policy, reference = self.policy(folder), None
         if self.reference:
             reference = Reference(policy if self.lora else self.random(1))
@@ -87,7 +87,7 @@ class Case:
         more: dict[str, Any] = {"critic": self.critic, "critic_backbone": backbone, "ranks": ranks}
         learner = Learner(policy, config, total_updates=10, reference=reference, **more)
         if learner.critic is not None:
-            learner.critic.steps = 1  # one training step begun: no warm-up
+            learner.critic.steps = 1  # the first training step has started: no warm-up
         return learner
 
     def batch(self, number: int) -> Batch:
@@ -107,14 +107,14 @@ def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
 
 
 def train(ranks: Ranks, case: Case) -> tuple[dict[str, torch.Tensor], list[dict[str, float]], torch.Tensor]:
-    """Three steps: the weights, what was told, and the log-probs of rows afterwards (and of the reference's)."""
+    """Three steps: the weights, the metrics, and log-probs afterwards, also under the reference if there is one."""
     learner = case.learner(ranks)
-    told = case.steps(learner, range(3))
-    said = learner.logprobs(case.batch(7).rows, 0.7)
+    metrics = case.steps(learner, range(3))
+    scores = learner.logprobs(case.batch(7).rows, 0.7)
     if learner.reference is not None:
         with learner.reference.active() as model:
-            said = torch.cat([said, learner.logprobs(case.batch(7).rows, 0.7, model)])
-    return weights_of(learner), told, said
+            scores = torch.cat([scores, learner.logprobs(case.batch(7).rows, 0.7, model)])
+    return weights_of(learner), metrics, scores
 
 
 def train_and_save(ranks: Ranks, case: Case, folder: Path) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def train_and_save(ranks: Ranks, case: Case, folder: Path) -> dict[str, Any]:
     return learner.counters()
 
 
-def go_on(ranks: Ranks, case: Case, folder: Path, counters: dict[str, Any]) -> dict[str, torch.Tensor]:
+def resume_training(ranks: Ranks, case: Case, folder: Path, counters: dict[str, Any]) -> dict[str, torch.Tensor]:
     learner = case.learner(ranks, folder)
     learner.restore(folder, counters)
     case.steps(learner, range(2, 4))
@@ -148,27 +148,27 @@ def broken_update(ranks: Ranks, case: Case) -> tuple[dict[str, torch.Tensor], di
     learner, batch = case.learner(ranks), case.batch(0)
     before = weights_of(learner)
     batch.advantages_RT[0] = math.inf
-    told, _ = learner.update(batch, make("grpo"))
-    return before, weights_of(learner), told["optim/skipped"]
+    metrics, _ = learner.update(batch, make("grpo"))
+    return before, weights_of(learner), metrics["optim/skipped"]
 
 
 def overflow(ranks: Ranks, case: Case) -> tuple[float, bool]:
     """The scale of the loss after an update in which the first rank alone saw an infinite gradient, and whether the
-    update was made."""
+    weights were updated."""
     learner = case.learner(ranks)
     learner.scaler.scale(torch.ones(()))
     optimizer = learner.optimizer
     for weight in optimizer.working.values() if optimizer.sharded else optimizer.masters.values():
         weight.grad = torch.zeros_like(weight)
-        if ranks.first:
-            own_part(weight.grad).fill_(math.inf)
-    _, _, made = optimizer.step()
+        if ranks.is_first:
+            local_part(weight.grad).fill_(math.inf)
+    _, _, updated = optimizer.step()
     learner.scaler.update()
-    return learner.scaler.get_scale(), made
+    return learner.scaler.get_scale(), updated
 
 
 def published(ranks: Ranks, case: Case) -> dict[str, torch.Tensor]:
-    """What an engine with weights of its own is sent after an update."""
+    """The weights that a separate engine receives after an update."""
     learner = case.learner(ranks)
     case.steps(learner, range(1))
     return {name: weight.clone() for name, weight in named_weights(learner.weights())}
@@ -203,4 +203,4 @@ def from_settings(ranks: Ranks, settings: list[str], folder: Path | None) -> dic
         learner.update(batch, prepared.algorithm)
     if folder is not None:
         learner.save(folder)
-    return {"weights": weights_of(learner), "sharded": learner.sharded, "said": samples.ref_logprobs_RT}
+    return {"weights": weights_of(learner), "sharded": learner.sharded, "ref_logprobs": samples.ref_logprobs_RT}

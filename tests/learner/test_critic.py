@@ -10,7 +10,8 @@ import torch
 
 from covey.algorithms import make
 from covey.config.schema import CriticConfig, LearnerConfig
-from covey.learner.learner import Ask, Learner
+from covey.learner.learner import Learner
+from covey.learner.token_scores import TokenQuery
 from covey.types import Batch
 from tests.conftest import tiny_llama
 from tests.learner.helpers import batch_of, rows_of
@@ -36,7 +37,7 @@ def make_learner(
         critic_backbone=backbone,
     )
     assert made.critic is not None
-    made.critic.steps = 1  # one training step begun: no warm-up
+    made.critic.steps = 1  # the first training step has started: no warm-up
     torch.manual_seed(3)
     torch.nn.init.normal_(made.critic.head.weight, std=0.3)
     return made
@@ -54,14 +55,14 @@ def grads(module: Any) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
-def test_values_start_at_zero_and_are_the_heads_of_what_came_before() -> None:
+def test_values_start_at_zero_and_depend_only_on_earlier_tokens() -> None:
     model = tiny_llama(dtype=torch.float64)
     learner = Learner(model, LearnerConfig(), total_updates=1, critic=CriticConfig(shared=True))
     assert learner.critic is not None
     rows = rows_of(2, 3, gaps=True)
-    assert float(learner.outputs(rows, 1.0, Ask(values=True)).values.abs().max()) == 0  # type: ignore[union-attr]
+    assert float(learner.outputs(rows, 1.0, TokenQuery(values=True)).values.abs().max()) == 0  # type: ignore[union-attr]
     torch.nn.init.normal_(learner.critic.head.weight)
-    found = learner.outputs(rows, 1.0, Ask(policy=False, values=True)).values
+    found = learner.outputs(rows, 1.0, TokenQuery(logprobs=False, values=True)).values
     assert found is not None
     for index, row in enumerate(rows):
         with torch.no_grad():
@@ -70,7 +71,7 @@ def test_values_start_at_zero_and_are_the_heads_of_what_came_before() -> None:
         torch.testing.assert_close(found[index, : len(row.mask)], expected, atol=1e-7, rtol=0)
 
 
-def test_with_a_backbone_of_its_own_the_two_learn_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_separate_backbone_learns_independently_of_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = valued_batch()
     learner = frozen(make_learner(), monkeypatch)
     learner.update(batch, make("ppo"))
@@ -88,7 +89,7 @@ def test_the_value_gradient_is_that_of_the_formula(monkeypatch: pytest.MonkeyPat
     learner = frozen(make_learner(clip=None), monkeypatch)
     metrics, _ = learner.update(batch, make("ppo"))
     assert learner.critic is not None and batch.returns_RT is not None
-    values = learner.outputs(batch.rows, 1.0, Ask(policy=False, values=True)).values
+    values = learner.outputs(batch.rows, 1.0, TokenQuery(logprobs=False, values=True)).values
     assert values is not None
     error = (values - batch.returns_RT)[batch.mask_RT]
     assert metrics["value/loss"] == pytest.approx(float((error**2).mean() / 2), rel=1e-6)
@@ -115,7 +116,7 @@ def test_a_shared_backbone_gets_its_share_of_the_value_gradient_and_the_head_all
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     batch = valued_batch()
-    batch = replace(batch, advantages_RT=torch.zeros_like(batch.advantages_RT))  # the policy itself wants nothing
+    batch = replace(batch, advantages_RT=torch.zeros_like(batch.advantages_RT))  # the policy's own gradient is zero
     backbone, head = [], []
     for share in (0.0, 0.1, 0.2):
         learner = frozen(make_learner(shared=True, shared_coef=share), monkeypatch)
@@ -129,7 +130,7 @@ def test_a_shared_backbone_gets_its_share_of_the_value_gradient_and_the_head_all
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_while_it_warms_up_the_policy_stays(shared: bool) -> None:
+def test_during_warm_up_the_policy_is_not_updated(shared: bool) -> None:
     learner = make_learner(shared, LearnerConfig(lr=1e-2), warmup_steps=1)
     assert learner.critic is not None
     before = {name: p.detach().clone() for name, p in learner.model.named_parameters()}
@@ -143,14 +144,14 @@ def test_while_it_warms_up_the_policy_stays(shared: bool) -> None:
     assert any(not torch.equal(p, before[name]) for name, p in learner.model.named_parameters())
 
 
-def test_it_learns_what_answers_are_worth() -> None:
+def test_it_learns_the_returns() -> None:
     learner = make_learner(dtype=torch.float32, lr=1e-2, clip=None)
     batch = valued_batch()
     losses = [learner.update(batch, make("ppo"))[0]["value/loss"] for _ in range(40)]
     assert losses[-1] < 0.2 * losses[0]
 
 
-def test_a_checkpoint_holds_all_of_it() -> None:
+def test_a_checkpoint_has_the_whole_critic() -> None:
     learner, other = make_learner(), make_learner()
     assert learner.critic is not None and other.critic is not None
     learner.update(valued_batch(), make("ppo"))

@@ -12,7 +12,7 @@ from covey.config.schema import LearnerConfig
 from covey.errors import InputError
 from covey.learner import forward, logprobs
 from covey.learner.learner import Learner
-from covey.learner.packing import pack, plan
+from covey.learner.packing import pack, plan_micro_batches
 from covey.rollout.embedded import EmbeddedEngine
 from covey.types import Sample, Sampling
 from tests.conftest import tiny_llama
@@ -82,7 +82,7 @@ def test_packed_rows_see_what_they_would_see_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_engine_and_learner_agree(name: str) -> None:
-    """What the engine says it sampled with is what the learner computes: the ratio starts at one."""
+    """Log-probs of the engine equal the learner's, so the ratio starts at one."""
     model = family(name)
     engine = EmbeddedEngine(model, eos_ids=[2], decode=str)
     prompts = [row.prompt_ids for row in rows_of(5, 1)] * 3
@@ -104,23 +104,23 @@ def test_engine_and_learner_agree(name: str) -> None:
 def test_entropy_by_hand_and_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama()
     rows = rows_of(2, 3)
-    packed = pack(rows, plan(rows, 1000)[0])
+    packed = pack(rows, plan_micro_batches(rows, 1000)[0][0])
 
-    def said(entropy_gradient: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def fragments(entropy_gradient: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = forward.hidden_states(model, packed)
         return forward.token_logprobs(model, hidden, packed.target_M, 1.0, entropy_gradient=entropy_gradient)[:2]
 
-    chosen, entropy = said()
+    chosen, entropy = fragments()
     row = rows[0]
     with torch.no_grad():
         logits = model(torch.tensor([row.prompt_ids + row.response_ids])).logits[0, len(row.prompt_ids) - 1]
     p = torch.softmax(logits, -1)
     place = int(((packed.row_M == 0) & (packed.column_M == 0)).nonzero()[0])
-    first = plan(rows, 1000)[0][0][0]
+    first = plan_micro_batches(rows, 1000)[0][0][0][0]
     if first == 0:
         assert float(entropy[place].detach()) == pytest.approx(float(-(p * p.log()).sum()), abs=1e-5)
     monkeypatch.setattr(logprobs, "CHUNK_LOGITS", 64 * 4)
-    again, entropy_again = said()
+    again, entropy_again = fragments()
     torch.testing.assert_close(again, chosen)
     torch.testing.assert_close(entropy_again, entropy)
     weights = torch.randn(len(chosen))
@@ -128,7 +128,7 @@ def test_entropy_by_hand_and_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatc
     for chunk in (64 * 4, 10**9):
         monkeypatch.setattr(logprobs, "CHUNK_LOGITS", chunk)
         model.zero_grad()
-        (said(entropy_gradient=True)[0] * weights).sum().backward()
+        (fragments(entropy_gradient=True)[0] * weights).sum().backward()
         gradients.append(model.lm_head.weight.grad.clone())
     torch.testing.assert_close(gradients[0], gradients[1])
 
@@ -166,7 +166,7 @@ def test_full_kl_and_its_gradient() -> None:
     assert float(logprobs.FullKl.apply(ref, ref).abs().max()) < 1e-12
 
 
-def test_layers_that_are_not_supported_are_named() -> None:
+def test_unsupported_layers_are_refused_by_name() -> None:
     model = tiny_llama()
     model.config.layer_types = ["full_attention", "chunked_attention"]
     rows = rows_of(1, 1)
@@ -175,7 +175,7 @@ def test_layers_that_are_not_supported_are_named() -> None:
 
 
 def test_a_soft_cap_on_attention_is_refused() -> None:
-    """transformers' fast attention leaves it out without a word."""
+    """transformers' sdpa attention silently ignores it."""
     import transformers as t
 
     with pytest.raises(InputError, match="soft cap on their attention scores cannot be trained yet \\(gemma2\\)"):

@@ -68,7 +68,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is() -> None:
         f"engine {of_engine.mean():.5f}, learner {packed.mean():.5f}; "
         f"95 %: {of_plain.quantile(0.95):.4f}, {of_engine.quantile(0.95):.4f}, {packed.quantile(0.95):.4f}"
     )
-    # The mean over a few hundred tokens wobbles by some percent: the rounding of each is its own.
+    # The mean over a few hundred tokens varies by some percent, since each is rounded differently.
     for found in (of_engine, packed):
         assert found.mean() <= 1.1 * of_plain.mean()
         assert found.quantile(0.95) <= 1.15 * of_plain.quantile(0.95)

@@ -1,4 +1,4 @@
-"""The learner: micro-batches change nothing, half precision keeps masters, broken numbers do no harm."""
+"""The learner: micro-batches do not matter, half precision has masters, non-finite values are skipped."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_the_full_kl_is_the_sum_over_the_vocabulary(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(found, model.lm_head.weight.grad, atol=1e-7, rtol=0)
 
 
-def test_annotate_gives_what_is_asked_for_and_nothing_else() -> None:
+def test_annotate_computes_only_what_is_needed() -> None:
     model, other = (tiny_llama(dtype=torch.float64, seed=seed) for seed in (0, 1))
     learner = Learner(model, LearnerConfig(), total_updates=1, reference=Reference(other))
     batch = batch_of(rows_of(2, 3), 3)
@@ -190,7 +190,7 @@ def test_bfloat16_weights_follow_float32_masters() -> None:
 
 
 def test_gradients_of_half_precision_add_up_in_float32() -> None:
-    """One large part and many that are small beside it: in bfloat16 each of those would round away."""
+    """One large gradient and many small ones, each of which would round to nothing in bfloat16."""
     model = tiny_llama(dtype=torch.bfloat16)
     optimizer = Learner(model, LearnerConfig(), total_updates=1).optimizer
     weight, master = model.lm_head.weight, optimizer.masters["lm_head.weight"]
@@ -201,8 +201,8 @@ def test_gradients_of_half_precision_add_up_in_float32() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_what_fits_is_found_out_wherever_it_is_first_needed(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the first question is for the reference, without gradient, and an adapter would be off."""
+def test_the_token_budget_is_measured_wherever_it_is_first_needed(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the reference is scored first, without gradient and with the adapter disabled."""
     tried: list[int] = []
 
     def two_passes(_: torch.device, try_tokens: Callable[[int], None], __: int) -> int:
@@ -234,7 +234,7 @@ def test_what_fits_is_found_out_wherever_it_is_first_needed(rank: int, monkeypat
     assert tried == [4, 9]
 
 
-def test_a_model_that_outlives_its_learner_is_free_again() -> None:
+def test_a_model_that_outlives_its_learner_has_no_hooks_left() -> None:
     model = tiny_llama(dtype=torch.bfloat16)
     learner = Learner(model, LearnerConfig(), total_updates=1)
     del learner
@@ -245,8 +245,8 @@ def test_a_model_that_outlives_its_learner_is_free_again() -> None:
     assert master.grad is not None and float(master.grad.min()) == 1.0
 
 
-def test_offloaded_masters_are_the_same_optimiser() -> None:
-    """On a CPU there is nowhere else to go: the setting changes nothing."""
+def test_offloading_the_optimiser_changes_no_result() -> None:
+    """On a CPU the setting has no effect."""
     batch = batch_of(rows_of(2, 4), 4, dtype=torch.float32)
     found = []
     for offload in (False, True):
@@ -270,7 +270,7 @@ def test_float16_scales_the_loss_and_survives_an_overflow() -> None:
 
 
 class Broken:
-    """An algorithm whose loss is not a number, `times` times."""
+    """An algorithm whose loss is NaN, `times` times."""
 
     couples = "nothing"
 
@@ -288,7 +288,7 @@ class Broken:
         return {}
 
 
-def test_a_loss_that_is_not_a_number_changes_nothing_and_is_counted() -> None:
+def test_a_non_finite_loss_changes_nothing_and_is_counted() -> None:
     model = tiny_llama()
     learner = Learner(model, LearnerConfig(lr=1e-2, max_skipped=3), total_updates=10)
     batch = batch_of(rows_of(2, 4), 4, dtype=torch.float32)
@@ -302,7 +302,7 @@ def test_a_loss_that_is_not_a_number_changes_nothing_and_is_counted() -> None:
     assert any(not torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-def test_too_many_broken_updates_in_a_row_stop_the_run() -> None:
+def test_too_many_skipped_updates_in_a_row_stop_the_run() -> None:
     learner = Learner(tiny_llama(), LearnerConfig(max_skipped=2), total_updates=10)
     batch = batch_of(rows_of(2, 4), 4, dtype=torch.float32)
     algorithm: Any = Broken(times=5)
@@ -345,7 +345,7 @@ def test_schedules_by_hand(schedule: str, step: int, expected: float) -> None:
 
 
 @pytest.mark.parametrize("offloads", [True, False])
-def test_weights_leave_the_gpu_while_the_engine_samples_if_asked(
+def test_offload_weights_moves_them_to_cpu_memory_while_the_engine_samples(
     monkeypatch: pytest.MonkeyPatch, offloads: bool
 ) -> None:
     learner = Learner(tiny_llama(), LearnerConfig(offload_weights=offloads), total_updates=1)
@@ -355,12 +355,12 @@ def test_weights_leave_the_gpu_while_the_engine_samples_if_asked(
         monkeypatch.setattr(Learner, "device", torch.device(device))
         learner.offload()
         learner.reload()
-        learner.reload()  # already there
+        learner.reload()  # no effect: already loaded
     assert moves == (["cpu", "cuda:1"] if offloads else [])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="weights leave a GPU, and there is none")
-def test_weights_come_back_to_the_gpu_as_they_were() -> None:
+def test_reloaded_weights_are_unchanged() -> None:
     model = tiny_llama().cuda()
     learner = Learner(model, LearnerConfig(offload_weights=True), total_updates=1)
     before = {name: weight.clone() for name, weight in model.named_parameters()}

@@ -34,7 +34,9 @@ def ours(hidden: Tensor, weight: Tensor, target: Tensor, u: Tensor, v: Tensor | 
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.05)]
 )
-def test_chunks_are_the_whole(dtype: torch.dtype, tolerance: float, rows: int, with_entropy: bool) -> None:
+def test_chunks_give_the_same_result_as_one_product(
+    dtype: torch.dtype, tolerance: float, rows: int, with_entropy: bool
+) -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(11, 16).to(dtype), torch.randn(60, 16).to(dtype)
     target, u, v = torch.randint(60, (11,)), torch.randn(11).to(dtype), torch.randn(11).to(dtype)
@@ -44,7 +46,7 @@ def test_chunks_are_the_whole(dtype: torch.dtype, tolerance: float, rows: int, w
         assert float(apart) < tolerance
 
 
-def test_weights_that_do_not_learn_get_no_gradient() -> None:
+def test_frozen_weights_get_no_gradient() -> None:
     hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(20, 8)
     chosen, entropy = logprobs.LinearLogProb.apply(hidden, weight, torch.arange(5), 1.0, False, 2)
     assert not entropy.requires_grad
@@ -73,15 +75,17 @@ def test_the_kernels_compute_what_plain_torch_does(vocabulary: int, with_entropy
     torch.testing.assert_close(gradient_in_place(*given).double(), expected / 0.7, atol=1e-5, rtol=1e-3)
 
 
-def test_tokens_that_fit_are_read_off_two_measurements() -> None:
+def test_the_token_budget_is_extrapolated_from_two_measurements() -> None:
     each, fixed = 1_000_000, 500_000_000
     peaks = (fixed + 256 * each, fixed + 1280 * each)
     assert memory.tokens_within(4.5e9, memory.PROBES, peaks) == 4000
     assert memory.tokens_within(1e12, memory.PROBES, peaks) == memory.MOST_TOKENS
-    assert memory.tokens_within(0, memory.PROBES, peaks) == memory.PROBES[0]  # smaller is hopeless: let it be tried
+    assert (
+        memory.tokens_within(0, memory.PROBES, peaks) == memory.PROBES[0]
+    )  # too little memory for any: try the smallest
 
 
-def test_on_a_cpu_the_activations_of_a_pass_fit_into_the_machine() -> None:
+def test_on_a_cpu_the_activations_of_a_pass_fit_into_memory() -> None:
     assert memory.affordable_tokens(torch.device("cpu"), lambda _: pytest.fail("nothing to try"), 1) == 8192
     token = memory.bytes_per_token(tiny_llama())
     assert token == 2 * (10 * 32 + 4 * 64) * 4  # layers × vectors × bytes

@@ -1,4 +1,4 @@
-"""GVPOTrainer: prompts, completions and rewards in, one GVPO step out."""
+"""GVPOTrainer: one GVPO step from prompts, completions and rewards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pair() -> tuple[Any, Any, Any]:
 
 
 def logprobs(model: Any, tokenizer: Any, prompt: str, completion: str) -> torch.Tensor:
-    """Of the completion and its end token, by one plain forward pass."""
+    """The log-prob of the completion and its end token, by one plain forward pass."""
     start = tokenizer(prompt)["input_ids"]
     ids = [*tokenizer(completion)["input_ids"], tokenizer.eos_token_id]
     found = torch.log_softmax(model(torch.tensor([start + ids])).logits[0], -1)[len(start) - 1 : -1]
@@ -61,7 +61,7 @@ def test_repeated_steps_raise_the_better_completions() -> None:
     assert after[0] - before[0] > after[1] - before[1]
 
 
-def test_a_reward_function_scores_where_no_rewards_are_given() -> None:
+def test_a_reward_function_scores_if_no_rewards_are_given() -> None:
     model, reference, tokenizer = pair()
     seen: list[tuple[str, str]] = []
 
@@ -84,7 +84,7 @@ def test_a_reward_function_scores_where_no_rewards_are_given() -> None:
         (COMPLETIONS, [[1.0], REWARDS[1]], "prompt 0: 3 completions and 1 rewards"),
     ],
 )
-def test_shapes_that_do_not_fit_are_told(completions: Any, rewards: Any, message: str) -> None:
+def test_mismatched_shapes_are_refused(completions: Any, rewards: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GVPOTrainer(*pair(), num_samples_per_prompt=3).train_step(PROMPTS, completions, rewards)
 

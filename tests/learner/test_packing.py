@@ -1,12 +1,12 @@
-"""Lines of rows: the layout by hand, and what a plan must keep."""
+"""Packed sequences: the layout by hand, and the limits that a plan of micro-batches keeps."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from covey.learner.attention import Layout, Piece
-from covey.learner.packing import in_step, pack, plan, share_out
+from covey.learner.attention import Chunk, Layout
+from covey.learner.packing import pack, passes_of_rank, plan_micro_batches, row_indices
 from covey.types import Sample
 from tests.learner.helpers import rows_of
 
@@ -28,46 +28,46 @@ def test_layout_of_two_answers_to_one_prompt() -> None:
     assert packed.column_M.tolist() == [0, 1, 2, 3, 0, 1, 0]
 
 
-def test_what_a_piece_of_the_line_sees() -> None:
+def test_the_attention_mask_of_a_chunk() -> None:
     layout = Layout((2, 1), ((3, 1), (0,)))
-    pieces = layout.pieces
-    assert pieces == [Piece((2,)), Piece((1,)), Piece((3, 1), 0)]
+    chunks = layout.chunks
+    assert chunks == [Chunk((2,)), Chunk((1,)), Chunk((3, 1), 0)]
     cpu = torch.device("cpu")
-    assert layout.mask(2, pieces[2], None, cpu).int().tolist() == [
+    assert layout.mask(2, chunks[2], None, cpu).int().tolist() == [
         [1, 1, 1, 0, 0, 0],
         [1, 1, 1, 1, 0, 0],
         [1, 1, 1, 1, 1, 0],
         [1, 1, 0, 0, 0, 1],
     ]
-    assert layout.mask(2, pieces[2], 2, cpu).int().tolist()[2] == [0, 0, 0, 1, 1, 0]
+    assert layout.mask(2, chunks[2], 2, cpu).int().tolist()[2] == [0, 0, 0, 1, 1, 0]
 
 
 @pytest.mark.parametrize("budget", [1, 20, 64, 10_000])
 @pytest.mark.parametrize("most", [None, 1, 3])
 def test_every_row_is_planned_once_within_the_budget(budget: int, most: int | None) -> None:
     rows = rows_of(6, 4)
-    micro_batches = plan(rows, budget, most)
-    assert sorted(i for bunches in micro_batches for bunch in bunches for i in bunch) == list(range(len(rows)))
-    for bunches in micro_batches:
-        count = sum(map(len, bunches))
+    (micro_batches,) = plan_micro_batches(rows, budget, most)
+    assert sorted(i for micro_batch in micro_batches for i in row_indices(micro_batch)) == list(range(len(rows)))
+    for groups in micro_batches:
+        count = sum(map(len, groups))
         assert most is None or count <= most
         if count > 1:
-            lengths = [len(rows[b[0]].prompt_ids) + sum(len(rows[i].response_ids) - 1 for i in b) for b in bunches]
+            lengths = [len(rows[g[0]].prompt_ids) + sum(len(rows[i].response_ids) - 1 for i in g) for g in groups]
             assert sum(lengths) <= budget
-        for bunch in bunches:
-            assert len({rows[i].prompt_ids for i in bunch}) == 1
+        for group in groups:
+            assert len({rows[i].prompt_ids for i in group}) == 1
 
 
 def test_the_prompt_of_a_group_is_laid_out_once_and_nothing_is_padded() -> None:
     rows = rows_of(3, 6)
-    (bunches,) = plan(rows, 10_000)
-    packed = pack(rows, bunches)
-    prompts = sum(len(rows[bunch[0]].prompt_ids) for bunch in bunches)
-    assert len(bunches) == 3
+    ((groups,),) = plan_micro_batches(rows, 10_000)
+    packed = pack(rows, groups)
+    prompts = sum(len(rows[group[0]].prompt_ids) for group in groups)
+    assert len(groups) == 3
     assert len(packed.ids_T) == prompts + sum(len(r.response_ids) - 1 for r in rows)
 
 
-def test_tokens_that_were_not_sampled_are_no_targets() -> None:
+def test_tokens_outside_the_mask_are_no_targets() -> None:
     sample = Sample((1,), (5, 6, 7, 8), (True, False, False, True), (0.0,) * 4, (0,) * 4, 0)
     packed = pack([sample], [[0]])
     assert packed.target_M.tolist() == [5, 8]
@@ -76,18 +76,18 @@ def test_tokens_that_were_not_sampled_are_no_targets() -> None:
 
 
 def test_ranks_get_about_as_many_tokens_each() -> None:
-    """Prompts of 4 tokens. Bunches of 13, 7 and 7 tokens are shared out whole, as 13 and 14; of one bunch of 24 tokens
-    each rank gets a part with its prompt, and the one with fewer passes is given a short row to keep in step."""
+    """Prompts of 4 tokens. Prompt groups of 13, 7 and 7 tokens stay whole, as 13 and 14; a single group of 24 tokens is
+    split, each part with its prompt; and the rank with fewer passes repeats a short row."""
 
     def row(prompt: int, answer: int) -> Sample:
         return Sample((prompt,) * 4, (5,) * answer, (True,) * answer, (0.0,) * answer, (0,) * answer, 0)
 
     three = [row(1, 4), row(1, 4), row(1, 4), row(2, 4), row(3, 4)]
-    assert share_out(three, 100, None, 2) == [[[[0, 1, 2]]], [[[3], [4]]]]
+    assert plan_micro_batches(three, 100, None, 2) == [[[[0, 1, 2]]], [[[3], [4]]]]
     one = [row(1, 5) for _ in range(5)]
-    assert share_out(one, 100, None, 2) == [[[[0, 1, 2]]], [[[3, 4]]]]
-    shares = share_out(three, 100, 1, 2)
-    assert [len(share) for share in shares] == [3, 2]
-    assert in_step(shares, 1, three, alike=True)[-1] == ([[0]], False)
-    assert all(counts for _, counts in in_step(shares, 1, three, alike=False))
-    assert in_step([[[[0]]], []], 1, one[:1], alike=False) == [([[0]], False)]
+    assert plan_micro_batches(one, 100, None, 2) == [[[[0, 1, 2]]], [[[3, 4]]]]
+    plans = plan_micro_batches(three, 100, 1, 2)
+    assert [len(plan) for plan in plans] == [3, 2]
+    assert passes_of_rank(plans, 1, three, same_count=True)[-1] == ([[0]], False)
+    assert all(counts for _, counts in passes_of_rank(plans, 1, three, same_count=False))
+    assert passes_of_rank([[[[0]]], []], 1, one[:1], same_count=False) == [([[0]], False)]

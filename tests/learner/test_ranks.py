@@ -1,4 +1,5 @@
-"""Several processes learn what one would: each with all weights (ddp), or with a share of them (fsdp)."""
+"""Several processes learn the same as one, with replicated (ddp), sharded (fsdp) and split (tensor parallel)
+weights."""
 
 from __future__ import annotations
 
@@ -13,17 +14,17 @@ import torch
 
 from covey.config.schema import CriticConfig, LearnerConfig
 from covey.errors import InputError
-from covey.learner.parallel import ALONE, check_shards, check_teams
+from covey.learner.parallel import SINGLE_PROCESS, check_sharding, check_tensor_parallel
 from covey.learner.saving import load_state
 from covey.weights.collective import listen, open_store
 from tests.learner.jobs import (
     Case,
     broken_update,
     from_settings,
-    go_on,
     overflow,
     published,
     resave,
+    resume_training,
     train,
     train_and_save,
     weights_in,
@@ -45,7 +46,7 @@ def one_thread() -> None:
 
 
 def test_ranks_meet_at_one_address_of_a_machine() -> None:
-    """127.0.0.2 is the same machine: a store that listened on all of its addresses would answer there too."""
+    """127.0.0.2 is the same machine: a store that listened on all its addresses would answer there too."""
     door = listen("127.0.0.1")
     port = door.getsockname()[1]
     store = open_store("127.0.0.1", port, 1, door)
@@ -67,16 +68,16 @@ WITH_REFERENCE: dict[str, Any] = {
 
 
 def same_as_one_process(two: LocalRanks, case: Case, tolerance: float) -> None:
-    expected, told, said = train(ALONE, case)
-    answers = two.run(train, case)
-    for weights, metrics, logprobs in answers:
+    expected, reported, scores = train(SINGLE_PROCESS, case)
+    results = two.run(train, case)
+    for weights, metrics, logprobs in results:
         assert weights.keys() == expected.keys()
         for name, weight in expected.items():
             torch.testing.assert_close(weights[name], weight, atol=tolerance, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
-        for step, numbers in enumerate(told):
+        for step, numbers in enumerate(reported):
             assert metrics[step] == pytest.approx(numbers, rel=1e-4, abs=1e-6, nan_ok=True)
-        torch.testing.assert_close(logprobs, said, atol=10 * tolerance, rtol=0)
-    assert answers[0][1] == answers[1][1]  # the ranks told the same, bit for bit
+        torch.testing.assert_close(logprobs, scores, atol=10 * tolerance, rtol=0)
+    assert results[0][1] == results[1][1]  # all ranks report the same, bit for bit
     start = case.policy().state_dict()
     assert any(float((weight - start[name]).abs().max()) > 1e-3 for name, weight in expected.items())
 
@@ -84,7 +85,7 @@ def same_as_one_process(two: LocalRanks, case: Case, tolerance: float) -> None:
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 @pytest.mark.parametrize("kind", [PLAIN, COUPLED, WITH_REFERENCE], ids=["grpo", "gvpo", "full-kl"])
 def test_two_ranks_learn_what_one_process_does(two: LocalRanks, parallel: str, kind: dict[str, Any]) -> None:
-    """Splits: one pass each; inside of groups; a rank with two passes and one with one, which keeps in step."""
+    """Splits: one pass each; inside groups; one rank with two passes and one with one, which repeats a row."""
     for size in (None, 3, 4):
         same_as_one_process(two, Case(parallel=parallel, settings={"micro_batch_size": size}, **kind), 1e-6)
 
@@ -96,7 +97,7 @@ def test_two_ranks_learn_what_one_process_does(two: LocalRanks, parallel: str, k
         {"lora": 3, **WITH_REFERENCE},
         pytest.param({"lora": 3, "checkpointing": True}, marks=SLOW),
         {"model": {"tie_word_embeddings": True}, "checkpointing": True, "settings": {"micro_batch_tokens": 25}},
-        # Each rank has a part of the only group. Adam makes much of the rounding of gradients near 0: not here.
+        # Each rank has a part of the only group. With the default eps, Adam amplifies rounding of gradients near 0.
         {"groups": 1, "settings": {"eps": 1e-4}, **COUPLED},
     ],
     ids=["lora", "lora-recomputed", "tied", "split"],
@@ -105,7 +106,7 @@ def test_kinds_of_models(two: LocalRanks, parallel: str, kind: dict[str, Any]) -
     same_as_one_process(two, Case(parallel=parallel, **kind), 1e-6)
 
 
-TEAM: dict[str, Any] = {"tensor_parallel": 2}
+TENSOR_PARALLEL: dict[str, Any] = {"tensor_parallel": 2}
 
 
 @pytest.mark.parametrize(
@@ -120,23 +121,23 @@ TEAM: dict[str, Any] = {"tensor_parallel": 2}
     ],
     ids=["biases", "full-kl", "tied", "shared-critic", "own-critic", "norms-of-heads"],
 )
-def test_a_team_learns_what_one_process_does(two: LocalRanks, kind: dict[str, Any]) -> None:
+def test_tensor_parallel_ranks_learn_what_one_process_does(two: LocalRanks, kind: dict[str, Any]) -> None:
     """Both ranks read all rows, and each has half of every layer's matrices. A query's norm sees half of the heads."""
     settings = kind.get("settings", {})
-    same_as_one_process(two, Case(parallel="fsdp", **kind | {"settings": settings | TEAM}), 1e-6)
+    same_as_one_process(two, Case(parallel="fsdp", **kind | {"settings": settings | TENSOR_PARALLEL}), 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.bfloat16, marks=SLOW)])
-def test_a_checkpoint_of_a_team_is_for_one_process_and_back(
+def test_a_tensor_parallel_checkpoint_loads_in_one_process_and_back(
     two: LocalRanks, tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    team, shards, single = (Case(parallel="fsdp", dtype=dtype, settings=s) for s in (TEAM, {}, {}))
-    folders = [tmp_path / name for name in ("team", "one", "team-again", "shards")]
+    split, shards, single = (Case(parallel="fsdp", dtype=dtype, settings=s) for s in (TENSOR_PARALLEL, {}, {}))
+    folders = [tmp_path / name for name in ("split", "one", "split-again", "shards")]
     for folder in folders:
         folder.mkdir()
-    counters = two.run(train_and_save, team, folders[0])[0]
-    resave(ALONE, single, folders[0], counters, folders[1])
-    two.run(resave, team, folders[1], counters, folders[2])
+    counters = two.run(train_and_save, split, folders[0])[0]
+    resave(SINGLE_PROCESS, single, folders[0], counters, folders[1])
+    two.run(resave, split, folders[1], counters, folders[2])
     two.run(resave, shards, folders[2], counters, folders[3])
     contents = [load_state(folder, {}) | weights_in(folder) for folder in folders]
     for name, tensor in contents[0].items():
@@ -145,7 +146,7 @@ def test_a_checkpoint_of_a_team_is_for_one_process_and_back(
 
 
 @SLOW
-def test_two_teams_of_two(tmp_path: Path) -> None:
+def test_two_tensor_parallel_groups_of_two(tmp_path: Path) -> None:
     four = LocalRanks(4, tmp_path)
     try:
         for kind in (
@@ -155,27 +156,27 @@ def test_two_teams_of_two(tmp_path: Path) -> None:
             {"settings": {"grad_clip": 0.01}},
         ):
             settings = kind.get("settings", {})
-            same_as_one_process(four, Case(parallel="fsdp", **kind | {"settings": settings | TEAM}), 1e-6)
+            same_as_one_process(four, Case(parallel="fsdp", **kind | {"settings": settings | TENSOR_PARALLEL}), 1e-6)
         (tmp_path / "four").mkdir()
         (tmp_path / "one").mkdir()
-        case = Case(parallel="fsdp", dtype=torch.float64, settings=TEAM)
+        case = Case(parallel="fsdp", dtype=torch.float64, settings=TENSOR_PARALLEL)
         counters = four.run(train_and_save, case, tmp_path / "four")[0]
-        resave(ALONE, case, tmp_path / "four", counters, tmp_path / "one")
+        resave(SINGLE_PROCESS, case, tmp_path / "four", counters, tmp_path / "one")
         first, second = (load_state(tmp_path / name, {}) | weights_in(tmp_path / name) for name in ("four", "one"))
         assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
     finally:
         four.close()
 
 
-def test_what_a_team_cannot_split() -> None:
+def test_what_tensor_parallel_cannot_split() -> None:
     from transformers import GPT2Config, LlamaConfig
 
     with pytest.raises(InputError, match="does not divide the model's num_key_value_heads, 2"):
-        check_teams(LlamaConfig(num_attention_heads=8, num_key_value_heads=2), 4)
+        check_tensor_parallel(LlamaConfig(num_attention_heads=8, num_key_value_heads=2), 4)
     with pytest.raises(InputError, match="transformers has no plan for it"):
-        check_teams(GPT2Config(), 2)
-    with pytest.raises(InputError, match="leave it out: learner"):
-        check_shards(LearnerConfig(tensor_parallel=2), adapter=True)
+        check_tensor_parallel(GPT2Config(), 2)
+    with pytest.raises(InputError, match="remove it: learner"):
+        check_sharding(LearnerConfig(tensor_parallel=2), adapter=True)
     with pytest.raises(InputError, match="ddp has them whole"):
         LearnerConfig(tensor_parallel=2, parallel="ddp")
 
@@ -202,7 +203,7 @@ def test_a_checkpoint_is_for_any_number_of_ranks(two: LocalRanks, tmp_path: Path
     for folder in folders:
         folder.mkdir()
     counters = two.run(train_and_save, case, folders[0])[0]
-    resave(ALONE, case, folders[0], counters, folders[1])
+    resave(SINGLE_PROCESS, case, folders[0], counters, folders[1])
     two.run(resave, case, folders[1], counters, folders[2])
     assert [len(list(folder.glob("optimizer*"))) for folder in folders] == [2, 1, 2]
     contents = [load_state(folder, {}) | weights_in(folder) for folder in folders]
@@ -213,17 +214,17 @@ def test_a_checkpoint_is_for_any_number_of_ranks(two: LocalRanks, tmp_path: Path
 
 
 @pytest.mark.parametrize("lora", [pytest.param(0, marks=SLOW), 3])
-def test_training_goes_on_elsewhere(two: LocalRanks, tmp_path: Path, lora: int) -> None:
+def test_training_continues_on_other_ranks(two: LocalRanks, tmp_path: Path, lora: int) -> None:
     """Two steps here and two there are four steps."""
     sharded, single = Case(parallel="fsdp", lora=lora), Case(lora=lora)
-    learner = single.learner(ALONE)
+    learner = single.learner(SINGLE_PROCESS)
     single.steps(learner, range(4))
     expected = weights_of(learner)
     folders = [tmp_path / "by-two", tmp_path / "by-one"]
     for folder in folders:
         folder.mkdir()
-    from_two = go_on(ALONE, single, folders[0], two.run(train_and_save, sharded, folders[0])[0])
-    from_one = two.run(go_on, sharded, folders[1], train_and_save(ALONE, single, folders[1]))[0]
+    from_two = resume_training(SINGLE_PROCESS, single, folders[0], two.run(train_and_save, sharded, folders[0])[0])
+    from_one = two.run(resume_training, sharded, folders[1], train_and_save(SINGLE_PROCESS, single, folders[1]))[0]
     for name, weight in expected.items():
         torch.testing.assert_close(from_two[name], weight, atol=1e-6, rtol=0)
         torch.testing.assert_close(from_one[name], weight, atol=1e-6, rtol=0)
@@ -270,9 +271,9 @@ def test_a_critic(two: LocalRanks, parallel: str, critic: CriticConfig) -> None:
     [pytest.param({"dtype": torch.bfloat16}, marks=SLOW), {"dtype": torch.float32, "lora": 3}],
     ids=["bfloat16", "lora"],
 )
-def test_an_engine_is_sent_whole_weights(two: LocalRanks, kind: dict[str, Any]) -> None:
+def test_an_engine_receives_full_weights(two: LocalRanks, kind: dict[str, Any]) -> None:
     """As of one process: names, precision, adapters merged. The rounding of bfloat16 may differ by its last bit."""
-    expected = published(ALONE, Case(settings={"eps": 1e-3}, **kind))
+    expected = published(SINGLE_PROCESS, Case(settings={"eps": 1e-3}, **kind))
     for found in two.run(published, Case(parallel="fsdp", settings={"eps": 1e-3}, **kind)):
         assert list(found) == list(expected)
         for name, weight in expected.items():
@@ -284,15 +285,15 @@ def test_an_engine_is_sent_whole_weights(two: LocalRanks, kind: dict[str, Any]) 
 def test_settings_make_a_learner_of_every_rank(
     two: LocalRanks, parallel: str, tiny_model_folder: Path, tmp_path: Path
 ) -> None:
-    """Policy and reference by the way a command line goes; the folder that is saved is loaded by transformers."""
+    """Policy and reference as a command line builds them; transformers can load the folder that is saved."""
     from transformers import AutoModelForCausalLM
 
     settings = [f"model={tiny_model_folder}", "model.device=cpu", "data=arithmetic", "learner.lr=0.01"]
     settings = [*settings, "algorithm=grpo", "algorithm.kl_coef=0.1", "learner.eps=1e-4"]
-    expected = from_settings(ALONE, settings, None)
+    expected = from_settings(SINGLE_PROCESS, settings, None)
     for found in two.run(from_settings, [*settings, f"learner.parallel={parallel}"], tmp_path):
         assert found["sharded"] == (parallel == "fsdp")
-        torch.testing.assert_close(found["said"], expected["said"], atol=1e-5, rtol=0)
+        torch.testing.assert_close(found["ref_logprobs"], expected["ref_logprobs"], atol=1e-5, rtol=0)
         for name, weight in expected["weights"].items():
             torch.testing.assert_close(found["weights"][name], weight, atol=1e-5, rtol=0)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
@@ -306,9 +307,9 @@ def test_settings_make_a_learner_of_every_rank(
         ({"offload_optimizer": True}, True, "cannot be merged"),
     ],
 )
-def test_what_cannot_be_shared_out(settings: dict[str, Any], adapter: bool, message: str) -> None:
+def test_what_cannot_be_sharded(settings: dict[str, Any], adapter: bool, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        check_shards(LearnerConfig(parallel="fsdp", **settings), adapter=adapter)
+        check_sharding(LearnerConfig(parallel="fsdp", **settings), adapter=adapter)
 
 
 @SLOW
@@ -323,7 +324,11 @@ def test_more_ranks_than_fit(tmp_path: Path) -> None:
             (tmp_path / name).mkdir()
         case = Case(parallel="fsdp", lora=2)
         resave(
-            ALONE, case, tmp_path / "three", three.run(train_and_save, case, tmp_path / "three")[0], tmp_path / "one"
+            SINGLE_PROCESS,
+            case,
+            tmp_path / "three",
+            three.run(train_and_save, case, tmp_path / "three")[0],
+            tmp_path / "one",
         )
         first, second = (load_state(tmp_path / name, {}) | weights_in(tmp_path / name) for name in ("three", "one"))
         assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

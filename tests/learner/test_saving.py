@@ -1,4 +1,4 @@
-"""The optimiser's state in files of several ranks: any rows can be read back."""
+"""Optimiser state in files of several ranks can be read back by any number of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.learner.test_critic import make_learner, valued_batch
 
 
 @pytest.mark.parametrize("readers", [1, 2, 3, 5])
-def test_rows_that_three_wrote_are_read_by_any_number(tmp_path: Path, readers: int) -> None:
+def test_state_written_by_three_ranks_is_read_by_any_number(tmp_path: Path, readers: int) -> None:
     """Eight rows by 3, 3 and 2, and a weight of one row, which only the first rank has."""
     whole = {"exp_avg/big": torch.rand(8, 2), "exp_avg/small": torch.rand(1, 2), "step/big": torch.tensor(4.0)}
     for rank in range(3):
@@ -35,17 +35,19 @@ def test_rows_that_three_wrote_are_read_by_any_number(tmp_path: Path, readers: i
         assert torch.equal(found["step/big"], whole["step/big"])
 
 
-def test_blocks_that_teams_wrote_are_read_in_any_other_way(tmp_path: Path) -> None:
-    """Two shares, teams of two: rows by share and columns by member; and a weight that both members have, written by
-    the first of each team."""
+def test_blocks_of_tensor_parallel_ranks_are_read_by_any_others(tmp_path: Path) -> None:
+    """Two tensor-parallel groups of two: rows by group, columns by rank within it; and a replicated weight, written by
+    the first rank of each group."""
     whole = {"exp_avg/wide": torch.rand(6, 4), "exp_avg/norm": torch.rand(6), "step/norm": torch.tensor(2.0)}
     for rank in range(4):
-        share, member = divmod(rank, 2)
-        rows, columns = (3 * share, 3 * share + 3), (2 * member, 2 * member + 2)
+        group, member = divmod(rank, 2)
+        rows, columns = (3 * group, 3 * group + 3), (2 * member, 2 * member + 2)
         held = {"exp_avg/wide": whole["exp_avg/wide"][slice(*rows), slice(*columns)], "step/norm": whole["step/norm"]}
         held["exp_avg/norm"] = whole["exp_avg/norm"][slice(*rows)] if member == 0 else torch.full((3,), torch.nan)
-        twice = {"norm"} if member else set()
-        save_state(held, {"wide": (rows, columns), "norm": (rows, None)}, tmp_path, Ranks(rank, 4, team=2), twice)
+        replicated = {"norm"} if member else set()
+        save_state(
+            held, {"wide": (rows, columns), "norm": (rows, None)}, tmp_path, Ranks(rank, 4, tp_size=2), replicated
+        )
     wanted: list[tuple[tuple[int, int], tuple[int, int] | None]] = [((0, 6), None), ((2, 5), None), ((1, 4), (1, 3))]
     for rows, columns in wanted:
         found = load_state(tmp_path, {"wide": (rows, columns), "norm": (rows, None)})
@@ -57,17 +59,17 @@ def test_blocks_that_teams_wrote_are_read_in_any_other_way(tmp_path: Path) -> No
 
 
 def test_adapters_are_written_in_one_order(tmp_path: Path) -> None:
-    """peft keeps the names of modules in a set, whose order is another one in every process."""
+    """peft keeps the names of modules in a set, whose order differs between processes."""
     import json
 
     import peft
 
-    from covey.learner.parallel import ALONE
+    from covey.learner.parallel import SINGLE_PROCESS
     from covey.learner.saving import save_model
 
     names = ["v_proj", "up_proj", "q_proj", "o_proj", "k_proj", "gate_proj", "down_proj"]
     model = peft.get_peft_model(tiny_llama(), peft.LoraConfig(r=2, target_modules=names, task_type="CAUSAL_LM"))
-    save_model(model, tmp_path, ALONE, sharded=False)
+    save_model(model, tmp_path, SINGLE_PROCESS, sharded=False)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"] == sorted(names)
 
 
@@ -82,7 +84,7 @@ def test_adapters_are_written_in_one_order(tmp_path: Path) -> None:
         "critic: backbone/exp_avg/norm.weight",
     ],
 )
-def test_what_is_not_finite_is_named_and_not_saved(tmp_path: Path, name: str, value: float) -> None:
+def test_non_finite_tensors_are_named_and_not_saved(tmp_path: Path, name: str, value: float) -> None:
     learner = make_learner()
     learner.update(valued_batch(), make("ppo"))
     assert learner.critic is not None

@@ -313,7 +313,7 @@ def test_a_group_teaches_if_it_differs_from_its_greedy_attempt() -> None:
 def test_statistics_of_all_groups_reach_the_samples() -> None:
     found = asyncio.run(refilling(parity, rewards=("parity",)).next())
     samples = to_samples(found, {"parity": 1.0})
-    column, group = samples.observed("parity")
+    column, group = samples.unfiltered_reward("parity")
     assert len(column) == 2 * (len(found.groups) + len(found.zero_variance)) == len(group)
     assert int(group.max()) == len(found.groups) + len(found.zero_variance) - 1
     assert samples.episodes == 2 * len(found.groups)

@@ -188,11 +188,11 @@ def test_a_step_records_the_memory_of_the_process() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_reading_a_gpus_peak_memory_resets_it() -> None:
-    held()
+    memory_metrics()
     del_me = torch.ones(2**28, device="cuda")
     del del_me
-    assert held()["perf/gpu_memory_gib"] >= 1
-    assert held()["perf/gpu_memory_gib"] < 1
+    assert memory_metrics()["perf/gpu_memory_gib"] >= 1
+    assert memory_metrics()["perf/gpu_memory_gib"] < 1
 
 
 # -- Episode records ---------------------------------------------------------------------------------------------------

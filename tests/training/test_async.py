@@ -1,4 +1,4 @@
-"""Training while sampling goes on."""
+"""Training in mode=async."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_with_no_staleness_it_is_training_by_turns(here: Path, tiny_model_folder: Path) -> None:
+def test_without_staleness_it_equals_synchronous_training(here: Path, tiny_model_folder: Path) -> None:
     common = [f"model={tiny_model_folder}", "reward=slow.py:letters", "loop.threads=2"]
     by_turns = steps(run(*common))
     ahead = steps(run(*common, "mode=async", "mode.max_staleness=0"))
@@ -74,10 +74,10 @@ def test_a_policy_is_never_older_than_allowed(here: Path, tiny_model_folder: Pat
     assert all(step["correction/weight_mean"] == pytest.approx(1.0, abs=0.2) for step in found)
 
 
-def test_it_learns_in_a_thread_of_its_own_and_always_in_that(
+def test_the_learner_always_runs_in_its_own_thread(
     here: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread that computes keeps buffers and workers: one more, and a run would hold more from then on."""
+    """Every thread that computes keeps buffers and workers, so more threads would need more memory."""
     seen, update = [], Learner.update
 
     def watched(self: Learner, *given: Any) -> Any:
@@ -90,7 +90,7 @@ def test_it_learns_in_a_thread_of_its_own_and_always_in_that(
     assert seen[0].name.startswith("covey-learner") and not seen[0].is_alive()
 
 
-def test_a_learner_elsewhere_is_ended_before_the_thread_that_waits_for_it() -> None:
+def test_a_remote_learner_is_closed_before_the_thread_that_waits_for_it() -> None:
     ended = threading.Event()
     resources = ExitStack()
     learner: Any = SimpleNamespace(close=ended.set)
@@ -101,8 +101,8 @@ def test_a_learner_elsewhere_is_ended_before_the_thread_that_waits_for_it() -> N
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_with_what_was_done(here: Path, tiny_model_folder: Path) -> None:
-    """Episodes that were complete are not sampled again; those under way are, and each task is trained on once."""
+def test_a_killed_run_resumes_with_finished_episodes(here: Path, tiny_model_folder: Path) -> None:
+    """Finished episodes are not sampled again, unfinished ones are, and each task is trained on once."""
     command = [sys.executable, "-m", "covey.cli.main", "train", f"model={tiny_model_folder}", *SMALL]
     command += ["agent=slow.py:agent", "reward=slow.py:letters", "mode=async", "mode.max_staleness=2"]
     command += ["loop.total_steps=8", "loop.save_every=1", "logging.episodes_per_step=100"]
@@ -121,7 +121,7 @@ def test_a_killed_run_goes_on_with_what_was_done(here: Path, tiny_model_folder: 
     assert max(step["policy/age_max"] for step in steps(folder)) <= 2
 
 
-def test_groups_are_learned_from_again(here: Path, tiny_model_folder: Path) -> None:
+def test_groups_are_reused(here: Path, tiny_model_folder: Path) -> None:
     words = [f"model={tiny_model_folder}", "agent=slow.py:agent", "reward=slow.py:letters", "mode=async"]
     found = steps(run(*words, "mode.max_staleness=5", "mode.max_uses=2", "data.train_batch_size=4"))
     assert "groups/reused" not in found[0]

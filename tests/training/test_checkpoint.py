@@ -1,4 +1,4 @@
-"""Checkpoints are whole or absent, and what is loaded is what was saved."""
+"""Checkpoints are complete or absent, and restore exactly what was saved."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def store(folder: Path, **options: Any) -> CheckpointStore:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_restored_learner_goes_on_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_restored_learner_continues_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     from transformers import AutoModelForCausalLM
 
     tiny_llama().save_pretrained(tmp_path / "start")
@@ -48,7 +48,7 @@ def test_a_restored_learner_goes_on_bit_for_bit(tmp_path: Path, dtype: torch.dty
     assert again.optimizer.steps == 3
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(tmp_path: Path) -> None:
     learner, checkpoints = trained_learner(), store(tmp_path)
     for step in (1, 2):
         checkpoints.save(step, learner, byte_tokenizer(), {"best": None})
@@ -75,7 +75,7 @@ def test_kinds_of_damage(tmp_path: Path, how: str) -> None:
         open_checkpoint(folder)
 
 
-def test_a_write_that_was_cut_off_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = store(tmp_path)
     checkpoints.save(1, trained_learner(), byte_tokenizer(), {"best": None})
 
@@ -85,7 +85,7 @@ def test_a_write_that_was_cut_off_leaves_nothing_behind(tmp_path: Path, monkeypa
     monkeypatch.setattr("covey.learner.saving.save_file", full_disk)
     with pytest.raises(StorageFailed, match="step-000002: No space"):
         checkpoints.save(2, trained_learner(), byte_tokenizer(), {"best": None})
-    (tmp_path / ".writing-killed").mkdir()  # what SIGKILL in the middle would leave
+    (tmp_path / ".writing-killed").mkdir()  # as after SIGKILL during a write
     found = checkpoints.latest(print)
     assert found is not None and found.step == 1
     assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]

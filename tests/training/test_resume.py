@@ -42,7 +42,7 @@ SETTINGS = [
 
 
 def train_here(folder: Path, model: Path, *settings: str) -> None:
-    """In this process, which is quicker where nobody is to be killed."""
+    """In this process, which is quicker if nothing is to be killed."""
     (folder / "reward.py").write_text(REWARD)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -114,8 +114,8 @@ def test_killed_in_the_middle_of_step_four(tmp_path: Path, tiny_model_folder: Pa
 
 
 @pytest.mark.slow
-def test_a_run_in_parts_of_limited_time_ends_as_one_piece(tmp_path: Path, tiny_model_folder: Path) -> None:
-    """loop.max_minutes=0 ends after every step, between checkpoints too; what has its time goes to the end."""
+def test_a_run_in_parts_of_limited_time_equals_one_run(tmp_path: Path, tiny_model_folder: Path) -> None:
+    """loop.max_minutes=0 ends after every step, also between checkpoints; without a limit it runs to the end."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder in (whole, parts):
         folder.mkdir()
@@ -129,7 +129,7 @@ def test_a_run_in_parts_of_limited_time_ends_as_one_piece(tmp_path: Path, tiny_m
     assert outcome(parts) == outcome(whole)
 
 
-def test_a_finished_run_is_left_alone_and_a_new_one_starts(tmp_path: Path, tiny_model_folder: Path) -> None:
+def test_a_finished_run_is_not_resumed_and_a_new_one_starts(tmp_path: Path, tiny_model_folder: Path) -> None:
     for expected in (1, 2):
         train_here(tmp_path, tiny_model_folder, "loop.total_steps=1", "loop.save_every=0", "eval.before=false")
         assert len(list(tmp_path.glob("outputs/*/*/run.json"))) == expected

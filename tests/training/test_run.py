@@ -1,4 +1,4 @@
-"""A run as a whole."""
+"""A whole run: what a step sees must not depend on evaluations."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from covey.rollout.embedded import EmbeddedEngine
 from covey.rollout.embedded.cpu_batch import RowBatch
 
 
-def test_a_step_finds_nothing_that_an_evaluation_left_in_the_cache(
+def test_a_step_reuses_no_cache_of_an_evaluation(
     tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a resume, where the cache is empty: the same prompts are computed in the same passes."""
+    """As after a resume, when the cache is empty: the same prompts are computed in the same passes."""
     monkeypatch.chdir(tmp_path)
     first_lengths: list[list[int]] = []
     empty = EmbeddedEngine._empty_batch

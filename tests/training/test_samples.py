@@ -1,4 +1,4 @@
-"""Episodes → token rows → mini-batches."""
+"""From episodes to token rows and mini-batches."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_columns_of_a_step() -> None:
     assert samples.group_N.tolist() == [0, 0, 1, 1, 2, 2]
     assert samples.episode_R.tolist() == [0, 1, 1, 2, 3, 3, 4, 5, 5]
     assert samples.mask_RT.sum(-1).tolist() == [1, 1, 2, 2, 1, 2, 3, 1, 2]
-    assert samples.total_reward().tolist() == [0, 0, 2, 0, 4, 0]  # never scored adds nothing
+    assert samples.total_reward().tolist() == [0, 0, 2, 0, 4, 0]  # a missing reward counts as 0
     assert samples.rewards["score"].isnan().tolist() == [False, True] * 3
 
 

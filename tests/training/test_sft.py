@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: its loss and gradient against plain transformers, its run against one that was killed."""
+"""Supervised fine-tuning: loss and gradient against plain transformers, killed runs against uninterrupted ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.conftest import tiny_llama
 
 
 def episodes(count: int = 7, seed: int = 0) -> list[Episode]:
-    """Conversations of one or two replies; some fork, some begin alike."""
+    """Conversations of one or two replies; some fork, some share a prompt."""
     rng = random.Random(seed)
 
     def ids(least: int, most: int) -> tuple[int, ...]:
@@ -41,7 +41,7 @@ def episodes(count: int = 7, seed: int = 0) -> list[Episode]:
         turns = [_turn(prompt, ids(1, 6))]
         if number % 2:
             turns.append(_turn(turns[0].prompt_ids + turns[0].completion_ids + ids(1, 4), ids(1, 5)))
-        if number % 4 == 3:  # a history that was rewritten
+        if number % 4 == 3:  # a rewritten history
             turns.append(_turn(ids(3, 8), ids(1, 5)))
         found.append(Episode(Task(str(number), ()), tuple(turns), ()))
     return found
@@ -52,7 +52,7 @@ def _turn(prompt: tuple[int, ...], reply: tuple[int, ...]) -> Turn:
 
 
 def plain_loss(model: Any, found: list[Episode]) -> tuple[torch.Tensor, float, int]:
-    """transformers alone, one turn at a time: labels are −100 but on the reply. Mean loss, tokens guessed, tokens."""
+    """Plain transformers, one turn at a time, with labels −100 outside the reply. Mean loss, correct tokens, tokens."""
     total, right, count = torch.zeros(()), 0.0, 0
     for turn in (turn for episode in found for turn in episode.turns):
         ids = torch.tensor([turn.prompt_ids + turn.completion_ids])
@@ -66,7 +66,7 @@ def plain_loss(model: Any, found: list[Episode]) -> tuple[torch.Tensor, float, i
 
 
 def gradients_of_an_update(found: list[Episode], **settings: Any) -> tuple[float, dict[str, torch.Tensor]]:
-    """What the learner gives to its optimiser."""
+    """The gradients that the learner passes to its optimiser."""
     learner = Learner(tiny_llama(seed=3), LearnerConfig(grad_clip=0, **settings), total_updates=1)
     seen: dict[str, torch.Tensor] = {}
     step = learner.optimizer.step
@@ -83,7 +83,7 @@ def gradients_of_an_update(found: list[Episode], **settings: Any) -> tuple[float
 
 
 def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The largest difference of a tensor, as a share of its norm."""
+    """The largest relative difference of a tensor, by norm."""
     assert set(one) == set(other)
     return max(float((one[name] - other[name]).norm() / other[name].norm()) for name in other)
 
@@ -106,7 +106,7 @@ def test_micro_batches_do_not_change_the_gradient(settings: dict[str, int]) -> N
     assert apart(split, whole) < 1e-5
 
 
-def test_validation_is_the_same_loss_and_how_often_the_model_would_say_it() -> None:
+def test_validation_loss_and_token_accuracy() -> None:
     found = episodes(9, seed=1)
     model = tiny_llama(seed=3)
     with torch.no_grad():
@@ -168,7 +168,7 @@ def records(run: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_run_learns_and_leaves_what_training_and_evaluation_read(
+def test_a_run_learns_and_writes_what_training_and_evaluation_read(
     folder: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["sft", f"model={tiny_model_folder}", *SETTINGS]) == 0
@@ -176,7 +176,7 @@ def test_a_run_learns_and_leaves_what_training_and_evaluation_read(
     found = records(run)
     assert [(r["kind"], r["step"]) for r in found if r["kind"] == "eval"] == [("eval", n) for n in (0, 2, 4, 6)]
     steps = [r["metrics"] for r in found if r["kind"] == "step"]
-    assert [m["sft/epoch"] for m in steps] == [0, 0, 0, 1, 1, 1]  # ten demonstrations make three whole batches
+    assert [m["sft/epoch"] for m in steps] == [0, 0, 0, 1, 1, 1]  # ten demonstrations make three full batches
     assert all(m["sft/demonstrations"] == 3 for m in steps)
     assert steps[-1]["sft/loss"] < 0.6 * steps[0]["sft/loss"]
     assert "policy/ratio_mean" not in steps[0] and math.isfinite(steps[0]["grad/norm"])
@@ -200,11 +200,11 @@ def test_a_run_learns_and_leaves_what_training_and_evaluation_read(
 
 
 class Killed(BaseException):
-    """Nothing of ours catches it."""
+    """Not caught by any handler of Covey."""
 
 
 def train_until(folder: Path, step: int | None, settings: Sequence[str]) -> None:
-    """In a folder of its own; dies where the step of that number would begin."""
+    """In a separate folder; dies when the step of that number would begin."""
 
     def dying(self: SftRun, index: int) -> None:
         if index == step:
@@ -219,7 +219,7 @@ def train_until(folder: Path, step: int | None, settings: Sequence[str]) -> None
 
 
 def outcome(folder: Path) -> Any:
-    """Hashes of the last weights and of the optimiser's state, and every record without its timings."""
+    """Hashes of the last weights and optimiser state, and every record without timings."""
     run = the_run(folder)
     last = run / "checkpoints" / "step-000006"
     files = [last / "optimizer.safetensors", *(last / "model").glob("*.safetensors")]
@@ -227,7 +227,7 @@ def outcome(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("settings", [(), ("model.lora.rank=2", "learner.schedule=cosine")], ids=["whole", "lora"])
-def test_a_run_that_dies_ends_as_if_it_had_not(
+def test_a_killed_run_ends_like_an_uninterrupted_one(
     tmp_path: Path, tiny_model_folder: Path, settings: tuple[str, ...]
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -295,9 +295,9 @@ def test_validate_only_says_what_a_run_would_lack(
     assert out.endswith(verdict)
     for command in (words, [*words, "--validate-only", "--strict"]):
         assert main(command) == 2
-        told = capsys.readouterr().err
+        output = capsys.readouterr().err
         for text in ("data.train_files: no such file a.jsonl", "data.val_files: no such file b.jsonl", "here/nothing"):
-            assert text in out and text in told
+            assert text in out and text in output
     assert main(["sft", "model=here/nothing", *SETTINGS, "--validate-only"]) == 0  # the steps are known without a model
     out = capsys.readouterr().out
     assert "6 steps of 3 demonstrations" in out and "but 1 thing is not on this machine" in out
@@ -321,7 +321,7 @@ def test_what_is_too_long_is_left_out_and_counted(
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "output"),
     [
         ("{oops", "demos.jsonl, line 11: not JSON"),
         (
@@ -335,13 +335,13 @@ def test_what_is_too_long_is_left_out_and_counted(
     ],
 )
 def test_a_mistake_names_its_line(
-    folder: Path, tiny_model_folder: Path, row: str, told: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, tiny_model_folder: Path, row: str, output: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Path("demos.jsonl").open("a") as file:
         file.write("\n" + row)
     assert main(["sft", f"model={tiny_model_folder}", *SETTINGS]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(told) and error.endswith("nothing was started\n")
+    assert error.startswith(output) and error.endswith("nothing was started\n")
     assert not Path("outputs").exists()
 
 

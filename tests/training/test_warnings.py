@@ -136,7 +136,7 @@ def test_an_evaluation_names_its_own_limit(
     here: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train("Guess", tiny_model_folder, "data.val_files=rows.jsonl", "eval.max_tokens=4") == 1
-    assert "No evaluation task completed: truncated: cut off by eval.max_tokens" in capsys.readouterr().err
+    assert "no evaluation task completed: truncated: cut off by eval.max_tokens" in capsys.readouterr().err
 
 
 # --- warnings, step by step -----------------------------------------------------------------------------------------
@@ -146,8 +146,8 @@ class Steps:
     """Steps of ten attempts, of which so many were cut off, by each limit."""
 
     def __init__(self, total: int = 100) -> None:
-        self.told: list[str] = []
-        self.warnings = StepWarnings(self.told.append, rewards=["exact"], total_steps=total, limits=LIMITS)
+        self.output: list[str] = []
+        self.warnings = StepWarnings(self.output.append, rewards=["exact"], total_steps=total, limits=LIMITS)
         self.index = 0
 
     def step(self, cut: dict[str, int], lost: int = 0, flat: float = 0.0, tools: tuple[ToolUse, ...] = ()) -> list[str]:
@@ -155,10 +155,10 @@ class Steps:
         group = Group(TASK, (Episode(TASK, (), TASK.messages, tools=tools),))
         collected = Collected((group,), failures=failures, examples={"truncated": "cut"}, attempts=10, cut=cut)
         metrics = {"groups/flat": flat, "reward/std": 0.1, "reward/mean": 0.0}
-        self.told.clear()
-        self.warnings.after(self.index, SimpleNamespace(collected=collected), metrics)  # type: ignore[arg-type]
+        self.output.clear()
+        self.warnings.after_step(self.index, SimpleNamespace(collected=collected), metrics)  # type: ignore[arg-type]
         self.index += 1
-        return list(self.told)
+        return list(self.output)
 
 
 def test_many_cut_episodes_are_warned_of_when_they_last() -> None:
@@ -179,7 +179,7 @@ def test_many_cut_episodes_are_warned_of_when_they_last() -> None:
 def test_an_episode_that_is_lost_by_a_limit_is_warned_of_at_once() -> None:
     (text,) = Steps().step({"agent.max_response_tokens": 1}, lost=1)
     assert text == (
-        "episodes are cut off: 10% by agent.max_response_tokens; 1 of 10 are not scored and left out; "
+        "episodes are cut off: 10% by agent.max_response_tokens; 1 of 10 are not scored and dropped; "
         "raise agent.max_response_tokens; or let the environment score unfinished episodes (end, docs/environments.md)"
     )
 

@@ -63,7 +63,7 @@ class Dgdo:
         self.check(names)
         self.weights = self.weights or dict.fromkeys(names, 1 / len(names))
         warm = self.step < self.warmup_steps
-        found = {name: self.instability(*samples.observed(name)) for name in names}
+        found = {name: self.instability(*samples.unfiltered_reward(name)) for name in names}
         if not warm:
             self._move({name: figures["instability"] for name, figures in found.items()})
         used = dict(zip(names, simplex_with_floor([self.weights[n] for n in names], self.min_weight), strict=True))

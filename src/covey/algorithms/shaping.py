@@ -73,11 +73,11 @@ def _with_reward(samples: Samples, name: str, score: Callable[[Tensor, Tensor], 
     groups."""
     assert name not in samples.rewards, name
     column_N = score(samples.longest_N, samples.truncated_N)
-    seen = samples.seen
-    if seen is not None:
-        seen = replace(seen, rewards={**seen.rewards, name: score(seen.longest_N, seen.truncated_N)})
+    every = samples.unfiltered
+    if every is not None:
+        every = replace(every, rewards={**every.rewards, name: score(every.longest_N, every.truncated_N)})
     rewards, weights = {**samples.rewards, name: column_N}, {**samples.weights, name: 1.0}
-    return replace(samples, rewards=rewards, weights=weights, seen=seen)
+    return replace(samples, rewards=rewards, weights=weights, unfiltered=every)
 
 
 @dataclass(frozen=True, slots=True)

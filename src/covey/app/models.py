@@ -38,10 +38,10 @@ class Parts(Protocol):
 def make_learner(prepared: Parts, checkpoint: Checkpoint | None, ranks: Ranks | None = None) -> Learner:
     """On several ranks, one of the learners that learn together; every rank makes its own."""
     from covey.learner.learner import Learner
-    from covey.learner.parallel import ALONE
+    from covey.learner.parallel import SINGLE_PROCESS
 
     config = prepared.config
-    ranks = (ranks or ALONE).in_teams(config.learner.tensor_parallel)
+    ranks = (ranks or SINGLE_PROCESS).with_tensor_parallel(config.learner.tensor_parallel)
     model, plan = on_rank(prepared, ranks)
     policy, reference = _load_models(prepared, model, checkpoint)
     valued = prepared.algorithm.needs.values
@@ -63,7 +63,7 @@ def make_learner(prepared: Parts, checkpoint: Checkpoint | None, ranks: Ranks | 
 def on_rank(prepared: Parts, ranks: Ranks) -> tuple[ModelConfig, LearnerConfig]:
     """Where a rank loads the model to, and how weights are shared out: what is sharded goes to the device unit by
     unit."""
-    from covey.learner.parallel import BYTES_PER_WEIGHT, check_shards, check_teams, shards
+    from covey.learner.parallel import BYTES_PER_WEIGHT, check_sharding, check_tensor_parallel, should_shard
     from covey.models.loading import parameter_count, pick_dtype
 
     config, source = prepared.config, prepared.model
@@ -71,11 +71,11 @@ def on_rank(prepared: Parts, ranks: Ranks) -> tuple[ModelConfig, LearnerConfig]:
     if ranks.device is None:
         return config.model, config.learner
     adapter = config.model.lora.rank > 0 or source.adapter is not None
-    sharded = shards(config.learner, ranks, parameter_count(source) * (2 if adapter else BYTES_PER_WEIGHT))
+    sharded = should_shard(config.learner, ranks, parameter_count(source) * (2 if adapter else BYTES_PER_WEIGHT))
     if sharded:
-        check_shards(config.learner, adapter=adapter)
+        check_sharding(config.learner, adapter=adapter)
     if config.learner.tensor_parallel > 1:
-        check_teams(source.config, config.learner.tensor_parallel)
+        check_tensor_parallel(source.config, config.learner.tensor_parallel)
     dtype = str(pick_dtype(config.model.dtype, ranks.device)).removeprefix("torch.")
     place = "cpu" if sharded else str(ranks.device)
     plan = dataclasses.replace(config.learner, parallel="fsdp" if sharded else "ddp")

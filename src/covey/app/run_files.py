@@ -16,7 +16,7 @@ from covey.config.schema import Config
 from covey.config.validate import UNUSED_BY_SFT, Change, differences, within
 from covey.errors import InputError
 from covey.redact import hide_settings, hide_words
-from covey.storage import write_whole, writing
+from covey.storage import write_atomically, writing
 
 if TYPE_CHECKING:
     from covey.models.loading import ModelSource
@@ -164,8 +164,8 @@ def _write_settings(prepared: Startable, path: Path) -> None:
     with writing(hydra):
         hydra.mkdir(exist_ok=True)  # a run that is started again before its first checkpoint
     for file in (path / "config.yaml", hydra / "config.yaml"):
-        write_whole(file, yaml.safe_dump(hide_settings(tree), sort_keys=False, allow_unicode=True))
-    write_whole(hydra / "overrides.yaml", yaml.safe_dump(hide_words(words)))
+        write_atomically(file, yaml.safe_dump(hide_settings(tree), sort_keys=False, allow_unicode=True))
+    write_atomically(hydra / "overrides.yaml", yaml.safe_dump(hide_words(words)))
 
 
 def changes_since(prepared: Startable, run: Path, checkpoint: Checkpoint | None) -> list[Change]:

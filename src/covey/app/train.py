@@ -118,7 +118,7 @@ def _end_if_running(folder: Path, status: str) -> None:
 @contextmanager
 def telling_how_to_go_on(path: Path, resume: str = "auto", *, interrupted: bool = True) -> Iterator[None]:
     """Say, of a run that failed or (`interrupted`) was interrupted, whether it can be continued and from where."""
-    from covey.storage import StorageFailed, explain, refusal
+    from covey.storage import StorageFailed, describe_failure, storage_errno
 
     try:
         yield
@@ -130,9 +130,9 @@ def telling_how_to_go_on(path: Path, resume: str = "auto", *, interrupted: bool 
         error.add_note(f"  {how_to_go_on(path, resume)}")
         raise
     except Exception as error:
-        if (number := refusal(error)) is None:
+        if (number := storage_errno(error)) is None:
             raise
-        failed = StorageFailed(explain(path, number))
+        failed = StorageFailed(describe_failure(path, number))
         failed.add_note(f"  {how_to_go_on(path, resume)}")
         raise failed from error
 
@@ -165,12 +165,12 @@ def is_finished(path: Path) -> bool:
 
 def complete(training: Coroutine[Any, Any, Any]) -> None:
     """Run to the end, also where an event loop runs already, as in a notebook."""
-    from covey.training.interrupts import own_interrupts
+    from covey.training.interrupts import restore_ctrl_c
 
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        with own_interrupts():
+        with restore_ctrl_c():
             asyncio.run(training)
         return
     with ThreadPoolExecutor(1) as thread:
@@ -180,10 +180,10 @@ def complete(training: Coroutine[Any, Any, Any]) -> None:
 def run_sft_to_end(prepared: PreparedSft) -> SftRun:
     from covey.app.sft import build_sft
     from covey.telemetry import print_summary
-    from covey.training.interrupts import own_interrupts
+    from covey.training.interrupts import restore_ctrl_c
 
     run = build_sft(prepared, note=lambda text: print(text, file=sys.stderr))
-    with telling_how_to_go_on(run.path, prepared.config.resume), own_interrupts():
+    with telling_how_to_go_on(run.path, prepared.config.resume), restore_ctrl_c():
         run.train()
     tell_of_the_limit(run, prepared.config.resume)
     if "console" in prepared.config.logging.to:

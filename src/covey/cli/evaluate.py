@@ -25,7 +25,7 @@ from covey.evaluation.answers import EvalFolder, EvalJob, Key
 from covey.evaluation.report import Report, flat_metrics
 from covey.evaluation.scores import Answer, Scores, compare_all, compute_scores
 from covey.protocols import RolloutEngine
-from covey.storage import write_whole
+from covey.storage import write_atomically
 from covey.telemetry.jsonl import finite
 from covey.telemetry.progress import ProgressLine
 
@@ -166,8 +166,8 @@ def _report(candidates: Sequence[Candidate], folder: EvalFolder, command: str) -
 
 
 def _tell(report: Report, path: Path) -> None:
-    write_whole(path / "results.json", json.dumps(finite(report.as_data()), indent=1))
-    write_whole(path / "results.md", report.as_markdown())
+    write_atomically(path / "results.json", json.dumps(finite(report.as_data()), indent=1))
+    write_atomically(path / "results.md", report.as_markdown())
     report.show(Console(width=None if sys.stdout.isatty() else WIDE, highlight=False))
     _say(f"{path / 'results.md'}  results.json  answers.jsonl")
 
@@ -177,7 +177,7 @@ def _tell_as_logged(found: Sequence[Scores], file: Path | None) -> None:
     for name, value in metrics.items():
         print(f"{name:40} {value:.4f}")
     if file is not None:
-        write_whole(file, json.dumps(metrics, indent=1))
+        write_atomically(file, json.dumps(metrics, indent=1))
 
 
 def _refuse_nothing(found: Sequence[Scores]) -> None:

@@ -108,12 +108,12 @@ def _was_interrupted(error: BaseException | None) -> bool:
 
 def _refused(error: Exception) -> str | None:
     """What a full, read-only or broken disk said to some command; None for any other error."""
-    from covey.storage import explain, refusal
+    from covey.storage import describe_failure, storage_errno
 
-    if (number := refusal(error)) is None:
+    if (number := storage_errno(error)) is None:
         return None
     place = error.filename if isinstance(error, OSError) and error.filename is not None else "a file"
-    return explain(Path(str(place)), number)
+    return describe_failure(Path(str(place)), number)
 
 
 def _read_env_file() -> None:

@@ -97,7 +97,7 @@ ENVIRONMENT_KEY = re.compile(r"env\.([A-Z][A-Z0-9_]*)")  # `env.dataset` is a se
 LONGEST = 200  # characters of a word that an error repeats
 MOST_RUNS = 10_000  # of one sweep
 MOST = 20_000  # values of a file; anchors can make billions of a few lines
-DEEPEST = 64
+MAX_DEPTH = 64
 PROSE = ("logging.notes",)  # sentences: their commas and colons are not Hydra's
 _REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*)\}")
 
@@ -279,7 +279,7 @@ def read_yaml(path: str | Path) -> list[tuple[str, Any, int]]:
         raise InputError(f"{path}, {place}: not YAML ({error.problem})") from None
     except (_TooMuch, RecursionError):
         raise InputError(
-            f"{path}: more than {MOST:,} values, or nested more than {DEEPEST} levels deep\n"
+            f"{path}: more than {MOST:,} values, or nested more than {MAX_DEPTH} levels deep\n"
             "  fix: an anchor (&name) that is used inside itself, or many times over, multiplies what it holds"
         ) from None
     except UnicodeDecodeError:
@@ -306,7 +306,7 @@ def load_yaml(path: Path) -> Any:
         _check_nodes(path, root)
         return loader.construct_document(root)
     except (_TooMuch, RecursionError):
-        raise InputError(f"{path}: more than {MOST:,} values, or nested more than {DEEPEST} levels deep") from None
+        raise InputError(f"{path}: more than {MOST:,} values, or nested more than {MAX_DEPTH} levels deep") from None
     except (yaml.YAMLError, ValueError, TypeError) as error:
         if isinstance(error, InputError):
             raise
@@ -324,7 +324,7 @@ def _check_depth(text: str) -> None:
     depth = 0
     for event in yaml.parse(text, _QuickLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > DEEPEST + 1:
+        if depth > MAX_DEPTH + 1:
             raise _TooMuch
 
 
@@ -334,7 +334,7 @@ def _check_nodes(path: Path, root: yaml.Node) -> None:
     while waiting:
         node, depth = waiting.pop()
         count += 1
-        if count > MOST or depth > DEEPEST:
+        if count > MOST or depth > MAX_DEPTH:
             raise _TooMuch
         if isinstance(node, yaml.MappingNode):
             for key, value in node.value:

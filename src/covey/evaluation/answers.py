@@ -21,7 +21,7 @@ from covey.evaluation.scores import Answer, EvalSpec
 from covey.redact import hide, hide_known, hide_settings
 from covey.rewards import Votes
 from covey.rollout.collector import Collector, unscored_is_failed
-from covey.storage import lock_folder, write_whole, writing
+from covey.storage import lock_folder, write_atomically, writing
 from covey.telemetry.base import flatten
 from covey.telemetry.jsonl import finite, read_jsonl
 from covey.training.folder import missing_folders, remove_unused
@@ -47,7 +47,9 @@ class EvalFolder:
         self.path = path
         self._lock = _locked(path)
         if previous is None:
-            write_whole(path / SETTINGS_FILE, json.dumps({"command": hide(command), "settings": settings}, indent=1))
+            write_atomically(
+                path / SETTINGS_FILE, json.dumps({"command": hide(command), "settings": settings}, indent=1)
+            )
 
     def done(self, specs: Sequence[EvalSpec]) -> dict[Key, set[int]]:
         """Indices of the tasks with all their answers. Other lines are removed from the file."""
@@ -62,7 +64,7 @@ class EvalFolder:
         complete = {key: group for key, group in groups.items() if len(group) == expected[key[0]]}
         for key, index in complete:
             done[key].add(index)
-        write_whole(path, "".join(_line(answer) for group in complete.values() for answer in group))
+        write_atomically(path, "".join(_line(answer) for group in complete.values() for answer in group))
         return done
 
     def append(self, answers: Iterable[Answer]) -> None:

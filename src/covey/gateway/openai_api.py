@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from covey.storage import TOO_DEEP, flaw
+from covey.storage import TOO_DEEP, json_problem
 from covey.types import RewardTable, StopReason, Turn
 
 # -- Errors ------------------------------------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ def read_body(raw: bytes | bytearray) -> dict[str, Any]:
     """The JSON object of a request. JSON that a later stage could not handle is refused with a reason."""
     try:
         body = json.loads(raw or b"{}")
-        reason = flaw(body)
+        reason = json_problem(body)
     except RecursionError:
         reason = TOO_DEEP
     except ValueError as error:  # bytes that are not UTF-8, and numbers with thousands of digits, too
@@ -168,7 +168,7 @@ def _read_arguments(raw: Any) -> Any:
         value = json.loads(raw or "{}")
     except (ValueError, RecursionError):
         return raw
-    return value if isinstance(value, dict) and flaw(value) is None else raw  # a chat template will render it
+    return value if isinstance(value, dict) and json_problem(value) is None else raw  # a chat template will render it
 
 
 def to_openai(reply: ChatReply) -> Message:

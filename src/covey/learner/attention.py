@@ -1,15 +1,15 @@
-"""Attention of packed rows, put into a transformers model through its attention interface.
+"""Attention over packed sequences, plugged into transformers models through their attention interface.
 
     prompt 1   prompt 2  │ answer 1.1   answer 1.2   answer 2.1
 
-A token sees its own segment up to itself; a token of an answer sees all of its prompt as well. `reading(layout)` says
-which line of tokens the model is being fed; it must last until the backward pass is over. Outside of it the model
-attends as transformers' own `sdpa` does.
+Each token attends causally within its own segment (a prompt or an answer); a token of an answer also attends to its
+whole prompt. `packed_attention(layout)` sets the sequence that the model is computing; it must stay open until the
+backward pass has finished. Without it the model uses transformers' own `sdpa`.
 
-    plain   any device, any precision, sliding windows: scaled dot products piece by piece
-    fast    bfloat16 or float16 on a GPU: flash attention over segments, and over prompts, joined by their log-sums
+    SDPA    any device, any precision, sliding windows: scaled dot products, chunk by chunk
+    FLASH   bfloat16 or float16 on a GPU: flash attention over segments and over prompts, combined by their log-sums
 
-Shapes: T tokens of the line, H query heads, K key heads, D head size.
+Shapes: T tokens of the packed sequence, H query heads, K key heads, D head size.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-PLAIN, FAST = "covey_packed", "covey_packed_fast"
-PIECE = 128  # tokens of answers that plain attention takes at once
+SDPA, FLASH = "covey_packed", "covey_packed_fast"
+CHUNK = 128  # tokens of answers in one call of scaled_dot_product_attention
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Consecutive segments of the line, and the prompt they continue (None for a prompt itself)."""
+class Chunk:
+    """Consecutive segments, and the prompt that they continue (None for a prompt itself)."""
 
     segments: tuple[int, ...]
     prompt: int | None = None
@@ -46,11 +46,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """Lengths of prompts and of the answers to each, in the order of the line."""
+    """Lengths of prompts and of the answers to each, in the order of the packed sequence."""
 
     prompts: tuple[int, ...]
     answers: tuple[tuple[int, ...], ...]
-    ends: tuple[Tensor, Tensor, Tensor] | None = None  # of segments, of each prompt's answers, of prompts; from 0
+    # Cumulative lengths for flash attention: of segments, of the answers of each prompt together, of prompts.
+    cu_seqlens: tuple[Tensor, Tensor, Tensor] | None = None
     masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -58,14 +59,14 @@ class Layout:
         return cls(tuple(prompts), tuple(map(tuple, answers)))
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Layout:
-        """With what flash attention wants to know, on its device."""
+        """On a GPU, with the cumulative lengths that flash attention needs."""
         if device.type != "cuda":
             return self
         segments = [n for n in (*self.prompts, *(n for group in self.answers for n in group)) if n]
         lengths = (segments, [sum(group) for group in self.answers], self.prompts)
         ends = [torch.tensor([0, *accumulate(each)], dtype=torch.int32) for each in lengths]
-        first, second, third = (end.to(device, non_blocking=non_blocking) for end in ends)
-        return Layout(self.prompts, self.answers, (first, second, third))
+        segment_ends, answer_ends, prompt_ends = (end.to(device, non_blocking=non_blocking) for end in ends)
+        return Layout(self.prompts, self.answers, (segment_ends, answer_ends, prompt_ends))
 
     @property
     def prompt_tokens(self) -> int:
@@ -80,69 +81,69 @@ class Layout:
         return max(p + max(group) for p, group in zip(self.prompts, self.answers, strict=True))
 
     @cached_property
-    def pieces(self) -> list[Piece]:
-        """What plain attention takes at once: each prompt, then answers to one prompt, not too many of them."""
-        found = [Piece((length,)) for length in self.prompts]
-        for number, group in enumerate(self.answers):
-            now: list[int] = []
+    def chunks(self) -> list[Chunk]:
+        """One chunk per prompt, then the answers to each prompt in chunks of about CHUNK tokens."""
+        chunks = [Chunk((length,)) for length in self.prompts]
+        for prompt, group in enumerate(self.answers):
+            segments: list[int] = []
             for length in group:
-                if now and sum(now) + length > PIECE:
-                    found.append(Piece(tuple(now), number))
-                    now = []
-                now.append(length)
-            found.append(Piece(tuple(now), number))
-        return [piece for piece in found if piece.length]
+                if segments and sum(segments) + length > CHUNK:
+                    chunks.append(Chunk(tuple(segments), prompt))
+                    segments = []
+                segments.append(length)
+            chunks.append(Chunk(tuple(segments), prompt))
+        return [chunk for chunk in chunks if chunk.length]
 
-    def mask(self, number: int, piece: Piece, window: int | None, device: torch.device) -> Tensor:
-        """Which tokens of its prompt and of itself each token of a piece sees, [queries, keys]. Made once."""
-        key = (number, window)
+    def mask(self, index: int, chunk: Chunk, window: int | None, device: torch.device) -> Tensor:
+        """The attention mask of a chunk over its prompt and itself, [queries, keys]. Computed once."""
+        key = (index, window)
         if key not in self.masks:
-            before = 0 if piece.prompt is None else self.prompts[piece.prompt]
-            segment = torch.repeat_interleave(torch.tensor(piece.segments))
-            position = torch.cat([torch.arange(before, before + n) for n in piece.segments])
+            before = 0 if chunk.prompt is None else self.prompts[chunk.prompt]
+            segment = torch.repeat_interleave(torch.tensor(chunk.segments))
+            position = torch.cat([torch.arange(before, before + n) for n in chunk.segments])
             keys = torch.cat([torch.arange(before), position])
             same = torch.cat([torch.ones(len(segment), before, dtype=torch.bool), segment[:, None] == segment], 1)
-            seen = same & (keys <= position[:, None])
+            visible = same & (keys <= position[:, None])
             if window is not None:
-                seen &= keys > position[:, None] - window
-            self.masks[key] = seen.to(device)
+                visible &= keys > position[:, None] - window
+            self.masks[key] = visible.to(device)
         return self.masks[key]
 
 
 @dataclass
-class Line:
-    """What is being read, and how often a layer asked for it. One at a time: the learner has one model at work."""
+class State:
+    """The packed sequence in progress, and how many attention layers have used it. The learner runs one at a time."""
 
     layout: Layout | None = None
-    asked: int = 0
+    layers: int = 0
 
 
-_now = Line()
+_state = State()
 
 
 @contextmanager
-def reading(layout: Layout) -> Iterator[Line]:
-    before = _now.layout
-    _now.layout, _now.asked = layout, 0
+def packed_attention(layout: Layout) -> Iterator[State]:
+    before = _state.layout
+    _state.layout, _state.layers = layout, 0
     try:
-        yield _now
+        yield _state
     finally:
-        _now.layout = before
+        _state.layout = before
 
 
-def choose(lm: Any, layout: Layout) -> bool:
-    """Sets the model's attention for this line; True if it is the fast one."""
+def select_attention(lm: Any, layout: Layout) -> bool:
+    """Set the model's attention for this packed sequence. True if it is flash attention."""
     config = lm.config.get_text_config(decoder=True)
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     window = getattr(config, "sliding_window", None)
     fits = window is None or layout.longest_row <= window
     half = lm.get_input_embeddings().weight.dtype in (torch.bfloat16, torch.float16)
-    fast = layout.ends is not None and half and dim % 8 == 0 and dim <= 256 and fits
-    config._attn_implementation = FAST if fast else PLAIN
-    return fast
+    flash = layout.cu_seqlens is not None and half and dim % 8 == 0 and dim <= 256 and fits
+    config._attn_implementation = FLASH if flash else SDPA
+    return flash
 
 
-def plain(
+def sdpa_attention(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -153,29 +154,29 @@ def plain(
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """[1, H, T, D] → [1, T, H, D]"""
-    layout = _now.layout
+    layout = _state.layout
     if layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **rest)
-    _now.asked += 1
-    pieces = layout.pieces
-    sizes = [piece.length for piece in pieces]
+    _state.layers += 1
+    chunks = layout.chunks
+    sizes = [chunk.length for chunk in chunks]
     queries, keys, values = (x.split(sizes, 2) for x in (query, key, value))
-    found = []
-    for number, piece in enumerate(pieces):
-        k, v, q = keys[number], values[number], queries[number]
-        if piece.prompt is not None:
-            k, v = torch.cat((keys[piece.prompt], k), 2), torch.cat((values[piece.prompt], v), 2)
-        causal = piece.prompt is None and sliding_window is None
-        mask = None if causal else layout.mask(number, piece, sliding_window, q.device)
-        found.append(
+    outputs = []
+    for index, chunk in enumerate(chunks):
+        k, v, q = keys[index], values[index], queries[index]
+        if chunk.prompt is not None:
+            k, v = torch.cat((keys[chunk.prompt], k), 2), torch.cat((values[chunk.prompt], v), 2)
+        causal = chunk.prompt is None and sliding_window is None
+        mask = None if causal else layout.mask(index, chunk, sliding_window, q.device)
+        outputs.append(
             scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
             )
         )
-    return torch.cat(found, 2).transpose(1, 2), None
+    return torch.cat(outputs, 2).transpose(1, 2), None
 
 
-def fast(
+def flash_attention(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -190,23 +191,21 @@ def fast(
 
 
 def _mask(**arguments: Any) -> Tensor | None:
-    """No mask for a line that is being read: the attention knows it."""
-    found: Tensor | None = None if _now.layout is not None else sdpa_mask(**arguments)
-    return found
+    """No mask for a packed sequence: its layout replaces it."""
+    mask: Tensor | None = None if _state.layout is not None else sdpa_mask(**arguments)
+    return mask
 
 
-for _name, _function in ((PLAIN, plain), (FAST, fast)):
+for _name, _function in ((SDPA, sdpa_attention), (FLASH, flash_attention)):
     ALL_ATTENTION_FUNCTIONS.register(_name, _function)
     ALL_MASK_ATTENTION_FUNCTIONS.register(_name, _mask)
 
 
-# -- flash attention, prompts shared --------------------------------------------------------------------------------
-#
-# A softmax over a prompt and an answer is the mean of a softmax over each, weighted by their sums of exponentials. The
-# backward pass of flash attention needs the output and log-sum of the whole, so it is run on each part with those.
+# -- Flash attention with shared prompts -------------------------------------------------------------------------------
+# Attention over a prompt and an answer is the mean of attention over each, weighted by their sums of exponentials. The
+# backward pass runs on each of the two with the output and log-sum of the whole, as flash attention needs them.
 
-
-_ops = torch.library.Library("covey_learner", "DEF")  # opaque to torch.compile: the layout is no part of its graph
+_ops = torch.library.Library("covey_learner", "DEF")  # opaque to torch.compile, so the layout is not part of its graph
 _ops.define("attend(Tensor q, Tensor k, Tensor v, float scale) -> (Tensor, Tensor)")
 _ops.define("back(Tensor d, Tensor q, Tensor k, Tensor v, Tensor o, Tensor l, float scale) -> (Tensor, Tensor, Tensor)")
 
@@ -214,16 +213,18 @@ _ops.define("back(Tensor d, Tensor q, Tensor k, Tensor v, Tensor o, Tensor l, fl
 @torch.library.impl(_ops, "attend", "CUDA")
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """[T, H, D], [T, K, D] → [T, H, D] and the log-sums of scores [H, T]."""
-    layout = _now.layout
-    assert layout is not None and layout.ends is not None
-    _now.asked += 1
-    segments, answers, prompts = layout.ends
+    layout = _state.layout
+    assert layout is not None and layout.cu_seqlens is not None
+    _state.layers += 1
+    segments, answers, prompts = layout.cu_seqlens
     longest = layout.longest_segment
     out, lse = _flash(q, k, v, segments, segments, longest, longest, True, scale)
     at = layout.prompt_tokens
     if at < len(q):
-        most = max(map(sum, layout.answers))
-        other, other_lse = _flash(q[at:], k[:at], v[:at], answers, prompts, most, max(layout.prompts), False, scale)
+        longest_answers = max(map(sum, layout.answers))
+        other, other_lse = _flash(
+            q[at:], k[:at], v[:at], answers, prompts, longest_answers, max(layout.prompts), False, scale
+        )
         share = torch.sigmoid(other_lse - lse[:, at:])
         lse[:, at:] -= torch.nn.functional.logsigmoid(lse[:, at:] - other_lse)
         out[at:] = torch.lerp(out[at:].float(), other.float(), share.t()[:, :, None]).to(out.dtype)
@@ -239,16 +240,24 @@ def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 def _attend_back(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    layout = _now.layout
-    assert layout is not None and layout.ends is not None, "the line must be read until the backward pass is over"
-    segments, answers, prompts = layout.ends
+    layout = _state.layout
+    assert layout is not None and layout.cu_seqlens is not None, (
+        "packed_attention must stay open until the backward pass has finished"
+    )
+    segments, answers, prompts = layout.cu_seqlens
     longest = layout.longest_segment
-    dq, dk, dv = _flash_backward(grad, q, k, v, out, lse, segments, segments, longest, longest, True, scale)
+    backward = torch.ops.aten._flash_attention_backward
+    seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of dropout, which is 0
+    dq, dk, dv = backward(
+        grad, q, k, v, out, lse, segments, segments, longest, longest, 0.0, True, seed, seed, scale=scale
+    )
     at = layout.prompt_tokens
     if at < len(q):
-        most = max(map(sum, layout.answers))
+        longest_answers = max(map(sum, layout.answers))
         parts = (grad[at:], q[at:], k[:at], v[:at], out[at:], lse[:, at:].contiguous())
-        more = _flash_backward(*parts, answers, prompts, most, max(layout.prompts), False, scale)
+        more = backward(
+            *parts, answers, prompts, longest_answers, max(layout.prompts), 0.0, False, seed, seed, scale=scale
+        )
         dq[at:] += more[0]
         dk[:at] += more[1]
         dv[:at] += more[2]
@@ -262,7 +271,7 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, scale = inputs
     ctx.save_for_backward(q, k, v, *output)
     ctx.scale = scale
@@ -272,42 +281,12 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor
     return (*torch.ops.covey_learner.back(grad, *ctx.saved_tensors, ctx.scale), None)
 
 
-torch.library.register_autograd("covey_learner::attend", _backward, setup_context=_keep, lib=_ops)
+torch.library.register_autograd("covey_learner::attend", _backward, setup_context=_save_for_backward, lib=_ops)
 
 
 def _flash(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ends_q: Tensor,
-    ends_k: Tensor,
-    most_q: int,
-    most_k: int,
-    causal: bool,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, ends_q, ends_k, most_q, most_k, 0.0, causal, False, scale=scale
-    )
+    forward = torch.ops.aten._flash_attention_forward
+    out, lse, *_ = forward(q, k, v, cu_q, cu_k, max_q, max_k, 0.0, causal, False, scale=scale)
     return out, lse
-
-
-def _flash_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    ends_q: Tensor,
-    ends_k: Tensor,
-    most_q: int,
-    most_k: int,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # random state of a dropout that there is none of
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, lse, ends_q, ends_k, most_q, most_k, 0.0, causal, unused, unused, scale=scale
-    )
-    return found

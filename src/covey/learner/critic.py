@@ -1,7 +1,7 @@
-"""The critic: what an episode is still worth before each token, for generalised advantage estimation.
+"""The critic: the expected return before each token, for generalised advantage estimation.
 
-    own backbone      a model of its own (a copy of the start model, or critic.model) with a linear head
-    shared backbone   a head on the policy's hidden states; the value loss moves the backbone by critic.shared_coef
+    own backbone      a separate model (a copy of the start model, or critic.model) with a linear head
+    shared backbone   a head on the policy's hidden states; critic.shared_coef scales the value gradient in the backbone
 
 The head starts at zero, so the first values are 0. Head and own backbone have their own AdamW (critic.lr).
 
@@ -23,7 +23,7 @@ from covey.config.schema import CriticConfig, LearnerConfig
 from covey.learner.forward import causal_lm, hidden_states
 from covey.learner.optimizer import MasterAdamW
 from covey.learner.packing import Packed
-from covey.learner.parallel import ALONE, Ranks
+from covey.learner.parallel import SINGLE_PROCESS, Ranks
 from covey.protocols import LossTerm, Metrics, TokenOutputs
 from covey.types import Batch
 
@@ -37,22 +37,22 @@ class Critic:
         *,
         total_updates: int,
         scaler: torch.amp.GradScaler,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_PROCESS,
         backbone: Any = None,
     ) -> None:
-        """`backbone` is a causal model of its own; without one the policy's is shared. Every rank has all of the
-        critic, also where the policy is sharded."""
+        """`backbone` is a separate causal model; None shares the policy's. The critic is never sharded: every rank has
+        all of it."""
         self.config = config
         self.backbone = None if backbone is None else causal_lm(backbone).base_model.requires_grad_(True)
-        some = next(policy.parameters())
+        first = next(policy.parameters())
         width = causal_lm(policy if backbone is None else backbone).get_output_embeddings().weight.shape[1]
-        dtype = torch.float64 if some.dtype == torch.float64 else torch.float32
-        self.head = nn.Linear(width, 1, device=ranks.device or some.device, dtype=dtype)
+        dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+        self.head = nn.Linear(width, 1, device=ranks.device or first.device, dtype=dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         common: dict[str, Any] = {"scaler": scaler, "ranks": ranks}
         own = replace(learner, lr=config.lr, grad_clip=config.grad_clip)
-        # The head is float32 beside a half-precision backbone: an optimiser for each keeps masters where they belong.
+        # The head is float32 even with a half-precision backbone, so each has its own optimiser.
         self.optimizers = {"head": MasterAdamW(self.head.named_parameters(), own, total_updates, **common)}
         if self.backbone is not None:
             named = self.backbone.named_parameters()
@@ -65,20 +65,20 @@ class Critic:
 
     @property
     def warming_up(self) -> bool:
-        """Only the critic learns, so that the policy is not led by values that mean nothing yet."""
+        """Whether only the critic learns: an untrained critic must not guide the policy."""
         return self.steps <= self.config.warmup_steps
 
     def values(self, packed: Packed, policy_hidden_MD: Tensor | None) -> Tensor:
-        """V before each sampled token, [M]."""
+        """The value before each sampled token, [M]."""
         if self.backbone is not None:
             hidden_MD = hidden_states(self.backbone, packed)
         else:
             assert policy_hidden_MD is not None
-            share = 0.0 if self.warming_up else self.config.shared_coef
-            still = policy_hidden_MD.detach()
-            hidden_MD = still + share * (policy_hidden_MD - still)  # the head's gradient whole, the backbone's in part
-        found: Tensor = self.head(hidden_MD.to(self.head.weight.dtype))[:, 0].clone()  # what leaves shards is no view
-        return found
+            coef = 0.0 if self.warming_up else self.config.shared_coef
+            fixed = policy_hidden_MD.detach()
+            hidden_MD = fixed + coef * (policy_hidden_MD - fixed)  # scales the backbone's gradient, not the head's
+        values: Tensor = self.head(hidden_MD.to(self.head.weight.dtype))[:, 0].clone()  # FSDP outputs must not be views
+        return values
 
     def loss(self, out: TokenOutputs, batch: Batch) -> LossTerm:
         assert out.values is not None and batch.values_RT is not None and batch.returns_RT is not None
@@ -89,28 +89,28 @@ class Critic:
     @torch.no_grad()
     def metrics(self, out: TokenOutputs, batch: Batch) -> Metrics:
         assert out.values is not None and batch.values_RT is not None
-        moved = (out.values - batch.values_RT).abs()
-        clipped = moved > self.config.clip if self.config.clip is not None else torch.zeros_like(moved)
+        change = (out.values - batch.values_RT).abs()
+        clipped = change > self.config.clip if self.config.clip is not None else torch.zeros_like(change)
         return {"value/clipped": masked_mean(clipped.double(), batch.mask_RT)}
 
     def step(self) -> tuple[Metrics, bool]:
-        """One update of head and backbone; False if a gradient was not finite."""
-        found = [optimizer.step() for optimizer in self.optimizers.values()]
-        norm = sum(norm**2 for _, norm, _ in found) ** 0.5
-        return {"value/lr": found[0][0], "value/grad_norm": norm}, all(made for _, _, made in found)
+        """Update head and backbone. Returns metrics, and whether all gradients were finite."""
+        rates, norms, updated = zip(*(optimizer.step() for optimizer in self.optimizers.values()), strict=True)
+        norm = sum(norm**2 for norm in norms) ** 0.5
+        return {"value/lr": rates[0], "value/grad_norm": norm}, all(updated)
 
     def zero_grad(self) -> None:
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
 
-    # -- for the checkpoint --------------------------------------------------------------------------------------
+    # -- Checkpoints -------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """Weights and optimiser state. `weight/` before the weights, the optimiser's name before its own."""
-        found = {f"weight/{name}": tensor for name, tensor in self._weights()}
+        """Weights under `weight/`, and optimiser state under the optimiser's name."""
+        tensors = {f"weight/{name}": tensor for name, tensor in self._weights()}
         for key, optimizer in self.optimizers.items():
-            found |= {f"{key}/{name}": tensor for name, tensor in optimizer.tensors().items()}
-        return found
+            tensors |= {f"{key}/{name}": tensor for name, tensor in optimizer.tensors().items()}
+        return tensors
 
     def counters(self) -> dict[str, Any]:
         return {"steps": self.steps, "updates": {key: o.steps for key, o in self.optimizers.items()}}

@@ -1,9 +1,9 @@
-"""What a policy says of sampled tokens: log-probs, entropy, KL to a reference.
+"""The forward pass of a policy: hidden states, then log-probs, entropy and KL of the sampled tokens.
 
-Only places that predict a sampled token go through the output matrix, in chunks (`logprobs.py`), so memory does not
+Only positions that predict a sampled token go through the output matrix, in chunks (`logprobs.py`), so memory does not
 grow with vocabulary × tokens.
 
-Shapes: M sampled tokens, D hidden size, T tokens of the line.
+Shapes: M sampled tokens, D hidden size, T tokens of the packed sequence.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ from torch.utils.checkpoint import checkpoint
 from covey.errors import InputError
 from covey.learner import attention, logprobs
 from covey.learner.packing import Packed
+from covey.models.families import LOGIT_TRANSFORMS, TRAINABLE_LAYERS
 
 RefLogits = Callable[[Tensor], Tensor]  # hidden states of the reference → its logits
 
 
 def hidden_states(model: Any, packed: Packed) -> Tensor:
-    """What the backbone makes of everything before each sampled token, [M, D]. Where the backward pass computes
-    activations again, `attention.reading` must last until it is over."""
+    """The last hidden state before each sampled token, [M, D]. With gradient checkpointing, `packed_attention` must
+    stay open until the backward pass has finished."""
     lm = causal_lm(model)
     check_layers(lm.config)
     backbone = getattr(lm, "base_model", lm)
-    attention.choose(lm, packed.layout)
-    with attention.reading(packed.layout) as line:
+    attention.select_attention(lm, packed.layout)
+    with attention.packed_attention(packed.layout) as state:
         hidden_TD = backbone(
             input_ids=packed.ids_T[None], position_ids=packed.position_T[None], use_cache=False
         ).last_hidden_state[0]
-    if not line.asked:
+    if not state.layers:
         raise InputError(
             f"{lm.config.model_type}: this model's code computes attention on its own, without transformers' attention "
             "interface\n  rows of one micro-batch would see each other; use a model that transformers itself implements"
         )
-    found: Tensor = hidden_TD[packed.source_M]
-    return found
+    hidden_MD: Tensor = hidden_TD[packed.source_M]
+    return hidden_MD
 
 
 def token_logprobs(
@@ -52,30 +53,30 @@ def token_logprobs(
     entropy_gradient: bool = False,
     reference: tuple[Tensor, RefLogits] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-prob and entropy of each sampled token under softmax(logits / temperature), [M] and [M]; with the hidden
-    states and logits of a reference also the KL to it over the whole vocabulary, [M]."""
+    """Log-prob and entropy of each sampled token under softmax(logits / temperature), [M] each. Given a reference's
+    hidden states and its output layer, also the KL to it over the whole vocabulary, [M]."""
     lm = causal_lm(model)
     output = lm.get_output_embeddings()
     if reference is None and _is_one_product(lm):
         chosen, entropy = logprobs.linear_logprobs(hidden_MD, output.weight, target_M, temperature, entropy_gradient)
         return chosen, entropy, None
 
-    def of_chunk(hidden: Tensor, target: Tensor, ref_hidden: Tensor | None) -> tuple[Tensor, ...]:
-        logits = logprobs.cooled(final_logits(lm, hidden), temperature)
-        found: tuple[Tensor, ...] = logprobs.ChosenLogProb.apply(logits, target, entropy_gradient)
+    def score_chunk(hidden: Tensor, target: Tensor, ref_hidden: Tensor | None) -> tuple[Tensor, ...]:
+        logits = logprobs.scaled_logits(final_logits(lm, hidden), temperature)
+        scores: tuple[Tensor, ...] = logprobs.ChosenLogProb.apply(logits, target, entropy_gradient)
         if reference is None:
-            return found
+            return scores
         with torch.no_grad():
             assert ref_hidden is not None
-            ref_logits = logprobs.cooled(reference[1](ref_hidden), temperature)
-        return (*found, logprobs.FullKl.apply(logits, ref_logits))
+            ref_logits = logprobs.scaled_logits(reference[1](ref_hidden), temperature)
+        return (*scores, logprobs.FullKl.apply(logits, ref_logits))
 
     size = max(1, logprobs.CHUNK_LOGITS // output.weight.shape[0])
     targets = target_M.split(size)
     ref_chunks = [None] * len(targets) if reference is None else reference[0].split(size)
     recompute = len(targets) > 1 and torch.is_grad_enabled()
     parts = [
-        checkpoint(of_chunk, *chunk, use_reentrant=False) if recompute else of_chunk(*chunk)
+        checkpoint(score_chunk, *chunk, use_reentrant=False) if recompute else score_chunk(*chunk)
         for chunk in zip(hidden_MD.split(size), targets, ref_chunks, strict=True)
     ]
     columns = [torch.cat(column) for column in zip(*parts, strict=True)]
@@ -83,44 +84,40 @@ def token_logprobs(
 
 
 @torch.no_grad()
-def likeliest(model: Any, hidden_MD: Tensor) -> Tensor:
-    """The token that the model would have chosen in each place, [M]."""
+def argmax_tokens(model: Any, hidden_MD: Tensor) -> Tensor:
+    """The most likely token at each position, [M]."""
     lm = causal_lm(model)
     size = max(1, logprobs.CHUNK_LOGITS // lm.get_output_embeddings().weight.shape[0])
     return torch.cat([final_logits(lm, hidden).argmax(-1) for hidden in hidden_MD.split(size)])
 
 
 def causal_lm(model: Any) -> Any:
-    """The transformers model, also where peft wraps it (its layers then carry the adapters)."""
+    """The transformers model; where peft wraps it, its layers carry the adapters."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _is_one_product(lm: Any) -> bool:
     """Whether logits are hidden states times the output matrix, and nothing else."""
     output, config = lm.get_output_embeddings(), lm.config.get_text_config(decoder=True)
-    scaled = any(getattr(config, name, None) for name in ("logits_scaling", "logit_scale", "final_logit_softcapping"))
-    return type(output) is torch.nn.Linear and output.bias is None and not scaled
+    transformed = any(getattr(config, name, None) for name in LOGIT_TRANSFORMS)
+    return type(output) is torch.nn.Linear and output.bias is None and not transformed
 
 
 def final_logits(lm: Any, hidden: Tensor) -> Tensor:
-    """The output matrix, with the scalings that some families apply after it."""
-    logits = lm.get_output_embeddings()(hidden)
+    """The output matrix, and the transforms that some families apply after it."""
+    logits: Tensor = lm.get_output_embeddings()(hidden)
     config = lm.config.get_text_config(decoder=True)
-    if getattr(config, "logits_scaling", None):  # Granite
-        logits = logits / config.logits_scaling
-    if getattr(config, "logit_scale", None):  # Cohere
-        logits = logits * config.logit_scale
-    if getattr(config, "final_logit_softcapping", None):  # Gemma 2 and 3n
-        cap = config.final_logit_softcapping
-        logits = torch.tanh(logits / cap) * cap
+    for name, transform in LOGIT_TRANSFORMS.items():
+        if value := getattr(config, name, None):
+            logits = transform(logits, value)
     return logits
 
 
 def check_layers(model_config: Any) -> set[str]:
-    """The kinds of attention layers of a model, all of them kinds that can be trained; empty where it names none."""
+    """The attention types of a model's layers, which are refused if they cannot be trained. Empty if it names none."""
     text_config = model_config.get_text_config(decoder=True)
     kinds = set(getattr(text_config, "layer_types", None) or [])
-    if unsupported := kinds - {"full_attention", "sliding_attention"}:
+    if unsupported := kinds - TRAINABLE_LAYERS:
         raise InputError(
             f"models with {', '.join(sorted(unsupported))} layers cannot be trained yet ({model_config.model_type})\n"
             "  supported: full and sliding-window attention (Llama, Qwen, Mistral, Gemma, SmolLM families)"
@@ -133,11 +130,11 @@ def check_layers(model_config: Any) -> set[str]:
     return kinds
 
 
-# -- Decoder layers compiled by torch, all by the same code: the small operations of a layer become few kernels --------
+# -- Compiled decoder layers -------------------------------------------------------------------------------------------
 
 
 class CompiledLayers:
-    """The layers of a model, compiled for lines of any length when they are first used."""
+    """A model's decoder layers compiled by torch, once for sequences of any length, when they are first used."""
 
     def __init__(self, model: Any) -> None:
         self.layers = list(causal_lm(model).base_model.layers)
@@ -145,8 +142,9 @@ class CompiledLayers:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """While this lasts, the model runs compiled. Others that use it, as the engine, see it as it was."""
-        torch._dynamo.config.allow_unspec_int_on_nn_module = True  # the number of a layer is no reason to compile again
+        """Run the model compiled within this context. Other users of the model, such as the engine, are not
+        affected."""
+        torch._dynamo.config.allow_unspec_int_on_nn_module = True  # a layer's index must not cause a recompilation
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         for layer, forward in zip(self.layers, self.forwards, strict=True):
             layer.forward = forward

@@ -1,6 +1,6 @@
-"""Triton kernels of the learner on a GPU: one pass over the logits forward, one pass backward.
+"""Triton kernels for log-probs and entropy: one pass over the logits forward, one backward.
 
-Plain torch in `logprobs.py` computes the same.
+`logprobs.py` has the same in plain torch.
 
 Shapes: M sampled tokens, V vocabulary.
 """
@@ -16,8 +16,8 @@ TILE = 4096
 
 
 @triton.jit
-def _statistics(logits, target, lse, chosen, entropy, stride, V, heat, TILE: tl.constexpr):
-    """Of row m: log Σ exp x, x_y − that, and the entropy, x being logits / temperature; all online, in float32."""
+def _statistics(logits, target, lse, chosen, entropy, stride, V, inverse_temperature, TILE: tl.constexpr):
+    """Row m, with x = logits / temperature: log Σ exp x, x_y − log Σ exp x, and the entropy. Online, in float32."""
     m = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, TILE)
     top = tl.full([TILE], float("-inf"), tl.float32)
@@ -25,7 +25,7 @@ def _statistics(logits, target, lse, chosen, entropy, stride, V, heat, TILE: tl.
     weighted = tl.zeros([TILE], tl.float32)
     for start in range(0, V, TILE):
         at = start + lane
-        x = tl.load(logits + m * stride + at, mask=at < V, other=float("-inf")).to(tl.float32) * heat
+        x = tl.load(logits + m * stride + at, mask=at < V, other=float("-inf")).to(tl.float32) * inverse_temperature
         peak = tl.maximum(top, x)
         safe = tl.where(peak == float("-inf"), 0.0, peak)
         shrink = tl.exp(top - safe)
@@ -37,7 +37,7 @@ def _statistics(logits, target, lse, chosen, entropy, stride, V, heat, TILE: tl.
     shrink = tl.exp(top - peak)
     total = tl.sum(mass * shrink, 0)
     log_sum = peak + tl.log(total)
-    y = tl.load(logits + m * stride + tl.load(target + m)).to(tl.float32) * heat
+    y = tl.load(logits + m * stride + tl.load(target + m)).to(tl.float32) * inverse_temperature
     tl.store(lse + m, log_sum)
     tl.store(chosen + m, y - log_sum)
     tl.store(entropy + m, log_sum - tl.sum(weighted * shrink, 0) / total)
@@ -45,20 +45,21 @@ def _statistics(logits, target, lse, chosen, entropy, stride, V, heat, TILE: tl.
 
 @triton.jit
 def _gradient(
-    logits, target, lse, entropy, to_chosen, to_entropy, stride, V, heat, WITH_ENTROPY: tl.constexpr, TILE: tl.constexpr
+    logits, target, lse, entropy, to_chosen, to_entropy, stride, V, inverse_temperature,
+    WITH_ENTROPY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Row m, one tile, in place: what the loss gains by each logit."""
+    """The gradient by one tile of row m's logits, in place."""
     m = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * TILE + tl.arange(0, TILE)
     place = logits + m * stride + at
-    x = tl.load(place, mask=at < V, other=float("-inf")).to(tl.float32) * heat
+    x = tl.load(place, mask=at < V, other=float("-inf")).to(tl.float32) * inverse_temperature
     log_p = x - tl.load(lse + m)
     p = tl.exp(log_p)
     g = tl.load(to_chosen + m)
-    found = g * (tl.where(at == tl.load(target + m), 1.0, 0.0) - p)
+    grad = g * (tl.where(at == tl.load(target + m), 1.0, 0.0) - p)
     if WITH_ENTROPY:
-        found -= tl.load(to_entropy + m) * tl.where(p > 0, p * (log_p + tl.load(entropy + m)), 0.0)
-    tl.store(place, (found * heat).to(logits.dtype.element_ty), mask=at < V)
+        grad -= tl.load(to_entropy + m) * tl.where(p > 0, p * (log_p + tl.load(entropy + m)), 0.0)
+    tl.store(place, (grad * inverse_temperature).to(logits.dtype.element_ty), mask=at < V)
 
 
 def row_statistics(logits_MV: Tensor, target_M: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,7 +82,7 @@ def gradient_in_place(
     to_entropy_M: Tensor | None,
     temperature: float,
 ) -> Tensor:
-    """The logits become the gradient by them."""
+    """Replaces the logits by their gradient."""
     rows, vocabulary = logits_MV.shape
     _gradient[(rows, triton.cdiv(vocabulary, TILE))](
         logits_MV, target_M, lse_M, entropy_M, to_chosen_M, to_entropy_M if to_entropy_M is not None else to_chosen_M,

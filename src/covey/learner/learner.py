@@ -1,9 +1,10 @@
-"""The learner: annotates samples with what policies say of them, and turns a mini-batch into one optimiser step.
+"""The learner: annotates samples with log-probs and values, and turns each mini-batch into one optimiser step.
 
-    mini-batch → micro-batches by token budget → loss sums / counts of the whole mini-batch → gradient → AdamW
+    mini-batch → micro-batches by token budget → loss sums / counts over the whole mini-batch → gradient → AdamW
 
-The split into micro-batches never changes the gradient: losses are sums, divided once by counts over the mini-batch,
-and where a loss couples the members of a group that is split, a first pass without gradient tells it about all of them.
+The split into micro-batches never changes the gradient. Losses are sums, divided once by counts over the mini-batch. If
+a loss couples the members of a group and micro-batches split that group, a first pass without gradient computes the
+log-probs of all its members.
 
 Shapes: N episodes, R rows, T response tokens, M sampled tokens.
 """
@@ -11,9 +12,9 @@ Shapes: N episodes, R rows, T response tokens, M sampled tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +25,33 @@ from covey.algorithms.aggregation import divide
 from covey.algorithms.ops import effective_sample_size, episode_sum, masked_mean, probability_ratio
 from covey.config.schema import CriticConfig, LearnerConfig
 from covey.errors import RunFailed
-from covey.learner import attention
+from covey.learner.attention import packed_attention, select_attention
 from covey.learner.critic import Critic
 from covey.learner.forward import CompiledLayers, causal_lm
 from covey.learner.optimizer import MasterAdamW
-from covey.learner.packing import Bunch, Packed, in_step, pack, share_out
-from covey.learner.parallel import ALONE, Ranks, at_rest, bytes_to_train, inside, own_part, shard, shards
+from covey.learner.packing import MicroBatch, Packed, pack, passes_of_rank, plan_micro_batches, row_indices
+from covey.learner.parallel import (
+    SINGLE_PROCESS,
+    Ranks,
+    local_part,
+    reshard,
+    run_unsharded,
+    shard_model,
+    should_shard,
+    training_bytes,
+)
 from covey.learner.saving import check_finite, load_state, load_tensors, save_model, save_state, save_tensors
-from covey.learner.token_scores import Ask, say
+from covey.learner.token_scores import TokenQuery, score_tokens
 from covey.memory import affordable_tokens, bytes_per_token
 from covey.models.loading import Reference
 from covey.protocols import Algorithm, Couples, LossTerm, Metrics, Needs, TokenOutputs, TokenTrace
 from covey.types import Batch, Sample, Samples
 
+Pass = tuple[MicroBatch, bool]  # a forward pass, and whether it counts (packing.passes_of_rank)
+
 
 class NonFiniteError(RunFailed):
-    """Too many updates in a row had a loss or gradient that is not a number."""
+    """Too many updates in a row had a non-finite loss or gradient."""
 
 
 class Learner:
@@ -52,88 +64,82 @@ class Learner:
         reference: Reference | None = None,
         critic: CriticConfig | None = None,
         critic_backbone: Any = None,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_PROCESS,
     ) -> None:
-        """With `critic` settings a critic learns beside the policy: on `critic_backbone`, or on the policy's own. On
-        several `ranks`, models may be given in CPU memory where they are going to be sharded."""
+        """With `critic` settings, trains a critic on `critic_backbone`, or else on the policy's own backbone. Models
+        that will be sharded over `ranks` may be in CPU memory."""
         self.model = model
         self.config = config
         self.reference = reference
         self.ranks = ranks
-        self.dtype = next(model.parameters()).dtype  # that weights are used and published in
-        # Adapters may be float32 on float16 weights: what counts is what gradients flow through.
+        self.dtype = next(model.parameters()).dtype  # in which weights are used and published
+        # Adapters may be float32 on float16 weights, and gradients flow through both.
         half = any(p.dtype == torch.float16 for p in model.parameters())
-        self.sharded = shards(config, ranks, bytes_to_train(model))
+        self.sharded = should_shard(config, ranks, training_bytes(model))
         if self.sharded:
-            self._shard()
+            shard_model(model, ranks, offload=config.offload_optimizer)
+            if reference is not None and not reference.adapter:
+                shard_model(reference.model, ranks, offload=config.offload_reference)
         self.scaler = torch.amp.GradScaler((ranks.device or next(model.parameters()).device).type, enabled=half)
         common: dict[str, Any] = {"scaler": self.scaler, "ranks": ranks}
         self.optimizer = MasterAdamW(model.named_parameters(), config, total_updates, **common)
         self.critic: Critic | None = None
         if critic is not None:
             self.critic = Critic(model, critic, config, total_updates=total_updates, backbone=critic_backbone, **common)
-        wanted = self.device.type == "cuda" if config.compile is None else config.compile
-        self.layers = CompiledLayers(model) if wanted and not self.sharded else None
+        compiled = self.device.type == "cuda" if config.compile is None else config.compile
+        self.compiled_layers = CompiledLayers(model) if compiled and not self.sharded else None
         self._token_budget = config.micro_batch_tokens
         self.skipped = 0
         self.skipped_in_a_row = 0
-        self._home: torch.device | None = None  # where the weights belong, while they are not there
-
-    def _shard(self) -> None:
-        shard(self.model, self.ranks, offload=self.config.offload_optimizer)
-        if self.reference is not None and not self.reference.adapter:
-            shard(self.reference.model, self.ranks, offload=self.config.offload_reference)
+        self._offloaded_from: torch.device | None = None
 
     @property
     def device(self) -> torch.device:
-        if self.sharded:  # shards may be elsewhere
+        if self.sharded:  # shards may be in CPU memory
             assert self.ranks.device is not None
             return self.ranks.device
         return next(iter(self.optimizer.working.values())).device
 
-    @property
-    def _dtype(self) -> torch.dtype:
-        """Log-probs are float32, also of bfloat16 weights; float64 weights keep theirs."""
-        return torch.promote_types(next(iter(self.optimizer.working.values())).dtype, torch.float32)
-
     def weights(self) -> Any:
-        """The module itself: an engine in this process samples from it without a copy. Where it is sharded, all ranks
-        must read it together (`sharding.full_weights`)."""
+        """The module itself, from which an engine in this process samples without a copy. If it is sharded, all ranks
+        must read it together (`covey.weights.names.full_weights`)."""
         return self.model
 
     def offload(self) -> None:
-        """With `offload_weights`, the weights wait in CPU memory; the engine has a copy of its own."""
+        """With `offload_weights`, move the weights to CPU memory while the engine samples from its own copy."""
         if self.config.offload_weights and self.device.type == "cuda":
-            self._home = self.device
+            self._offloaded_from = self.device
             self._move(torch.device("cpu"))
             torch.cuda.empty_cache()
 
     def reload(self) -> None:
-        if self._home is not None:
-            self._move(self._home)
-            self._home = None
+        if self._offloaded_from is not None:
+            self._move(self._offloaded_from)
+            self._offloaded_from = None
 
     @torch.no_grad()
     def _move(self, device: torch.device) -> None:
         for weight in self.model.parameters():
             weight.data = weight.data.to(device)
 
-    # -- what policies say of samples ---------------------------------------------------------------------------
+    # -- Annotating samples ------------------------------------------------------------------------------------------
 
     def annotate(self, samples: Samples, needs: Needs) -> Samples:
-        """Whatever the algorithm needs to know of the samples before the first update."""
+        """Add what the algorithm needs before the first update: reference log-probs, values, own log-probs."""
         if self.critic is not None:
             self.critic.steps += 1
-        self._find_budget()
+        self._find_token_budget()
         if needs.reference:
             assert self.reference is not None, "the algorithm needs a reference policy and none was loaded"
             with self.reference.active() as model:
-                found = self.logprobs(samples.rows, samples.temperature, model)
-            samples = replace(samples, ref_logprobs_RT=found)
-        ask = Ask(policy=needs.proximal or needs.sample_full_kl, values=needs.values, full_kl=needs.sample_full_kl)
-        if not (ask.policy or ask.values):
+                ref_logprobs_RT = self.logprobs(samples.rows, samples.temperature, model)
+            samples = replace(samples, ref_logprobs_RT=ref_logprobs_RT)
+        query = TokenQuery(
+            logprobs=needs.proximal or needs.sample_full_kl, values=needs.values, full_kl=needs.sample_full_kl
+        )
+        if not (query.logprobs or query.values):
             return samples
-        out = self.outputs(samples.rows, samples.temperature, ask)
+        out = self.outputs(samples.rows, samples.temperature, query)
         samples = replace(samples, values_RT=out.values, full_kl_RT=out.full_kl)
         if needs.proximal:
             sampled_RT = samples.old_logprobs_RT
@@ -141,152 +147,169 @@ class Learner:
         return samples
 
     def logprobs(self, rows: Sequence[Sample], temperature: float, model: Any = None) -> Tensor:
-        """Log-probs of the sampled tokens of rows under a model (by default the policy), [R, T] on the CPU."""
-        return self.outputs(rows, temperature, Ask(), model).logprobs
+        """Log-probs of the rows' sampled tokens under a model, by default the policy, [R, T] on the CPU."""
+        return self.outputs(rows, temperature, TokenQuery(), model).logprobs
 
     @torch.no_grad()
-    def outputs(self, rows: Sequence[Sample], temperature: float, ask: Ask, model: Any = None) -> TokenOutputs:
-        """What is said of the sampled tokens of rows, [R, T] on the CPU, without gradient."""
+    def outputs(self, rows: Sequence[Sample], temperature: float, query: TokenQuery, model: Any = None) -> TokenOutputs:
+        """Scores of the rows' sampled tokens, [R, T] on the CPU, without gradient."""
         width = max(len(row.response_ids) for row in rows)
         columns: dict[str, Tensor] = {}
         model = model or self.model
-        for bunches, counts in self._passes(self._shares(rows), rows):
-            packed = pack(rows, bunches).to(self.device)
-            with self._reading(packed):
-                out = self._forward(packed, (len(_flat(bunches)), width), temperature, ask, model)
+        for micro_batch, counts in self._passes(self._plan(rows), rows):
+            index = row_indices(micro_batch)
+            packed = pack(rows, micro_batch).to(self.device)
+            with self._attending(packed):
+                out = self._forward(packed, (len(index), width), temperature, query, model)
             for name in out.__slots__:
                 if (part := getattr(out, name)) is not None:
-                    whole = columns.setdefault(name, torch.zeros(len(rows), width, dtype=part.dtype))
+                    column = columns.setdefault(name, torch.zeros(len(rows), width, dtype=part.dtype))
                     if counts:
-                        whole[torch.tensor(_flat(bunches))] = part.cpu()
-        self._rest_shards()
+                        column[torch.tensor(index)] = part.cpu()
+        self._reshard()
         return TokenOutputs(**{name: self.ranks.sum(column) for name, column in columns.items()})
 
-    def _shares(self, rows: Sequence[Sample]) -> list[list[list[Bunch]]]:
-        """The micro-batches of every rank: all find out the same."""
-        return share_out(rows, self._find_budget(), self.config.micro_batch_size, self.ranks.shares)
+    # -- Forward passes ----------------------------------------------------------------------------------------------
 
-    def _passes(self, shares: list[list[list[Bunch]]], rows: Sequence[Sample]) -> list[tuple[list[Bunch], bool]]:
-        """This rank's micro-batches, and whether they count. Shards are gathered by all ranks together, or by none."""
-        return in_step(shares, self.ranks.share, rows, alike=self.sharded)
+    def _plan(self, rows: Sequence[Sample]) -> list[list[MicroBatch]]:
+        """The micro-batches of every rank. All ranks compute the same plan."""
+        return plan_micro_batches(rows, self._find_token_budget(), self.config.micro_batch_size, self.ranks.dp_size)
 
-    def _rest_shards(self) -> None:
-        at_rest(self.model)
+    def _passes(self, plan: list[list[MicroBatch]], rows: Sequence[Sample]) -> list[Pass]:
+        """This rank's forward passes. Sharded ranks gather weights together, so all make the same number."""
+        return passes_of_rank(plan, self.ranks.dp_rank, rows, same_count=self.sharded)
+
+    def _reshard(self) -> None:
+        reshard(self.model)
         if self.reference is not None:
-            at_rest(self.reference.model)
+            reshard(self.reference.model)
 
-    def _find_budget(self) -> int:
-        """Found out once, with the policy as it trains: not while its adapter is switched off."""
+    def _find_token_budget(self) -> int:
+        """Measured once, with the policy as it trains: never while its adapter is disabled."""
         if self._token_budget is None:
-            found = affordable_tokens(self.device, self._try_tokens, bytes_per_token(causal_lm(self.model)))
-            self._token_budget = self.ranks.smallest(found)
+            budget = affordable_tokens(self.device, self._trial_pass, bytes_per_token(causal_lm(self.model)))
+            self._token_budget = self.ranks.min(budget)
         return self._token_budget
 
     @torch.enable_grad()
-    def _try_tokens(self, count: int) -> None:
-        """A forward and backward pass over so many tokens that change nothing, to see what they cost."""
-        row = Sample((0,), (0,) * count, (True,) * count, (0.0,) * count, (0,) * count, 0)
+    def _trial_pass(self, tokens: int) -> None:
+        """A forward and backward pass that changes nothing, to measure its memory."""
+        row = Sample((0,), (0,) * tokens, (True,) * tokens, (0.0,) * tokens, (0,) * tokens, 0)
         packed = pack([row], [[0]]).to(self.device)
-        with self._reading(packed):
-            out = self._forward(packed, (1, count), 1.0, Ask(values=self.critic is not None), self.model)
+        with self._attending(packed):
+            query = TokenQuery(values=self.critic is not None)
+            out = self._forward(packed, (1, tokens), 1.0, query, self.model)
             (out.logprobs.sum() * 0).backward()
         self._zero_grad()
 
     @contextmanager
-    def _reading(self, packed: Packed) -> Iterator[None]:
-        """The line is read until its backward pass is over; by compiled layers where that is wanted and possible."""
-        fast = attention.choose(causal_lm(self.model), packed.layout)
-        with attention.reading(packed.layout), self.layers.active() if fast and self.layers else nullcontext():
+    def _attending(self, packed: Packed) -> Iterator[None]:
+        """Open until the backward pass is over. Uses compiled layers if they are enabled and attention is flash."""
+        flash = select_attention(causal_lm(self.model), packed.layout)
+        compiled = self.compiled_layers.active() if flash and self.compiled_layers else nullcontext()
+        with packed_attention(packed.layout), compiled:
             yield
 
     def _forward(
-        self, packed: Packed, shape: tuple[int, int], temperature: float, ask: Ask, model: Any
+        self, packed: Packed, shape: tuple[int, int], temperature: float, query: TokenQuery, model: Any
     ) -> TokenOutputs:
-        """What is said of the tokens of a micro-batch, [R, T], rows in the order of the bunches."""
-        at = (packed.row_M, packed.column_M)
-        empty_RT = torch.zeros(shape, dtype=self._dtype, device=self.device)
+        """Scores of a micro-batch, [R, T], rows in the order of `row_indices`."""
+        # Log-probs are float32 even of bfloat16 weights, and float64 of float64 weights.
+        dtype = torch.promote_types(next(iter(self.optimizer.working.values())).dtype, torch.float32)
+        empty_RT = torch.zeros(shape, dtype=dtype, device=self.device)
+        zeros_M = empty_RT.new_zeros(len(packed.target_M))
+        entropy_gradient = self.config.entropy_coef != 0
+        scores = run_unsharded(
+            model,
+            lambda: score_tokens(
+                model,
+                packed,
+                temperature,
+                query,
+                zeros_M,
+                self.critic,
+                self.reference,
+                entropy_gradient=entropy_gradient,
+            ),
+        )
 
-        def laid_out(column_M: Tensor | None) -> Tensor | None:
-            return None if column_M is None else empty_RT.to(column_M.dtype).index_put(at, column_M)
+        def unpack(column_M: Tensor | None) -> Tensor | None:
+            if column_M is None:
+                return None
+            return empty_RT.to(column_M.dtype).index_put((packed.row_M, packed.column_M), column_M)
 
-        nothing_M = empty_RT.new_zeros(len(packed.target_M))
-        learned = self.config.entropy_coef != 0
+        outputs: dict[str, Any] = {name: unpack(column_M) for name, column_M in scores._asdict().items()}
+        return TokenOutputs(**outputs)
 
-        def work() -> tuple[Tensor | None, ...]:
-            return say(
-                model, packed, temperature, ask, nothing_M, self.critic, self.reference, entropy_gradient=learned
-            )
-
-        logprobs, entropy, values, full_kl, first = map(laid_out, inside(model, work))
-        assert logprobs is not None and entropy is not None
-        return TokenOutputs(logprobs, entropy, values, full_kl, first)
-
-    # -- one optimiser step --------------------------------------------------------------------------------------
+    # -- One optimiser step ------------------------------------------------------------------------------------------
 
     def update(self, batch: Batch, algorithm: Algorithm) -> tuple[Metrics, TokenTrace]:
-        shares = self._shares(batch.rows)
-        passes = self._passes(shares, batch.rows)
-        if _splits(batch, [bunches for share in shares for bunches in share], algorithm.couples):
+        plan = self._plan(batch.rows)
+        passes = self._passes(plan, batch.rows)
+        if _splits_coupled(batch, [micro_batch for share in plan for micro_batch in share], algorithm.couples):
             batch = replace(batch, policy_sum_N=self._policy_sums(batch))
-        here = _to(batch, self.device)
+        on_device = _to(batch, self.device)
         self._zero_grad()
-        with self._asked(algorithm.needs.full_kl):
-            said, losses = self._gradients(batch, here, passes, algorithm)
-        # Numbers are read only now: to read one is to wait for the GPU.
+        # Every micro-batch of a full KL calls the reference: it is loaded once for all.
+        loaded = self.reference.loaded() if algorithm.needs.full_kl and self.reference else nullcontext()
+        with loaded:
+            outputs, losses = self._accumulate_gradients(batch, on_device, passes, algorithm)
+        # Values are read only now, because reading one waits for the GPU.
         sums = {name: torch.stack([each[name] for each in losses]).sum() for name in losses[0]}
         loss = {name: float(self.ranks.sum(sum_)) for name, sum_ in sums.items()}
         total = sum(loss.values())
-        stepped = self._step(total)
-        metrics, trace = self._tell(self._in_order(said, passes, here), here, algorithm)
-        return metrics | {f"{name}/loss": x for name, x in loss.items()} | {"loss/total": total} | stepped, trace
+        step_metrics = self._step(total)
+        metrics, trace = self._batch_metrics(self._in_batch_order(outputs, passes, on_device), on_device, algorithm)
+        return metrics | {f"{name}/loss": x for name, x in loss.items()} | {"loss/total": total} | step_metrics, trace
 
-    def _gradients(
-        self, batch: Batch, here: Batch, passes: list[tuple[list[Bunch], bool]], algorithm: Algorithm
+    def _accumulate_gradients(
+        self, batch: Batch, on_device: Batch, passes: list[Pass], algorithm: Algorithm
     ) -> tuple[list[TokenOutputs], list[dict[str, Tensor]]]:
-        """What was said in each pass, and its share of each term of the loss: nothing of one that does not count.
-        `here` is the batch on the device."""
-        ask = Ask(values=self.critic is not None, full_kl=algorithm.needs.full_kl)
-        said: list[TokenOutputs] = []
+        """Forward and backward for each pass: its outputs, and its part of each loss term (0 if it does not count)."""
+        query = TokenQuery(values=self.critic is not None, full_kl=algorithm.needs.full_kl)
+        outputs: list[TokenOutputs] = []
         losses: list[dict[str, Tensor]] = []
-        for bunches, counts in passes:
-            index = _flat(bunches)
-            packed = pack(batch.rows, bunches).to(self.device)
-            with self._reading(packed):
+        for micro_batch, counts in passes:
+            index = row_indices(micro_batch)
+            packed = pack(batch.rows, micro_batch).to(self.device)
+            with self._attending(packed):
                 shape = (len(index), batch.mask_RT.shape[1])
-                out = self._forward(packed, shape, batch.temperature, ask, self.model)
-                terms = divide(self._loss(out, here.take(index), algorithm), batch)
+                out = self._forward(packed, shape, batch.temperature, query, self.model)
+                terms = divide(self._loss(out, on_device.take(index), algorithm), batch)
                 terms = terms if counts else {name: 0 * term for name, term in terms.items()}
                 self.scaler.scale(torch.stack(list(terms.values())).sum()).backward()
-            said.append(_detached(out))
+            outputs.append(_detached(out))
             losses.append({name: term.detach() for name, term in terms.items()})
-        self._rest_shards()
-        return said, losses
+        self._reshard()
+        return outputs, losses
 
-    def _in_order(
-        self, said: Sequence[TokenOutputs], passes: list[tuple[list[Bunch], bool]], batch: Batch
-    ) -> TokenOutputs:
-        """What was said on all ranks, in the order of the batch's rows."""
-        order = [i for bunches, counts in passes if counts for i in _flat(bunches)]
+    def _loss(self, out: TokenOutputs, view: Batch, algorithm: Algorithm) -> dict[str, LossTerm]:
+        critic = self.critic
+        if critic is not None and critic.warming_up:
+            return {"value": critic.loss(out, view)}
+        terms = algorithm.loss(out, view)
+        if self.config.entropy_coef:
+            terms["entropy"] = LossTerm(-self.config.entropy_coef * out.entropy[view.mask_RT].sum(), "tokens")
+        return terms if critic is None else terms | {"value": critic.loss(out, view)}
+
+    def _in_batch_order(self, outputs: Sequence[TokenOutputs], passes: list[Pass], batch: Batch) -> TokenOutputs:
+        """The outputs of all ranks, in the order of the batch's rows."""
+        order = [i for micro_batch, counts in passes if counts for i in row_indices(micro_batch)]
         at = torch.tensor(order, dtype=torch.long).to(self.device)
 
-        def whole(name: str) -> Tensor | None:
-            if getattr(said[0], name) is None:
+        def column(name: str) -> Tensor | None:
+            if getattr(outputs[0], name) is None:
                 return None
-            found: Tensor = getattr(said[0], name).new_zeros(batch.mask_RT.shape)
-            parts = [getattr(part, name) for part, (_, counts) in zip(said, passes, strict=True) if counts]
-            return self.ranks.sum(found.index_copy(0, at, torch.cat(parts)) if parts else found)
+            column_RT: Tensor = getattr(outputs[0], name).new_zeros(batch.mask_RT.shape)
+            parts = [getattr(part, name) for part, (_, counts) in zip(outputs, passes, strict=True) if counts]
+            return self.ranks.sum(column_RT.index_copy(0, at, torch.cat(parts)) if parts else column_RT)
 
-        logprobs, entropy = whole("logprobs"), whole("entropy")
+        logprobs, entropy = column("logprobs"), column("entropy")
         assert logprobs is not None and entropy is not None
-        return TokenOutputs(logprobs, entropy, whole("values"), whole("full_kl"))
-
-    def _asked(self, often: bool) -> AbstractContextManager[None]:
-        """The reference stays at hand where every micro-batch asks it."""
-        return self.reference.present() if often and self.reference is not None else nullcontext()
+        return TokenOutputs(logprobs, entropy, column("values"), column("full_kl"))
 
     @torch.no_grad()
-    def _tell(self, out: TokenOutputs, batch: Batch, algorithm: Algorithm) -> tuple[Metrics, TokenTrace]:
-        """Statistics of the mini-batch, and what the episode reader shows of it."""
+    def _batch_metrics(self, out: TokenOutputs, batch: Batch, algorithm: Algorithm) -> tuple[Metrics, TokenTrace]:
         mask, log_ratio = batch.mask_RT, out.logprobs - batch.old_logprobs_RT
         ratio = probability_ratio(out.logprobs, batch.old_logprobs_RT)
         entropy = masked_mean(out.entropy, mask)
@@ -302,15 +325,6 @@ class Learner:
         }
         return metrics | algorithm.metrics(out, batch), TokenTrace(*(column.float().cpu() for column in columns))
 
-    def _loss(self, out: TokenOutputs, view: Batch, algorithm: Algorithm) -> dict[str, LossTerm]:
-        critic = self.critic
-        if critic is not None and critic.warming_up:
-            return {"value": critic.loss(out, view)}
-        terms = algorithm.loss(out, view)
-        if self.config.entropy_coef:
-            terms["entropy"] = LossTerm(-self.config.entropy_coef * out.entropy[view.mask_RT].sum(), "tokens")
-        return terms if critic is None else terms | {"value": critic.loss(out, view)}
-
     def _zero_grad(self) -> None:
         self.optimizer.zero_grad()
         if self.critic is not None:
@@ -318,62 +332,64 @@ class Learner:
 
     @torch.no_grad()
     def _policy_sums(self, batch: Batch) -> Tensor:
-        """Σ log π of every episode of the mini-batch under the weights of the moment."""
+        """Σ log π of every episode of the mini-batch under the current weights, [N]."""
         logprobs_RT = self.logprobs(batch.rows, batch.temperature)
         return episode_sum(logprobs_RT, batch.mask_RT, batch.episode_R, len(batch.group_N))
 
     def _step(self, loss: float) -> Metrics:
-        """Update weights, unless the loss or a gradient is not finite."""
+        """Update the weights, unless the loss or a gradient is not finite."""
         finite = math.isfinite(loss)
-        rate, norm, made = 0.0, math.nan, False
-        found: Metrics = {}
+        rate, norm, updated = 0.0, math.nan, False
+        metrics: Metrics = {}
         if finite:
-            made = True
+            updated = True
             if self.critic is not None:
-                found, made = self.critic.step()
+                metrics, updated = self.critic.step()
             if self.critic is not None and self.critic.warming_up:
                 norm = 0.0
             else:
-                rate, norm, moved = self.optimizer.step()
-                made = made and moved
+                rate, norm, policy_updated = self.optimizer.step()
+                updated = updated and policy_updated
             self.scaler.update()
         else:
             self._zero_grad()
-        self.skipped += not made
-        # In float16 the scale of the loss is found by overflowing: with a sound loss that is no sign of trouble, until
-        # the loss is not scaled up any more.
+        self.skipped += not updated
+        # In float16 the loss scale is metrics by letting gradients overflow. That is expected while the loss itself is
+        # finite and is still scaled up.
         expected = finite and self.scaler.is_enabled() and self.scaler.get_scale() >= 1
-        self.skipped_in_a_row = 0 if made or expected else self.skipped_in_a_row + 1
+        self.skipped_in_a_row = 0 if updated or expected else self.skipped_in_a_row + 1
         if self.skipped_in_a_row >= self.config.max_skipped:
             raise NonFiniteError(
                 f"{self.skipped_in_a_row} updates in a row had a loss or gradient that is not finite\n"
                 "  likely causes: learner.lr too high, a reward that returns huge values, or float16 (try bfloat16)"
             )
         clipped = float(norm > self.config.grad_clip) if self.config.grad_clip else 0.0
-        return found | {"optim/lr": rate, "optim/skipped": self.skipped, "grad/norm": norm, "grad/clipped": clipped}
+        return metrics | {"optim/lr": rate, "optim/skipped": self.skipped, "grad/norm": norm, "grad/clipped": clipped}
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------
+    # -- Checkpoints -------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """Model, optimiser and critic into a folder that all ranks see; all must be called. Raises `NonFiniteWeights`
-        before anything is written."""
-        optimizer = self.optimizer
-        check_finite(self._saved_tensors(), self.ranks)
-        save_model(self.model, folder / "model", self.ranks, sharded=self.sharded)
-        save_state(optimizer.tensors(), optimizer.blocks(), folder, self.ranks, optimizer.twice())
-        if self.critic is not None and self.ranks.first:
-            save_tensors(self.critic.tensors(), folder / "critic.safetensors")
-        self.ranks.wait_for_all()
+        """Write model, optimiser and critic into a folder that all ranks see. All ranks must call it.
 
-    def _saved_tensors(self) -> dict[str, Tensor]:
-        """This rank's part of all that is trained, by name: weights, optimiser state and critic."""
-        found = {name: own_part(weight) for name, weight in self.optimizer.working.items()}
-        found |= {f"optimizer: {name}": tensor for name, tensor in self.optimizer.tensors().items()}
+        Raises `NonFiniteWeights` before anything is written.
+        """
+        optimizer = self.optimizer
+        check_finite(self._trained_tensors(), self.ranks)
+        save_model(self.model, folder / "model", self.ranks, sharded=self.sharded)
+        save_state(optimizer.tensors(), optimizer.blocks(), folder, self.ranks, optimizer.replicated())
+        if self.critic is not None and self.ranks.is_first:
+            save_tensors(self.critic.tensors(), folder / "critic.safetensors")
+        self.ranks.barrier()
+
+    def _trained_tensors(self) -> dict[str, Tensor]:
+        """This rank's part of everything that is trained, by name: weights, optimiser state and critic."""
+        tensors = {name: local_part(weight) for name, weight in self.optimizer.working.items()}
+        tensors |= {f"optimizer: {name}": tensor for name, tensor in self.optimizer.tensors().items()}
         critic = {} if self.critic is None else self.critic.tensors()
-        return found | {f"critic: {name}": tensor for name, tensor in critic.items()}
+        return tensors | {f"critic: {name}": tensor for name, tensor in critic.items()}
 
     def counters(self) -> dict[str, Any]:
-        """What else there is to know, as JSON."""
+        """The rest of a checkpoint, as JSON."""
         return {
             "updates": self.optimizer.steps,
             "scaler": self.scaler.state_dict(),
@@ -383,7 +399,7 @@ class Learner:
         }
 
     def restore(self, folder: Path, counters: dict[str, Any]) -> None:
-        """Everything but the weights, which the model was loaded with."""
+        """Load everything but the weights: the model was loaded with them."""
         self.optimizer.load(load_state(folder, self.optimizer.blocks()), counters["updates"])
         self.scaler.load_state_dict(counters["scaler"])
         if self.critic is not None:
@@ -392,36 +408,25 @@ class Learner:
         self.skipped_in_a_row = counters["skipped_in_a_row"]
 
 
-def extreme(name: str) -> Callable[[float, float], float] | None:
-    """How a statistic of parts becomes one of the whole: the larger, the smaller, or (None) their mean."""
-    words = name.rsplit("/", 1)[-1].split("_")
-    return max if "max" in words else min if "min" in words else None
-
-
-def _flat(bunches: list[Bunch]) -> list[int]:
-    return [index for bunch in bunches for index in bunch]
-
-
 def _detached(out: TokenOutputs) -> TokenOutputs:
     values, full_kl = (None if x is None else x.detach() for x in (out.values, out.full_kl))
     return TokenOutputs(out.logprobs.detach(), out.entropy.detach(), values, full_kl)
 
 
-def _splits(batch: Batch, micro_batches: list[list[Bunch]], couples: Couples) -> bool:
-    """Whether a micro-batch holds only a part of what the loss must see as a whole."""
+def _splits_coupled(batch: Batch, micro_batches: list[MicroBatch], couples: Couples) -> bool:
+    """Whether episodes, or groups, that the loss couples are split over micro-batches."""
     if couples == "nothing":
         return False
-    of_row = batch.episode_R if couples == "episodes" else batch.group_N[batch.episode_R]
-    homes: dict[int, int] = {}
-    for number, bunches in enumerate(micro_batches):
-        for index in _flat(bunches):
-            if homes.setdefault(int(of_row[index]), number) != number:
-                return True
-    return False
+    unit_R = batch.episode_R if couples == "episodes" else batch.group_N[batch.episode_R]
+    place: dict[int, int] = {}  # unit → its micro-batch
+    return any(
+        place.setdefault(int(unit_R[index]), number) != number
+        for number, micro_batch in enumerate(micro_batches)
+        for index in row_indices(micro_batch)
+    )
 
 
 def _to(batch: Batch, device: torch.device) -> Batch:
-    moved: dict[str, Any] = {
-        name: value.to(device) for name in batch.__slots__ if isinstance(value := getattr(batch, name), Tensor)
-    }
+    columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    moved: dict[str, Any] = {name: x.to(device) for name, x in columns.items() if isinstance(x, Tensor)}
     return replace(batch, **moved)

@@ -1,9 +1,9 @@
-"""From hidden states to log-probs and entropies of sampled tokens, with derivatives written out.
+"""Log-probs and entropies of sampled tokens from hidden states, with hand-written gradients.
 
     ∂ log p_y / ∂ logit_j = [j = y] − p_j          ∂ H / ∂ logit_j = −p_j (log p_j + H)
 
-Logits are made in chunks, never all at once; the backward pass makes them again, turns them into their own gradient in
-place, and adds up the gradient of the output matrix in float32.
+Logits are computed in chunks, never all at once. The backward pass recomputes them, turns them into their gradient in
+place, and accumulates the gradient of the output matrix in float32.
 
 Shapes: M sampled tokens, D hidden size, V vocabulary.
 """
@@ -24,12 +24,12 @@ def linear_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of softmax(hidden · weightᵀ / temperature), [M] and [M]."""
     rows, gpu = chunk_rows(weight_VD), hidden_MD.is_cuda
-    if len(hidden_MD) <= rows and not gpu:  # nothing to gain by computing logits twice
-        logits = cooled(hidden_MD @ weight_VD.t(), temperature)
-        found: tuple[Tensor, Tensor] = ChosenLogProb.apply(logits, target_M, entropy_gradient)
+    if len(hidden_MD) <= rows and not gpu:  # recomputing logits would save no memory
+        logits = scaled_logits(hidden_MD @ weight_VD.t(), temperature)
+        scores: tuple[Tensor, Tensor] = ChosenLogProb.apply(logits, target_M, entropy_gradient)
     else:
-        found = LinearLogProb.apply(hidden_MD, weight_VD, target_M, temperature, entropy_gradient, rows)
-    return found
+        scores = LinearLogProb.apply(hidden_MD, weight_VD, target_M, temperature, entropy_gradient, rows)
+    return scores
 
 
 def chunk_rows(weight_VD: Tensor) -> int:
@@ -38,7 +38,7 @@ def chunk_rows(weight_VD: Tensor) -> int:
 
 
 class LinearLogProb(torch.autograd.Function):
-    """`linear_logprobs` in chunks of so many rows. Keeps hidden states and log-sums, no logits."""
+    """`linear_logprobs` in chunks of `rows`. Keeps hidden states and log-sums for the backward pass, no logits."""
 
     @staticmethod
     def forward(
@@ -59,9 +59,9 @@ class LinearLogProb(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         hidden, weight, target, lse, entropy = ctx.saved_tensors
         temperature, with_entropy, rows = ctx.settings
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        to_hidden = torch.empty_like(hidden) if wants_hidden else None
-        to_weight = torch.zeros_like(weight, dtype=_sum_dtype(weight)) if wants_weight else None
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        to_hidden = torch.empty_like(hidden) if needs_hidden else None
+        to_weight = torch.zeros_like(weight, dtype=_sum_dtype(weight)) if needs_weight else None
         for start in range(0, len(hidden), rows):
             at = slice(start, start + rows)
             logits = hidden[at] @ weight.t()
@@ -79,7 +79,7 @@ def _statistics(logits: Tensor, target: Tensor, temperature: float) -> tuple[Ten
         from covey.learner.kernels import row_statistics
 
         return row_statistics(logits, target, temperature)
-    logits = cooled(logits, temperature)
+    logits = scaled_logits(logits, temperature)
     top = logits.amax(-1)
     below = logits.sub_(top[:, None])
     mass = below.exp()
@@ -98,12 +98,12 @@ def _gradient(
     to_entropy: Tensor | None,
     temperature: float,
 ) -> Tensor:
-    """By the logits, in their own precision."""
+    """The gradient by the logits, in their precision."""
     if _has_kernels(logits):
         from covey.learner.kernels import gradient_in_place
 
         return gradient_in_place(logits, target, lse, entropy, to_chosen, to_entropy, temperature)
-    probs = cooled(logits, temperature).sub_(lse[:, None]).exp_()
+    probs = scaled_logits(logits, temperature).sub_(lse[:, None]).exp_()
     to_entropy = None if to_entropy is None else to_entropy / temperature
     return _by_logits(probs, target, entropy, to_chosen / temperature, to_entropy, in_place=True).to(logits.dtype)
 
@@ -119,13 +119,13 @@ def _by_logits(
     surprise = None
     if to_entropy is not None:
         surprise = (torch.special.xlogy(probs, probs) + probs * entropy[:, None]) * to_entropy[:, None]
-    found = probs.mul_(-to_chosen[:, None]) if in_place else probs * -to_chosen[:, None]
-    found.scatter_add_(-1, target[:, None], to_chosen[:, None].to(found.dtype))
-    return found if surprise is None else found.sub_(surprise)
+    gradient = probs.mul_(-to_chosen[:, None]) if in_place else probs * -to_chosen[:, None]
+    gradient.scatter_add_(-1, target[:, None], to_chosen[:, None].to(gradient.dtype))
+    return gradient if surprise is None else gradient.sub_(surprise)
 
 
 def _has_kernels(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype != torch.float64  # they compute in float32
+    return x.is_cuda and x.dtype != torch.float64  # the kernels compute in float32
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
@@ -133,7 +133,7 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a · b, added up in total's precision."""
+    """total += a · b, accumulated in total's precision."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda:
@@ -143,8 +143,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class ChosenLogProb(torch.autograd.Function):
-    """log p_y and the entropy H of softmax(logits), [M, V] → [M], [M], in as few passes over [M, V] as can be. Keeps p
-    instead of the logits; the entropy has a gradient only if asked for."""
+    """log p_y and the entropy H of softmax(logits), [M, V] → [M], [M], in few passes over [M, V]. Keeps p instead of
+    the logits. The entropy has a gradient only with `entropy_gradient`."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
@@ -174,19 +174,19 @@ class FullKl(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ref_logits: Tensor) -> Tensor:
         log_probs = logits.log_softmax(-1)
-        apart = log_probs - ref_logits.log_softmax(-1)
+        log_ratio = log_probs - ref_logits.log_softmax(-1)
         probs = log_probs.exp_()
-        kl = torch.linalg.vecdot(probs, apart)
-        ctx.save_for_backward(probs, apart, kl)
+        kl = torch.linalg.vecdot(probs, log_ratio)
+        ctx.save_for_backward(probs, log_ratio, kl)
         return kl
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        probs, apart, kl = ctx.saved_tensors
-        return probs * (apart - kl[:, None]) * gradients[0][:, None], None
+        probs, log_ratio, kl = ctx.saved_tensors
+        return probs * (log_ratio - kl[:, None]) * gradients[0][:, None], None
 
 
-def cooled(logits: Tensor, temperature: float) -> Tensor:
-    """logits / temperature in float32 at least."""
+def scaled_logits(logits: Tensor, temperature: float) -> Tensor:
+    """logits / temperature, in float32 or float64."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return logits if temperature == 1 else logits / temperature

@@ -1,4 +1,4 @@
-"""GVPO on answers you already have: prompts, completions and rewards in, one optimiser step out.
+"""GVPO on completions you already have: one optimiser step from prompts, completions and rewards.
 
     trainer = GVPOTrainer(model, ref_model, tokenizer, beta=0.1, num_samples_per_prompt=4)
     metrics = trainer.train_step(prompts, completions, rewards)
@@ -18,7 +18,7 @@ from covey.algorithms.ops import make_batch
 from covey.config.schema import LearnerConfig
 from covey.learner.learner import Learner
 from covey.protocols import Metrics
-from covey.types import Batch, Sample
+from covey.types import Sample
 
 RewardFunction = Callable[[str, str], float]
 
@@ -37,7 +37,7 @@ class GVPOTrainer:
         max_grad_norm: float = 1.0,
     ) -> None:
         if num_samples_per_prompt < 2:
-            raise ValueError("num_samples_per_prompt must be at least 2: GVPO compares answers to one prompt")
+            raise ValueError("num_samples_per_prompt must be at least 2: GVPO compares completions of one prompt")
         self.tokenizer = tokenizer
         self.ref_model = ref_model.requires_grad_(False).eval()
         self.num_samples_per_prompt = num_samples_per_prompt
@@ -54,23 +54,34 @@ class GVPOTrainer:
     ) -> Metrics:
         """One update. `completions[i]` and `rewards[i]` belong to `prompts[i]`; without rewards the trainer's
         reward_function scores each completion."""
-        scores = self._scores(prompts, completions) if rewards is None else rewards
-        self._check(prompts, completions, scores)
-        rows = [
-            self._row(prompt, text, place)
-            for place, (prompt, text) in enumerate(
-                (prompt, text) for prompt, texts in zip(prompts, completions, strict=True) for text in texts
-            )
-        ]
-        group_N = torch.tensor([g for g, texts in enumerate(completions) for _ in texts])
-        reward_N = torch.tensor([r for row in scores for r in row], dtype=torch.float32)
-        batch = self._batch(rows, group_N, reward_N)
+        if rewards is None:
+            if self.reward_function is None:
+                raise ValueError("pass rewards to train_step, or reward_function=f(prompt, completion) to GVPOTrainer")
+            score = self.reward_function
+            rewards = [[score(p, text) for text in texts] for p, texts in zip(prompts, completions, strict=True)]
+        self._check(prompts, completions, rewards)
+        pairs = [(prompt, text) for prompt, texts in zip(prompts, completions, strict=True) for text in texts]
+        rows = [self._row(prompt, text, episode) for episode, (prompt, text) in enumerate(pairs)]
+        ref_RT = self.learner.logprobs(rows, 1.0, self.ref_model)
+        mask_RT = torch.zeros_like(ref_RT, dtype=torch.bool)
+        for index, row in enumerate(rows):
+            mask_RT[index, : len(row.response_ids)] = True
+        batch = make_batch(
+            rows=tuple(rows),
+            group_N=torch.tensor([group for group, texts in enumerate(completions) for _ in texts]),
+            rewards_N=torch.tensor([r for row in rewards for r in row], dtype=torch.float32).to(ref_RT.dtype),
+            episode_R=torch.arange(len(rows)),
+            mask_RT=mask_RT,
+            old_logprobs_RT=ref_RT,  # the completions were not sampled by the policy: ratios are to the reference
+            ref_logprobs_RT=ref_RT,
+            advantages_RT=torch.zeros_like(ref_RT),
+        )
         metrics, _ = self.learner.update(batch, self.algorithm)
         return metrics
 
-    def _row(self, prompt: str, completion: str, place: int) -> Sample:
-        """Prompt and completion are tokenised apart, so that the boundary between them stays where it is; the end token
-        is part of the answer."""
+    def _row(self, prompt: str, completion: str, episode: int) -> Sample:
+        """Prompt and completion are tokenised separately, which keeps the boundary between them. The end token is part
+        of the completion."""
         prompt_ids = tuple(self.tokenizer(prompt)["input_ids"])
         ids = tuple(self.tokenizer(completion, add_special_tokens=False)["input_ids"])
         if self.tokenizer.eos_token_id is not None:
@@ -79,29 +90,7 @@ class GVPOTrainer:
             raise ValueError(
                 f"{'prompt' if not prompt_ids else 'completion'} without tokens: {prompt!r} {completion!r}"
             )
-        return Sample(prompt_ids, ids, (True,) * len(ids), (0.0,) * len(ids), (0,) * len(ids), place)
-
-    def _batch(self, rows: list[Sample], group_N: torch.Tensor, reward_N: torch.Tensor) -> Batch:
-        ref_RT = self.learner.logprobs(rows, 1.0, self.ref_model)
-        mask_RT = torch.zeros_like(ref_RT, dtype=torch.bool)
-        for index, row in enumerate(rows):
-            mask_RT[index, : len(row.response_ids)] = True
-        return make_batch(
-            rows=tuple(rows),
-            group_N=group_N,
-            rewards_N=reward_N.to(ref_RT.dtype),
-            episode_R=torch.arange(len(rows)),
-            mask_RT=mask_RT,
-            old_logprobs_RT=ref_RT,  # nobody sampled these answers: ratios are to the reference
-            ref_logprobs_RT=ref_RT,
-            advantages_RT=torch.zeros_like(ref_RT),
-        )
-
-    def _scores(self, prompts: Sequence[str], completions: Sequence[Sequence[str]]) -> list[list[float]]:
-        if self.reward_function is None:
-            raise ValueError("pass rewards to train_step, or reward_function=f(prompt, completion) to GVPOTrainer")
-        score = self.reward_function
-        return [[score(p, text) for text in texts] for p, texts in zip(prompts, completions, strict=True)]
+        return Sample(prompt_ids, ids, (True,) * len(ids), (0.0,) * len(ids), (0,) * len(ids), episode)
 
     def _check(
         self, prompts: Sequence[str], completions: Sequence[Sequence[str]], rewards: Sequence[Sequence[float]]

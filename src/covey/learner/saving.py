@@ -1,13 +1,13 @@
-"""A learner in a folder, and back: on any number of ranks.
+"""Saving and restoring a learner, on any number of ranks, and exporting its model.
 
     model/                               an ordinary model folder (or a peft adapter)
-    optimizer.safetensors                moments, and float32 masters where the weights are half precision
-    optimizer-00001-of-00002.safetensors the same where weights are shared out: a file of each rank
-    critic.safetensors                   where there is a critic: its weights and its optimiser's state
+    optimizer.safetensors                moments, and float32 masters if the weights are half precision
+    optimizer-00001-of-00002.safetensors the same of sharded weights: one file per rank
+    critic.safetensors                   weights and optimiser state of the critic, if there is one
 
-A rank's file holds rows of each tensor; which, is written in its header as JSON: {"rows": {NAME: [first, last + 1]}},
-and "columns" likewise for those of which it has not all columns. Who reads takes what it needs out of all files, so
-that other ranks than those that wrote can go on.
+A rank's file holds some rows of each tensor. Its header says which, as JSON: {"rows": {NAME: [first, last + 1]}}, and
+"columns" likewise for tensors of which it does not have all columns. A rank that restores reads its part from all
+files, so the number of ranks may change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from covey.config.schema import ModelConfig
 from covey.errors import Absent, InputError, RunFailed
 from covey.learner.parallel import Block, Ranks, Span
 from covey.models.adapters import adapter_base, require_peft
-from covey.models.folder import MAIN, OwnCode, check_file, explained, load_weights
+from covey.models.folder import MAIN, RemoteCodeNeeded, check_file, explain_errors, load_weights
 from covey.models.hub import ADAPTER, check_adapter, no_pickles
 from covey.models.loading import Located, locate, open_source
 from covey.storage import sync_tree, writing
@@ -39,15 +39,15 @@ from covey.weights.names import full_weights
 
 
 class NonFiniteWeights(RunFailed):
-    """Weights or optimiser state have become NaN or infinite: nothing could go on from a checkpoint of them."""
+    """Weights or optimiser state are NaN or infinite, so a checkpoint of them would be useless."""
 
 
 def check_finite(tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Raises `NonFiniteWeights` with the name of the first tensor that is not finite, the same on all ranks: each has
-    tensors of the same names in the same order."""
+    """Raise `NonFiniteWeights` with the name of the first non-finite tensor, the same on all ranks. Every rank must
+    pass tensors of the same names in the same order."""
     names = list(tensors)
     bad = next((place for place, name in enumerate(names) if not _is_finite(tensors[name])), len(names))
-    first = ranks.smallest(bad)
+    first = ranks.min(bad)
     if first < len(names):
         raise NonFiniteWeights(
             f"no checkpoint was written: {names[first]} is not finite\n"
@@ -56,88 +56,81 @@ def check_finite(tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """By the extremes, which a NaN turns into NaN: `isfinite` would make a copy."""
-    return not tensor.numel() or all(bool(extreme.isfinite()) for extreme in tensor.detach().aminmax())
+    """By minimum and maximum, which are NaN if any element is: `isfinite` would allocate a copy."""
+    return not tensor.numel() or all(bool(bound.isfinite()) for bound in tensor.detach().aminmax())
 
 
-Blocks = Mapping[str, Block]  # of weights
+Blocks = Mapping[str, Block]  # by weight
 
 
 def save_model(model: Any, folder: Path, ranks: Ranks, *, sharded: bool) -> None:
-    """Written by the first rank; the others hand it their rows, one weight at a time."""
-    adapter = hasattr(model, "get_base_model")  # then the rest of the model is where it was loaded from
-    if not sharded:
-        if ranks.first:
-            model.save_pretrained(folder)
-            if adapter:
-                _sort_modules(folder / "adapter_config.json")
-        return
+    """The first rank writes; the others send it their shards, one weight at a time."""
+    adapter = hasattr(model, "get_base_model")  # only the adapter is written
     weights: dict[str, Tensor] = {}
-    for name, weight in full_weights(model, trained_only=adapter):
-        if ranks.first:
+    for name, weight in full_weights(model, trained_only=adapter) if sharded else ():
+        if ranks.is_first:
             weights[name] = weight.cpu()
-    if ranks.first:
+    if not ranks.is_first:
+        return
+    if sharded:
         dtype = next(iter(weights.values())).dtype
         model.save_pretrained(folder, state_dict=weights)
-        if adapter:
-            _sort_modules(folder / "adapter_config.json")
-        else:
-            _say_precision(folder / "config.json", dtype)
+        if not adapter:  # transformers writes the dtype of the shards, which may be more precise
+            _edit_json(folder / "config.json", lambda config: config | {"dtype": str(dtype).removeprefix("torch.")})
+    else:
+        model.save_pretrained(folder)
+    if adapter:
+        _edit_json(folder / "adapter_config.json", _sort_target_modules)
 
 
-def _say_precision(path: Path, dtype: torch.dtype) -> None:
-    """Of the weights in the file: the shards in memory may be more precise."""
-    config = json.loads(path.read_text())
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+def _edit_json(path: Path, edit: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    path.write_text(json.dumps(edit(json.loads(path.read_text())), indent=2, sort_keys=True) + "\n")
 
 
-def _sort_modules(path: Path) -> None:
-    """peft keeps the names of the modules that it changed in a set: every process would write them in another order."""
-    config = json.loads(path.read_text())
-    if isinstance(config.get("target_modules"), list):
-        config["target_modules"].sort()
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+def _sort_target_modules(config: dict[str, Any]) -> dict[str, Any]:
+    """peft keeps them in a set, whose order differs between processes."""
+    modules = config.get("target_modules")
+    return config | {"target_modules": sorted(modules)} if isinstance(modules, list) else config
 
 
 def save_state(
-    tensors: Mapping[str, Tensor], blocks: Blocks, folder: Path, ranks: Ranks, twice: Set[str] = frozenset()
+    tensors: Mapping[str, Tensor], blocks: Blocks, folder: Path, ranks: Ranks, replicated: Set[str] = frozenset()
 ) -> None:
-    """`twice`: weights that another rank writes the same of."""
+    """`replicated`: weights that another rank saves."""
     if not blocks:
-        if ranks.first:
+        if ranks.is_first:
             save_tensors(tensors, folder / "optimizer.safetensors")
         return
-    tensors = {name: tensor for name, tensor in tensors.items() if name.partition("/")[2] not in twice}
+    tensors = {name: tensor for name, tensor in tensors.items() if name.partition("/")[2] not in replicated}
     held = {name: blocks[weight] for name in tensors if (weight := weight_of(name))}
-    about = {
+    metadata = {
         "rows": json.dumps({name: rows for name, (rows, _) in held.items()}),
         "columns": json.dumps({name: columns for name, (_, columns) in held.items() if columns is not None}),
     }
-    save_tensors(tensors, folder / f"optimizer-{ranks.rank + 1:05d}-of-{ranks.world:05d}.safetensors", about)
+    save_tensors(tensors, folder / f"optimizer-{ranks.rank + 1:05d}-of-{ranks.world_size:05d}.safetensors", metadata)
 
 
-def save_tensors(tensors: Mapping[str, Tensor], path: Path, about: dict[str, str] | None = None) -> None:
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, about)
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = load_file(path)
-    return found
+    tensors: dict[str, Tensor] = load_file(path)
+    return tensors
 
 
 def load_state(folder: Path, blocks: Blocks) -> dict[str, Tensor]:
-    """What the optimiser of this rank needs: every tensor whole, or the block of it that is asked for."""
-    with ExitStack() as held_open:
+    """The optimiser state of this rank: every tensor whole, or the block of it in `blocks`."""
+    with ExitStack() as open_files:
         paths = sorted(folder.glob("optimizer*.safetensors"))
-        files = [_File.of(held_open.enter_context(safe_open(path, framework="pt"))) for path in paths]
+        files = [_File.of(open_files.enter_context(safe_open(path, framework="pt"))) for path in paths]
         names = dict.fromkeys(name for file in files for name in file.names)
         return {name: _read(name, files, blocks.get(weight_of(name) or "")) for name in names}
 
 
 @dataclass(frozen=True)
 class _File:
-    """A file of a rank, or the only one."""
+    """One rank's file, or the only one."""
 
     handle: Any
     names: Sequence[str]
@@ -146,27 +139,27 @@ class _File:
 
     @classmethod
     def of(cls, handle: Any) -> _File:
-        about = handle.metadata() or {}
-        rows, columns = (json.loads(about.get(key, "{}")) for key in ("rows", "columns"))
+        metadata = handle.metadata() or {}
+        rows, columns = (json.loads(metadata.get(key, "{}")) for key in ("rows", "columns"))
         return cls(handle, sorted(handle.keys()), rows, columns)
 
     def block(self, name: str) -> tuple[Span, Span | None, tuple[int, ...]]:
-        """Rows and columns that the file has of a tensor, and the shape of that part."""
+        """The rows and columns of a tensor in this file, and the shape of that part."""
         shape = tuple(self.handle.get_slice(name).get_shape())
         columns = tuple(self.columns[name]) if name in self.columns else None
         return tuple(self.rows.get(name, (0, shape[0]))), columns, shape  # type: ignore[return-value]
 
 
-def _read(name: str, files: Sequence[_File], wanted: Block | None) -> Tensor:
+def _read(name: str, files: Sequence[_File], block: Block | None) -> Tensor:
     files = [file for file in files if name in file.names]
-    if not files[0].handle.get_slice(name).get_shape():  # a number
-        number: Tensor = files[0].handle.get_tensor(name)
-        return number
+    if not files[0].handle.get_slice(name).get_shape():  # a scalar
+        scalar: Tensor = files[0].handle.get_tensor(name)
+        return scalar
     blocks = [file.block(name) for file in files]
-    rows, columns = wanted or ((0, max(rows[1] for rows, _, _ in blocks)), None)
+    rows, columns = block or ((0, max(rows[1] for rows, _, _ in blocks)), None)
     if columns is None and any(held is not None for _, held, _ in blocks):
         columns = (0, max(held[1] for _, held, _ in blocks if held is not None))
-    found: Tensor | None = None
+    tensor: Tensor | None = None
     for file, (held_rows, held_columns, shape) in zip(files, blocks, strict=True):
         into, out = _overlap(rows, held_rows)
         part = file.handle.get_slice(name)[out]
@@ -174,69 +167,66 @@ def _read(name: str, files: Sequence[_File], wanted: Block | None) -> Tensor:
         if columns is not None:
             within, out = _overlap(columns, held_columns or (0, shape[1]))
             part = part[:, out]
-        if found is None:
+        if tensor is None:
             size = (rows[1] - rows[0], *((columns[1] - columns[0], *shape[2:]) if columns else shape[1:]))
-            found = torch.empty(size, dtype=part.dtype)
+            tensor = torch.empty(size, dtype=part.dtype)
         if columns is None:
-            found[into] = part
+            tensor[into] = part
         else:
-            found[into, within] = part
-    assert found is not None
-    return found
+            tensor[into, within] = part
+    assert tensor is not None
+    return tensor
 
 
 def _overlap(wanted: Span, held: Span) -> tuple[slice, slice]:
-    """Where what both have lies in what is wanted, and in what is held."""
+    """Where the intersection of two spans lies in each of them."""
     first, last = max(wanted[0], held[0]), min(wanted[1], held[1])
     last = max(first, last)
     return slice(first - wanted[0], last - wanted[0]), slice(first - held[0], last - held[0])
 
 
 def weight_of(name: str) -> str | None:
-    """The weight that the rows of a tensor are rows of; None for a number that has none."""
+    """The weight whose rows a tensor has; None for a scalar."""
     kind, _, weight = name.partition("/")
     return None if kind == "step" else weight
 
 
-# -- An ordinary model folder out of trained weights: for other programs, in any precision, adapters merged ------------
+# -- Export ------------------------------------------------------------------------------------------------------------
 
 SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-FILE_SIZE = "5GB"  # larger models lie in several files
+FILE_SIZE = "5GB"  # larger models are written in several files
 
 
 def export(folder: Path, out: Path, *, dtype: str | None = None, adapter: bool = False) -> str:
-    """The model of `folder` in `out`, which is complete or does not exist; returns what was written, in words. An
-    adapter is merged into its model, unless only the `adapter` is wanted. Without `dtype` weights keep theirs."""
+    """Write the model of `folder` as an ordinary model folder `out`, and return a description of it.
+
+    An adapter is merged into its base model, unless `adapter` exports it alone. Without `dtype` weights keep theirs.
+    `out` is complete or does not exist.
+    """
+    is_adapter = _is_adapter(folder)
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        _export_beside(folder, out, dtype, adapter)
+        work = Path(tempfile.mkdtemp(dir=out.parent, prefix=".exporting-"))
+        try:
+            if is_adapter and adapter:
+                _copy_adapter(folder, work, dtype)
+            else:
+                model = _merged(folder, dtype) if is_adapter else _loaded(Located(str(folder)), dtype)
+                model.save_pretrained(work, max_shard_size=FILE_SIZE)
+            _copy_tokenizer(folder, work)
+            sync_tree(work)
+            work.chmod(0o755)
+            if out.is_dir():
+                out.rmdir()  # it is empty
+            work.rename(out)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
     return _description(folder, out, adapter)
 
 
-def _export_beside(folder: Path, out: Path, dtype: str | None, adapter: bool) -> None:
-    work = Path(tempfile.mkdtemp(dir=out.parent, prefix=".exporting-"))
-    try:
-        is_adapter = _is_adapter(folder)
-        if is_adapter and adapter:
-            _copy_adapter(folder, work, dtype)
-        else:
-            model = _merged(folder, dtype) if is_adapter else _loaded(Located(str(folder)), dtype)
-            model.save_pretrained(work, max_shard_size=FILE_SIZE)
-        _copy_tokenizer(folder, work)
-        sync_tree(work)
-        work.chmod(0o755)
-        if out.is_dir():
-            out.rmdir()  # it is empty
-        work.rename(out)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
 def _description(folder: Path, out: Path, adapter: bool) -> str:
-    """What the folder holds now, by the headers of its files."""
-    from safetensors import safe_open
-
+    """What the exported folder holds, by the headers of its files."""
     count, dtypes = 0, set()
     for path in out.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
@@ -262,14 +252,14 @@ def _is_adapter(folder: Path) -> bool:
 def _loaded(place: Located, dtype: str | None) -> Any:
     from transformers import AutoModelForCausalLM
 
-    with explained(place.path):
+    with explain_errors(place.path):
         return load_weights(
             AutoModelForCausalLM, place.path, place.path, revision=place.revision, dtype=dtype or "auto"
         )
 
 
 def _merged(folder: Path, dtype: str | None) -> Any:
-    """The model below an adapter, with it: W + ΔW in float32, rounded once."""
+    """An adapter merged into its base model: W + ΔW in float32, rounded once."""
     base = _loaded(locate(str(folder)), None)
     kept = DTYPES[dtype] if dtype else base.dtype
     with no_pickles(str(folder)):
@@ -278,8 +268,6 @@ def _merged(folder: Path, dtype: str | None) -> Any:
 
 
 def _copy_adapter(folder: Path, work: Path, dtype: str | None) -> None:
-    from safetensors.torch import load_file, save_file
-
     shutil.copy(folder / "adapter_config.json", work)
     weights = load_file(folder / "adapter_model.safetensors")
     if dtype:
@@ -288,24 +276,24 @@ def _copy_adapter(folder: Path, work: Path, dtype: str | None) -> None:
 
 
 def _copy_tokenizer(folder: Path, work: Path) -> None:
-    """The one beside the weights, or else that of the model below an adapter."""
+    """The tokenizer in the folder, or else that of the adapter's base model."""
     from transformers import AutoTokenizer
 
     here = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     place = Located(str(folder)) if here else locate(str(folder))
-    found = AutoTokenizer.from_pretrained(place.path, trust_remote_code=False, revision=place.revision or MAIN)
-    found.save_pretrained(work)
+    tokenizer = AutoTokenizer.from_pretrained(place.path, trust_remote_code=False, revision=place.revision or MAIN)
+    tokenizer.save_pretrained(work)
 
 
 def check_export(folder: Path, out: Path, *, dtype: str | None, adapter: bool) -> None:
-    """Before anything is loaded."""
+    """Refuse an export that cannot work, before anything is loaded."""
     if dtype is not None and dtype not in DTYPES:
         raise InputError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"{out} is there already\n  name a folder that is not there, or an empty one")
+        raise InputError(f"{out} already exists\n  name a new folder, or an empty one")
     if adapter and not _is_adapter(folder):
-        raise InputError(f"{folder} has no adapter\n  leave --adapter out")
-    if adapter:  # copied as it is: its base model need not be here
+        raise InputError(f"{folder} has no adapter\n  remove --adapter")
+    if adapter:  # copied as it is, without its base model
         check_adapter(folder)
         check_file(folder / ADAPTER)
         return
@@ -317,7 +305,7 @@ def check_export(folder: Path, out: Path, *, dtype: str | None, adapter: bool) -
         if not _is_adapter(folder):
             raise
         raise Absent(f"{error}\n  --adapter writes the adapter alone, without this model") from error
-    except OwnCode as error:
+    except RemoteCodeNeeded as error:
         raise InputError(
             f"{folder} needs Python code that comes with the model, which covey export does not run\n"
             "  its checkpoint is a model folder already: copy it"
@@ -325,9 +313,9 @@ def check_export(folder: Path, out: Path, *, dtype: str | None, adapter: bool) -
 
 
 def _check_base(folder: Path) -> None:
-    """An adapter is merged into the model that it was trained on: a folder may have been moved since."""
+    """The base model may have been moved since the adapter was trained."""
     base = adapter_base(folder)
     try:
         locate(base)
     except InputError as error:
-        raise Absent(f"the adapter of {folder} belongs to a model that is not here: {error}") from error
+        raise Absent(f"the adapter of {folder} needs its base model, which is not here: {error}") from error

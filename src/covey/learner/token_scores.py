@@ -1,4 +1,4 @@
-"""What is said of the sampled tokens of one forward pass: by policy, critic and reference, as far as asked for.
+"""Scoring sampled tokens in one forward pass: log-probs, entropy, critic values, KL to the reference.
 
 Shapes: M sampled tokens, D hidden size.
 """
@@ -6,71 +6,81 @@ Shapes: M sampled tokens, D hidden size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from covey.learner.critic import Critic
-from covey.learner.forward import RefLogits, causal_lm, final_logits, hidden_states, likeliest, token_logprobs
+from covey.learner.forward import argmax_tokens, causal_lm, final_logits, hidden_states, token_logprobs
 from covey.learner.packing import Packed
-from covey.learner.parallel import inside
+from covey.learner.parallel import run_unsharded
 from covey.models.loading import Reference
 
 
 @dataclass(frozen=True)
-class Ask:
-    """What to find out about sampled tokens."""
+class TokenQuery:
+    """What to compute for sampled tokens."""
 
-    policy: bool = True  # log-probs and entropy
-    values: bool = False  # the critic's
-    full_kl: bool = False  # to the reference, over the vocabulary
-    first_choice: bool = False  # whether no other token is likelier
+    logprobs: bool = True  # log-probs and entropy
+    values: bool = False  # the critic's values
+    full_kl: bool = False  # KL to the reference over the whole vocabulary
+    is_argmax: bool = False  # whether the sampled token is the most likely one
 
 
-def say(
+class TokenScores(NamedTuple):
+    """Per sampled token, [M] each. A tuple, so that FSDP's hooks find the tensors in it."""
+
+    logprobs: Tensor  # zero if not requested
+    entropy: Tensor
+    values: Tensor | None = None
+    full_kl: Tensor | None = None
+    is_argmax: Tensor | None = None
+
+
+def score_tokens(
     model: Any,
     packed: Packed,
     temperature: float,
-    ask: Ask,
-    nothing_M: Tensor,
+    query: TokenQuery,
+    zeros_M: Tensor,
     critic: Critic | None,
     reference: Reference | None,
     *,
     entropy_gradient: bool,
-) -> tuple[Tensor | None, ...]:
-    """Log-probs, entropies, values, KLs and first choices of the sampled tokens, [M] each. `nothing_M` stands for what
-    was not asked and must not be missing."""
-    logprob_M = entropy_M = nothing_M
-    kl_M = value_M = hidden_MD = first_M = None
-    if ask.policy or (ask.values and critic is not None and critic.shared):
+) -> TokenScores:
+    logprob_M = entropy_M = zeros_M
+    kl_M = value_M = hidden_MD = argmax_M = None
+    if query.logprobs or (query.values and critic is not None and critic.shared):
         hidden_MD = hidden_states(model, packed)
-    if ask.policy:
+    if query.logprobs:
         assert hidden_MD is not None
+        ref = None
+        if query.full_kl:
+            assert reference is not None, "the full KL needs a reference policy and none was loaded"
+            ref = _reference_hidden(reference, packed), _reference_logits(reference)
         logprob_M, entropy_M, kl_M = token_logprobs(
-            model,
-            hidden_MD,
-            packed.target_M,
-            temperature,
-            entropy_gradient=entropy_gradient,
-            reference=_of_reference(reference, packed) if ask.full_kl else None,
+            model, hidden_MD, packed.target_M, temperature, entropy_gradient=entropy_gradient, reference=ref
         )
-    if ask.first_choice:
+    if query.is_argmax:
         assert hidden_MD is not None
-        first_M = likeliest(model, hidden_MD) == packed.target_M
-    if ask.values:
+        argmax_M = argmax_tokens(model, hidden_MD) == packed.target_M
+    if query.values:
         assert critic is not None, "the algorithm needs a critic and none was made"
         value_M = critic.values(packed, hidden_MD)
-    return logprob_M, entropy_M, value_M, kl_M, first_M
+    return TokenScores(logprob_M, entropy_M, value_M, kl_M, argmax_M)
 
 
-def _of_reference(reference: Reference | None, packed: Packed) -> tuple[Tensor, RefLogits]:
-    """The reference's hidden states, and the way from them to its logits."""
-    assert reference is not None, "the full KL needs a reference policy and none was loaded"
+@torch.no_grad()
+def _reference_hidden(reference: Reference, packed: Packed) -> Tensor:
+    with reference.active() as model:
+        hidden_MD: Tensor = run_unsharded(model, lambda: hidden_states(model, packed))
+        return hidden_MD
 
+
+def _reference_logits(reference: Reference) -> Any:
     def logits(hidden: Tensor) -> Tensor:
         with reference.active() as model:
             return final_logits(causal_lm(model), hidden)
 
-    with torch.no_grad(), reference.active() as model:
-        return inside(model, lambda: hidden_states(model, packed)), logits
+    return logits

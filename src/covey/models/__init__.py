@@ -1,1 +1,1 @@
-"""Models: where they are, what their files may contain, loading them."""
+"""Models: locating them, checking their files, loading them."""

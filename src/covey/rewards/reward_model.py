@@ -20,7 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from covey.errors import Absent, InputError, unknown
-from covey.models.folder import Misfit, check_buildable, check_weights_fit, load_weights, read_config, read_tokenizer
+from covey.models.folder import (
+    WeightsMismatch,
+    check_buildable,
+    check_weights_fit,
+    load_weights,
+    read_config,
+    read_tokenizer,
+)
 from covey.models.hub import split_revision
 from covey.rewards.function import inline, result_of
 from covey.types import Episode
@@ -110,7 +117,7 @@ class RewardModel:
         """Report errors of loading as mistakes in the option `model`."""
         try:
             yield
-        except Misfit as error:
+        except WeightsMismatch as error:
             if not error.missing_heads:
                 raise
             lacks = f"its weights lack {error.missing_heads[0]}: it was not trained to classify"

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import InputError
-from covey.storage import DEEPEST, TOO_DEEP, shallow
+from covey.storage import MAX_DEPTH, TOO_DEEP, is_shallow
 
 WIDTH = 100  # characters of a line in an excerpt
 MAX_NAME, MAX_NAMES = 60, 40  # characters of a name and number of names in a message
@@ -139,7 +139,7 @@ def read_json(text: str) -> Any:
     except ValueError:
         match = DIGITS.search(text)
         raise json.JSONDecodeError("A number has too many digits", text, match.start() if match else 0) from None
-    if text.count("[") + text.count("{") > DEEPEST and not shallow(value):
+    if text.count("[") + text.count("{") > MAX_DEPTH and not is_shallow(value):
         raise json.JSONDecodeError(TOO_DEEP, text, 0)
     if repeated:
         raise RepeatedKey(repeated[0][0], text, repeated[0][1], value)

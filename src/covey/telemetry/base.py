@@ -11,7 +11,7 @@ from typing import Any
 
 from covey.errors import Absent
 from covey.imports import install_extra
-from covey.storage import write_whole
+from covey.storage import write_atomically
 
 Metrics = Mapping[str, float]
 EpisodeRecords = Sequence[Mapping[str, Any]]  # lines of episodes.jsonl
@@ -86,7 +86,7 @@ def flatten(tree: Any, name: str = "", separator: str = ".") -> dict[str, Any]:
 def persistent_id(path: Path) -> str:
     """A random id kept in the run's folder, so that a resumed run continues the same page of a tracker."""
     if not path.exists():
-        write_whole(path, uuid.uuid4().hex[:8] + "\n")
+        write_atomically(path, uuid.uuid4().hex[:8] + "\n")
     return path.read_text(encoding="ascii").strip()
 
 

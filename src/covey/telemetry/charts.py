@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import InputError
-from covey.storage import write_whole
+from covey.storage import write_atomically
 from covey.telemetry.history import Points, read_history, read_run
 from covey.telemetry.key_metrics import Curve, curve_of
 
@@ -155,7 +155,7 @@ def _finish(curve: Curve, *panels: Any) -> None:
 
 def _write(figure: Any, out: Path) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(out, render(figure, out.suffix.removeprefix(".") or "png"))
+    write_atomically(out, render(figure, out.suffix.removeprefix(".") or "png"))
     return out
 
 

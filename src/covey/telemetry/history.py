@@ -19,7 +19,7 @@ from typing import Any
 from covey.config.schema import LoggingConfig, check_tags
 from covey.errors import InputError
 from covey.redact import hide_known
-from covey.storage import is_locked, write_whole
+from covey.storage import is_locked, write_atomically
 from covey.telemetry.base import EpisodeView, Metrics, RunInfo
 from covey.telemetry.jsonl import METRICS_FILE, read_record
 from covey.telemetry.key_metrics import curve_of, format_value, is_stage, key_metrics
@@ -253,7 +253,7 @@ def write_totals(folder: Path, run: Mapping[str, Any]) -> None:
         for line in file:
             if line.endswith(b"\n"):
                 totals.add(line)
-    write_whole(folder / SUMMARY_FILE, json.dumps(asdict(totals), indent=1))
+    write_atomically(folder / SUMMARY_FILE, json.dumps(asdict(totals), indent=1))
 
 
 def read_totals(folder: Path, key: str) -> Totals | None:
@@ -285,7 +285,7 @@ def read_labels(folder: Path, run: Mapping[str, Any]) -> dict[str, Any]:
 def write_labels(folder: Path, tags: Sequence[str], notes: str) -> None:
     check_tags(tags, "tags")
     labels = {"tags": list(dict.fromkeys(tags)), "notes": notes}
-    write_whole(folder / LABELS_FILE, hide_known(json.dumps(labels, indent=1)))
+    write_atomically(folder / LABELS_FILE, hide_known(json.dumps(labels, indent=1)))
 
 
 def relabel(folder: Path, logging: LoggingConfig) -> None:

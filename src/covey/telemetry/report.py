@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from covey.storage import write_whole
+from covey.storage import write_atomically
 from covey.telemetry.charts import compare_curves, curve_figure, draw_curve, render
 from covey.telemetry.history import History, Points, read_history, read_run, write_totals
 from covey.telemetry.key_metrics import (
@@ -151,7 +151,7 @@ def write_report(folder: Path, status: str | None = None) -> Path:
     draw_curve(folder, folder / "curve.png")
     path, summary = folder / "summary.md", summarise(folder)
     write_totals(folder, summary.run)
-    write_whole(path, _markdown(summary, folder, status))
+    write_atomically(path, _markdown(summary, folder, status))
     return path
 
 

@@ -1,11 +1,11 @@
-"""A user's callbacks: what they are called with, what they may return, and how their errors end the run.
+"""User callbacks.
 
     on_step(trainer, step)              after the update of a step, before it is recorded
     on_evaluation(trainer, metrics)     after an evaluation, before it is recorded
     on_checkpoint(trainer, path)        after a checkpoint was written
 
-A callback is an object with any of these methods, or a function, which is an `on_step`. What `on_step` and
-`on_evaluation` return (a dict of numbers, or None) is recorded with the metrics.
+A callback is an object with any of these methods, or a function, which is an `on_step`. `on_step` and `on_evaluation`
+may return a dict of numbers, which are recorded with the metrics. An error in a callback ends the run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EVENTS = ("on_step", "on_evaluation", "on_checkpoint")
 
 
 class CallbackFailed(RunFailed):
-    """A callback raised, or returned what is not a dict of numbers."""
+    """A callback raised an error, or returned something else than a dict of numbers."""
 
 
 async def call_here(function: Callable[[], Any]) -> Any:
@@ -31,44 +31,44 @@ async def call_here(function: Callable[[], Any]) -> Any:
 
 
 class Callbacks:
-    """`owner` is the first argument of every call. `call` runs a function of the user's, by default where the run is:
-    a `Driver` runs it in the thread that waits for the run."""
+    """`owner` returns the first argument of every callback. `call` runs a callback, by default in the run's own
+    thread; a `Driver` runs it in the thread that called it."""
 
     def __init__(
         self,
-        given: Sequence[Any] = (),
+        callbacks: Sequence[Any] = (),
         owner: Callable[[], Any] = lambda: None,
         call: Callable[[Callable[[], Any]], Awaitable[Any]] = call_here,
     ) -> None:
-        self.given = check_callbacks(given)
+        self.callbacks = check_callbacks(callbacks)
         self.owner = owner
         self.call = call
 
     async def on_step(self, step: Any) -> Metrics:
-        return await self._all("on_step", step)
+        return await self._call_all("on_step", step)
 
     async def on_evaluation(self, metrics: Metrics) -> Metrics:
-        return await self._all("on_evaluation", metrics)
+        return await self._call_all("on_evaluation", metrics)
 
     async def on_checkpoint(self, path: Any) -> None:
-        await self._all("on_checkpoint", path)
+        await self._call_all("on_checkpoint", path)
 
-    async def _all(self, event: str, value: Any) -> Metrics:
-        """Every callback that has this event, in order; the metrics that they return."""
-        found: Metrics = {}
-        for callback in self.given:
+    async def _call_all(self, event: str, value: Any) -> Metrics:
+        """Call every callback that handles this event, in order. Returns their metrics."""
+        metrics: Metrics = {}
+        for callback in self.callbacks:
             if _method(callback, event) is not None:
-                found |= await self.call(partial(_one, event, callback, self.owner(), value))
-        return found
+                metrics |= await self.call(partial(_call_one, event, callback, self.owner(), value))
+        return metrics
 
 
-def check_callbacks(given: Any) -> list[Any]:
-    callbacks = list(given) if isinstance(given, Sequence) else [given]
+def check_callbacks(callbacks: Any) -> list[Any]:
+    callbacks = list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]
     for callback in callbacks:
         if isinstance(callback, type) or not any(_method(callback, event) for event in EVENTS):
-            made = f" (give an instance: {callback.__name__}())" if isinstance(callback, type) else ""
+            hint = f" (give an instance: {callback.__name__}())" if isinstance(callback, type) else ""
             raise InputError(
-                f"callback {_name(callback)} has none of {', '.join(EVENTS)}{made}\n"
+                f"callback {_name(callback)} has none of {', '.join(EVENTS)}{hint}\n"
                 "  a callback is a function f(trainer, step), or an object with one of these methods"
             )
     return callbacks
@@ -78,11 +78,11 @@ def _method(callback: Any, event: str) -> Callable[..., Any] | None:
     method = getattr(callback, event, None)
     if callable(method):
         return method
-    plain = event == "on_step" and callable(callback) and not any(hasattr(callback, name) for name in EVENTS)
-    return callback if plain else None
+    is_function = event == "on_step" and callable(callback) and not any(hasattr(callback, name) for name in EVENTS)
+    return callback if is_function else None
 
 
-def _one(event: str, callback: Any, owner: Any, value: Any) -> Metrics:
+def _call_one(event: str, callback: Any, owner: Any, value: Any) -> Metrics:
     method = _method(callback, event)
     assert method is not None
     try:

@@ -1,15 +1,15 @@
-"""Checkpoints that are whole or absent.
+"""Checkpoints, which are complete or absent.
 
     checkpoints/step-000020/
         model/                   an ordinary model folder (or a peft adapter): safetensors, config, tokenizer
-        optimizer.safetensors    the learner's (learner/saving.py), of several ranks in several files
-        critic.safetensors       where there is a critic: its weights and its optimiser's state
+        optimizer.safetensors    optimiser state (learner/saving.py); of sharded weights, one file per rank
+        critic.safetensors       weights and optimiser state of the critic, if there is one
         state.json               step, counters, algorithm state, offsets of the run's files
         manifest.json            sha256 of every file
 
-Written beside, fsynced, renamed; weights that are not finite are refused (learner/saving.py). A damaged one is
-named, set aside as damaged-step-000020, and the one before it is used; where all are damaged, the run is refused and
-nothing is touched. Nothing is ever unpickled.
+Written to a temporary folder, synced and renamed. Non-finite weights are refused (learner/saving.py). A damaged
+checkpoint is reported, renamed to damaged-step-000020, and the one before it is used; if all are damaged, the run is
+refused and nothing is changed. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from covey.protocols import Learner
 from covey.storage import sha256, size_of_tree, sync, sync_tree, writing
 
 MANIFEST, STATE, CONFIG = "manifest.json", "state.json", "config.yaml"
-READ = (".safetensors", ".json", ".jinja", ".bin", ".pt", ".pth", ".py")  # endings of what a loader would read
+LOADABLE = (".safetensors", ".json", ".jinja", ".bin", ".pt", ".pth", ".py")  # files that a loader might read
 _NAME = re.compile(r"step-(\d{6,})")
 
 
-Best = dict[str, Any]  # step, and value: None where it was measured otherwise and is not comparable
+Best = dict[str, Any]  # step and value; value None: measured differently, so not comparable
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class CheckpointStore:
         self.keep_best = keep_best
 
     def save(self, step: int, learner: Learner, tokenizer: Any, state: dict[str, Any]) -> Checkpoint:
-        """`state` must be JSON; its "best" names the best step so far, which is never deleted."""
+        """`state` must be JSON. Its "best" names the best step so far, which is never deleted."""
         final = self.folder / f"step-{step:06d}"
         before = step_folders(self.folder)
         with writing(final, needs=size_of_tree(before[-1]) if before else None):
@@ -77,73 +77,79 @@ class CheckpointStore:
             full = state | {"learner": learner.counters()}
             (work / STATE).write_text(json.dumps(full, indent=1))
             if (config := self.folder.parent / CONFIG).is_file():
-                shutil.copyfile(config, work / CONFIG)  # a checkpoint that is copied elsewhere says how it was trained
+                shutil.copyfile(config, work / CONFIG)  # a copied checkpoint keeps its settings
             manifest = {str(p.relative_to(work)): sha256(p) for p in sorted(work.rglob("*")) if p.is_file()}
             (work / MANIFEST).write_text(json.dumps(manifest, indent=1))
-            _open_to_readers(work)
+            work.chmod(0o755)  # a temporary folder is private
+            for path in work.rglob("*"):
+                path.chmod(0o755 if path.is_dir() else 0o644)
             sync_tree(work)
-            self._put(work, final)
+            self._replace(work, final)
         finally:
             shutil.rmtree(work, ignore_errors=True)
         return full
 
-    def _put(self, work: Path, final: Path) -> None:
-        """In the place of one that a killed run left there, which goes only when the new one has its name."""
-        left = None
+    def _replace(self, work: Path, final: Path) -> None:
+        """Rename to the final name. A checkpoint that a killed run left there is removed only afterwards."""
+        old = None
         if final.exists() or final.is_symlink():
-            left = Path(tempfile.mkdtemp(dir=self.folder, prefix=".writing-"))
-            final.rename(left / final.name)
+            old = Path(tempfile.mkdtemp(dir=self.folder, prefix=".writing-"))
+            final.rename(old / final.name)
         work.rename(final)
         sync(self.folder)
-        if left is not None:
-            _remove(left / final.name)
-            left.rmdir()
+        if old is not None:
+            _remove(old / final.name)
+            old.rmdir()
 
     def delete_old(self, step: int, best: Best | None) -> None:
-        """Those that are too many, up to this step. Later ones are of an earlier attempt: they take nobody's place."""
+        """Delete all but the last `keep_last` up to this step, and the best. Later ones belong to an earlier attempt
+        and do not count."""
         past = [folder for folder in step_folders(self.folder) if step_of(folder) <= step]
         for folder in past[: -self.keep_last]:
             if not (self.keep_best and best is not None and step_of(folder) == best["step"]):
                 _remove(folder)
 
     def latest(self, warn: Callable[[str], None]) -> Checkpoint | None:
-        """The newest checkpoint that is whole; None where there is none at all."""
+        """The newest intact checkpoint; None if there is no checkpoint at all."""
         for leftover in self.folder.glob(".writing-*"):
             shutil.rmtree(leftover, ignore_errors=True)
         damaged: list[DamagedCheckpoint] = []
         for folder in reversed(step_folders(self.folder)):
             try:
-                found = open_checkpoint(folder)
+                checkpoint = open_checkpoint(folder)
             except DamagedCheckpoint as error:
                 damaged.append(error)
                 continue
-            for one in damaged:
-                warn(f"{one}; using the one before it{_set_aside(one.folder)}")
-            return found
+            for damage in damaged:
+                warn(f"{damage}; using the one before it{_rename_damaged(damage.folder)}")
+            return checkpoint
         if damaged:
-            raise _none_is_whole(self.folder, damaged)
+            lines = [f"{self.folder.parent} has no intact checkpoint:"]
+            lines += [f"  {error.folder.name}: {error.what}" for error in damaged]
+            lines.append("  fix: restore one of them from a copy, or start again with resume=disable")
+            raise InputError("\n".join(lines))
         return None
 
 
-def best_of(best: Best | None, step: int, value: float, *, falls: bool = False) -> Best | None:
-    """The best evaluation among the checkpoints, this one included: the highest, or where it `falls`, the lowest. What
-    is no number is never the best: nothing would be better than it."""
+def best_of(best: Best | None, step: int, value: float, *, lower_is_better: bool = False) -> Best | None:
+    """The better of the best evaluation so far and this one. A non-finite value is never the best: nothing would ever
+    be better."""
     if not math.isfinite(value):
         return best
-    former = None if best is None else best["value"]
-    better = former is None or (value < former if falls else value > former)
+    previous = None if best is None else best["value"]
+    better = previous is None or (value < previous if lower_is_better else value > previous)
     return {"step": step, "value": value} if better else best
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """The checkpoints of a run, the oldest first; whatever else lies there is left alone."""
+    """The checkpoints of a run, the oldest first. Other entries are ignored."""
     return sorted((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), key=step_of)
 
 
 def step_of(folder: Path) -> int:
-    found = _NAME.fullmatch(folder.name)
-    assert found is not None
-    return int(found[1])
+    match = _NAME.fullmatch(folder.name)
+    assert match is not None
+    return int(match[1])
 
 
 class DamagedCheckpoint(RuntimeError):
@@ -157,22 +163,22 @@ class DamagedCheckpoint(RuntimeError):
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Checks every byte against the manifest."""
+    """Open a checkpoint, with every file verified against the manifest."""
     try:
         manifest = _read_object(folder, MANIFEST)
         for name, expected in manifest.items():
             _check_file(folder, name, expected)
         for path in folder.rglob("*"):
-            if path.suffix in READ and path.name != MANIFEST and str(path.relative_to(folder)) not in manifest:
+            if path.suffix in LOADABLE and path.name != MANIFEST and str(path.relative_to(folder)) not in manifest:
                 raise DamagedCheckpoint(folder, f"{path.relative_to(folder)} is not in its {MANIFEST}")
-    except OSError as error:  # a bad sector, a file that may not be read
+    except OSError as error:  # a bad sector, or no permission
         raise DamagedCheckpoint(folder, f"{error.filename or 'a file'} cannot be read ({error.strerror})") from error
     if STATE not in manifest or not any(name.startswith("model/") for name in manifest):
         raise DamagedCheckpoint(folder, f"{MANIFEST} names no {STATE}, or no model")
     state = _read_object(folder, STATE)
     missing = {"step", "best", "learner"} - set(state)
     if missing or not isinstance(state["step"], int):
-        raise DamagedCheckpoint(folder, f"{STATE} is not one of a run ({', '.join(sorted(missing)) or 'step'})")
+        raise DamagedCheckpoint(folder, f"{STATE} is not the state of a run ({', '.join(sorted(missing)) or 'step'})")
     return Checkpoint(folder, state)
 
 
@@ -187,43 +193,29 @@ def _check_file(folder: Path, name: str, expected: Any) -> None:
 
 def _read_object(folder: Path, name: str) -> dict[str, Any]:
     try:
-        found = json.loads((folder / name).read_text())
+        data = json.loads((folder / name).read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedCheckpoint(folder, f"no readable {name}") from error
-    if not isinstance(found, dict):
+    if not isinstance(data, dict):
         raise DamagedCheckpoint(folder, f"{name} is not a JSON object")
-    return found
+    return data
 
 
-def _set_aside(folder: Path) -> str:
-    """Under a name that no later run takes for a checkpoint. Where that cannot be done it stays, and is told again."""
+def _rename_damaged(folder: Path) -> str:
+    """Rename a damaged checkpoint so that no later run uses it. Returns a note, empty if it could not be renamed."""
     for number in range(100):
-        aside = folder.with_name(f"damaged-{folder.name}" + (f"-{number}" if number else ""))
-        if not aside.exists():
+        target = folder.with_name(f"damaged-{folder.name}" + (f"-{number}" if number else ""))
+        if not target.exists():
             with suppress(OSError):
-                folder.rename(aside)
-                return f" (it is now {aside.name})"
+                folder.rename(target)
+                return f" (it is now {target.name})"
             break
     return ""
 
 
-def _none_is_whole(folder: Path, damaged: list[DamagedCheckpoint]) -> InputError:
-    lines = [f"{folder.parent} has no checkpoint that is whole:"]
-    lines += [f"  {error.folder.name}: {error.what}" for error in damaged]
-    lines.append("  fix: bring one of them back from a copy, or start anew with resume=disable")
-    return InputError("\n".join(lines))
-
-
 def _remove(folder: Path) -> None:
-    """Of a link, only the link: what it points to is somebody else's."""
+    """Remove a checkpoint. Of a symbolic link, only the link."""
     if folder.is_symlink() or folder.is_file():
         folder.unlink()
     else:
         shutil.rmtree(folder)
-
-
-def _open_to_readers(folder: Path) -> None:
-    """A temporary folder is its maker's alone; a checkpoint is for everybody who may read the run."""
-    folder.chmod(0o755)
-    for path in folder.rglob("*"):
-        path.chmod(0o755 if path.is_dir() else 0o644)

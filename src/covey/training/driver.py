@@ -1,11 +1,11 @@
 """Drives a run from synchronous code, step by step.
 
-The run's coroutines all run on one event loop, in a thread of its own: it works inside a notebook, whose own loop is
-running, and episodes of `mode=async` go on between two calls. The calling thread waits, and meanwhile runs what the
-run asks it to (callbacks), so that those may use the run themselves.
+All coroutines of the run are on one event loop in its own thread. So it works in a notebook, which has its own running
+loop, and with `mode=async` episodes continue between two calls. The calling thread waits and runs callbacks, which may
+use the trainer themselves.
 
-Ctrl-C cancels what was asked for, waits until that has come to rest, and raises KeyboardInterrupt; a second one raises
-at once, and the next call waits. What a cancelled call leaves behind is the run's matter (`Run.step`).
+Ctrl-C cancels the call, waits until the run has stopped, and raises KeyboardInterrupt. A second one raises at once; the
+next call then waits instead. `Run.step` continues after a cancelled call.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any, Generic, TypeVar
 
 from covey.errors import InputError, RunFailed
 from covey.training.callbacks import call_here
-from covey.training.interrupts import terminable, uninterrupted
+from covey.training.interrupts import handle_sigterm, run_to_end
 from covey.training.run import Run
 
 Result = TypeVar("Result")
-Messages = SimpleQueue[Callable[[], None] | None]  # to a thread that waits: what to run there, or None at the end
+Messages = SimpleQueue[Callable[[], None] | None]  # to a waiting thread: a function to run there, or None to stop
 
 
 def INTERRUPT() -> None:
@@ -38,9 +38,9 @@ class Driver:
         self.run = run
         self._started: Future[asyncio.AbstractEventLoop] = Future()
         self._stop: asyncio.Event | None = None
-        self._order = threading.RLock()  # one call at a time; a callback's own calls are inside its step's
-        self._waiting: list[Messages] = []  # of the calls in progress, innermost last
-        self._unsettled: list[Future[Any]] = []  # calls that were given up before they came to rest
+        self._lock = threading.RLock()  # one call at a time; calls of a callback are nested in its step
+        self._queues: list[Messages] = []  # of the calls in progress, innermost last
+        self._abandoned: list[Future[Any]] = []  # calls that are still stopping after a second Ctrl-C
         self._ended = False
         run.callbacks.call = self._in_caller
         self._thread = threading.Thread(target=self._serve, name="covey-run", daemon=True)
@@ -49,19 +49,19 @@ class Driver:
 
     @property
     def in_callback(self) -> bool:
-        return bool(self._waiting)
+        return bool(self._queues)
 
-    # -- the calling thread ----------------------------------------------------------------------------------------
+    # -- In the calling thread -----------------------------------------------------------------------------------------
 
     def call(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
-        """The result of a coroutine of the run. Where it fails the run ends; Ctrl-C leaves it as it is."""
+        """Run a coroutine of the run and return its result. An error ends the run; Ctrl-C does not."""
         if threading.current_thread() is self._thread:
-            raise InputError("the trainer cannot be used by what runs inside of it (an agent)\n  use it in a callback")
-        with self._order:
-            self._settle()
+            raise InputError("the trainer cannot be used from inside the run (by an agent)\n  use it in a callback")
+        with self._lock:
+            self._await_abandoned()
             if self._ended:
-                raise InputError("the run has ended, and its engine is closed\n  make a new Trainer to go on")
-            nested = bool(self._waiting)  # inside a callback, whose error ends the step that it belongs to
+                raise InputError("the run has ended, and its engine is closed\n  make a new Trainer to continue")
+            nested = bool(self._queues)  # in a callback: its error ends the surrounding step
             try:
                 return self._complete(work())
             except Exception as error:
@@ -70,40 +70,39 @@ class Driver:
                 raise
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the run and the thread. Closing twice is closing once."""
-        if threading.current_thread() is self._thread:  # garbage collection may happen in any thread
+        """End the run and its thread. Further calls do nothing."""
+        if threading.current_thread() is self._thread:  # by garbage collection, which may run in any thread
             threading.Thread(target=self.close, args=(error,), name="covey-close").start()
             return
-        with self._order:
+        with self._lock:
             if self._ended:
                 return
             self._ended = True
             try:
-                self._complete(uninterrupted(self.run.close(error)))
+                self._complete(run_to_end(self.run.close(error)))
             finally:
                 assert self._stop is not None
                 self._loop.call_soon_threadsafe(self._stop.set)
                 self._thread.join()
-                self.run.callbacks.call = call_here  # nothing refers in a circle any more: memory is freed at once
+                self.run.callbacks.call = call_here  # breaks a reference cycle, so that memory is freed at once
 
     def _complete(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run it on the loop, and wait."""
         queue: Messages = SimpleQueue()
         with _Interrupts(queue) as interrupts:
-            self._waiting.append(queue)  # before the work begins: it may have something to ask at once
+            self._queues.append(queue)  # before the work starts: it may call back at once
             try:
                 return self._wait(_Call(self._loop, work, lambda: queue.put(None)), queue, interrupts)
             finally:
-                self._waiting.remove(queue)
+                self._queues.remove(queue)
 
     def _wait(self, call: _Call[Result], queue: Messages, interrupts: _Interrupts) -> Result:
-        """Wait, and run meanwhile what the run asks for."""
+        """Wait for the call, and run callbacks in this thread meanwhile."""
         interrupted = False
-        with terminable(self.run.limit):
+        with handle_sigterm(self.run.limit):
             while (message := queue.get()) is not None:
                 if message is INTERRUPT or not interrupts.run(message):
                     if interrupted:
-                        self._unsettled.append(call.done)
+                        self._abandoned.append(call.done)
                         raise KeyboardInterrupt
                     interrupted = True
                     call.cancel()
@@ -114,20 +113,19 @@ class Driver:
             raise failure
         raise KeyboardInterrupt
 
-    def _settle(self) -> None:
-        """Wait for calls that were given up by a second Ctrl-C."""
-        while self._unsettled:
+    def _await_abandoned(self) -> None:
+        while self._abandoned:
             try:
-                self._unsettled[0].result()
+                self._abandoned[0].result()
             except (FutureCancelled, asyncio.CancelledError):
                 pass
             except RunFailed as error:
-                self._unsettled.clear()
+                self._abandoned.clear()
                 self.close(error)
                 raise
-            self._unsettled.pop(0)
+            self._abandoned.pop(0)
 
-    # -- the run's thread ------------------------------------------------------------------------------------------
+    # -- In the run's thread -------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         async def until_stopped() -> None:
@@ -138,39 +136,39 @@ class Driver:
         asyncio.run(until_stopped())
 
     async def _in_caller(self, function: Callable[[], Any]) -> Any:
-        """Run a function of the user's in the thread that waits; if none does any more, here."""
-        if not self._waiting:
+        """Run a callback in the waiting thread, or here if none is waiting any more."""
+        if not self._queues:
             return function()
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Any] = loop.create_future()
+        future: asyncio.Future[Any] = loop.create_future()
 
-        def settle(result: Any, error: BaseException | None) -> None:
-            if answer.done():  # cancelled
+        def resolve(result: Any, error: BaseException | None) -> None:
+            if future.done():  # cancelled
                 return
             if error is not None:
-                answer.set_exception(error)
+                future.set_exception(error)
             else:
-                answer.set_result(result)
+                future.set_result(result)
 
-        def asked() -> None:
-            if answer.done():
+        def call() -> None:
+            if future.done():
                 return
             try:
                 result = function()
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
-                loop.call_soon_threadsafe(settle, None, error)
+                loop.call_soon_threadsafe(resolve, None, error)
             else:
-                loop.call_soon_threadsafe(settle, result, None)
+                loop.call_soon_threadsafe(resolve, result, None)
 
-        self._waiting[-1].put(asked)
-        return await answer
+        self._queues[-1].put(call)
+        return await future
 
 
 class _Interrupts:
-    """Ctrl-C becomes a message to the thread that waits, the main one: raised between two of our own lines it could
-    leave a call behind that nobody waits for. In functions of the user's it is raised as ever."""
+    """Turns Ctrl-C into a message to the waiting main thread: an exception at an arbitrary line of the driver could
+    lose a call in progress. In callbacks it is raised as usual."""
 
     def __init__(self, queue: Messages) -> None:
         self._queue = queue
@@ -179,7 +177,7 @@ class _Interrupts:
 
     def __enter__(self) -> _Interrupts:
         before = signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is threading.main_thread() and callable(before):  # not where it is ignored
+        if threading.current_thread() is threading.main_thread() and callable(before):  # not if it is ignored
             self._before = before
             signal.signal(signal.SIGINT, self._pressed)
         return self
@@ -194,11 +192,11 @@ class _Interrupts:
         elif self._before is not None:
             self._before(number, frame)
 
-    def run(self, asked: Callable[[], None]) -> bool:
-        """Call a function of the user's; False where Ctrl-C ended it."""
+    def run(self, callback: Callable[[], None]) -> bool:
+        """Run a callback. False if Ctrl-C ended it."""
         try:
             self._raises = True
-            asked()
+            callback()
             return True
         except KeyboardInterrupt:
             return False
@@ -207,7 +205,7 @@ class _Interrupts:
 
 
 class _Call(Generic[Result]):
-    """A coroutine on another thread's loop, which can be cancelled and then still be waited for."""
+    """A coroutine on the loop of another thread. It can be cancelled and then still be awaited."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Result], at_end: Callable[[], None]

@@ -1,4 +1,4 @@
-"""Evaluation: the same collector as in training, on tasks that are never trained on."""
+"""Evaluation on held-out tasks, with the same collector as training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from covey.types import Episode, Sampling, StopReason, Task
 
 
 def eval_sampling(config: EvalConfig, mode: str, max_tokens: int, stop: tuple[str, ...]) -> Sampling:
-    """How answers are drawn: the likeliest token each time, or at random as the settings say."""
+    """Sampling settings of a mode: greedy, or sampled as configured."""
     if mode == "greedy":
         return Sampling(temperature=0.0, max_tokens=max_tokens, stop=stop)
     return Sampling(config.temperature, config.top_p, config.top_k, max_tokens=max_tokens, stop=stop)
@@ -22,13 +22,13 @@ def eval_sampling(config: EvalConfig, mode: str, max_tokens: int, stop: tuple[st
 @dataclass(frozen=True)
 class Evaluation:
     metrics: Metrics
-    sample: Episode | None  # the first answer, to show
+    sample: Episode | None  # the first answer, for the console
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Answers every task greedily, or sampled n times, and averages each reward. The random streams do not depend on
-    the step, so two evaluations differ by the policy alone."""
+    """Answers every task greedily, or sampled n times, and averages each reward. Random streams do not depend on the
+    step, so two evaluations differ only in the policy."""
 
     collector: Collector
     tasks: Sequence[Task]
@@ -46,7 +46,7 @@ class Evaluator:
             done = [e for e in episodes if e.failure is None]
             failed = [e.failure for e in episodes if e.failure is not None]
             if not done:
-                raise RunFailed(f"No evaluation task completed: {failed[0].cause}: {failed[0].message}")
+                raise RunFailed(f"no evaluation task completed: {failed[0].cause}: {failed[0].message}")
             if failed:
                 self.warn(
                     f"{len(failed)} of {len(episodes)} {mode} answers were not scored and do not count: "
@@ -67,25 +67,20 @@ class Evaluator:
         for start in range(0, len(self.tasks), size):
             tasks = self.tasks[start : start + size]
             groups = await self.collector.groups(tasks, attempts, sampling, ("eval", mode))
-            names = self.collector.reward.names
-            found = [self._named(episode) for group in groups for episode in group.episodes]
-            episodes += [unscored_is_failed(episode, names) for episode in found]
+            for episode in (episode for group in groups for episode in group.episodes):
+                if episode.cut_by == "rollout.max_tokens" and self.config.max_tokens is not None:
+                    episode = replace(episode, cut_by="eval.max_tokens")  # the setting that applies here
+                episodes.append(unscored_is_failed(episode, self.collector.reward.names))
         return episodes
 
-    def _named(self, episode: Episode) -> Episode:
-        """With the setting that limits answers here."""
-        if episode.cut_by != "rollout.max_tokens" or self.config.max_tokens is None:
-            return episode
-        return replace(episode, cut_by="eval.max_tokens")
-
     def _summary(self, mode: str, done: Sequence[Episode], total: int) -> Metrics:
-        found: Metrics = {}
+        metrics: Metrics = {}
         for name in dict.fromkeys(name for episode in done for name in episode.rewards):
             scores = [score for episode in done if (score := episode.rewards.get(name)) is not None]
             if scores:
-                found[f"eval/{mode}/{name}"] = sum(scores) / len(scores)
-        found[f"eval/{mode}/length_mean"] = sum(e.response_tokens for e in done) / len(done)
-        found[f"eval/{mode}/truncated"] = sum(e.stop is StopReason.LENGTH for e in done) / len(done)
+                metrics[f"eval/{mode}/{name}"] = sum(scores) / len(scores)
+        metrics[f"eval/{mode}/length_mean"] = sum(e.response_tokens for e in done) / len(done)
+        metrics[f"eval/{mode}/truncated"] = sum(e.stop is StopReason.LENGTH for e in done) / len(done)
         if total > len(done):
-            found[f"eval/{mode}/failed"] = float(total - len(done))
-        return found
+            metrics[f"eval/{mode}/failed"] = float(total - len(done))
+        return metrics

@@ -1,4 +1,4 @@
-"""A run's folder: who may write to it, what it holds, and which one a resumed run goes on in.
+"""A run's folder: its lock, run.json, and finding the folder of a run to resume.
 
 outputs/2026-01-31/14-05-09/
     run.json  config.yaml  .hydra/  metrics.jsonl  episodes.jsonl  checkpoints/
@@ -20,26 +20,27 @@ from typing import IO, Any
 
 from covey.errors import InputError
 from covey.redact import hide_settings
-from covey.storage import LOCK, StorageFailed, is_locked, lock_folder, write_whole, writing
+from covey.storage import LOCK, StorageFailed, is_locked, lock_folder, write_atomically, writing
 from covey.telemetry.history import KILLED
 from covey.telemetry.jsonl import EPISODES_FILE, METRICS_FILE, copy_record
 from covey.training.checkpoint import CONFIG, Checkpoint, step_folders, step_of
 
 INFO = "run.json"
-KEYS = ("project", "experiment", "fingerprint", "status")  # that a run is recognised by
+KEYS = ("project", "experiment", "fingerprint", "status")  # identify a run
+_RESTORE = "fix: restore it from a copy, or start a new run with resume=disable and model=RUN/checkpoints/step-…/model"
 
 
 @dataclass
 class RunFolder:
     path: Path
-    lock: IO[str]  # held while the run lives; the system lets go of it however the run ends
-    made: tuple[Path, ...] = ()  # the folders that did not exist before, innermost first
-    filled: bool = False  # from another run's checkpoint (branch.py); nothing of its own was written yet
+    lock: IO[str]  # held during the run; the system releases it however the run ends
+    made: tuple[Path, ...] = ()  # folders that were created for it, innermost first
+    filled: bool = False  # with another run's checkpoint (`begin_branch`), and nothing of its own yet
 
     def write_info(self, info: dict[str, Any]) -> None:
-        """run.json, whole or as it was."""
-        kept = {key: info[key] for key in KEYS if key in info}  # what it is recognised by stays as it is
-        write_whole(self.path / INFO, json.dumps(hide_settings(info) | kept, indent=1))
+        """Write run.json atomically."""
+        kept = {key: info[key] for key in KEYS if key in info}  # these must not be redacted
+        write_atomically(self.path / INFO, json.dumps(hide_settings(info) | kept, indent=1))
 
     def info(self) -> dict[str, Any]:
         return read_info(self.path)
@@ -51,7 +52,7 @@ class RunFolder:
         self.lock.close()
 
     def abandon(self) -> None:
-        """After a start that failed: nothing is left of a folder that nothing of its own was written to."""
+        """After a failed start, remove the folder if the run wrote nothing of its own to it."""
         if self.filled:
             for entry in self.path.iterdir():
                 if entry.name != LOCK:
@@ -61,12 +62,12 @@ class RunFolder:
 
 
 def missing_folders(path: Path) -> tuple[Path, ...]:
-    """Those that must be made so that `path` exists, innermost first."""
+    """The folders that must be created so that `path` exists, innermost first."""
     return tuple(folder for folder in (path, *path.parents) if not folder.exists())
 
 
 def remove_unused(path: Path, made: Sequence[Path], *, files: Sequence[str] = ()) -> None:
-    """Remove the folders that were made for `path`, if it holds nothing but its lock and `files`."""
+    """Remove the folders that were created for `path`, if it holds nothing but its lock and `files`."""
     if path not in made or {entry.name for entry in path.iterdir()} - {LOCK, *files}:
         return
     for name in (*files, LOCK):
@@ -74,7 +75,7 @@ def remove_unused(path: Path, made: Sequence[Path], *, files: Sequence[str] = ()
     for folder in made:
         try:
             folder.rmdir()
-        except OSError:  # another run has begun beside this one
+        except OSError:  # another run has started next to this one
             return
 
 
@@ -92,36 +93,33 @@ def new_folder(output_dir: Path, now: datetime | None = None) -> RunFolder:
                 raise InputError(f"{path} is a file\n  fix: logging.output_dir=FOLDER") from None
             continue
         except OSError as error:
-            raise _no_place(output_dir, error) from error
+            raise _cannot_write(output_dir, error) from error
         return RunFolder(path, lock_folder(path), made)
-    raise InputError(f"cannot make a run folder in {output_dir}")
+    raise InputError(f"cannot create a run folder in {output_dir}")
 
 
-def _no_place(path: Path, error: OSError) -> InputError:
+def _cannot_write(path: Path, error: OSError) -> InputError:
     return InputError(
-        f"cannot write to {path}: {error.strerror}\n  fix: make it writable, or take another: logging.output_dir=FOLDER"
+        f"cannot write to {path}: {error.strerror}\n  fix: make it writable, or use another: logging.output_dir=FOLDER"
     )
 
 
 def read_info(path: Path) -> dict[str, Any]:
-    """What run.json says; InputError where it is none."""
+    """The contents of run.json, checked for what identifies a run."""
     try:
-        found = json.loads((path / INFO).read_text())
+        info = json.loads((path / INFO).read_text())
     except OSError as error:
         raise InputError(f"{path / INFO} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path / INFO} is damaged: {error}\n  {_MEND}") from error
-    missing = [key for key in KEYS if key not in found] if isinstance(found, dict) else list(KEYS)
+        raise InputError(f"{path / INFO} is damaged: {error}\n  {_RESTORE}") from error
+    missing = [key for key in KEYS if key not in info] if isinstance(info, dict) else list(KEYS)
     if missing:
-        raise InputError(f"{path / INFO} is damaged: it does not say {', '.join(missing)}\n  {_MEND}")
-    return dict(found)
-
-
-_MEND = "fix: bring it back from a copy, or start anew with resume=disable and model=RUN/checkpoints/step-…/model"
+        raise InputError(f"{path / INFO} is damaged: {', '.join(missing)} missing\n  {_RESTORE}")
+    return dict(info)
 
 
 def exact_folder(path: Path) -> RunFolder:
-    """A folder whose name is settled, for one of many runs. It is there already where the run is started again."""
+    """A folder of a given name, for one of many runs. It exists already if the run is started again."""
     made = missing_folders(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -129,18 +127,18 @@ def exact_folder(path: Path) -> RunFolder:
     except BlockingIOError as error:
         raise InputError(f"{path}: a run is still running there") from error
     except OSError as error:
-        raise _no_place(path, error) from error
+        raise _cannot_write(path, error) from error
 
 
 def open_folder(path: Path) -> RunFolder:
-    """An existing run's folder, to go on in it."""
+    """The folder of an existing run, to resume it."""
     require_run(path)
     try:
         return RunFolder(path, lock_folder(path))
     except BlockingIOError as error:
         raise InputError(f"resume={path}: that run is still running") from error
     except OSError as error:
-        raise _no_place(path, error) from error
+        raise _cannot_write(path, error) from error
 
 
 def require_run(path: Path) -> None:
@@ -159,8 +157,8 @@ def find_unfinished(
     warn: Callable[[str], None],
     parent: Mapping[str, Any] | None = None,
 ) -> RunFolder | None:
-    """The newest unfinished run of this name and configuration that nobody is running; with `parent`, one that began
-    at that checkpoint."""
+    """The newest unfinished run of this name and configuration that is not running. With `parent`, only one that
+    branched off at that checkpoint."""
     for checkpoints in sorted(output_dir.glob("*/*/checkpoints")):
         if not (checkpoints.parent / INFO).exists() and step_folders(checkpoints):
             warn(f"{checkpoints.parent} has checkpoints, but its {INFO} is missing; that run is not resumed")
@@ -182,17 +180,17 @@ def find_unfinished(
         try:
             return RunFolder(info_file.parent, lock_folder(info_file.parent))
         except BlockingIOError:
-            warn(f"{info_file.parent} has the same settings and is still running: it is left alone")
+            warn(f"{info_file.parent} has the same settings and is still running: it is not resumed")
         except OSError as error:
-            raise _no_place(info_file.parent, error) from error
+            raise _cannot_write(info_file.parent, error) from error
     return None
 
 
 def other_unfinished(output_dir: Path, project: str, experiment: str) -> Iterator[Path]:
-    """Unfinished runs of this name that nobody is running and that have a checkpoint, the newest first."""
+    """Unfinished runs of this name with a checkpoint that are not running, the newest first."""
     for info_file in sorted(output_dir.glob("*/*/run.json"), key=_order, reverse=True):
         run = info_file.parent
-        with suppress(InputError):  # told of by `find_unfinished`
+        with suppress(InputError):  # reported by `find_unfinished`
             info = read_info(run)
             if (info["project"], info["experiment"]) != (project, experiment) or info["status"] == "finished":
                 continue
@@ -201,36 +199,37 @@ def other_unfinished(output_dir: Path, project: str, experiment: str) -> Iterato
 
 
 def _close_killed(path: Path, warn: Callable[[str], None]) -> None:
-    """A run without a checkpoint whose process is gone: its run.json says so from now on, where it can be written."""
+    """Mark a run without checkpoint, whose process has ended, as killed in its run.json, if it can be written."""
     with suppress(OSError, StorageFailed), lock_folder(path) as lock:
         RunFolder(path, lock).set_status(KILLED)
-        warn(f"{path} was killed before its first checkpoint; a new run begins")
+        warn(f"{path} was killed before its first checkpoint; a new run starts")
 
 
 def next_number(output_dir: Path) -> int:
-    """For run.json: runs are counted as they begin."""
+    """The number of a new run, for run.json. Runs are numbered in the order in which they start."""
     return 1 + max((_order(path)[0] for path in output_dir.glob("*/*/run.json")), default=0)
 
 
 def _order(info_file: Path) -> tuple[int, str]:
-    """The newest last, also where the clock was set back in between. Runs without a number go by their names."""
+    """Sort key: the newest last, even if the clock was set back. Runs without a number sort by name."""
     try:
         return int(json.loads(info_file.read_text())["number"]), str(info_file)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return 0, str(info_file)
 
 
-# -- A new run that begins at a checkpoint of another one, which stays as it is ----------------------------------------
-# Its folder gets the checkpoint and the record up to there, and goes on like any run that was interrupted.
+# -- Branches ----------------------------------------------------------------------------------------------------------
+# A branch is a new run that starts at a checkpoint of another one. Its folder gets the checkpoint and the record up to
+# it, and is then resumed like an interrupted run. The other run stays unchanged.
 
 
 def parent_of(run: Path, checkpoint: Checkpoint) -> dict[str, Any]:
-    """For run.json: where a branch began."""
+    """Where a branch starts, for run.json."""
     return {"run": str(run.resolve()), "step": checkpoint.step}
 
 
-def begin_branch(folder: RunFolder, run: Path, checkpoint: Checkpoint, beginning: dict[str, Any]) -> Checkpoint:
-    """Fill a new folder, with `beginning` in its run.json. Returns the checkpoint in it."""
+def begin_branch(folder: RunFolder, run: Path, checkpoint: Checkpoint, start_info: dict[str, Any]) -> Checkpoint:
+    """Fill a new folder, with `start_info` in its run.json. Returns the checkpoint in it."""
     folder.filled = True
     copy_record(run / METRICS_FILE, folder.path / METRICS_FILE, checkpoint.state["metrics_offset"])
     copy_record(run / EPISODES_FILE, folder.path / EPISODES_FILE, checkpoint.state["episodes_offset"])
@@ -240,7 +239,7 @@ def begin_branch(folder: RunFolder, run: Path, checkpoint: Checkpoint, beginning
     info = read_info(run)
     folder.write_info(
         info
-        | beginning
+        | start_info
         | {
             "status": "interrupted",
             "parent": parent_of(run, checkpoint),
@@ -248,20 +247,20 @@ def begin_branch(folder: RunFolder, run: Path, checkpoint: Checkpoint, beginning
             "changes": changes_before(info, checkpoint.step),
         }
     )
-    # Only now: a folder without a checkpoint is not continued.
-    mine = folder.path / "checkpoints"
+    # Last, because a folder without a checkpoint is not resumed.
+    checkpoints = folder.path / "checkpoints"
     best = checkpoint.state["best"]
     if best is not None and best["step"] != checkpoint.step:
         other = checkpoint.folder.with_name(f"step-{best['step']:06d}")
         best = best if other.is_dir() else None
         if best is not None:
-            _link(other, mine)
-    _link(checkpoint.folder, mine)
-    return replace(checkpoint, folder=mine / checkpoint.folder.name, state=checkpoint.state | {"best": best})
+            _link(other, checkpoints)
+    _link(checkpoint.folder, checkpoints)
+    return replace(checkpoint, folder=checkpoints / checkpoint.folder.name, state=checkpoint.state | {"best": best})
 
 
 def contents_at(info: dict[str, Any], step: int) -> dict[str, str]:
-    """Hashes of tasks and rewards when the checkpoint of a step was written; later ones may have changed since."""
+    """Hashes of tasks and rewards when the checkpoint of a step was written. They may have changed since."""
     contents = dict(info.get("contents", {}))
     for change in reversed(info.get("changes", [])):
         if change["step"] >= step:
@@ -270,14 +269,14 @@ def contents_at(info: dict[str, Any], step: int) -> dict[str, str]:
 
 
 def changes_before(info: dict[str, Any], step: int) -> list[dict[str, Any]]:
-    """Those that went into the checkpoint of a step."""
+    """The changes of settings before the checkpoint of a step."""
     return [change for change in info.get("changes", []) if change["step"] < step]
 
 
 def _link(checkpoint: Path, into: Path) -> None:
-    """The same files under another name, where the disk can: a checkpoint is large, and never written to again."""
+    """Copy a checkpoint by hard links if possible: it is large, and its files never change."""
     final = into / checkpoint.name
-    step_of(final)  # a checkpoint's name
+    step_of(final)  # asserts that it is the name of a checkpoint
     with writing(final):
         into.mkdir(exist_ok=True)
         work = Path(tempfile.mkdtemp(dir=into, prefix=".writing-"))

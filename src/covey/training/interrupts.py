@@ -1,12 +1,14 @@
-"""How long a process may train, and who may end it sooner.
+"""Ending a run early: time limit, SIGTERM and Ctrl-C. Also garbage collection, and work that must not be cancelled.
 
-    loop.max_minutes   the step in which they pass is the last; a checkpoint follows
-    SIGTERM            with which clusters announce the end of a job: the step in progress is the last. Its evaluation,
-                       or the one before the first step, is finished; no further step follows
-    Ctrl-C (SIGINT)    the first stops the run in the middle of a step, never in the middle of a write: the same command
-                       goes on from the last checkpoint. The second leaves at once, as a kill would
+    loop.max_minutes   the step in which the time runs out is the last; a checkpoint follows
+    SIGTERM            sent by clusters before the end of a job: the step in progress is the last. Its evaluation, or
+    the
+                       one before the first step, is completed
+    Ctrl-C (SIGINT)    the first one stops the run in the middle of a step, but never of a write; the same command
+    resumes
+                       from the last checkpoint. The second one exits at once
 
-Signals reach only the main thread; a run in another one has the clock alone.
+Python delivers signals only to the main thread; a run in another thread has only the time limit.
 """
 
 from __future__ import annotations
@@ -23,53 +25,52 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
-INTERRUPTED = 128 + signal.SIGINT  # exit codes, as shells name them
+INTERRUPTED = 128 + signal.SIGINT  # exit codes, as shells report them
 TERMINATED = 128 + signal.SIGTERM
 
 
 class TimeLimit:
-    """`passed` is asked once a step, at its very end; `reached` keeps the answer."""
+    """When a run must end. `passed` is called once, at the end of each step; `reached` keeps its result."""
 
     def __init__(self, minutes: float | None) -> None:
         self.end = None if minutes is None else time.monotonic() + 60 * minutes
         self.reached = False
         self.terminated = False  # by SIGTERM
-        self._writes = 0
-        self._waiting = False  # a Ctrl-C that came in the middle of a write
+        self._writes = 0  # in progress
+        self._is_pending = False  # a Ctrl-C that waits for a write
         self._interruptions = 0
-        self._interrupt: Callable[..., Any] = (
-            signal.default_int_handler
-        )  # what Ctrl-C does otherwise: under asyncio, cancel the run
+        # The handler that Ctrl-C had before; under asyncio it cancels the run.
+        self._previous_handler: Callable[..., Any] = signal.default_int_handler
 
     def passed(self) -> bool:
         self.reached = self.end is not None and time.monotonic() >= self.end
         return self.reached
 
-    def now(self) -> None:
-        """The step in progress is the last."""
+    def terminate(self) -> None:
+        """Make the step in progress the last."""
         self.terminated = True
         self.end = time.monotonic()
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """What is written meanwhile is written to its end: a Ctrl-C waits for that."""
+    def shield_writes(self) -> Iterator[None]:
+        """Delay Ctrl-C until the writes in this context are complete."""
         self._writes += 1
         try:
             yield
         finally:
             self._writes -= 1
-        if self._waiting and not self._writes:
-            self._waiting = False
-            self._interrupt(signal.SIGINT, None)
+        if self._is_pending and not self._writes:
+            self._is_pending = False
+            self._previous_handler(signal.SIGINT, None)
 
     @contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """Ctrl-C is ours meanwhile. Once it was pressed it stays so: closing what is open may take a while too."""
+    def handle_ctrl_c(self) -> Iterator[None]:
+        """Handle Ctrl-C in this context. After the first one the handler stays, because closing may take a while."""
         before = signal.getsignal(signal.SIGINT)
         if not callable(before):  # it is ignored (nohup), and stays so
             yield
             return
-        self._interrupt = before
+        self._previous_handler = before
         signal.signal(signal.SIGINT, lambda number, frame: self.interrupt(frame))
         try:
             yield
@@ -80,43 +81,43 @@ class TimeLimit:
     def interrupt(self, frame: FrameType | None) -> None:
         self._interruptions += 1
         if self._interruptions > 1:
-            _leave()
-        _say("stopping; Ctrl-C again leaves at once")
+            _exit_now()
+        _print_unbuffered("stopping; Ctrl-C again leaves at once")
         if self._writes:
-            self._waiting = True
+            self._is_pending = True
         else:
-            self._interrupt(signal.SIGINT, frame)
+            self._previous_handler(signal.SIGINT, frame)
 
 
 @contextmanager
 def time_limit(minutes: float | None) -> Iterator[TimeLimit]:
     limit = TimeLimit(minutes)
-    with signals_to(limit):
+    with handle_signals(limit):
         yield limit
 
 
 @contextmanager
-def signals_to(limit: TimeLimit) -> Iterator[None]:
-    """SIGTERM and Ctrl-C reach the limit meanwhile."""
+def handle_signals(limit: TimeLimit) -> Iterator[None]:
+    """Pass SIGTERM and Ctrl-C to the limit, in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    with limit.interruptible(), terminable(limit):
+    with limit.handle_ctrl_c(), handle_sigterm(limit):
         yield
 
 
 @contextmanager
-def terminable(limit: TimeLimit) -> Iterator[None]:
-    """SIGTERM reaches the limit meanwhile, if this is the main thread: the run itself may be in another one."""
+def handle_sigterm(limit: TimeLimit) -> Iterator[None]:
+    """Pass SIGTERM to the limit, in the main thread. The run itself may be in another one."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def over(number: int, frame: FrameType | None) -> None:
-        limit.now()
-        _say("SIGTERM: the run ends after this step or evaluation, with a checkpoint")
+    def handler(number: int, frame: FrameType | None) -> None:
+        limit.terminate()
+        _print_unbuffered("SIGTERM: the run ends after this step or evaluation, with a checkpoint")
 
-    before = signal.signal(signal.SIGTERM, over)
+    before = signal.signal(signal.SIGTERM, handler)
     try:
         yield
     finally:
@@ -124,8 +125,8 @@ def terminable(limit: TimeLimit) -> Iterator[None]:
 
 
 @contextmanager
-def own_interrupts() -> Iterator[None]:
-    """Around a whole run, to the end of its last thread: behind it, Ctrl-C does what it did before."""
+def restore_ctrl_c() -> Iterator[None]:
+    """Restore the handler of Ctrl-C after a whole run, once its last thread has ended."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -137,51 +138,50 @@ def own_interrupts() -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
 
 
-def _say(text: str) -> None:
-    """Past Python's buffers: who is interrupted may be writing to them."""
-    with suppress(OSError):  # a terminal that went away
+def _print_unbuffered(text: str) -> None:
+    """Bypass Python's buffers: the interrupted code may be writing to them."""
+    with suppress(OSError):  # the terminal may be closed
         os.write(2, f"\n{text}\n".encode())
 
 
-def _show_cursor() -> None:
-    """The live view hides it."""
-    with suppress(OSError):
-        os.write(1, b"\x1b[?25h")
-
-
-def _leave() -> NoReturn:
-    """No thread that still computes is waited for. Workers and sandboxes end with this process, whatever its end."""
+def _exit_now() -> NoReturn:
+    """Exit without waiting for threads. Workers and sandboxes end with this process in any case."""
     if sys.stdout.isatty():
-        _show_cursor()
+        with suppress(OSError):
+            os.write(1, b"\x1b[?25h")  # the live view hides the cursor
     os._exit(INTERRUPTED)
 
 
-# -- Python's garbage collection during a run --------------------------------------------------------------------------
+# -- Garbage collection ------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def set_aside() -> Iterator[None]:
-    """What stands before the first step, most of it modules, is not searched for garbage again: that takes 0.2 s of a
-    step every so often. What steps leave behind is then few enough to be found soon, and memory stays level."""
+def freeze_garbage() -> Iterator[None]:
+    """Exclude objects that exist before the first step, mostly modules, from garbage collection.
+
+    Searching them takes 0.2 s of a step now and then. Without them, garbage of the steps is found sooner, and memory
+    stays constant.
+    """
     gc.collect()
-    if gc.get_freeze_count():  # by somebody around this run, who will end it
+    if gc.get_freeze_count():  # the caller of this run has frozen objects, and will unfreeze them
         yield
         return
     gc.freeze()
-    gc.collect()  # of nothing: how much there is decides when it is searched again
+    gc.collect()  # resets the counts that decide when to collect
     try:
         yield
     finally:
         gc.unfreeze()
 
 
-# -- Work that comes to its end although its caller is cancelled meanwhile ---------------------------------------------
+# -- Cancellation ------------------------------------------------------------------------------------------------------
 
 Result = TypeVar("Result")
 
 
-async def uninterrupted(work: Coroutine[Any, Any, Result]) -> Result:
-    """Unlike `asyncio.shield`, this waits for the work before it raises the cancellation."""
+async def run_to_end(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run work to its end even if the caller is cancelled. Unlike `asyncio.shield`, raises the cancellation after
+    it."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():

@@ -1,4 +1,4 @@
-"""A whole training run: evaluate, step by step, checkpoint, finish."""
+"""A training run: steps, evaluations, checkpoints and the report."""
 
 from __future__ import annotations
 
@@ -20,16 +20,20 @@ from covey.training.callbacks import Callbacks
 from covey.training.checkpoint import Best, Checkpoint, CheckpointStore, best_of
 from covey.training.evaluate import Evaluator
 from covey.training.folder import RunFolder
-from covey.training.interrupts import TimeLimit, set_aside, signals_to, uninterrupted
-from covey.training.record import Step, episode_view, step_episodes, step_metrics, step_view
+from covey.training.interrupts import TimeLimit, freeze_garbage, handle_signals, run_to_end
+from covey.training.metrics import step_metrics
+from covey.training.record import Step, episode_view, step_episodes, step_view
 from covey.training.step import Pipeline, StepResult, publish, sample, update
-from covey.training.warnings import Offenders, StepWarnings
+from covey.training.warnings import NonFiniteUpdates, StepWarnings
 from covey.types import Collected, Episode, Sampling, Task
 
 
 @dataclass(repr=False)
 class Run:
-    """Everything a run is made of, wired together by the command line (or by `covey.train`)."""
+    """A training run, put together by `covey.app.build`.
+
+    It can be driven as a whole (`train`) or step by step (`step`), and cancelled at any time in between.
+    """
 
     config: Config
     folder: RunFolder
@@ -43,30 +47,30 @@ class Run:
     tokenizer: Any
     total_steps: int
     first_step: int = 0
-    resumed: bool = False  # from a checkpoint, which may be of step 0: the evaluation before training is then recorded
+    resumed: bool = False  # from a checkpoint; if that is of step 0, the evaluation before training is recorded already
     best: Best | None = None  # the best evaluation among the checkpoints
     evaluations: list[tuple[int, Metrics]] = field(default_factory=list)
     terminated: bool = False  # SIGTERM ended it before its last step
-    restarts_left: int = 0  # how often it is started again after the loss of a learner
-    services: Sequence[AbstractAsyncContextManager[Any]] = ()  # open as long as the run is: a server, for example
-    resources: ExitStack = field(default_factory=ExitStack)  # what else ends with the run: workers, rewards' models
+    restarts_left: int = 0  # restarts after the loss of a learner process
+    services: Sequence[AbstractAsyncContextManager[Any]] = ()  # running during the run, such as a server
+    resources: ExitStack = field(default_factory=ExitStack)  # closed with the run: workers, reward models
     callbacks: Callbacks = field(default_factory=Callbacks)
-    done: int = field(init=False)  # steps whose update was made
+    done: int = field(init=False)  # steps whose update is done
     limit: TimeLimit = field(init=False)
-    offenders: Offenders = field(init=False)  # tasks whose updates were left out
+    nonfinite: NonFiniteUpdates = field(init=False)
     warnings: StepWarnings = field(init=False)
 
     def __post_init__(self) -> None:
         self.done = self.first_step
         self.limit = TimeLimit(self.config.loop.max_minutes)
-        self._opened = AsyncExitStack()
+        self._open_services = AsyncExitStack()
         self._is_open = self._is_evaluated_before = self._is_concluded = self._is_closed = False
-        self._stopping = False  # the step in progress is the last: `stop` was called
-        self._made: tuple[Step, StepResult] | None = None  # a step whose update was made and that is not yet recorded
-        self._recorded: Step | None = None  # a step whose evaluation and checkpoint are still due
-        self._newest: Metrics = {}  # of the newest step
+        self._stopping = False  # `stop` was called: the step in progress is the last
+        self._updated: tuple[Step, StepResult] | None = None  # a step that is updated but not yet recorded
+        self._recorded: Step | None = None  # a step that is recorded, with its evaluation and checkpoint still due
+        self._last_metrics: Metrics = {}
         self._is_sampling = False
-        self._saved: int | None = None  # steps done at the newest checkpoint of this process
+        self._saved: int | None = None  # steps done at the last checkpoint of this process
         self.warnings = StepWarnings(
             self.telemetry.warn,
             rewards=[name for name, weight in self.pipeline.schedule.weights.items() if weight],
@@ -77,7 +81,7 @@ class Run:
                 "model.context_length": self.config.model.context_length,
                 "agent.max_turns": self.config.agent.max_turns,
             },
-            single=self.config.rollout.group_size == 1,
+            group_of_one=self.config.rollout.group_size == 1,
         )
 
     @property
@@ -90,32 +94,31 @@ class Run:
 
     @property
     def over(self) -> bool:
-        """Whether no further step follows."""
-        return self._made is None and self._recorded is None and (self.finished or self.limit.reached)
+        """Whether no step follows."""
+        return self._updated is None and self._recorded is None and (self.finished or self.limit.reached)
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        """Of every step, also of those before a resume: metrics.jsonl, with the step's index as "step"."""
+        """The metrics of every step, also before a resume: metrics.jsonl, with the index of the step as "step"."""
         return [{"step": record.step, **record.metrics} for record in read_history(self.path).steps]
 
     def __repr__(self) -> str:
         parts = [str(self.path), f"{self.done} of {self.total_steps} steps"]
-        if self._newest:
-            parts.append(f"reward/mean {self._newest['reward/mean']:.4g}")
+        if self._last_metrics:
+            parts.append(f"reward/mean {self._last_metrics['reward/mean']:.4g}")
         if self.evaluations:
-            shown = {k: v for k, v in self.evaluations[-1][1].items() if k == "eval/accuracy"}
-            parts += [f"{key} {value:.4g}" for key, value in shown.items()]
+            parts += [f"{key} {value:.4g}" for key, value in self.evaluations[-1][1].items() if key == "eval/accuracy"]
         return f"Run({', '.join(parts)})"
 
     def plot(self) -> Any:
-        """The learning curve: a matplotlib Figure, which a notebook shows."""
+        """The learning curve, a matplotlib Figure."""
         return curve_figure(self.path)
 
     def _repr_html_(self) -> str:
         return html_summary(self.path)
 
     async def train(self) -> Run:
-        """All steps, and the end."""
+        """Make all steps and close the run."""
         failure: BaseException | None = None
         try:
             while await self.step() is not None:
@@ -128,52 +131,53 @@ class Run:
         return self
 
     async def step(self) -> Step | None:
-        """One step with the evaluation and the checkpoint that are due after it; None where no further step follows.
+        """Make one step, and the evaluation and checkpoint that are due after it. None if no step follows.
 
-        A call that was cancelled is taken up by the next one where it left off: sampling and evaluation begin again,
-        an update is never made twice. Before the first step comes the evaluation of the start model."""
+        The first call also evaluates the start model. After a cancelled call, the next one continues: sampling and
+        evaluation start again, but an update is never repeated.
+        """
         try:
             return await self._next_step()
-        except InputError as error:  # a mistake that only a step could show: the run had started
+        except InputError as error:  # a user's mistake that only shows in a step
             raise RunFailed(str(error)) from error
 
     async def _next_step(self) -> Step | None:
         await self.open()
-        if self._recorded is None and self._made is None:
+        if self._recorded is None and self._updated is None:
             if not await self._before_step():
                 return None
-            await self._make_step(self.done)
+            await self._sample_and_update(self.done)
         if self._recorded is None:
             self._recorded = await self._record()
         await self._follow_up()
-        self.terminated = self.limit.terminated  # also in the last step: what would follow this run does not
-        made, self._recorded = self._recorded, None
-        return made
+        self.terminated = self.limit.terminated  # also in the last step: nothing may follow this run
+        step, self._recorded = self._recorded, None
+        return step
 
     async def open(self) -> None:
-        """Open what lasts as long as the run, and give the engine its weights."""
+        """Start the services and publish the weights to the engine."""
         if not self._is_open:
-            await uninterrupted(self._open())
+            await run_to_end(self._open())
 
     async def _open(self) -> None:
         for service in self.services:
-            await self._opened.enter_async_context(service)
-        self._opened.enter_context(signals_to(self.limit))
-        self._opened.enter_context(set_aside())
-        self.offenders = Offenders(
+            await self._open_services.enter_async_context(service)
+        self._open_services.enter_context(handle_signals(self.limit))
+        self._open_services.enter_context(freeze_garbage())
+        self.nonfinite = NonFiniteUpdates(
             self.path,
             limit=self.config.learner.max_skipped,
             skipped=self.learner.counters()["skipped"],
             warn=self.telemetry.warn,
         )
         if self.resumed:
-            # The earlier process may have been killed before it deleted old checkpoints.
+            # The previous process may have been killed before it deleted old checkpoints.
             self.checkpoints.delete_old(self.first_step, self.best)
         await publish(self.pipeline, self.first_step)
         self._is_open = True
 
     async def _before_step(self) -> bool:
-        """Whether another step follows: not after the last, nor after loop.max_minutes, SIGTERM or `stop`."""
+        """Whether another step follows: not after the last one, loop.max_minutes, SIGTERM or `stop`."""
         if not self._is_evaluated_before:
             if self.config.eval.before and not self.resumed and self.done == 0 and not self._is_evaluated():
                 await self.evaluate()
@@ -186,27 +190,27 @@ class Run:
             await self._follow_up()
         return not self.over
 
-    async def _make_step(self, index: int) -> None:
+    async def _sample_and_update(self, index: int) -> None:
         tokens_before = self.engine.generated_tokens
         self._show_progress(self.source.attempts * self.config.data.train_batch_size, "answers")
         async with self._sampling():
             collected = await sample(self.pipeline)
-        await uninterrupted(self._learn(index, collected, tokens_before))
+        await run_to_end(self._update(index, collected, tokens_before))
 
-    async def _learn(self, index: int, collected: Collected, tokens_before: int) -> None:
+    async def _update(self, index: int, collected: Collected, tokens_before: int) -> None:
         try:
             result = await update(self.pipeline, collected, index)
         except NonFiniteError as error:
-            self.offenders.end(index, self.source.taken, error)
+            self.nonfinite.run_failed(index, self.source.taken, error)
             raise
         metrics = step_metrics(result) | self.engine.metrics()
         metrics["perf/generated_tokens"] = float(self.engine.generated_tokens - tokens_before)
-        self._made = Step(index, self.telemetry.measure(metrics), collected.groups), result
+        self._updated = Step(index, self.telemetry.measure(metrics), collected.groups), result
         self.done = index + 1
 
     @asynccontextmanager
     async def _sampling(self) -> AsyncIterator[None]:
-        """What was sampled in vain must not be found in the engine's cache: each step would depend on it."""
+        """Clear the engine's cache if the previous sampling was cancelled: results must not depend on it."""
         if self._is_sampling:
             await self.engine.publish(self.learner.weights(), version=self.engine.version)
         self._is_sampling = True
@@ -214,14 +218,14 @@ class Run:
         self._is_sampling = False
 
     async def _follow_up(self) -> None:
-        """The evaluation and the checkpoint that are due after the newest step."""
+        """Make the evaluation and the checkpoint that are due after the last step."""
         done, every, save = self.done, self.config.eval.every, self.config.loop.save_every
         if ((self.finished and self.config.eval.after) or (every and done % every == 0)) and not self._is_evaluated():
             await self.evaluate()
         planned = (self.finished and self.config.loop.save_final) or bool(save and done % save == 0)
         if planned and self._saved != done:
             await self._save(planned=True)
-        # Only now: a signal during the evaluation or the checkpoint must not cost another step.
+        # Checked last, so that a signal during the evaluation or checkpoint does not allow another step.
         if self.limit.passed() and not planned and not self.finished:
             await self._save(planned=False)
 
@@ -229,11 +233,11 @@ class Run:
         return bool(self.evaluations) and self.evaluations[-1][0] == self.done
 
     def stop(self) -> None:
-        """The step in progress, or the newest one, is the last: the run then ends as if it had no more."""
+        """End the run after the step in progress, as if it were the last."""
         self._stopping = True
 
     async def conclude(self) -> None:
-        """Write the report and the status, and release the folder. The engine stays, for questions and evaluations."""
+        """Write the report and the status, and release the folder. The engine can still be used."""
         if not self._is_concluded:
             status = "failed"
             try:
@@ -242,48 +246,50 @@ class Run:
                 self._end(status)
 
     async def close(self, error: BaseException | None = None) -> None:
-        """The end, of a run that came to it or of one that failed. Closing twice is closing once."""
+        """End the run, after its last step or because of an `error`. Further calls do nothing."""
         if self._is_closed:
             return
         self._is_closed = True
         status = "failed"
         try:
-            await self._opened.aclose()
+            await self._open_services.aclose()
             if error is not None:
                 status = self._status_after(error)
             elif not self._is_concluded:
                 status = await self._report()
         finally:
-            self.engine.on_finished = lambda: None  # it refers to this run
+            self.engine.on_finished = lambda: None  # it holds a reference to this run
             self._end(status, self.source.close, self.engine.close, self.resources.close)
 
     async def _report(self) -> str:
-        """Before the status says so: a run that is killed in between is taken up again. Drawn in the thread that waits
-        for the run where there is one: matplotlib keeps fonts open for every thread that ever drew."""
-        reached = "finished" if self.finished else "interrupted"
-        await self.callbacks.call(lambda: write_report(self.path, reached))
-        return reached
+        """Write the report and return the status. The status is stored after it, so a run killed in between resumes.
+
+        The caller's thread draws, because matplotlib keeps fonts open for every thread that has drawn.
+        """
+        status = "finished" if self.finished else "interrupted"
+        await self.callbacks.call(lambda: write_report(self.path, status))
+        return status
 
     def _status_after(self, error: BaseException) -> str:
-        if isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)):  # asyncio cancels at the first Ctrl-C
+        if isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)):  # asyncio cancels on the first Ctrl-C
             return "interrupted"
         return "restarting" if isinstance(error, LearnerLost) and self.restarts_left else "failed"
 
-    def _end(self, status: str, *others: Callable[[], None]) -> None:
+    def _end(self, status: str, *resources: Callable[[], None]) -> None:
         if self._is_concluded:
-            close_all(*others)
+            close_all(*resources)
         else:
             self._is_concluded = True
-            close_run(self.folder, self.telemetry, status, *others)
+            close_run(self.folder, self.telemetry, status, *resources)
 
     async def _save(self, *, planned: bool) -> Checkpoint:
         with self.telemetry.stage("checkpoint"):
-            found = self.checkpoint(planned=planned)
-        await self.callbacks.on_checkpoint(found.folder)
-        return found
+            checkpoint = self.checkpoint(planned=planned)
+        await self.callbacks.on_checkpoint(checkpoint.folder)
+        return checkpoint
 
     async def save(self) -> Checkpoint:
-        """A checkpoint of the run as it is now, between two steps."""
+        """Write a checkpoint now, between two steps."""
         self.check_savable()
         await self.open()
         return await self._save(planned=True)
@@ -291,25 +297,25 @@ class Run:
     def check_savable(self) -> None:
         if self._is_concluded:
             raise InputError("the run has ended\n  fix: trainer.save_pretrained(FOLDER) writes its model")
-        if self._made is not None:
+        if self._updated is not None:
             raise InputError("a checkpoint cannot be written in on_step\n  fix: write it between two steps")
 
     async def _record(self) -> Step:
-        """The newest step, with what callbacks add to it."""
-        assert self._made is not None
-        step, result = self._made
+        """Record the step, with the metrics that callbacks add."""
+        assert self._updated is not None
+        step, result = self._updated
         step = replace(step, metrics=step.metrics | await self.callbacks.on_step(step))
-        self._made = None
+        self._updated = None
         index, metrics = step.index, step.metrics
         episodes = step_episodes(result, index, self.config.logging.episodes_per_step, self.decode)
         self.telemetry.record(index, metrics, step_view(result, index), episodes)
-        self._newest = metrics
-        self.offenders.after(index, metrics["optim/skipped"], self.source.taken)
-        self.warnings.after(index, result, metrics)
+        self._last_metrics = metrics
+        self.nonfinite.after_step(index, metrics["optim/skipped"], self.source.taken)
+        self.warnings.after_step(index, result, metrics)
         return step
 
     async def evaluate(self) -> Metrics:
-        """The policy as it is now, on the tasks that are held out."""
+        """Evaluate the current policy on the held-out tasks."""
         if self.evaluator is None:
             return {}
         await self.open()
@@ -320,28 +326,29 @@ class Run:
         async with self._sampling():
             with self.telemetry.stage("evaluate"):
                 self._show_progress(answers * len(self.evaluator.tasks), "answers")
-                found = await self.evaluator.run()
-        # What it left in the engine's cache must not be found by the next step: a resumed run would not find it.
+                evaluation = await self.evaluator.run()
+        # Clears the engine's cache: the next step must not depend on it, since a resumed run would not have it.
         await self.engine.publish(self.learner.weights(), version=done)
-        metrics = found.metrics | await self.callbacks.on_evaluation(found.metrics)
-        shown = found.sample
+        metrics = evaluation.metrics | await self.callbacks.on_evaluation(evaluation.metrics)
+        shown = evaluation.sample
         reward = None if shown is None else shown.rewards.get(self.evaluator.trained_reward)
         self.telemetry.evaluation(done, metrics, None if shown is None else episode_view(shown, reward))
         self.evaluations.append((done, metrics))
         return metrics
 
     async def answer(self, task: Task, sampling: Sampling) -> Episode:
-        """One attempt at a task by the run's agent with the policy as it is now. It is not scored."""
+        """One attempt at a task by the run's agent with the current policy. It is not scored."""
         await self.open()
         if self.engine.version != self.done:
             await self.engine.publish(self.learner.weights(), version=self.done)
         async with self._sampling():
-            found = await self.source.collector.answer(task, sampling)
+            episode = await self.source.collector.answer(task, sampling)
         await self.engine.publish(self.learner.weights(), version=self.done)
-        return found
+        return episode
 
     def checkpoint(self, *, planned: bool) -> Checkpoint:
-        """`planned`: not only because time is up; the best is one of those, whether a run was interrupted or not."""
+        """`planned`: due by its settings, not because time is up. Only planned ones can be the best, so that the best
+        does not depend on interruptions."""
         done = self.done
         if planned and self.evaluations and self.evaluations[-1][0] == done:
             self.best = best_of(self.best, done, self.evaluations[-1][1].get("eval/accuracy", 0.0))
@@ -357,7 +364,7 @@ class Run:
         return self.checkpoints.save(done, self.learner, self.tokenizer, state)
 
     def _show_progress(self, total: int, what: str) -> None:
-        """Let the console count answers while they are sampled."""
+        """Count answers on the console while they are sampled."""
         finished = 0
 
         def one_more() -> None:
@@ -372,28 +379,29 @@ class Run:
         return str(self.tokenizer.decode(ids))
 
 
-def close_run(folder: RunFolder, telemetry: Telemetry, status: str, *others: Callable[[], None]) -> None:
-    """Everything that a run holds, whatever of it fails: first the others, in turn, then its record and its folder. A
-    status that a full disk does not take stays `running`, which a resumed run goes on from just as well; the error that
-    ended the run is not hidden by this one."""
+def close_run(folder: RunFolder, telemetry: Telemetry, status: str, *resources: Callable[[], None]) -> None:
+    """Close everything that a run holds, even if some of it fails: the resources in order, then its record and folder.
+
+    If the disk is full, the status stays `running`, from which a run can be resumed too.
+    """
     close_all(
-        *others,
+        *resources,
         lambda: telemetry.close(status),
         lambda: _write_status(folder, "running" if status == "restarting" else status),
         folder.release,
     )
 
 
-def close_all(*parts: Callable[[], None]) -> None:
-    """In turn, whatever of it fails."""
-    with ExitStack() as ending:
-        for close in reversed(parts):
-            ending.callback(close)
+def close_all(*resources: Callable[[], None]) -> None:
+    """Close in order, even if some fail."""
+    with ExitStack() as stack:
+        for close in reversed(resources):
+            stack.callback(close)
 
 
 def _write_status(folder: RunFolder, status: str) -> None:
     try:
         folder.set_status(status)
     except StorageFailed:
-        if status == "finished":
+        if status == "finished":  # otherwise this error would hide the one that ended the run
             raise

@@ -1,4 +1,4 @@
-"""Groups of episodes → token rows → mini-batches of whole groups.
+"""From groups of episodes to token rows and mini-batches of whole groups.
 
 Shapes: N episodes, R rows, T response tokens.
 """
@@ -6,72 +6,65 @@ Shapes: N episodes, R rows, T response tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from covey.algorithms.ops import make_batch
 from covey.protocols import Advantages
-from covey.types import Batch, Collected, Episode, Group, Sample, Samples, Seen, StopReason
+from covey.types import Batch, Collected, Episode, Group, Sample, Samples, StopReason, Unfiltered
 
 
 def to_samples(
     collected: Collected, weights: Mapping[str, float], *, temperature: float = 1.0, max_tokens: int = 1
 ) -> Samples:
-    """The whole step as columns. Episodes that failed are not among them; their groups were cut before."""
+    """All episodes of a step as columns. Failed episodes were removed from their groups before."""
     episodes = [episode for group in collected.groups for episode in group.episodes]
     rows = [row for index, episode in enumerate(episodes) for row in episode_rows(episode, index)]
-    baselines = [group.baseline for group in collected.groups if group.baseline is not None]
+    every = (*collected.groups, *collected.zero_variance)
     return Samples(
         rows=tuple(rows),
-        group_N=_group_numbers(collected.groups),
-        rewards={name: _scores(episodes, name) for name in weights},
+        **_episode_columns(collected.groups, weights),
         weights=dict(weights),
-        longest_N=_longest(episodes),
-        truncated_N=_truncated(episodes),
         episode_R=torch.tensor([row.episode for row in rows], dtype=torch.int64),
         mask_RT=_pad([row.mask for row in rows], torch.bool),
         old_logprobs_RT=_pad([row.logprobs for row in rows], torch.float32),
-        baseline_rewards_G=_totals(baselines, weights) if baselines else None,
-        seen=_seen(collected, weights) if collected.zero_variance else None,
+        baseline_rewards_G=_baseline_rewards(collected.groups, weights),
+        unfiltered=Unfiltered(**_episode_columns(every, weights)) if collected.zero_variance else None,
         temperature=temperature,
         max_tokens=max_tokens,
     )
 
 
-def _group_numbers(groups: Sequence[Group]) -> Tensor:
-    return torch.tensor([number for number, group in enumerate(groups) for _ in group.episodes], dtype=torch.int64)
+def _episode_columns(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[str, Any]:
+    episodes = [episode for group in groups for episode in group.episodes]
+    return {
+        "group_N": torch.tensor([g for g, group in enumerate(groups) for _ in group.episodes], dtype=torch.int64),
+        "rewards": {name: _scores(episodes, name) for name in weights},
+        "longest_N": torch.tensor([max(len(turn.completion_ids) for turn in e.turns) for e in episodes]),
+        "truncated_N": torch.tensor([e.stop is StopReason.LENGTH for e in episodes]),
+    }
 
 
 def _scores(episodes: Sequence[Episode], name: str) -> Tensor:
-    """One reward, NaN where it was not given."""
+    """One reward, NaN if it was not given."""
     values = [episode.rewards.get(name) for episode in episodes]
     return torch.tensor([float("nan") if v is None else v for v in values], dtype=torch.float64)
 
 
-def _totals(episodes: Sequence[Episode], weights: Mapping[str, float]) -> Tensor:
-    columns = [weight * _scores(episodes, name).nan_to_num(nan=0.0) for name, weight in weights.items()]
+def _baseline_rewards(groups: Sequence[Group], weights: Mapping[str, float]) -> Tensor | None:
+    """The total reward of each group's greedy attempt, if there are any."""
+    baselines = [group.baseline for group in groups if group.baseline is not None]
+    if not baselines:
+        return None
+    columns = [weight * _scores(baselines, name).nan_to_num(nan=0.0) for name, weight in weights.items()]
     return torch.stack(columns).sum(0)
 
 
-def _longest(episodes: Sequence[Episode]) -> Tensor:
-    return torch.tensor([max(len(turn.completion_ids) for turn in episode.turns) for episode in episodes])
-
-
-def _truncated(episodes: Sequence[Episode]) -> Tensor:
-    return torch.tensor([episode.stop is StopReason.LENGTH for episode in episodes])
-
-
-def _seen(collected: Collected, weights: Mapping[str, float]) -> Seen:
-    everything = (*collected.groups, *collected.zero_variance)
-    episodes = [episode for group in everything for episode in group.episodes]
-    columns = {name: _scores(episodes, name) for name in weights}
-    return Seen(_group_numbers(everything), columns, _longest(episodes), _truncated(episodes))
-
-
 def episode_rows(episode: Episode, index: int) -> list[Sample]:
-    """One row while each turn's prompt continues the turn before it, token for token; a new row where it does not.
-    Rows of which nothing is learned are left out."""
+    """The token rows of an episode. A turn extends the row before it if its prompt continues that row token for token,
+    else it starts a new row. Rows without trained tokens are dropped."""
     rows: list[Sample] = []
     for turn in episode.turns:
         sampled = Sample(
@@ -84,14 +77,14 @@ def episode_rows(episode: Episode, index: int) -> list[Sample]:
         )
         before = rows[-1].prompt_ids + rows[-1].response_ids if rows else None
         if before is not None and turn.prompt_ids[: len(before)] == before:
-            rows[-1] = _joined(rows[-1], turn.prompt_ids[len(before) :], sampled)
+            rows[-1] = _append_turn(rows[-1], turn.prompt_ids[len(before) :], sampled)
         else:
             rows.append(sampled)
     return [row for row in rows if any(row.mask)] or rows[:1]
 
 
-def _joined(row: Sample, between: tuple[int, ...], sampled: Sample) -> Sample:
-    """A row, tokens that were not sampled (a tool's answer, the template's), and what was sampled next."""
+def _append_turn(row: Sample, between: tuple[int, ...], sampled: Sample) -> Sample:
+    """Extend a row by tokens that were not sampled (a tool's result, the chat template) and a sampled completion."""
     gap = len(between)
     return Sample(
         prompt_ids=row.prompt_ids,
@@ -123,7 +116,7 @@ def _batch(samples: Samples, advantages: Advantages, groups: range, epoch: int) 
         rows=tuple(samples.rows[i] for i in row_R.tolist()),
         group_N=samples.group_N[episodes] - groups.start,
         rewards_N=samples.total_reward()[episodes],
-        episode_R=samples.episode_R[row_R] - episodes[0],  # groups, and so their episodes, are contiguous
+        episode_R=samples.episode_R[row_R] - episodes[0],  # the episodes of consecutive groups are contiguous
         row_R=row_R,
         mask_RT=samples.mask_RT[row_R],
         old_logprobs_RT=samples.old_logprobs_RT[row_R],

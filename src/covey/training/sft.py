@@ -1,7 +1,9 @@
-"""Supervised fine-tuning: the same learner, packing, checkpoints and folder as reinforcement learning, and nothing to
-sample. A demonstration is an episode that somebody else played; its turns are learned from as they stand.
+"""Supervised fine-tuning on demonstrations.
 
     demonstrations → rows → pack → −log π → update
+
+Learner, packing, checkpoints and run folder are those of reinforcement learning, without sampling. A demonstration is
+stored as an episode, whose turns are trained on as they are.
 """
 
 from __future__ import annotations
@@ -14,27 +16,28 @@ from typing import Any
 from covey.algorithms.likelihood import Likelihood
 from covey.config.schema import Config
 from covey.errors import InputError, RunFailed
-from covey.learner.learner import Ask, Learner, NonFiniteError
+from covey.learner.learner import Learner, NonFiniteError
+from covey.learner.token_scores import TokenQuery
 from covey.protocols import Metrics
 from covey.tasks import batch_for_step
 from covey.telemetry import Telemetry, write_report
 from covey.training.checkpoint import Best, Checkpoint, CheckpointStore, best_of
 from covey.training.folder import RunFolder
-from covey.training.interrupts import TimeLimit, set_aside, time_limit
+from covey.training.interrupts import TimeLimit, freeze_garbage, time_limit
+from covey.training.metrics import merge_updates
 from covey.training.run import close_run
 from covey.training.samples import episode_rows, minibatches, to_samples
-from covey.training.step import merge
-from covey.training.warnings import Offenders
+from covey.training.warnings import NonFiniteUpdates
 from covey.types import Collected, Episode, Group, Samples
 
-AT_ONCE = 256  # demonstrations whose figures are held at once
-# Of a policy that sampled what it learns from; a demonstration was sampled by nobody.
+EVAL_BATCH = 256  # demonstrations per forward batch of an evaluation, by default
+# Metrics that compare the policy with the one that sampled. Demonstrations were not sampled.
 MEANINGLESS = ("policy/ratio_mean", "policy/ratio_max", "policy/kl_old", "policy/ess")
 
 
 @dataclass
 class SftRun:
-    """Everything that a run of `covey sft` is made of."""
+    """A run of `covey sft`."""
 
     config: Config
     folder: RunFolder
@@ -47,12 +50,12 @@ class SftRun:
     validation: Sequence[Episode]
     total_steps: int
     first_step: int = 0
-    resumed: bool = False  # from a checkpoint, which may be of step 0: the evaluation before training is then recorded
+    resumed: bool = False  # from a checkpoint; if that is of step 0, the evaluation before training is recorded already
     best: Best | None = None  # the lowest validation loss among the checkpoints
     evaluations: list[tuple[int, Metrics]] = field(default_factory=list)
     terminated: bool = False  # SIGTERM ended it before its last step
     limit: TimeLimit = field(default_factory=lambda: TimeLimit(None))
-    offenders: Offenders = field(init=False)  # demonstrations whose updates were left out
+    nonfinite: NonFiniteUpdates = field(init=False)
 
     @property
     def path(self) -> Path:
@@ -60,29 +63,30 @@ class SftRun:
 
     def train(self) -> SftRun:
         status = "failed"
-        self.offenders = Offenders(
+        self.nonfinite = NonFiniteUpdates(
             self.path,
             limit=self.config.learner.max_skipped,
             skipped=self.learner.skipped,
             warn=self.telemetry.warn,
         )
         try:
-            reached = "finished" if self._all_steps() else "interrupted"
-            write_report(self.path, reached)  # who is killed before the status says so comes back for it
-            status = reached
+            outcome = "finished" if self._all_steps() else "interrupted"
+            write_report(self.path, outcome)  # the status is stored after it, so a run killed in between resumes
+            status = outcome
         except KeyboardInterrupt:
             status = "interrupted"
             raise
-        except InputError as error:  # a mistake that only a step could show: the run had started
+        except InputError as error:  # a user's mistake that only shows in a step
             raise RunFailed(str(error)) from error
         finally:
             close_run(self.folder, self.telemetry, status)
         return self
 
     def _all_steps(self) -> bool:
-        """False where `loop.max_minutes` or SIGTERM ended the run before its last step, with a checkpoint."""
-        with time_limit(self.config.loop.max_minutes) as self.limit, set_aside():
-            if self.resumed:  # the earlier process may have been killed before it deleted old checkpoints
+        """Make all steps. False if `loop.max_minutes` or SIGTERM ended the run before its last step, with a
+        checkpoint."""
+        with time_limit(self.config.loop.max_minutes) as self.limit, freeze_garbage():
+            if self.resumed:  # the previous process may have been killed before it deleted old checkpoints
                 self.checkpoints.delete_old(self.first_step, self.best)
             if self.config.eval.before and not self.resumed:
                 self.evaluate(0)
@@ -92,7 +96,7 @@ class SftRun:
                     return False
             for index in range(self.first_step, self.total_steps):
                 self._step(index)
-                self.terminated = self.limit.terminated  # also in the last step: what would follow this run does not
+                self.terminated = self.limit.terminated  # also in the last step: nothing may follow this run
                 if self.limit.reached and index + 1 < self.total_steps:
                     return False
         return True
@@ -104,17 +108,17 @@ class SftRun:
             try:
                 metrics = self._update(samples)
             except NonFiniteError as error:
-                self.offenders.end(index, [episode.task for episode in episodes], error)
+                self.nonfinite.run_failed(index, [episode.task for episode in episodes], error)
                 raise
-        figures = {
+        counts = {
             "sft/epoch": float(epoch),
             "sft/demonstrations": float(len(episodes)),
             "sft/tokens": float(samples.mask_RT.sum()),
             "perf/read_tokens": float(sum(row.length for row in samples.rows)),
         }
-        with self.limit.whole():
-            self.telemetry.step(index, metrics | figures, None, ())
-        self.offenders.after(index, metrics["optim/skipped"], [episode.task for episode in episodes])
+        with self.limit.shield_writes():
+            self.telemetry.step(index, metrics | counts, None, ())
+        self.nonfinite.after_step(index, metrics["optim/skipped"], [episode.task for episode in episodes])
         done, every, save = index + 1, self.config.eval.every, self.config.loop.save_every
         last = done == self.total_steps
         if (last and self.config.eval.after) or (every and done % every == 0):
@@ -122,12 +126,12 @@ class SftRun:
         planned = (last and self.config.loop.save_final) or bool(save and done % save == 0)
         if planned:
             self._save(done, planned=True)
-        # Only now: a signal during the evaluation or the checkpoint must not cost another step.
+        # Checked last, so that a signal during the evaluation or checkpoint does not allow another step.
         if self.limit.passed() and not planned and not last:
             self._save(done, planned=False)
 
     def _save(self, done: int, *, planned: bool) -> None:
-        with self.limit.whole(), self.telemetry.stage("checkpoint"):
+        with self.limit.shield_writes(), self.telemetry.stage("checkpoint"):
             self.checkpoint(done, planned=planned)
 
     def _batch(self, index: int) -> tuple[int, list[Episode]]:
@@ -139,24 +143,25 @@ class SftRun:
     def _update(self, samples: Samples) -> Metrics:
         advantages, plan = self.algorithm.advantages(samples), self.config.learner
         batches = minibatches(samples, advantages, groups_per_batch=plan.mini_batch_size, epochs=plan.epochs)
-        metrics = merge([self.learner.update(batch, self.algorithm)[0] for batch in batches])
+        metrics = merge_updates([self.learner.update(batch, self.algorithm)[0] for batch in batches])
         return {name: value for name, value in metrics.items() if name not in MEANINGLESS}
 
     def evaluate(self, done: int) -> Metrics:
-        """The loss on demonstrations that are not trained on, after `done` updates."""
+        """The loss on held-out demonstrations, after `done` updates."""
         if not self.validation:
             return {}
         with self.telemetry.stage("evaluate"):
-            found = likelihood(self.learner, self.validation, self.config.eval.batch_size or AT_ONCE)
-        with self.limit.whole():
-            self.telemetry.evaluation(done, found, None)
-        self.evaluations.append((done, found))
-        return found
+            metrics = likelihood(self.learner, self.validation, self.config.eval.batch_size or EVAL_BATCH)
+        with self.limit.shield_writes():
+            self.telemetry.evaluation(done, metrics, None)
+        self.evaluations.append((done, metrics))
+        return metrics
 
     def checkpoint(self, done: int, *, planned: bool) -> Checkpoint:
-        """`planned`: not only because time is up; the best is one of those, whether a run was interrupted or not."""
+        """`planned`: due by its settings, not because time is up. Only planned ones can be the best, so that the best
+        does not depend on interruptions."""
         if planned and self.evaluations and self.evaluations[-1][0] == done:
-            self.best = best_of(self.best, done, self.evaluations[-1][1]["eval/loss"], falls=True)
+            self.best = best_of(self.best, done, self.evaluations[-1][1]["eval/loss"], lower_is_better=True)
         metrics_offset, episodes_offset = self.telemetry.offsets()
         state = {
             "metrics_offset": metrics_offset,
@@ -168,20 +173,20 @@ class SftRun:
 
 
 def as_samples(episodes: Sequence[Episode]) -> Samples:
-    """Demonstrations as a step's samples: each is a group of its own, and no reward is known. The temperature is 1,
-    whatever the model will be sampled with."""
+    """Demonstrations as the samples of a step: each is its own group, without rewards. The temperature is 1, whatever
+    the model is sampled with later."""
     collected = Collected(tuple(Group(episode.task, (episode,)) for episode in episodes))
     return to_samples(collected, {}, temperature=1.0)
 
 
-def likelihood(learner: Learner, episodes: Sequence[Episode], at_once: int) -> Metrics:
-    """Mean −log π of the demonstrated tokens, and how many of them the model would have chosen itself."""
-    loss, right, count = 0.0, 0.0, 0
-    for start in range(0, len(episodes), at_once):
-        rows = [row for at, e in enumerate(episodes[start : start + at_once]) for row in episode_rows(e, at)]
-        out = learner.outputs(rows, 1.0, Ask(first_choice=True))
-        assert out.first_choice is not None
+def likelihood(learner: Learner, episodes: Sequence[Episode], batch_size: int) -> Metrics:
+    """Mean −log π of the demonstrated tokens, and the share that is the model's most likely token."""
+    loss, correct, count = 0.0, 0.0, 0
+    for start in range(0, len(episodes), batch_size):
+        rows = [row for at, e in enumerate(episodes[start : start + batch_size]) for row in episode_rows(e, at)]
+        out = learner.outputs(rows, 1.0, TokenQuery(is_argmax=True))
+        assert out.is_argmax is not None
         count += sum(sum(row.mask) for row in rows)
-        loss -= float(out.logprobs.double().sum())  # zero where the mask is
-        right += float(out.first_choice.sum())
-    return {"eval/loss": loss / count, "eval/token_accuracy": right / count, "eval/tokens": float(count)}
+        loss -= float(out.logprobs.double().sum())  # zero outside the mask
+        correct += float(out.is_argmax.sum())
+    return {"eval/loss": loss / count, "eval/token_accuracy": correct / count, "eval/tokens": float(count)}

@@ -1,7 +1,8 @@
-"""Tasks whose updates were left out, because a loss or a gradient was not finite: told in words, and saved when there
-are so many in a row that the run ends.
+"""Warnings during a run: updates skipped for non-finite values, and steps from which nothing can be learned.
 
-    nonfinite-step-000012.json    the tasks of the steps in a row, for: covey data show FILE
+Tasks of skipped updates are saved when they end the run, for `covey data show FILE`:
+
+    nonfinite-step-000012.json    the tasks of the consecutive steps with skipped updates
 """
 
 from __future__ import annotations
@@ -17,42 +18,44 @@ from typing import Any
 from covey.protocols import Metrics
 from covey.redact import hide_known
 from covey.rollout.collector import limit_name
-from covey.storage import StorageFailed, write_whole
+from covey.storage import StorageFailed, write_atomically
 from covey.training.step import StepResult
 from covey.types import Collected, Episode, Task
 
 SHOWN = 3  # tasks that a warning names
 
 
-class Offenders:
+class NonFiniteUpdates:
+    """Watches for updates that were skipped because their loss or gradient was not finite."""
+
     def __init__(self, folder: Path, *, limit: int, skipped: int, warn: Callable[[str], None]) -> None:
-        """`limit`: updates left out in a row that end the run. `skipped`: so many were left out before."""
+        """`limit`: skipped updates in a row that end the run. `skipped`: how many were skipped before."""
         self.folder, self.limit, self.warn = folder, limit, warn
         self._skipped = float(skipped)
-        self._told = False
+        self._warned = False
         self._steps: deque[tuple[int, Sequence[Task]]] = deque(maxlen=limit)
 
-    def after(self, step: int, skipped: float, tasks: Sequence[Task]) -> None:
-        """A step was made; `skipped` updates of the run so far were left out."""
+    def after_step(self, step: int, skipped: float, tasks: Sequence[Task]) -> None:
+        """`skipped`: updates of the whole run that were skipped so far."""
         new, self._skipped = int(skipped - self._skipped), skipped
         if not new:
             return
         self._steps.append((step, tasks))
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             names = ", ".join(task.id for task in tasks[:SHOWN]) + (", …" if len(tasks) > SHOWN else "")
             self.warn(
-                f"step {step + 1}: {new} update{'s' * (new > 1)} left out, whose loss or gradient is not finite; the "
-                f"weights stay as they were (tasks {names}). They are counted as optim/skipped; "
+                f"step {step + 1}: {new} update{'s' * (new > 1)} skipped: the loss or gradient is not finite, the "
+                f"weights are unchanged (tasks {names}). They are counted as optim/skipped; "
                 f"learner.max_skipped={self.limit} in a row end the run"
             )
 
-    def end(self, step: int, tasks: Sequence[Task], error: BaseException) -> None:
-        """The step that was one too many: its tasks and those of the ones before are saved, the error says where."""
+    def run_failed(self, step: int, tasks: Sequence[Task], error: BaseException) -> None:
+        """Save the tasks of the skipped updates in a row, and add to the error where they are."""
         self._steps.append((step, tasks))
         path = self.folder / f"nonfinite-step-{step:06d}.json"
         try:
-            write_whole(path, hide_known(json.dumps(self._records(), indent=1, default=str)))
+            write_atomically(path, hide_known(json.dumps(self._records(), indent=1, default=str)))
         except StorageFailed as full:
             error.add_note(f"  the tasks could not be saved: {full}")
             return
@@ -62,21 +65,21 @@ class Offenders:
         )
 
     def _records(self) -> list[dict[str, Any]]:
-        """Each task once, with the steps it was in."""
-        found: dict[str, dict[str, Any]] = {}
+        """Each task once, with its steps."""
+        records: dict[str, dict[str, Any]] = {}
         for step, tasks in self._steps:
             for task in tasks:
-                blank = {"data_id": task.id, "messages": list(task.messages), "answer": task.answer, "steps": []}
-                found.setdefault(task.id, blank)["steps"].append(step)
-        return list(found.values())
+                new = {"data_id": task.id, "messages": list(task.messages), "answer": task.answer, "steps": []}
+                records.setdefault(task.id, new)["steps"].append(step)
+        return list(records.values())
 
 
-# -- What a run warns of after a step: code that raised, episodes that are cut off, and rewards that never differ ------
-# Each warning is given once. Where most episodes are cut off, that is reported as the cause of what follows from it: an
-# unfinished episode is often not scored, or scored like all the others.
+# -- Steps without signal ----------------------------------------------------------------------------------------------
 
-FIRST = 3  # first steps after which a run whose rewards never differ is warned of
-CUT, MOST = 0.3, 0.5  # share of episodes cut off: worth a warning; the likely cause where the rewards do not differ
+FIRST = 3  # steps at the start over which rewards must differ
+# Share of episodes cut off that is worth a warning, and that is the likely cause if rewards do not differ: unfinished
+# episodes are often not scored, or all score the same.
+CUT, MOST = 0.3, 0.5
 FIXES = {
     "rollout.max_tokens": "raise rollout.max_tokens",
     "agent.max_response_tokens": "raise agent.max_response_tokens",
@@ -88,84 +91,84 @@ FIXES = {
 
 @dataclass
 class StepWarnings:
-    """`rewards`: the names of those that count; `limits`: the values of the settings in `covey.types.CUT_BY`; `single`:
-    attempts at different tasks are compared."""
+    """Warns once about each problem that a step shows: failed episodes, tools that raise, episodes that are cut off,
+    and rewards that never differ."""
 
     warn: Callable[[str], None]
-    rewards: Sequence[str]
+    rewards: Sequence[str]  # names of the rewards with a weight
     total_steps: int
-    limits: Mapping[str, object]
-    single: bool = False
+    limits: Mapping[str, object]  # values of the settings in `covey.types.CUT_BY`
+    group_of_one: bool = False  # one attempt per task: attempts at different tasks are compared
     _warned: set[str] = field(default_factory=set)
-    _steps_without_signal: int = 0  # among the first
+    _steps_without_signal: int = 0  # among the first steps
     _recent: deque[Collected] = field(default_factory=lambda: deque(maxlen=FIRST))
 
-    def after(self, index: int, result: StepResult, metrics: Metrics) -> None:
+    def after_step(self, index: int, result: StepResult, metrics: Metrics) -> None:
         collected = result.collected
         self._recent.append(collected)
         episodes = [episode for group in collected.groups for episode in group.episodes]
         self._check_signal(index, metrics)
         self._check_cut()
         for cause in collected.failures:
-            self._once(cause, f"episodes are failing ({cause}), the first: {collected.examples[cause]}")
+            self._warn_once(cause, f"episodes are failing ({cause}), the first: {collected.examples[cause]}")
         self._check_tools(episodes)
 
-    def _once(self, subject: str, text: str) -> None:
+    def _warn_once(self, subject: str, text: str) -> None:
         if subject not in self._warned:
             self._warned.add(subject)
             self.warn(text)
 
     def _check_tools(self, episodes: Sequence[Episode]) -> None:
-        """A tool that raises costs no episode: the model reads the error, and without this the user would not."""
+        """An error of a tool is shown to the model and does not fail the episode, so the user would not see it."""
         uses = [use for episode in episodes for use in episode.tools]
         calls = Counter(use.tool for use in uses)
         for use in uses:
             if use.detail:
                 raised = sum(other.tool == use.tool and bool(other.detail) for other in uses)
-                self._once(
+                self._warn_once(
                     f"tool {use.tool}",
                     f"tool {use.tool} raised in {raised} of {calls[use.tool]} calls, the first: {use.detail}\n"
                     "  the model is shown the error and goes on",
                 )
 
     def _check_cut(self) -> None:
-        """Warn of cut episodes at the first one that is lost by it, or when they are many in several steps."""
+        """Warn when the first episode fails because it was cut off, or when many are cut off in several steps."""
         shares = [_share(collected) for collected in self._recent]
-        lasting = len(shares) == min(FIRST, self.total_steps) and min(shares) >= CUT
-        if lasting or "truncated" in self._recent[-1].failures:
-            self._once("truncated", f"{self._cut_text()}; {self._fix()}")
+        persistent = len(shares) == min(FIRST, self.total_steps) and min(shares) >= CUT
+        if persistent or "truncated" in self._recent[-1].failures:
+            self._warn_once("truncated", f"{self._cut_text()}; {self._fix()}")
 
     def _check_signal(self, index: int, metrics: Mapping[str, float]) -> None:
-        """Warn where all of the first steps had only zero-variance groups: most often the reward does not fit, or
-        nearly all episodes are cut off."""
+        """Warn if the first steps had only zero-variance groups: usually the reward does not fit the answers, or nearly
+        all episodes are cut off."""
         first = min(FIRST, self.total_steps)
-        if index >= first or not (metrics["reward/std"] == 0 if self.single else metrics["groups/flat"] == 1):
+        if index >= first or not (metrics["reward/std"] == 0 if self.group_of_one else metrics["groups/flat"] == 1):
             return
         self._steps_without_signal += 1
         if self._steps_without_signal < first:
             return
         steps = "the first step" if first == 1 else f"each of the first {first} steps"
-        alike = (
+        no_variance = (
             f"in {steps}, all attempts at a task got the same reward "
             f"({', '.join(self.rewards)}, mean {metrics['reward/mean']:g})"
         )
         if min(map(_share, self._recent)) >= MOST:
             self._warned.add("truncated")
-            self.warn(f"{self._cut_text()}; {alike}; {self._fix()}")
+            self.warn(f"{self._cut_text()}; {no_variance}; {self._fix()}")
         else:
             self.warn(
-                f"no signal to learn from: {alike}; check that the reward fits the answers (covey sample shows them) "
-                "and how hard the tasks are"
+                f"no signal to learn from: {no_variance}; check that the reward fits the answers "
+                "(covey sample shows them) and how hard the tasks are"
             )
 
     def _cut_text(self) -> str:
         attempts = sum(collected.attempts for collected in self._recent)
-        found = ", ".join(
+        shares = ", ".join(
             f"{count / attempts:.0%} by {self._name(limit)}" for limit, count in self._cut().most_common()
         )
         lost = sum(collected.failures.get("truncated", 0) for collected in self._recent)
-        scored = f"{lost} of {attempts} are not scored and left out" if lost else "they are scored unfinished"
-        return f"episodes are cut off: {found}; {scored}"
+        scored = f"{lost} of {attempts} are not scored and dropped" if lost else "they are scored unfinished"
+        return f"episodes are cut off: {shares}; {scored}"
 
     def _fix(self) -> str:
         fixes = [FIXES[limit] for limit, _ in self._cut().most_common()]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from covey.agents.formats.json_repair import InvalidJson, parse_json, value_end
-from covey.storage import DEEPEST
+from covey.storage import MAX_DEPTH
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_valid_and_repaired_json(text: str, value: Any) -> None:
         ('{"a": ' + "1" * 5000 + "}", "a number has too many digits"),
         ('{"a": "\\ud800"}', "half of a surrogate pair"),
         ('{"\\udc00": 1}', "half of a surrogate pair"),
-        ("[" * (DEEPEST + 1) + "]" * (DEEPEST + 1), "nested more than 64 levels"),
+        ("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), "nested more than 64 levels"),
         ("[" * 100_000 + "]" * 100_000, "nested more than 64 levels"),
         ("{'a': 'it's'}", "expecting property name"),
         ("{a: 1}", "expecting property name"),
@@ -76,7 +76,7 @@ def test_invalid_json(text: str, words: str) -> None:
 
 
 def test_nesting_up_to_the_limit_is_parsed() -> None:
-    text = "[" * DEEPEST + "]" * DEEPEST
+    text = "[" * MAX_DEPTH + "]" * MAX_DEPTH
     assert parse_json(text) == json.loads(text)
 
 

@@ -12,9 +12,8 @@ from covey.agents.formats.llama import LlamaFormat
 from covey.agents.formats.mistral import MistralFormat
 from covey.agents.formats.react import ReactFormat
 from covey.errors import unknown
+from covey.models.families import TOOL_CALLS
 
-# Formats of model types, for tokenizers without a chat template.
-TYPES = {"mistral": "mistral", "mistral3": "mistral", "ministral": "mistral", "mixtral": "mistral", "mllama": "llama"}
 FORMATS: Mapping[str, Callable[[Schemas, bool], Format]] = {
     "hermes": lambda schemas, native: HermesFormat(native),
     "llama": lambda schemas, native: LlamaFormat(native),
@@ -50,7 +49,7 @@ def choose_format(setting: str, tokenizer: Any, model_type: str, schemas: Schema
 def detect(chat_template: str | None, model_type: str) -> str:
     """The format of a chat template; hermes if it has none."""
     if chat_template is None:
-        return TYPES.get(model_type, "hermes")
+        return TOOL_CALLS.get(model_type, "hermes")
     return _template_format(chat_template) or "hermes"
 
 

@@ -18,7 +18,7 @@ import re
 from collections import Counter
 from typing import Any
 
-from covey.storage import TOO_DEEP, flaw
+from covey.storage import TOO_DEEP, json_problem
 
 # Possessive quantifiers prevent backtracking.
 TOKEN = re.compile(r"""\s+|[{}\[\]:,]|"(?:[^"\\]++|\\.)*+"|'(?:[^'\\]++|\\.)*+'|[-+.\w]+""", re.DOTALL)
@@ -38,7 +38,7 @@ def parse_json(text: str) -> Any:
             value = _loads(_repair(text))
         except json.JSONDecodeError:
             raise InvalidJson(_explain(error, text)) from error
-    if (reason := flaw(value)) is not None:
+    if (reason := json_problem(value)) is not None:
         raise InvalidJson(reason)
     return value
 

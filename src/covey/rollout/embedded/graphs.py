@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from covey.models.families import FUSED_ATTENTION, FUSED_MLP
 from covey.rollout.embedded import attention
 from covey.rollout.embedded.cache import KvCache
 from covey.rollout.embedded.gpu_batch import STEPS
@@ -232,9 +233,6 @@ class layers_compiled:
 
 # -- Fused layers ------------------------------------------------------------------------------------------------------
 
-ATTENTION = ("LlamaAttention", "Qwen2Attention", "Qwen3Attention", "MistralAttention")
-MLP = ("LlamaMLP", "Qwen2MLP", "Qwen3MLP", "MistralMLP")
-
 
 class FusedLayers:
     """Decoder layers with fewer and larger kernels: one product for queries, keys and values, one for gate and up, and
@@ -248,9 +246,9 @@ class FusedLayers:
         self.patches: list[tuple[Any, Any]] = []
         for layer in layers:
             attend, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-            if type(attend).__name__ in ATTENTION and _fuse_attention(attend):
+            if type(attend).__name__ in FUSED_ATTENTION and _fuse_attention(attend):
                 self.patches.append((attend, MethodType(_attention, attend)))
-            if type(mlp).__name__ in MLP and _fuse_mlp(mlp):
+            if type(mlp).__name__ in FUSED_MLP and _fuse_mlp(mlp):
                 self.patches.append((mlp, MethodType(_mlp, mlp)))
 
     @contextmanager

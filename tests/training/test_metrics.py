@@ -1,4 +1,4 @@
-"""How far an engine's log-probs are from the learner's, with numbers by hand."""
+"""The mismatch of engine and learner log-probs, computed by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from covey.training.step import empty_trace, mismatch
+from covey.training.metrics import engine_mismatch
+from covey.training.step import empty_trace
 from covey.types import Samples
 from tests.algorithms.helpers import samples_of
 
@@ -24,23 +25,25 @@ def kl(*log_ratios: float) -> float:
     return sum(math.exp(x) - 1 - x for x in log_ratios) / len(log_ratios)
 
 
-def test_of_all_tokens_where_the_learner_computed_its_own() -> None:
+def test_over_all_tokens_if_the_learner_recomputed_log_probs() -> None:
     sampled = torch.tensor([[-1.1, -1.8], [-0.5, 9.0]])  # the last is masked
-    found = mismatch(replace(three_tokens(), sampling_logprobs_RT=sampled), empty_trace(three_tokens()), None)
+    found = engine_mismatch(replace(three_tokens(), sampling_logprobs_RT=sampled), empty_trace(three_tokens()), None)
     assert found["rollout/mismatch"] == pytest.approx((0.1 + 0.2 + 0.0) / 3)
     assert found["rollout/kl"] == pytest.approx(kl(0.1, -0.2, 0.0), rel=1e-4)
 
 
-def test_of_the_first_update_where_it_did_not() -> None:
-    """Later mini-batches have seen an update: their ratio tells of that, too."""
+def test_over_the_first_mini_batch_otherwise() -> None:
+    """Later mini-batches follow an update, which also changes their ratio."""
     samples, trace = three_tokens(), empty_trace(three_tokens())
     trace.ratio[:] = torch.tensor([[math.exp(0.1), math.exp(-0.3)], [5.0, 0.0]])
-    found = mismatch(samples, trace, 1)
+    found = engine_mismatch(samples, trace, 1)
     assert found["rollout/mismatch"] == pytest.approx(0.2, rel=1e-5)
     assert found["rollout/kl"] == pytest.approx(kl(0.1, -0.3), rel=1e-4)
-    assert mismatch(samples, trace, None)["rollout/mismatch"] == pytest.approx((0.1 + 0.3 + math.log(5)) / 3, rel=1e-5)
+    expected = (0.1 + 0.3 + math.log(5)) / 3
+    assert engine_mismatch(samples, trace, None)["rollout/mismatch"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_of_nothing_nothing_is_said() -> None:
+def test_without_sampled_tokens_there_is_no_metric() -> None:
     samples = three_tokens()
-    assert mismatch(replace(samples, mask_RT=torch.zeros(2, 2, dtype=torch.bool)), empty_trace(samples), None) == {}
+    nothing = replace(samples, mask_RT=torch.zeros(2, 2, dtype=torch.bool))
+    assert engine_mismatch(nothing, empty_trace(samples), None) == {}

@@ -1,4 +1,4 @@
-"""Shared by the tests of injected faults: a warm parent that forks for each command, and the tiny training."""
+"""Shared by the fault-injection tests: a warm parent process that forks for each command, and a tiny training."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from kit import crashed  # noqa: E402
 from kit.injure import Plan  # noqa: E402
 from kit.nest import Child, Nest  # noqa: E402
 
-__all__ = ["Child", "Nest", "Plan", "Yard", "crashed"]
+__all__ = ["Child", "CrashHarness", "Nest", "Plan", "crashed"]
 
 
 @dataclass
-class Yard:
-    """Where tiny trainings are killed, and how those end that nobody kills."""
+class CrashHarness:
+    """Kills tiny trainings, and knows how uninterrupted ones end."""
 
     nest: Nest
     inputs: Path
     base: Path
-    whole: dict[Sequence[str], dict[str, Any]] = field(default_factory=dict)
-    made: int = 0
+    outcomes: dict[Sequence[str], dict[str, Any]] = field(default_factory=dict)
+    folders: int = 0
 
     def folder(self) -> Path:
-        self.made += 1
-        return crashed.copy(self.inputs, self.base / str(self.made))
+        self.folders += 1
+        return crashed.copy(self.inputs, self.base / str(self.folders))
 
     def expected(self, words: Sequence[str]) -> dict[str, Any]:
-        """The outcome of the run that nobody touches."""
-        if words not in self.whole:
+        """The outcome of the uninterrupted run."""
+        if words not in self.outcomes:
             folder = self.folder()
             assert self.nest.run(folder, words) == 0, (folder / "log.txt").read_text()
-            self.whole[words] = crashed.outcome(folder)
-        return self.whole[words]
+            self.outcomes[words] = crashed.outcome(folder)
+        return self.outcomes[words]
 
-    def moments(self, words: Sequence[str], *, files: bool = False) -> list[str]:
-        """What a run passes, in order."""
+    def injection_points(self, words: Sequence[str], *, files: bool = False) -> list[str]:
+        """The injection points that a run passes, in order."""
         folder = self.folder()
         plan = Plan(log=str(folder / "moments.txt"), files=files, tickets=str(folder / "tickets.txt"))
         assert self.nest.run(folder, words, plan) == 0, (folder / "log.txt").read_text()
         return (folder / "moments.txt").read_text().splitlines()
 
-    def resumed(self, folder: Path, words: Sequence[str], plan: Plan) -> int:
-        """Killed as planned, then given the same command until it ends. The exit code of the first."""
+    def run_until_done(self, folder: Path, words: Sequence[str], plan: Plan) -> int:
+        """Run with a kill as planned, then repeat the command until the run has ended. Returns the first exit code."""
         first = code = self.nest.run(folder, words, plan)
         rest = Plan(tickets=plan.tickets)
-        if any(map(is_finished, crashed.runs(folder))):  # the signal came too late to hinder anything
+        if any(map(is_finished, crashed.runs(folder))):  # the signal came after the end
             assert code in (0, -plan.signal, 128 + plan.signal)
             return first
         for _ in range(3):

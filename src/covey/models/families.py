@@ -1,0 +1,51 @@
+"""The model families that Covey treats specially, in one table.
+
+Any causal model of transformers with full or sliding-window attention can be trained, and tool calls follow its chat
+template. This table holds what its configuration and its template do not say.
+
+To add a family: add a row to `FAMILIES`. `fused` needs layers with `q_proj`, `k_proj`, `v_proj`, `gate_proj` and
+`up_proj` as in Llama. A family that changes its logits needs a line in `LOGIT_TRANSFORMS`. Then add a small
+configuration of the family to `FAMILIES` in tests/learner/test_forward.py: its log-probs, gradients and decoding are
+then compared with transformers'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Family:
+    model_types: tuple[str, ...]  # `model_type` of their config.json
+    fused: str = ""  # prefix of the layer classes that decoding fuses (LlamaAttention, LlamaMLP)
+    tool_calls: str | None = None  # tool-call format of a tokenizer without a chat template; None: hermes
+
+
+FAMILIES = (
+    Family(("llama",), fused="Llama"),
+    Family(("mllama",), tool_calls="llama"),
+    Family(("qwen2",), fused="Qwen2"),
+    Family(("qwen3",), fused="Qwen3"),
+    Family(("mistral",), fused="Mistral", tool_calls="mistral"),
+    Family(("mistral3", "ministral", "mixtral"), tool_calls="mistral"),
+)
+
+FUSED_ATTENTION = tuple(f"{family.fused}Attention" for family in FAMILIES if family.fused)
+FUSED_MLP = tuple(f"{family.fused}MLP" for family in FAMILIES if family.fused)
+TOOL_CALLS = {name: family.tool_calls for family in FAMILIES if family.tool_calls for name in family.model_types}
+
+# `layer_types` of a configuration that packed training supports.
+TRAINABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
+
+# Transforms of the logits, by the setting of a configuration that turns them on. Applied in this order.
+LOGIT_TRANSFORMS: Mapping[str, Callable[[Any, float], Any]] = {
+    "logits_scaling": lambda logits, scale: logits / scale,  # Granite
+    "logit_scale": lambda logits, scale: logits * scale,  # Cohere
+    "final_logit_softcapping": lambda logits, cap: (logits / cap).tanh() * cap,  # Gemma 2 and 3n
+}
+
+# Styles of transformers' tensor-parallel plan (`base_model_tp_plan`) that Covey supports.
+COLWISE, ROWWISE, REPLICATED = "colwise", "rowwise", "replicated_with_grad_allreduce"
+TENSOR_PARALLEL_STYLES = frozenset({COLWISE, ROWWISE, REPLICATED})
