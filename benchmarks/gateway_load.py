@@ -38,14 +38,15 @@ SETTINGS = ["rollout.max_tokens=64", "gateway.port=0", "loop.threads=1"]
 
 async def serve(folder: Path) -> None:
     """covey serve, which tells what it holds when it is asked on its standard input."""
-    from covey.app.loaded_model import open_bench, sampling
-    from covey.cli.serve import USAGE, Recorder, make_book
-    from covey.cli.words import parse
+    from covey.app.loaded_model import load_model, prepare_model, sampling
+    from covey.app.serving import Recorder, make_registry
+    from covey.cli.parse import parse
+    from covey.cli.serve import USAGE
     from covey.gateway.server import Server
     from covey.memory import give_back_kept_memory
 
-    bench = open_bench(parse([str(folder / "model"), *SETTINGS]), USAGE, asks_tasks=False)
-    book = make_book(bench, Recorder(folder / "record", bench.collector.renderer.decode))
+    bench = load_model(prepare_model(parse([str(folder / "model"), *SETTINGS]), USAGE, needs_tasks=False))
+    book = make_registry(bench, Recorder(folder / "record", bench.collector.renderer.decode))
     engine: Any = bench.engine
     async with sampling(bench):
         server = Server(book, 0)

@@ -45,7 +45,7 @@ def test_vllm_that_is_missing_stops_before_the_model_loads(
     assert install_extra("vllm") in capsys.readouterr().err
     assert not Path("outputs").exists()
     assert main(["train", "--validate-only", f"model={tiny_model_folder}", *SMALL, "rollout=vllm"]) == 0
-    assert "not here: rollout=vllm needs vLLM" in capsys.readouterr().out
+    assert "not on this machine: rollout=vllm needs vLLM" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def test_another_algorithm_replaces_the_recipes_with_its_settings(run, recipe):
     recipe("defaults: [schema, _self_]\nalgorithm: {beta: 0.3}")
     composed = run("algorithm=grpo", config_name="mine")
     assert composed.config.algorithm.kl_coef == 0.0
-    assert composed.warnings == ("algorithm=grpo replaces the recipe's gvpo and what it sets: beta",)
+    assert composed.warnings == ("algorithm=grpo replaces the recipe's gvpo and its settings: beta",)
 
 
 def test_a_recipe_chooses_a_loss_and_sets_it(run, recipe):
@@ -197,7 +197,7 @@ def test_another_loss_replaces_the_recipes_with_its_settings(run, recipe):
     recipe("defaults: [schema, override algorithm: grpo, _self_]\nalgorithm: {clip_low: 0.1, kl_coef: 0.3}")
     composed = run("algorithm.loss=gspo", config_name="mine")
     assert (composed.config.algorithm.clip_low, composed.config.algorithm.kl_coef) == (3e-4, 0.3)
-    assert composed.warnings == ("algorithm.loss=gspo replaces the recipe's loss=ppo_clip and what it sets: clip_low",)
+    assert composed.warnings == ("algorithm.loss=gspo replaces the recipe's loss=ppo_clip and its settings: clip_low",)
 
 
 def test_a_recipes_loss_without_settings_of_its_own(run, recipe):

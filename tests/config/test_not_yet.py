@@ -7,7 +7,7 @@ import re
 import pytest
 
 from covey.config.aliases import translate
-from covey.config.derive import NOT_YET
+from covey.config.derive import UNSUPPORTED
 from covey.errors import InputError
 
 CALCULATOR = """
@@ -62,7 +62,7 @@ def test_what_is_not_available_is_refused_with_what_to_do(run, word):
     with pytest.raises(InputError) as error:
         run(word)
     first, second = str(error.value).splitlines()
-    assert re.fullmatch(rf"not available yet: .+  \({re.escape(word.partition('=')[0])}=.+\)", first)
+    assert re.fullmatch(rf"not supported yet: .+  \({re.escape(word.partition('=')[0])}=.+\)", first)
     assert second.startswith("  ") and second.strip()
 
 
@@ -107,5 +107,5 @@ def test_the_calculator_command_runs(run):
 
 
 def test_the_table_has_one_way_to_ask_for_each_thing(algorithms):
-    for row in NOT_YET:
+    for row in UNSUPPORTED:
         assert translate(row.key, algorithms).key == row.key, "a row under an alias is never found"

@@ -143,7 +143,7 @@ def test_a_reward_that_is_never_a_number_ends_the_run_in_words(
     told = capsys.readouterr().err
     assert "No training tasks completed" in told and "2 × reward: reward odd on task" in told
     assert ("must be a number" if "text" in value else "must be finite") in told
-    assert "there is no checkpoint to go on from" in told and "Traceback" not in told
+    assert "there is no checkpoint to continue from" in told and "Traceback" not in told
 
 
 def test_a_reward_that_is_sometimes_a_number_costs_those_episodes(tmp_path: Path, tiny_model_folder: Path) -> None:

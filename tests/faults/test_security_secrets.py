@@ -29,7 +29,7 @@ from covey.dashboard.runs import Library
 from covey.dashboard.server import Dash
 from covey.dashboard.static_page import html_report, markdown_report, read_all
 from covey.errors import InputError
-from covey.redact import MASK, Screen, hide, hide_known, hide_settings, hide_words, says_secret
+from covey.redact import MASK, RedactedStream, hide, hide_known, hide_settings, hide_words, is_secret_name
 from tests.conftest import ROOT
 
 SECRETS = {
@@ -199,7 +199,7 @@ def test_job_scripts_and_sweeps_refuse_secrets(capsys: pytest.CaptureFixture[str
     assert main(["slurm", "demo", "--nodes", "1", "--gpus-per-node", "1", "--output", str(where), word]) == 2
     told = capsys.readouterr().err
     assert "would be written into the job script" in told and IN_SETTINGS["api_key"] not in told and not where.exists()
-    from covey.cli.slurm import refuse_secrets
+    from covey.app.sweep import refuse_secrets
 
     with pytest.raises(InputError, match="the files of its jobs"):
         refuse_secrets(["learner.lr=1", "reward.options.judge.url=http://a:b@c/v1"], "the files of its jobs")
@@ -242,7 +242,7 @@ def test_the_trace_of_an_error_nobody_caught(
     ],
 )  # fmt: skip
 def test_names_that_say_secret(name: str, expected: bool) -> None:
-    assert says_secret(name) is expected
+    assert is_secret_name(name) is expected
 
 
 @pytest.mark.parametrize(
@@ -318,8 +318,8 @@ def test_a_tree_and_words_and_a_stream(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert hide_settings(tree) == shown
     assert hide_words(["a.api_key=abc", "b=1", "--x"]) == [f"a.api_key={MASK}", "b=1", "--x"]
     monkeypatch.setattr(redact, "_learned", set())
-    redact.learn({"token": "learned-from-settings"})
-    print("x learned-from-settings ?token=ours", file=Screen(sys.stdout))
+    redact.remember_secrets({"token": "learned-from-settings"})
+    print("x learned-from-settings ?token=ours", file=RedactedStream(sys.stdout))
     assert capsys.readouterr().out == f"x {MASK} ?token=ours\n"
 
 
@@ -354,16 +354,16 @@ def test_a_tracker_is_not_told_the_command_where_it_holds_a_secret(
 
 def test_what_only_sounds_like_a_secret_stays() -> None:
     """Names of variables, names of columns and marks, words that are everywhere."""
-    from covey.redact import hide_settings, known, learn, missing
+    from covey.redact import hidden_setting, hide_settings, known_secrets, remember_secrets
 
     plain = {"headers_from_env": {"Authorization": "MY_VARIABLE"}, "answer_key": "answer", "think_token": "</think>"}
     assert hide_settings(plain) == plain
-    learn(plain)
-    learn({"api_key": "ollama"})
-    assert not {"MY_VARIABLE", "answer", "</think>", "ollama"} & set(known())
+    remember_secrets(plain)
+    remember_secrets({"api_key": "ollama"})
+    assert not {"MY_VARIABLE", "answer", "</think>", "ollama"} & set(known_secrets())
     assert hide_settings({"api_key": "ollama", "env": {"API_KEY": "x1"}}) == {"api_key": MASK, "env": {"API_KEY": MASK}}
-    assert missing({"servers": [{"url": "a"}, {"token": MASK}]}) == "servers.token"
-    assert missing({"command": f"curl -H 'Authorization: Bearer {MASK}'"}) == "command"
+    assert hidden_setting({"servers": [{"url": "a"}, {"token": MASK}]}) == "servers.token"
+    assert hidden_setting({"command": f"curl -H 'Authorization: Bearer {MASK}'"}) == "command"
 
 
 def test_a_run_is_recognised_by_its_name_whatever_it_looks_like(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_a_disk_that_fills_up_while_training(
             and "free" in told
         )
         assert "Traceback" not in told and len(told.strip().splitlines()) < 25
-        expected = "there is no checkpoint to go on from" if last is None else f"after step {last}"
+        expected = "there is no checkpoint to continue from" if last is None else f"after step {last}"
         assert expected in told
         assert not list(run.glob("checkpoints/.writing-*")) and not list(run.glob("**/.run.json"))
         assert [p.name for p in run.glob("checkpoints/*")] == ([] if last is None else [f"step-{last:06d}"])
@@ -145,7 +145,7 @@ def test_the_report_of_a_finished_run(
             assert train(folder, tiny_model_folder) == 1
         told = capsys.readouterr().err
         run = the_run(folder)
-        assert "curve.png: No space left" in told and "the same command goes on from the last checkpoint" in told
+        assert "curve.png: No space left" in told and "the same command continues from the last checkpoint" in told
         assert json.loads((run / "run.json").read_text())["status"] != "finished"
         assert not list(run.glob("*.png")) and not list(run.glob("*.md"))
         disk.free()

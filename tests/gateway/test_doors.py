@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from covey.app.parts import hide_columns
+from covey.app.parts import hide_reward_columns
 from covey.errors import Absent, InputError
 from covey.gateway import Book, GatewayAgent, Rules
 from covey.gateway.agent import environment
@@ -178,7 +178,7 @@ def test_what_the_rewards_ask_for_is_not_shown(house: House) -> None:
     hidden = resolve_rewards(close, None, {}).columns
     assert hidden == {"expected", "tolerance"}
     agent = GatewayAgent(Rules("tiny"), port=0, patience=1.0)
-    hide_columns(agent, resolve_rewards(close, None, {}))
+    hide_reward_columns(agent, resolve_rewards(close, None, {}))
     assert agent.rules.hidden == hidden
     task = Task("t", (USER,), columns={"expected": "about 7", "tolerance": 0.5, "level": 3})
     live = Book(agent.rules).open(None, task)  # type: ignore[arg-type]

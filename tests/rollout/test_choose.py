@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from covey.app import checks as module
-from covey.app.checks import choose, require_vllm
+from covey.app.checks import choose_engine, require_vllm
 from covey.errors import Absent
 from covey.imports import install_extra
 
@@ -28,7 +28,7 @@ LARGE_AND_LONG = {"installed": True, "gpu": True, "parameters": 7.6e9, "max_toke
     ],
 )
 def test_the_choice_and_its_reason(changes: dict[str, Any], engine: str, because: str) -> None:
-    name, reason = choose(**(LARGE_AND_LONG | changes))
+    name, reason = choose_engine(**(LARGE_AND_LONG | changes))
     assert name == engine and because in reason
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from covey.app.compose import compose_words
+from covey.app.compose import compose_command
+from covey.app.simulation import passes
 from covey.cli.main import main
-from covey.cli.simulate import passes
-from covey.cli.words import parse
+from covey.cli.parse import parse
 from covey.simulate.hardware import GIB, NODE, Decode, Device, Episodes, Shape, Speeds, Turn, device
 from covey.simulate.simulation import Work
 from covey.simulate.splits import (
@@ -172,9 +172,9 @@ def test_a_recipe_is_simulated_and_every_figure_labelled(tmp_path: Path, capsys:
 
 def test_what_older_policies_drew_takes_another_forward_pass() -> None:
     """GRPO by turns: one pass. Ahead: a third more. GVPO always asks its reference and corrects nothing."""
-    grpo = compose_words(parse(["algorithm=grpo"])).config
+    grpo = compose_command(parse(["algorithm=grpo"])).config
     assert [passes(grpo, lead) for lead in (0, 1)] == pytest.approx([1.0, 4 / 3])
-    gvpo = compose_words(parse(["algorithm=gvpo"])).config
+    gvpo = compose_command(parse(["algorithm=gvpo"])).config
     assert [passes(gvpo, lead) for lead in (0, 1)] == pytest.approx([4 / 3, 4 / 3])
 
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
-from covey.errors import InputError, NamedFailure, RunFailed, said
+from covey.errors import InputError, NamedFailure, RunFailed, describe_error
 from covey.protocols import Done, NoRoom, Policy
 from covey.types import Episode, Messages, RewardTable, StopReason, Task
 from covey.workers import WorkerError, WorkerPool, WorkerSession, WorkerTimeout
@@ -214,7 +214,7 @@ class World:
         except WorkerError as error:  # its own exception, or its end
             raise EnvironmentFailed("environment", f"{self.name}.{what}: {error}") from error
         except (Exception, SystemExit) as error:
-            raise EnvironmentFailed("environment", f"{self.name}.{what}: {said(error)}") from error
+            raise EnvironmentFailed("environment", f"{self.name}.{what}: {describe_error(error)}") from error
 
 
 def _messages(method: str, value: Any) -> list[Message]:

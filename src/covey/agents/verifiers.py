@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from covey.agents.environment import EnvironmentFailed, beyond
 from covey.config.schema import AgentConfig
-from covey.errors import InputError, place_in, said, with_place
+from covey.errors import InputError, describe_error, traceback_location, with_location
 from covey.imports import install_extra, load_function, no_exit
 from covey.protocols import Policy
 from covey.types import Episode, Messages, RewardTable, StopReason, Task
@@ -170,7 +170,7 @@ class VerifiersAgent:
 
 def _told(error: Any) -> str:
     """An error as the package records it, with the line of the environment's code that raised it."""
-    return with_place(f"{error.type}: {error.message}", place_in(error.traceback or ""))
+    return with_location(f"{error.type}: {error.message}", traceback_location(error.traceback or ""))
 
 
 def _task(environment: str, task: Any) -> Task:
@@ -236,7 +236,7 @@ class Served:
         except (Exception, SystemExit) as error:  # the package exits where it is not logged in
             if ready.done():
                 raise
-            ready.set_exception(EnvironmentFailed("environment", said(error)))
+            ready.set_exception(EnvironmentFailed("environment", describe_error(error)))
 
     async def close(self) -> None:
         if self._task is not None:

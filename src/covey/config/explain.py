@@ -1,4 +1,4 @@
-"""`covey config explain KEY`: what a setting is, in any vocabulary's spelling."""
+"""`covey config explain KEY`: describes a setting in any vocabulary's spelling, and writes docs/settings.md."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from covey.config.aliases import accepted, spellings, translate
-from covey.config.derive import NOT_YET, PARTS
-from covey.config.read import Given, literal
+from covey.config.aliases import no_effect, spellings, translate
+from covey.config.derive import PARTS, UNSUPPORTED
+from covey.config.read import Override, literal
 from covey.config.resolve import check_loss
 from covey.config.schema import EPISODES_PER_STEP
 from covey.config.settings import (
@@ -17,11 +17,11 @@ from covey.config.settings import (
     algorithm_settings,
     all_keys,
     canonical,
+    default_loss,
     find,
     owners,
     schema_settings,
     sections,
-    usual_loss,
     with_loss,
 )
 from covey.config.unknown import unknown_setting
@@ -30,7 +30,7 @@ from covey.errors import unknown
 __all__ = ["Setting", "all_keys", "explain", "settings_page"]
 
 WIDTH = 110
-SHOWN = 3  # algorithms named where many share a setting
+SHOWN = 3  # algorithms listed for a setting that many share
 PAGE = f"""\
 # All settings
 
@@ -42,10 +42,13 @@ lists all of them with their defaults."""
 
 
 def explain(key: str, algorithms: Algorithms, loss: str | None = None) -> str:
-    """A setting, a section (`learner`), an algorithm (`algorithm=gvpo`, with its usual loss or another), or everything
-    (an empty key)."""
+    """Describe a setting, a section (`learner`), an algorithm (`algorithm=gvpo`, with its default loss or `loss`), or
+    all settings (an empty key)."""
     if not key:
-        return _everything(algorithms)
+        names = [name for name in sections() if name != "algorithm"]
+        top = {key: setting for key, setting in schema_settings().items() if "." not in key}
+        parts = (explain(name, algorithms) for name in [*names, "algorithm"])
+        return "\n\n".join([*parts, _listing("run", top)])
     if key == "algorithm":
         return "\n\n".join(_algorithm(name, algorithms) for name in algorithms)
     if key.startswith("algorithm=") or canonical(key, algorithms) in algorithms:
@@ -55,29 +58,21 @@ def explain(key: str, algorithms: Algorithms, loss: str | None = None) -> str:
     return _setting(key, algorithms)
 
 
-def _everything(algorithms: Algorithms) -> str:
-    top = {key: setting for key, setting in schema_settings().items() if "." not in key}
-    names = [name for name in sections() if name != "algorithm"]
-    return "\n\n".join(
-        [*(explain(name, algorithms) for name in names), explain("algorithm", algorithms), _listing("run", top)]
-    )
-
-
 def settings_page(algorithms: Algorithms) -> str:
     """Every setting with its range, in Markdown: docs/settings.md."""
     lines = [PAGE]
-    tops = {key: setting for key, setting in schema_settings().items() if "." not in key}
+    settings = schema_settings()
     for name in sections():
         if name != "algorithm":
-            lines += _table(name, [s for k, s in schema_settings().items() if k.startswith(f"{name}.")])
-    found = [s for name in algorithms for s in algorithm_settings(name, algorithms).values()]
-    lines += _table("algorithm", [s for s in _merged(replace(s, default=None) for s in found) if s.allowed])
-    lines += _table("the run", list(tops.values()))
+            lines += _table(name, [s for k, s in settings.items() if k.startswith(f"{name}.")])
+    own = [s for name in algorithms for s in algorithm_settings(name, algorithms).values()]
+    lines += _table("algorithm", [s for s in _merged(replace(s, default=None) for s in own) if s.allowed])
+    lines += _table("the run", [setting for key, setting in settings.items() if "." not in key])
     return "\n".join(lines)
 
 
 def _table(title: str, settings: Sequence[Setting]) -> list[str]:
-    """Algorithms that share a setting may have different defaults, so they are named instead."""
+    """Algorithms that share a setting may have different defaults, so their names are shown instead."""
     second = "of" if settings[0].algorithms else "default"
     lines = ["", f"## {title}", "", f"| setting | {second} | allowed | |", "|---|---|---|---|"]
     for setting in settings:
@@ -95,7 +90,7 @@ def _owners(setting: Setting) -> str:
 def _algorithm(name: str, algorithms: Algorithms, loss: str | None = None) -> str:
     if name not in algorithms:
         raise unknown("algorithm", name, algorithms)
-    check_loss(name, Given("algorithm.loss", loss), loss or usual_loss(name, algorithms), algorithms)
+    check_loss(name, Override("algorithm.loss", loss), loss or default_loss(name, algorithms), algorithms)
     settings = algorithm_settings(name, with_loss(name, loss, algorithms))
     settings.pop("algorithm.name", None)
     return _listing(f"algorithm={name}" + (f" algorithm.loss={loss}" if loss else ""), settings)
@@ -115,7 +110,7 @@ def _listing(title: str, settings: Mapping[str, Setting]) -> str:
 def _setting(key: str, algorithms: Algorithms) -> str:
     target = translate(key, algorithms)
     if target is None:
-        raise unknown_setting(Given(key, None), next(iter(algorithms)), algorithms)
+        raise unknown_setting(Override(key, None), next(iter(algorithms)), algorithms)
     native = target.key
     blocks = []
     if setting := find(native, schema_settings()):
@@ -126,24 +121,24 @@ def _setting(key: str, algorithms: Algorithms) -> str:
     if native in PARTS:
         targets, how = PARTS[native]
         blocks.append(f"{key}\n  goes into {' and '.join(targets)}: {how}")
-    remark = accepted(native)
+    remark = no_effect(native)
     if not blocks and remark is not None:
         text = remark.remark.format(algorithm="the algorithm") or "no effect"
         blocks.append(f"{key}\n  accepted; {text}")
-    for row in NOT_YET:
+    for row in UNSUPPORTED:
         if row.key == native and not blocks:
-            blocks.append(f"{key}\n  not available yet: {row.capability}\n  {row.instead}")
+            blocks.append(f"{key}\n  not supported yet: {row.feature}\n  {row.instead}")
     return "\n\n".join(blocks)
 
 
 def _merged(settings: Iterable[Setting]) -> Iterable[Setting]:
-    """Settings that are the same but for the algorithm, as one setting of all of them."""
-    found: dict[str, Setting] = {}
+    """Settings that differ only in their algorithm, merged into one setting of all these algorithms."""
+    merged: dict[str, Setting] = {}
     for setting in settings:
         same = str(replace(setting, algorithms=()))
-        before = found[same].algorithms if same in found else ()
-        found[same] = replace(setting, algorithms=(*before, *setting.algorithms))
-    return found.values()
+        before = merged[same].algorithms if same in merged else ()
+        merged[same] = replace(setting, algorithms=(*before, *setting.algorithms))
+    return merged.values()
 
 
 def _block(setting: Setting, algorithms: Algorithms) -> str:
@@ -158,7 +153,7 @@ def _block(setting: Setting, algorithms: Algorithms) -> str:
 
 
 def _spellings(setting: Setting, algorithms: Algorithms) -> list[str]:
-    """The other ways to write a setting; algorithm.NAME_… stands for those of several algorithms."""
+    """All other spellings of a setting; algorithm.NAME_… stands for those of several algorithms."""
     found = []
     for spelling in spellings(setting.key, algorithms):
         target = translate(spelling, algorithms)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, TypeVar, overload
 
-from covey.errors import EpisodeError, InputError, RunFailed, nearest, said, unknown
+from covey.errors import EpisodeError, InputError, RunFailed, describe_error, nearest, unknown
 from covey.imports import no_exit
 from covey.types import Episode, Task
 from covey.workers import RemoteError, WorkerDied, WorkerPool, WorkerTimeout
@@ -206,7 +206,7 @@ class RewardFunction:
             raise
         except Exception as error:
             raise InputError(
-                f"{task.where}: reward {self.name} cannot read its columns ({said(error):.400})"
+                f"{task.where}: reward {self.name} cannot read its columns ({describe_error(error):.400})"
                 f"\n  columns of the data: {', '.join(sorted(task.columns)) or 'none'}"
             ) from error
 
@@ -271,7 +271,7 @@ class RewardFunction:
         except RemoteError as error:
             raise RewardError(self.name, task.id, str(error)) from error
         except (Exception, SystemExit) as error:
-            raise RewardError(self.name, task.id, said(error)) from error
+            raise RewardError(self.name, task.id, describe_error(error)) from error
 
     async def _call(self, arguments: Mapping[str, Any]) -> Any:
         if self.pool is not None:

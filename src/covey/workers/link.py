@@ -10,7 +10,7 @@ import struct
 from contextlib import suppress
 from typing import Any
 
-from covey.errors import RunFailed, with_place
+from covey.errors import RunFailed, with_location
 
 SHOWN = 10  # lines of what a process printed last
 
@@ -55,7 +55,7 @@ class RemoteError(WorkerError):
         self.place = place
 
     def __str__(self) -> str:
-        return with_place(f"{self.type_name}: {self.message}".removesuffix(": "), self.place)
+        return with_location(f"{self.type_name}: {self.message}".removesuffix(": "), self.place)
 
 
 class WorkersGone(RunFailed):

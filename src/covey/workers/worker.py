@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from covey.errors import first_error, message_of, place_of
+from covey.errors import error_message, first_error, user_location
 from covey.workers.link import CHUNK, DONE, LENGTH, RAISED, Inbox, framed
 
 LONGEST = 20_000  # characters of a message or traceback
@@ -233,7 +233,7 @@ def _told(error: BaseException) -> tuple[str, str, str, str]:
         lines = "".join(traceback.format_exception(type(error), error, _below(error.__traceback__)))
     except Exception:  # of the user's class, which may refuse to be printed
         lines = ""
-    return type(error).__name__, message_of(error)[:LONGEST], lines[-LONGEST:], place_of(error)[:LONGEST]
+    return type(error).__name__, error_message(error)[:LONGEST], lines[-LONGEST:], user_location(error)[:LONGEST]
 
 
 def _below(trace: TracebackType | None) -> TracebackType | None:
