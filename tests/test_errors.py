@@ -204,7 +204,7 @@ def test_an_installed_package_counts_as_the_users_once_it_is_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(errors, "_users_code", set())
+    monkeypatch.setattr(errors, "_user_code", set())
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))  # where packages are installed
     for name in ("scores_a", "helps_a"):
         (tmp_path / name).mkdir()
@@ -215,7 +215,7 @@ def test_an_installed_package_counts_as_the_users_once_it_is_named(
     import scores_a  # type: ignore[import-not-found]
 
     def place(call: Any) -> str:
-        errors._is_the_users.cache_clear()
+        errors._is_user_code.cache_clear()
         with pytest.raises(ValueError, match="invalid literal") as caught:
             call("four")
         return errors.user_location(caught.value.with_traceback(caught.tb.tb_next))

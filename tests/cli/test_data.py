@@ -33,8 +33,8 @@ def test_prepare_tells_what_it_did(capsys: pytest.CaptureFixture[str]) -> None:
     prepare_small()
     assert capsys.readouterr().out == (
         "gsm8k: 2 train, 1 test rows in data/gsm8k\n"
-        "  left out of train: 1 (repeats a question), for example gsm8k/train/2 = gsm8k/train/1\n"
-        "  no training question is asked in test\n"
+        "  dropped from train: 1 (repeats a question), for example gsm8k/train/2 = gsm8k/train/1\n"
+        "  no training question occurs in test\n"
     )
     assert sorted(path.name for path in Path("data/gsm8k").iterdir()) == [
         "manifest.json",

@@ -272,7 +272,7 @@ def test_groups_are_not_split(run):
     composed = run("rollout.group_size=8", "train.optim_batch_size=20")
     assert composed.config.learner.mini_batch_size == 3
     assert composed.warnings == (
-        "train.optim_batch_size=20 is no whole number of groups of 8: learner.mini_batch_size is 3",
+        "train.optim_batch_size=20 is not a whole number of groups of 8: learner.mini_batch_size is 3",
     )
 
 
@@ -295,8 +295,8 @@ def test_groups_are_not_split(run):
         (
             ["critic.ppo_mini_batch_size=3", "critic.ppo_micro_batch_size_per_gpu=2"],
             [
-                "critic.ppo_mini_batch_size, critic.ppo_micro_batch_size_per_gpu: no effect: the critic learns from "
-                "the policy's mini-batches, by the learner's settings"
+                "critic.ppo_mini_batch_size, critic.ppo_micro_batch_size_per_gpu: no effect: the critic is "
+                "trained on the policy's mini-batches, with the learner's settings"
             ],
         ),
         (
@@ -315,7 +315,7 @@ def test_groups_are_not_split(run):
             ["critic.optim.weight_decay=0.1", "critic.fsdp_config.param_offload=True", "critic.nccl_timeout=1"],
             [
                 "critic.optim.weight_decay, critic.fsdp_config.param_offload, critic.nccl_timeout: no effect: the "
-                "critic learns from the policy's mini-batches, by the learner's settings"
+                "critic is trained on the policy's mini-batches, with the learner's settings"
             ],
         ),
         (
@@ -338,7 +338,7 @@ def test_groups_are_not_split(run):
             ],
             [
                 "algorithm.rollout_correction.rollout_rs, algorithm.rollout_correction.rollout_rs_threshold: no "
-                "effect: algorithm.reject_below and reject_above choose the band"
+                "effect: algorithm.reject_below and reject_above set the range"
             ],
         ),
         (

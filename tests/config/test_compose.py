@@ -415,7 +415,7 @@ def test_ranges_and_lists_in_sweeps():
 
 @pytest.mark.parametrize("word", ["learner.lr=interval(0,1)", "model=glob(*)"])
 def test_a_sweep_without_given_values_is_refused(word):
-    with pytest.raises(InputError, match="does not say which values"):
+    with pytest.raises(InputError, match="does not list the values"):
         expand_sweep([word])
 
 

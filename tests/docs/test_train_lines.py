@@ -24,7 +24,8 @@ NEW = ("algorithm", "algorithm.loss", "algorithm.adv_estimator", "agent", "agent
 NEW += ("rollout", "critic.shared", "--multirun", "--dry-run", "--validate-only", "--config")
 # Warnings that a page's line is meant to have.
 MEANT = re.compile(  # warnings that are right: of the line itself, or of the machine that checks it
-    r"not on this machine: |rollout\.group_size=2: gvpo is noisy below 4 attempts per task$|\d+ processes share \d+ cores: "
+    r"not on this machine: |rollout\.group_size=2: gvpo is noisy below 4 attempts per task$"
+    r"|\d+ processes share \d+ cores: "
     r"|settings of TorchRL's GRPO scripts: |no task is named: "
 )
 
@@ -42,9 +43,9 @@ def only_checked(words: list[str]) -> str | None:
     if "rollout=vllm" in words or "actor_rollout_ref.rollout.name=vllm" in words:
         return "needs vLLM: tests/integration/test_vllm.py; a stand-in: tests/rollout/test_vllm_engine.py"
     if any(word.startswith("resume=") for word in words):
-        return "runs go on in tests/cli/test_resume.py"
+        return "runs are resumed in tests/app/test_resume_run.py"
     if "--launcher" in words:
-        return "jobs are started in tests/cli/test_launch.py"
+        return "jobs are started in tests/app/test_sweep.py"
     if any(word.startswith("reward.options.judge.url=") for word in words):
         return "needs a server that judges: tests/rewards/test_judge.py"
     return None

@@ -212,7 +212,7 @@ def _make_source(prepared: Prepared, collector: Collector) -> TrainingSource:
 
 
 def publish_every(config: Config) -> int:
-    """Updates between two publications of weights. An engine that sleeps loses its weights, so it gets them each time."""
+    """Updates between two publications of weights. A sleeping engine loses its weights, so it gets them each time."""
     local = config.cluster.name == "local"
     shared = shares_gpu(config, engine_gpus(config)) if local else config.cluster.rollout_devices is None
     asleep = config.rollout.name == "vllm" and config.rollout.sleep and shared

@@ -1,4 +1,4 @@
-"""Trains a prepared run to its end and reports the result. Used by covey train, covey sft, covey.train and covey.trl."""
+"""Trains a prepared run to its end and reports the result: covey train, covey sft, covey.train and covey.trl."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 def exit_code(run: Run | SftRun, unfinished: int | None = None) -> int:
-    """The exit code of a run that finished, reached loop.max_minutes or got SIGTERM; `unfinished` replaces the last two.
-    Ctrl-C exits with 130."""
+    """The exit code of a run that finished, reached loop.max_minutes or got SIGTERM. `unfinished` replaces the last
+    two. Ctrl-C exits with 130."""
     from covey.training.interrupts import TERMINATED
 
     if is_finished(run.path):

@@ -308,8 +308,8 @@ class NoEffect:
 
 
 _MICRO_BATCH = NoEffect("no effect: learner.micro_batch_tokens bounds every forward pass")
-_PROMPTS = NoEffect("no effect: prompts are never cut; model.context_length bounds prompt and answer together")
-_CRITIC = NoEffect("no effect: the critic learns from the policy's mini-batches, by the learner's settings")
+_PROMPTS = NoEffect("no effect: prompts are never truncated; model.context_length bounds prompt and answer together")
+_CRITIC = NoEffect("no effect: the critic is trained on the policy's mini-batches, with the learner's settings")
 _SILENT = NoEffect()
 
 _VERL_CRITIC = (
@@ -333,7 +333,7 @@ NO_EFFECT: Mapping[str, NoEffect] = {
     "ref.log_prob_micro_batch_size": _MICRO_BATCH,
     "rollout.prompt_length": _PROMPTS,
     "data.max_prompt_length": _PROMPTS,
-    "data.truncation": NoEffect("no effect: a prompt longer than the context stops the run, none is cut"),
+    "data.truncation": NoEffect("no effect: a prompt longer than the context stops the run"),
     "data.filter_overlong_prompts": NoEffect("no effect: a prompt longer than the context stops the run", off=(False,)),
     "data.return_raw_chat": _SILENT,
     "model.use_remove_padding": _SILENT,  # rows are always packed; so below
@@ -345,16 +345,16 @@ NO_EFFECT: Mapping[str, NoEffect] = {
     "agent.backend": NoEffect("no effect: rollout= chooses the engine"),
     "algorithm.gamma": NoEffect("no effect: {algorithm} does not discount", off=(1,)),
     "algorithm.lam": NoEffect("no effect: {algorithm} has no λ", off=(1,)),
-    "ref_model.num_devices": NoEffect("no effect: the reference lives on the learners' devices", off=(1,)),
-    "env.num_envs": NoEffect("no effect on the result: rollout.max_sequences bounds what is sampled at once"),
-    "train.buffer_size": NoEffect("no effect: a step learns from its own samples and keeps none"),
-    "train.empty_replay_buffer": NoEffect("no effect: a step learns from its own samples and keeps none", off=(True,)),
+    "ref_model.num_devices": NoEffect("no effect: the reference is on the learners' devices", off=(1,)),
+    "env.num_envs": NoEffect("no effect on the result: rollout.max_sequences bounds concurrent sequences"),
+    "train.buffer_size": NoEffect("no effect: there is no replay buffer"),
+    "train.empty_replay_buffer": NoEffect("no effect: there is no replay buffer", off=(True,)),
     "train.mixed_precision": NoEffect("no effect: model.dtype chooses the precision"),
     "train.logging_frequency": NoEffect("no effect: every step is logged"),
-    "train_model.lora.dropout": NoEffect("no effect: adapters learn without dropout", off=(0,)),
+    "train_model.lora.dropout": NoEffect("no effect: adapters are trained without dropout", off=(0,)),
     **{f"critic.{key}": _CRITIC for key in _VERL_CRITIC},
     "logging_steps": NoEffect("no effect: every step is logged"),
-    "log_completions": NoEffect("no effect: logging.episodes_per_step says how many are written"),
+    "log_completions": NoEffect("no effect: logging.episodes_per_step sets how many are written"),
     "max_prompt_length": _PROMPTS,
     "per_device_eval_batch_size": NoEffect("no effect: eval.batch_size counts tasks"),
 }
@@ -362,10 +362,10 @@ NO_EFFECT: Mapping[str, NoEffect] = {
 NO_EFFECT_PREFIXES: Mapping[str, NoEffect] = {
     **{f"critic.{section}.": _CRITIC for section in _VERL_CRITIC_SECTIONS},
     "algorithm.rollout_correction.": NoEffect(
-        "no effect: algorithm.reject_below and reject_above choose the band", off=(None, False)
+        "no effect: algorithm.reject_below and reject_above set the range", off=(None, False)
     ),
-    "ray.": NoEffect("no effect: cluster.address and the settings beside it say what Ray is asked for"),
-    "hydra.": NoEffect("no effect: logging.output_dir says where runs go"),
+    "ray.": NoEffect("no effect: Ray is configured by the settings of cluster"),
+    "hydra.": NoEffect("no effect: logging.output_dir sets where runs go"),
 }
 
 # Aliased settings that an algorithm may lack without harm. Others are an error if the algorithm lacks them.

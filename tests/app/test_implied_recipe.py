@@ -35,7 +35,7 @@ def put(name: str) -> None:
 def test_words_of_the_grpo_scripts_start_from_their_recipe(words: list[str]) -> None:
     found = implied_recipe(words, None)
     assert (found.recipe, found.settings) == ("grpo_gsm8k", ())
-    assert "--config-name grpo_gsm8k" in found.remark
+    assert "--config-name grpo_gsm8k" in found.note
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_other_words_start_from_the_defaults(words: list[str]) -> None:
 @pytest.mark.parametrize("words", [[], ["algorithm.gvpo_beta=0.15", "data.train_batch_size=16"]])
 def test_the_folders_of_the_gvpo_guide_are_trained_on(words: list[str]) -> None:
     nothing = implied_recipe(words, None)
-    assert nothing.recipe is None and "--config-name gvpo_math" in nothing.remark
+    assert nothing.recipe is None and "--config-name gvpo_math" in nothing.note
     put("data/train/combined_train.json")
     alone = implied_recipe(words, None)
     assert alone.recipe == "gvpo_math"

@@ -272,7 +272,7 @@ def test_other_tasks_and_rewards_are_named(trained: Path, capsys: pytest.Capture
     words = ["data.train_files=train.jsonl", "data.val_files=val.jsonl", "loop.total_steps=4"]
     assert main(["train", f"resume={run}", *words]) == 0
     told = capsys.readouterr().err.splitlines()
-    warning = next(at for at, line in enumerate(told) if "warning: these change what is trained" in line)
+    warning = next(at for at, line in enumerate(told) if "warning: these change training" in line)
     assert "  data.train_files: null → train.jsonl" in told[warning:]
     assert "  training tasks: changed" in told[warning:]
     assert "  validation tasks: changed" in told[:warning]
