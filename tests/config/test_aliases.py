@@ -485,7 +485,7 @@ def test_words_about_the_algorithm(run, words, expected):
 
 def test_a_kl_goes_into_the_reward_or_into_the_loss(run):
     both = ("algorithm=grpo", "algorithm.use_kl_in_reward=True", "actor_rollout_ref.actor.use_kl_loss=True")
-    with pytest.raises(InputError, match="into the reward or into the loss: give one of them"):
+    with pytest.raises(InputError, match="in the reward or in the loss: give one of them"):
         run(*both)
     with pytest.raises(InputError, match="breaks GVPO's zero sum"):
         run("algorithm=gvpo", "algorithm.use_kl_in_reward=True")
