@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from covey import redact
-from covey.cli.main import _last_words, main
+from covey.cli.main import _print_traceback, main
 from covey.config import compose
 from covey.dashboard.runs import Library
 from covey.dashboard.server import Dash
@@ -219,7 +219,7 @@ def test_the_trace_of_an_error_nobody_caught(
     try:
         raise KeyError("Authorization: Bearer abcdefghij and the-token-nobody-sees")
     except KeyError as error:
-        _last_words(KeyError, error, error.__traceback__)
+        _print_traceback(KeyError, error, error.__traceback__)
     said = capsys.readouterr().err
     assert (
         "Traceback" in said and f"Bearer {MASK} and {MASK}" in said and "nobody-sees" not in said.split("KeyError")[-1]

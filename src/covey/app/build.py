@@ -25,7 +25,7 @@ from covey.tasks import batch_for_step, fresh_tasks
 from covey.types import Task
 from covey.workers import WorkerPool
 
-if TYPE_CHECKING:  # torch and transformers take seconds to import: only where a model is at hand
+if TYPE_CHECKING:  # torch and transformers take seconds to import
     from covey.rollout.collector import Collector, Refill, TrainingSource
     from covey.telemetry import Telemetry
     from covey.training.checkpoint import Checkpoint

@@ -354,10 +354,10 @@ def _resume_hint_on_failure(command: str, options: EvalOptions, folder: EvalFold
         folder.abandon()
         raise
     except KeyboardInterrupt:
-        print_status(f"\nto go on from here:  {resume}")
+        print_status(f"\nto continue from here:  {resume}")
         raise
     except RunFailed as error:
-        error.add_note(f"  to go on from here:  {resume}")
+        error.add_note(f"  to continue from here:  {resume}")
         raise
 
 

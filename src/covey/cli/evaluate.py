@@ -26,15 +26,15 @@ covey eval MODEL_OR_RUN... [--tasks gsm8k,math500] [--n 16] [--limit 100] [--out
   --limit 100    only the first tasks of each set
   --k 1,8        the k of pass@k; without it 1, 2, 4, ... n
   --solved 1     an answer is right if its reward is at least this
-  --out DIR      where answers.jsonl, results.json and results.md go; without it outputs/eval/DATE_TIME. The same
-                 command with the same folder goes on where it was interrupted
+  --out DIR      the folder of answers.jsonl, results.json and results.md; default outputs/eval/DATE_TIME. The same
+                 command with the same folder continues an interrupted evaluation
   --json FILE    one model on its own tasks: write the figures there too, under the names that a run logs
 
   covey eval smollm2-135m data=sort eval.modes=[greedy,sampled] eval.n=4
   covey eval outputs/A outputs/B --tasks arithmetic,countdown --n 8 --out outputs/eval/a-or-b
 """
 FLAGS = ("--tasks", "--n", "--k", "--limit", "--solved", "--out", "--json", "--config-name", "--config")
-WIDE = 160  # columns, where no screen says otherwise
+WIDE = 160  # columns, if the output is not a terminal
 
 
 def main(argv: list[str]) -> int:

@@ -16,7 +16,7 @@ USAGE = """\
 covey slurm RECIPE --nodes 2 --gpus-per-node 8 [flags] [key=value ...]
 
   Prints a script for sbatch: a Ray head on the first node, workers on the others, and covey train with cluster=ray. The
-  run stops with a checkpoint before the time is over, and the job queues again to go on.
+  run stops with a checkpoint before the time limit, and the job is requeued to continue.
 
   RECIPE               a recipe, or a YAML file that all nodes can read
   --nodes 2            machines

@@ -262,7 +262,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 _ALL_STEPS = "every step is logged, in the run's folder and on the console"
 _EPISODES = "some episodes of every step are written to episodes.jsonl (covey dash shows them)"
-_BATCHING = "Covey's engine batches continuously by itself"
+_BATCHING = "Covey's engine uses continuous batching"
 _ADAPTIVE = "it belongs to use_adaptive_entropy, which is not supported"
 _VESPO = "it belongs to loss_type='vespo', which is not supported"
 _SIZES = "Covey packs rows by tokens, without padding"
@@ -287,11 +287,11 @@ NO_EFFECT: dict[str, str] = {
     "transformers_continuous_batching_config": _BATCHING,
     "use_transformers_paged": _BATCHING,
     "use_liger_kernel": "Covey has kernels of its own",
-    "use_liger_loss": "Covey computes log-probs in chunks by itself",
+    "use_liger_loss": "Covey computes log-probs in chunks",
     "gradient_checkpointing_kwargs": "checkpointing is never reentrant",
     "tf32": "the precision is model.dtype's",
     "torch_compile": "on a GPU the layers are compiled by default",
-    "torch_empty_cache_steps": "Covey manages its memory by itself",
+    "torch_empty_cache_steps": "Covey manages its own memory",
     "ddp_find_unused_parameters": "there is one process",
     "dataloader_num_workers": "the data is in memory",
     "dataloader_pin_memory": "the data is in memory",
