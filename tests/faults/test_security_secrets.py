@@ -317,7 +317,7 @@ def test_a_tree_and_words_and_a_stream(monkeypatch: pytest.MonkeyPatch, capsys: 
     shown = {"judge": {"api_key": MASK, "url": f"http://{MASK}@h/v1", "n": 3, "api_key_env": "K"}, "keys": ["x"]}
     assert hide_settings(tree) == shown
     assert hide_words(["a.api_key=abc", "b=1", "--x"]) == [f"a.api_key={MASK}", "b=1", "--x"]
-    monkeypatch.setattr(redact, "_learned", set())
+    monkeypatch.setattr(redact, "_remembered", set())
     redact.remember_secrets({"token": "learned-from-settings"})
     print("x learned-from-settings ?token=ours", file=RedactedStream(sys.stdout))
     assert capsys.readouterr().out == f"x {MASK} ?token=ours\n"

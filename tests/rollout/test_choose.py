@@ -36,7 +36,7 @@ def test_the_choice_and_its_reason(changes: dict[str, Any], engine: str, because
     ("version", "told"),
     [
         (None, re.escape(install_extra("vllm"))),
-        ("0.9.2", r"0\.24 or newer, here is 0\.9\.2"),
+        ("0.9.2", r"0\.24 or newer, found 0\.9\.2"),
         ("0.23.9", "0.24 or newer"),
     ],
 )

@@ -185,7 +185,7 @@ def test_what_older_policies_drew_takes_another_forward_pass() -> None:
         (["demo", "--gpus", "8", "--gpu", "h1000"], "did you mean   h100"),
         (["demo", "--gpus", "8", "--tool-seconds", "5:1"], "LOW:HIGH"),
         (["dmo", "--gpus", "8"], "demo"),
-        (["demo", "--gpus", "8", "model=org/unknown"], "its name has none"),
+        (["demo", "--gpus", "8", "model=org/unknown"], "nor is it in its name"),
     ],
 )
 def test_mistakes_are_told(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
