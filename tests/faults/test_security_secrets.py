@@ -187,7 +187,7 @@ def test_settings_that_were_hidden_are_asked_for_again(
     from covey.algorithms import algorithm_schemas
 
     monkeypatch.chdir(ran[0])
-    with pytest.raises(InputError, match=r"reward\.options\.\w+\.\w+: a secret, which is not kept"):
+    with pytest.raises(InputError, match=r"reward\.options\.\w+\.\w+: a secret, which is not stored"):
         compose([], algorithms=algorithm_schemas(), config_path=settings)
     again = ["reward.options.leaky.api_key=another-key-1", "reward.options.judge.url=http://host/v1"]
     assert compose(again, algorithms=algorithm_schemas(), config_path=settings).config.reward.options["judge"]
