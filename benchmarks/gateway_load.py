@@ -38,9 +38,10 @@ SETTINGS = ["rollout.max_tokens=64", "gateway.port=0", "loop.threads=1"]
 
 async def serve(folder: Path) -> None:
     """covey serve, which tells what it holds when it is asked on its standard input."""
+    from covey.cli.words import parse
+
     from covey.app.loaded_model import open_bench, sampling
     from covey.cli.serve import USAGE, Recorder, make_registry
-    from covey.cli.words import parse
     from covey.gateway.server import Server
     from covey.memory import trim_freed_memory
 

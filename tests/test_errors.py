@@ -19,7 +19,7 @@ from covey import errors
 from covey.agents import resolve_agent
 from covey.agents.formats.base import Call
 from covey.agents.tools import ToolSet, resolve_tools
-from covey.errors import place_in, said
+from covey.errors import describe_error, traceback_location
 from covey.imports import load_function
 from covey.rewards import RewardError, resolve_rewards
 from covey.types import Episode, Task
@@ -171,17 +171,17 @@ def test_code_outside_the_folder_is_named_in_full(tmp_path: Path) -> None:
     path.write_text("def fail():\n    raise RuntimeError('first\\nsecond')\n")
     with pytest.raises(RuntimeError) as caught:
         load_function("reward", f"{path}:fail")()
-    text = said(caught.value.with_traceback(caught.tb.tb_next))
+    text = describe_error(caught.value.with_traceback(caught.tb.tb_next))
     assert text == f"RuntimeError: first\nsecond\n  at {path}, line 2: raise RuntimeError('first\\nsecond')"
 
 
 def test_an_error_without_code_of_the_users_names_no_place() -> None:
     """A syntax error says itself where it is; a line of Covey's or of a library's would mislead."""
-    assert said(ValueError("x")) == "ValueError: x"
+    assert describe_error(ValueError("x")) == "ValueError: x"
     try:
         asyncio.run(asyncio.wait_for(asyncio.sleep(1), 0))
     except TimeoutError as error:
-        text = said(error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None))
+        text = describe_error(error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None))
     assert text == "TimeoutError"
 
 
@@ -195,8 +195,8 @@ def test_the_place_in_the_text_of_a_traceback(mine: str, tmp_path: Path) -> None
     except ValueError as error:
         text = "".join(traceback.format_exception(error))
     own = "".join(line for line in text.splitlines(keepends=True) if "test_errors" not in line)
-    assert place_in(own) == "mine.py, line 6: return int(text)"
-    assert place_in("no traceback") == ""
+    assert traceback_location(own) == "mine.py, line 6: return int(text)"
+    assert traceback_location("no traceback") == ""
 
 
 def test_an_installed_package_counts_as_the_users_once_it_is_named(
@@ -204,7 +204,7 @@ def test_an_installed_package_counts_as_the_users_once_it_is_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(errors, "_users_code", set())
+    monkeypatch.setattr(errors, "_user_code", set())
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))  # where packages are installed
     for name in ("scores_a", "helps_a"):
         (tmp_path / name).mkdir()
@@ -215,10 +215,10 @@ def test_an_installed_package_counts_as_the_users_once_it_is_named(
     import scores_a  # type: ignore[import-not-found]
 
     def place(call: Any) -> str:
-        errors._is_the_users.cache_clear()
+        errors._is_user_code.cache_clear()
         with pytest.raises(ValueError, match="invalid literal") as caught:
             call("four")
-        return errors.place_of(caught.value.with_traceback(caught.tb.tb_next))
+        return errors.user_location(caught.value.with_traceback(caught.tb.tb_next))
 
     assert place(scores_a.score) == ""  # a library of Covey's own would look like this
     assert place(load_function("reward", "scores_a:score")) == (

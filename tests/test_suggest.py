@@ -93,7 +93,7 @@ def test_several_suggestions_come_with_what_tells_them_apart() -> None:
         compose(["epochs=3"], algorithms=algorithm_schemas())
     assert str(error.value).splitlines()[1:3] == [
         "  did you mean   loop.total_epochs  "
-        "(default null; passes over the training tasks; null with total_steps null: 1)",
+        "(default null; passes over the training tasks; if total_steps is null too: 1)",
         "  or             learner.epochs  (default 1; passes over each step's samples)?",
     ]
 

@@ -190,5 +190,5 @@ def _turn_the_clock(plan: Plan) -> None:
             return read(zone) + timedelta(seconds=ahead())
 
     time.time = lambda: real() + ahead()
-    for module in ("covey.training.folder", "covey.app.run_files", "covey.cli.train"):
+    for module in ("covey.training.folder", "covey.app.run_files", "covey.app.sweep"):
         importlib.import_module(module).datetime = Turned  # type: ignore[attr-defined]

@@ -136,10 +136,10 @@ def serve() -> None:
 
 def _compose() -> None:
     """Settings are read once: what that leaves in caches serves every run."""
-    from covey.app.compose import compose_words
-    from covey.cli.words import parse
+    from covey.app.compose import compose_command
+    from covey.cli.parse import parse
 
-    compose_words(parse(["algorithm=grpo", "loop.total_steps=1"], switches=(), values=()))
+    compose_command(parse(["algorithm=grpo", "loop.total_steps=1"], switches=(), values=()))
 
 
 def _fork(request: dict[str, Any]) -> int:

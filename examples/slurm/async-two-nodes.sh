@@ -23,7 +23,7 @@ fi
 head=${names[0]}
 cpus=${SLURM_CPUS_ON_NODE:-1}
 
-# Who knows the token may run code in this Ray cluster: only its owner can read it. All nodes see this folder.
+# The token allows code to run in this Ray cluster: only its owner can read it. All nodes see this folder.
 folder="${SLURM_SUBMIT_DIR:-$PWD}/.covey-slurm/$SLURM_JOB_ID"
 (
     umask 077
@@ -33,7 +33,7 @@ folder="${SLURM_SUBMIT_DIR:-$PWD}/.covey-slurm/$SLURM_JOB_ID"
 unset RAY_AUTH_TOKEN
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$folder/ray-token"
 
-# The head's address, which the other nodes must reach; COVEY_HEAD_IP names another of its networks.
+# The head's address, which the other nodes must reach; COVEY_HEAD_IP selects another network.
 ip=${COVEY_HEAD_IP:-$(srun --overlap --nodes=1 --ntasks=1 -w "$head" hostname -I | awk '{ print $1; exit }')}
 export RAY_ADDRESS="$ip:$((20000 + SLURM_JOB_ID % 10000))"
 
@@ -49,7 +49,7 @@ finish() {
 }
 trap finish EXIT
 
-# Slurm says that the time is nearly over, or that somebody else needs the nodes.
+# Slurm sends SIGTERM when the time is nearly over or the job is preempted.
 stop() {
     again=yes
     [[ -n $train ]] || exit 143
@@ -104,7 +104,7 @@ again=yes
 while [[ -n $again ]]; do  # a signal ends the wait, not the training
     again= found=0
     wait "$train" || found=$?
-    if [[ $found -ne 127 ]]; then code=$found; fi  # 127: it was waited for already
+    if [[ $found -ne 127 ]]; then code=$found; fi  # 127: already waited for
 done
 
 finish

@@ -1,4 +1,4 @@
-"""Which known name was probably meant: by meaning first, by whole words, and by letters last."""
+"""Errors: exception types, suggestions for misspelt names, and the place in the user's code that raised an error."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-TYPO, NEAR = 0.8, 0.6  # likeness of letters: a slip of the finger; the last resort
+FRAME = re.compile(r'^ *File "(.+)", line (\d+), in .+\n?(.*)', re.MULTILINE)  # in the text of a traceback
+TYPO, NEAR = 0.8, 0.6  # similarity of spelling: a typo; the last resort
 
-# Kind of name → what people call things elsewhere → what they are called here. Names that do not exist are ignored.
+# Kind of name → names used elsewhere → names here. Names that do not exist are ignored.
 MEANINGS: Mapping[str, Mapping[str, str]] = {
     "command": {
         **dict.fromkeys(("run", "start", "fit", "launch", "rl", "finetune", "tune", "learn", "grpo", "gvpo"), "train"),
@@ -75,70 +76,68 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
 
 
 def nearest(word: str, known: Iterable[str], kind: str = "") -> str | None:
-    """The known word that was probably meant, if there is one. `kind` chooses a table of meanings."""
+    """The known word that was probably meant: by meaning (`kind` selects a table), whole words, or similar spelling."""
     names = list(known)
-    if (meant := MEANINGS.get(kind, {}).get(normal(word))) in names:
+    if (meant := MEANINGS.get(kind, {}).get(normalize(word))) in names:
         return meant
-    for guess in (alike(word, names, TYPO), _by_words(word, names), alike(word, names, NEAR)):
+    for guess in (closest(word, names, TYPO), _containing_words(word, names), closest(word, names, NEAR)):
         if guess is not None:
             return guess
     return None
 
 
-def normal(word: str) -> str:
-    return "_".join(words_of(word))
+def normalize(word: str) -> str:
+    return "_".join(split_words(word))
 
 
-def words_of(name: str) -> list[str]:
+def split_words(name: str) -> list[str]:
     """`maxNewTokens`, `max-new-tokens`, `max.new_tokens` → max, new, tokens."""
     return [part for part in re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()) if part]
 
 
-def alike(word: str, names: Iterable[str], cutoff: float) -> str | None:
-    """The name whose letters are most like a word's."""
+def closest(word: str, names: Iterable[str], cutoff: float) -> str | None:
+    """The name with the most similar spelling."""
     found = difflib.get_close_matches(word, list(names), n=1, cutoff=cutoff)
     return found[0] if found else None
 
 
-def _by_words(word: str, names: list[str]) -> str | None:
-    """The shortest name that has all words of the one given."""
-    asked = set(words_of(word))
-    found = [name for name in names if asked and asked <= set(words_of(name))]
-    return min(found, key=lambda name: (len(words_of(name)), len(name)), default=None)
+def _containing_words(word: str, names: list[str]) -> str | None:
+    """The shortest name that contains all words of `word`."""
+    words = set(split_words(word))
+    matches = [name for name in names if words and words <= set(split_words(name))]
+    return min(matches, key=lambda name: (len(split_words(name)), len(name)), default=None)
 
 
-# -- A user's mistake, told so that it can be mended: what is wrong, where, and the fix --------------------------------
-
-FRAME = re.compile(r'^ *File "(.+)", line (\d+), in .+\n?(.*)', re.MULTILINE)  # of a traceback, as Python writes it
+# -- Exceptions --------------------------------------------------------------------------------------------------------
 
 
 class InputError(ValueError):
-    """Wrong input of the user's. The command line prints its text as it is and starts nothing."""
+    """The user's mistake. The message says what is wrong, where, and the fix; the command line prints it unchanged."""
 
 
 class Absent(InputError):
-    """Something that is not on this machine but may be on the one the run is for: a file, a model of the hub."""
+    """A resource that is missing on this machine but may exist on another: a file, a GPU, a model of the hub."""
 
 
 class RunFailed(RuntimeError):
-    """A run that had started could not go on; its text says why and what to try."""
+    """A started run cannot continue. The message gives the reason and a fix."""
 
 
 class LearnerLost(RunFailed):
-    """A process of the learner died, and with it what was learned since the last checkpoint."""
+    """A learner process died; the updates since the last checkpoint are lost."""
 
 
 class EpisodeError(Exception):
-    """What the infrastructure did wrong in one episode, which is then left out and counted by `cause`."""
+    """An infrastructure failure in one episode. The episode is dropped and counted by `cause`."""
 
     cause = "agent"
 
 
 class NamedFailure(EpisodeError):
-    """One whose cause is said when it is raised."""
+    """A failure whose cause is an argument."""
 
     def __init__(self, cause: str, message: str) -> None:
-        super().__init__(cause, message)  # both: an exception is pickled by its arguments
+        super().__init__(cause, message)  # both, because exceptions are pickled by their arguments
         self.cause = cause
         self.message = message
 
@@ -146,21 +145,21 @@ class NamedFailure(EpisodeError):
         return self.message
 
 
-def said(error: BaseException) -> str:
-    """An error of the user's code: its type, its message, and the line of that code it was raised at."""
+def describe_error(error: BaseException) -> str:
+    """Type and message of an error, and the line of the user's code that raised it."""
     error = first_error(error)
-    text = f"{type(error).__name__}: {message_of(error)}".removesuffix(": ")
-    return with_place(text, place_of(error))
+    text = f"{type(error).__name__}: {error_message(error)}".removesuffix(": ")
+    return with_location(text, user_location(error))
 
 
-def with_place(text: str, place: str) -> str:
+def with_location(text: str, place: str) -> str:
     if not place:
         return text
     return f"{text}\n  at {place}" if "\n" in text else f"{text} at {place}"
 
 
-def message_of(error: BaseException) -> str:
-    """An error's text. That of a SystemExit is only a number; an exception class of the user's may raise in __str__."""
+def error_message(error: BaseException) -> str:
+    """The text of an error. For SystemExit, str() is only a number; a user's exception may raise in __str__."""
     if isinstance(error, SystemExit):
         return f"sys.exit({error.code!r}) was called"
     try:
@@ -169,62 +168,60 @@ def message_of(error: BaseException) -> str:
         return "(its message cannot be shown)"
 
 
-def place_of(error: BaseException) -> str:
-    """`my_rewards.py, line 12: return int(text)`: the innermost line of the user's own code; empty where an error did
-    not pass through any."""
+def user_location(error: BaseException) -> str:
+    """`my_rewards.py, line 12: return int(text)`: the innermost frame in the user's code; empty if there is none."""
     frames = traceback.extract_tb(first_error(error).__traceback__)
-    return _place([(frame.filename, frame.lineno or 0, frame.line or "") for frame in frames])
+    return _location([(frame.filename, frame.lineno or 0, frame.line or "") for frame in frames])
 
 
-def place_in(trace: str) -> str:
-    """The same from the text of a traceback, where that is all there is."""
-    return _place([(name, int(number), line.strip()) for name, number, line in FRAME.findall(trace)])
+def traceback_location(trace: str) -> str:
+    """The same from the text of a traceback."""
+    return _location([(name, int(number), line.strip()) for name, number, line in FRAME.findall(trace)])
 
 
-def _place(frames: Sequence[tuple[str, int, str]]) -> str:
-    """`frames`: file, line and source line of each, the innermost last."""
-    found = [frame for frame in frames if _is_the_users(frame[0])]
-    if not found:
+def _location(frames: Sequence[tuple[str, int, str]]) -> str:
+    """The innermost frame in the user's code. `frames` are (file, line, source line), the innermost last."""
+    user_frames = [frame for frame in frames if _is_user_code(frame[0])]
+    if not user_frames:
         return ""
-    name, number, line = found[-1]
+    name, number, line = user_frames[-1]
     path = Path(name)
-    with suppress(OSError, ValueError):  # a folder that was deleted; a file elsewhere, which is named in full
+    with suppress(OSError, ValueError):  # the working directory was deleted; the file is outside of it
         path = path.relative_to(Path.cwd())
     return f"{path}, line {number}" + (f": {line}" if line else "")
 
 
-_users_code: set[str] = set()  # installed packages and modules that the user named
+_user_code: set[str] = set()  # installed packages and modules that the user named
 
 
-def count_as_users(path: Path) -> None:
-    """An installed package, or a module, that the user named (`module:function`) is theirs, as a file of theirs is."""
-    _users_code.add(str(path))
-    _is_the_users.cache_clear()
+def mark_user_code(path: Path) -> None:
+    """Count an installed package or module as the user's code, because a setting names it (`module:function`)."""
+    _user_code.add(str(path))
+    _is_user_code.cache_clear()
 
 
 @cache
-def _is_the_users(filename: str) -> bool:
-    """Neither Python's, nor Covey's, nor a library's."""
+def _is_user_code(filename: str) -> bool:
+    """Whether a file is not part of Python, Covey or an installed library."""
     if filename.startswith("<"):
         return filename.startswith(("<ipython-input", "<stdin>"))
-    others = map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
-    return _lies_in(filename, _users_code) or not _lies_in(filename, (*others, str(Path(__file__).parent)))
+    libraries = map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
+    return _is_inside(filename, _user_code) or not _is_inside(filename, (*libraries, str(Path(__file__).parent)))
 
 
-def _lies_in(filename: str, places: Iterable[str]) -> bool:
+def _is_inside(filename: str, places: Iterable[str]) -> bool:
     return any(filename == place or filename.startswith(f"{place}{os.sep}") for place in places)
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The error inside the groups that asyncio wraps around it."""
+    """The first error inside nested exception groups, which asyncio makes."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 def unknown(kind: str, word: str, known: Iterable[str], prefix: str = "") -> InputError:
-    """`unknown reward  exat` with what was probably meant and the list to choose from. `prefix`: what the name is typed
-    after, shown with the suggestion."""
+    """The error `unknown reward  exat`, with a suggestion and all known names. `prefix` precedes the suggestion."""
     names = sorted(known)
     lines = [f"unknown {kind}  {word}"]
     if guess := nearest(word, names, kind):

@@ -1,7 +1,7 @@
-"""torch, imported by the first use of one of its names.
+"""Lazy import of torch, pip commands for missing packages, and functions that the user names.
 
-The settings of an algorithm are fields of its classes, and many commands read settings without computing anything.
-Importing torch takes seconds, so the modules of these classes take it from here:
+Importing torch takes seconds, and many commands only read the settings of algorithms. Modules that define algorithms
+import it lazily:
 
     from covey.imports import torch
 """
@@ -24,11 +24,11 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 import covey
-from covey.errors import InputError, count_as_users, nearest, said
+from covey.errors import InputError, describe_error, mark_user_code, nearest
 
 
 class LazyModule(ModuleType):
-    """Looks every name up in the module of its own name, which it imports first."""
+    """Imports the module of its own name when an attribute is first used."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(importlib.import_module(self.__name__), name)
@@ -40,28 +40,30 @@ else:
     torch = LazyModule("torch")
 
 
-# -- The command that adds a missing package to this installation of Covey ---------------------------------------------
-# Covey may run from a clone, or have been installed from a folder, a repository or an index. `pip install
-# 'covey[lora]'` is right only for the last: for the others pip has to be given the same source again.
+# -- pip commands ------------------------------------------------------------------------------------------------------
 
 
 def install_extra(extra: str, *, upgrade: bool = False) -> str:
-    """The command that installs an extra of Covey's, as a line for a shell."""
+    """The shell command that installs an extra into this installation of Covey.
+
+    `pip install 'covey[lora]'` is right only for an installation from an index. For a clone, a folder or a repository,
+    pip needs the same source again.
+    """
     return install(*(["-U"] if upgrade else []), *_source(extra))
 
 
 def install(*words: str) -> str:
-    """`pip install WORDS` for the Python that runs now. The `pip` on the PATH may be another environment's."""
+    """`pip install WORDS` for this Python; the `pip` on the PATH may belong to another environment."""
     return shlex.join([sys.executable or "python", "-m", "pip", "install"]) + " " + " ".join(map(_quoted, words))
 
 
 def _quoted(word: str) -> str:
-    """An extra is always quoted, as some shells take the brackets for a pattern."""
+    """Extras are always quoted: some shells treat the brackets as a pattern."""
     return f"'{word}'" if "[" in word and "'" not in word else shlex.quote(word)
 
 
 def _source(extra: str) -> list[str]:
-    """What pip is told to install: where this Covey came from, with the extra."""
+    """The arguments of pip: the source of this installation, with the extra."""
     if (clone := _clone()) is not None:
         return ["-e", f"{clone}[{extra}]"]
     origin = _origin()
@@ -74,28 +76,28 @@ def _source(extra: str) -> list[str]:
 
 
 def _clone() -> Path | None:
-    """The clone that this code is in: CLONE/src/covey beside CLONE/pyproject.toml."""
+    """The clone that contains this code: CLONE/src/covey with CLONE/pyproject.toml."""
     source = Path(covey.__file__).resolve().parent.parent
     return source.parent if source.name == "src" and (source.parent / "pyproject.toml").is_file() else None
 
 
 def _origin() -> dict[str, Any]:
-    """What pip wrote down of a package that is not from an index (direct_url.json of its metadata); else nothing."""
+    """pip's direct_url.json of an installation that is not from an index; otherwise empty."""
     try:
         text = importlib.metadata.distribution("covey").read_text("direct_url.json")
-        found = json.loads(text or "{}")
+        origin = json.loads(text or "{}")
     except (importlib.metadata.PackageNotFoundError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return origin if isinstance(origin, dict) else {}
 
 
-# -- A user's own function, by `module:function` or `file.py:function` -------------------------------------------------
+# -- Functions that the user names -------------------------------------------------------------------------------------
 
-SOURCE = "__covey_source__"  # in a module of a user's file: the text that it was made from
+SOURCE = "__covey_source__"  # attribute of a user's module: the source that it was loaded from
 
 
 def load_function(kind: str, name: str) -> Any:
-    """`kind` is what the function is for (reward, agent), for messages."""
+    """The function of `module:function` or `file.py:function`. `kind` (reward, agent) is for messages."""
     place, _, attribute = name.rpartition(":")
     module = (
         _load_file(f"{kind} {name}", Path(place).expanduser())
@@ -119,12 +121,12 @@ def load_function(kind: str, name: str) -> Any:
 
 @contextmanager
 def no_exit(what: str) -> Iterator[None]:
-    """Around code of the user's that runs before training: a sys.exit there must not end covey as if all were well."""
+    """Turns sys.exit in the user's code into an InputError; otherwise covey would end with exit code 0."""
     try:
         yield
     except SystemExit as error:
         raise InputError(
-            f"{what}: {said(error)}\n  fix: return, or raise an exception that says what is wrong"
+            f"{what}: {describe_error(error)}\n  fix: return, or raise an exception that says what is wrong"
         ) from error
 
 
@@ -133,10 +135,10 @@ def _load_module(what: str, module: str) -> ModuleType:
     try:
         found = importlib.import_module(module)
     except (Exception, SystemExit) as error:
-        raise InputError(f"{what}: importing {module} failed ({said(error)})") from error
+        raise InputError(f"{what}: importing {module} failed ({describe_error(error)})") from error
     if found.__file__ is not None:
         path = Path(found.__file__)
-        count_as_users(path.parent if "." in module or hasattr(found, "__path__") else path)
+        mark_user_code(path.parent if "." in module or hasattr(found, "__path__") else path)
     return found
 
 
@@ -148,31 +150,31 @@ def _load_file(what: str, path: Path) -> ModuleType:
             lines.append(f"  did you mean   {path.with_name(guess)}?")
         raise InputError("\n".join(lines))
     path = path.resolve()
-    # One module per path: several functions of one file share its globals, and files of one name do not collide.
+    # One module per path: functions of one file share its globals, and files with the same name do not collide.
     module_name = f"covey_user_{path.stem}_{blake2b(str(path).encode(), digest_size=4).hexdigest()}"
     try:
         source = path.read_bytes()
     except OSError as error:
         raise InputError(f"{what}: {path} cannot be read ({error.strerror})") from error
     before = sys.modules.get(module_name)
-    if before is not None and before.__dict__.get(SOURCE) == source:  # an edited file is loaded again
+    if before is not None and before.__dict__.get(SOURCE) == source:  # otherwise the file was edited: reload it
         return before
     _make_importable(path.parent)
     spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None  # a file that ends in .py always has one
+    assert spec is not None  # always there for a file that ends in .py
     module = importlib.util.module_from_spec(spec)
     module.__dict__[SOURCE] = source
     sys.modules[module_name] = module
     try:
-        # Not by the loader: it would take stored bytecode of an earlier version that was as long and as old.
+        # The loader could use cached bytecode of an earlier version with the same size and time.
         exec(compile(source, str(path), "exec"), module.__dict__)  # noqa: S102 - the user's own file
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
-        raise InputError(f"{what}: running {path} failed ({said(error)})") from error
+        raise InputError(f"{what}: running {path} failed ({describe_error(error)})") from error
     return module
 
 
 def _make_importable(folder: Path) -> None:
-    """So that a user's file may import its neighbours. Last in line: it must not shadow anything installed."""
+    """Let a user's file import its neighbours. The folder is last in sys.path, so it shadows nothing."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))

@@ -1,10 +1,10 @@
-"""The values that a setting may have. A field states them in its annotation, and everything else reads them there.
+"""Ranges of settings, as annotations of dataclass fields.
 
-    lr: Annotated[float, Range(0, 1)] = 1e-5          both bounds are allowed, NaN and infinity never are
-    clip_weight: Positive | None = None               null is allowed where the type says so
-    weights: dict[str, Weight] = ...                  the range of every value in it
+    lr: Annotated[float, Range(0, 1)] = 1e-5          both bounds are allowed, NaN and infinity never
+    clip_weight: Positive | None = None               null is allowed
+    weights: dict[str, Weight] = ...                  the range of every value
 
-Range checks, `covey config explain`, the page of settings and the property test follow from the annotation.
+Range checks, `covey config explain`, docs/settings.md and the property test read the annotations.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Annotated, Any
 
 from covey.errors import InputError
 
-SHOWN = 100  # characters of a value that an error repeats
+SHOWN = 100  # characters of a value in an error
 
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`. Both bounds are finite, so that NaN and infinity are always outside."""
+    """Numbers from `low` to `high`. Both bounds are finite, so NaN and infinity are always outside."""
 
     low: float
     high: float
-    above: bool = False  # `low` itself is outside
-    below: bool = False  # `high` itself is outside
-    hint: str = ""  # why nothing below makes sense, where the bound does not explain itself
+    above: bool = False  # exclude `low`
+    below: bool = False  # exclude `high`
+    hint: str = ""  # why lower values make no sense, if the bound is not obvious
 
     def __contains__(self, value: float) -> bool:
         over = self.low < value if self.above else self.low <= value
@@ -52,7 +52,7 @@ class Length:
 
     low: int
     high: int
-    hint: str = ""  # why nothing shorter makes sense
+    hint: str = ""  # why a shorter text makes no sense
 
     def __contains__(self, value: str) -> bool:
         return self.low <= len(value) <= self.high
@@ -64,8 +64,8 @@ class Length:
         return len(value) < self.low
 
 
-# Ranges that several settings share. Upper bounds are far above what anybody trains with, and low enough that a slip of
-# the hand is refused before it fills the memory.
+# Ranges that several settings share. Upper bounds are far above practical values, but low enough to catch a typo before
+# it fills the memory.
 Share = Annotated[float, Range(0, 1)]
 PositiveShare = Annotated[float, Range(0, 1, above=True)]
 ShareBelowOne = Annotated[float, Range(0, 1, below=True)]
@@ -80,17 +80,17 @@ PositiveCap = Annotated[float, Range(0, 1e30, above=True)]
 Epsilon = Annotated[float, Range(0, 1000)]
 Steps = Annotated[int, Range(0, 1_000_000_000)]
 Tokens = Annotated[int, Range(1, 10_000_000)]
-Seconds = Annotated[float, Range(0.001, 1_000_000)]  # 11 days; the system calls that wait take no more than 24
+Seconds = Annotated[float, Range(0.001, 1_000_000)]  # 11 days; system calls that wait accept at most 24
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """What a field's annotation allows: a range and the type around it."""
+    """The allowed values of a field: a range and the type around it."""
 
     within: Range | Length
     kind: type  # of one value: int, float or str
     null: bool = False
-    several: bool = False  # a list, or a table by name, of such values
+    several: bool = False  # a list or dict of such values
 
     def __contains__(self, value: Any) -> bool:
         if value is None:
@@ -102,7 +102,7 @@ class Allowed:
 
     @property
     def entry(self) -> Allowed:
-        """What one entry of a list or table may be."""
+        """The allowed values of one entry of a list or dict."""
         return replace(self, several=False, null=False)
 
     def _is_kind(self, value: Any) -> bool:
@@ -110,7 +110,7 @@ class Allowed:
         return isinstance(value, kind) and not isinstance(value, bool)
 
     def hint(self, value: Any) -> str:
-        """What else there is to say about a value outside."""
+        """The hint for a value outside of the range, if any."""
         if self.several and isinstance(value, list | tuple):
             return next(filter(None, map(self.entry.hint, value)), "")
         return self.within.hint if self._is_kind(value) and self.within.is_below(value) else ""
@@ -121,11 +121,11 @@ class Allowed:
 
 
 def allowed(hint: Any) -> Allowed | None:
-    """What a type hint allows, or None if it states no range. `hint` is resolved, with its annotations kept."""
-    found = list(_annotated(hint))
-    if not found:
+    """The allowed values of a resolved type hint with annotations; None if it states no range."""
+    annotations = list(_annotated(hint))
+    if not annotations:
         return None
-    (kind, within), *_ = found
+    kind, within = annotations[0]
     inner = next((arg for arg in _union(hint) if arg is not type(None)), hint)
     several = typing.get_origin(inner) in (list, tuple, dict)
     return Allowed(within, kind, type(None) in _union(hint), several)
@@ -145,7 +145,7 @@ def _union(hint: Any) -> tuple[Any, ...]:
 
 
 def type_text(hint: Any) -> str:
-    """A type hint as a person writes it, without its annotations: `int | None`, `dict[str, float]`."""
+    """A type hint as text without its annotations: `int | None`, `dict[str, float]`."""
     if typing.get_origin(hint) is Annotated:
         return type_text(typing.get_args(hint)[0])
     if len(options := _union(hint)) > 1:
@@ -159,24 +159,25 @@ def type_text(hint: Any) -> str:
 
 @cache
 def ranges_of(cls: type) -> dict[str, Allowed]:
-    """Field → what it allows, for the fields of a dataclass that state a range."""
+    """Field → allowed values, for the fields of a dataclass that state a range."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    found = {item.name: allowed(hints[item.name]) for item in fields(cls)}
-    return {name: what for name, what in found.items() if what is not None}
+    return {item.name: found for item in fields(cls) if (found := allowed(hints[item.name])) is not None}
 
 
 def check_ranges(section: Any, prefix: str) -> None:
-    """Raise an InputError that names every field of a dataclass whose value is out of range. Its settings are called
-    `prefix` + field."""
+    """Raise an InputError about all fields of a dataclass that are out of range. The settings are `prefix` + field."""
     cls: type = type(section)
-    values = ((name, getattr(section, name), what) for name, what in ranges_of(cls).items())
-    wrong = [refusal(f"{prefix}{name}", value, what) for name, value, what in values if value not in what]
+    wrong = [
+        range_error(f"{prefix}{name}", getattr(section, name), what)
+        for name, what in ranges_of(cls).items()
+        if getattr(section, name) not in what
+    ]
     if wrong:
         raise InputError("\n".join(wrong))
 
 
-def refusal(name: str, value: Any, what: Allowed, note: str = "") -> str:
-    """The error about a value that is out of range. `name` is what the user called the setting, `note` ends the first
+def range_error(name: str, value: Any, what: Allowed, note: str = "") -> str:
+    """The error about a value that is out of range. `name` is the setting as the user typed it; `note` ends the first
     line."""
     shown = {"None": "null", "True": "true", "False": "false"}.get(repr(value), repr(value))
     short = shown if len(shown) <= SHOWN else f"{shown[: SHOWN - 1]}…"
@@ -185,6 +186,6 @@ def refusal(name: str, value: Any, what: Allowed, note: str = "") -> str:
 
 
 def _number(bound: float) -> str:
-    """Whole numbers with separators, and what is too large to read that way with an exponent."""
+    """Whole numbers with separators; very large ones with an exponent."""
     whole = float(bound).is_integer() and abs(bound) < 1e12
     return f"{int(bound):,}" if whole else f"{bound:g}"

@@ -1,15 +1,15 @@
-"""Keys, tokens and passwords do not belong into logs, run folders and pages: here they are taken out, for all of Covey.
+"""Redacts API keys, tokens and passwords from logs, run folders and pages.
 
-Known secrets are the values of variables of the environment whose names say so (WANDB_API_KEY, HF_TOKEN, ...), the
-passwords in addresses, and settings that are called api_key, token and the like. They are hidden wherever they turn up.
-Text for people also loses what looks like a secret: headers, keys of well-known forms, users in addresses, addresses
-of webhooks.
+Known secrets are the values of environment variables and settings with a secret's name (WANDB_API_KEY, HF_TOKEN,
+api_key, ...), and passwords in URLs. They are hidden everywhere. Text for people is also searched for patterns:
+authorization headers, keys of well-known formats, credentials in URLs, webhook URLs.
 
-    hide            text for people: messages, tracebacks, notes
-    hide_known      records, whose words are a model's: only what is known
-    hide_settings   a tree of settings            hide_words   the words of a command line
-    learn           settings that hold secrets are known from now on
-    missing         settings whose secret was hidden when they were written down
+    hide               text for people: messages, tracebacks, notes
+    hide_known         records with a model's words: only known secrets
+    hide_settings      a tree of settings
+    hide_words         the words of a command line
+    remember_secrets   adds the secrets of a tree of settings to the known ones
+    hidden_setting     a setting whose secret was hidden when it was stored
 """
 
 from __future__ import annotations
@@ -25,22 +25,26 @@ from typing import Any
 from urllib.parse import quote, quote_plus
 
 MASK = "<hidden>"
-SHORTEST = 6  # characters; shorter words are in every text
+SHORTEST = 6  # characters of a secret; shorter words occur in every text
 NOT_SECRET = frozenset({"true", "false", "token", "none", "null", "disabled", "offline", "online"})
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-_SAYS = frozenset({"authorization", "bearer", "credential", "credentials", "pwd", "webhook"})
-# Also at the end of a word: PGPASSWORD.
-_SAYS_LAST = ("accesskey", "apikey", "passphrase", "passwd", "password", "privatekey", "secret", "secretkey")
-_MAY_SAY = frozenset({"auth", "key", "pat", "token"})  # alone, in the environment, or after one of `_OF`
-_MAY_SAY_LAST = frozenset({"pass", "sk"})  # only as the last word (not PASS_RATE), and with more words before it
-_OF = frozenset({"access", "api", "auth", "bot", "client", "hf", "openai", "private", "refresh", "session", "wandb"})
-_OF_PASS = _OF | {"db", "mail", "proxy", "root", "smtp", "ssh", "user"}
-_JOINED = re.compile(r"[A-Z]{2,}(?:TOKEN|(?<!BY|ER)(?<!COM|SUR)PASS)\d*")  # in the environment: SSHPASS, not BYPASS
-FROM_ENV = "_from_env"  # below such a setting there are names of variables, not what they hold
-_NAMES = frozenset({"env", "file", "path", "dir", "name", "mode", "sock", "id", "socket"})  # where it is, not what
+_SECRET_WORDS = frozenset({"authorization", "bearer", "credential", "credentials", "pwd", "webhook"})
+# Also as the end of a word: PGPASSWORD.
+_SECRET_ENDINGS = ("accesskey", "apikey", "passphrase", "passwd", "password", "privatekey", "secret", "secretkey")
+_MAYBE_SECRET = frozenset({"auth", "key", "pat", "token"})  # alone, in the environment, or after a qualifier
+_MAYBE_SECRET_LAST = frozenset({"pass", "sk"})  # only as the last word (not PASS_RATE), and with more words before it
+_QUALIFIERS = frozenset(
+    {"access", "api", "auth", "bot", "client", "hf", "openai", "private", "refresh", "session", "wandb"}
+)
+_PASS_QUALIFIERS = _QUALIFIERS | {"db", "mail", "proxy", "root", "smtp", "ssh", "user"}
+# In the environment: SSHPASS, not BYPASS.
+_ENVIRONMENT_NAME = re.compile(r"[A-Z]{2,}(?:TOKEN|(?<!BY|ER)(?<!COM|SUR)PASS)\d*")
+FROM_ENV = "_from_env"  # settings with this ending hold names of variables, not secrets
+# The location of a secret, not the secret itself.
+_LOCATION_WORDS = frozenset({"env", "file", "path", "dir", "name", "mode", "sock", "id", "socket"})
 _ESCAPE = re.compile(r"%[0-9A-F]{2}")
-# What stands in front of a colon is looked at from its first letter only: it may be a megabyte.
+# The scheme is matched from its first letter only, since the text before a colon may be a megabyte.
 _ADDRESS = re.compile(r"(?P<scheme>(?<![a-z0-9+.-])[a-z0-9+.-]++://)(?P<user>[^\s/?#@'\"]*)@", re.IGNORECASE)
 _QUERY = re.compile(r"([?&](?:api_?key|key|access_token|token|password|secret|sig|signature)=)[^&\s'\"#]+", re.I)
 _HEADER = re.compile(r"\b((?:Bearer|Basic)\s+)(?=\S*[0-9=._~+/-])[A-Za-z0-9._~+/=:-]{6,}")
@@ -48,7 +52,7 @@ _AUTHORIZATION = re.compile(
     r"""(authorization["']?\s*[:=]\s*["']?(?:(?:bearer|basic)\s+)?)[^\s"',}]{6,}""", re.IGNORECASE
 )
 _FIELD = re.compile(r"""((?:x-)?api[-_]?key["']?\s*[:=]\s*["']?)[^\s"',}&]{6,}""", re.IGNORECASE)
-_FORMS = re.compile(
+_KEY_FORMATS = re.compile(
     r"\b(?:sk-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16}|ck-[\w-]{32}|xox[abp]-[\w-]{10,})"
 )
 
@@ -59,24 +63,24 @@ _WEBHOOK = re.compile(
     re.IGNORECASE,
 )
 
-_learned: set[str] = set()
+_remembered: set[str] = set()
 
 
 def hide(text: str) -> str:
     text = hide_known(text)
-    text = hide_users(text)
+    text = hide_credentials(text)
     for pattern in (_WEBHOOK, _QUERY, _HEADER, _AUTHORIZATION, _FIELD):
         text = pattern.sub(rf"\g<1>{MASK}", text)
-    return _FORMS.sub(MASK, text)
+    return _KEY_FORMATS.sub(MASK, text)
 
 
 def hide_known(text: str) -> str:
-    pattern = _pattern(frozenset(known()))
+    pattern = _pattern(frozenset(known_secrets()))
     return text if pattern is None else pattern.sub(MASK, text)
 
 
 def hide_settings(tree: Any, name: str = "", text: Callable[[str], str] = hide) -> Any:
-    """The same tree; what is called a secret is masked, and so is what looks like one."""
+    """The tree with masked secrets, found by their names and by patterns."""
     if isinstance(tree, Mapping):
         plain = name.endswith(FROM_ENV)
         return {key: hide_settings(value, "" if plain else str(key), text) for key, value in tree.items()}
@@ -84,72 +88,72 @@ def hide_settings(tree: Any, name: str = "", text: Callable[[str], str] = hide) 
         return [hide_settings(value, name, text) for value in tree]
     if not isinstance(tree, str):
         return tree
-    return MASK if tree and says_secret(name) else text(tree)
+    return MASK if tree and is_secret_name(name) else text(tree)
 
 
 def without_secrets(tree: Any) -> Any:
-    """The same whatever the keys and passwords in it are, and whatever this machine's environment holds."""
-    return hide_settings(tree, text=hide_users)
+    """The tree with masked secrets, independent of this machine's environment."""
+    return hide_settings(tree, text=hide_credentials)
 
 
-def hide_users(text: str) -> str:
-    """Addresses without who asks."""
+def hide_credentials(text: str) -> str:
+    """Hide user names and passwords in URLs."""
     return _ADDRESS.sub(rf"\g<scheme>{MASK}@", text)
 
 
-def missing(tree: Any, name: str = "") -> str | None:
-    """The name of a setting that would have to be given again."""
+def hidden_setting(tree: Any, name: str = "") -> str | None:
+    """The first setting with a hidden secret, which must be given again; None if there is none."""
     if isinstance(tree, Mapping):
-        found = (missing(value, f"{name}.{key}" if name else str(key)) for key, value in tree.items())
+        found = (hidden_setting(value, f"{name}.{key}" if name else str(key)) for key, value in tree.items())
         return next((one for one in found if one is not None), None)
     if isinstance(tree, list | tuple):
-        return next((one for value in tree if (one := missing(value, name)) is not None), None)
+        return next((one for value in tree if (one := hidden_setting(value, name)) is not None), None)
     return name if isinstance(tree, str) and MASK in tree else None
 
 
 def hide_words(words: Sequence[str]) -> list[str]:
-    """`a.b.api_key=X` and what looks like a secret."""
-    found = []
+    """Hide secrets in words of a command line, such as `a.b.api_key=X`."""
+    hidden = []
     for word in words:
         name, equals, value = word.partition("=")
-        found.append(f"{name}={MASK}" if equals and value and says_secret(name) else hide(word))
-    return found
+        hidden.append(f"{name}={MASK}" if equals and value and is_secret_name(name) else hide(word))
+    return hidden
 
 
-def learn(tree: Any, name: str = "") -> None:
-    """Whatever these settings hold of secrets is known from now on."""
+def remember_secrets(tree: Any, name: str = "") -> None:
+    """Add the secrets in these settings to the known ones."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
-            learn(value, "" if name.endswith(FROM_ENV) else str(key))
+            remember_secrets(value, "" if name.endswith(FROM_ENV) else str(key))
     elif isinstance(tree, list | tuple):
         for value in tree:
-            learn(value, name)
+            remember_secrets(value, name)
     elif isinstance(tree, str) and tree != MASK:
-        _learned.update(_secrets_of(name, tree))
+        _remembered.update(_secrets_of(name, tree))
 
 
 @functools.lru_cache(maxsize=4096)
-def says_secret(name: str) -> bool:
-    """Whether a name says that its value is one: `judge.api_key`, `HF_TOKEN`, not `api_key_env` or `answer_key`."""
+def is_secret_name(name: str) -> bool:
+    """Whether the value of this name is a secret: `judge.api_key`, `HF_TOKEN`, not `api_key_env` or `answer_key`."""
     above, _, last = name.rpartition(".")
     words = [word.lower() for word in _WORD.findall(last)]
-    if not words or words[-1] in _NAMES or above.endswith(FROM_ENV):
+    if not words or words[-1] in _LOCATION_WORDS or above.endswith(FROM_ENV):
         return False
-    if not _SAYS.isdisjoint(words) or any(word.endswith(_SAYS_LAST) for word in words):
+    if not _SECRET_WORDS.isdisjoint(words) or any(word.endswith(_SECRET_ENDINGS) for word in words):
         return True
     sure = len(words) == 1 or last.isupper()
     final = next((word for word in reversed(words) if not word.isdecimal()), "")
-    if final in _MAY_SAY_LAST and (sure or not _OF_PASS.isdisjoint(words)):
+    if final in _MAYBE_SECRET_LAST and (sure or not _PASS_QUALIFIERS.isdisjoint(words)):
         return True
-    if not _MAY_SAY.isdisjoint(words) and (sure or not _OF.isdisjoint(words[:-1])):
+    if not _MAYBE_SECRET.isdisjoint(words) and (sure or not _QUALIFIERS.isdisjoint(words[:-1])):
         return True
-    return last.isupper() and _JOINED.search(last.rpartition("_")[2]) is not None
+    return last.isupper() and _ENVIRONMENT_NAME.search(last.rpartition("_")[2]) is not None
 
 
-def known() -> Iterator[str]:
+def known_secrets() -> Iterator[str]:
     for name, value in os.environ.items():
         yield from _secrets_of(name, value)
-    yield from _learned
+    yield from _remembered
 
 
 def _secrets_of(name: str, value: str) -> Iterator[str]:
@@ -157,53 +161,53 @@ def _secrets_of(name: str, value: str) -> Iterator[str]:
         for found in _ADDRESS.finditer(value):
             _, _, password = found["user"].partition(":")
             yield from (part for part in (found["user"], password) if len(part) >= SHORTEST)
-        if "webhook" in name.lower() and says_secret(name):  # the address itself is the secret
+        if "webhook" in name.lower() and is_secret_name(name):  # the URL itself is the secret
             yield value
-    elif says_secret(name) and len(value) >= SHORTEST and not _is_plain(value):
+    elif is_secret_name(name) and len(value) >= SHORTEST and not _is_common(value):
         yield value
 
 
-def _is_plain(value: str) -> bool:
-    """A word that turns up everywhere, a number, or the name of a file that holds the secret."""
+def _is_common(value: str) -> bool:
+    """Whether a value is a common word, a number, or the path of a file with the secret."""
     word = value.isalpha() and len(value) < 12
     return word or value.lower() in NOT_SECRET or value.isdecimal() or value.startswith(("/", "~", "."))
 
 
 @functools.lru_cache(maxsize=8)
 def _pattern(secrets: frozenset[str]) -> re.Pattern[str] | None:
-    """In every form; the longest first, as one may hold another."""
-    forms = {form for secret in secrets for form in _forms(secret)}
+    """Matches all encodings of the secrets, the longest first, since one may contain another."""
+    forms = {form for secret in secrets for form in _encodings(secret)}
     return re.compile("|".join(map(re.escape, sorted(forms, key=len, reverse=True)))) if forms else None
 
 
-def _forms(secret: str) -> Iterator[str]:
-    """As JSON, Python, an address, a page and base64 would write it."""
+def _encodings(secret: str) -> Iterator[str]:
+    """The secret as written in JSON, Python, URLs, HTML and base64."""
     yield from (secret, json.dumps(secret)[1:-1], repr(secret)[1:-1], html.escape(secret))
     for quoted in (quote(secret, safe=""), quote(secret, safe="/"), quote_plus(secret)):
         yield from (quoted, _ESCAPE.sub(lambda found: found[0].lower(), quoted))
-    yield from _in_base64(secret.encode("utf-8", errors="surrogateescape"))
-    yield secret.replace("\\", "\\\\").replace("'", "\\'")  # within a longer text that Python shows
+    yield from _base64_encodings(secret.encode("utf-8", errors="surrogateescape"))
+    yield secret.replace("\\", "\\\\").replace("'", "\\'")  # inside the repr of a longer text
     yield json.dumps(repr(secret)[1:-1])[1:-1]
 
 
-def _in_base64(secret: bytes) -> Iterator[str]:
-    """In whatever it may stand, such as `user:secret`: three bytes are four characters, so there are three ways. The
-    characters at either end that depend on its neighbours are no part of a form."""
+def _base64_encodings(secret: bytes) -> Iterator[str]:
+    """Inside any longer text, such as `user:secret`. Three bytes are four characters, so there are three alignments.
+    Characters at the ends that depend on neighbouring bytes are cut off."""
     for before in range(3):
         encoded = base64.b64encode(bytes(before) + secret).decode()
         inner = encoded[-(-before * 8 // 6) : (before + len(secret)) * 8 // 6]
         yield from (inner, inner.replace("+", "-").replace("/", "_"))
 
 
-class Screen:
-    """A stream for people, without secrets that are known; otherwise as it was. What only looks like one stays: links
-    and tokens of our own servers are printed to be used."""
+class RedactedStream:
+    """A text stream that hides known secrets. Patterns are not hidden: links and tokens of our own servers are printed
+    to be used."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        self._stream.write(hide_users(hide_known(text)))
+        self._stream.write(hide_credentials(hide_known(text)))
         return len(text)
 
     def writelines(self, lines: Any) -> None:

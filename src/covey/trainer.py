@@ -1,7 +1,7 @@
 """covey.Trainer and covey.train: training from Python.
 
 trainer = covey.Trainer(model="smollm2-135m", tasks=rows, reward=exact, algorithm=covey.Gvpo(beta=0.01))
-for step in trainer:                   # break, inspect, change, go on
+for step in trainer:                   # break, inspect, change, continue
     print(step.index, step.metrics["reward/mean"])
 trainer.model.save_pretrained("out")
 """
@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from covey.app.build import build
-from covey.app.objects import prepare_given
-from covey.app.train import print_note, report_end, run_to_end, telling_how_to_go_on
+from covey.app.objects import prepare_objects
+from covey.app.train import print_note, report_end, resume_hint_on_failure, run_to_end
 from covey.errors import InputError
 from covey.ranges import check_ranges
 from covey.tasks import TaskSet, with_system_prompt
@@ -43,7 +43,7 @@ class Trainer:
     `model` is a name, a folder or a loaded transformers model (which is copied, not changed). `tasks` is the name of a
     data set or generated task, a file, or rows: a list of dicts or Tasks, a Hugging Face Dataset, anything that yields
     dicts with `question` and `answer`; so is `validation`. `reward` is a function, a name, or a list of them;
-    `algorithm` a name, `covey.Gvpo(beta=0.01)` and its like, or a class or object of your own. `agent` is a name, a
+    `algorithm` a name, an object such as `covey.Gvpo(beta=0.01)`, or your own class or object. `agent` is a name, a
     coroutine, an environment's class or an Agent; `tools` are functions or names. `callbacks` are described in
     `covey.training.callbacks`. Settings go by section, `learner={"lr": 2e-5}`, or by key, `**{"learner.lr": 2e-5}`.
 
@@ -71,7 +71,7 @@ class Trainer:
         self._driver: Driver | None = None
         self._finalizer: weakref.finalize[..., Trainer] | None = None
         self._callbacks = Callbacks(callbacks, owner=weakref.ref(self))
-        self._prepared = prepare_given(
+        self._prepared = prepare_objects(
             model,
             tasks,
             reward,
@@ -87,23 +87,23 @@ class Trainer:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Step]:
-        """The steps from the next one to the last. After a break, another loop goes on with the step after."""
-        while (made := self.step()) is not None:
-            yield made
+        """All remaining steps. After a break, another loop continues with the next step."""
+        while (step := self.step()) is not None:
+            yield step
 
     def step(self) -> Step | None:
-        """One training step, with the evaluation and checkpoint that are due; None where no further step follows.
+        """One training step, with the evaluation and checkpoint that are due; None if no step is left.
 
-        Ctrl-C raises KeyboardInterrupt, and the trainer stays usable: the next call goes on with the step that was
-        interrupted. Its sampling or evaluation begins again; an update that had begun is finished first."""
+        Ctrl-C raises KeyboardInterrupt, and the trainer stays usable: the next call repeats the interrupted step. Its
+        sampling or evaluation starts again; an update that had started is finished first."""
         run = self.run
         driver = self._the_driver()
         if driver.in_callback:
-            raise InputError("a step cannot be made in a callback: it is part of a step")
-        made = self._call(run.step)
+            raise InputError("step() cannot be called in a callback, which is part of a step")
+        step = self._call(run.step)
         if run.over:
             self._call(run.conclude)
-        return made
+        return step
 
     def train(self) -> Run:
         """All remaining steps."""
@@ -139,8 +139,8 @@ class Trainer:
     def generate(self, question: str | Messages, *, temperature: float = 0.0, max_tokens: int | None = None) -> str:
         """The answer of the run's agent with the current weights, to a question asked as in training."""
         messages = ({"role": "user", "content": question},) if isinstance(question, str) else tuple(question)
-        asked = TaskSet((Task("ask", messages),), (), None, "")
-        (task,) = with_system_prompt(asked, self.config.data.system_prompt).train
+        tasks = TaskSet((Task("ask", messages),), (), None, "")
+        (task,) = with_system_prompt(tasks, self.config.data.system_prompt).train
         rollout = self.config.rollout
         sampling = Sampling(temperature, max_tokens=max_tokens or rollout.max_tokens, stop=tuple(rollout.stop))
         episode = self._call(lambda: self.run.answer(task, sampling))
@@ -148,11 +148,11 @@ class Trainer:
             raise InputError(f"no answer could be sampled ({episode.failure.cause}): {episode.failure.message}")
         return episode.final_answer
 
-    # -- what it is made of ----------------------------------------------------------------------------------------
+    # -- parts -----------------------------------------------------------------------------------------------------
 
     @property
     def run(self) -> Run:
-        """The run behind this trainer; the first use loads the weights and makes its folder."""
+        """The run of this trainer. The first use loads the weights and creates its folder."""
         if self._run is None:
             self._start(build(self._prepared, note=print_note))
         assert self._run is not None
@@ -160,7 +160,7 @@ class Trainer:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The transformers model as it is now, with its adapters if it has any."""
+        """The current transformers model, with its adapters if it has any."""
         if (model := getattr(self.run.learner, "model", None)) is None:
             raise InputError("the model is in other processes (cluster=ray)\n  load trainer.save() / 'model'")
         return model
@@ -193,18 +193,18 @@ class Trainer:
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        """Of every step so far, with its index as "step"."""
+        """The metrics of every step so far, with its index as "step"."""
         return [] if self._run is None else self._run.metrics
 
     @property
     def evaluations(self) -> list[tuple[int, Metrics]]:
-        """Of every evaluation of this trainer: steps done, metrics."""
+        """Every evaluation of this trainer: (steps done, metrics)."""
         return [] if self._run is None else self._run.evaluations
 
     @property
     def lr(self) -> float:
-        """The learning rate that the schedule is based on. It may be changed between steps; a run that is resumed
-        begins with that of its settings."""
+        """The base learning rate of the schedule. It may be changed between steps; a resumed run starts with that of
+        its settings."""
         optimizer = getattr(self.run.learner, "optimizer", None)
         return self.config.learner.lr if optimizer is None else float(optimizer.config.lr)
 
@@ -220,12 +220,12 @@ class Trainer:
     # -- results ---------------------------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Model and tokenizer as they are now, as an ordinary model folder (with LoRA, an adapter folder)."""
+        """Save the current model and tokenizer as an ordinary model folder (with LoRA, an adapter folder)."""
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> Any:
-        """Model and tokenizer to the Hugging Face hub; `options` are those of transformers' push_to_hub."""
+        """Push model and tokenizer to the Hugging Face hub; `options` are those of transformers' push_to_hub."""
         pushed = self.model.push_to_hub(repo_id, **options)
         self.tokenizer.push_to_hub(repo_id, **options)
         return pushed
@@ -246,8 +246,8 @@ class Trainer:
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the run: its engine, its processes, the lock on its folder. The model, the metrics and the path stay.
-        Where steps are left its status is `interrupted`. Also called when the trainer is forgotten, and at exit."""
+        """End the run: close its engine and processes and unlock its folder. The model, the metrics and the path stay
+        available. If steps are left, its status is `interrupted`. Also called on garbage collection and at exit."""
         if self._driver is not None:
             self._driver.close()
 
@@ -275,7 +275,7 @@ class Trainer:
 
     def _call(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
         run = self.run
-        with telling_how_to_go_on(run.path, run.config.resume, interrupted=False):
+        with resume_hint_on_failure(run.path, run.config.resume, interrupted=False):
             return self._the_driver().call(work)
 
 
@@ -312,6 +312,6 @@ def train(
             return trainer.train()
         except KeyboardInterrupt:
             if trainer._run is not None:
-                with telling_how_to_go_on(trainer.path, trainer.config.resume):
+                with resume_hint_on_failure(trainer.path, trainer.config.resume):
                     raise
             raise

@@ -33,8 +33,8 @@ def test_prepare_tells_what_it_did(capsys: pytest.CaptureFixture[str]) -> None:
     prepare_small()
     assert capsys.readouterr().out == (
         "gsm8k: 2 train, 1 test rows in data/gsm8k\n"
-        "  left out of train: 1 (repeats a question), for example gsm8k/train/2 = gsm8k/train/1\n"
-        "  no training question is asked in test\n"
+        "  dropped from train: 1 (repeats a question), for example gsm8k/train/2 = gsm8k/train/1\n"
+        "  no training question occurs in test\n"
     )
     assert sorted(path.name for path in Path("data/gsm8k").iterdir()) == [
         "manifest.json",
@@ -62,7 +62,7 @@ def test_prepare_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         (["prepare", "gsm8k", "math", "--out", "x"], "--out is the folder of one set"),
         (["shwo"], "did you mean   show?"),
         (["show", "gsm8k"], "fix: covey data prepare gsm8k"),
-        (["show", "sort", "-n", "x"], "-n wants a number"),
+        (["show", "sort", "-n", "x"], "-n wants a whole number"),
         (["check"], "name the files to check"),
     ],
 )
@@ -130,7 +130,7 @@ def test_training_on_a_set(capsys: pytest.CaptureFixture[str], tiny_model_folder
     words = ["train", "data=gsm8k", f"model={tiny_model_folder}", "rollout.max_tokens=8", "--validate-only"]
     assert main(words) == 0  # on another machine, perhaps, where it is prepared
     out = capsys.readouterr().out
-    assert "math_verify × 1" in out and "warning: not here: data=gsm8k is not prepared" in out
+    assert "math_verify × 1" in out and "warning: not on this machine: data=gsm8k is not prepared" in out
     assert main([*words, "--strict"]) == 2
     assert "fix: covey data prepare gsm8k" in capsys.readouterr().err
     prepare_small()

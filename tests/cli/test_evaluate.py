@@ -156,7 +156,7 @@ def test_a_run_on_its_own_tasks_and_on_others(tiny_model_folder: Path, capsys: p
         (["--tasks", "sort", "data=sort"], "--tasks and data=sort contradict"),
         (["--tasks", "sort", "--n", "4", "eval.n=2"], "--n and eval.n=2 contradict"),
         (["--tasks", "sort", "--n", "4", "eval.temperature=0"], "are one answer, 4 times"),
-        (["--tasks", "sort", "--n", "none"], "--n wants a number from 1"),
+        (["--tasks", "sort", "--n", "none"], "--n wants a whole number, at least 1"),
         (["--tasks", "sort", "--solved", "high"], "--solved wants a number"),
         (["--tasks", "sort", "--json", "a.json"], "--json is for one model on its own tasks"),
         (["--tasks", "sort", "--out", "taken"], "has other files and no evaluation"),

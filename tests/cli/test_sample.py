@@ -108,7 +108,10 @@ def test_without_its_files_a_run_is_asked_the_question_alone(
         rendered([{"role": "system", "content": "be brief"}, {"role": "user", "content": "2?"}]),
         rendered([{"role": "user", "content": "2?"}]),
     ]
-    assert "the question is asked alone, as the tasks are not here: data.train_files" in capsys.readouterr().err
+    assert (
+        "asking the question alone, since the tasks are not on this machine: data.train_files"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_prompt_of_a_data_set_stands_around_the_question() -> None:

@@ -120,10 +120,10 @@ def test_validate_only_calls_nothing_valid_that_would_be_refused(
     words = ["train", f"model={tiny_model_folder}", "rollout=sglang", "--validate-only"]
     assert main(words) == 2
     out = capsys.readouterr().out
-    assert "warning: a run would be refused: not available yet: other engines" in out
+    assert "warning: a run would be refused: not supported yet: other engines" in out
     assert out.endswith("not valid: a run would be refused, see above; nothing was started\n")
     assert main([*words, "--strict"]) == 2
-    assert "not available yet: other engines" in capsys.readouterr().err
+    assert "not supported yet: other engines" in capsys.readouterr().err
     assert main([*words, "--multirun", "seed=0,1"]) == 2
 
 
@@ -178,7 +178,7 @@ MISTAKES = {
     "group of one": (["rollout.group_size=1"], "it needs at least 2"),
     "prompt too long": (["rollout.max_tokens=600"], "longer than the context of 512"),
     "steps and epochs": (["loop.total_steps=3", "loop.total_epochs=1"], "contradict each other"),
-    "not yet": (["rollout=sglang"], "not available yet"),
+    "not yet": (["rollout=sglang"], "not supported yet"),
     "wrong type": (["learner.lr=fast"], "learner.lr must be a number from 0 to 10, got 'fast'"),
     "greedy groups": (["rollout.temperature=0"], "must be a number from 0.001 to 100"),
     "resume from nowhere": (["resume=nowhere"], "not a run's folder"),
@@ -277,7 +277,7 @@ def test_an_interrupted_run_says_so_and_its_figures_stay(tiny_model_folder: Path
     os.kill(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert "there is no checkpoint to go on from" in err
+    assert "there is no checkpoint to continue from" in err
     assert json.loads((the_run() / "run.json").read_text())["status"] == "interrupted"
     figures = written[0].read_bytes()
     assert main(["train", f"model={tiny_model_folder}", *SMALL]) == 0

@@ -93,14 +93,14 @@ def test_on_a_machine_of_our_own_processes_share_cores_within_limits(monkeypatch
 
 
 def test_processes_that_share_cores_are_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    from covey.app.cluster import settle_cluster
+    from covey.app.cluster import resolve_cluster
     from covey.cluster import start
     from covey.config.schema import Config
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(start, "this_machine", lambda: Node("127.0.0.1", cpus=2))
-    assert settle_cluster(Config(cluster=ray(rollout_devices=1)))[1] == []
-    (warning,) = settle_cluster(Config(cluster=ray(learner_devices=2, rollout_devices=2)))[1]
+    assert resolve_cluster(Config(cluster=ray(rollout_devices=1)))[1] == []
+    (warning,) = resolve_cluster(Config(cluster=ray(learner_devices=2, rollout_devices=2)))[1]
     assert warning.startswith("4 processes share 2 cores: cluster.learner_devices=2 and cluster.rollout_devices=2\n")
 
 

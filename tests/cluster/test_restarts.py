@@ -28,11 +28,11 @@ def runs(losses: int, limit: int) -> tuple[list[Path | None], list[str], int]:
         folders.append(folder)
         return Attempt(Path(f"run-{len(folders)}"))
 
-    def complete(run: Attempt) -> None:
+    def run_steps(run: Attempt) -> None:
         if len(folders) <= losses:
             raise LearnerLost("a learner died: killed\n  more")
 
-    found = with_restarts(make, complete, limit=limit, note=notes.append)
+    found = with_restarts(make, run_steps, limit=limit, note=notes.append)
     return folders, notes, int(found.path.name.removeprefix("run-"))
 
 
@@ -52,12 +52,12 @@ def test_a_learner_that_dies_while_a_run_is_made_again_is_a_loss_too() -> None:
             raise LearnerLost("a learner died: killed")
         return Attempt(Path(f"run-{len(folders)}"))
 
-    def complete(run: Attempt) -> None:
+    def run_steps(run: Attempt) -> None:
         if run.path.name == "run-1":
             raise LearnerLost("a learner died: killed")
 
     dies_at = {2}
-    assert with_restarts(make, complete, limit=2, note=print).path == Path("run-3")
+    assert with_restarts(make, run_steps, limit=2, note=print).path == Path("run-3")
     assert folders == [None, Path("run-1"), Path("run-1")]
     folders.clear()
     dies_at = {1}  # before there is a folder
@@ -66,7 +66,7 @@ def test_a_learner_that_dies_while_a_run_is_made_again_is_a_loss_too() -> None:
     folders.clear()
     dies_at = {1, 2, 3}
     with pytest.raises(LearnerLost):
-        with_restarts(make, complete, limit=2, note=print)
+        with_restarts(make, run_steps, limit=2, note=print)
     assert len(folders) == 3
 
 
@@ -85,9 +85,9 @@ class Lost:
 
 def made(model: Path, folder: Path) -> Any:
     from covey.app import build
-    from covey.app.compose import compose_words
+    from covey.app.compose import compose_command
     from covey.app.prepare import prepare
-    from covey.cli.words import parse
+    from covey.cli.parse import parse
 
     settings = [
         "data=sort",
@@ -97,7 +97,7 @@ def made(model: Path, folder: Path) -> Any:
         "eval.before=false",
     ]
     words = parse([f"model={model}", *settings, "loop.total_steps=2"], switches=(), values=())
-    return build.build(prepare(compose_words(words), folder=folder), note=print)
+    return build.build(prepare(compose_command(words), folder=folder), note=print)
 
 
 @pytest.mark.parametrize(("left", "message", "status"), [(1, "restarting", "running"), (0, "failed", "failed")])
@@ -105,7 +105,7 @@ def test_a_run_that_is_restarted_does_not_read_as_ended(
     tiny_model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], left: int, message: str, status: str
 ) -> None:
     """Until it turns out that it cannot be built again."""
-    from covey.app.train import _end_if_running
+    from covey.app.train import _set_final_status
 
     run = made(tiny_model_folder, tmp_path / "run")
     run.restarts_left = left
@@ -114,7 +114,7 @@ def test_a_run_that_is_restarted_does_not_read_as_ended(
         asyncio.run(run.train())
     assert f"{message} after 0 of 2 steps" in capsys.readouterr().out
     assert json.loads((run.path / "run.json").read_text())["status"] == status
-    _end_if_running(run.path, "failed")
+    _set_final_status(run.path, "failed")
     assert json.loads((run.path / "run.json").read_text())["status"] == "failed"
 
 
@@ -122,14 +122,14 @@ def test_a_restart_without_a_checkpoint_begins_again_in_the_same_folder(
     tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from covey.app import train as command
-    from covey.app.compose import compose_words
+    from covey.app.compose import compose_command
     from covey.app.prepare import prepare
-    from covey.cli.words import parse
+    from covey.cli.parse import parse
 
     monkeypatch.chdir(tmp_path)
     folders: list[Path] = []
     settings = ["data=sort", "data.train_size=4", "rollout.max_tokens=4", "resume=disable", "logging.to=[]"]
-    prepared = prepare(compose_words(parse([f"model={tiny_model_folder}", *settings], switches=(), values=())))
+    prepared = prepare(compose_command(parse([f"model={tiny_model_folder}", *settings], switches=(), values=())))
 
     def ends(run: Any) -> None:
         folders.append(run.path)
@@ -138,7 +138,7 @@ def test_a_restart_without_a_checkpoint_begins_again_in_the_same_folder(
         if len(folders) == 1:
             raise LearnerLost("a learner died: killed")
 
-    command._trained_in_cluster(prepared, ends, note=lambda text: print(text))
+    command._run_with_restarts(prepared, ends, note=lambda text: print(text))
     assert len(folders) == 2 and folders[0] == folders[1]
     output = capsys.readouterr().out
     assert "restart 1 of 3" in output and "from the start: there is no checkpoint yet (loop.save_every)" in output
@@ -148,9 +148,9 @@ def test_a_run_that_could_not_be_made_leaves_its_folder_free(
     tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from covey.app import build
-    from covey.app.compose import compose_words
+    from covey.app.compose import compose_command
     from covey.app.prepare import prepare
-    from covey.cli.words import parse
+    from covey.cli.parse import parse
 
     def lost(*given: object) -> None:
         raise LearnerLost("a learner died: killed")
@@ -159,7 +159,7 @@ def test_a_run_that_could_not_be_made_leaves_its_folder_free(
     words = parse(
         [f"model={tiny_model_folder}", "data=sort", "data.train_size=4", "logging.to=[]"], switches=(), values=()
     )
-    prepared = prepare(compose_words(words), folder=tmp_path / "run")
+    prepared = prepare(compose_command(words), folder=tmp_path / "run")
     caught = []
     for _ in range(2):  # the second attempt finds no lock of the first, whose frames are still alive
         with pytest.raises(LearnerLost, match="a learner died") as error:

@@ -25,11 +25,11 @@ def algorithms() -> dict[str, type]:
 def run(tmp_path: Path) -> Compose:
     """run("key=value", …, file="YAML text")"""
 
-    def compose_words(*words: str, file: str | None = None, **options: object) -> Composed:
+    def compose_command(*words: str, file: str | None = None, **options: object) -> Composed:
         path = None
         if file is not None:
             path = tmp_path / "my.yaml"
             path.write_text(file)
         return compose(words, algorithms=ALGORITHMS, config_path=path, **options)  # type: ignore[arg-type]
 
-    return compose_words
+    return compose_command

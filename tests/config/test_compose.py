@@ -180,7 +180,7 @@ def test_another_algorithm_replaces_the_recipes_with_its_settings(run, recipe):
     recipe("defaults: [schema, _self_]\nalgorithm: {beta: 0.3}")
     composed = run("algorithm=grpo", config_name="mine")
     assert composed.config.algorithm.kl_coef == 0.0
-    assert composed.warnings == ("algorithm=grpo replaces the recipe's gvpo and what it sets: beta",)
+    assert composed.warnings == ("algorithm=grpo replaces the recipe's gvpo and its settings: beta",)
 
 
 def test_a_recipe_chooses_a_loss_and_sets_it(run, recipe):
@@ -197,7 +197,7 @@ def test_another_loss_replaces_the_recipes_with_its_settings(run, recipe):
     recipe("defaults: [schema, override algorithm: grpo, _self_]\nalgorithm: {clip_low: 0.1, kl_coef: 0.3}")
     composed = run("algorithm.loss=gspo", config_name="mine")
     assert (composed.config.algorithm.clip_low, composed.config.algorithm.kl_coef) == (3e-4, 0.3)
-    assert composed.warnings == ("algorithm.loss=gspo replaces the recipe's loss=ppo_clip and what it sets: clip_low",)
+    assert composed.warnings == ("algorithm.loss=gspo replaces the recipe's loss=ppo_clip and its settings: clip_low",)
 
 
 def test_a_recipes_loss_without_settings_of_its_own(run, recipe):
@@ -415,7 +415,7 @@ def test_ranges_and_lists_in_sweeps():
 
 @pytest.mark.parametrize("word", ["learner.lr=interval(0,1)", "model=glob(*)"])
 def test_a_sweep_without_given_values_is_refused(word):
-    with pytest.raises(InputError, match="does not say which values"):
+    with pytest.raises(InputError, match="does not list the values"):
         expand_sweep([word])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from covey.app.cluster import settle_cluster
+from covey.app.cluster import resolve_cluster
 from covey.config.schema import ClusterConfig, Config, RolloutConfig
 from covey.errors import InputError
 
@@ -47,7 +47,7 @@ def test_the_reference_has_no_devices_of_its_own(run):
 
 def test_engines_on_the_learners_gpus_are_one_to_each() -> None:
     config = Config(cluster=ClusterConfig(name="ray"), rollout=RolloutConfig(tensor_parallel=2))
-    settled, said = settle_cluster(config)
-    assert settled.rollout.tensor_parallel == 1 and "has no effect" in said[0]
+    resolved, said = resolve_cluster(config)
+    assert resolved.rollout.tensor_parallel == 1 and "has no effect" in said[0]
     apart = Config(cluster=ClusterConfig(name="ray", rollout_devices=4), rollout=RolloutConfig(tensor_parallel=2))
-    assert settle_cluster(apart) == (apart, [])
+    assert resolve_cluster(apart) == (apart, [])

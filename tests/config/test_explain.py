@@ -147,7 +147,7 @@ def test_the_page_of_all_settings_is_what_the_command_writes(capsys):
 
 def test_explain_a_section_and_everything(algorithms):
     lines = explain("gateway", algorithms).splitlines()
-    assert lines[0] == "gateway" and lines[1].startswith("  gateway.port=9999        of the endpoint of agent=gateway")
+    assert lines[0] == "gateway" and lines[1].startswith("  gateway.port=9999        port of agent=gateway")
     everything = explain("", algorithms)
     for key in all_keys(algorithms):
         assert f"  {key}=" in everything or key == "algorithm.name"
@@ -159,7 +159,7 @@ def test_explain_a_section_and_everything(algorithms):
         ("critic.model.path", "aliases  critic.model.path"),
         ("agent.use_agent", "accepted; no effect"),
         ("agentflow.port", "aliases  agentflow.port"),
-        ("train.optim_batch_size", "goes into learner.mini_batch_size: turns / rollout.group_size"),
+        ("train.optim_batch_size", "determines learner.mini_batch_size: turns / rollout.group_size"),
         ("reward.weights.exact", "reward.weights\n  by reward name"),
     ],
 )

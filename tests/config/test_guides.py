@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from covey.config import recipe_names
-from covey.config.aliases import ACCEPTED, ALIASES, accepted, translate
-from covey.config.derive import NOT_YET, PARTS
+from covey.config.aliases import ALIASES, NO_EFFECT, no_effect, translate
+from covey.config.derive import PARTS, UNSUPPORTED
 from covey.config.settings import find, owners, schema_settings
 from tests.config.conftest import ALGORITHMS
 
@@ -27,7 +27,7 @@ DGDO = [
         *("epsilon", "invert", "importance_priors"),
     )
 ]
-KNOWN = sorted({*ALIASES, *PARTS, *ACCEPTED, *(row.key for row in NOT_YET)})
+KNOWN = sorted({*ALIASES, *PARTS, *NO_EFFECT, *(row.key for row in UNSUPPORTED)})
 VERL = ("actor_rollout_ref.", "algorithm.", "trainer.", "data.", "reward_model.overlong_buffer.", "agentflow.", "env.A")
 TORCHRL = ("env.", "train.", "train_model.", "ref_model.", "inference_model.", "optimizer.", "policy.", "model.compile")
 
@@ -64,14 +64,14 @@ def row(key: str) -> str:
     target = translate(key, ALGORITHMS)
     assert target is not None, key
     parts = PARTS.get(target.key)
-    missing = [line for line in NOT_YET if line.key == target.key]
-    remark = accepted(target.key)
+    missing = [line for line in UNSUPPORTED if line.key == target.key]
+    remark = no_effect(target.key)
     if parts is not None:
         native, text = parts
     elif _native(target.key):
         native, text = (target.key,), ""
     elif missing:
-        native, text = (), f"not available yet beyond its usual value: {missing[0].capability}"
+        native, text = (), f"not supported yet beyond its default: {missing[0].feature}"
     else:
         assert remark is not None, key
         native, text = (), remark.remark.format(algorithm="the algorithm") or "accepted, without effect"

@@ -264,7 +264,7 @@ def test_tasks_times_attempts_are_bounded(run):
         run("data.train_batch_size=100000", "actor_rollout_ref.rollout.n=11")
     assert str(error.value) == (
         "data.train_batch_size=100000 and actor_rollout_ref.rollout.n=11 make 1,100,000 episodes in one step, and "
-        "1,000,000 are the most\n  lower one of them"
+        "the maximum is 1,000,000\n  lower one of them"
     )
 
 

@@ -76,7 +76,7 @@ def test_such_a_file_configures_a_run(run, monkeypatch):
 def test_a_model_that_is_only_a_variable_is_warned_about(run):
     composed = run(file="env: {BASE_MODEL: a/b}\npython_args: {algorithm.gvpo_beta: 0.1}")
     assert composed.config.model.name == "smollm2-135m"
-    assert "env.BASE_MODEL is a variable that no setting uses" in composed.warnings[0]
+    assert "env.BASE_MODEL is not used by any setting" in composed.warnings[0]
 
 
 def test_the_files_variables_come_before_the_environments(read, monkeypatch):

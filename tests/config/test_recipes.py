@@ -33,7 +33,9 @@ def test_a_header_says_what_hardware_result_and_command(name: str) -> None:
 def test_a_recipe_is_valid(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--config-name", name, "--validate-only"]) == 0, capsys.readouterr().err
     warnings = re.findall(r"^warning: (.*)", capsys.readouterr().out, re.MULTILINE)
-    expected = ("not here: ", "rollout.group_size=2: gvpo is noisy below 4") + ("top_p",) * (name == "grpo_ifeval")
+    expected = ("not on this machine: ", "rollout.group_size=2: gvpo is noisy below 4") + ("top_p",) * (
+        name == "grpo_ifeval"
+    )
     assert [text for text in warnings if not text.startswith(expected)] == []
 
 

@@ -62,7 +62,7 @@ def listed() -> Iterator[Any]:
     for document in DOCUMENTS:
         for number, command in enumerate(find_commands(document)):
             if "sbatch" in command.text:
-                continue  # a job's script comes from `covey slurm`: tests/cli/test_slurm.py
+                continue  # a job's script comes from `covey slurm`: tests/app/test_slurm.py
             marks = [pytest.mark.slow] if kind(command) in known else []
             known.add(kind(command))
             yield pytest.param(command, id=f"{document}-{number}", marks=marks)

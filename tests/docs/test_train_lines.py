@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from covey.app.compose import find_origin
+from covey.app.compose import implied_recipe
 from covey.cli.main import main
 from tests.docs.pages import COMMANDS, Command
 from tests.docs.scaled import scaled
@@ -24,7 +24,8 @@ NEW = ("algorithm", "algorithm.loss", "algorithm.adv_estimator", "agent", "agent
 NEW += ("rollout", "critic.shared", "--multirun", "--dry-run", "--validate-only", "--config")
 # Warnings that a page's line is meant to have.
 MEANT = re.compile(  # warnings that are right: of the line itself, or of the machine that checks it
-    r"not here: |rollout\.group_size=2: gvpo is noisy below 4 attempts per task$|\d+ processes share \d+ cores: "
+    r"not on this machine: |rollout\.group_size=2: gvpo is noisy below 4 attempts per task$"
+    r"|\d+ processes share \d+ cores: "
     r"|settings of TorchRL's GRPO scripts: |no task is named: "
 )
 
@@ -33,7 +34,7 @@ def only_checked(words: list[str]) -> str | None:
     """Why a line is not run beyond --validate-only."""
     if "--config-name" in words:
         return "recipes run in tests/cli/test_recipes.py"
-    if find_origin(words, None).recipe:
+    if implied_recipe(words, None).recipe:
         return "lines that start from a recipe by their words run in tests/docs/test_source_documents.py"
     if any(word.startswith("cluster") for word in words):
         return "clusters run in tests/cluster"
@@ -42,9 +43,9 @@ def only_checked(words: list[str]) -> str | None:
     if "rollout=vllm" in words or "actor_rollout_ref.rollout.name=vllm" in words:
         return "needs vLLM: tests/integration/test_vllm.py; a stand-in: tests/rollout/test_vllm_engine.py"
     if any(word.startswith("resume=") for word in words):
-        return "runs go on in tests/cli/test_resume.py"
+        return "runs are resumed in tests/app/test_resume_run.py"
     if "--launcher" in words:
-        return "jobs are started in tests/cli/test_launch.py"
+        return "jobs are started in tests/app/test_sweep.py"
     if any(word.startswith("reward.options.judge.url=") for word in words):
         return "needs a server that judges: tests/rewards/test_judge.py"
     return None

@@ -158,5 +158,5 @@ def test_gvpo_minimal_learns_from_the_answers_it_has(
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("slurm/*.sh")), ids=lambda path: path.name)
 def test_a_job_script_is_valid_shell(path: Path) -> None:
-    """What is in them runs in tests/cli/test_slurm.py."""
+    """What is in them runs in tests/app/test_slurm.py."""
     subprocess.run(["bash", "-n", str(path)], check=True)

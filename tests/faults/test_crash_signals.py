@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from covey.app.sweep import new_base
 from covey.cli import runs
 from covey.cli.main import main
-from covey.cli.train import _new_base
 from covey.storage import is_locked, lock_folder
 from covey.telemetry.history import read_run
 from tests.faults.crashes import CrashHarness, Plan, crashed
@@ -40,7 +40,7 @@ def test_ctrl_c_in_the_middle_of_a_line_writes_the_line(harness: CrashHarness, m
     assert [r["step"] for r in recorded if r["kind"] == "step"] == [0, 1, 2]
     output = (folder / "log.txt").read_text()
     assert "stopping; Ctrl-C again leaves at once" in output
-    assert "the same command goes on from the last checkpoint, after step 2\n" in output
+    assert "the same command continues from the last checkpoint, after step 2\n" in output
     assert harness.nest.run(folder, words) == 0
     assert crashed.outcome(folder) == harness.expected(words)
 
@@ -53,7 +53,8 @@ def test_sigterm_saves_and_exits_with_143(harness: CrashHarness, mode: str) -> N
     assert crashed.status(run) == "interrupted"
     assert [path.name for path in run.glob("checkpoints/*")] == ["step-000001"]
     output = (folder / "log.txt").read_text()
-    assert "SIGTERM came; all is saved, and the same command goes on from the last checkpoint, after step 1\n" in output
+    assert "stopped by SIGTERM; everything is saved, and " in output
+    assert "the same command continues from the last checkpoint, after step 1\n" in output
     assert harness.nest.run(folder, words) == 0
     assert crashed.outcome(folder) == harness.expected(words)
 
@@ -71,7 +72,7 @@ def test_no_step_follows_sigterm_during_an_evaluation(harness: CrashHarness, mod
     assert [r["step"] for r in crashed.records(run) if r["kind"] == "eval"] == ([0] if done == 0 else [0, 3])
     assert (run / "checkpoints" / f"step-{done:06d}").is_dir()
     output = (folder / "log.txt").read_text()
-    assert f"goes on from the last checkpoint, after step {done}\n" in output
+    assert f"continues from the last checkpoint, after step {done}\n" in output
     assert harness.nest.run(folder, words) == 0, (folder / "log.txt").read_text()
     if mode == "async-fifo":  # sampled with weights of any age: every group once
         assert crashed.steps_once(folder)
@@ -99,8 +100,8 @@ def test_sigterm_ends_a_whole_sweep(harness: CrashHarness) -> None:
 
 def test_two_sweeps_started_in_the_same_second_have_separate_folders(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("covey.cli.train.datetime", type("Stopped", (), {"now": lambda: datetime(2026, 1, 31, 14, 5, 9)}))
-        found = [_new_base(tmp_path).relative_to(tmp_path) for _ in range(2)]
+        patch.setattr("covey.app.sweep.datetime", type("Stopped", (), {"now": lambda: datetime(2026, 1, 31, 14, 5, 9)}))
+        found = [new_base(tmp_path).relative_to(tmp_path) for _ in range(2)]
     assert found == [Path("2026-01-31/14-05-09"), Path("2026-01-31/14-05-09-1")]
 
 

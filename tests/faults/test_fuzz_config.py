@@ -19,7 +19,7 @@ from covey.algorithms import ALGORITHMS as CATALOGUE
 from covey.algorithms import schema
 from covey.cli.main import main
 from covey.config import compose, expand_sweep, explain
-from covey.config.aliases import ACCEPTED, ALIASES, PARTS
+from covey.config.aliases import ALIASES, NO_EFFECT, PARTS
 from covey.config.compose import fingerprint
 from covey.config.read import read_env_file
 from covey.config.settings import schema_settings
@@ -31,7 +31,7 @@ KEYS = [
     *schema_settings(),
     *ALIASES,
     *PARTS,
-    *ACCEPTED,
+    *NO_EFFECT,
     "algorithm",
     "algorithm.beta",
     "algorithm.loss",

@@ -143,7 +143,7 @@ def test_a_reward_that_is_always_non_finite_ends_the_run_with_a_message(
     output = capsys.readouterr().err
     assert "No training tasks completed" in output and "2 × reward: reward odd on task" in output
     assert ("must be a number" if "text" in value else "must be finite") in output
-    assert "there is no checkpoint to go on from" in output and "Traceback" not in output
+    assert "there is no checkpoint to continue from" in output and "Traceback" not in output
 
 
 def test_a_reward_that_is_sometimes_non_finite_fails_those_episodes(tmp_path: Path, tiny_model_folder: Path) -> None:

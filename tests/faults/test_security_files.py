@@ -182,7 +182,7 @@ def test_code_of_the_model_is_not_run(with_code: Path, monkeypatch: pytest.Monke
     config = ModelConfig(name=str(with_code), device="cpu")
     with pytest.raises(InputError, match=r"model\.trust_remote_code=true"):
         open_source(config)
-    from covey.cli.simulate import model_shape
+    from covey.app.simulation import model_shape
     from covey.config.schema import Config
 
     with pytest.raises(InputError):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from covey.app.run_files import as_it_began
+from covey.app.run_files import at_original_revision
 from covey.cli.main import main
 from covey.config.schema import Config, LoraConfig, ModelConfig
 from covey.errors import Absent, InputError
@@ -88,7 +88,7 @@ def test_a_run_goes_on_with_the_commit_it_began_with(hub: Path) -> None:
     config = Config(model=at("someone/tiny"))
     newer = open_source(config.model)
     folder = open_folder(run)
-    began = as_it_began(newer, config, folder)
+    began = at_original_revision(newer, config, folder)
     folder.release()
     assert newer.revision == NEW and began is not None and began.revision == OLD
     assert began.tokenizer.chat_template is not None

@@ -23,13 +23,13 @@ from typing import Any
 import pytest
 
 from covey import redact
-from covey.cli.main import _last_words, main
+from covey.cli.main import _print_traceback, main
 from covey.config import compose
 from covey.dashboard.runs import Library
 from covey.dashboard.server import Dash
 from covey.dashboard.static_page import html_report, markdown_report, read_all
 from covey.errors import InputError
-from covey.redact import MASK, Screen, hide, hide_known, hide_settings, hide_words, says_secret
+from covey.redact import MASK, RedactedStream, hide, hide_known, hide_settings, hide_words, is_secret_name
 from tests.conftest import ROOT
 
 SECRETS = {
@@ -185,7 +185,7 @@ def test_redacted_settings_are_requested_again(ran: tuple[Path, bytes], monkeypa
     from covey.algorithms import algorithm_schemas
 
     monkeypatch.chdir(ran[0])
-    with pytest.raises(InputError, match=r"reward\.options\.\w+\.\w+: a secret, which is not kept"):
+    with pytest.raises(InputError, match=r"reward\.options\.\w+\.\w+: a secret, which is not stored"):
         compose([], algorithms=algorithm_schemas(), config_path=settings)
     again = ["reward.options.leaky.api_key=another-key-1", "reward.options.judge.url=http://host/v1"]
     assert compose(again, algorithms=algorithm_schemas(), config_path=settings).config.reward.options["judge"]
@@ -199,7 +199,7 @@ def test_job_scripts_and_sweeps_refuse_secrets(capsys: pytest.CaptureFixture[str
     assert (
         "would be written into the job script" in output and IN_SETTINGS["api_key"] not in output and not where.exists()
     )
-    from covey.cli.slurm import refuse_secrets
+    from covey.app.sweep import refuse_secrets
 
     with pytest.raises(InputError, match="the files of its jobs"):
         refuse_secrets(["learner.lr=1", "reward.options.judge.url=http://a:b@c/v1"], "the files of its jobs")
@@ -219,7 +219,7 @@ def test_the_traceback_of_an_uncaught_error(
     try:
         raise KeyError("Authorization: Bearer abcdefghij and the-token-nobody-sees")
     except KeyError as error:
-        _last_words(KeyError, error, error.__traceback__)
+        _print_traceback(KeyError, error, error.__traceback__)
     fragments = capsys.readouterr().err
     assert (
         "Traceback" in fragments
@@ -244,7 +244,7 @@ def test_the_traceback_of_an_uncaught_error(
     ],
 )  # fmt: skip
 def test_names_of_secrets(name: str, expected: bool) -> None:
-    assert says_secret(name) is expected
+    assert is_secret_name(name) is expected
 
 
 @pytest.mark.parametrize(
@@ -319,9 +319,9 @@ def test_a_tree_and_words_and_a_stream(monkeypatch: pytest.MonkeyPatch, capsys: 
     shown = {"judge": {"api_key": MASK, "url": f"http://{MASK}@h/v1", "n": 3, "api_key_env": "K"}, "keys": ["x"]}
     assert hide_settings(tree) == shown
     assert hide_words(["a.api_key=abc", "b=1", "--x"]) == [f"a.api_key={MASK}", "b=1", "--x"]
-    monkeypatch.setattr(redact, "_learned", set())
-    redact.learn({"token": "learned-from-settings"})
-    print("x learned-from-settings ?token=ours", file=Screen(sys.stdout))
+    monkeypatch.setattr(redact, "_remembered", set())
+    redact.remember_secrets({"token": "learned-from-settings"})
+    print("x learned-from-settings ?token=ours", file=RedactedStream(sys.stdout))
     assert capsys.readouterr().out == f"x {MASK} ?token=ours\n"
 
 
@@ -356,16 +356,16 @@ def test_a_tracker_does_not_get_a_command_with_a_secret(
 
 def test_harmless_names_that_sound_like_secrets_stay() -> None:
     """Variable names, column names, markers, common words."""
-    from covey.redact import hide_settings, known, learn, missing
+    from covey.redact import hidden_setting, hide_settings, known_secrets, remember_secrets
 
     plain = {"headers_from_env": {"Authorization": "MY_VARIABLE"}, "answer_key": "answer", "think_token": "</think>"}
     assert hide_settings(plain) == plain
-    learn(plain)
-    learn({"api_key": "ollama"})
-    assert not {"MY_VARIABLE", "answer", "</think>", "ollama"} & set(known())
+    remember_secrets(plain)
+    remember_secrets({"api_key": "ollama"})
+    assert not {"MY_VARIABLE", "answer", "</think>", "ollama"} & set(known_secrets())
     assert hide_settings({"api_key": "ollama", "env": {"API_KEY": "x1"}}) == {"api_key": MASK, "env": {"API_KEY": MASK}}
-    assert missing({"servers": [{"url": "a"}, {"token": MASK}]}) == "servers.token"
-    assert missing({"command": f"curl -H 'Authorization: Bearer {MASK}'"}) == "command"
+    assert hidden_setting({"servers": [{"url": "a"}, {"token": MASK}]}) == "servers.token"
+    assert hidden_setting({"command": f"curl -H 'Authorization: Bearer {MASK}'"}) == "command"
 
 
 def test_a_run_is_recognised_even_if_its_name_looks_like_a_secret(tmp_path: Path) -> None:

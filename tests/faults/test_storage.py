@@ -92,7 +92,7 @@ def test_a_disk_that_fills_up_while_training(
             and "free" in output
         )
         assert "Traceback" not in output and len(output.strip().splitlines()) < 25
-        expected = "there is no checkpoint to go on from" if last is None else f"after step {last}"
+        expected = "there is no checkpoint to continue from" if last is None else f"after step {last}"
         assert expected in output
         assert not list(run.glob("checkpoints/.writing-*")) and not list(run.glob("**/.run.json"))
         assert [p.name for p in run.glob("checkpoints/*")] == ([] if last is None else [f"step-{last:06d}"])
@@ -146,7 +146,7 @@ def test_the_report_of_a_finished_run(
             assert train(folder, tiny_model_folder) == 1
         output = capsys.readouterr().err
         run = the_run(folder)
-        assert "curve.png: No space left" in output and "the same command goes on from the last checkpoint" in output
+        assert "curve.png: No space left" in output and "the same command continues from the last checkpoint" in output
         assert json.loads((run / "run.json").read_text())["status"] != "finished"
         assert not list(run.glob("*.png")) and not list(run.glob("*.md"))
         disk.free()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from covey.app import checks as module
-from covey.app.checks import choose, require_vllm
+from covey.app.checks import choose_engine, require_vllm
 from covey.errors import Absent
 from covey.imports import install_extra
 
@@ -28,7 +28,7 @@ LARGE_AND_LONG = {"installed": True, "gpu": True, "parameters": 7.6e9, "max_toke
     ],
 )
 def test_the_choice_and_its_reason(changes: dict[str, Any], engine: str, because: str) -> None:
-    name, reason = choose(**(LARGE_AND_LONG | changes))
+    name, reason = choose_engine(**(LARGE_AND_LONG | changes))
     assert name == engine and because in reason
 
 
@@ -36,7 +36,7 @@ def test_the_choice_and_its_reason(changes: dict[str, Any], engine: str, because
     ("version", "message"),
     [
         (None, re.escape(install_extra("vllm"))),
-        ("0.9.2", r"0\.24 or newer, here is 0\.9\.2"),
+        ("0.9.2", r"0\.24 or newer, found 0\.9\.2"),
         ("0.23.9", "0.24 or newer"),
     ],
 )

@@ -8,11 +8,11 @@ import math
 from pathlib import Path
 
 import pytest
-
-from covey.app.compose import compose_words
-from covey.cli.main import main
-from covey.cli.simulate import passes
 from covey.cli.words import parse
+
+from covey.app.compose import compose_command
+from covey.app.simulation import passes
+from covey.cli.main import main
 from covey.simulate.hardware import GIB, NODE, DecodeCurve, Device, Episodes, Shape, Speeds, Turn, device
 from covey.simulate.simulation import Workload
 from covey.simulate.splits import (
@@ -172,9 +172,9 @@ def test_a_recipe_is_simulated_and_every_figure_labelled(tmp_path: Path, capsys:
 
 def test_tokens_of_older_policies_take_another_forward_pass() -> None:
     """Synchronous GRPO: one pass; async: a third more. GVPO always needs its reference and has no correction."""
-    grpo = compose_words(parse(["algorithm=grpo"])).config
+    grpo = compose_command(parse(["algorithm=grpo"])).config
     assert [passes(grpo, lead) for lead in (0, 1)] == pytest.approx([1.0, 4 / 3])
-    gvpo = compose_words(parse(["algorithm=gvpo"])).config
+    gvpo = compose_command(parse(["algorithm=gvpo"])).config
     assert [passes(gvpo, lead) for lead in (0, 1)] == pytest.approx([4 / 3, 4 / 3])
 
 
@@ -185,7 +185,7 @@ def test_tokens_of_older_policies_take_another_forward_pass() -> None:
         (["demo", "--gpus", "8", "--gpu", "h1000"], "did you mean   h100"),
         (["demo", "--gpus", "8", "--tool-seconds", "5:1"], "LOW:HIGH"),
         (["dmo", "--gpus", "8"], "demo"),
-        (["demo", "--gpus", "8", "model=org/unknown"], "its name has none"),
+        (["demo", "--gpus", "8", "model=org/unknown"], "nor is it in its name"),
     ],
 )
 def test_mistakes_are_reported(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,7 +104,7 @@ def test_a_step_inside_a_step_is_refused(tiny_model_folder: Path) -> None:
     def nested(trainer: covey.Trainer, step: covey.Step) -> None:
         trainer.step()
 
-    with pytest.raises(RunFailed, match="a step cannot be made in a callback"):
+    with pytest.raises(RunFailed, match="cannot be called in a callback"):
         trained(tiny_model_folder, nested, validation=None)
 
 

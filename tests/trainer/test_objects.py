@@ -40,7 +40,7 @@ def test_the_tokenizer_of_a_loaded_model_is_found_by_its_name(tiny_model_folder:
     trainer = covey.Trainer(model, ROWS, vowels, **SMALL)
     assert trainer.config.model.name.startswith("outputs/start_models/model-")
     model.config._name_or_path = "nowhere/at-all"
-    with pytest.raises(InputError, match="give it: tokenizer="):
+    with pytest.raises(InputError, match="pass it: tokenizer="):
         covey.Trainer(model, ROWS, vowels, **SMALL)
     with pytest.raises(InputError, match="must be a name, a folder or a transformers model, got int"):
         covey.Trainer(3, ROWS, vowels, **SMALL)  # type: ignore[arg-type]

@@ -225,7 +225,7 @@ def test_ctrl_c_in_the_one_call_form_ends_the_run(tiny_model_folder: Path, capsy
 
     with pytest.raises(KeyboardInterrupt):
         covey.train(str(tiny_model_folder), ROWS, vowels, callbacks=[pressed], **(SMALL | {"loop.save_every": 1}))
-    assert "goes on from the last checkpoint, after step 1" in capsys.readouterr().err
+    assert "continues from the last checkpoint, after step 1" in capsys.readouterr().err
     (info,) = Path("outputs").glob("*/*/run.json")
     assert json.loads(info.read_text())["status"] == "interrupted"
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from covey.app.build import _own_thread
+from covey.app.build import _learner_thread
 from covey.cli.main import main
 from covey.learner.learner import Learner
 
@@ -94,7 +94,7 @@ def test_a_remote_learner_is_closed_before_the_thread_that_waits_for_it() -> Non
     ended = threading.Event()
     resources = ExitStack()
     learner: Any = SimpleNamespace(close=ended.set)
-    thread = _own_thread(learner, resources)
+    thread = _learner_thread(learner, resources)
     waiting = thread.submit(ended.wait, 60)
     resources.close()
     assert waiting.result(0) is True

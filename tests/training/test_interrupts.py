@@ -61,7 +61,8 @@ def test_a_run_ended_by_sigterm_writes_a_checkpoint_and_resumes(
         patch.setattr(Run, "_sample_and_update", signalled)
         assert main(command) == 75
     output = capsys.readouterr().err
-    assert "SIGTERM came; all is saved, and the same command goes on from the last checkpoint, after step 2\n" in output
+    assert "stopped by SIGTERM; everything is saved, and " in output
+    assert "the same command continues from the last checkpoint, after step 2\n" in output
     (run,) = tmp_path.glob("outputs/*/*")
     assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
     assert (run / "checkpoints" / "step-000002").is_dir()

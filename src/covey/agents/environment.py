@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
-from covey.errors import InputError, NamedFailure, RunFailed, said
+from covey.errors import InputError, NamedFailure, RunFailed, describe_error
 from covey.protocols import Done, NoRoom, Policy
 from covey.types import Episode, Messages, RewardTable, StopReason, Task
 from covey.workers import WorkerError, WorkerPool, WorkerSession, WorkerTimeout
@@ -221,7 +221,7 @@ class OpenEnvironment:
         except WorkerError as error:  # the environment's own exception, or the death of its worker
             raise EnvironmentFailed("environment", f"{self.name}.{method}: {error}") from error
         except (Exception, SystemExit) as error:
-            raise EnvironmentFailed("environment", f"{self.name}.{method}: {said(error)}") from error
+            raise EnvironmentFailed("environment", f"{self.name}.{method}: {describe_error(error)}") from error
 
 
 def _messages(method: str, value: Any) -> list[Message]:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from covey.agents.environment import EnvironmentFailed, without_task
 from covey.config.schema import AgentConfig
-from covey.errors import InputError, place_in, said, with_place
+from covey.errors import InputError, describe_error, traceback_location, with_location
 from covey.imports import install_extra, load_function, no_exit
 from covey.protocols import Policy
 from covey.types import Episode, Messages, RewardTable, StopReason, Task
@@ -172,7 +172,7 @@ class VerifiersAgent:
 
 def _error_text(error: Any) -> str:
     """An error recorded by the package, with the line of the environment's code that raised it."""
-    return with_place(f"{error.type}: {error.message}", place_in(error.traceback or ""))
+    return with_location(f"{error.type}: {error.message}", traceback_location(error.traceback or ""))
 
 
 def _convert_task(environment: str, task: Any) -> Task:
@@ -238,7 +238,7 @@ class EnvironmentServer:
         except (Exception, SystemExit) as error:  # the package exits if the user is not logged in
             if ready.done():
                 raise
-            ready.set_exception(EnvironmentFailed("environment", said(error)))
+            ready.set_exception(EnvironmentFailed("environment", describe_error(error)))
 
     async def close(self) -> None:
         if self._task is not None:

@@ -1,1 +1,1 @@
-"""Wires a run: checks the settings, loads the model, builds its parts. Used by the command line and by Python."""
+"""The application layer: checks settings, builds runs and trains them. Used by the command line and the Python API."""

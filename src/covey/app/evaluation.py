@@ -1,35 +1,45 @@
-"""What covey eval measures: every model on every set of tasks, checked before any weights are loaded."""
+"""covey eval: plans every model on every set of tasks, samples the answers that are missing, and reports the results.
+
+The plan is checked completely before the first weights are loaded.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-import math
+import gc
+import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from covey.app.build import make_collector
 from covey.app.checks import digest_rewards, digest_tasks
-from covey.app.compose import Words, compose_words
-from covey.app.loaded_model import NAMES_TASKS, compose_for
-from covey.app.parts import open_workers, with_workers
+from covey.app.compose import CommandLine, compose_command, whole_number
+from covey.app.loaded_model import TASK_KEYS, compose_for
+from covey.app.models import make_engine
+from covey.app.parts import open_rewards, open_workers, services, with_workers
 from covey.app.prepare import Prepared, prepare
 from covey.app.resume import is_run
 from covey.config import Composed
-from covey.config.schema import Config
-from covey.errors import InputError
-from covey.evaluation.answers import EvalJob
-from covey.evaluation.scores import THRESHOLD, EvalSpec
+from covey.errors import InputError, RunFailed
+from covey.evaluation.answers import EvalFolder, EvalJob, Key
+from covey.evaluation.report import Report
+from covey.evaluation.scores import THRESHOLD, Answer, EvalSpec, Scores, compare_all, compute_scores
 from covey.evaluation.statistics import powers_up_to
+from covey.protocols import RolloutEngine
 from covey.rewards import votes_of
 from covey.tasks import TaskSet, load_tasks
+from covey.telemetry.progress import ProgressLine
 from covey.training.evaluate import eval_sampling
 from covey.workers import WorkerPool
 
 FILES = (".json", ".jsonl", ".parquet", ".csv")
-# Of the settings, those that change answers. Where and how fast they are sampled may change from one start to the next.
+# Settings that change answers. An evaluation can continue with other values of all others (devices, speed).
 ANSWERS_DEPEND_ON: Mapping[str, tuple[str, ...] | None] = {
     "model": ("dtype", "context_length", "lora"),
     "data": ("name", "options", "val_files", "val_size", "system_prompt"),
@@ -41,7 +51,7 @@ ANSWERS_DEPEND_ON: Mapping[str, tuple[str, ...] | None] = {
 
 
 @dataclass(frozen=True)
-class Request:
+class EvalOptions:
     """The flags of covey eval."""
 
     tasks: tuple[str, ...] = ()  # empty: those of the settings
@@ -53,73 +63,73 @@ class Request:
     json: Path | None = None
 
     @classmethod
-    def read(cls, words: Words) -> Request:
-        out, written = words.text("--out"), words.text("--json")
-        tasks = _parts(words, "--tasks")
-        if written and (tasks or len(words.places) > 1):
+    def read(cls, args: CommandLine) -> EvalOptions:
+        out, json, tasks = args.value("--out"), args.value("--json"), args.names("--tasks")
+        if json and (tasks or len(args.positional) > 1):
             raise InputError("--json is for one model on its own tasks\n  fix: results.json in --out has all figures")
-        if tasks and (given := [word for word in words.settings if word.startswith(NAMES_TASKS)]):
-            raise InputError(f"--tasks and {given[0]} contradict each other\n  fix: give one of them")
-        if words.text("--n") and (given := [word for word in words.settings if word.startswith("eval.n=")]):
-            raise InputError(f"--n and {given[0]} contradict each other\n  fix: give one of them")
-        ks = [_whole("--k", part) for part in _parts(words, "--k")]
+        for flag, keys in (("--tasks", TASK_KEYS), ("--n", ("eval.n=",))):
+            clash = [word for word in args.settings if word.startswith(keys)]
+            if args.value(flag) and clash:
+                raise InputError(f"{flag} and {clash[0]} contradict each other\n  fix: give one of them")
+        ks = {whole_number("--k", part) for part in args.names("--k")}
         return cls(
             tasks=tasks,
-            n=_maybe(words, "--n"),
-            ks=tuple(sorted(set(ks))) or None,
-            limit=_maybe(words, "--limit"),
-            threshold=_number(words, "--solved", THRESHOLD),
+            n=None if args.value("--n") is None else args.integer("--n", 1),
+            ks=tuple(sorted(ks)) or None,
+            limit=None if args.value("--limit") is None else args.integer("--limit", 1),
+            threshold=args.number("--solved", THRESHOLD),
             out=Path(out).expanduser() if out else None,
-            json=Path(written) if written else None,
+            json=Path(json) if json else None,
         )
 
-    def sampled(self, words: Words) -> Words:
-        """The same command with --n as settings: one answer is greedy, more are sampled, unless eval.modes is given."""
+    def with_n(self, args: CommandLine) -> CommandLine:
+        """The command line with --n as settings: 1 is greedy, more are sampled, unless eval.modes is set."""
         if self.n is None:
-            return words
-        modes = [] if any(word.startswith("eval.modes=") for word in words.settings) else [_mode(self.n)]
-        return dataclasses.replace(words, settings=[*words.settings, f"eval.n={self.n}", *modes])
+            return args
+        mode = "eval.modes=[greedy]" if self.n == 1 else "eval.modes=[sampled]"
+        modes = [] if any(word.startswith("eval.modes=") for word in args.settings) else [mode]
+        return dataclasses.replace(args, settings=[*args.settings, f"eval.n={self.n}", *modes])
 
     def ks_for(self, n: int) -> tuple[int, ...]:
         return powers_up_to(n) if self.ks is None else tuple(k for k in self.ks if k <= n)
 
 
-def _mode(n: int) -> str:
-    return "eval.modes=[greedy]" if n == 1 else "eval.modes=[sampled]"
-
-
 @dataclass(frozen=True)
-class Candidate:
+class PlannedEval:
     """One model on one set of tasks, in one or two modes."""
 
-    model: str  # as it was named
+    model: str  # as named on the command line
     task: str
     prepared: Prepared
-    measures: tuple[EvalJob, ...]
+    jobs: tuple[EvalJob, ...]
     tree: Mapping[str, Any]  # of the settings
     workers: WorkerPool | None = None
 
-    def with_workers(self, resources: ExitStack) -> Candidate:
-        """With processes for functions of the user's, to be opened before the first model is loaded."""
+    @property
+    def title(self) -> str:
+        return f"{self.model} on {self.task}"
+
+    def with_workers(self, resources: ExitStack) -> PlannedEval:
+        """The plan with processes for the user's functions. Open them before the first model is loaded."""
         workers = open_workers(self.prepared.agent, self.prepared.rewards, resources)
         agent = with_workers(self.prepared.agent, workers)
         return dataclasses.replace(self, prepared=dataclasses.replace(self.prepared, agent=agent), workers=workers)
 
     def identity(self) -> dict[str, Any]:
-        """What answers depend on: two evaluations with the same can go on in one folder."""
-        found: dict[str, Any] = {
+        """Everything that answers depend on. Two evaluations with the same identity may share a folder."""
+        sections: dict[str, Any] = {
             section: {k: v for k, v in self.tree[section].items() if keys is None or k in keys}
             for section, keys in ANSWERS_DEPEND_ON.items()
         }
         tasks, rewards = self.prepared.tasks, self.prepared.rewards
-        found |= {"seed": self.tree["seed"], "tasks": len(tasks.validation), "weights": self._weights()}
-        return found | {
+        sections |= {"seed": self.tree["seed"], "tasks": len(tasks.validation), "weights": self._weights()}
+        return sections | {
             "digest of tasks": digest_tasks((*tasks.train, *tasks.validation))[:16],
             "digest of rewards": digest_rewards(rewards)[:16],
         }
 
     def _weights(self) -> dict[str, Any]:
-        """Where they are, and of files the size and the time they were written."""
+        """The location of the weights; for local files also size and time of the last change."""
         source = self.prepared.model
         assert source is not None
         folders = [Path(place) for place in (source.path, source.adapter) if place is not None]
@@ -129,31 +139,34 @@ class Candidate:
         }
 
 
-def find_candidates(words: Words, request: Request) -> list[Candidate]:
-    """All of them, model by model. A mistake in any ends the command before the first is loaded."""
-    for name in words.places:
-        if words.places.count(name) > 1:
+# -- Planning ----------------------------------------------------------------------------------------------------------
+
+
+def plan_evaluation(args: CommandLine, options: EvalOptions) -> list[PlannedEval]:
+    """All plans, model by model. An error in any of them is raised before the first model is loaded."""
+    for name in args.positional:
+        if args.positional.count(name) > 1:
             raise InputError(f"{name} is named twice\n  fix: name each model once")
-    asked = request.sampled(words)
-    found = [_candidate(name, task, asked, request) for name in words.places for task in (request.tasks or (None,))]
-    warnings = [text for candidate in found for text in candidate.prepared.tasks.warnings]
-    for text in dict.fromkeys([*warnings, *_asked_differently(found)]):
+    sampled = options.with_n(args)
+    plans = [_plan(name, task, sampled, options) for name in args.positional for task in (options.tasks or (None,))]
+    warnings = [text for plan in plans for text in plan.prepared.tasks.warnings]
+    for text in dict.fromkeys([*warnings, *_setting_mismatches(plans)]):
         print(f"warning: {text}", file=sys.stderr)
-    return found
+    return plans
 
 
-def _asked_differently(candidates: Sequence[Candidate]) -> list[str]:
-    """Runs bring their own settings: what differs between models that are compared is no merit of theirs."""
+def _setting_mismatches(plans: Sequence[PlannedEval]) -> list[str]:
+    """Warnings about models that are compared under different settings, since runs bring their own."""
     warnings = []
-    for candidate in candidates:
-        first = next(other for other in candidates if other.task == candidate.task)
-        for ours, theirs in zip(candidate.measures, first.measures, strict=False):
-            settings = [dataclasses.asdict(measure.sampling) | {"n": measure.spec.n} for measure in (ours, theirs)]
+    for plan in plans:
+        first = next(other for other in plans if other.task == plan.task)
+        for ours, theirs in zip(plan.jobs, first.jobs, strict=False):
+            settings = [dataclasses.asdict(job.sampling) | {"n": job.spec.n} for job in (ours, theirs)]
             differing = [key for key in settings[0] if settings[0][key] != settings[1][key]]
-            if candidate.prepared.config.agent != first.prepared.config.agent:
+            if plan.prepared.config.agent != first.prepared.config.agent:
                 differing.append("agent")
             if differing:
-                pair = f"{candidate.model} and {first.model} are asked {candidate.task} differently"
+                pair = f"{plan.model} and {first.model} are asked {plan.task} differently"
                 warnings.append(
                     f"{pair} ({', '.join(differing)}): for a fair comparison give the setting on the command line, "
                     "such as eval.max_tokens=512"
@@ -161,35 +174,43 @@ def _asked_differently(candidates: Sequence[Candidate]) -> list[str]:
     return warnings
 
 
-def _candidate(name: str, task: str | None, words: Words, request: Request) -> Candidate:
-    composed = compose_for(name, words) if task is None else _compose_tasks(name, task, words)
-    tasks = None
-    if task is not None:
-        loaded = load_tasks(composed.config.data, composed.config.seed)
-        tasks = dataclasses.replace(loaded, train=(), validation=_cut(loaded, request))
+def _plan(name: str, task: str | None, args: CommandLine, options: EvalOptions) -> PlannedEval:
+    composed = compose_for(name, args) if task is None else _compose_tasks(name, task, args)
+    tasks = None if task is None else load_tasks(composed.config.data, composed.config.seed)
+    if tasks is not None:
+        tasks = _validation_only(tasks, options)
     prepared = prepare(composed, tasks=tasks, training=False)
-    prepared = dataclasses.replace(prepared, tasks=_only_validation(prepared.tasks, request))
-    task = task or _own_name(prepared.config)
+    prepared = dataclasses.replace(prepared, tasks=_validation_only(prepared.tasks, options))
+    task = task or _task_name(prepared)
     if not prepared.tasks.validation:
         raise InputError(
             f"{task} has no validation tasks: there is nothing to ask\n"
             "  fix: give --tasks NAME, data=NAME or data.val_files=FILE"
         )
-    measures = tuple(_measure(name, task, mode, prepared, request) for mode in prepared.config.eval.modes)
-    _check_ks(request, measures)
-    return Candidate(name, task, prepared, measures, composed.tree)
+    jobs = tuple(_job(name, task, mode, prepared, options) for mode in prepared.config.eval.modes)
+    if not jobs:
+        raise InputError("eval.modes is empty: nothing would be asked\n  fix: eval.modes=[greedy], [sampled] or both")
+    most = max(job.spec.n for job in jobs)
+    if options.ks is not None and (k := options.ks[-1]) > most:
+        raise InputError(
+            f"pass@{k} needs {k} answers to each task, and there are {most}\n  fix: --n {k}, or --k {most}"
+        )
+    return PlannedEval(name, task, prepared, jobs, composed.tree)
 
 
-def _compose_tasks(name: str, task: str, words: Words) -> Composed:
-    """The settings for a named set of tasks. A run says how its model is asked (agent, lengths); its own tasks and
-    rewards stay behind."""
+def _validation_only(tasks: TaskSet, options: EvalOptions) -> TaskSet:
+    return dataclasses.replace(tasks, train=(), validation=tasks.validation[: options.limit])
+
+
+def _compose_tasks(name: str, task: str, args: CommandLine) -> Composed:
+    """The settings for a named set of tasks. A run keeps its agent and lengths, but not its tasks and rewards."""
     chosen = f"data.val_files=[{task}]" if task.endswith(FILES) else f"data.name={task}"
     cleared = [f"{key}=null" for key in ("data.train_files", "data.val_files") if not chosen.startswith(key)]
-    asked = dataclasses.replace(words, settings=[*words.settings, chosen, *cleared])
-    composed = compose_for(name, asked)
+    args = dataclasses.replace(args, settings=[*args.settings, chosen, *cleared])
+    composed = compose_for(name, args)
     if not is_run(name):
         return composed
-    own = compose_words(asked)
+    own = compose_command(args)
     return dataclasses.replace(
         composed,
         config=dataclasses.replace(composed.config, data=own.config.data, reward=own.config.reward),
@@ -197,7 +218,7 @@ def _compose_tasks(name: str, task: str, words: Words) -> Composed:
     )
 
 
-def _measure(model: str, task: str, mode: str, prepared: Prepared, request: Request) -> EvalJob:
+def _job(model: str, task: str, mode: str, prepared: Prepared, options: EvalOptions) -> EvalJob:
     config, reward = prepared.config, prepared.trained_reward
     n = config.eval.n if mode == "sampled" else 1
     longest = config.eval.max_tokens or config.rollout.max_tokens
@@ -211,61 +232,134 @@ def _measure(model: str, task: str, mode: str, prepared: Prepared, request: Requ
         )
     votes = votes_of(reward)
     same = votes.same if votes is not None else None
-    spec = EvalSpec(model, task, mode, n, reward, same, request.threshold, request.ks_for(n))
+    spec = EvalSpec(model, task, mode, n, reward, same, options.threshold, options.ks_for(n))
     return EvalJob(spec, prepared.tasks.validation, sampling, votes, config.eval.batch_size)
 
 
-def _check_ks(request: Request, measures: Sequence[EvalJob]) -> None:
-    most = max((measure.spec.n for measure in measures), default=0)
-    if not measures:
-        raise InputError("eval.modes is empty: nothing would be asked\n  fix: eval.modes=[greedy], [sampled] or both")
-    if request.ks is not None and request.ks[-1] > most:
-        k = request.ks[-1]
-        raise InputError(
-            f"pass@{k} needs {k} answers to each task, and there are {most}\n  fix: --n {k}, or --k {most}"
-        )
-
-
-def _only_validation(tasks: TaskSet, request: Request) -> TaskSet:
-    return dataclasses.replace(tasks, train=(), validation=_cut(tasks, request))
-
-
-def _cut(tasks: TaskSet, request: Request) -> tuple[Any, ...]:
-    return tasks.validation[: request.limit]
-
-
-def _own_name(config: Config) -> str:
-    data = config.data
+def _task_name(prepared: Prepared) -> str:
+    config, data = prepared.config, prepared.config.data
     if config.agent.name == "verifiers":
         return str(config.agent.environment)
-    if data.train_files is None and data.val_files is None:
-        return data.name
     files = data.val_files or data.train_files
+    if files is None:
+        return data.name
     return ", ".join(Path(file).name for file in ([files] if isinstance(files, str) else files))
 
 
-def _parts(words: Words, flag: str) -> tuple[str, ...]:
-    parts = (part.strip() for part in (words.text(flag) or "").split(","))
-    return tuple(dict.fromkeys(part for part in parts if part))
+# -- Running -----------------------------------------------------------------------------------------------------------
 
 
-def _maybe(words: Words, flag: str) -> int | None:
-    text = words.text(flag)
-    return None if text is None else _whole(flag, text)
+def evaluate(plans: Sequence[PlannedEval], options: EvalOptions, command: str) -> tuple[Report, Path]:
+    """Sample all missing answers; the report and the folder of the evaluation."""
+    with ExitStack() as resources:
+        plans = [plan.with_workers(resources) for plan in plans]
+        folder = EvalFolder(_eval_path(options, plans), {plan.title: plan.identity() for plan in plans}, command)
+        resources.callback(folder.close)
+        print_status(f"writing to {folder.path}")
+        with _resume_hint_on_failure(command, options, folder):
+            _sample_missing(plans, folder)
+        return _report(plans, folder, command), folder.path
 
 
-def _whole(flag: str, text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise InputError(f"{flag} wants a number from 1, got {text!r}")
-    return int(text)
+def _eval_path(options: EvalOptions, plans: Sequence[PlannedEval]) -> Path:
+    if options.out is not None:
+        return options.out
+    output = Path(plans[0].prepared.config.logging.output_dir)
+    base = output / "eval" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    numbered = (base.with_name(f"{base.name}-{number}") for number in range(1, 1000))
+    return next(path for path in (base, *numbered) if not path.exists())
 
 
-def _number(words: Words, flag: str, default: float) -> float:
-    text = words.text(flag)
+def _sample_missing(plans: Sequence[PlannedEval], folder: EvalFolder) -> None:
+    """One model after the other. A model without missing answers is not loaded."""
+    jobs = [job for plan in plans for job in plan.jobs]
+    done = folder.done([job.spec for job in jobs])
+    total = sum(len(job.tasks) * job.spec.n for job in jobs)
+    before = sum(len(done[job.spec.key]) * job.spec.n for job in jobs)
+    if before:
+        print_status(f"{before} of {total} answers are there already")
+
+    def is_missing(plan: PlannedEval) -> bool:
+        return any(len(done[job.spec.key]) < len(job.tasks) for job in plan.jobs)
+
+    with ProgressLine(total, before, unit="answers") as line:
+        for model in dict.fromkeys(plan.model for plan in plans):
+            if rest := [plan for plan in plans if plan.model == model and is_missing(plan)]:
+                asyncio.run(_sample_model(rest, done, folder, line))
+                gc.collect()  # frees its weights before the next model is loaded
+
+
+async def _sample_model(
+    plans: Sequence[PlannedEval], done: Mapping[Key, set[int]], folder: EvalFolder, line: ProgressLine
+) -> None:
+    """All sets of tasks for one model."""
+    from covey.models.loading import load_policy
+
+    first = plans[0].prepared
+    assert first.model is not None
+    policy = load_policy(first.model, first.config.model)
+    engine = make_engine(first, policy)
     try:
-        value = default if text is None else float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise InputError(f"{flag} wants a number, got {text!r}")
-    return value
+        await engine.publish(policy, version=0)
+        line.start_clock()
+        for plan in plans:
+            await _sample_tasks(plan, engine, done, folder, line)
+    finally:
+        engine.close()
+
+
+async def _sample_tasks(
+    plan: PlannedEval, engine: RolloutEngine, done: Mapping[Key, set[int]], folder: EvalFolder, line: ProgressLine
+) -> None:
+    prepared = plan.prepared
+
+    def record(answers: list[Answer]) -> None:
+        folder.append(answers)
+        line.advance(len(answers), sum(answer.tokens for answer in answers), plan.title)
+
+    with ExitStack() as resources:
+        rewards = open_rewards(prepared.config, prepared.rewards, plan.workers, resources)
+        collector = make_collector(prepared, engine, rewards)
+        async with AsyncExitStack() as open_services:
+            for service in services(prepared.agent):
+                await open_services.enter_async_context(service)
+            for job in plan.jobs:
+                await job.run(collector, done[job.spec.key], record)
+
+
+def _report(plans: Sequence[PlannedEval], folder: EvalFolder, command: str) -> Report:
+    """Computed from the answers file alone, so that a restart makes no difference."""
+    subjects = [job.spec for plan in plans for job in plan.jobs]
+    order = list(dict.fromkeys((spec.task, spec.mode) for spec in subjects))
+    subjects.sort(key=lambda spec: order.index((spec.task, spec.mode)))  # models below each other
+    answers = folder.answers(subjects)
+    results = [compute_scores(spec, answers[spec.key]) for spec in subjects]
+    return Report(results, compare_all(subjects, answers), command)
+
+
+def check_answered(results: Sequence[Scores]) -> None:
+    for result in results:
+        if not result.answers:
+            cause = next(iter(result.failures))
+            spec = result.spec
+            raise RunFailed(f"No answer of {spec.model} to {spec.task} was scored: {cause}: {result.example}")
+
+
+@contextmanager
+def _resume_hint_on_failure(command: str, options: EvalOptions, folder: EvalFolder) -> Iterator[None]:
+    resume = command if options.out is not None else f"{command} --out {shlex.quote(str(folder.path))}"
+    try:
+        yield
+    except InputError:
+        folder.abandon()
+        raise
+    except KeyboardInterrupt:
+        print_status(f"\nto continue from here:  {resume}")
+        raise
+    except RunFailed as error:
+        error.add_note(f"  to continue from here:  {resume}")
+        raise
+
+
+def print_status(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

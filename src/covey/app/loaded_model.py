@@ -1,4 +1,4 @@
-"""A model, or a run's weights, loaded and ready to be asked: what covey eval, covey sample and covey serve share."""
+"""Loads a model or a run's weights for sampling. Shared by covey eval, covey sample and covey serve."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from covey.app.build import make_collector
-from covey.app.compose import Words, compose_words
+from covey.app.compose import CommandLine, compose_command
 from covey.app.models import make_engine
 from covey.app.parts import open_rewards, open_workers, services, with_workers
 from covey.app.prepare import Prepared, prepare
@@ -27,52 +27,47 @@ if TYPE_CHECKING:
     from covey.rollout.collector import Collector
 
 
-NAMES_TASKS = ("data=", "data.name=", "data.train_files=", "data.val_files=")
+TASK_KEYS = ("data=", "data.name=", "data.train_files=", "data.val_files=")
 
 
 @dataclass(frozen=True)
-class Bench:
-    """A model and what to ask it."""
+class LoadedModel:
+    """A model with its engine, agent and rewards."""
 
     prepared: Prepared
     collector: Collector
     engine: RolloutEngine
     policy: Any
-    resources: ExitStack  # what ends with it
+    resources: ExitStack  # closed with the model
 
 
 @asynccontextmanager
-async def sampling(bench: Bench) -> AsyncIterator[None]:
-    """The engine with the model's weights, and whatever the agent needs besides."""
+async def sampling(model: LoadedModel) -> AsyncIterator[None]:
+    """Publishes the weights to the engine and opens the agent's services; closes everything at the end."""
     try:
-        await bench.engine.publish(bench.policy, version=0)
+        await model.engine.publish(model.policy, version=0)
         async with AsyncExitStack() as open_services:
-            for service in services(bench.prepared.agent):
+            for service in services(model.prepared.agent):
                 await open_services.enter_async_context(service)
             yield
     finally:
-        bench.engine.close()
-        bench.resources.close()
+        model.engine.close()
+        model.resources.close()
 
 
-def open_bench(words: Words, usage: str, *, asks_tasks: bool = True) -> Bench:
-    """Load the model, and its tasks if they are asked."""
-    return load_bench(prepare_bench(words, usage, asks_tasks=asks_tasks))
-
-
-def prepare_bench(words: Words, usage: str, *, asks_tasks: bool) -> Prepared:
-    """Everything but the weights, checked."""
-    if len(words.places) != 1:
+def prepare_model(args: CommandLine, usage: str, *, needs_tasks: bool) -> Prepared:
+    """Check everything that can be checked before the weights are loaded."""
+    if len(args.positional) != 1:
         raise InputError(f"name one model or run\n\n{usage.rstrip()}")
-    composed = compose_for(words.places[0], words)
-    tasks = None if asks_tasks else TaskSet(train=(), validation=(), reward=None, description="a question")
+    composed = compose_for(args.positional[0], args)
+    tasks = None if needs_tasks else TaskSet(train=(), validation=(), reward=None, description="a question")
     prepared = prepare(composed, tasks=tasks, training=False)
-    if asks_tasks and not (prepared.tasks.validation or prepared.tasks.train):
+    if needs_tasks and not (prepared.tasks.validation or prepared.tasks.train):
         raise InputError("there is nothing to ask: give data=NAME or data.train_files=FILE")
     return prepared
 
 
-def load_bench(prepared: Prepared) -> Bench:
+def load_model(prepared: Prepared) -> LoadedModel:
     import torch
 
     from covey.models.loading import load_policy
@@ -87,29 +82,28 @@ def load_bench(prepared: Prepared) -> Bench:
         rewards = open_rewards(prepared.config, prepared.rewards, workers, resources)
         policy = load_policy(source, prepared.config.model)
         engine = make_engine(prepared, policy)
-        return Bench(prepared, make_collector(prepared, engine, rewards), engine, policy, resources.pop_all())
+        return LoadedModel(prepared, make_collector(prepared, engine, rewards), engine, policy, resources.pop_all())
 
 
-def compose_for(name: str, words: Words) -> Composed:
-    """A run's own settings with its weights, or the defaults with the named model; then the user's settings."""
+def compose_for(name: str, args: CommandLine) -> Composed:
+    """For a run, its own settings with its weights; for a model, the defaults. The user's settings override both."""
     if not is_run(name):
-        return compose_words(words, settings=[f"model.name={name}", *words.settings])
+        return compose_command(args, settings=[f"model.name={name}", *args.settings])
     run = run_of(Path(name).expanduser())
-    settings = [f"model.name={model_of(name)}", *_tasks_of(run, words), *words.settings]
-    return compose_words(words, settings=settings, config_path=run / "config.yaml")
+    settings = [f"model.name={model_of(name)}", *_tasks_of(run, args), *args.settings]
+    return compose_command(args, settings=settings, config_path=run / "config.yaml")
 
 
-def has_tasks(words: Words) -> bool:
-    """Whether the run or the command line says which tasks there are. A model alone has none: those of the default
-    settings were not meant."""
-    if words.text("--config") or words.text("--config-name") or any(w.startswith(NAMES_TASKS) for w in words.settings):
+def has_tasks(args: CommandLine) -> bool:
+    """Whether a run or the command line names tasks. For a model alone, those of the default settings do not count."""
+    if args.value("--config") or args.value("--config-name") or any(w.startswith(TASK_KEYS) for w in args.settings):
         return True
-    (name,) = words.places
-    return is_run(name) and not _tasks_of(run_of(Path(name).expanduser()), words)
+    (name,) = args.positional
+    return is_run(name) and not _tasks_of(run_of(Path(name).expanduser()), args)
 
 
-def _tasks_of(run: Path, words: Words) -> list[str]:
-    """A run of covey sft knows demonstrations: from files they are no tasks, and others must be named."""
+def _tasks_of(run: Path, args: CommandLine) -> list[str]:
+    """Settings that clear the data files of an SFT run: they hold demonstrations, so tasks must be named."""
     config = run / "config.yaml"
     try:
         data = yaml.safe_load(config.read_text())["data"]
@@ -118,8 +112,8 @@ def _tasks_of(run: Path, words: Words) -> list[str]:
         raise InputError(f"{config} is damaged or missing: {' '.join(str(error).split())}") from error
     if read_run(run).get("kind") != "sft" or files is None:
         return []
-    named = [word for word in words.settings if word.startswith(NAMES_TASKS)]
-    if not named and words.text("--question") is None:
+    named = [word for word in args.settings if word.startswith(TASK_KEYS)]
+    if not named and args.value("--question") is None:
         raise InputError(
             f"{run} was trained on demonstrations: name the tasks to ask\n"
             "  data=calculator, or data.val_files=tasks.jsonl with question and answer"

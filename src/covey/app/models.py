@@ -1,4 +1,4 @@
-"""The learner of a run and the models in it: policy, reference, critic; on resume, from the checkpoint."""
+"""Makes the learner with its models (policy, reference, critic; on resume from the checkpoint), and the engine."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from covey.training.checkpoint import Checkpoint
 
 
-class Parts(Protocol):
-    """What models, learner and engine are made from."""
+class BuildSpec(Protocol):
+    """What models, learner and engine are built from."""
 
     @property
     def config(self) -> Config: ...
@@ -35,8 +35,8 @@ class Parts(Protocol):
     def total_steps(self) -> int: ...
 
 
-def make_learner(prepared: Parts, checkpoint: Checkpoint | None, ranks: Ranks | None = None) -> Learner:
-    """On several ranks, one of the learners that learn together; every rank makes its own."""
+def make_learner(prepared: BuildSpec, checkpoint: Checkpoint | None, ranks: Ranks | None = None) -> Learner:
+    """The learner of this rank."""
     from covey.learner.learner import Learner
     from covey.learner.parallel import SINGLE_PROCESS
 
@@ -60,9 +60,9 @@ def make_learner(prepared: Parts, checkpoint: Checkpoint | None, ranks: Ranks | 
     return learner
 
 
-def on_rank(prepared: Parts, ranks: Ranks) -> tuple[ModelConfig, LearnerConfig]:
-    """Where a rank loads the model to, and how weights are shared out: what is sharded goes to the device unit by
-    unit."""
+def on_rank(prepared: BuildSpec, ranks: Ranks) -> tuple[ModelConfig, LearnerConfig]:
+    """The model and learner settings of one rank: its device, precision, and sharding. A model to be sharded is loaded
+    to the CPU and moves to the device unit by unit."""
     from covey.learner.parallel import BYTES_PER_WEIGHT, check_sharding, check_tensor_parallel, should_shard
     from covey.models.loading import parameter_count, pick_dtype
 
@@ -82,8 +82,8 @@ def on_rank(prepared: Parts, ranks: Ranks) -> tuple[ModelConfig, LearnerConfig]:
     return dataclasses.replace(config.model, device=place, dtype=dtype), plan
 
 
-def _load_models(prepared: Parts, model: ModelConfig, checkpoint: Checkpoint | None) -> tuple[Any, Any]:
-    """The policy, from the checkpoint if there is one, and its reference, always from the start model."""
+def _load_models(prepared: BuildSpec, model: ModelConfig, checkpoint: Checkpoint | None) -> tuple[Any, Any]:
+    """The policy, from the checkpoint if there is one, and the reference, always from the start model."""
     from covey.models.loading import Reference, load_policy
 
     config, source = prepared.config, prepared.model
@@ -103,8 +103,8 @@ def _load_models(prepared: Parts, model: ModelConfig, checkpoint: Checkpoint | N
     return policy, Reference(load(source), offload=offload) if needed else None
 
 
-def _load_critic(prepared: Parts, ranks: Ranks) -> Any:
-    """A whole model without adapters: critic.model, or what the policy starts from."""
+def _load_critic(prepared: BuildSpec, ranks: Ranks) -> Any:
+    """The critic's backbone, a full model without adapters: critic.model, or the policy's start model."""
     from covey.models.loading import load_policy, open_source
 
     config, source = prepared.config, prepared.model
@@ -115,19 +115,21 @@ def _load_critic(prepared: Parts, ranks: Ranks) -> Any:
     return load_policy(dataclasses.replace(source, adapter=None), plain)
 
 
-def _total_updates(prepared: Parts) -> int:
+def _total_updates(prepared: BuildSpec) -> int:
     config = prepared.config
     per_epoch = -(-config.data.train_batch_size // (config.learner.mini_batch_size or config.data.train_batch_size))
-    alone = config.critic.warmup_steps if prepared.algorithm.needs.values else 0  # steps without the policy
-    return max(1, prepared.total_steps - alone) * per_epoch * config.learner.epochs
+    critic_only = config.critic.warmup_steps if prepared.algorithm.needs.values else 0
+    return max(1, prepared.total_steps - critic_only) * per_epoch * config.learner.epochs
 
 
-# -- The engine of a policy that is loaded: in this process, or vLLM beside it -----------------------------------------
+# -- The engine --------------------------------------------------------------------------------------------------------
 
 
-def make_engine(prepared: Parts, policy: Any, *, log: Path | None = None, shared: bool | None = None) -> RolloutEngine:
-    """The engine of a policy that is loaded. `log` is where vLLM's chatter goes. `shared`: whether vLLM is on the
-    learner's GPU; None: what the settings say."""
+def make_engine(
+    prepared: BuildSpec, policy: Any, *, log: Path | None = None, shared: bool | None = None
+) -> RolloutEngine:
+    """The engine for a loaded policy: embedded in this process, or vLLM in its own. `log` is the file of vLLM's output.
+    `shared`: vLLM is on the learner's GPU; None: as the settings say."""
     from covey.rollout.embedded import EmbeddedEngine
 
     source = prepared.model
@@ -146,7 +148,7 @@ def make_engine(prepared: Parts, policy: Any, *, log: Path | None = None, shared
     )
 
 
-def _make_vllm(prepared: Parts, policy: Any, log: Path, shared: bool | None) -> RolloutEngine:
+def _make_vllm(prepared: BuildSpec, policy: Any, log: Path, shared: bool | None) -> RolloutEngine:
     from covey.rollout.vllm import VllmEngine, VllmSettings
 
     source, config = prepared.model, prepared.config
@@ -167,5 +169,5 @@ def _make_vllm(prepared: Parts, policy: Any, log: Path, shared: bool | None) -> 
         trust_remote_code=config.model.trust_remote_code,
         revision=source.revision,
     )
-    here = policy.get_input_embeddings().weight.device.type == "cuda"  # elsewhere the policy is another process's
+    here = policy.get_input_embeddings().weight.device.type == "cuda"  # False: another process trains the policy
     return VllmEngine(settings, log=log, same_gpu=colocated and len(gpus) == 1 and here)

@@ -1,4 +1,4 @@
-"""Objects that are given in Python (models, tasks, algorithms, agents, tools) → the settings and parts of a run."""
+"""Prepares a run from Python objects: models, tasks, rewards, algorithms, agents and tools."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from covey.algorithms import algorithm_schemas, schema
 from covey.app.prepare import Prepared, prepare
-from covey.config import Composed, compose, literal
+from covey.config import compose, literal
 from covey.config.schema import LoggingConfig
 from covey.errors import InputError
 from covey.storage import sha256
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     ToolLike: TypeAlias = str | Callable[..., Any] | Tool
 
 
-def prepare_given(
+def prepare_objects(
     model: ModelLike | None = None,
     tasks: TasksLike | None = None,
     reward: RewardLike | None = None,
@@ -47,46 +47,45 @@ def prepare_given(
     recipe: str | None = None,
     **settings: Any,
 ) -> Prepared:
-    """Everything that is checked before weights are loaded. A dict in place of a model, a reward, an algorithm or an
-    agent is a section of settings."""
+    """Compose the settings and check everything that can be checked before weights are loaded. A dict as model, reward,
+    algorithm or agent is a section of settings."""
     words: list[str] = []
-    kept_tokenizer = tokenizer
+    own_tokenizer = tokenizer
     if isinstance(model, (str, Path)):
         words.append(f"model.name={_quoted(str(model))}")
     elif isinstance(model, Mapping):
         words += _settings({"model": model})
     elif model is not None:
-        words.append(f"model.name={_quoted(str(start_model(model, tokenizer, _place_of(settings))))}")
-        kept_tokenizer = None  # it is in the folder
+        words.append(f"model.name={_quoted(str(save_start_model(model, tokenizer, _output_dir(settings))))}")
+        own_tokenizer = None  # it is saved with the model
     if isinstance(reward, Mapping):
         words, reward = [*words, *_settings({"reward": reward})], None
     words += _algorithm(algorithm) + _agent(agent, tools) + _settings(settings)
-    named, given = _tasks(tasks, validation)
-    composed = _composed([*words, *named], recipe)
-    if given is not None:
-        given = with_system_prompt(given, composed.config.data.system_prompt)
-    own_agent = None if agent is None or isinstance(agent, (str, Mapping)) else agent
+    task_words, task_set = _tasks(tasks, validation)
+    algorithms = algorithm_schemas()
+    composed = compose([*words, *task_words], algorithms=algorithms, own_algorithm=schema, config_name=recipe)
+    if task_set is not None:
+        task_set = with_system_prompt(task_set, composed.config.data.system_prompt)
     return prepare(
         composed,
-        tasks=given,
+        tasks=task_set,
         reward=reward,
-        agent=own_agent,
+        agent=None if isinstance(agent, (str, Mapping)) else agent,
         tools=() if all(isinstance(tool, str) for tool in tools) else tuple(tools),
-        tokenizer=kept_tokenizer,
+        tokenizer=own_tokenizer,
     )
 
 
-def _composed(words: Sequence[str], recipe: str | None) -> Composed:
-    return compose(words, algorithms=algorithm_schemas(), own_algorithm=schema, config_name=recipe)
-
-
-# --- tasks ---------------------------------------------------------------------------------------------------------
+# -- Tasks -------------------------------------------------------------------------------------------------------------
 
 
 def _tasks(tasks: TasksLike | None, validation: TasksLike | None) -> tuple[list[str], TaskSet | None]:
-    """Settings that name the tasks, or tasks that are given."""
+    """Settings for tasks that are named, or the tasks themselves."""
     if tasks is None or isinstance(tasks, (str, Path)):
-        words = [] if tasks is None else [f"{_data_key(tasks)}={_quoted(str(tasks))}"]
+        words = []
+        if tasks is not None:
+            is_file = isinstance(tasks, Path) or "." in tasks or "/" in tasks
+            words.append(f"data.{'train_files' if is_file else 'name'}={_quoted(str(tasks))}")
         if isinstance(validation, (str, Path)):
             words.append(f"data.val_files={_quoted(str(validation))}")
         elif validation is not None:
@@ -101,17 +100,12 @@ def _tasks(tasks: TasksLike | None, validation: TasksLike | None) -> tuple[list[
     return [], TaskSet(rows, held_out, reward_by_answers((*rows, *held_out)), "tasks given in Python")
 
 
-def _data_key(tasks: str | Path) -> str:
-    is_file = isinstance(tasks, Path) or "." in tasks or "/" in tasks
-    return "data.train_files" if is_file else "data.name"
+# -- Models ------------------------------------------------------------------------------------------------------------
 
 
-# --- models --------------------------------------------------------------------------------------------------------
-
-
-def start_model(model: Any, tokenizer: Any, folder: Path) -> Path:
-    """The folder of a loaded model as it is now, in FOLDER/start_models, named by its contents: the same model is
-    kept once, and a run that is started again finds its start model."""
+def save_start_model(model: Any, tokenizer: Any, folder: Path) -> Path:
+    """Save a loaded model in FOLDER/start_models and return its folder, which is named by a hash of the files: the same
+    model is saved once, and a restarted run finds its start model."""
     if not hasattr(model, "save_pretrained") or not hasattr(model, "state_dict"):
         raise InputError(f"model must be a name, a folder or a transformers model, got {type(model).__name__}")
     if hasattr(model, "peft_config"):
@@ -120,17 +114,17 @@ def start_model(model: Any, tokenizer: Any, folder: Path) -> Path:
     if tokenizer is None:
         tokenizer = _own_tokenizer(name)
     title = re.sub(r"[^\w.-]+", "-", Path(name).name or type(model).__name__)
-    place = folder / "start_models"
-    place.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place, prefix=".writing-") as work:
-        made = Path(work) / "model"
-        model.save_pretrained(made)
-        tokenizer.save_pretrained(made)
-        files = sorted(path for path in made.rglob("*") if path.is_file())
-        digest = hashlib.sha256("".join(f"{path.relative_to(made)} {sha256(path)}\n" for path in files).encode())
-        final = place / f"{title}-{digest.hexdigest()[:12]}"
+    parent = folder / "start_models"
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent, prefix=".writing-") as work:
+        written = Path(work) / "model"
+        model.save_pretrained(written)
+        tokenizer.save_pretrained(written)
+        files = sorted(path for path in written.rglob("*") if path.is_file())
+        digest = hashlib.sha256("".join(f"{path.relative_to(written)} {sha256(path)}\n" for path in files).encode())
+        final = parent / f"{title}-{digest.hexdigest()[:12]}"
         if not final.is_dir():
-            made.rename(final)
+            written.rename(final)
     return final
 
 
@@ -146,21 +140,21 @@ def _own_tokenizer(name: str) -> Any:
             check_reachable()
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise InputError(f"there is no tokenizer for the model ({error})\n  give it: tokenizer=...") from error
+        raise InputError(f"no tokenizer found for the model ({error})\n  pass it: tokenizer=...") from error
 
 
-def _place_of(settings: Mapping[str, Any]) -> Path:
-    """logging.output_dir, before the settings are composed: the model's name is one of them."""
+def _output_dir(settings: Mapping[str, Any]) -> Path:
+    """logging.output_dir, read before the settings are composed, since the saved model's folder is one of them."""
     section = settings.get("logging")
     inside = section.get("output_dir") if isinstance(section, Mapping) else None
     return Path(settings.get("logging.output_dir") or inside or LoggingConfig().output_dir)
 
 
-# --- algorithms, agents, tools -------------------------------------------------------------------------------------
+# -- Algorithms, agents, tools -----------------------------------------------------------------------------------------
 
 
 def _algorithm(algorithm: Any) -> list[str]:
-    """A name; one of the classes of `covey.algorithms.named`, or an instance; or the user's own class or instance."""
+    """Settings for a name, a class or instance of `covey.algorithms.named`, or the user's own class or instance."""
     from covey.algorithms.assemble import register_class
     from covey.algorithms.named import Named
 
@@ -175,12 +169,10 @@ def _algorithm(algorithm: Any) -> list[str]:
         changed = {} if isinstance(algorithm, type) else algorithm.changed()
         return [f"algorithm={cls.algorithm}", *_settings({"algorithm": changed})]
     name = register_class(cls)
-    values = {} if isinstance(algorithm, type) else _values(algorithm)
+    values: dict[str, Any] = {}
+    if not isinstance(algorithm, type):
+        values = {item.name: getattr(algorithm, item.name) for item in dataclasses.fields(algorithm) if item.init}
     return [f"algorithm={_quoted(name)}", *_settings({"algorithm": values})]
-
-
-def _values(algorithm: Any) -> dict[str, Any]:
-    return {item.name: getattr(algorithm, item.name) for item in dataclasses.fields(algorithm) if item.init}
 
 
 def _agent(agent: Any, tools: Sequence[Any]) -> list[str]:
@@ -200,22 +192,22 @@ def _agent(agent: Any, tools: Sequence[Any]) -> list[str]:
     return words
 
 
-# --- settings ------------------------------------------------------------------------------------------------------
+# -- Settings ----------------------------------------------------------------------------------------------------------
 
 
 def _settings(config: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Nested sections → key=value, quoted for Hydra."""
-    found: list[str] = []
+    words: list[str] = []
     for key, value in config.items():
         if isinstance(value, Mapping):
-            found += _settings(value, f"{prefix}{key}.")
+            words += _settings(value, f"{prefix}{key}.")
         else:
-            found.append(f"{prefix}{key}={_quoted(value)}")
-    return found
+            words.append(f"{prefix}{key}={_quoted(value)}")
+    return words
 
 
 def _quoted(value: Any) -> str:
-    """A value as a word of the command line. Text stays as it is: `${x}` in a Python string refers to nothing."""
+    """A value quoted for the command line. `${x}` in a Python string is text, not an interpolation."""
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(_quoted(item) for item in value) + "]"
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Wiring of the gateway: agent=gateway in a run, and what covey serve shares with it."""
+"""Makes the parts that play and score episodes: tasks, tools, sandbox, agent, rewards, gateway and worker processes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,15 @@ if TYPE_CHECKING:
     from covey.models.loading import ModelSource
 
 
+RUNS_CODE = {"python_executor", "code_interpreter"}
+SandboxFactory = Callable[[], Sandbox]
+
+
+# -- The gateway -------------------------------------------------------------------------------------------------------
+
+
 def make_gateway(config: Config, source: ModelSource | None) -> GatewayAgent:
-    """The agent, with the tool-call format of the model where that is here."""
+    """The gateway agent. Without the model, its tool-call format is not set."""
     rollout = config.rollout
     rules = EpisodeRules(
         model=config.model.name,
@@ -46,14 +53,14 @@ def make_gateway(config: Config, source: ModelSource | None) -> GatewayAgent:
     )
 
 
-def hide_columns(agent: Agent, rewards: RewardSet) -> None:
-    """Programs do not see what the rewards ask for."""
+def hide_reward_columns(agent: Agent, rewards: RewardSet) -> None:
+    """Hide columns that rewards use from the gateway's programs."""
     if isinstance(agent, GatewayAgent):
         agent.rules = replace(agent.rules, hidden=rewards.columns)
 
 
 def check_gateway(config: Config) -> None:
-    """Its packages and its program are here, and its port is free."""
+    """Check that its packages and its program are installed and its port is free."""
     require_packages()
     if config.agent.command is not None:
         require_program(config.agent.command)
@@ -61,27 +68,23 @@ def check_gateway(config: Config) -> None:
 
 
 def tool_format(config: Config, source: ModelSource) -> Format:
-    """How this model writes tool calls."""
+    """The tool-call format of this model."""
     from covey.agents.formats import choose_format
 
     return choose_format(config.agent.format, source.tokenizer, source.config.model_type)
 
 
 def services(agent: Agent) -> tuple[AbstractAsyncContextManager[Any], ...]:
-    """What must be open while an agent works."""
+    """Servers that must be open while the agent plays."""
     return (agent,) if isinstance(agent, GatewayAgent) else ()
 
 
-# -- The parts of a run that play and score its episodes: tools, the sandbox, the agent, the rewards, and the processe--
-# which users' functions run.
-
-RUNS_CODE = {"python_executor", "code_interpreter"}
-Sandboxes = Callable[[], Sandbox]
+# -- Tasks, tools, agents and rewards ----------------------------------------------------------------------------------
 
 
 @runtime_checkable
 class UsesWorkers(Protocol):
-    """An agent with functions of the user's: tools, an environment."""
+    """An agent that calls functions of the user: tools, an environment."""
 
     @property
     def functions(self) -> Mapping[str, Callable[..., Any]]: ...
@@ -89,27 +92,27 @@ class UsesWorkers(Protocol):
     def in_workers(self, pool: Any) -> Agent: ...
 
 
-def sandbox_of(config: Config) -> Sandboxes:
-    """Where code of the model's runs, chosen when the first tool or reward asks for it."""
+def lazy_sandbox(config: Config) -> SandboxFactory:
+    """The sandbox for code written by the model, created when the first tool or reward needs it."""
     return cache(lambda: Sandbox.of(config.sandbox))
 
 
-def make_toolbox(config: Config, sandbox: Sandboxes, given: Sequence[Any] = ()) -> Toolbox:
-    """The tools of the settings, or those given in Python."""
+def make_toolbox(config: Config, sandbox: SandboxFactory, objects: Sequence[Any] = ()) -> Toolbox:
+    """The tools passed in Python, or those of the settings."""
     agent = config.agent
-    names = list(given) or tool_names(agent)
-    walls = sandbox() if any(name in RUNS_CODE for name in names if isinstance(name, str)) else None
-    tools = resolve_tools(names, agent.tool_options, sandbox=walls, seconds=agent.tool_seconds)
+    names = list(objects) or tool_names(agent)
+    code_sandbox = sandbox() if any(name in RUNS_CODE for name in names if isinstance(name, str)) else None
+    tools = resolve_tools(names, agent.tool_options, sandbox=code_sandbox, seconds=agent.tool_seconds)
     return Toolbox(tools, max_tokens=agent.max_tool_tokens, seconds=agent.tool_seconds)
 
 
-def find_tasks(config: Config, world: VerifiersAgent | None) -> TaskSet:
-    """Those of the files, generated ones, or those of an environment that brings its own."""
-    if world is None:
+def find_tasks(config: Config, environment: VerifiersAgent | None) -> TaskSet:
+    """Tasks from files, a generator, or an environment of the verifiers package."""
+    if environment is None:
         return load_tasks(config.data, config.seed)
     held_out = config.data.val_size or 0
     size = None if config.data.train_size is None else config.data.train_size + held_out
-    tasks = world.tasks(size)
+    tasks = environment.tasks(size)
     if len(tasks) <= held_out:
         raise InputError(f"the environment has {len(tasks)} tasks, and data.val_size={held_out} of them are held out")
     name = config.agent.environment
@@ -118,8 +121,8 @@ def find_tasks(config: Config, world: VerifiersAgent | None) -> TaskSet:
     return TaskSet(train, tasks[len(train) :], reward=None, description=about)
 
 
-def find_world(config: Config) -> VerifiersAgent | None:
-    """An environment of the verifiers package, where that is the agent."""
+def find_environment(config: Config) -> VerifiersAgent | None:
+    """The environment of agent=verifiers."""
     return load_verifiers(config.agent) if config.agent.name == "verifiers" else None
 
 
@@ -127,35 +130,33 @@ def find_agent(
     config: Config,
     toolbox: Toolbox | None,
     source: ModelSource | None,
-    world: VerifiersAgent | None,
-    given: Any = None,
+    environment: VerifiersAgent | None,
+    custom: Any = None,
 ) -> Agent:
-    """The agent of the settings, or the one given in Python."""
-    if given is not None:
+    """The agent passed in Python, or that of the settings."""
+    if custom is not None:
         if config.agent.tools:
             raise InputError("tools= are for the built-in agents\n  fix: let your own agent call them, or agent='hf'")
-        return as_agent(config.agent.name, given, config.agent)
+        return as_agent(config.agent.name, custom, config.agent)
     if config.agent.name == "gateway":
         return make_gateway(config, source)
-    if world is not None:
-        return world if source is None else replace(world, format=tool_format(config, source))
-    toolbox = toolbox or Toolbox(ToolSet(()))  # tools that are not on this machine
+    if environment is not None:
+        return environment if source is None else replace(environment, format=tool_format(config, source))
+    toolbox = toolbox or Toolbox(ToolSet(()))  # the tools are not on this machine
     if source is None:
         return make_agent(config.agent, toolbox)
     return make_agent(config.agent, toolbox, source.tokenizer, source.config.model_type)
 
 
-def find_rewards(config: Config, given: Any, task_reward: str | None, sandbox: Sandboxes) -> RewardSet:
-    """The rewards of the settings, or those given in Python."""
-    wanted = config.reward
-    return resolve_rewards(
-        given or wanted.name, task_reward, wanted.weights, wanted.only_if, wanted.options, sandbox=sandbox
-    )
+def find_rewards(config: Config, custom: Any, task_reward: str | None, sandbox: SandboxFactory) -> RewardSet:
+    """The rewards passed in Python, or those of the settings."""
+    r = config.reward
+    return resolve_rewards(custom or r.name, task_reward, r.weights, r.only_if, r.options, sandbox=sandbox)
 
 
 def open_workers(agent: Agent, rewards: RewardSet, resources: ExitStack) -> WorkerPool | None:
-    """Processes for functions of the user's. To be opened before weights are loaded and before the run's folder is
-    locked: its template is a fork of this process as it is then."""
+    """Processes for the user's functions. Open them before weights are loaded and the run's folder is locked: they are
+    forks of this process."""
     functions = {**rewards.worker_functions(), **(agent.functions if isinstance(agent, UsesWorkers) else {})}
     if not functions:
         return None
@@ -169,7 +170,7 @@ def with_workers(agent: Agent, pool: WorkerPool | None) -> Agent:
 
 
 def open_rewards(config: Config, rewards: RewardSet, workers: WorkerPool | None, resources: ExitStack) -> RewardSet:
-    """The rewards with where they run; those that are models are loaded."""
+    """The rewards connected to their worker processes; reward models are loaded."""
     from covey.models.loading import pick_device
 
     seconds = config.reward.seconds

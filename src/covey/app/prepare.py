@@ -1,4 +1,4 @@
-"""Everything about a run that can be known and checked before weights are loaded."""
+"""Prepares a run: resolves and checks everything that can be checked before weights are loaded."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from covey.app.checks import (
     pick_engine,
     sampling_is_cut,
 )
-from covey.app.cluster import check_cluster, settle_cluster
+from covey.app.cluster import check_cluster, resolve_cluster
 from covey.app.parts import (
     check_gateway,
     find_agent,
+    find_environment,
     find_rewards,
     find_tasks,
-    find_world,
-    hide_columns,
+    hide_reward_columns,
+    lazy_sandbox,
     make_toolbox,
-    sandbox_of,
 )
 from covey.app.resume import with_model_folder
 from covey.config import Composed, fingerprint
@@ -45,43 +45,43 @@ from covey.tasks import TaskSet, default_reward, nothing_to_train_on, steps_per_
 from covey.telemetry import RunInfo, check_logging
 from covey.types import Sampling
 
-if TYPE_CHECKING:  # torch and transformers take seconds to import: only where a model is at hand
+if TYPE_CHECKING:  # torch and transformers take seconds to import
     from covey.algorithms import Algorithm
     from covey.models.loading import ModelSource
 
-Found = TypeVar("Found")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that could start: checked, nothing loaded. In `config`, rollout.name is the engine that was chosen."""
+    """A run that is checked and can start. Nothing is loaded yet. config.rollout.name is the chosen engine."""
 
     config: Config
     tree: dict[str, Any]
     overrides: tuple[str, ...]
     fingerprint: str
-    contents: dict[str, str]  # hashes of what settings only name: tasks and rewards
+    contents: dict[str, str]  # hashes of tasks, rewards and objects, which settings only name
     tasks: TaskSet
     rewards: RewardSet
     agent: Agent
     algorithm: Algorithm
-    model: ModelSource | None  # None where validation goes on without it
+    model: ModelSource | None  # None: validation without the model
     total_steps: int
     warnings: tuple[str, ...]
     folder: Path | None = None  # where to write; None: output_dir/DATE/TIME
     engine_reason: str = ""  # why rollout=auto chose its engine
     command: str = "train"
-    absent: tuple[str, ...] = ()  # what is not on this machine, where a check goes on without it
-    refused: int = 0  # of the warnings, those for which a run would be refused
+    absent: tuple[str, ...] = ()  # resources missing on this machine, tolerated by a check
+    rejected: int = 0  # warnings that would be errors in a run
 
     @property
     def trained_reward(self) -> str:
-        """The reward that eval/accuracy stands for: the heaviest, the first among equals."""
+        """The reward behind eval/accuracy: that with the largest weight, the first among equals."""
         return max(self.rewards.names, key=lambda name: self.rewards.weights[name])
 
     @property
     def task_name(self) -> str:
-        """Short, for titles: the counts behind the colon are left out."""
+        """A short name for titles: the description without the counts after the colon."""
         return self.tasks.description.split(":")[0]
 
     def info(self, path: Path, first_step: int) -> RunInfo:
@@ -101,24 +101,25 @@ class Prepared:
         )
 
 
-class Missing:
-    """What is not on this machine (files, a GPU, a model of the hub), collected so that it is reported together."""
+class MissingResources:
+    """Collects errors about missing files, GPUs and models of the hub, so that they are reported together."""
 
     def __init__(self) -> None:
-        self.texts: dict[str, None] = {}  # in order, each once
+        self.messages: dict[str, None] = {}  # ordered, without duplicates
 
-    def unless_absent(self, step: Callable[[], Found]) -> Found | None:
+    def collect(self, step: Callable[[], T]) -> T | None:
+        """The result of a step; None if it raised Absent."""
         try:
             return step()
         except Absent as error:
-            self.texts[str(error)] = None
+            self.messages[str(error)] = None
             return None
 
     def warnings(self, *, tolerate: bool) -> list[str]:
-        """A run cannot start without it; a check goes on, as another machine may have it."""
-        if self.texts and not tolerate:
-            raise Absent("\n".join(self.texts))
-        return [f"not here: {text}" for text in self.texts]
+        """Warnings for a check (another machine may have the resources); an error for a run."""
+        if self.messages and not tolerate:
+            raise Absent("\n".join(self.messages))
+        return [f"not on this machine: {text}" for text in self.messages]
 
 
 def prepare(
@@ -133,97 +134,88 @@ def prepare(
     training: bool = True,
     tolerate_absent: bool = False,
 ) -> Prepared:
-    """Check all that configuration and files can tell. What is not on this machine is reported together at the end;
-    with `tolerate_absent`, as warnings: another machine may have it. Tasks, reward, agent, tools and tokenizer may be
-    given as objects, in place of what the settings name."""
+    """Check everything that configuration and files allow to check.
+
+    Missing files, packages and devices are reported together at the end: as an error, or with `tolerate_absent` as
+    warnings. Tasks, reward, agent, tools and tokenizer may be objects, in place of what the settings name.
+    """
     composed = with_model_folder(composed)
-    config, missing = composed.config, Missing()
-    make_algorithm(config)  # refuses settings that contradict each other before anything is looked for
-    sandbox = sandbox_of(config)
-    toolbox = missing.unless_absent(lambda: make_toolbox(config, sandbox, tools))
-    missing.unless_absent(lambda: check_logging(config.logging))
-    world = missing.unless_absent(lambda: find_world(config))
-    found = _tasks(config, tasks or missing.unless_absent(lambda: find_tasks(config, world)), training=training)
-    source = missing.unless_absent(lambda: open_model(config, tokenizer))
-    placed, reason, remarks = _place(config, source, missing, training=training)
-    algorithm = make_algorithm(placed)
-    _check_models(placed, algorithm, source, missing, training=training)
-    player = find_agent(placed, toolbox, source, world, agent)
-    own = getattr(player, "reward", None) or found.reward  # an environment says itself what an episode is worth
-    rewards = find_rewards(placed, reward, own, sandbox)
-    hide_columns(player, rewards)
-    missing.unless_absent(rewards.verify)
-    remarks += [*found.warnings, *check_algorithm(placed, algorithm, rewards), *check_sizes(placed, found)]
-    missing.unless_absent(lambda: rewards.check_all((*found.train, *found.validation)))
+    config, missing = composed.config, MissingResources()
+    make_algorithm(config)  # first: raises if settings contradict each other
+    sandbox = lazy_sandbox(config)
+    toolbox = missing.collect(lambda: make_toolbox(config, sandbox, tools))
+    missing.collect(lambda: check_logging(config.logging))
+    environment = missing.collect(lambda: find_environment(config))
+    task_set = tasks or missing.collect(lambda: find_tasks(config, environment))
+    if task_set is None:
+        task_set = TaskSet((), (), reward=default_reward(config.data), description="(files not here)")
+    elif training and not task_set.train:
+        raise nothing_to_train_on(config.data)
+    source = missing.collect(lambda: open_model(config, tokenizer))
+    config, reason, warnings = _resolve_devices(config, source, missing, training=training)
+    algorithm = make_algorithm(config)
+    if training and algorithm.needs.values and config.critic.model is not None:
+        missing.collect(lambda: check_critic(config, source))
     if source is not None:
-        check_prompts(placed, found, source, player)
-    lacking = missing.warnings(tolerate=tolerate_absent)
+        if training:
+            check_reference(source, algorithm)
+        use_template(source.tokenizer, config.agent.template)
+    player = find_agent(config, toolbox, source, environment, agent)
+    task_reward = getattr(player, "reward", None) or task_set.reward  # environments have a reward of their own
+    rewards = find_rewards(config, reward, task_reward, sandbox)
+    hide_reward_columns(player, rewards)
+    missing.collect(rewards.verify)
+    warnings += [*task_set.warnings, *check_algorithm(config, algorithm, rewards)]
+    warnings += check_sizes(config, task_set.train, task_set.validation, "training tasks")
+    missing.collect(lambda: rewards.check_all((*task_set.train, *task_set.validation)))
+    if source is not None:
+        check_prompts(config, task_set, source, player)
+    warnings += missing.warnings(tolerate=tolerate_absent)
     contents = {
-        "training tasks": digest_tasks(found.train),
-        "validation tasks": digest_tasks(found.validation),
+        "training tasks": digest_tasks(task_set.train),
+        "validation tasks": digest_tasks(task_set.validation),
         "rewards": digest_rewards(rewards),
     }
     contents |= digest_objects(
-        agent=agent, tools=tools, tokenizer=tokenizer, algorithm=own_class(config.algorithm.name)
+        agent=agent, tools=tools, tokenizer=tokenizer, algorithm=user_algorithm_class(config.algorithm.name)
     )
     return Prepared(
-        config=placed,
+        config=config,
         tree=composed.tree,
         overrides=composed.overrides,
         fingerprint=fingerprint(composed.tree | contents),
         contents=contents,
-        tasks=found,
+        tasks=task_set,
         rewards=rewards,
         agent=player,
         algorithm=algorithm,
         model=source,
-        total_steps=total_steps(placed, len(found.train)),
-        warnings=(*composed.warnings, *remarks, *lacking),
+        total_steps=total_steps(config, len(task_set.train)),
+        warnings=(*composed.warnings, *warnings),
         folder=folder,
         engine_reason=reason,
-        absent=tuple(missing.texts),
-        refused=composed.refused,
+        absent=tuple(missing.messages),
+        rejected=composed.rejected,
     )
 
 
-def _tasks(config: Config, found: TaskSet | None, *, training: bool) -> TaskSet:
-    """The tasks; none where their files are not here."""
-    if found is None:
-        return TaskSet((), (), reward=default_reward(config.data), description="(files not here)")
-    if training and not found.train:
-        raise nothing_to_train_on(config.data)
-    return found
-
-
-def _place(
-    config: Config, source: ModelSource | None, missing: Missing, *, training: bool
+def _resolve_devices(
+    config: Config, source: ModelSource | None, missing: MissingResources, *, training: bool
 ) -> tuple[Config, str, list[str]]:
-    """The configuration with the engine and the cluster that are used, why that engine, and remarks about both."""
+    """The configuration with the chosen engine and the resolved cluster, the reason for the engine, and warnings."""
     engine, reason = pick_engine(config, source)
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, name=engine))
-    placed, remarks = settle_cluster(config)
-    remarks = [*remarks, *(missing.unless_absent(lambda: check_engine(placed)) or [])]
+    resolved, warnings = resolve_cluster(config)
+    warnings = [*warnings, *(missing.collect(lambda: check_engine(resolved)) or [])]
     if training:
-        missing.unless_absent(lambda: check_cluster(placed))
-    if training and placed.agent.name == "gateway":
-        missing.unless_absent(lambda: check_gateway(placed))
-    return placed, reason, remarks
+        missing.collect(lambda: check_cluster(resolved))
+    if training and resolved.agent.name == "gateway":
+        missing.collect(lambda: check_gateway(resolved))
+    return resolved, reason, warnings
 
 
-def _check_models(
-    config: Config, algorithm: Algorithm, source: ModelSource | None, missing: Missing, *, training: bool
-) -> None:
-    """The chat template that is asked for, and what training needs besides the policy: a critic, a reference."""
-    if training and algorithm.needs.values and config.critic.model is not None:
-        missing.unless_absent(lambda: check_critic(config, source))
-    if training and source is not None:
-        check_reference(source, algorithm)
-    if source is not None:
-        use_template(source.tokenizer, config.agent.template)
-
-
-def own_class(name: str) -> type | None:
-    """The class behind `algorithm=file.py:Class`; None for the algorithms of the catalogue."""
+def user_algorithm_class(name: str) -> type | None:
+    """The class of `algorithm=file.py:Class`; None for the algorithms of the catalogue."""
     from covey.algorithms.assemble import is_custom, load_custom
 
     return load_custom(name) if is_custom(name) else None
@@ -234,20 +226,20 @@ def make_algorithm(config: Config) -> Algorithm:
 
     options = dataclasses.asdict(config.algorithm)
     if options.get("correction") == "auto":
-        older = ahead(config) and config.mode.max_staleness > 0
-        differs = older or sampling_is_cut(config) or config.rollout.name == "vllm"
-        options["correction"] = "token" if differs else "none"
+        stale = is_async(config) and config.mode.max_staleness > 0
+        off_policy = stale or sampling_is_cut(config) or config.rollout.name == "vllm"
+        options["correction"] = "token" if off_policy else "none"
     try:
         return make(options.pop("name"), **options)
     except InputError:
         raise
-    except ValueError as error:  # a value that the algorithm itself refuses
+    except ValueError as error:  # raised by the algorithm itself
         raise InputError(str(error)) from error
 
 
 def open_model(config: Config, tokenizer: Any = None) -> ModelSource:
-    """Tokenizer and configuration of the model, and whether it can run here as asked. A tokenizer that is given takes
-    the place of the model's own, with another chat template for example."""
+    """The model's tokenizer and configuration, after checking that it can run on this machine. `tokenizer` replaces the
+    model's own, for example for another chat template."""
     from covey.models.adapters import require_peft
     from covey.models.loading import open_source, pick_device
 
@@ -255,7 +247,7 @@ def open_model(config: Config, tokenizer: Any = None) -> ModelSource:
     if config.model.lora.rank > 0:
         require_peft()
     source = open_source(config.model)
-    from covey.learner.forward import check_layers  # not before: its imports take seconds, and there may be no model
+    from covey.learner.forward import check_layers  # only now: importing it takes seconds
 
     check_layers(source.config)
     if tokenizer is None:
@@ -263,19 +255,19 @@ def open_model(config: Config, tokenizer: Any = None) -> ModelSource:
     if tokenizer.get_vocab() != source.tokenizer.get_vocab():
         raise InputError(
             f"tokenizer= has another vocabulary than that of the model {config.model.name}\n"
-            "  fix: AutoTokenizer.from_pretrained(MODEL), or give a loaded model whose embeddings fit"
+            "  fix: AutoTokenizer.from_pretrained(MODEL), or pass a loaded model whose embeddings fit"
         )
     return dataclasses.replace(source, tokenizer=copy.deepcopy(tokenizer))  # agent.template may change it
 
 
 def check_critic(config: Config, policy: ModelSource | None) -> None:
-    """critic.model must read the policy's tokens."""
+    """Check that critic.model has the policy's vocabulary size and is not an adapter."""
     from covey.models.loading import open_source
 
     named = dataclasses.replace(config.model, name=config.critic.model or config.model.name)
     critic = open_source(named, headless=True)
     if critic.adapter is not None:
-        raise InputError(f"critic.model={config.critic.model} is an adapter\n  give a whole model")
+        raise InputError(f"critic.model={config.critic.model} is an adapter\n  give a full model")
     sizes = [len(source.tokenizer) for source in (critic, policy or critic)]
     if sizes[0] != sizes[1]:
         raise InputError(
@@ -287,16 +279,15 @@ def check_critic(config: Config, policy: ModelSource | None) -> None:
 def total_steps(config: Config, tasks: int) -> int:
     if config.loop.total_steps is not None:
         return config.loop.total_steps
-    return (config.loop.total_epochs or 1) * steps_per_epoch(max(tasks, 1), new_tasks(config))
+    return (config.loop.total_epochs or 1) * steps_per_epoch(max(tasks, 1), new_tasks_per_step(config))
 
 
-def new_tasks(config: Config) -> int:
-    """Of a step; the rest of its groups, in mode=async with mode.max_uses, are of former steps."""
-    return fresh_groups(config.data.train_batch_size, config.mode.max_uses if ahead(config) else 1)
+def new_tasks_per_step(config: Config) -> int:
+    """With mode.max_uses, the other groups of a step are reused from former steps."""
+    return fresh_groups(config.data.train_batch_size, config.mode.max_uses if is_async(config) else 1)
 
 
-def ahead(config: Config) -> bool:
-    """Whether sampling goes on while the learner learns."""
+def is_async(config: Config) -> bool:
     return config.mode.name == "async"
 
 

@@ -1,4 +1,4 @@
-"""What is written down in the folder of a run, and read when it goes on."""
+"""Writes run.json, config.yaml and .hydra/ to a run's folder, and compares them when the run is resumed."""
 
 from __future__ import annotations
 
@@ -11,26 +11,24 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import yaml
 
+from covey.app.models import BuildSpec
 from covey.config.read import load_yaml
 from covey.config.schema import Config
-from covey.config.validate import UNUSED_BY_SFT, Change, differences, within
+from covey.config.validate import UNUSED_BY_SFT, Change, differences, matches
 from covey.errors import InputError
 from covey.redact import hide_settings, hide_words
 from covey.storage import write_atomically, writing
 
 if TYPE_CHECKING:
     from covey.models.loading import ModelSource
-    from covey.protocols import Algorithm, Learner
+    from covey.protocols import Learner
     from covey.telemetry import RunInfo
     from covey.training.checkpoint import Checkpoint, CheckpointStore
     from covey.training.folder import RunFolder
 
 
-class Startable(Protocol):
-    """A run that could start, of whatever command."""
-
-    @property
-    def config(self) -> Config: ...
+class PreparedRun(BuildSpec, Protocol):
+    """A prepared run of covey train or covey sft."""
 
     @property
     def tree(self) -> dict[str, Any]: ...
@@ -43,15 +41,6 @@ class Startable(Protocol):
 
     @property
     def contents(self) -> dict[str, str]: ...
-
-    @property
-    def algorithm(self) -> Algorithm: ...
-
-    @property
-    def model(self) -> ModelSource | None: ...
-
-    @property
-    def total_steps(self) -> int: ...
 
     @property
     def warnings(self) -> tuple[str, ...]: ...
@@ -74,8 +63,8 @@ def store(config: Config, path: Path) -> CheckpointStore:
     return CheckpointStore(path / "checkpoints", keep_last=config.loop.keep_last, keep_best=config.loop.keep_best)
 
 
-def as_it_began(model: ModelSource | None, config: Config, folder: RunFolder) -> ModelSource | None:
-    """The model at the commit that the run began with: on the hub there may be a newer one since."""
+def at_original_revision(model: ModelSource | None, config: Config, folder: RunFolder) -> ModelSource | None:
+    """The model at the commit that the run started from: the hub may have a newer one."""
     from covey.models.loading import open_source
     from covey.rollout.templates import use_template
 
@@ -89,21 +78,21 @@ def as_it_began(model: ModelSource | None, config: Config, folder: RunFolder) ->
 
 
 def threads_for(config: Config, resumed: RunFolder | None) -> int:
-    """loop.threads; else what the run began with, since the last bits of results depend on it; else OMP_NUM_THREADS;
-    else one per core that this process may use."""
+    """The number of CPU threads: loop.threads, that of the resumed run (results depend on it in the last bits),
+    OMP_NUM_THREADS, or the cores of this process."""
     if config.loop.threads is not None:
         return config.loop.threads
     if resumed is not None:
         return int(resumed.info()["threads"])
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    return int(wanted) if wanted.isdecimal() and int(wanted) > 0 else len(os.sched_getaffinity(0))
+    variable = os.environ.get("OMP_NUM_THREADS", "")
+    return int(variable) if variable.isdecimal() and int(variable) > 0 else len(os.sched_getaffinity(0))
 
 
 def write_run_files(
-    prepared: Startable, folder: RunFolder, learner: Learner, threads: int, checkpoint: Checkpoint | None
+    prepared: PreparedRun, folder: RunFolder, learner: Learner, threads: int, checkpoint: Checkpoint | None
 ) -> None:
-    """run.json, config.yaml and .hydra/: what was run, so that it can be run again. A run that goes on keeps when and
-    with what it began, and gets the settings that are in force now."""
+    """Write run.json, config.yaml and .hydra/, so that the run can be repeated. A resumed run keeps the facts about its
+    start and gets the current settings."""
     from covey.telemetry.history import relabel
     from covey.training.folder import changes_before
 
@@ -112,23 +101,23 @@ def write_run_files(
     if checkpoint is None:
         _write_settings(prepared, folder.path)
         revision = prepared.model.revision if prepared.model is not None else None
-        folder.write_info(facts | beginning(prepared, folder.path) | {"model_revision": revision} | precision)
+        folder.write_info(facts | start_info(prepared, folder.path) | {"model_revision": revision} | precision)
         return
     info = folder.info()
     began = {name: info[name] for name in precision}
     if began != precision:
-        raise InputError(f"this run began with {began}, and would go on with {precision}\n  set model.device, dtype")
+        raise InputError(f"this run began with {began} and would continue with {precision}\n  set model.device, dtype")
     history = changes_before(info, checkpoint.step)
     if changed := {change.key: [change.old, change.new] for change in changes_since(prepared, folder.path, checkpoint)}:
         history.append({"step": checkpoint.step, "settings": changed})
     info.pop("changes", None)
     folder.write_info(info | facts | ({"changes": history} if history else {}))
-    relabel(folder.path, prepared.config.logging)  # compares with the settings that the next line replaces
+    relabel(folder.path, prepared.config.logging)  # reads the settings that the next line replaces
     _write_settings(prepared, folder.path)
 
 
-def beginning(prepared: Startable, path: Path) -> dict[str, Any]:
-    """What run.json says of a run's beginning."""
+def start_info(prepared: PreparedRun, path: Path) -> dict[str, Any]:
+    """The fields of run.json about the start of a run."""
     from covey.training.folder import next_number
 
     return {
@@ -141,8 +130,8 @@ def beginning(prepared: Startable, path: Path) -> dict[str, Any]:
     }
 
 
-def _facts(prepared: Startable, path: Path) -> dict[str, Any]:
-    """What run.json says of the settings that are in force."""
+def _facts(prepared: PreparedRun, path: Path) -> dict[str, Any]:
+    """The fields of run.json about the current settings."""
     facts = prepared.info(path, 0)
     shown = ("kind", "title", "algorithm", "model", "task", "total_steps", "reward_names", "trained_reward", "held_out")
     return {
@@ -155,22 +144,21 @@ def _facts(prepared: Startable, path: Path) -> dict[str, Any]:
     }
 
 
-def _write_settings(prepared: Startable, path: Path) -> None:
-    """Without the run that this one went on from: who repeats it from these settings repeats all of it."""
+def _write_settings(prepared: PreparedRun, path: Path) -> None:
+    """Without resume=RUN, so that repeating the run from these settings repeats it from its beginning."""
     named = prepared.tree["resume"] not in ("auto", "disable")
     tree = prepared.tree | ({"resume": "auto"} if named else {})
     words = [word for word in prepared.overrides if not (named and word.startswith("resume="))]
     hydra = path / ".hydra"
     with writing(hydra):
-        hydra.mkdir(exist_ok=True)  # a run that is started again before its first checkpoint
+        hydra.mkdir(exist_ok=True)  # exists if the run is restarted before its first checkpoint
     for file in (path / "config.yaml", hydra / "config.yaml"):
         write_atomically(file, yaml.safe_dump(hide_settings(tree), sort_keys=False, allow_unicode=True))
     write_atomically(hydra / "overrides.yaml", yaml.safe_dump(hide_words(words)))
 
 
-def changes_since(prepared: Startable, run: Path, checkpoint: Checkpoint | None) -> list[Change]:
-    """What differs from the settings, tasks and rewards that a checkpoint was trained with; without one, from the
-    run's own."""
+def changes_since(prepared: PreparedRun, run: Path, checkpoint: Checkpoint | None) -> list[Change]:
+    """Settings, tasks and rewards that differ from those of a checkpoint, or of the run if `checkpoint` is None."""
     from covey.training.checkpoint import CONFIG
     from covey.training.folder import contents_at, read_info
 
@@ -180,7 +168,7 @@ def changes_since(prepared: Startable, run: Path, checkpoint: Checkpoint | None)
         raise InputError(f"{run / CONFIG} is damaged: it holds no settings")
     found = differences(old, hide_settings(prepared.tree), prepared.config)
     if prepared.command == "sft":
-        found = [change for change in found if not within(change.key, UNUSED_BY_SFT)]
+        found = [change for change in found if not matches(change.key, UNUSED_BY_SFT)]
     info = read_info(run)
     before = info.get("contents", {}) if checkpoint is None else contents_at(info, checkpoint.step)
     for name, digest in prepared.contents.items():

@@ -1,8 +1,9 @@
-"""Wiring of `covey sft`: demonstrations, a template and a learner. What it shares with training is in build.py."""
+"""Prepares and builds a run of covey sft: demonstrations, chat template and learner."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.app.build import Note, open_telemetry
+from covey.app.checks import check_sizes
 from covey.app.models import make_learner
-from covey.app.prepare import Missing, open_model, total_steps
+from covey.app.prepare import MissingResources, open_model, total_steps
 from covey.app.resume import open_run, with_model_folder
-from covey.app.run_files import as_it_began, store, threads_for, write_run_files
+from covey.app.run_files import at_original_revision, store, threads_for, write_run_files
 from covey.config import Composed, fingerprint
 from covey.config.schema import Config
-from covey.config.validate import UNUSED_BY_SFT, within
+from covey.config.validate import UNUSED_BY_SFT, matches
 from covey.errors import InputError, unknown
 from covey.redact import hide_settings
 from covey.rollout.templates import use_template
@@ -32,12 +34,12 @@ if TYPE_CHECKING:
     from covey.training.sft import SftRun
 
 Schemas = Sequence[Mapping[str, Any]]
-Write = Callable[[Messages, Schemas], tuple[Messages, Schemas | None]]  # what the chat template is given
+Write = Callable[[Messages, Schemas], tuple[Messages, Schemas | None]]  # → arguments of the chat template
 
 
 @dataclass(frozen=True)
 class PreparedSft:
-    """A run of `covey sft` that could start: checked, nothing loaded."""
+    """A run of covey sft that is checked and can start. Nothing is loaded yet."""
 
     config: Config
     tree: dict[str, Any]
@@ -48,15 +50,15 @@ class PreparedSft:
     train: tuple[Episode, ...]
     validation: tuple[Episode, ...]
     algorithm: Likelihood
-    model: ModelSource | None  # None where validation goes on without it
+    model: ModelSource | None  # None: validation without the model
     total_steps: int
     warnings: tuple[str, ...]
     folder: Path | None = None
     engine_reason: str = ""
     command: str = "sft"
-    absent: tuple[str, ...] = ()  # what is not on this machine, where a check goes on without it
-    refused: int = 0  # of the warnings, those for which a run would be refused
-    steps_known: bool = True  # without the demonstrations, epochs are an unknown number of steps
+    absent: tuple[str, ...] = ()  # resources missing on this machine, tolerated by a check
+    rejected: int = 0  # warnings that would be errors in a run
+    steps_known: bool = True  # False: epochs of demonstrations that are not on this machine
 
     def info(self, path: Path, first_step: int) -> RunInfo:
         logging = self.config.logging
@@ -74,29 +76,32 @@ class PreparedSft:
 
 
 def prepare_sft(composed: Composed, *, folder: Path | None = None, tolerate_absent: bool = False) -> PreparedSft:
-    """Check all that configuration and files can tell. With `tolerate_absent`, what only another machine has becomes a
-    warning."""
+    """Check everything that configuration and files allow to check. With `tolerate_absent`, missing files, packages and
+    devices are warnings."""
     from covey.algorithms.likelihood import Likelihood
 
     composed = with_model_folder(composed)
     config, warnings = composed.config, [*composed.warnings, *_unused(composed)]
-    missing = Missing()
-    missing.unless_absent(lambda: check_logging(config.logging))
+    missing = MissingResources()
+    missing.collect(lambda: check_logging(config.logging))
     if config.cluster.name != "local":
-        raise InputError(f"covey sft runs in one process: cluster={config.cluster.name} has no place\n  leave it out")
+        raise InputError(
+            f"covey sft runs in one process: cluster={config.cluster.name} is not supported\n  leave it out"
+        )
     if config.learner.tensor_parallel > 1:
-        raise InputError("covey sft runs in one process: learner.tensor_parallel has no place\n  leave it out")
-    loaded = missing.unless_absent(lambda: load_demonstrations(config.data, config.seed))
+        raise InputError("covey sft runs in one process: learner.tensor_parallel is not supported\n  leave it out")
+    loaded = missing.collect(lambda: load_demonstrations(config.data, config.seed))
     found = loaded or DemonstrationSet((), (), "(files not here)")
-    source = missing.unless_absent(lambda: open_model(config))
-    warnings += [*found.warnings, *_check_sizes(config, found)]
+    source = missing.collect(lambda: open_model(config))
+    warnings += [*found.warnings, *check_sizes(config, found.train, found.validation, "demonstrations")]
     train: tuple[Episode, ...] = ()
     validation: tuple[Episode, ...] = ()
     if source is not None:
         use_template(source.tokenizer, config.agent.template)
-        show = Shower(config, source, found)
-        train, validation = show.all("training", found.train), show.all("validation", found.validation)
-        warnings += show.warnings
+        renderer = DemonstrationRenderer(config, source, found)
+        train = renderer.render_all("training", found.train)
+        validation = renderer.render_all("validation", found.validation)
+        warnings += renderer.warnings
     contents = {"training tasks": _digest(train), "validation tasks": _digest(validation)}
     warnings += missing.warnings(tolerate=tolerate_absent)
     return PreparedSft(
@@ -113,23 +118,23 @@ def prepare_sft(composed: Composed, *, folder: Path | None = None, tolerate_abse
         total_steps=total_steps(config, len(train if source is not None else found.train)),
         warnings=tuple(warnings),
         folder=folder,
-        absent=tuple(missing.texts),
-        refused=composed.refused,
+        absent=tuple(missing.messages),
+        rejected=composed.rejected,
         steps_known=loaded is not None or config.loop.total_steps is not None,
     )
 
 
 def build_sft(prepared: PreparedSft, *, note: Note) -> SftRun:
-    """Load the model and join the parts; on resume, from the checkpoint."""
+    """Load the model, from the checkpoint on resume, and assemble the run."""
     folder, checkpoint = open_run(prepared, note)
     try:
-        return _joined(prepared, folder, checkpoint)
+        return _assemble(prepared, folder, checkpoint)
     except BaseException:
         folder.abandon()  # the lock is released, so a retry can acquire it
         raise
 
 
-def _joined(prepared: PreparedSft, folder: RunFolder, checkpoint: Checkpoint | None) -> SftRun:
+def _assemble(prepared: PreparedSft, folder: RunFolder, checkpoint: Checkpoint | None) -> SftRun:
     import torch
 
     from covey.training.sft import SftRun
@@ -137,7 +142,7 @@ def _joined(prepared: PreparedSft, folder: RunFolder, checkpoint: Checkpoint | N
     config, source = prepared.config, prepared.model
     assert source is not None
     if checkpoint is not None:
-        source = as_it_began(source, config, folder)
+        source = at_original_revision(source, config, folder)
         assert source is not None
         prepared = dataclasses.replace(prepared, model=source)
     threads = threads_for(config, folder if checkpoint is not None else None)
@@ -162,8 +167,8 @@ def _joined(prepared: PreparedSft, folder: RunFolder, checkpoint: Checkpoint | N
     )
 
 
-class Shower:
-    """Demonstrations → episodes, as this model would have played them."""
+class DemonstrationRenderer:
+    """Renders demonstrations as episodes of this model: with its chat template and its tool-call format."""
 
     def __init__(self, config: Config, source: ModelSource, found: DemonstrationSet) -> None:
         from covey.models.folder import check_ids
@@ -171,51 +176,51 @@ class Shower:
 
         self.renderer = Renderer(source.tokenizer)
         self.check_ids = partial(check_ids, source.name, source.tokenizer, source.config)
-        self.ends = source.eos_ids()
+        self.eos_ids = source.eos_ids()
         self.limit = config.model.context_length or source.context_length
         self.schemas = _schemas(config, found)
         self.write = _writer(config, source, found, self.schemas)
         self.warnings: list[str] = []
 
-    def all(self, split: str, demonstrations: Sequence[Demonstration]) -> tuple[Episode, ...]:
-        """Those that fit into the model's context; how many do not is a warning."""
+    def render_all(self, split: str, demonstrations: Sequence[Demonstration]) -> tuple[Episode, ...]:
+        """Episodes of all demonstrations that fit into the model's context. The others are counted in a warning."""
         from covey.training.samples import episode_rows
 
-        found: list[Episode] = []
+        episodes: list[Episode] = []
         long: list[str] = []
         for demonstration in demonstrations:
-            episode = self.episode(demonstration)
+            episode = self.render(demonstration)
             rows = episode_rows(episode, 0)
             self.check_ids(id for row in rows for ids in (row.prompt_ids, row.response_ids) for id in ids)
             length = max(row.length for row in rows)
             if self.limit is None or length <= self.limit:
-                found.append(episode)
+                episodes.append(episode)
             else:
                 long.append(f"{demonstration.place} ({length} tokens)")
         if long:
             text = f"{len(long)} of {len(demonstrations)} {split} demonstrations are longer than the "
-            text += f"context of {self.limit} tokens and left out, the first: {long[0]}"
-            if not found:
+            text += f"context of {self.limit} tokens and skipped, the first: {long[0]}"
+            if not episodes:
                 raise InputError(f"{text}\n  shorten them, or raise model.context_length if the model supports it")
             self.warnings.append(text)
-        return tuple(found)
+        return tuple(episodes)
 
-    def episode(self, demonstration: Demonstration) -> Episode:
+    def render(self, demonstration: Demonstration) -> Episode:
         from covey.rollout.rendering import render_demonstration
 
         schemas = self.schemas if demonstration.tools is None else demonstration.tools
         try:
             _check_calls(demonstration, schemas)
             messages, tools = self.write(demonstration.messages, schemas)
-            turns = render_demonstration(self.renderer, messages, tools, self.ends)
+            turns = render_demonstration(self.renderer, messages, tools, self.eos_ids)
         except InputError as error:
             raise InputError(f"{demonstration.place}: {error}") from error
-        asked = next(at for at, message in enumerate(messages) if message["role"] == "assistant")
-        return Episode(Task(demonstration.id, tuple(messages[:asked])), turns, tuple(messages), stop=turns[-1].stop)
+        first = next(at for at, message in enumerate(messages) if message["role"] == "assistant")
+        return Episode(Task(demonstration.id, tuple(messages[:first])), turns, tuple(messages), stop=turns[-1].stop)
 
 
 def _schemas(config: Config, found: DemonstrationSet) -> Schemas:
-    """Of the tools for demonstrations that bring none: agent.tools, or what generated ones were made with."""
+    """Tool schemas for demonstrations without their own: of agent.tools, or of the generated data."""
     names = config.agent.tools or found.tools
     if not names:
         return ()
@@ -225,13 +230,13 @@ def _schemas(config: Config, found: DemonstrationSet) -> Schemas:
 
 
 def _writer(config: Config, source: ModelSource, found: DemonstrationSet, schemas: Schemas) -> Write:
-    """How tools and calls are shown: as the agent does. Without any of them there is nothing to decide."""
+    """How tools and calls are written: in the format that the agent uses. Without tools, as they are."""
     if not schemas and not any(map(_uses_tools, (*found.train, *found.validation))):
         return lambda messages, tools: (messages, None)
     from covey.agents.formats import FORMATS, choose_format
     from covey.agents.render_demonstrations import render_messages
 
-    # agent=react and agent=code are formats of their own.
+    # agent=react and agent=code have formats of their own.
     name = config.agent.name if config.agent.name in FORMATS else config.agent.format
     format = choose_format(name, source.tokenizer, source.config.model_type, schemas)
     return lambda messages, tools: render_messages(messages, tools, format)
@@ -255,37 +260,15 @@ def _check_calls(demonstration: Demonstration, schemas: Schemas) -> None:
                 raise unknown("tool", name, known)
 
 
-def _check_sizes(config: Config, found: DemonstrationSet) -> list[str]:
-    loop, count = config.loop, len(found.train)
-    if loop.total_steps is not None and loop.total_epochs is not None:
-        raise InputError(
-            f"loop.total_steps={loop.total_steps} and loop.total_epochs={loop.total_epochs} contradict each other\n"
-            "  give one of them"
-        )
-    if config.eval.every and found.train and not found.validation:
-        raise InputError(
-            f"eval.every={config.eval.every}, but there is nothing to evaluate on\n"
-            "  give data.val_files, or eval.every=0"
-        )
-    if count and count < config.data.train_batch_size:
-        return [
-            f"data.train_batch_size={config.data.train_batch_size}, but there are {count} demonstrations: "
-            "every step takes all of them"
-        ]
-    return []
-
-
 def _unused(composed: Composed) -> list[str]:
-    """Settings that were given and mean nothing without sampling."""
-    given = [word.partition("=")[0].lstrip("+") for word in composed.overrides]
-    names = [name for name in given if within(f"{name}.", UNUSED_BY_SFT)]
+    """A warning about settings that matter only for sampling."""
+    keys = [word.partition("=")[0].lstrip("+") for word in composed.overrides]
+    names = [key for key in keys if matches(f"{key}.", UNUSED_BY_SFT)]
     return [f"not used by covey sft, where nothing is sampled: {', '.join(names)}"] if names else []
 
 
 def _digest(episodes: Sequence[Episode]) -> str:
-    """Changes with the tokens that are trained and tested on."""
-    import hashlib
-
+    """A hash of the tokens of all episodes."""
     digest = hashlib.sha256()
     for episode in episodes:
         digest.update(repr([dataclasses.astuple(turn)[:2] for turn in episode.turns]).encode())

@@ -1,4 +1,4 @@
-"""covey doctor: what this machine can do, what is missing, and the fix."""
+"""covey doctor: what this machine supports, what is missing, and how to fix it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Finding:
     fix: str = ""
 
 
-OPTIONAL = {  # package: what it is for, and the extra that brings it
+OPTIONAL = {  # package: (purpose, extra)
     "peft": ("LoRA training", "lora"),
     "wandb": ("Weights & Biases logging", "wandb"),
     "tensorboard": ("TensorBoard logging", "tensorboard"),
@@ -32,10 +32,10 @@ OPTIONAL = {  # package: what it is for, and the extra that brings it
 
 
 def main(argv: list[str]) -> int:
-    from covey.cli.words import parse
+    from covey.cli.parse import parse
 
-    words = parse(argv)
-    if words.help:
+    args = parse(argv)
+    if args.help:
         print(__doc__)
         return 0
     findings = list(examine())
@@ -66,8 +66,8 @@ def examine() -> Iterator[Finding]:
     yield _vllm()
     yield from _sandbox()
     for name, what in (("HF_TOKEN", "private models of the hub"), ("WANDB_API_KEY", "uploading to W&B")):
-        found = bool(os.environ.get(name))
-        yield Finding("ok" if found else "--", name, f"{'set' if found else 'not set'}: {what}")
+        is_set = bool(os.environ.get(name))
+        yield Finding("ok" if is_set else "--", name, f"{'set' if is_set else 'not set'}: {what}")
 
 
 def _torch() -> Iterator[Finding]:
@@ -80,7 +80,7 @@ def _torch() -> Iterator[Finding]:
     cores = os.cpu_count() or 1
     yield Finding("ok", "CPU", f"{cores} cores, {torch.get_num_threads()} threads used")
     if not torch.cuda.is_available():
-        yield Finding("--", "GPU", "none that torch sees: training runs on the CPU")
+        yield Finding("--", "GPU", "torch sees none: training runs on the CPU")
         return
     for index in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(index)
@@ -92,9 +92,9 @@ def _memory() -> Finding:
     disk = shutil.disk_usage(Path.cwd()).free / 2**30
     detail = f"{pages:.0f} GiB memory free, {disk:.0f} GiB disk free here"
     if pages < 4 or disk < 4:
-        fix = "the built-in model wants about 4 GiB of memory, and 2 GiB of disk for each checkpoint"
-        return Finding("--", "room", detail, fix)
-    return Finding("ok", "room", detail)
+        fix = "the built-in model needs about 4 GiB of memory, and 2 GiB of disk for each checkpoint"
+        return Finding("--", "memory, disk", detail, fix)
+    return Finding("ok", "memory, disk", detail)
 
 
 def _builtin_model() -> Finding:
@@ -116,22 +116,22 @@ def _builtin_model() -> Finding:
 def _vllm() -> Finding:
     from covey.app.checks import require_vllm, vllm_version
 
-    found = vllm_version()
+    version = vllm_version()
     try:
         require_vllm()
     except Absent:
-        fix = install_extra("vllm", upgrade=found is not None)
-        return Finding("--", "vllm", f"{found or 'no'}: sampling with rollout=vllm", fix)
-    return Finding("ok", "vllm", f"{found}: sampling with rollout=vllm")
+        fix = install_extra("vllm", upgrade=version is not None)
+        return Finding("--", "vllm", f"{version or 'no'}: sampling with rollout=vllm", fix)
+    return Finding("ok", "vllm", f"{version}: sampling with rollout=vllm")
 
 
 def _sandbox() -> Iterator[Finding]:
     from covey.sandbox import describe
 
-    for found in describe():
-        good = found.works and not found.tier.weak
-        weak = "; needs sandbox.allow_weak=true" if found.works and found.tier.weak else ""
-        yield Finding("ok" if good else "--", f"sandbox: {found.tier.name}", found.detail + weak, found.fix)
+    for check in describe():
+        good = check.works and not check.tier.weak
+        weak = "; needs sandbox.allow_weak=true" if check.works and check.tier.weak else ""
+        yield Finding("ok" if good else "--", f"sandbox: {check.tier.name}", check.detail + weak, check.fix)
 
 
 def _version(package: str) -> str | None:

@@ -1,4 +1,4 @@
-"""covey: the command line. Thin: each command parses its words and calls what does the work."""
+"""covey: the command line. Each command parses its arguments, calls the application layer and prints results."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from covey.errors import InputError, RunFailed, said, unknown
-from covey.redact import Screen, hide
+from covey.errors import InputError, RunFailed, describe_error, unknown
+from covey.redact import RedactedStream, hide
 
 USAGE = """\
 covey — reinforcement learning of language models on groups of sampled answers
@@ -47,23 +47,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"covey {__version__}")
         return 0
-    with _screened():
+    with _redacted_output():
         return _run(words)
 
 
 @contextmanager
-def _screened() -> Iterator[None]:
-    """What is printed holds no secrets; nor does the trace of an error that nobody caught."""
-    sys.excepthook = _last_words
+def _redacted_output() -> Iterator[None]:
+    """Hide secrets in the output and in tracebacks of uncaught errors."""
+    sys.excepthook = _print_traceback
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (stream and Screen(stream) for stream in before)  # closed ones are None
+    sys.stdout, sys.stderr = (stream and RedactedStream(stream) for stream in before)  # None if closed
     try:
         yield
     finally:
         sys.stdout, sys.stderr = before
 
 
-def _last_words(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     sys.stderr.write(hide("".join(traceback.format_exception(kind, error, trace))))
 
 
@@ -80,23 +80,25 @@ def _run(words: list[str]) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
-    except SystemExit as error:  # of the user's code, in a task of its own: asyncio ends the event loop at once
-        print(hide(f"\n{said(error)}\n  this ended the command; return, or raise an exception"), file=sys.stderr)
+    except SystemExit as error:  # raised by the user's code in an asyncio task, which ends the event loop
+        print(
+            hide(f"\n{describe_error(error)}\n  this ended the command; return, or raise an exception"), file=sys.stderr
+        )
         return 1
-    except BrokenPipeError:  # the reader of our output has gone
+    except BrokenPipeError:  # the reader of our output was closed
         return 0
     except Exception as error:
         if _was_interrupted(error):
             print("\ninterrupted", file=sys.stderr)
             return 130
-        if (told := _refused(error)) is None:
+        if (message := _storage_message(error)) is None:
             raise
-        print(f"\n{told}", file=sys.stderr)
+        print(f"\n{message}", file=sys.stderr)
         return 1
 
 
 def _was_interrupted(error: BaseException | None) -> bool:
-    """Whether Ctrl-C is behind an error: it may come in the midst of a library's work, which then breaks in its way."""
+    """Whether an error was caused by Ctrl-C: libraries may raise errors of their own when they are interrupted."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, KeyboardInterrupt):
@@ -106,8 +108,8 @@ def _was_interrupted(error: BaseException | None) -> bool:
     return False
 
 
-def _refused(error: Exception) -> str | None:
-    """What a full, read-only or broken disk said to some command; None for any other error."""
+def _storage_message(error: Exception) -> str | None:
+    """The message about a full, read-only or broken disk; None for any other error."""
     from covey.storage import describe_failure, storage_errno
 
     if (number := storage_errno(error)) is None:
@@ -117,13 +119,13 @@ def _refused(error: Exception) -> str | None:
 
 
 def _read_env_file() -> None:
-    """Before anything is imported that reads its variables only once, as huggingface_hub does HF_HOME."""
+    """Read .env before modules that read its variables only once are imported, such as huggingface_hub (HF_HOME)."""
     from covey.config.read import export, read_env_file
 
     export(read_env_file(Path(".env")))
 
 
-# Each command's function, imported when the command is run: together they import all of Covey.
+# Command → function, imported when the command runs: together they import all of Covey.
 COMMANDS = {
     "train": "covey.cli.train:main",
     "sft": "covey.cli.train:main_sft",

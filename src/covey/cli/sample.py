@@ -1,4 +1,4 @@
-"""An episode on the screen, token by token: what the model sampled stands out from what it was given."""
+"""covey sample: prints what a model or a run's weights answer to tasks or to a question."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from covey.app.compose import Words
-from covey.app.loaded_model import Bench, has_tasks, load_bench, prepare_bench, sampling
+from covey.app.compose import CommandLine
+from covey.app.loaded_model import has_tasks, load_model, prepare_model, sampling
 from covey.app.prepare import training_sampling
-from covey.cli.words import parse
+from covey.cli.parse import parse
 from covey.config.schema import Config, EvalConfig
 from covey.errors import Absent, InputError
-from covey.ranges import ranges_of, refusal
+from covey.ranges import range_error, ranges_of
 from covey.tasks import ask_like_tasks, plain_question
-from covey.types import Episode, Group, Sample, Sampling, Task, ToolUse
+from covey.types import Episode, Group, Sample, Task, ToolUse
 
 SAMPLED, GIVEN = "bold green", "dim"
 Decode = Callable[[list[int]], str]
 
 
 def show_tokens(episode: Episode, decode: Decode, console: Console) -> None:
-    """The rows that are trained on. Sampled text is coloured, or between ⟦ ⟧ where there are no colours."""
+    """Print the rows that are trained on. Sampled text is coloured, or between ⟦ ⟧ without a terminal."""
     from covey.training.samples import episode_rows
 
     rows = episode_rows(episode, 0)
@@ -48,23 +48,21 @@ def _row(row: Sample, decode: Decode, *, marks: bool) -> Text:
 
 
 def _runs(row: Sample) -> Iterator[tuple[bool, list[int]]]:
-    """Neighbouring tokens of one kind."""
+    """Runs of tokens that are all sampled or all not."""
     for sampled, pairs in groupby(zip(row.mask, row.response_ids, strict=True), key=lambda pair: pair[0]):
         yield sampled, [token for _, token in pairs]
 
 
-# -- covey sample: what a model, or a run's weights, answers to tasks or to a question of yours ------------------------
-
 USAGE = """\
 covey sample MODEL_OR_RUN [--question TEXT] [--plain] [-n 4] [--tasks 2] [key=value ...]
 
-  Prints answers, with their rewards where a task is known; episodes of several turns token by token, with what the
-  model sampled (and learns from) in colour.
-  --question TEXT   ask this instead of tasks. A run's model is asked as it was trained: with the system prompt, the
-                    worked examples and the prompt of its tasks; so is a model with data=NAME
+  Prints answers, with their rewards for tasks; episodes of several turns token by token, with the sampled tokens (which
+  training learns from) in colour.
+  --question TEXT   ask this instead of tasks. For a run, or with data=NAME, it gets the system prompt, worked examples
+                    and prompt of the tasks
   --plain           the question alone
   -n 4              answers to each
-  --tasks 2         how many tasks: of validation, or of data.train_files where that is given alone
+  --tasks 2         the number of tasks: of validation, or of data.train_files if only that is given
 
   covey sample smollm2-135m --question "What is the capital of France?" rollout.max_tokens=40
   covey sample outputs/DATE/TIME --question "Which is the largest: 23, 81, 45 or 60?"
@@ -74,42 +72,47 @@ covey sample MODEL_OR_RUN [--question TEXT] [--plain] [-n 4] [--tasks 2] [key=va
 
 def main(argv: list[str]) -> int:
     values = ("--question", "-n", "--tasks", "--config-name", "--config")
-    words = parse(argv, switches=("--plain",), values=values)
-    if words.help:
+    args = parse(argv, switches=("--plain",), values=values)
+    if args.help:
         print(USAGE)
         return 0
-    count, many = _count(words, "-n", 4), _count(words, "--tasks", 2)
-    question = words.text("--question")
-    prepared = prepare_bench(_with_own_files(words), USAGE, asks_tasks=question is None)
-    tasks: Sequence[Task] = (prepared.tasks.validation or prepared.tasks.train)[:many]
+    count, task_count = _count(args, "-n", 4), _count(args, "--tasks", 2)
+    question = args.value("--question")
+    prepared = prepare_model(_with_own_files(args), USAGE, needs_tasks=question is None)
+    tasks: Sequence[Task] = (prepared.tasks.validation or prepared.tasks.train)[:task_count]
     if question is not None:
-        tasks = [_own_task(question, words, prepared.config)]
-    bench = load_bench(prepared)
+        tasks = [_task_of_question(question, args, prepared.config)]
+    model = load_model(prepared)
+    collector = model.collector
     if question is not None:
-        bench = dataclasses.replace(bench, collector=dataclasses.replace(bench.collector, reward=_NoReward()))
-    drawn = training_sampling(prepared.config)
+        collector = dataclasses.replace(collector, reward=_NoReward())
+
+    async def sample() -> list[Group]:
+        async with sampling(model):
+            return await collector.groups(tasks, count, training_sampling(prepared.config), ("sample",))
+
     console = Console(highlight=False)
-    for group in asyncio.run(_answers(bench, tasks, count, drawn)):
-        _print_group(group, console, bench.collector.renderer.tokenizer.decode)
+    for group in asyncio.run(sample()):
+        _print_group(group, console, collector.renderer.tokenizer.decode)
     return 0
 
 
-def _with_own_files(words: Words) -> Words:
-    """data.train_files alone: its tasks are asked, not those that the run was evaluated on."""
-    given = {word.partition("=")[0] for word in words.settings}
-    if "data.train_files" not in given or "data.val_files" in given:
-        return words
-    return dataclasses.replace(words, settings=["data.val_files=null", *words.settings])
+def _with_own_files(args: CommandLine) -> CommandLine:
+    """With data.train_files alone, its tasks are asked, not the run's validation tasks."""
+    keys = {word.partition("=")[0] for word in args.settings}
+    if "data.train_files" not in keys or "data.val_files" in keys:
+        return args
+    return dataclasses.replace(args, settings=["data.val_files=null", *args.settings])
 
 
-def _own_task(question: str, words: Words, config: Config) -> Task:
-    """The user's question as the model was trained to be asked, where that is known."""
-    if words.on("--plain") or not has_tasks(words) or config.agent.name == "verifiers":
+def _task_of_question(question: str, args: CommandLine, config: Config) -> Task:
+    """The question in the form of the training tasks, if it is known."""
+    if args.has("--plain") or not has_tasks(args) or config.agent.name == "verifiers":
         return plain_question(question, config.data)
     try:
         task = ask_like_tasks(question, config.data, config.seed)
     except Absent as error:
-        print(f"the question is asked alone, as the tasks are not here: {error}", file=sys.stderr)
+        print(f"asking the question alone, since the tasks are not on this machine: {error}", file=sys.stderr)
         return plain_question(question, config.data)
     if before := len(task.messages) - 1:
         known = f"{before} message{'s' if before > 1 else ''}"
@@ -117,14 +120,8 @@ def _own_task(question: str, words: Words, config: Config) -> Task:
     return task
 
 
-async def _answers(bench: Bench, tasks: Sequence[Task], count: int, drawn: Sampling) -> list[Group]:
-    async with sampling(bench):
-        return await bench.collector.groups(tasks, count, drawn, ("sample",))
-
-
-def _print_group(group: Group, console: Console, decode: Callable[[list[int]], str]) -> None:
-    """An answer of one turn as text; an episode of several with every token and who wrote it."""
-
+def _print_group(group: Group, console: Console, decode: Decode) -> None:
+    """Answers of one turn as text; episodes of several turns token by token."""
     asked = next((m["content"] for m in reversed(group.task.messages) if m["role"] == "user"), group.task.id)
     gold = "" if group.task.answer is None else f"   (answer: {group.task.answer})"
     print(f"\n{asked}{gold}")
@@ -147,7 +144,7 @@ def _use(use: ToolUse) -> str:
 
 
 class _NoReward:
-    """A question of the user's own has no score."""
+    """The reward of a user's question, which has no score."""
 
     names: tuple[str, ...] = ()
     groupwise = False
@@ -159,12 +156,12 @@ class _NoReward:
         return [{} for _ in episodes]
 
 
-def _count(words: Words, flag: str, default: int) -> int:
-    text = words.text(flag)
+def _count(args: CommandLine, flag: str, default: int) -> int:
+    text = args.value(flag)
     if text is None:
         return default
-    what = ranges_of(EvalConfig)["n"]
+    allowed = ranges_of(EvalConfig)["n"]
     count = int(text) if text.isdecimal() and len(text) < 20 else text
-    if count not in what:
-        raise InputError(refusal(flag, count, what))
+    if count not in allowed:
+        raise InputError(range_error(flag, count, allowed))
     return int(count)

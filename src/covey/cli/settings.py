@@ -1,4 +1,4 @@
-"""covey config, covey algorithms"""
+"""covey config and covey algorithms: settings and algorithms."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 from covey.algorithms import ALGORITHMS, LOSSES, algorithm_schemas, find_entry, find_losses, schema
 from covey.algorithms.assemble import is_custom
 from covey.algorithms.catalogue import ALIASES
-from covey.app.compose import compose_words
-from covey.cli.words import parse
+from covey.app.compose import compose_command
+from covey.cli.parse import parse
 from covey.config import explain, settings_page
 from covey.errors import InputError
 from covey.redact import hide_settings
@@ -26,29 +26,29 @@ covey config explain --markdown                                         docs/set
 def main_config(argv: list[str]) -> int:
     import yaml
 
-    words = parse(argv, switches=("--markdown",), values=("--config-name", "--config"))
-    if words.help:
+    args = parse(argv, switches=("--markdown",), values=("--config-name", "--config"))
+    if args.help:
         print(CONFIG_USAGE)
         return 0
-    if words.places == ["explain"] and words.on("--markdown"):
+    if args.positional == ["explain"] and args.has("--markdown"):
         print(settings_page(algorithm_schemas()))
         return 0
-    if words.places[:1] == ["explain"]:
-        print("\n\n".join(_explained([*words.places[1:], *words.settings])))
+    if args.positional[:1] == ["explain"]:
+        print("\n\n".join(_explain_all([*args.positional[1:], *args.settings])))
         return 0
-    if words.places:
-        raise InputError(f"what is {words.places[0]!r}?\n{CONFIG_USAGE.rstrip()}")
-    composed = compose_words(words, training=True)
+    if args.positional:
+        raise InputError(f"unexpected argument {args.positional[0]!r}\n{CONFIG_USAGE.rstrip()}")
+    composed = compose_command(args, training=True)
     print(yaml.safe_dump(hide_settings(composed.tree), sort_keys=False, allow_unicode=True), end="")
     for text in composed.warnings:
         print(f"# warning: {text}")
     return 0
 
 
-def _explained(words: list[str]) -> list[str]:
-    chosen = [word for word in words if word.startswith("algorithm.loss=")]
-    loss = chosen[-1].partition("=")[2] if chosen else None
-    keys = [word for word in words if word not in chosen] or (["algorithm.loss"] if chosen else [""])
+def _explain_all(words: list[str]) -> list[str]:
+    losses = [word for word in words if word.startswith("algorithm.loss=")]
+    loss = losses[-1].partition("=")[2] if losses else None
+    keys = [word for word in words if word not in losses] or (["algorithm.loss"] if losses else [""])
     own = [name for key in keys if (name := key.removeprefix("algorithm=")) != key and ":" in name]
     algorithms = algorithm_schemas() | {name: schema(name) for name in own}
     return [explain(key, algorithms, loss) for key in keys]
@@ -61,12 +61,12 @@ covey algorithms NAME ...   one of them: its equation, its settings with default
 
 
 def main_algorithms(argv: list[str]) -> int:
-    words = parse(argv)
-    if words.help:
+    args = parse(argv)
+    if args.help:
         print(ALGORITHMS_USAGE)
         return 0
-    if words.places:
-        print("\n\n".join(map(_one_algorithm, words.places)))
+    if args.positional:
+        print("\n\n".join(map(_one_algorithm, args.positional)))
         return 0
     width = max(map(len, ALGORITHMS)) + 2
     for name, entry in ALGORITHMS.items():
@@ -80,10 +80,10 @@ def main_algorithms(argv: list[str]) -> int:
 
 
 def _one_algorithm(name: str) -> str:
-    """The pages of its estimator and loss, and its settings."""
+    """The documentation of its estimator and loss, and its settings."""
     name = ALIASES.get(name, name)
     entry = find_entry(name)
     schemas = algorithm_schemas() | ({name: schema(name)} if is_custom(name) else {})
-    homes = dict.fromkeys(part.__module__ for part in (entry.estimator, find_losses(name)[entry.loss].objective))
-    pages = [inspect.cleandoc(sys.modules[home].__doc__ or "") for home in homes]
+    modules = dict.fromkeys(part.__module__ for part in (entry.estimator, find_losses(name)[entry.loss].objective))
+    pages = [inspect.cleandoc(sys.modules[module].__doc__ or "") for module in modules]
     return "\n\n".join([f"{name}: {entry.summary}", *filter(None, pages), explain(f"algorithm={name}", schemas)])

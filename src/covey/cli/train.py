@@ -1,19 +1,15 @@
-"""covey train and covey sft"""
+"""covey train and covey sft."""
 
 from __future__ import annotations
 
-import dataclasses
-import gc
-import itertools
 import textwrap
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from covey.app.compose import Words, compose_words
-from covey.app.train import exit_code, run_sft_to_end, run_to_end
-from covey.cli.words import parse
-from covey.config import Composed, WrongValues, expand_sweep, recipe_names
+from covey.app.compose import CommandLine, compose_command
+from covey.app.train import exit_code, run_sft, run_to_end
+from covey.cli.parse import parse
+from covey.config import Composed, expand_sweep, recipe_names
 from covey.errors import InputError
 from covey.redact import hide_settings
 
@@ -29,40 +25,40 @@ covey train [--config-name RECIPE | --config FILE] [flags] [key=value ...]
   --config-name RECIPE   a ready run inside the package, below (what each is for: docs/recipes.md)
   --config FILE          your YAML file: nested or dotted keys, or env: + python_args: sections
   --validate-only        check settings, files and model, then stop
-  --dry-run              print what would run, then stop
+  --dry-run              print settings and the first task, then stop
   --multirun             every combination of comma-separated values:  learner.lr=1e-5,2e-5
-  --launcher submitit    with --multirun: each combination is a job, on Slurm or as a process here (docs/slurm.md)
-  --launcher-options A   of the launcher:  timeout_min=240,gpus_per_node=1,slurm_partition=gpu
-  --strict               with --validate-only: what is missing on this machine is an error, not a warning
-  --unfinished CODE      exit with this number where loop.max_minutes (otherwise 0) or SIGTERM (143) ended the run
+  --launcher submitit    with --multirun: each combination is a job, on Slurm or as a local process (docs/slurm.md)
+  --launcher-options A   for the launcher:  timeout_min=240,gpus_per_node=1,slurm_partition=gpu
+  --strict               with --validate-only: files and packages missing on this machine are errors, not warnings
+  --unfinished CODE      exit code if loop.max_minutes (otherwise 0) or SIGTERM (143) ended the run
 
 Settings most people touch (all of them: covey config; one of them: covey config explain learner.lr)
 
   model=smollm2-135m           a folder, a Hugging Face id, the built-in model, or a run (its best checkpoint)
   data=sort                    a generated task (arithmetic, countdown, ...) or a prepared data set (gsm8k, ...)
   data.train_files=a.jsonl     or your own JSON / JSONL / Parquet / CSV with question and answer
-  data.val_files=b.jsonl       what to evaluate on
+  data.val_files=b.jsonl       data for evaluation
   reward=exact                 a reward by name, or yours: reward=my_rewards.py:score
   algorithm=gvpo               one of {count}: covey algorithms lists them
   data.train_batch_size=8      tasks per step
   rollout.group_size=8         attempts per task
-  rollout.max_tokens=256       longest answer
+  rollout.max_tokens=256       longest answer in tokens
   learner.lr=1e-5              learning rate
   loop.total_steps=100         steps to train
   eval.every=10                evaluate every n steps
   loop.save_every=10           checkpoint every n steps; the same command then continues an interrupted run
-  logging.to=[console,wandb]   where figures go besides the run's folder
+  logging.to=[console,wandb]   loggers besides the run's folder
 
-verl's, AgentFly's, TorchRL's and TRL's names for these work too (algorithm.adv_estimator, actor_rollout_ref.*,
-trainer.*, optimizer.lr, num_generations ...).
-SIGTERM ends a run after its step or evaluation, with a checkpoint; Ctrl-C stops it. The same command goes on.
+The names of verl, AgentFly, TorchRL and TRL work too (algorithm.adv_estimator, actor_rollout_ref.*, trainer.*,
+optimizer.lr, num_generations ...).
+SIGTERM ends a run after its step or evaluation, with a checkpoint; Ctrl-C stops it. The same command continues the run.
 
 Recipes
 {recipes}
 
 Examples
   covey train --config-name demo
-  covey train resume=outputs/DATE/TIME loop.total_steps=200   # goes on; resume=RUN/checkpoints/step-20: a new run there
+  covey train resume=outputs/DATE/TIME loop.total_steps=200   # more steps; resume=RUN/checkpoints/step-20: a new run
   covey train data.train_files=train.jsonl data.val_files=test.jsonl reward=math_reward_string_equal
 """
 SWITCHES = ("--validate-only", "--dry-run", "--multirun", "--strict", "-m")
@@ -70,32 +66,27 @@ VALUES = ("--config-name", "--config", "--unfinished", "--launcher", "--launcher
 
 
 def main(argv: list[str]) -> int:
-    words = parse(argv, switches=SWITCHES, values=VALUES)
-    if words.help:
+    args = parse(argv, switches=SWITCHES, values=VALUES)
+    if args.help:
         print(usage())
         return 0
-    if words.places:
-        raise InputError(f"what is {words.places[0]!r}?  settings are key=value; see covey train --help")
-    if words.on("--multirun") or words.on("-m"):
-        return _multirun(words)
-    if words.text("--launcher"):
+    if args.positional:
+        raise InputError(f"unexpected argument {args.positional[0]!r}: settings are key=value; see covey train --help")
+    if args.has("--multirun") or args.has("-m"):
+        return _multirun(args)
+    if args.value("--launcher"):
         raise InputError("--launcher is for sweeps: add --multirun\n  one run on several nodes: covey slurm")
     from covey.app.prepare import prepare
 
-    composed = compose_words(words, training=True)
-    if words.on("--validate-only"):
-        return _validate(composed, strict=words.on("--strict"))
-    if words.on("--dry-run"):
+    composed = compose_command(args, training=True)
+    if args.has("--validate-only"):
+        return _validate(composed, strict=args.has("--strict"))
+    if args.has("--dry-run"):
         return _dry_run(composed)
-    unfinished = _exit_code(words)
-    return exit_code(run_to_end(prepare(composed)), unfinished)
-
-
-def _exit_code(words: Words) -> int | None:
-    text = words.text("--unfinished")
+    text = args.value("--unfinished")
     if text is not None and (not text.isdecimal() or int(text) > 255):
         raise InputError(f"--unfinished wants an exit code between 0 and 255, got {text}")
-    return None if text is None else int(text)
+    return exit_code(run_to_end(prepare(composed)), None if text is None else int(text))
 
 
 def usage() -> str:
@@ -116,12 +107,12 @@ def _validate(composed: Composed, *, strict: bool) -> int:
     for text in prepared.warnings:
         print(f"warning: {text}")
     print(verdict(prepared))
-    return 2 if prepared.refused else 0
+    return 2 if prepared.rejected else 0
 
 
 def verdict(prepared: Prepared | PreparedSft) -> str:
-    """`valid` only of what would also start here."""
-    if prepared.refused:
+    """`valid` only if the run would also start on this machine."""
+    if prepared.rejected:
         return "not valid: a run would be refused, see above; nothing was started"
     if count := len(prepared.absent):
         things = "1 thing is" if count == 1 else f"{count} things are"
@@ -151,8 +142,10 @@ def _dry_run(composed: Composed) -> int:
 
 
 def describe(prepared: Prepared) -> list[str]:
-    """What would run, in a few lines."""
+    """A summary of the run."""
     config = prepared.config
+    known = config.loop.total_steps is not None or prepared.tasks.train
+    length = f"{prepared.total_steps} steps" if known else _unknown_length(config, "tasks")
     per_step = config.data.train_batch_size * config.rollout.group_size
     conditions = {c.reward: f" if {c.needed}" for c in prepared.rewards.conditions}
     weighed = [
@@ -164,88 +157,41 @@ def describe(prepared: Prepared) -> list[str]:
         f"reward     {', '.join(weighed)}",
         f"algorithm  {config.algorithm.name}, loss {config.algorithm.loss}",
         f"engine     {config.rollout.name}" + (f": {prepared.engine_reason}" if prepared.engine_reason else ""),
-        f"training   {_length(prepared)} of {config.data.train_batch_size} tasks × "
+        f"training   {length} of {config.data.train_batch_size} tasks × "
         f"{config.rollout.group_size} attempts = {per_step} episodes a step",
     ]
 
 
-def _length(prepared: Prepared) -> str:
-    if prepared.config.loop.total_steps is None and not prepared.tasks.train:
-        return unknown_length(prepared.config, "tasks")
-    return f"{prepared.total_steps} steps"
-
-
-def unknown_length(config: Config, of: str) -> str:
-    """Epochs of what is not on this machine are an unknown number of steps."""
+def _unknown_length(config: Config, of: str) -> str:
+    """The length of a run in epochs if its data are not on this machine."""
     epochs = config.loop.total_epochs or 1
     return f"{epochs} epoch{'s' if epochs > 1 else ''} (an unknown number of steps: the {of} are not here)"
 
 
-def _multirun(words: Words) -> int:
-    """Every combination in turn, in multirun/DATE/TIME/NUMBER. All are checked before the first one starts."""
+def _multirun(args: CommandLine) -> int:
     from covey.app.prepare import prepare
+    from covey.app.sweep import compose_all, new_base, read_options, run_here, submit
     from covey.training.interrupts import TERMINATED
 
-    combinations = expand_sweep(words.settings)
-    jobs = _compose_all(words, combinations)
-    if words.on("--validate-only") or words.on("--dry-run"):
-        codes = [0]
-        for composed in jobs:
-            check = _dry_run if words.on("--dry-run") else lambda c: _validate(c, strict=words.on("--strict"))
-            codes.append(check(composed))
-        return max(codes)
-    if launcher := words.text("--launcher"):
-        return _launch(words, launcher, combinations, jobs)
-    prepared = [prepare(job) for job in jobs]
-    base = _new_base(Path("multirun"))
-    for number, (settings, job) in enumerate(zip(combinations, prepared, strict=True)):
-        print(f"[{number + 1}/{len(jobs)}] {' '.join(settings)}")
-        if run_to_end(dataclasses.replace(job, folder=base / str(number))).terminated:  # SIGTERM is for the whole sweep
-            return TERMINATED
-        gc.collect()  # the models of the last job
-    return 0
-
-
-def _compose_all(words: Words, combinations: list[list[str]]) -> list[Composed]:
-    """The configuration of every run of a sweep. Wrong values of all runs are reported together."""
-    found: list[Composed] = []
-    wrong: list[str] = []
-    for settings in combinations:
-        try:
-            found.append(compose_words(words, settings=settings, training=True))
-        except WrongValues as error:
-            wrong += error.problems
-    if wrong:
-        raise WrongValues(wrong)
-    return found
-
-
-def _new_base(folder: Path) -> Path:
-    """folder/DATE/TIME, and no other sweep's: two may begin in one second, or the clock was set back."""
-    base = folder / datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
-    for attempt in itertools.count():
-        path = base if attempt == 0 else base.with_name(f"{base.name}-{attempt}")
-        try:
-            path.mkdir(parents=True)
-            return path
-        except FileExistsError:
-            continue
-    raise AssertionError("not reached")
-
-
-def _launch(words: Words, launcher: str, combinations: list[list[str]], jobs: list[Composed]) -> int:
-    """Checked here as far as this machine can tell, and run elsewhere."""
-    from covey.app.prepare import prepare
-    from covey.cli.slurm import read_options, submit
-
-    options = read_options(words.text("--launcher-options"))
+    combinations = expand_sweep(args.settings)
+    jobs = compose_all(args, combinations)
+    if args.has("--dry-run"):
+        return max(map(_dry_run, jobs))
+    if args.has("--validate-only"):
+        return max(_validate(job, strict=args.has("--strict")) for job in jobs)
+    titles = [f"[{number}/{len(jobs)}]" for number in range(1, len(jobs) + 1)]
+    launcher = args.value("--launcher")
+    if not launcher:
+        done = run_here(jobs, lambda number: print(titles[number], " ".join(combinations[number])))
+        return 0 if done else TERMINATED
+    options = read_options(args.value("--launcher-options"))
     for job in jobs:
-        prepare(job, tolerate_absent=True)
-    base = _new_base(Path("multirun"))
-    source = {flag: value for flag, value in words.flags.items() if flag in ("--config", "--config-name")}
+        prepare(job, tolerate_absent=True)  # jobs may run on another machine
+    base = new_base(Path("multirun"))
+    source = {flag: value for flag, value in args.flags.items() if flag in ("--config", "--config-name")}
     ids = submit(launcher, combinations, base, source, options)
     for number, (settings, job_id) in enumerate(zip(combinations, ids, strict=True)):
-        print(f"[{number + 1}/{len(jobs)}] job {job_id}: {base / str(number)}  {' '.join(settings)}")
+        print(f"{titles[number]} job {job_id}: {base / str(number)}  {' '.join(settings)}")
     return 0
 
 
@@ -254,17 +200,17 @@ def _launch(words: Words, launcher: str, combinations: list[list[str]], jobs: li
 SFT_USAGE = """\
 covey sft [--config-name RECIPE | --config FILE] [flags] [key=value ...]
 
-  Imitates demonstrations: loss on what the assistant says, and on nothing else. Afterwards:
+  Supervised fine-tuning on demonstrations: the loss is on the assistant's tokens only. Afterwards:
   covey train model=RUN ...
 
   --validate-only   check settings, files and model, then stop
-  --dry-run         the same, and show the first demonstration with what is learned of it in «»
-  --strict          with --validate-only: what is missing on this machine is an error, not a warning
+  --dry-run         the same, and show the first demonstration with its trained tokens in «»
+  --strict          with --validate-only: files and packages missing on this machine are errors, not warnings
 
 SIGTERM ends a run after its step or evaluation, with a checkpoint (exit code 143); Ctrl-C stops it at once, never in
-the middle of a write (130). After both, and after a kill, the same command goes on from the last checkpoint.
+the middle of a write (130). After both, and after a kill, the same command continues from the last checkpoint.
 
-A row of a file is a conversation, {"messages": [...], "tools": [...]}, in OpenAI's form, tool calls included; or it has
+A row of a file is a conversation in OpenAI's format, {"messages": [...], "tools": [...]}, with tool calls; or it has
 question (or prompt) and answer (or response, completion).
 
 Settings most people touch (all of them: covey config)
@@ -273,7 +219,7 @@ Settings most people touch (all of them: covey config)
   data.train_files=demos.jsonl   JSON, JSONL, Parquet or CSV
   data.val_files=held_out.jsonl  the loss on these picks the best checkpoint
   data=calculator                or generated demonstrations of a tool in use
-  agent.tools=[calculator]       tools of demonstrations that bring no schemas of their own
+  agent.tools=[calculator]       tools of demonstrations without schemas of their own
   data.train_batch_size=8        demonstrations per step
   learner.lr=5e-5                learning rate; learner.schedule=cosine
   loop.total_epochs=3            passes over the demonstrations
@@ -290,37 +236,37 @@ def main_sft(argv: list[str]) -> int:
     from covey.app.resume import check_resume
     from covey.app.sft import prepare_sft
 
-    words = parse(argv, switches=("--validate-only", "--dry-run", "--strict"), values=("--config-name", "--config"))
-    if words.help:
+    args = parse(argv, switches=("--validate-only", "--dry-run", "--strict"), values=("--config-name", "--config"))
+    if args.help:
         print(SFT_USAGE)
         return 0
-    if words.places:
-        raise InputError(f"what is {words.places[0]!r}?  settings are key=value; see covey sft --help")
-    composed = compose_words(words)
-    dry = words.on("--dry-run")
-    if words.on("--validate-only") or dry:
-        prepared = prepare_sft(composed, tolerate_absent=not words.on("--strict"))
+    if args.positional:
+        raise InputError(f"unexpected argument {args.positional[0]!r}: settings are key=value; see covey sft --help")
+    composed = compose_command(args)
+    dry = args.has("--dry-run")
+    if args.has("--validate-only") or dry:
+        prepared = prepare_sft(composed, tolerate_absent=not args.has("--strict"))
         check_resume(prepared, print)
         _print_sft(prepared, shown=prepared.train[:1] if dry else ())
         print(verdict(prepared))
-        return 2 if prepared.refused else 0
-    return exit_code(run_sft_to_end(prepare_sft(composed)))
+        return 2 if prepared.rejected else 0
+    return exit_code(run_sft(prepare_sft(composed)))
 
 
 def _print_sft(prepared: PreparedSft, shown: tuple[Episode, ...]) -> None:
     config = prepared.config
     print(f"model      {config.model.name}")
     print(f"data       {prepared.description}")
-    steps = f"{prepared.total_steps} steps" if prepared.steps_known else unknown_length(config, "demonstrations")
+    steps = f"{prepared.total_steps} steps" if prepared.steps_known else _unknown_length(config, "demonstrations")
     print(f"training   {steps} of {config.data.train_batch_size} demonstrations")
     for episode in shown:
-        print(f"first demonstration, as the model sees it:\n{marked(prepared, episode)}")
+        print(f"first demonstration, as the model sees it:\n{_marked(prepared, episode)}")
     for text in prepared.warnings:
         print(f"warning: {text}")
 
 
-def marked(prepared: PreparedSft, episode: Episode) -> str:
-    """Its rows as text, with « before what is learned and » behind it."""
+def _marked(prepared: PreparedSft, episode: Episode) -> str:
+    """The rows of an episode as text, with trained tokens in «»."""
     from covey.training.samples import episode_rows
 
     assert prepared.model is not None

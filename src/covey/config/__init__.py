@@ -1,4 +1,4 @@
-"""Settings: what there are (`schema`), how they are written (`aliases`), and how a run gets its own (`compose`)."""
+"""Settings: their definitions (`schema`), foreign names (`aliases`), and the configuration of a run (`compose`)."""
 
 from covey.config.compose import Composed, compose, fingerprint, recipe_names
 from covey.config.explain import explain, settings_page

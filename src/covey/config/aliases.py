@@ -1,14 +1,13 @@
-"""The vocabularies people arrive with, and what each word means here.
+"""Setting names of verl, AgentFly, TorchRL and TRL, and their native counterparts.
 
-Keys are translated, values are not: a sweep over a foreign key is a sweep over ours. The few values that the other
-vocabulary writes differently are converted after parsing (CONVERT), and the settings that several foreign keys make
-together are worked out in `derive.py`.
+Keys are translated, so a sweep over a foreign key works. Values that another vocabulary writes differently are
+converted after parsing (CONVERT). Settings that several foreign keys determine together are derived in `derive.py`.
 
-A key ends up as one of four things, and `translate` says which key stands for it:
-    a native setting                        ALIASES
-    a part of a native setting              PARTS (derive.py)
-    something without effect here           ACCEPTED
-    something that is not available yet     NOT_YET (not_yet.py)
+`translate` maps a foreign key to one of four:
+    a native setting               ALIASES
+    a part of a native setting     PARTS (derive.py)
+    a key without effect           NO_EFFECT
+    an unsupported option          UNSUPPORTED (derive.py)
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from covey.config.derive import NOT_YET_KEYS, PARTS, number, off, true
+from covey.config.derive import PARTS, UNSUPPORTED_KEYS, number, off, true
 from covey.config.settings import Algorithms, algorithm_settings, find, owners, schema_settings, sections
 
 
@@ -231,7 +230,7 @@ ALIASES: Mapping[str, str] = {
     "agentflow.port": "gateway.port",
     **_TORCHRL,
     **_TRL,
-    # Variables that are settings too; see `read.ENVIRONMENT_KEY`.
+    # Environment variables that are also settings; see `read.ENVIRONMENT_KEY`.
     "env.AGENT_MAX_TIMEOUT": "agent.max_seconds",
     "env.VERBOSITY": "logging.verbosity",
 }
@@ -245,12 +244,12 @@ def _zero_if_negative(value: Any) -> Any:
 
 
 def _limit(batches: Any) -> Any:
-    """0 is how verl writes "no limit" here."""
+    """verl's 0 means no limit."""
     return 1000 if off(batches) or -math.inf < number(batches) < 0 else batches
 
 
 def _any_reward(metric: Any) -> Any:
-    """verl's words for the sum of all rewards, which here means any of them."""
+    """verl's names for the sum of all rewards; here null means any reward."""
     return None if metric in ("acc", "score", "reward", "seq_reward", "seq_final_reward") else metric
 
 
@@ -263,11 +262,11 @@ def _modes(do_sample: Any) -> list[str]:
 
 
 def _loggers(report_to: Any) -> list[str]:
-    places = report_to if isinstance(report_to, (list, tuple)) else [report_to]
-    return ["console", *(str(place) for place in places if not off(place))]
+    names = report_to if isinstance(report_to, (list, tuple)) else [report_to]
+    return ["console", *(str(name) for name in names if not off(name))]
 
 
-# TRL's loss types that are the clipped loss, summed up in one way or another.
+# TRL's loss types that are the clipped loss with another aggregation.
 _LOSS_TYPES = {
     "grpo": "seq-mean-token-mean",
     "bnpo": "token-mean",
@@ -277,7 +276,7 @@ _LOSS_TYPES = {
 }
 _SCHEDULES = {"constant_with_warmup": "constant"}
 
-# Spelling → what turns the other vocabulary's value into ours.
+# Foreign key → the function that converts its value.
 CONVERT: Mapping[str, Callable[[Any], Any]] = {
     "env.VERBOSITY": lambda value: str(value).lower(),
     "use_vllm": lambda value: "vllm" if true(value) else "embedded",
@@ -293,7 +292,7 @@ CONVERT: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(VERL_LOSS, _loss_name),
     "algorithm.rollout_correction.rollout_is": lambda value: "none" if off(value) else value,
     **{
-        key: _zero_if_negative  # −1 is how verl writes "never" and "no limit"
+        key: _zero_if_negative  # verl's −1 means never, or no limit
         for key in ALIASES
         if key.rpartition(".")[2] in ("save_freq", "test_freq", "top_k", "lr_warmup_steps")
     },
@@ -301,17 +300,17 @@ CONVERT: Mapping[str, Callable[[Any], Any]] = {
 
 
 @dataclass(frozen=True)
-class Accepted:
-    """A key that changes nothing here. Said once, unless the value is one that would change nothing anyway."""
+class NoEffect:
+    """A foreign key without effect. Its remark is a warning, unless the value is in `off`."""
 
-    remark: str = ""  # nothing to say if empty; {algorithm} is the chosen one
+    remark: str = ""  # empty: no warning; {algorithm} is the chosen algorithm
     off: tuple[Any, ...] = ()
 
 
-_MICRO_BATCH = Accepted("no effect: learner.micro_batch_tokens bounds every forward pass")
-_PROMPTS = Accepted("no effect: prompts are never cut; model.context_length bounds prompt and answer together")
-_CRITIC = Accepted("no effect: the critic learns from the policy's mini-batches, by the learner's settings")
-_SILENT = Accepted()
+_MICRO_BATCH = NoEffect("no effect: learner.micro_batch_tokens bounds every forward pass")
+_PROMPTS = NoEffect("no effect: prompts are never truncated; model.context_length bounds prompt and answer together")
+_CRITIC = NoEffect("no effect: the critic is trained on the policy's mini-batches, with the learner's settings")
+_SILENT = NoEffect()
 
 _VERL_CRITIC = (
     *("enable", "strategy", "rollout_n", "ppo_epochs", "shuffle", "data_loader_seed", "use_dynamic_bsz"),
@@ -325,7 +324,7 @@ _VERL_CRITIC_SECTIONS = (
     *("fsdp", "fsdp_config", "megatron", "torchtitan", "veomni"),
 )
 
-ACCEPTED: Mapping[str, Accepted] = {
+NO_EFFECT: Mapping[str, NoEffect] = {
     "rollout.enable_chunked_prefill": _SILENT,
     "rollout.mode": _SILENT,
     "rollout.multi_turn.format": _SILENT,
@@ -334,42 +333,42 @@ ACCEPTED: Mapping[str, Accepted] = {
     "ref.log_prob_micro_batch_size": _MICRO_BATCH,
     "rollout.prompt_length": _PROMPTS,
     "data.max_prompt_length": _PROMPTS,
-    "data.truncation": Accepted("no effect: a prompt longer than the context stops the run, none is cut"),
-    "data.filter_overlong_prompts": Accepted("no effect: a prompt longer than the context stops the run", off=(False,)),
+    "data.truncation": NoEffect("no effect: a prompt longer than the context stops the run"),
+    "data.filter_overlong_prompts": NoEffect("no effect: a prompt longer than the context stops the run", off=(False,)),
     "data.return_raw_chat": _SILENT,
-    "model.use_remove_padding": _SILENT,  # rows are packed in any case, and so is what follows
+    "model.use_remove_padding": _SILENT,  # rows are always packed; so below
     "actor.use_dynamic_bsz": _SILENT,
     "train.packing": _SILENT,
     "trainer.balance_batch": _SILENT,
     "actor.strategy": _SILENT,
-    "agent.use_agent": Accepted("no effect: agent=chat, the default, is a run without tools", off=(True,)),
-    "agent.backend": Accepted("no effect: rollout= chooses the engine"),
-    "algorithm.gamma": Accepted("no effect: {algorithm} does not discount", off=(1,)),
-    "algorithm.lam": Accepted("no effect: {algorithm} has no λ", off=(1,)),
-    "ref_model.num_devices": Accepted("no effect: the reference lives on the learners' devices", off=(1,)),
-    "env.num_envs": Accepted("no effect on the result: rollout.max_sequences bounds what is sampled at once"),
-    "train.buffer_size": Accepted("no effect: a step learns from its own samples and keeps none"),
-    "train.empty_replay_buffer": Accepted("no effect: a step learns from its own samples and keeps none", off=(True,)),
-    "train.mixed_precision": Accepted("no effect: model.dtype chooses the precision"),
-    "train.logging_frequency": Accepted("no effect: every step is logged"),
-    "train_model.lora.dropout": Accepted("no effect: adapters learn without dropout", off=(0,)),
+    "agent.use_agent": NoEffect("no effect: agent=chat, the default, is a run without tools", off=(True,)),
+    "agent.backend": NoEffect("no effect: rollout= chooses the engine"),
+    "algorithm.gamma": NoEffect("no effect: {algorithm} does not discount", off=(1,)),
+    "algorithm.lam": NoEffect("no effect: {algorithm} has no λ", off=(1,)),
+    "ref_model.num_devices": NoEffect("no effect: the reference is on the learners' devices", off=(1,)),
+    "env.num_envs": NoEffect("no effect on the result: rollout.max_sequences bounds concurrent sequences"),
+    "train.buffer_size": NoEffect("no effect: there is no replay buffer"),
+    "train.empty_replay_buffer": NoEffect("no effect: there is no replay buffer", off=(True,)),
+    "train.mixed_precision": NoEffect("no effect: model.dtype chooses the precision"),
+    "train.logging_frequency": NoEffect("no effect: every step is logged"),
+    "train_model.lora.dropout": NoEffect("no effect: adapters are trained without dropout", off=(0,)),
     **{f"critic.{key}": _CRITIC for key in _VERL_CRITIC},
-    "logging_steps": Accepted("no effect: every step is logged"),
-    "log_completions": Accepted("no effect: logging.episodes_per_step says how many are written"),
+    "logging_steps": NoEffect("no effect: every step is logged"),
+    "log_completions": NoEffect("no effect: logging.episodes_per_step sets how many are written"),
     "max_prompt_length": _PROMPTS,
-    "per_device_eval_batch_size": Accepted("no effect: eval.batch_size counts tasks"),
+    "per_device_eval_batch_size": NoEffect("no effect: eval.batch_size counts tasks"),
 }
 
-ACCEPTED_PREFIXES: Mapping[str, Accepted] = {
+NO_EFFECT_PREFIXES: Mapping[str, NoEffect] = {
     **{f"critic.{section}.": _CRITIC for section in _VERL_CRITIC_SECTIONS},
-    "algorithm.rollout_correction.": Accepted(
-        "no effect: algorithm.reject_below and reject_above choose the band", off=(None, False)
+    "algorithm.rollout_correction.": NoEffect(
+        "no effect: algorithm.reject_below and reject_above set the range", off=(None, False)
     ),
-    "ray.": Accepted("no effect: cluster.address and the settings beside it say what Ray is asked for"),
-    "hydra.": Accepted("no effect: logging.output_dir says where runs go"),
+    "ray.": NoEffect("no effect: Ray is configured by the settings of cluster"),
+    "hydra.": NoEffect("no effect: logging.output_dir sets where runs go"),
 }
 
-# Aliased settings that an algorithm may lack without harm. One that is not here must be refused where it is lacking.
+# Aliased settings that an algorithm may lack without harm. Others are an error if the algorithm lacks them.
 HARMLESS = tuple(
     f"algorithm.{name}"
     for name in (
@@ -393,7 +392,7 @@ HARMLESS = tuple(
 
 @dataclass(frozen=True)
 class Target:
-    """What a spelling stands for. `algorithm` is set where the spelling names one (`gvpo_beta`)."""
+    """The native key of a spelling, and the algorithm if the spelling names one (`gvpo_beta`)."""
 
     key: str
     algorithm: str | None = None
@@ -402,16 +401,16 @@ class Target:
         return CONVERT[spelling](value) if spelling in CONVERT else value
 
 
-def accepted(key: str) -> Accepted | None:
-    """The remark about a key without effect."""
-    for prefix, remark in ACCEPTED_PREFIXES.items():
+def no_effect(key: str) -> NoEffect | None:
+    """The entry of a key without effect."""
+    for prefix, remark in NO_EFFECT_PREFIXES.items():
         if key.startswith(prefix):
             return remark
-    return ACCEPTED.get(key)
+    return NO_EFFECT.get(key)
 
 
 def translate(key: str, algorithms: Algorithms) -> Target | None:
-    """What a key of any vocabulary stands for; None if no vocabulary has it."""
+    """The target of a key of any vocabulary; None if no vocabulary has it."""
     if sections().get(key):
         return Target(f"{key}.name")
     for name in algorithms:
@@ -424,13 +423,13 @@ def translate(key: str, algorithms: Algorithms) -> Target | None:
                     return Target(native + key.removeprefix(own), name)
     if key in ALIASES:
         return Target(ALIASES[key])
-    is_foreign = key in PARTS or key in NOT_YET_KEYS or accepted(key) is not None
+    is_foreign = key in PARTS or key in UNSUPPORTED_KEYS or no_effect(key) is not None
     is_native = find(key, schema_settings()) is not None or bool(owners(key, algorithms))
     return Target(key) if is_foreign or is_native else None
 
 
 def spellings(native: str, algorithms: Algorithms) -> list[str]:
-    """The other ways to write a native setting."""
+    """All other spellings of a native setting."""
     parts = [key for key, (targets, _) in PARTS.items() if native in targets]
     found = [key for key, target in ALIASES.items() if target in (native, *parts) and key != native]
     found += [key for key in parts if key not in ALIASES]

@@ -1,24 +1,26 @@
-"""What people ask for and Covey cannot do yet. A capability that lands takes its rows out of this table.
+"""Unsupported options, and native values that are derived from several foreign settings or from other units.
 
-Values that mean "off" are accepted, so a configuration that names these keys without using them still runs.
+TorchRL counts dialog turns (one per episode here), TRL counts completions; Covey counts groups of `rollout.group_size`
+episodes, which are never split. `train.optim_batch_size`, the turns per optimiser step, becomes
+`learner.mini_batch_size`; its parts of `1/gradient_accumulation_steps` become `learner.micro_batch_size`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig
 
-from covey.config.read import Given, literal
+from covey.config.read import Override, literal
 from covey.errors import InputError, unknown
 
 Test = Callable[[Any], bool]
 
 
 def number(value: Any) -> float:
-    """The number that a value means, also where YAML quoted it; 0 where it means none."""
+    """A value as a number, also if YAML quoted it; 0 if it is not a number."""
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -30,7 +32,7 @@ def true(value: Any) -> bool:
 
 
 def off(value: Any) -> bool:
-    """Whether a value means none, in any of the ways that YAML and the command line write it."""
+    """Whether a value means off, in any spelling of YAML and the command line."""
     try:
         return float(value) == 0
     except (TypeError, ValueError):
@@ -54,54 +56,48 @@ def is_not(*names: str) -> Test:
 
 
 @dataclass(frozen=True)
-class NotYet:
-    key: str  # as `aliases.translate` gives it
+class Unsupported:
+    """An option that Covey does not support. Values that mean "off" are accepted."""
+
+    key: str  # as `aliases.translate` returns it
     when: Test
-    capability: str
+    feature: str
     instead: str
 
 
 _OWN_AGENT = "use agent=chat, or your own coroutine: agent=my_agent.py:function"
 _ONE = "leave it at 1"
 
-NOT_YET = (
+UNSUPPORTED = (
     # Agents
-    NotYet("agent.name", is_("gui"), "agents that look at a screen", _OWN_AGENT),
-    NotYet("env.reasoning", true, "the reasoning prompt", "write it out: data.system_prompt='…'"),
+    Unsupported("agent.name", is_("gui"), "GUI agents", _OWN_AGENT),
+    Unsupported("env.reasoning", true, "the reasoning prompt", "write it out: data.system_prompt='…'"),
     # Where and when things run
-    NotYet("rollout.name", is_("sglang", "hf"), "other engines", "use rollout=embedded or rollout=vllm"),
-    NotYet("cluster.name", is_("slurm"), "starting Slurm jobs by itself", "write the job's script: covey slurm"),
-    NotYet("actor.ulysses_sequence_parallel_size", over(1), "sequence parallelism", _ONE),
-    NotYet("train_model.quantization.enabled", true, "quantised training", "set it to false"),
-    NotYet("optimizer.name", is_not("adamw", "adam"), "other optimisers", "use AdamW"),
+    Unsupported("rollout.name", is_("sglang", "hf"), "other engines", "use rollout=embedded or rollout=vllm"),
+    Unsupported("cluster.name", is_("slurm"), "submitting Slurm jobs", "write a job script: covey slurm"),
+    Unsupported("actor.ulysses_sequence_parallel_size", over(1), "sequence parallelism", _ONE),
+    Unsupported("train_model.quantization.enabled", true, "quantised training", "set it to false"),
+    Unsupported("optimizer.name", is_not("adamw", "adam"), "other optimisers", "use AdamW"),
 )
 
-NOT_YET_KEYS = frozenset(row.key for row in NOT_YET)
+UNSUPPORTED_KEYS = frozenset(row.key for row in UNSUPPORTED)
 
 
-def find_not_yet(slots: Mapping[str, Given]) -> dict[str, str]:
-    """Everything that is asked for and not there: the slot, and what to say about it."""
+def find_unsupported(slots: Mapping[str, Override]) -> dict[str, str]:
+    """Slot → error, for all unsupported options in use."""
     return {
-        key: f"not available yet: {row.capability}  ({given.place}{given.key}={_short(given.value)})\n  {row.instead}"
-        for key, given in slots.items()
-        for row in _rows(key)
-        if row.when(given.value)
+        key: f"not supported yet: {row.feature}  ({override.label}={_short(override.value)})\n  {row.instead}"
+        for key, override in slots.items()
+        for row in UNSUPPORTED
+        if row.key == key and row.when(override.value)
     }
-
-
-def _rows(key: str) -> Iterable[NotYet]:
-    return (row for row in NOT_YET if row.key == key)
 
 
 def _short(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-# -- Native settings that other vocabularies write as several keys, or count in other units ----------------------------
-# TorchRL counts dialog turns, one per episode here, where Covey counts groups of `rollout.group_size` episodes, which
-# are never split. `train.optim_batch_size` is the number of turns behind one optimiser step, so it becomes
-# `learner.mini_batch_size`; its pieces of `1/gradient_accumulation_steps` become `learner.micro_batch_size`. TRL counts
-# completions.
+# -- Derived values ----------------------------------------------------------------------------------------------------
 
 _KL, _KL_COEF, _KL_TYPE = "actor.use_kl_loss", "actor.kl_loss_coef", "actor.kl_loss_type"
 _CLIP = "actor.clip_ratio"
@@ -120,77 +116,77 @@ _NODES, _PER_NODE = "trainer.nnodes", "trainer.n_gpus_per_node"
 _DEVICE_BATCH, _ACCUMULATED, _SCALE = "per_device_train_batch_size", "gradient_accumulation_steps", "scale_rewards"
 _LEARNERS, _ENGINES = "train_model.num_devices", "inference_model.num_devices"
 
-ONE_LIST = {"ifeval": 100}  # data sets without a split of their own: tasks to evaluate on, the others are trained on
+ONE_LIST = {"ifeval": 100}  # data sets without a validation split → the number of tasks that are held out
 
-# Part → the native settings it goes into, and how.
+# Foreign key → the native settings derived from it, and how.
 PARTS: Mapping[str, tuple[tuple[str, ...], str]] = {
-    _RESUME: (("resume",), "auto, disable, or resume_path for what trainer.resume_from_path says"),
+    _RESUME: (("resume",), "auto, disable, or resume_path for trainer.resume_from_path"),
     _RESUME_PATH: (("resume",), "used by trainer.resume_mode=resume_path"),
     _KL: (("algorithm.kl_coef",), "false sets it to 0"),
-    _KL_COEF: (("algorithm.kl_coef",), "counts only with use_kl_loss=true"),
-    _KL_TYPE: (("algorithm.kl_estimator",), "counts only where the KL is in the loss, not with use_kl_in_reward=true"),
-    _KL_REWARD: (("algorithm.kl_in", "algorithm.kl_coef"), "true puts the KL into the reward, weighed by kl_ctrl"),
-    _KL_PENALTY: (("algorithm.kl_estimator",), "counts only with use_kl_in_reward=true"),
+    _KL_COEF: (("algorithm.kl_coef",), "only with use_kl_loss=true"),
+    _KL_TYPE: (("algorithm.kl_estimator",), "only for a KL in the loss, not with use_kl_in_reward=true"),
+    _KL_REWARD: (("algorithm.kl_in", "algorithm.kl_coef"), "true puts the KL into the reward, weighted by kl_ctrl"),
+    _KL_PENALTY: (("algorithm.kl_estimator",), "only with use_kl_in_reward=true"),
     _KL_PLACE: (("algorithm.kl_in",), "false puts the KL into the reward"),
-    _CTRL: (("algorithm.kl_target",), "adaptive steers kl_coef towards kl_ctrl.target_kl"),
-    _CTRL_COEF: (("algorithm.kl_coef",), "counts only with use_kl_in_reward=true"),
-    _CTRL_TARGET: (("algorithm.kl_target",), "counts only with kl_ctrl.type=adaptive and use_kl_in_reward=true"),
-    _CTRL_HORIZON: (("algorithm.kl_horizon",), "counts only with kl_ctrl.type=adaptive and use_kl_in_reward=true"),
+    _CTRL: (("algorithm.kl_target",), "adaptive controls kl_coef towards kl_ctrl.target_kl"),
+    _CTRL_COEF: (("algorithm.kl_coef",), "only with use_kl_in_reward=true"),
+    _CTRL_TARGET: (("algorithm.kl_target",), "only with kl_ctrl.type=adaptive and use_kl_in_reward=true"),
+    _CTRL_HORIZON: (("algorithm.kl_horizon",), "only with kl_ctrl.type=adaptive and use_kl_in_reward=true"),
     _OVERLONG: (("algorithm.overlong_buffer",), "false sets it to 0"),
-    _OVERLONG_LEN: (("algorithm.overlong_buffer",), "counts only with overlong_buffer.enable=true"),
-    _CLIP: (("algorithm.clip_low", "algorithm.clip_high"), "where clip_ratio_low or clip_ratio_high is not given"),
-    _RESPONSE: (("rollout.max_tokens", "agent.max_response_tokens"), "the latter beside agent.max_tokens_per_turn"),
+    _OVERLONG_LEN: (("algorithm.overlong_buffer",), "only with overlong_buffer.enable=true"),
+    _CLIP: (("algorithm.clip_low", "algorithm.clip_high"), "unless clip_ratio_low or clip_ratio_high is set"),
+    _RESPONSE: (("rollout.max_tokens", "agent.max_response_tokens"), "the latter with agent.max_tokens_per_turn"),
     _PER_TURN: (("rollout.max_tokens",), "the longest reply of one turn"),
     _LORA: (("model.lora.rank",), "false sets it to 0"),
     _LORA_RANK: (("model.lora.rank",), "unless train_model.lora.enabled=false"),
     _BATCH: (("data.train_batch_size",), "turns / rollout.group_size"),
     _OPTIM: (("learner.mini_batch_size",), "turns / rollout.group_size"),
-    _PIECES: (("learner.micro_batch_size",), "episodes of an optimiser step / pieces"),
-    _TOTAL: (("loop.total_steps",), "turns / episodes of a step"),
+    _PIECES: (("learner.micro_batch_size",), "episodes per optimiser step / gradient_accumulation_steps"),
+    _TOTAL: (("loop.total_steps",), "turns / episodes per step"),
     _DEVICE_BATCH: (("data.train_batch_size",), "completions: times gradient_accumulation_steps / rollout.group_size"),
     _ACCUMULATED: (("data.train_batch_size",), "times per_device_train_batch_size (8) / rollout.group_size"),
     _SCALE: (("algorithm.std_normalize", "algorithm.std_over"), "group, batch or none"),
     _NODES: (("cluster.nodes", "cluster.learner_devices", "cluster.name"), "over 1: cluster=ray"),
     _PER_NODE: (("cluster.learner_devices", "cluster.name"), "times trainer.nnodes; over 1: cluster=ray"),
     _LEARNERS: (("cluster.learner_devices", "cluster.name"), "over 1: cluster=ray"),
-    _ENGINES: (("cluster.rollout_devices", "cluster.name"), "where one of these is over 1: cluster=ray"),
+    _ENGINES: (("cluster.rollout_devices", "cluster.name"), "if one of these is over 1: cluster=ray"),
     _SYNC: (("mode.name",), "false: async"),
-    _SYNC_ITER: (("mode.name", "mode.max_staleness"), "false: async, one update behind at most, also beside mode=sync"),
-    _DATASET: (("data.name", "data.options"), "of ifeval, 100 prompts are held out and the others trained on"),
-    _PUSHES: (("mode.publish_every", "mode.max_staleness"), "the latter at least one less, unless it is given"),
+    _SYNC_ITER: (("mode.name", "mode.max_staleness"), "false: async, at most one update behind, also with mode=sync"),
+    _DATASET: (("data.name", "data.options"), "for ifeval, 100 prompts are held out for evaluation"),
+    _PUSHES: (("mode.publish_every", "mode.max_staleness"), "the latter at least one less, unless it is set"),
 }
 
 
 class NotACount(InputError):
-    """A foreign setting that counts something, and is no whole number from 1."""
+    """A foreign setting that must be a whole number from 1."""
 
 
 @dataclass(frozen=True)
 class Derived:
-    """A native value, the settings it was made from, and what the user should know about it."""
+    """A native value and the settings that it is derived from."""
 
     key: str
     value: Any
-    sources: tuple[Given, ...]
-    weak: bool = False  # gives way to the same setting written out
-    strong: bool = False  # goes before the same setting written out in the same layer
-    remark: str = ""
+    sources: tuple[Override, ...]
+    weak: bool = False  # the same setting written out wins
+    strong: bool = False  # wins over the same setting written out in the same layer
+    remark: str = ""  # a warning for the user
 
     @property
     def layer(self) -> int:
-        return max(given.layer for given in self.sources)
+        return max(override.layer for override in self.sources)
 
     @property
     def order(self) -> int:
-        return max(given.order for given in self.sources if given.layer == self.layer)
+        return max(override.order for override in self.sources if override.layer == self.layer)
 
 
-Parts = Mapping[str, Given]
+Parts = Mapping[str, Override]
 Rule = Callable[[Parts, DictConfig], Iterator[Derived]]
 
 
 def rules() -> tuple[Rule, ...]:
-    """In the order in which they may use each other's results."""
+    """The rules in the order in which they use each other's results."""
     in_groups = (_train_batch, _device_batch, _mini_batch, _micro_batch, _total_steps)
     about_kl = (_kl_loss, _kl_type, _kl_reward, _kl_place)
     first = (_dataset, _mode, _resume, _devices)
@@ -198,8 +194,8 @@ def rules() -> tuple[Rule, ...]:
 
 
 def remarks(parts: Parts) -> Iterator[str]:
-    """Parts that count for nothing because of the switch beside them."""
-    if _KL_COEF in parts and _KL not in parts:  # verl's KL loss is off unless switched on
+    """Warnings about parts without effect because of the switch that belongs to them."""
+    if _KL_COEF in parts and _KL not in parts:  # verl's KL loss is off by default
         coef = parts[_KL_COEF].key
         yield f"{coef} has no effect without {coef.replace('kl_loss_coef', 'use_kl_loss')}=true"
     if _OVERLONG_LEN in parts and _OVERLONG not in parts:
@@ -220,41 +216,39 @@ def _on(parts: Parts, switch: str) -> bool:
 
 
 def _dataset(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
-    """TorchRL trains on whatever set is named, also on one that is a single list."""
-    if given := parts.get(_DATASET):
-        yield Derived("data.name", given.value, (given,))
-        if given.value in ONE_LIST:
-            yield Derived("data.options.held_out", ONE_LIST[given.value], (given,), weak=True)
+    """TorchRL also trains on data sets without a validation split."""
+    if override := parts.get(_DATASET):
+        yield Derived("data.name", override.value, (override,))
+        if override.value in ONE_LIST:
+            yield Derived("data.options.held_out", ONE_LIST[override.value], (override,), weak=True)
 
 
 def _mode(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
     for name in (_SYNC, _SYNC_ITER):
-        if (given := parts.get(name)) is not None and not true(given.value):
-            # TorchRL's mode=sync names the script; with sync_iter=False it, too, samples while it learns.
-            yield Derived("mode.name", "async", (given,), strong=name == _SYNC_ITER)
+        if (override := parts.get(name)) is not None and not true(override.value):
+            # TorchRL's mode=sync selects the script; with sync_iter=False that script also samples while it learns.
+            yield Derived("mode.name", "async", (override,), strong=name == _SYNC_ITER)
             if name == _SYNC_ITER:
-                yield Derived("mode.max_staleness", 1, (given,), weak=True)
+                yield Derived("mode.max_staleness", 1, (override,), weak=True)
     if (pushes := parts.get(_PUSHES)) is not None:
         yield Derived("mode.publish_every", _count(pushes), (pushes,))
         yield Derived("mode.max_staleness", max(1, _count(pushes) - 1), (pushes,), weak=True)
 
 
 def _devices(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
-    """One device is cluster=local, and engine and learner share it whatever is said of each."""
-    given = {name: parts[name] for name in (_NODES, _PER_NODE, _LEARNERS, _ENGINES) if name in parts}
-    count = {name: _count(part) for name, part in given.items()}
+    """One device is cluster=local, where engine and learner share it; more are cluster=ray."""
+    sizes = {name: parts[name] for name in (_NODES, _PER_NODE, _LEARNERS, _ENGINES) if name in parts}
+    count = {name: _count(part) for name, part in sizes.items()}
     if max(count.values(), default=1) == 1:
         return
-    yield Derived("cluster.name", "ray", tuple(given.values()), weak=True)
-    if _NODES in given:
-        yield Derived("cluster.nodes", count[_NODES], (given[_NODES],))
-    if _PER_NODE in given:
-        machines = tuple(given[name] for name in (_NODES, _PER_NODE) if name in given)
+    yield Derived("cluster.name", "ray", tuple(sizes.values()), weak=True)
+    if _PER_NODE in sizes:
+        machines = tuple(sizes[name] for name in (_NODES, _PER_NODE) if name in sizes)
         yield Derived("cluster.learner_devices", count[_PER_NODE] * count.get(_NODES, 1), machines)
-    if _LEARNERS in given:
-        yield Derived("cluster.learner_devices", count[_LEARNERS], (given[_LEARNERS],))
-    if _ENGINES in given:
-        yield Derived("cluster.rollout_devices", count[_ENGINES], (given[_ENGINES],))
+    keys = {_NODES: "cluster.nodes", _LEARNERS: "cluster.learner_devices", _ENGINES: "cluster.rollout_devices"}
+    for name, key in keys.items():
+        if name in sizes:
+            yield Derived(key, count[name], (sizes[name],))
 
 
 def _resume(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
@@ -263,7 +257,7 @@ def _resume(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
         yield Derived("resume", str(path.value), (path,))
     elif mode is not None and mode.value == "resume_path":
         if path is None or not path.value:
-            raise InputError(f"{mode.place}{mode.key}=resume_path needs a path\n  add {_RESUME_PATH}=FOLDER")
+            raise InputError(f"{mode.label}=resume_path needs a path\n  add {_RESUME_PATH}=FOLDER")
         yield Derived("resume", str(path.value), (mode, path))
     elif mode is not None:
         if mode.value not in ("auto", "disable"):
@@ -274,7 +268,7 @@ def _resume(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
 def _switched(
     parts: Parts, switch_key: str, value_key: str, target: str, present: Any, default: float
 ) -> Iterator[Derived]:
-    """A switch and a number beside it: off is 0, and on without a number keeps what is there or takes the default."""
+    """A switch and its number: off is 0; on without a number keeps the present value or takes the default."""
     switch, value = parts.get(switch_key), parts.get(value_key)
     if switch is None:
         return  # see `remarks`
@@ -292,7 +286,7 @@ def _kl_loss(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
 
 
 def _kl_type(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
-    """verl's own default file sets it, beside a KL in the reward too."""
+    """verl's default file sets the type even if the KL is in the reward."""
     kind = parts.get(_KL_TYPE)
     if kind is not None and (_on(parts, _KL) or not _on(parts, _KL_REWARD)):
         yield Derived("algorithm.kl_estimator", kind.value, (kind,))
@@ -304,7 +298,7 @@ def _kl_reward(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
         return
     switch = parts[_KL_REWARD]
     if _on(parts, _KL):
-        raise InputError(f"{switch} and {parts[_KL]}\n  a KL goes into the reward or into the loss: give one of them")
+        raise InputError(f"{switch} and {parts[_KL]}\n  the KL is in the reward or in the loss: give one of them")
     coef, penalty, control = parts.get(_CTRL_COEF), parts.get(_KL_PENALTY), parts.get(_CTRL)
     yield Derived("algorithm.kl_in", "reward", (switch,))
     yield Derived("algorithm.kl_coef", coef.value if coef else 0.001, (switch, coef) if coef else (switch,))
@@ -330,7 +324,7 @@ def _overlong(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
 
 
 def _lengths(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
-    """Where turns have a limit of their own, the length of the response is that of the whole episode."""
+    """If turns have a limit of their own, the response length is that of the whole episode."""
     response, turn = parts.get(_RESPONSE), parts.get(_PER_TURN)
     if longest := turn or response:
         yield Derived("rollout.max_tokens", longest.value, (longest,))
@@ -339,7 +333,7 @@ def _lengths(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
 
 
 def _lora(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
-    if _LORA_RANK in parts and _LORA not in parts:  # TorchRL's adapters are on unless switched off
+    if _LORA_RANK in parts and _LORA not in parts:  # TorchRL's adapters are on by default
         yield Derived("model.lora.rank", parts[_LORA_RANK].value, (parts[_LORA_RANK],))
     yield from _switched(parts, _LORA, _LORA_RANK, "model.lora.rank", tree.model.lora.rank, 8)
 
@@ -356,18 +350,18 @@ def _train_batch(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
 
 
 def _device_batch(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
-    """TRL counts the completions of a forward pass, and how many of those make an optimiser step."""
-    given = [parts[name] for name in (_DEVICE_BATCH, _ACCUMULATED) if name in parts]
-    if not given:
+    """TRL counts completions per forward pass, and forward passes per optimiser step."""
+    sources = [parts[name] for name in (_DEVICE_BATCH, _ACCUMULATED) if name in parts]
+    if not sources:
         return
     per_device = _count(parts[_DEVICE_BATCH]) if _DEVICE_BATCH in parts else 8
     completions = per_device * (_count(parts[_ACCUMULATED]) if _ACCUMULATED in parts else 1)
     group = max(1, tree.rollout.group_size)
     prompts, remark = _ceil(completions, group), ""
     if prompts * group != completions:
-        words = " and ".join(map(str, given))
+        words = " and ".join(map(str, sources))
         remark = f"{words}: {completions} completions are not whole groups of {group}: data.train_batch_size={prompts}"
-    yield Derived("data.train_batch_size", prompts, tuple(given), remark=remark)
+    yield Derived("data.train_batch_size", prompts, tuple(sources), remark=remark)
 
 
 def _scale(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
@@ -399,18 +393,18 @@ def _total_steps(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
         yield Derived("loop.total_steps", _ceil(_count(turns), episodes), (turns,))
 
 
-def _in_groups(key: str, turns: Given, group_size: int) -> Derived:
-    count, group_size = _count(turns), max(1, group_size)  # a wrong group size is told by the schema
+def _in_groups(key: str, turns: Override, group_size: int) -> Derived:
+    count, group_size = _count(turns), max(1, group_size)  # the schema reports a wrong group size
     groups, remark = _ceil(count, group_size), ""
     if groups * group_size != count:
-        remark = f"{turns.key}={count} is no whole number of groups of {group_size}: {key} is {groups}"
+        remark = f"{turns.key}={count} is not a whole number of groups of {group_size}: {key} is {groups}"
     return Derived(key, groups, (turns,), remark=remark)
 
 
-def _count(given: Given) -> int:
-    count = number(given.value)
+def _count(override: Override) -> int:
+    count = number(override.value)
     if not count >= 1 or not count.is_integer():
-        raise NotACount(f"{given.place}{given.key} must be a whole number from 1, got {literal(given.value)}")
+        raise NotACount(f"{override.label} must be a whole number from 1, got {literal(override.value)}")
     return int(count)
 
 

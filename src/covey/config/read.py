@@ -1,10 +1,12 @@
-"""`.env`: variables that a machine's owner keeps beside the work, such as keys and folders.
+"""Reads settings: `.env` files, words of the command line (Hydra's grammar), and YAML files.
 
-    # comment                          lines as a shell reads them, with or without `export`
-    export WANDB_API_KEY="..."
+A `.env` file has lines in shell syntax:
+
+    # comment
+    export WANDB_API_KEY="..."         with or without `export`
     HF_HOME=$HOME/huggingface          $NAME and ${NAME} are variables, except between single quotes
 
-What the shell has set already is never replaced, and a name without a value sets nothing.
+Variables that the shell has set are not replaced, and a name without a value sets nothing.
 """
 
 from __future__ import annotations
@@ -20,12 +22,20 @@ from typing import Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override, OverrideType
+from hydra.core.override_parser.types import Glob, OverrideType
+from hydra.core.override_parser.types import Override as HydraOverride
 from hydra.errors import HydraException
 
 from covey.config.settings import schema_settings, sections
 from covey.errors import InputError
 
+ENVIRONMENT_KEY = re.compile(r"env\.([A-Z][A-Z0-9_]*)")  # `env.dataset` is a setting, `env.BASE_MODEL` a variable
+LONGEST = 200  # characters of a word that an error repeats
+MOST_RUNS = 10_000  # of one sweep
+MOST = 20_000  # values of a file; YAML anchors can expand a few lines to billions
+MAX_DEPTH = 64
+PROSE = ("logging.notes",)  # text whose commas and colons are not Hydra syntax
+_REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*)\}")
 _LINE = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)\s*=\s*(.*)")
 _SINGLE = re.compile(r"'([^']*)'")
 _DOUBLE = re.compile(r'"((?:[^"\\]|\\.)*)"')
@@ -35,26 +45,26 @@ _VARIABLE = re.compile(r"\\(.)|\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
 
 
 def read_env_file(path: Path) -> dict[str, str]:
-    """The variables of a file, in its order; nothing where there is no file."""
+    """The variables of a file, in order; empty if the file does not exist."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read ({error})") from None
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip() and not line.lstrip().startswith("#"):
             if "\0" in line:
-                raise InputError(f"{path}, line {number}: there is a zero byte in it")
-            name, value = _assignment(line.strip(), f"{path}, line {number}", found)
+                raise InputError(f"{path}, line {number}: contains a zero byte")
+            name, value = _assignment(line.strip(), f"{path}, line {number}", variables)
             if value:
-                found[name] = value
-    return found
+                variables[name] = value
+    return variables
 
 
 def export(variables: Mapping[str, str]) -> None:
-    """For this process and those that it starts. What is set already stays."""
+    """Set variables for this process and its children, unless they are set already."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
 
@@ -69,64 +79,53 @@ def _assignment(line: str, place: str, before: Mapping[str, str]) -> tuple[str, 
     for kind in (_SINGLE, _DOUBLE, _PLAIN):
         value = kind.match(rest)
         if value is not None and _COMMENT.fullmatch(rest, value.end()):
-            return name, _meaning(kind, value, before)
+            if kind is _SINGLE:
+                return name, value[1]
+            if kind is _DOUBLE:
+                return name, _expand_variables(value[1], before)
+            return name, os.path.expanduser(_expand_variables(value[0], before))
     raise InputError(f"{place}: the value of {name} cannot be read\n  quote it: {name}='...'")
 
 
-def _meaning(kind: re.Pattern[str], value: re.Match[str], before: Mapping[str, str]) -> str:
-    if kind is _SINGLE:
-        return value[1]
-    if kind is _DOUBLE:
-        return _expanded(value[1], before)
-    return os.path.expanduser(_expanded(value[0], before))
-
-
-def _expanded(text: str, before: Mapping[str, str]) -> str:
-    def replaced(match: re.Match[str]) -> str:
-        if match[1]:  # a backslash takes the meaning from what follows it
+def _expand_variables(text: str, before: Mapping[str, str]) -> str:
+    def replace(match: re.Match[str]) -> str:
+        if match[1]:  # escaped by a backslash
             return match[1]
         name = match[2] or match[3]
         return os.environ.get(name, before.get(name, ""))
 
-    return _VARIABLE.sub(replaced, text)
-
-
-# -- What the user wrote, as a list of settings: the words of the command line and the lines of a YAML file ------------
-
-ENVIRONMENT_KEY = re.compile(r"env\.([A-Z][A-Z0-9_]*)")  # `env.dataset` is a setting, `env.BASE_MODEL` a variable
-LONGEST = 200  # characters of a word that an error repeats
-MOST_RUNS = 10_000  # of one sweep
-MOST = 20_000  # values of a file; anchors can make billions of a few lines
-MAX_DEPTH = 64
-PROSE = ("logging.notes",)  # sentences: their commas and colons are not Hydra's
-_REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*)\}")
+    return _VARIABLE.sub(replace, text)
 
 
 @dataclass(frozen=True)
-class Given:
-    """One setting as the user spelled it. A value of a later layer replaces one of an earlier layer."""
+class Override:
+    """One setting as the user spelled it. A later layer replaces the value of an earlier one."""
 
     key: str
     value: Any
-    where: str = ""  # "my.yaml, line 3"; nothing for the command line
+    where: str = ""  # "my.yaml, line 3"; empty for the command line
     layer: int = 0
-    order: int = 0  # its place on the command line, from 1; lines of a file have none
+    order: int = 0  # position on the command line, from 1; 0 in a file
 
     def __str__(self) -> str:
         return f"{self.key}={literal(self.value)}" + (f"  ({self.where})" if self.where else "")
 
     @property
-    def place(self) -> str:
-        """How an error about this setting begins."""
+    def prefix(self) -> str:
         return f"{self.where}: " if self.where else ""
 
+    @property
+    def label(self) -> str:
+        """The name of this setting at the beginning of an error."""
+        return f"{self.prefix}{self.key}"
 
-# --- the command line: Hydra's grammar ---------------------------------------------------------------------------
+
+# -- The command line --------------------------------------------------------------------------------------------------
 
 
-def read_overrides(words: Sequence[str], layer: int) -> list[Given]:
-    """`key=value` words; a dict value is the settings inside it."""
-    found = []
+def read_overrides(words: Sequence[str], layer: int) -> list[Override]:
+    """Overrides of `key=value` words. A dict is expanded into the settings inside it."""
+    overrides = []
     for order, word in enumerate(words, 1):
         override = _parse(word)
         if override.is_sweep_override():
@@ -135,8 +134,8 @@ def read_overrides(words: Sequence[str], layer: int) -> list[Given]:
                 f"  to run all of them, add --multirun; a list is written {override.get_key_element()}=[a,b]"
             )
         settings = _flat(override.key_or_group, override.value())
-        found += [Given(key, value, "", layer, order) for key, value in settings]
-    return found
+        overrides += [Override(key, value, "", layer, order) for key, value in settings]
+    return overrides
 
 
 def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
@@ -148,7 +147,7 @@ def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
             choices.append([word])
         elif not override.is_discrete_sweep() or isinstance(override.value(), Glob):
             raise InputError(
-                f"{_short(word)}  does not say which values to run\n  write them out, or use range(start,stop,step)"
+                f"{_short(word)}  does not list the values to run\n  write them out, or use range(start,stop,step)"
             )
         else:
             key = override.get_key_element()
@@ -159,7 +158,7 @@ def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
     return [list(run) for run in itertools.product(*choices)]
 
 
-def _parse(word: str) -> Override:
+def _parse(word: str) -> HydraOverride:
     if not _is_text(word):
         raise InputError(f"{_short(repr(word))}  is not UTF-8 text")
     key, _, value = word.partition("=")
@@ -179,14 +178,14 @@ def _parse(word: str) -> Override:
             f"{_short(word)}  cannot be read: {reason}\n  quote a value with special characters: '{shown}'"
         ) from None
     if override.type == OverrideType.DEL:
-        raise InputError(f"{_short(word)}  would remove a setting\n  give it a value instead; null where there is none")
+        raise InputError(f"{_short(word)}  would remove a setting\n  give it a value instead, such as null")
     if override.package is not None:
         raise InputError(f"{_short(word)}  names a package\n  write {override.key_or_group}=…")
     return override
 
 
 def _is_text(text: str) -> bool:
-    """Words of a command line that are no UTF-8 have half characters in them, which no file can hold."""
+    """False for surrogates, which Python uses for words of a command line that are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -212,7 +211,7 @@ def _is_free(key: str) -> bool:
 
 
 def literal(value: Any) -> str:
-    """A value as one would write it on the command line."""
+    """A value in the syntax of the command line."""
     match value:
         case None:
             return "null"
@@ -236,19 +235,19 @@ def literal(value: Any) -> str:
     return repr(value)
 
 
-# --- YAML files --------------------------------------------------------------------------------------------------
+# -- YAML files --------------------------------------------------------------------------------------------------------
 
 
 class _TooMuch(Exception):
-    """More values, or deeper ones, than any configuration has."""
+    """The file has too many values, or nests them too deeply."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 takes 1e-6 for a string; every configuration means the number."""
+    """Reads 1e-6 as a number; YAML 1.1 reads it as a string."""
 
 
 class _QuickLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """The same in C, several times as fast. It recurses without a limit: see `_check_depth`."""
+    """The same in C, several times as fast. Its recursion has no limit: see `_check_depth`."""
 
 
 for _loader in (_Loader, _QuickLoader):
@@ -260,8 +259,8 @@ for _loader in (_Loader, _QuickLoader):
 def read_yaml(path: str | Path) -> list[tuple[str, Any, int]]:
     """The settings of a file as (dotted key, value, line), in any vocabulary, nested or with dotted keys.
 
-    `python_args:` is a wrapper and drops out. UPPERCASE keys under `env:` are variables; `${VAR}` means one of them or,
-    failing that, of the process's environment. The `defaults:` of a recipe become the choices that they make.
+    The section `python_args:` is a wrapper and is skipped. UPPERCASE keys under `env:` are variables; `${VAR}` is
+    looked up there, then in the environment. The `defaults:` of a recipe become settings.
     """
     path = Path(path)
     try:
@@ -280,7 +279,7 @@ def read_yaml(path: str | Path) -> list[tuple[str, Any, int]]:
     except (_TooMuch, RecursionError):
         raise InputError(
             f"{path}: more than {MOST:,} values, or nested more than {MAX_DEPTH} levels deep\n"
-            "  fix: an anchor (&name) that is used inside itself, or many times over, multiplies what it holds"
+            "  fix: an anchor (&name) used inside itself, or many times, multiplies its values"
         ) from None
     except UnicodeDecodeError:
         raise InputError(f"{path}: not UTF-8 text") from None
@@ -291,11 +290,11 @@ def read_yaml(path: str | Path) -> list[tuple[str, Any, int]]:
     except ValueError as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"{path}: cannot be read ({error})") from None  # its name has a zero byte in it
+        raise InputError(f"{path}: cannot be read ({error})") from None  # a zero byte in its name
 
 
 def load_yaml(path: Path) -> Any:
-    """A file as plain data, of bounded size. Raises InputError."""
+    """A YAML file of bounded size as plain data."""
     try:
         text = path.read_text(encoding="utf-8")
         _check_depth(text)
@@ -320,7 +319,7 @@ def _line(node: Any) -> int:
 
 
 def _check_depth(text: str) -> None:
-    """Before nodes are built of it, which would overflow the C stack where a file is nested very deeply."""
+    """Raise _TooMuch before nodes are built: very deep nesting would overflow the C stack."""
     depth = 0
     for event in yaml.parse(text, _QuickLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -329,7 +328,7 @@ def _check_depth(text: str) -> None:
 
 
 def _check_nodes(path: Path, root: yaml.Node) -> None:
-    """What is written, with all that its anchors stand for, is not too much; keys are words, and text is text."""
+    """Check the number and depth of values, with anchors expanded, and that keys and texts are strings."""
     waiting, count = [(root, 0)], 0
     while waiting:
         node, depth = waiting.pop()
@@ -339,16 +338,16 @@ def _check_nodes(path: Path, root: yaml.Node) -> None:
         if isinstance(node, yaml.MappingNode):
             for key, value in node.value:
                 if not isinstance(key, yaml.ScalarNode):
-                    raise InputError(f"{path}, line {_line(key)}: a key is a word, not a list or a table")
+                    raise InputError(f"{path}, line {_line(key)}: a key must be a word, not a list or a mapping")
                 waiting += [(key, depth + 1), (value, depth + 1)]
         elif isinstance(node, yaml.SequenceNode):
             waiting += [(item, depth + 1) for item in node.value]
         elif not _is_text(node.value):
-            raise InputError(f"{path}, line {_line(node)}: half of a surrogate pair (\\ud800 to \\udfff) is no text")
+            raise InputError(f"{path}, line {_line(node)}: half of a surrogate pair (\\ud800 to \\udfff) is not text")
 
 
 class _File:
-    """One YAML file on its way to a list of settings."""
+    """Turns the nodes of one YAML file into settings."""
 
     def __init__(self, path: Path, loader: _Loader) -> None:
         self.path = path
@@ -365,11 +364,11 @@ class _File:
         for key, node, line in entries:  # variables first: a file may use them before it defines them
             if match := ENVIRONMENT_KEY.fullmatch(key):
                 self.variables[match[1]] = self._text(node, line)
-        found = []
+        settings = []
         for key, node, line in entries:
             match = ENVIRONMENT_KEY.fullmatch(key)
-            found.append((key, self.variables[match[1]] if match else self._value(node, line), line))
-        return found
+            settings.append((key, self.variables[match[1]] if match else self._value(node, line), line))
+        return settings
 
     def _entries(self, node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, Any, int]]:
         self.loader.flatten_mapping(node)  # `<<: *anchor`
@@ -378,14 +377,14 @@ class _File:
             if key == "defaults":
                 yield from self._choices(value_node)
             elif key in ("env", "python_args", *sections()) and value_node.tag == "tag:yaml.org,2002:null":
-                continue  # a section with nothing in it
+                continue  # an empty section
             elif not isinstance(value_node, yaml.MappingNode) or _is_free(key):
                 yield key, value_node, line
             else:
                 yield from self._entries(value_node, "" if key == "python_args" else f"{key}.")
 
     def _choices(self, node: Any) -> Iterator[tuple[str, Any, int]]:
-        """`- override algorithm: grpo` of a recipe means algorithm=grpo."""
+        """`- override algorithm: grpo` in a recipe's defaults is algorithm=grpo."""
         for item in node.value if isinstance(node, yaml.SequenceNode) else [node]:
             if isinstance(item, yaml.MappingNode):
                 for key_node, value_node in item.value:
@@ -402,7 +401,7 @@ class _File:
         if isinstance(node, yaml.SequenceNode):
             return [self._value(item, _line(item)) for item in node.value]
         text = self._expand(node.value, line)
-        if text != node.value and node.style is None:  # unquoted: the text after expansion says the type
+        if text != node.value and node.style is None:  # unquoted: the type follows from the expanded text
             tag = self.loader.resolve(yaml.ScalarNode, text, (True, False))
             return self._scalar(yaml.ScalarNode(tag, text, node.start_mark, node.end_mark), line)
         return self._scalar(node, line) if text == node.value else text
@@ -416,7 +415,7 @@ class _File:
             ) from None
 
     def _text(self, node: Any, line: int) -> str:
-        """A variable of the environment is text, as it was written."""
+        """Environment variables are text, as written."""
         return self._expand(node.value, line) if isinstance(node, yaml.ScalarNode) else str(self._value(node, line))
 
     def _expand(self, text: str, line: int) -> str:

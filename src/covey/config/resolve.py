@@ -1,11 +1,11 @@
-"""From what the user wrote, in layers and any vocabulary, to one value for each native setting.
+"""Resolves the user's settings, in layers and in any vocabulary, to one value for each native setting.
 
-layer by layer   every spelling finds its slot; of two spellings of one slot that disagree, the command line's later one
-                 wins, and a file's are refused
+within a layer   every spelling is assigned to a slot. If two spellings of one slot disagree, the later word of a
+                 command line wins; in a file it is an error
 across layers    the later layer wins
-at the end       what is not available is refused, what has no effect is said
+at the end       unsupported options are errors, settings without effect are warnings
 
-A settlement that is `tolerant` (a check that starts nothing) says what would be refused, and goes on without it.
+With `tolerant` (a check that starts no run), errors about unsupported options are warnings.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from covey.config.aliases import ALIASES, HARMLESS, VERL_LOSS, Target, accepted, translate
-from covey.config.derive import NOT_YET_KEYS, PARTS, Derived, find_not_yet, off
-from covey.config.read import ENVIRONMENT_KEY, Given
+from covey.config.aliases import ALIASES, HARMLESS, VERL_LOSS, Target, no_effect, translate
+from covey.config.derive import PARTS, UNSUPPORTED_KEYS, Derived, find_unsupported, off
+from covey.config.read import ENVIRONMENT_KEY, Override
 from covey.config.settings import (
     Algorithms,
     Setting,
     algorithm_settings,
     canonical,
+    default_loss,
     find,
+    loss_settings,
     losses_of,
-    of_loss,
     owners,
     schema_settings,
-    usual_loss,
     with_loss,
 )
 from covey.config.unknown import listing_of, unknown_setting
 from covey.errors import InputError, unknown
 
-Left = dict[tuple[str, str], list[Given]]  # (what for, what is chosen instead) → settings that stay behind
+Dropped = dict[tuple[str, str], list[Override]]  # (old choice, new choice) → settings dropped because of it
 
 
 @dataclass(frozen=True)
@@ -42,27 +42,27 @@ class Choice:
     """The algorithm and the loss that a layer was written for."""
 
     algorithm: str
-    loss: str | None  # None: an algorithm without losses to choose from
-    by: Given  # the setting that chose the loss; its value is None where nothing did
+    loss: str | None  # None: the algorithm has no choice of losses
+    source: Override  # the setting that chose the loss; its value is None if no setting did
 
 
 @dataclass
-class Settled:
-    """One value per slot. A slot is a native key, or the key that stands for a foreign one."""
+class Resolved:
+    """One value per slot. A slot is a native key, or a foreign key that has no single native counterpart."""
 
     choice: Choice
-    usual: Algorithms  # each with its usual loss
-    slots: dict[str, Given] = field(default_factory=dict)
+    default_schemas: Algorithms  # each algorithm with its default loss
+    slots: dict[str, Override] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     tolerant: bool = False
-    refused: int = 0  # what a run would be refused for, where `tolerant` goes on
+    rejected: int = 0  # errors that `tolerant` turned into warnings
 
-    def refuse(self, text: str) -> None:
-        """What no run can do."""
+    def reject(self, text: str) -> None:
+        """Raise an error, or add it as a warning if `tolerant`."""
         if not self.tolerant:
             raise InputError(text)
-        self.refused += 1
+        self.rejected += 1
         self.warnings.append(f"a run would be refused: {text}")
 
     @property
@@ -71,267 +71,275 @@ class Settled:
 
     @cached_property
     def algorithms(self) -> Algorithms:
-        """With the chosen loss's settings where the chosen algorithm's usual ones were."""
+        """The schemas, with the chosen loss in the chosen algorithm's."""
         return self.schemas(self.choice)
 
     def schemas(self, choice: Choice) -> Algorithms:
-        return with_loss(choice.algorithm, choice.loss, self.usual)
+        return with_loss(choice.algorithm, choice.loss, self.default_schemas)
 
-    def native(self, settings: Mapping[str, Setting]) -> dict[str, Given]:
-        return {key: given for key, given in self.slots.items() if find(key, settings)}
+    def native(self, settings: Mapping[str, Setting]) -> dict[str, Override]:
+        return {key: override for key, override in self.slots.items() if find(key, settings)}
 
-    def parts(self) -> dict[str, Given]:
-        return {key: given for key, given in self.slots.items() if key in PARTS}
+    def parts(self) -> dict[str, Override]:
+        return {key: override for key, override in self.slots.items() if key in PARTS}
 
-    def replaced(self, key: str, written_for: Choice) -> bool:
-        """Whether a native key meant something to the loss that it was written for, and another loss was chosen."""
+    def drops(self, key: str, written_for: Choice) -> bool:
+        """Whether a native key belongs to the loss that it was written for, and another loss was chosen."""
         if written_for.algorithm != self.algorithm or written_for.loss == self.choice.loss:
             return False
-        return key in of_loss(written_for.algorithm, self.schemas(written_for))
+        return key in loss_settings(written_for.algorithm, self.schemas(written_for))
 
 
-def settle(
-    layers: Sequence[Sequence[Given]], algorithms: Algorithms, recipe: Mapping[str, Any], *, tolerant: bool = False
-) -> Settled:
-    """`recipe` is the recipe's own algorithm section."""
-    layers = [[word for given in layer for word in _spelled_out(given, algorithms)] for layer in layers]
+def resolve(
+    layers: Sequence[Sequence[Override]], algorithms: Algorithms, recipe: Mapping[str, Any], *, tolerant: bool = False
+) -> Resolved:
+    """`recipe` is the algorithm section of the recipe."""
+    layers = [[word for override in layer for word in _split_choice(override, algorithms)] for layer in layers]
     choices = _choices(layers, algorithms, choice_of(recipe))
-    settled = Settled(choices[-1], algorithms, tolerant=tolerant)
-    check_loss(settled.algorithm, settled.choice.by, settled.choice.loss, algorithms)
+    resolved = Resolved(choices[-1], algorithms, tolerant=tolerant)
+    check_loss(resolved.algorithm, resolved.choice.source, resolved.choice.loss, algorithms)
     for layer, written_for in zip(layers, choices[1:], strict=True):
-        slots: dict[str, Given] = {}
-        left: Left = {}
-        for given in layer:
-            if match := ENVIRONMENT_KEY.fullmatch(given.key):
-                settled.env[match[1]] = str(given.value)
-                if given.key not in ALIASES:
+        slots: dict[str, Override] = {}
+        dropped: Dropped = {}
+        for override in layer:
+            if match := ENVIRONMENT_KEY.fullmatch(override.key):
+                resolved.env[match[1]] = str(override.value)
+                if override.key not in ALIASES:
                     continue
-            target = _place(given, written_for, settled, left)
+            target = _find_target(override, written_for, resolved, dropped)
             if target is not None:
-                meant = replace(given, value=_meant(target, given, algorithms))
-                settled.warnings += _fill(slots, target, meant)
-        for key, given in slots.items():
-            settled.slots.pop(key, None)  # a later layer's value also comes later
-            settled.slots[key] = given
-        settled.warnings += [_left_behind(*why, words) for why, words in left.items()]
-    if wanted := find_not_yet(settled.slots):
-        settled.refuse("\n".join(wanted.values()))
-        for key in wanted:
-            del settled.slots[key]
-    settled.warnings += _remarks(settled)
-    return settled
+                converted = replace(override, value=_convert(target, override, algorithms))
+                resolved.warnings += _assign_slot(slots, target, converted)
+        for key, override in slots.items():
+            resolved.slots.pop(key, None)  # keeps slots in the order of their layers
+            resolved.slots[key] = override
+        resolved.warnings += [_dropped_warning(*reason, words) for reason, words in dropped.items()]
+    if unsupported := find_unsupported(resolved.slots):
+        resolved.reject("\n".join(unsupported.values()))
+        for key in unsupported:
+            del resolved.slots[key]
+    resolved.warnings += _no_effect_warnings(resolved)
+    return resolved
 
 
-def _meant(target: Target, given: Given, algorithms: Algorithms) -> Any:
+def _convert(target: Target, override: Override, algorithms: Algorithms) -> Any:
     if target.key == "algorithm.name":
-        return canonical(str(given.value), algorithms)
-    return target.convert(given.key, given.value)
+        return canonical(str(override.value), algorithms)
+    return target.convert(override.key, override.value)
 
 
-# --- what each layer was written for -----------------------------------------------------------------------------
+# -- The choice that each layer was written for ------------------------------------------------------------------------
 
 
-def _spelled_out(given: Given, algorithms: Algorithms) -> list[Given]:
-    """algorithm=grpo+sapo, a recipe's way to choose both, as the two settings that it means."""
-    name, _, loss = str(given.value).rpartition("+")
-    target = translate(given.key, algorithms) if loss else None
+def _split_choice(override: Override, algorithms: Algorithms) -> list[Override]:
+    """Split algorithm=grpo+sapo, a recipe's way to choose both, into two settings."""
+    name, _, loss = str(override.value).rpartition("+")
+    target = translate(override.key, algorithms) if loss else None
     own = canonical(name, algorithms)
     if target is None or target.key != "algorithm.name" or own not in algorithms:
-        return [given]
+        return [override]
     if loss not in losses_of(own, algorithms):
-        return [given]
-    return [replace(given, value=name), replace(given, key="algorithm.loss", value=loss)]
+        return [override]
+    return [replace(override, value=name), replace(override, key="algorithm.loss", value=loss)]
 
 
-def _choices(layers: Sequence[Sequence[Given]], algorithms: Algorithms, recipe: Choice) -> list[Choice]:
-    """The recipe's, and each layer's: one that names no algorithm, or no loss, goes on with what was chosen before."""
+def _choices(layers: Sequence[Sequence[Override]], algorithms: Algorithms, recipe: Choice) -> list[Choice]:
+    """The recipe's choice and each layer's. A layer without an algorithm or a loss keeps the previous choice."""
     found = [recipe]
     for layer in layers:
-        words = [(given, target) for given in layer if (target := translate(given.key, algorithms))]
+        words = [(override, target) for override in layer if (target := translate(override.key, algorithms))]
         found.append(_choice(words, found[-1], algorithms))
     return found
 
 
-def _choice(words: Sequence[tuple[Given, Target]], before: Choice, algorithms: Algorithms) -> Choice:
+def _choice(words: Sequence[tuple[Override, Target]], before: Choice, algorithms: Algorithms) -> Choice:
     name = before.algorithm
-    for given, target in words:
+    for override, target in words:
         if target.key == "algorithm.name":
-            name = canonical(str(given.value), algorithms)
+            name = canonical(str(override.value), algorithms)
             if name not in algorithms:
                 raise unknown("algorithm", name, algorithms)
-    by = before.by
-    if name != before.algorithm and not (by.key in VERL_LOSS and _loss(by) in losses_of(name, algorithms)):
-        by = Given("algorithm.loss", None)  # a loss stays behind with its algorithm, unless the word goes with any
-    for given, target in words:
+    source = before.source
+    if name != before.algorithm and not (source.key in VERL_LOSS and _loss(source) in losses_of(name, algorithms)):
+        source = Override("algorithm.loss", None)  # dropped with its algorithm, unless the new one has it too
+    for override, target in words:
         if target.key == "algorithm.loss" and target.algorithm in (None, name):
-            by = given
-    usual = by.value is None or _is_moot(by, name, algorithms)
-    return Choice(name, usual_loss(name, algorithms) if usual else _loss(by), by)
+            source = override
+    default = source.value is None or _is_default_loss(source, name, algorithms)
+    return Choice(name, default_loss(name, algorithms) if default else _loss(source), source)
 
 
 def choice_of(section: Mapping[str, Any]) -> Choice:
-    """What an algorithm section of a recipe was written for."""
+    """The choice of a recipe's algorithm section."""
     loss = section.get("loss")
-    return Choice(section["name"], loss, Given("algorithm.loss", loss))
+    return Choice(section["name"], loss, Override("algorithm.loss", loss))
 
 
-def _loss(by: Given) -> str | None:
-    found = Target("algorithm.loss").convert(by.key, by.value if by.value is None else str(by.value))
-    return None if found is None else str(found)  # a list is the name of no loss
+def _loss(source: Override) -> str | None:
+    """The loss that a setting chooses, under its native name."""
+    loss = Target("algorithm.loss").convert(source.key, source.value if source.value is None else str(source.value))
+    return None if loss is None else str(loss)
 
 
-def _is_moot(by: Given, name: str, algorithms: Algorithms) -> bool:
-    """verl's usual loss, written out for an algorithm that has only its own."""
-    return by.key in VERL_LOSS and by.value == "vanilla" and _loss(by) not in losses_of(name, algorithms)
+def _is_default_loss(source: Override, name: str, algorithms: Algorithms) -> bool:
+    """verl's default loss (vanilla), set for an algorithm that has only a loss of its own."""
+    return source.key in VERL_LOSS and source.value == "vanilla" and _loss(source) not in losses_of(name, algorithms)
 
 
-def check_loss(name: str, by: Given, loss: str | None, algorithms: Algorithms) -> None:
-    """`by` is the setting that chose the loss."""
+def check_loss(name: str, source: Override, loss: str | None, algorithms: Algorithms) -> None:
+    """Raise an error if the algorithm does not have this loss. `source` is the setting that chose it."""
     known = losses_of(name, algorithms)
-    if loss in known or loss == usual_loss(name, algorithms):
+    if loss in known or loss == default_loss(name, algorithms):
         return
     why = getattr(algorithms[name], "reasons", {}).get("loss")
     if why and any(loss in losses_of(other, algorithms) for other in algorithms):
-        raise InputError(f"{by.place}{by.key}={loss} does not go with algorithm={name}\n  {why}")
+        raise InputError(f"{source.label}={loss} does not go with algorithm={name}\n  {why}")
     raise unknown(f"loss for {name}", str(loss), known)
 
 
-# --- the slot of a setting ---------------------------------------------------------------------------------------
+# -- The slot of a setting ---------------------------------------------------------------------------------------------
 
 
-def _place(given: Given, written_for: Choice, settled: Settled, left: Left) -> Target | None:
-    """The slot that a setting fills, or None if it has none beside the chosen algorithm and loss."""
-    target = translate(given.key, settled.algorithms) or translate(given.key, settled.schemas(written_for))
+def _find_target(override: Override, written_for: Choice, resolved: Resolved, dropped: Dropped) -> Target | None:
+    """The target of a setting; None if it does not apply to the chosen algorithm and loss."""
+    target = translate(override.key, resolved.algorithms) or translate(override.key, resolved.schemas(written_for))
     if target is None:
-        raise unknown_setting(given, settled.algorithm, settled.algorithms)
-    if target.algorithm is not None and target.algorithm != settled.algorithm:
-        settled.warnings.append(f"{given.place}{given.key} has no effect with algorithm={settled.algorithm}")
+        raise unknown_setting(override, resolved.algorithm, resolved.algorithms)
+    if target.algorithm is not None and target.algorithm != resolved.algorithm:
+        resolved.warnings.append(f"{override.label} has no effect with algorithm={resolved.algorithm}")
         return None
     if target.key == "algorithm.name" or not target.key.startswith("algorithm."):
         return target
-    return _place_of_algorithm(given, target, written_for, settled, left)
+    return _algorithm_target(override, target, written_for, resolved, dropped)
 
 
-def _place_of_algorithm(
-    given: Given, target: Target, written_for: Choice, settled: Settled, left: Left
+def _algorithm_target(
+    override: Override, target: Target, written_for: Choice, resolved: Resolved, dropped: Dropped
 ) -> Target | None:
-    """One name may mean different things to two algorithms or two losses, so a native setting stays with those that its
-    layer was written for. Foreign names that no algorithm owns (`clip_ratio`) go with any that has the setting."""
-    chosen, having = settled.algorithm, owners(target.key, settled.algorithms)
-    foreign, another = given.key != target.key, written_for.algorithm != chosen
-    had = find(target.key, algorithm_settings(written_for.algorithm, settled.schemas(written_for)))
-    if settled.replaced(target.key, written_for) and (target.algorithm or not foreign):
-        left.setdefault((f"loss={written_for.loss}", f"loss={settled.choice.loss}"), []).append(given)
+    """The target of an algorithm's setting.
+
+    Two algorithms or losses may use one name for different things, so a native setting applies only to those that its
+    layer was written for. A foreign name (`clip_ratio`) applies to every algorithm that has the setting.
+    """
+    chosen, having = resolved.algorithm, owners(target.key, resolved.algorithms)
+    foreign, another = override.key != target.key, written_for.algorithm != chosen
+    had = find(target.key, algorithm_settings(written_for.algorithm, resolved.schemas(written_for)))
+    if resolved.drops(target.key, written_for) and (target.algorithm or not foreign):
+        dropped.setdefault((f"loss={written_for.loss}", f"loss={resolved.choice.loss}"), []).append(override)
         return None
-    if target.key == "algorithm.loss" and foreign and not _counts(given, another, settled):
-        settled.warnings.append(f"{given.place}{given.key} has no effect with algorithm={chosen}")
+    if target.key == "algorithm.loss" and foreign and not _loss_applies(override, another, resolved):
+        resolved.warnings.append(f"{override.label} has no effect with algorithm={chosen}")
         return None
     if chosen in having and (foreign or not another or not had):
         return target
     if another and had:
-        left.setdefault((written_for.algorithm, f"algorithm={chosen}"), []).append(given)
+        dropped.setdefault((written_for.algorithm, f"algorithm={chosen}"), []).append(override)
         return None
-    if target.key in PARTS or target.key in NOT_YET_KEYS or accepted(target.key):
+    if target.key in PARTS or target.key in UNSUPPORTED_KEYS or no_effect(target.key):
         return target
     if foreign:
-        settled.warnings += lacking(target.key, given.value, [given], settled)
+        resolved.warnings += missing_in_algorithm(target.key, override.value, [override], resolved)
         return None
-    raise _misplaced(given, target.key, having, settled)
+    raise _misplaced(override, target.key, having, resolved)
 
 
-def _counts(given: Given, another: bool, settled: Settled) -> bool:
-    """Whether another vocabulary's word for a loss is one that the chosen algorithm can be asked for."""
-    return _loss(given) == settled.choice.loss or not (another or _is_moot(given, settled.algorithm, settled.usual))
+def _loss_applies(override: Override, another: bool, resolved: Resolved) -> bool:
+    """Whether a foreign setting for the loss applies to the chosen algorithm. `another`: it was set for another one."""
+    if _loss(override) == resolved.choice.loss:
+        return True
+    return not another and not _is_default_loss(override, resolved.algorithm, resolved.default_schemas)
 
 
-def _left_behind(old: str, new: str, words: Sequence[Given]) -> str:
+def _dropped_warning(old: str, new: str, words: Sequence[Override]) -> str:
     first = words[0]
     if len(words) == 1:
-        return f"{first.place}{first.key} was set for {old} and has no effect with {new}"
+        return f"{first.label} was set for {old} and has no effect with {new}"
     place = first.where.rpartition(", line ")[0]
-    names = ", ".join(given.key for given in words)
+    names = ", ".join(override.key for override in words)
     return f"{place}{': ' if place else ''}{names} were set for {old} and have no effect with {new}"
 
 
-def _misplaced(given: Given, key: str, having: Sequence[str], settled: Settled) -> InputError:
-    """The error about a native setting that the chosen algorithm has not: why, or what has it."""
-    chosen, place = settled.algorithm, f"{given.place}{given.key}"
-    if why := _reason(key, settled):
-        return InputError(f"{place} does not go with algorithm={chosen}\n  {why}")
+def _misplaced(override: Override, key: str, having: Sequence[str], resolved: Resolved) -> InputError:
+    """The error about a native setting that the chosen algorithm does not have, with the reason or its owners."""
+    chosen, name = resolved.algorithm, override.label
+    if why := _reason(key, resolved):
+        return InputError(f"{name} does not go with algorithm={chosen}\n  {why}")
     listing = listing_of("algorithm", chosen)
-    schemas = losses_of(chosen, settled.usual).items()
+    schemas = losses_of(chosen, resolved.default_schemas).items()
     if losses := [loss for loss, schema in schemas if find(key, algorithm_settings(chosen, {chosen: schema}))]:
         choose = f"choose it with algorithm.loss={losses[0]}"
-        return InputError(f"{place} belongs to the loss {', '.join(losses)}: {choose}\n  {listing}")
+        return InputError(f"{name} belongs to the loss {', '.join(losses)}: {choose}\n  {listing}")
     others = f" and {len(having) - 2} more" if len(having) > 2 else ""
     owning = f"{' and '.join(having[:2])}{others}"
-    return InputError(f"{place} is a setting of {owning}, and the algorithm is {chosen}\n  {listing}")
+    return InputError(f"{name} is a setting of {owning}, and the algorithm is {chosen}\n  {listing}")
 
 
-def lacking(key: str, value: Any, sources: Sequence[Given], settled: Settled) -> list[str]:
-    """Warnings about a foreign setting that the chosen algorithm has not; an error where it cannot be left out."""
-    names, algorithm = " ".join(given.key for given in sources), settled.algorithm
+def missing_in_algorithm(key: str, value: Any, sources: Sequence[Override], resolved: Resolved) -> list[str]:
+    """Warnings about a foreign setting that the chosen algorithm does not have; an error if dropping it is harmful."""
+    names, algorithm = " ".join(override.key for override in sources), resolved.algorithm
     if key in HARMLESS:
         return [] if value is None else [f"{names} has no effect with algorithm={algorithm}"]
     if off(value):
         return []
-    reason = _reason(key, settled) or f"{algorithm} has no such term"
-    settled.refuse(f"{sources[0].place}{names} does not go with algorithm={algorithm}\n  {reason}")
+    reason = _reason(key, resolved) or f"{algorithm} has no such term"
+    resolved.reject(f"{sources[0].prefix}{names} does not go with algorithm={algorithm}\n  {reason}")
     return []
 
 
-def _reason(key: str, settled: Settled) -> str | None:
-    """Why the chosen algorithm has no such setting, by the first word of its name."""
-    reasons: Mapping[str, str] = getattr(settled.algorithms[settled.algorithm], "reasons", {})
+def _reason(key: str, resolved: Resolved) -> str | None:
+    """Why the chosen algorithm does not have this setting, looked up by the first word of its name."""
+    reasons: Mapping[str, str] = getattr(resolved.algorithms[resolved.algorithm], "reasons", {})
     return reasons.get(key.removeprefix("algorithm.").partition("_")[0])
 
 
-def _fill(slots: dict[str, Given], target: Target, given: Given) -> list[str]:
-    """Returns what the user should know about another spelling that this one replaces."""
+def _assign_slot(slots: dict[str, Override], target: Target, override: Override) -> list[str]:
+    """Assign a slot. Returns a warning if this replaces another spelling with another value."""
     before = slots.pop(target.key, None)
-    slots[target.key] = given
-    same = before is None or before.key == given.key or _agree(before.value, given.value)
-    return [] if before is None or same else _replaced(before, given)
+    slots[target.key] = override
+    same = before is None or before.key == override.key or _agree(before.value, override.value)
+    return [] if before is None or same else _replaced(before, override)
 
 
 def _agree(one: Any, other: Any) -> bool:
     return one == other or str(one) == str(other)
 
 
-def _replaced(before: Given, later: Given) -> list[str]:
-    """Two spellings of one setting that disagree: the later word of a command line wins, so that settings can be
-    appended to any command; lines of a file have no order."""
+def _replaced(before: Override, later: Override) -> list[str]:
+    """The warning about two spellings that disagree. On a command line the later word wins, so that settings can be
+    appended; in a file it is an error."""
     if not before.order or not later.order:
         raise InputError(f"two spellings of one setting disagree\n  {before}\n  {later}\n  give one of them")
     return [f"{before} is replaced by {later}, which comes later"]
 
 
-def settle_derived(settled: Settled, derived: Derived) -> Given | None:
-    """A derived value beside the same setting written out: the later layer wins, and of a command line the later word;
-    in a file they must agree."""
+def resolve_derived(resolved: Resolved, derived: Derived) -> Override | None:
+    """The override for a derived value, unless the same setting is written out and wins.
+
+    The later layer wins, and within a command line the later word; in a file both must agree.
+    """
     if derived.remark:
-        settled.warnings.append(derived.remark)
-    if derived.key.startswith("algorithm.") and settled.algorithm not in owners(derived.key, settled.algorithms):
-        settled.warnings += lacking(derived.key, derived.value, derived.sources, settled)
+        resolved.warnings.append(derived.remark)
+    if derived.key.startswith("algorithm.") and resolved.algorithm not in owners(derived.key, resolved.algorithms):
+        resolved.warnings += missing_in_algorithm(derived.key, derived.value, derived.sources, resolved)
         return None
-    written = settled.slots.get(derived.key)
+    written = resolved.slots.get(derived.key)
     source = derived.sources[-1]
     if written is not None and (written.layer > derived.layer or (written.layer == derived.layer and derived.weak)):
         return None
-    found = Given(source.key, derived.value, source.where, derived.layer, derived.order)
+    override = Override(source.key, derived.value, source.where, derived.layer, derived.order)
     if written is None or written.layer < derived.layer or derived.strong:
-        return found
+        return override
     later = derived.order >= written.order
     if not _agree(written.value, derived.value):
-        settled.warnings += _replaced(written, source) if later else _replaced(source, written)
-    return found if later else None
+        resolved.warnings += _replaced(written, source) if later else _replaced(source, written)
+    return override if later else None
 
 
-def _remarks(settled: Settled) -> list[str]:
+def _no_effect_warnings(resolved: Resolved) -> list[str]:
     keys: dict[str, list[str]] = {}
-    native = schema_settings() | algorithm_settings(settled.algorithm, settled.algorithms)
-    for key, given in settled.slots.items():
-        remark = None if key in NOT_YET_KEYS or find(key, native) else accepted(key)
-        if remark is not None and remark.remark and given.value not in remark.off:
-            keys.setdefault(remark.remark.format(algorithm=settled.algorithm), []).append(given.key)
+    native = schema_settings() | algorithm_settings(resolved.algorithm, resolved.algorithms)
+    for key, override in resolved.slots.items():
+        remark = None if key in UNSUPPORTED_KEYS or find(key, native) else no_effect(key)
+        if remark is not None and remark.remark and override.value not in remark.off:
+            keys.setdefault(remark.remark.format(algorithm=resolved.algorithm), []).append(override.key)
     return [f"{', '.join(names)}: {remark}" for remark, names in keys.items()]

@@ -1,5 +1,5 @@
-"""Every setting of a run: frozen dataclasses, one per section. A comment is the setting's explanation:
-`covey config explain KEY` prints it. A number's annotation states its range, once for all that ask.
+"""Every setting of a run: frozen dataclasses, one per section. The comment of a field is its explanation, which
+`covey config explain KEY` prints; the annotation of a number states its range.
 
 `algorithm` has no class here: its settings are the fields of the chosen algorithm (`covey.algorithms`).
 """
@@ -29,7 +29,7 @@ from covey.ranges import (
     check_ranges,
 )
 
-EPISODES_PER_STEP = 1_000_000  # the most that data.train_batch_size × rollout.group_size may make
+EPISODES_PER_STEP = 1_000_000  # the maximum of data.train_batch_size × rollout.group_size
 _GREEDY = "greedy answers to one task are all the same: a group of them has nothing to compare"
 
 
@@ -38,7 +38,7 @@ def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
         raise unknown(f"value of {key}", value, allowed)
 
 
-# --- ranges of the settings below; those that algorithms share too are in `covey.ranges` -------------------------
+# -- Ranges (those that algorithms use too are in `covey.ranges`) -----------------------------------------------------
 
 Attempts = Annotated[int, Range(1, 65_536)]
 BatchTokens = Annotated[int, Range(1, 1_000_000_000)]
@@ -53,7 +53,7 @@ Megabytes = Annotated[int, Range(64, 16_777_216)]  # an interpreter, up to 16 Ti
 Minutes = Annotated[float, Range(0, 10_000_000)]
 Port = Annotated[int, Range(0, 65_535)]
 Restarts = Annotated[int, Range(0, 10_000)]
-Seed = Annotated[int, Range(-(10**18), 10**18)]  # within what torch takes
+Seed = Annotated[int, Range(-(10**18), 10**18)]  # within torch's limits
 Sequences = Annotated[int, Range(1, 65_536)]
 Staleness = Annotated[int, Range(0, 1000)]
 Tasks = Annotated[int, Range(1, 10_000_000)]
@@ -61,7 +61,7 @@ Temperature = Annotated[float, Range(0.001, 100, hint=_GREEDY)]
 TensorParallel = Annotated[int, Range(1, 1024)]
 Threads = Annotated[int, Range(1, 4096)]
 TotalSteps = Annotated[int, Range(1, 1_000_000_000)]
-Uses = Annotated[int, Range(1, 1001)]  # one more than the staleness that it needs
+Uses = Annotated[int, Range(1, 1001)]  # at most the maximal staleness plus one
 WeightDecay = Annotated[float, Range(0, 100)]
 Written = Annotated[int, Range(0, 1_000_000)]
 
@@ -69,8 +69,8 @@ Written = Annotated[int, Range(0, 1_000_000)]
 @dataclass(frozen=True)
 class LoraConfig:
     rank: LoraRank = 0  # 0: train all weights; otherwise train adapters of this rank (needs the extra covey[lora])
-    alpha: Positive = 32.0  # adapter scale is alpha / rank
-    target_modules: Any = "all-linear"  # module names that get an adapter, or "all-linear"
+    alpha: Positive = 32.0  # the scale of the adapter is alpha / rank
+    target_modules: Any = "all-linear"  # names of the modules that get an adapter, or "all-linear"
 
     def __post_init__(self) -> None:
         check_ranges(self, "model.lora.")
@@ -83,7 +83,7 @@ class ModelConfig:
     device: str = "auto"  # cpu | cuda | cuda:1 ...; auto: the GPU if there is one
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
     trust_remote_code: bool = False  # run Python code that comes with the model
-    context_length: Tokens | None = None  # longest prompt + answer in tokens; null: what the model supports
+    context_length: Tokens | None = None  # longest prompt + answer in tokens; null: the model's limit
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
@@ -94,13 +94,13 @@ class ModelConfig:
 @dataclass(frozen=True)
 class DataConfig:
     name: str = "sort"  # a data set or a generated task (covey data show); not used when files are given
-    options: dict[str, Any] = field(default_factory=dict)  # of the data set or generated task: docs/data.md
+    options: dict[str, Any] = field(default_factory=dict)  # options of the data set or generated task: docs/data.md
     train_files: Any = None  # files or globs (JSON, JSONL, Parquet, CSV), one or a list
     val_files: Any = None  # the same, for evaluation; never trained on
     train_size: Tasks | None = None  # use this many training tasks; generated tasks: 2000
     val_size: Tasks | None = None  # use this many validation tasks; generated tasks: 200
     train_batch_size: Episodes = 8  # tasks per step; each gets rollout.group_size attempts
-    system_prompt: str | None = None  # put before every question that brings no system message of its own
+    system_prompt: str | None = None  # system message for questions without one of their own
     shuffle: bool = True  # a new order every epoch, from the run's seed
 
     def __post_init__(self) -> None:
@@ -111,18 +111,18 @@ class DataConfig:
 class AgentConfig:
     name: str = "chat"  # chat | hf | react | code | flow | gateway | verifiers, or your own as file.py:function
     tools: list[str] = field(default_factory=list)  # tools by name, module:function or file.py:function
-    tool_options: dict[str, Any] = field(default_factory=dict)  # a tool's own settings: {search: {corpus: docs.jsonl}}
-    format: str = "auto"  # how calls are written: hermes | llama | mistral; auto: as the model's template does
+    tool_options: dict[str, Any] = field(default_factory=dict)  # settings per tool: {search: {corpus: docs.jsonl}}
+    format: str = "auto"  # tool-call format: hermes | llama | mistral; auto: that of the model's chat template
     max_turns: Few = 8  # replies of the model in one episode
-    max_response_tokens: Tokens | None = None  # sampled tokens of one episode, all turns together; null: no limit
-    max_tool_tokens: Tokens = 512  # of one tool's output; the rest is cut off, with a mark
-    tool_seconds: Seconds = 10.0  # one tool call may take this long, unless the tool says otherwise
-    train_modules: list[str] = field(default_factory=lambda: ["planner"])  # agent=flow: whose turns are learned from
-    template: str | None = None  # qwen2.5, qwen2.5-vl, none (text as it is), or a Jinja file; null: the model's own
+    max_response_tokens: Tokens | None = None  # sampled tokens of one episode over all turns; null: no limit
+    max_tool_tokens: Tokens = 512  # tokens of one tool's output; longer outputs are truncated, with a mark
+    tool_seconds: Seconds = 10.0  # timeout of one tool call, unless the tool sets its own
+    train_modules: list[str] = field(default_factory=lambda: ["planner"])  # agent=flow: modules to train
+    template: str | None = None  # qwen2.5, qwen2.5-vl, none (plain text), or a Jinja file; null: the model's own
     environment: str | None = None  # agent=verifiers: an environment of that package, by id, module:function or file
     environment_options: dict[str, Any] = field(default_factory=dict)  # agent=verifiers: its own `env` settings
-    max_seconds: Seconds = 500.0  # an episode's own work, its reward included, may take this long; sampling not counted
-    command: str | None = None  # agent=gateway: a program started for each episode; null: programs come for attempts
+    max_seconds: Seconds = 500.0  # timeout of an episode with its reward, without the time for sampling
+    command: str | None = None  # agent=gateway: a program to start per episode; null: programs request attempts
 
     def __post_init__(self) -> None:
         check_ranges(self, "agent.")
@@ -131,8 +131,8 @@ class AgentConfig:
 
 @dataclass(frozen=True)
 class GatewayConfig:
-    port: Port = 9999  # of the endpoint of agent=gateway and covey serve, on this machine only; 0: any that is free
-    max_programs: Few = 16  # programs of agent.command that run at once
+    port: Port = 9999  # port of agent=gateway and covey serve, on this machine only; 0: any free port
+    max_programs: Few = 16  # programs of agent.command that run at the same time
 
     def __post_init__(self) -> None:
         check_ranges(self, "gateway.")
@@ -140,11 +140,11 @@ class GatewayConfig:
 
 @dataclass(frozen=True)
 class SandboxConfig:
-    tier: str = "auto"  # bubblewrap | namespaces | limits; auto: the strongest that works here
-    allow_weak: bool = False  # run code of the model's where only limits, and no walls, can be had
-    seconds: Seconds = 10.0  # one execution may take this long
-    memory_mb: Megabytes = 512  # of one sandbox
-    max_concurrent: Few = 16  # programs that run at once; others wait their turn
+    tier: str = "auto"  # bubblewrap | namespaces | limits; auto: the strongest that works on this machine
+    allow_weak: bool = False  # run the model's code even if only resource limits, and no isolation, are available
+    seconds: Seconds = 10.0  # timeout of one execution
+    memory_mb: Megabytes = 512  # memory of one sandbox
+    max_concurrent: Few = 16  # programs that run at the same time; others wait
 
     def __post_init__(self) -> None:
         check_ranges(self, "sandbox.")
@@ -154,14 +154,12 @@ class SandboxConfig:
 @dataclass(frozen=True)
 class RewardConfig:
     name: Any = "auto"  # a reward or a list of them, by name, module:function or file.py:function; auto: the task's own
-    weights: dict[str, Weight] = field(
-        default_factory=dict
-    )  # by reward name; 1 where not given; 0 measures without training
+    weights: dict[str, Weight] = field(default_factory=dict)  # by reward name; default 1; 0: measured, not trained on
     only_if: dict[str, str] = field(
         default_factory=dict
-    )  # {short: exact}: short counts only where exact is over 0; {short: "exact>=0.5"} with a bar
-    options: dict[str, Any] = field(default_factory=dict)  # a reward's own settings: {judge: {url: ..., model: ...}}
-    seconds: Seconds = 30.0  # scoring one episode with one reward may take this long
+    )  # {short: exact}: short counts only if exact is over 0; {short: "exact>=0.5"}: with a threshold
+    options: dict[str, Any] = field(default_factory=dict)  # settings per reward: {judge: {url: ..., model: ...}}
+    seconds: Seconds = 30.0  # timeout for scoring one episode with one reward
 
     def __post_init__(self) -> None:
         check_ranges(self, "reward.")
@@ -169,12 +167,12 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    name: str = "embedded"  # embedded: in this process with the learner's own weights; vllm: beside it; auto: by size
+    name: str = "embedded"  # embedded: in this process, sharing the learner's weights; vllm; auto: by model size
     group_size: Attempts = 8  # attempts per task
     temperature: Temperature = 1.0  # softmax temperature of sampling; the learner uses the same
     top_p: PositiveShare = 1.0  # sample from the smallest set of tokens with this probability; 1: all
-    top_k: TopK = 0  # sample from this many most likely tokens; 0: all
-    min_p: ShareBelowOne = 0.0  # drop tokens less likely than this fraction of the likeliest
+    top_k: TopK = 0  # sample from the k most likely tokens; 0: all
+    min_p: ShareBelowOne = 0.0  # drop tokens less likely than this fraction of the most likely one
     max_tokens: Tokens = 256  # longest answer (of one turn), in tokens
     stop: list[StopText] = field(default_factory=list)  # strings that end an answer
     max_sequences: Sequences = 256  # sequences decoded together; bounds the memory of the key-value cache
@@ -182,7 +180,7 @@ class RolloutConfig:
     eager: bool = False  # no captured graphs on a GPU: slower, starts faster
     tensor_parallel: TensorParallel = 1  # vllm: GPUs that share one copy of the model
     devices: list[DeviceNumber] | None = None  # vllm: its GPUs by number; null: the learner's own, and those after it
-    sleep: bool = True  # vllm on the learner's GPU: gives its memory back while the learner works
+    sleep: bool = True  # vllm on the learner's GPU: frees its memory during updates
 
     def __post_init__(self) -> None:
         check_ranges(self, "rollout.")
@@ -194,7 +192,7 @@ class LearnerConfig:
     lr: LearningRate = 1e-5  # learning rate after the warm-up
     schedule: str = "constant"  # constant | cosine | linear
     warmup_steps: Steps = 0  # optimiser steps of linear warm-up
-    min_lr_ratio: Share = 0.0  # where cosine and linear end, as a fraction of lr
+    min_lr_ratio: Share = 0.0  # final learning rate of cosine and linear, as a fraction of lr
     weight_decay: WeightDecay = 0.0  # AdamW's decoupled weight decay
     beta1: ShareBelowOne = 0.9  # AdamW
     beta2: ShareBelowOne = 0.95  # AdamW
@@ -202,15 +200,15 @@ class LearnerConfig:
     grad_clip: Cap = 1.0  # largest gradient norm; 0: no clipping
     epochs: Few = 1  # passes over each step's samples
     mini_batch_size: Episodes | None = None  # groups per optimiser step; null: all groups of the step
-    micro_batch_tokens: BatchTokens | None = None  # per forward pass; null: what fits; on a CPU at most 8192
-    micro_batch_size: Episodes | None = None  # episodes per forward pass at most; null: no limit but the tokens
+    micro_batch_tokens: BatchTokens | None = None  # per forward pass; null: as many as fit; on a CPU at most 8192
+    micro_batch_size: Episodes | None = None  # most episodes per forward pass; null: limited by tokens only
     entropy_coef: Weight = 0.0  # entropy bonus per token
     compile: bool | None = None  # fuse the small operations of a layer: slow start, faster steps; null: on a GPU
-    offload_optimizer: bool = False  # optimiser state and float32 weights in CPU memory, the update made there
-    offload_reference: bool = False  # the reference model waits in CPU memory while it is not asked
-    offload_weights: bool = False  # with vllm on the same GPU: the policy waits in CPU memory during sampling
-    parallel: str = "auto"  # several learners: ddp, each has all weights; fsdp: weights and optimiser are shared out
-    tensor_parallel: TensorParallel = 1  # learners that share the matrices of a layer, by transformers' plan; with fsdp
+    offload_optimizer: bool = False  # keep optimiser state and float32 weights in CPU memory, and update there
+    offload_reference: bool = False  # keep the reference model in CPU memory while it is not used
+    offload_weights: bool = False  # with vllm on the same GPU: keep the policy in CPU memory during sampling
+    parallel: str = "auto"  # several learners: ddp, each has all weights; fsdp: weights and optimiser are sharded
+    tensor_parallel: TensorParallel = 1  # learners that shard a layer's matrices, by transformers' plan; with fsdp
     max_skipped: Many = 5  # stop after this many updates in a row with a non-finite loss or gradient
 
     def __post_init__(self) -> None:
@@ -226,30 +224,32 @@ class LearnerConfig:
 
 @dataclass(frozen=True)
 class CriticConfig:
-    shared: bool = False  # a head on the policy's own backbone; false: a model of its own
-    model: str | None = None  # what that model starts from; null: what the policy starts from
+    shared: bool = False  # a head on the policy's backbone; false: a separate model
+    model: str | None = None  # start model of a separate critic; null: the policy's
     lr: LearningRate = 1e-5  # learning rate of the critic; schedule and AdamW settings are the learner's
     grad_clip: Cap = 1.0  # largest gradient norm of the critic's backbone, and of its head; 0: no clipping
-    clip: Cap | None = 0.5  # a value moves by at most this in one step; null: no clipping
-    warmup_steps: Steps = 0  # steps in which only the critic learns
-    shared_coef: Coefficient = 0.1  # how much of the value loss's gradient a shared backbone gets
+    clip: Cap | None = 0.5  # largest change of a value in one step; null: no clipping
+    warmup_steps: Steps = 0  # steps in which only the critic is trained
+    shared_coef: Coefficient = 0.1  # weight of the value loss's gradient in a shared backbone
 
     def __post_init__(self) -> None:
         check_ranges(self, "critic.")
         if self.shared and self.model is not None:
-            raise InputError("critic.shared=true uses the policy's backbone: critic.model has no place\n  give one")
+            raise InputError(
+                "critic.shared=true uses the policy's backbone, so critic.model is unused\n  give one of them"
+            )
 
 
 @dataclass(frozen=True)
 class LoopConfig:
-    total_steps: TotalSteps | None = None  # steps to train; null: what total_epochs makes
-    total_epochs: Many | None = None  # passes over the training tasks; null with total_steps null: 1
-    max_minutes: Minutes | None = None  # stop after this long, with a checkpoint; the same command goes on from there
+    total_steps: TotalSteps | None = None  # steps to train; null: from total_epochs
+    total_epochs: Many | None = None  # passes over the training tasks; if total_steps is null too: 1
+    max_minutes: Minutes | None = None  # stop after this time, with a checkpoint; the same command continues
     save_every: Steps = 0  # write a checkpoint every n steps; 0: only at the end
     keep_last: Many = 2  # checkpoints kept besides the best
     keep_best: bool = True  # never delete the checkpoint with the best evaluation
     save_final: bool = True  # write a checkpoint at the end
-    threads: Threads | None = None  # CPU threads; null: OMP_NUM_THREADS, else one per core. It decides last bits
+    threads: Threads | None = None  # CPU threads (results depend on it in the last bits); null: OMP_NUM_THREADS or all
 
     def __post_init__(self) -> None:
         check_ranges(self, "loop.")
@@ -261,10 +261,10 @@ class EvalConfig:
     before: bool = True  # evaluate before the first step
     after: bool = True  # evaluate after the last step
     modes: list[str] = field(default_factory=lambda: ["greedy"])  # greedy, sampled, or both
-    n: Attempts = 1  # answers per task where sampled
-    temperature: AnyTemperature = 1.0  # of the sampled mode
-    top_p: PositiveShare = 1.0  # of the sampled mode
-    top_k: TopK = 0  # of the sampled mode
+    n: Attempts = 1  # answers per task in the sampled mode
+    temperature: AnyTemperature = 1.0  # temperature of the sampled mode
+    top_p: PositiveShare = 1.0  # top_p of the sampled mode
+    top_k: TopK = 0  # top_k of the sampled mode
     max_tokens: Tokens | None = None  # longest answer; null: rollout.max_tokens
     batch_size: Tasks | None = None  # tasks evaluated together; null: all
 
@@ -277,21 +277,21 @@ class EvalConfig:
 @dataclass(frozen=True)
 class ClusterConfig:
     name: str = "local"  # local: one process; ray: learners and engines as actors, on one machine or many
-    address: str | None = None  # ray: of a running cluster; null: RAY_ADDRESS, or one started here for this run
-    nodes: Few = 1  # ray: machines that must be there
-    learner_devices: Devices = 1  # ray: processes that learn together, one per GPU (or on CPUs)
+    address: str | None = None  # ray: address of a running cluster; null: RAY_ADDRESS, or a cluster for this run
+    nodes: Few = 1  # ray: machines that must have joined
+    learner_devices: Devices = 1  # ray: learner processes, one per GPU (or on CPUs)
     rollout_devices: Devices | None = None  # ray: engines, one per GPU (or on CPUs); null: one on each learner's device
-    transport: str = "auto"  # ray: how weights travel: shared_memory | collective | file; auto: the best that works
-    max_restarts: Restarts = 3  # ray: how often a run that lost a learner begins again from its last checkpoint
+    transport: str = "auto"  # ray: weight transport: shared_memory | collective | file; auto: the best that works
+    max_restarts: Restarts = 3  # ray: restarts from the last checkpoint after a learner was lost
 
     def __post_init__(self) -> None:
         check_ranges(self, "cluster.")
         _one_of("cluster.name", self.name, ("local", "ray"))
         _one_of("cluster.transport", self.transport, ("auto", "shared_memory", "collective", "file"))
         if self.name == "local" and (self.nodes, self.learner_devices, self.rollout_devices or 1) != (1, 1, 1):
-            asked = f"nodes={self.nodes}, learner_devices={self.learner_devices}, "
+            sizes = f"nodes={self.nodes}, learner_devices={self.learner_devices}, "
             raise InputError(
-                f"cluster=local is one process on one device, but cluster has {asked}"
+                f"cluster=local is one process on one device, but cluster has {sizes}"
                 f"rollout_devices={'null' if self.rollout_devices is None else self.rollout_devices}\n"
                 "  use cluster=ray, or leave these at their defaults"
             )
@@ -299,11 +299,11 @@ class ClusterConfig:
 
 @dataclass(frozen=True)
 class ModeConfig:
-    name: str = "sync"  # sync: collect, then learn, by turns; async: episodes go on while the learner learns
-    max_staleness: Staleness = 1  # async: updates that the policy of an answer may be behind; 0: by turns
-    update: str = "in_flight"  # async: new weights in the midst of answers; drain: answers are finished first
+    name: str = "sync"  # sync: sample, then update, alternating; async: sampling continues during updates
+    max_staleness: Staleness = 1  # async: updates that the policy of an answer may be behind; 0: alternating
+    update: str = "in_flight"  # async: in_flight: weights change during answers; drain: answers are finished first
     publish_every: Uses = 1  # async: engines with their own weights (vllm, ray) get new ones every N updates
-    max_uses: Uses = 1  # async: steps that may learn from a group; over 1, each step reuses some earlier groups
+    max_uses: Uses = 1  # async: steps that may train on a group; over 1, each step reuses some earlier groups
 
     def __post_init__(self) -> None:
         check_ranges(self, "mode.")
@@ -317,16 +317,16 @@ class ModeConfig:
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    project: str = "covey"  # with experiment: names the run, and finds the run that resume=auto continues
+    project: str = "covey"  # with experiment: the name of the run, by which resume=auto finds it
     experiment: str = "run"  # see project
     to: list[str] = field(
         default_factory=lambda: ["console"]
-    )  # besides files: console, wandb, tensorboard, mlflow, trackio
+    )  # loggers besides files: console, wandb, tensorboard, mlflow, trackio
     output_dir: str = "outputs"  # runs go to output_dir/DATE/TIME
-    episodes_per_step: Written = 4  # attempts at one task that are written to episodes.jsonl each step
+    episodes_per_step: Written = 4  # attempts at one task written to episodes.jsonl each step
     verbosity: str = "info"  # debug | info | warning
     tags: list[str] = field(default_factory=list)  # labels of the run, e.g. [baseline,long]: covey dash, W&B, MLflow
-    notes: str = ""  # what the run is for, in your words: covey dash, W&B, MLflow
+    notes: str = ""  # the purpose of the run in your words: covey dash, W&B, MLflow
 
     def __post_init__(self) -> None:
         check_ranges(self, "logging.")
@@ -353,7 +353,7 @@ class Config:
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
-    algorithm: Any = None  # the chosen algorithm's own settings
+    algorithm: Any = None  # the settings of the chosen algorithm
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
@@ -363,7 +363,7 @@ class Config:
     mode: ModeConfig = field(default_factory=ModeConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     resume: str = "auto"  # auto: the newest unfinished run with these settings; disable; or a run or checkpoint
-    seed: Seed = 0  # of everything random: data order, sampling, adapters
+    seed: Seed = 0  # seed of data order, sampling and adapters
 
     def __post_init__(self) -> None:
         check_ranges(self, "")

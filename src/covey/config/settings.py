@@ -1,7 +1,7 @@
-"""The catalogue of native settings, read from the dataclasses themselves.
+"""The catalogue of native settings, read from the dataclasses.
 
-A field is a setting, its annotation the type and the range, its default the default, and the comment behind it the
-explanation, so that there is one place to write each of them.
+A field is a setting. Its annotation gives type and range, its default the default, and the comment on its last line the
+explanation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Algorithms = Mapping[str, type]  # name → the frozen dataclass whose fields ar
 
 @dataclass(frozen=True)
 class Setting:
-    """One native setting. `algorithms` names those that have it, for keys under `algorithm`."""
+    """One native setting. For keys under `algorithm`, `algorithms` are those that have it."""
 
     key: str
     type: str
@@ -37,15 +37,15 @@ class Setting:
 
     @property
     def free(self) -> bool:
-        """Whether keys of the user's own go below this one."""
+        """Whether users may choose keys below this one."""
         return self.type.startswith("dict")
 
 
 @cache
 def schema_settings() -> dict[str, Setting]:
-    """Every setting but those of the algorithms."""
+    """Every setting except those of the algorithms."""
     found = {setting.key: setting for setting in _settings(Config, "")}
-    del found["algorithm"]  # its settings belong to the chosen algorithm
+    del found["algorithm"]
     return found
 
 
@@ -61,46 +61,46 @@ def algorithm_settings(name: str, algorithms: Algorithms) -> dict[str, Setting]:
     return dict(_named_settings(name, algorithms[name]))
 
 
-@cache  # asked for again and again where a key is unknown and its nearest is looked for
+@cache  # used many times to find suggestions for an unknown key
 def _named_settings(name: str, schema: type) -> dict[str, Setting]:
     return {s.key: replace(s, algorithms=(name,)) for s in _class_settings(schema)}
 
 
 def canonical(name: str, algorithms: Algorithms) -> str:
-    """An algorithm's own name, also where people know it by another (gae, reinforce++)."""
+    """An algorithm's own name for one of its other names (gae, reinforce++)."""
     return next((own for own, schema in algorithms.items() if name in getattr(schema, "also", ())), name)
 
 
 def losses_of(name: str, algorithms: Algorithms) -> Algorithms:
-    """The losses that an algorithm can have, each with the settings that it has then."""
+    """The losses of an algorithm, each with the schema that the algorithm has with it."""
     return getattr(algorithms[name], "losses", {})
 
 
-def usual_loss(name: str, algorithms: Algorithms) -> str | None:
+def default_loss(name: str, algorithms: Algorithms) -> str | None:
     setting = algorithm_settings(name, algorithms).get("algorithm.loss")
     return None if setting is None else setting.default
 
 
 def with_loss(name: str, loss: str | None, algorithms: Algorithms) -> Algorithms:
-    """With another loss an algorithm has other settings. The schema that has them takes the place of the usual one."""
+    """The schemas with that of `name` replaced by its schema for `loss`."""
     others = losses_of(name, algorithms)
-    if loss is None or loss not in others or loss == usual_loss(name, algorithms):
+    if loss is None or loss not in others or loss == default_loss(name, algorithms):
         return algorithms
     return {**algorithms, name: others[loss]}
 
 
-def of_loss(name: str, algorithms: Algorithms) -> frozenset[str]:
+def loss_settings(name: str, algorithms: Algorithms) -> frozenset[str]:
     """The keys of an algorithm's settings that belong to its loss."""
     return frozenset(f"algorithm.{key}" for key in getattr(algorithms[name], "of_loss", ()))
 
 
 def owners(key: str, algorithms: Algorithms) -> tuple[str, ...]:
-    """The algorithms that have a setting, by its native key or a free key below it."""
+    """The algorithms that have a setting, by its native key or a key below a dict setting."""
     return tuple(name for name in algorithms if find(key, algorithm_settings(name, algorithms)))
 
 
 def all_keys(algorithms: Algorithms) -> dict[str, Setting]:
-    """Every native setting by key. One that several algorithms have shows the first one's default."""
+    """Every native setting by key. A setting of several algorithms has the first one's default."""
     found = dict(schema_settings())
     for name in algorithms:
         for key, setting in algorithm_settings(name, algorithms).items():
@@ -109,7 +109,7 @@ def all_keys(algorithms: Algorithms) -> dict[str, Setting]:
 
 
 def find(key: str, settings: Mapping[str, Setting]) -> Setting | None:
-    """The setting that a key means: its own, or the dict that a free key goes into."""
+    """The setting of a key: its own, or the dict setting above it."""
     if key in settings:
         return settings[key]
     head = key.rpartition(".")[0]
@@ -145,8 +145,8 @@ def _default(item: Field[Any]) -> Any:
 
 
 def _comments(cls: type) -> dict[str, str]:
-    """Field name → the comment on the last line of its definition. A class put together at run time names the classes
-    that its fields were written down in as `parts`."""
+    """Field name → the comment on the last line of its definition. A class assembled at run time lists the classes that
+    define its fields in `parts`."""
     found: dict[str, str] = {}
     for base in (*reversed(cls.__mro__), *getattr(cls, "parts", ())):
         if is_dataclass(base) and isinstance(base, type):
@@ -158,15 +158,15 @@ def _own_comments(cls: type) -> dict[str, str]:
     if cls.__module__.startswith("covey."):
         return _module_comments(cls.__module__).get(cls.__qualname__, {})
     try:
-        source = textwrap.dedent(inspect.getsource(cls))  # of a user: the file may be edited while this process runs
-    except (OSError, TypeError):  # a class made at run time, or in a notebook, has no source and so no comments
+        source = textwrap.dedent(inspect.getsource(cls))  # not cached: users edit their files
+    except (OSError, TypeError):  # a class made at run time or in a notebook has no source
         return {}
     return _comments_in(source).get(cls.__name__, {})
 
 
 @cache
 def _module_comments(name: str) -> dict[str, dict[str, str]]:
-    """Of every class of a module, by its qualified name. The file is parsed once: it holds many of our classes."""
+    """Comments of every class of a module, by qualified name."""
     return _comments_in(inspect.getsource(sys.modules[name]))
 
 

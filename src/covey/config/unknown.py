@@ -1,7 +1,9 @@
-"""What an unknown setting probably means: a table of the words people use, other vocabularies, and the help texts.
+"""Errors about unknown settings, with suggestions.
 
-batch_size        → data.train_batch_size, learner.mini_batch_size
-rollout.n_samples → rollout.group_size
+Suggestions come from a table of common words, from other vocabularies, and from the help texts:
+
+    batch_size        → data.train_batch_size, learner.mini_batch_size
+    rollout.n_samples → rollout.group_size
 """
 
 from __future__ import annotations
@@ -10,27 +12,27 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 
-from covey.config.aliases import ACCEPTED, ALIASES, Target, spellings, translate
-from covey.config.derive import NOT_YET_KEYS, PARTS
-from covey.config.read import Given, literal
+from covey.config.aliases import ALIASES, NO_EFFECT, Target, spellings, translate
+from covey.config.derive import PARTS, UNSUPPORTED_KEYS
+from covey.config.read import Override, literal
 from covey.config.settings import Algorithms, Setting, algorithm_settings, all_keys, schema_settings, sections
-from covey.errors import NEAR, TYPO, InputError, alike, normal, words_of
+from covey.errors import NEAR, TYPO, InputError, closest, normalize, split_words
 
 SHOWN = 3  # suggestions at most
-LEAD = 6  # words at the beginning of a help text, which say what a setting is
+LEAD = 6  # the first words of a help text name the setting
 FILLERS = ("num", "n", "nb", "number", "no", "count", "the", "of", "per", "my", "use", "set", "total", "training")
 
 
-def _means(table: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Word → settings, the likeliest first, from settings → words."""
-    found: dict[str, tuple[str, ...]] = {}
+def _by_word(table: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Invert settings → words into word → settings, the most likely first."""
+    by_word: dict[str, tuple[str, ...]] = {}
     for settings, words in table.items():
-        found |= dict.fromkeys(words.split(), tuple(settings.split()))
-    return found
+        by_word |= dict.fromkeys(words.split(), tuple(settings.split()))
+    return by_word
 
 
-# A setting that the chosen algorithm lacks is passed over: KL is algorithm.kl_coef for GRPO, algorithm.beta for GVPO.
-MEANINGS = _means(
+# Settings that the chosen algorithm lacks are skipped: KL is algorithm.kl_coef for GRPO, algorithm.beta for GVPO.
+MEANINGS = _by_word(
     {
         "model.name": "base_model model_path model_id checkpoint_path pretrained pretrained_model llm policy weights",
         "model.context_length": "ctx context max_seq_length max_seq_len seq_len seq_length max_model_length window",
@@ -111,25 +113,25 @@ MEANINGS = _means(
 )
 
 
-def meant(key: str, settings: Mapping[str, Setting]) -> list[str]:
-    """The settings that an unknown key probably means, the likeliest first; none where neither its words nor the help
-    texts tell. `settings`: those there are, with the chosen algorithm's own."""
+def by_meaning(key: str, settings: Mapping[str, Setting]) -> list[str]:
+    """The settings that an unknown key probably means, the most likely first. `settings` are all known settings, with
+    those of the chosen algorithm."""
     section, _, last = key.rpartition(".")
     section = section.partition(".")[0] if section.partition(".")[0] in sections() else ""
     for word in _forms(key, last):
-        found = [name for name in MEANINGS.get(word) or _aliased().get(word, ()) if name in settings]
-        if found:
-            return sorted(found, key=lambda name: not _in(name, section))[:SHOWN]
-    return _by_help(words_of(last), section, settings)
+        names = [name for name in MEANINGS.get(word) or _aliased().get(word, ()) if name in settings]
+        if names:
+            return sorted(names, key=lambda name: not _in(name, section))[:SHOWN]
+    return _by_help(split_words(last), section, settings)
 
 
 def _forms(key: str, last: str) -> Iterable[str]:
-    """The whole key as words (`eval.steps` → eval_steps), its last part, and that without words that say little."""
-    yield normal(key)
-    yield normal(last)
-    left = [word for word in words_of(last) if word not in FILLERS]
-    yield "_".join(left)
-    yield "_".join(left).removesuffix("s")
+    """The whole key as words (`eval.steps` → eval_steps), its last part, and that without filler words."""
+    yield normalize(key)
+    yield normalize(last)
+    dropped = [word for word in split_words(last) if word not in FILLERS]
+    yield "_".join(dropped)
+    yield "_".join(dropped).removesuffix("s")
 
 
 def _in(name: str, section: str) -> bool:
@@ -138,26 +140,27 @@ def _in(name: str, section: str) -> bool:
 
 @cache
 def _aliased() -> Mapping[str, tuple[str, ...]]:
-    """The last words of other vocabularies' keys → the settings that they stand for."""
-    found: dict[str, list[str]] = {}
+    """The last part of each alias → its targets."""
+    targets: dict[str, list[str]] = {}
     for key, target in ALIASES.items():
-        found.setdefault(key.rpartition(".")[2], []).append(target)
-    return {word: tuple(dict.fromkeys(targets)) for word, targets in found.items()}
+        targets.setdefault(key.rpartition(".")[2], []).append(target)
+    return {word: tuple(dict.fromkeys(names)) for word, names in targets.items()}
 
 
 def _by_help(words: list[str], section: str, settings: Mapping[str, Setting]) -> list[str]:
-    """Settings whose name or help text has all words of a key; a word alone must be in the name, or lead the text."""
-    asked = [word for word in words if word not in FILLERS and len(word) > 2]
-    if not asked:
+    """Settings whose name or help text has all words of a key. A single word must be in the name, or be one of the
+    first words of the text."""
+    query = [word for word in words if word not in FILLERS and len(word) > 2]
+    if not query:
         return []
     scores: dict[str, float] = {}
     for name, setting in settings.items():
-        own = {_stem(word) for word in words_of(name)}
+        own = {_stem(word) for word in split_words(name)}
         text = [_stem(word) for word in re.findall(r"[a-z]+", setting.explanation.lower())]
-        points = [2.0 if _stem(word) in own else 1.0 if _stem(word) in text else 0.0 for word in asked]
-        telling = len(asked) > 1 or points[0] == 2.0 or (len(asked[0]) > 4 and _stem(asked[0]) in text[:LEAD])
-        if all(points) and telling:
-            whole = normal(name.rpartition(".")[2]) == "_".join(words)
+        points = [2.0 if _stem(word) in own else 1.0 if _stem(word) in text else 0.0 for word in query]
+        specific = len(query) > 1 or points[0] == 2.0 or (len(query[0]) > 4 and _stem(query[0]) in text[:LEAD])
+        if all(points) and specific:
+            whole = normalize(name.rpartition(".")[2]) == "_".join(words)
             scores[name] = sum(points) + whole + _in(name, section) - len(text) / 100
     return sorted(scores, key=lambda name: -scores[name])[:SHOWN]
 
@@ -169,19 +172,19 @@ def _stem(word: str) -> str:
     return word
 
 
-# -- The error about a setting that does not exist, with what was probably meant ---------------------------------------
+# -- The error message -------------------------------------------------------------------------------------------------
 
 
-def unknown_setting(given: Given, algorithm: str, algorithms: Algorithms) -> InputError:
-    key = given.key
+def unknown_setting(override: Override, algorithm: str, algorithms: Algorithms) -> InputError:
+    key = override.key
     algorithm = algorithm if algorithm in algorithms else next(iter(algorithms))
     if key in sections():
-        return InputError(f"{given.place}{key} is a section, not a setting\n  {listing_of(key, algorithm)}")
-    lines = [f"{given.place}unknown setting  {key}"]
+        return InputError(f"{override.label} is a section, not a setting\n  {listing_of(key, algorithm)}")
+    lines = [f"{override.prefix}unknown setting  {key}"]
     section = key.partition(".")[0]
     guesses = _guesses(key, algorithm, algorithms)
     for number, guess in enumerate(guesses):
-        target = translate(guess, algorithms) or Target(guess)  # a section without a name stands for itself
+        target = translate(guess, algorithms) or Target(guess)  # a section without a name
         owner = target.algorithm or algorithm
         if not number:
             section, algorithm = target.key.partition(".")[0], owner
@@ -193,44 +196,43 @@ def unknown_setting(given: Given, algorithm: str, algorithms: Algorithms) -> Inp
 
 
 def _guesses(key: str, algorithm: str, algorithms: Algorithms) -> list[str]:
-    """What was probably meant: a slip of the finger, unless the words mean something else; then by meaning; by letters
-    last."""
+    """Suggestions: a typo, unless its words have another meaning; then by meaning; then by similar spelling."""
     native = {**schema_settings(), **algorithm_settings(algorithm, algorithms)}
     head, _, last = key.rpartition(".")
-    if table := alike(head, [name for name, setting in native.items() if setting.free], TYPO):
+    if table := closest(head, [name for name, setting in native.items() if setting.free], TYPO):
         return [f"{table}.{last}"]  # data.option.count
-    typo = _by_letters(key, algorithm, algorithms, TYPO)
-    found = meant(key, native)
-    if typo is not None and (not found or _same(typo, found[0], head, algorithms)):
+    typo = _by_spelling(key, algorithm, algorithms, TYPO)
+    suggestions = by_meaning(key, native)
+    if typo is not None and (not suggestions or _same(typo, suggestions[0], head, algorithms)):
         return [typo]
-    near = _by_letters(key, algorithm, algorithms, NEAR)
-    return found or ([near] if near is not None else [])
+    near = _by_spelling(key, algorithm, algorithms, NEAR)
+    return suggestions or ([near] if near is not None else [])
 
 
 def _same(typo: str, setting: str, head: str, algorithms: Algorithms) -> bool:
-    """Whether a spelling in the user's own vocabulary, by the head of the key, stands for that setting."""
+    """Whether a spelling of the user's vocabulary (by the head of the key) means that setting."""
     target, theirs = translate(typo, algorithms), typo.rpartition(".")[0]
-    return target is not None and target.key == setting and (theirs == head or bool(alike(head, [theirs], TYPO)))
+    return target is not None and target.key == setting and (theirs == head or bool(closest(head, [theirs], TYPO)))
 
 
-def _by_letters(key: str, algorithm: str, algorithms: Algorithms, cutoff: float) -> str | None:
-    """The nearest key whose last word is near too: long common beginnings alone would make anything look near."""
+def _by_spelling(key: str, algorithm: str, algorithms: Algorithms, cutoff: float) -> str | None:
+    """The most similar key whose last part is similar too, since long common prefixes make any two keys similar."""
     last = key.rpartition(".")[2]
     native = {**schema_settings(), **algorithm_settings(algorithm, algorithms)}
-    known = [*native, *ALIASES, *PARTS, *ACCEPTED, *sorted(NOT_YET_KEYS)]
+    known = [*native, *ALIASES, *PARTS, *NO_EFFECT, *sorted(UNSUPPORTED_KEYS)]
     for name in algorithms:
         for setting in algorithm_settings(name, algorithms):
             known += [s for s in spellings(setting, algorithms) if s.startswith(f"algorithm.{name}_")]
-    near = [k for k in dict.fromkeys(known) if alike(last, [k.rpartition(".")[2]], cutoff)]
+    near = [k for k in dict.fromkeys(known) if closest(last, [k.rpartition(".")[2]], cutoff)]
     if "." in key:
-        return alike(key, near, cutoff)
-    if section := alike(key, sections(), cutoff):  # data=x is short for data.name=x
+        return closest(key, near, cutoff)
+    if section := closest(key, sections(), cutoff):  # data=x is short for data.name=x
         return section
-    return next((k for k in near if k.rpartition(".")[2] == key), alike(key, near, cutoff))
+    return next((k for k in near if k.rpartition(".")[2] == key), closest(key, near, cutoff))
 
 
 def _meaning(guess: str, target: Target, owner: str, algorithms: Algorithms, explained: bool) -> str:
-    """`explained`: with the help text, so that several suggestions can be told apart."""
+    """A note on a suggestion. `explained`: with the help text, to distinguish several suggestions."""
     settings = all_keys(algorithms) | algorithm_settings(owner, algorithms)
     words = []
     if guess != target.key:

@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, TypeVar, overload
 
-from covey.errors import EpisodeError, InputError, RunFailed, nearest, said, unknown
+from covey.errors import EpisodeError, InputError, RunFailed, describe_error, nearest, unknown
 from covey.imports import no_exit
 from covey.types import Episode, Task
 from covey.workers import RemoteError, WorkerDied, WorkerPool, WorkerTimeout
@@ -209,7 +209,8 @@ class RewardFunction:
             raise
         except Exception as error:
             raise InputError(
-                f"{task.where}: reward {self.name} cannot read its columns ({said(error):.400})\n{_columns_line(task)}"
+                f"{task.where}: reward {self.name} cannot read its columns ({describe_error(error):.400})\n"
+                f"{_columns_line(task)}"
             ) from error
 
     def _check_gold(self, task: Task) -> None:
@@ -283,7 +284,7 @@ class RewardFunction:
         except RemoteError as error:
             raise RewardError(self.name, task.id, str(error)) from error
         except (Exception, SystemExit) as error:
-            raise RewardError(self.name, task.id, said(error)) from error
+            raise RewardError(self.name, task.id, describe_error(error)) from error
 
     def _columns(self, task: Task, value: Any) -> Columns:
         """The returned value as columns: the reward under the function's name, extras under NAME/KEY."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from covey.errors import EpisodeError, InputError, RunFailed, said
+from covey.errors import EpisodeError, InputError, RunFailed, describe_error
 from covey.protocols import Agent, Reward, RolloutEngine
 from covey.redact import hide
 from covey.rollout.policy import EpisodePolicy
@@ -112,7 +112,7 @@ class Collector:
         except EpisodeError as error:
             cause, message = error.cause, str(error)
         except (Exception, SystemExit) as error:
-            message = said(error)
+            message = describe_error(error)
         seconds = time.monotonic() - started
         return Episode(task, tuple(policy.turns), task.messages, failure=Failure(cause, hide(message)), seconds=seconds)
 
@@ -128,7 +128,7 @@ class Collector:
         except EpisodeError as error:
             failure = Failure(error.cause, hide(str(error)))
         except (Exception, SystemExit) as error:
-            failure = Failure("reward", hide(said(error)))
+            failure = Failure("reward", hide(describe_error(error)))
         else:
             return [_with_rewards(e, table) for e, table in zip(episodes, tables, strict=True)]
         return [e if e.failure else replace(e, failure=failure) for e in episodes]

@@ -1,7 +1,7 @@
 """TRL's `GRPOConfig`: its argument names and its defaults (TRL 1.16, transformers 5).
 
-An argument is translated (`translate.py`), has no effect here (NO_EFFECT, one line each), or is not supported
-(UNSUPPORTED): then any value but the default is an error.
+An argument is translated (`translate.py`), has no effect (NO_EFFECT), or is not supported (UNSUPPORTED): then any value
+other than the default is an error.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class GRPOConfig:
     parallelism_config: Any = None
 
     def __new__(cls, *args: Any, **arguments: Any) -> GRPOConfig:
-        """Python's own message for a misspelt argument names no other; this one does."""
+        """Suggest a name for a misspelt argument, which Python's own message does not."""
         known = [field.name for field in dataclasses.fields(cls)]
         for name in arguments:
             if name not in known:
@@ -194,7 +194,7 @@ class GRPOConfig:
         self._resolve_generation_batch()
 
     def _resolve_generation_batch(self) -> None:
-        """steps_per_generation and generation_batch_size say the same; both are known afterwards."""
+        """Compute steps_per_generation and generation_batch_size from each other."""
         per_device, whole = self.per_device_train_batch_size, self.generation_batch_size
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "num_iterations"):
             if getattr(self, name) < 1:
@@ -216,23 +216,23 @@ class GRPOConfig:
             value = getattr(self, name)
             setattr(self, name, getattr(value, "value", value))  # an enum of transformers, such as SchedulerType
             if getattr(self, name) not in allowed:
-                note = f"\n  {NOT_YET[value]}" if value in NOT_YET else ""
+                note = "\n  Covey starts vLLM itself: vllm_mode='colocate'" if value == "server" else ""
                 raise InputError(f"{name}={value} is not supported; supported: {', '.join(allowed)}{note}")
 
     def _check_unsupported(self) -> None:
         for name, instead in UNSUPPORTED.items():
-            if self._given(name):
+            if self._is_set(name):
                 raise InputError(f"{name}={getattr(self, name)!r} is not supported by covey.trl\n  {instead}")
 
-    def _given(self, name: str) -> bool:
-        """Whether an argument has another value than its default."""
+    def _is_set(self, name: str) -> bool:
+        """Whether an argument differs from its default."""
         default = next(field.default for field in dataclasses.fields(self) if field.name == name)
         return bool(getattr(self, name) != default)
 
     def remarks(self) -> Iterator[str]:
-        """One line for each argument that was given and has no effect."""
+        """A warning for each argument that is set and has no effect."""
         for name, reason in NO_EFFECT.items():
-            if self._given(name):
+            if self._is_set(name):
                 yield f"{name}={getattr(self, name)!r} has no effect: {reason}"
 
 
@@ -259,11 +259,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     "optim": ("adamw_torch_fused", "adamw_torch", "adamw_hf"),
 }
-NOT_YET = {"server": "Covey starts vLLM itself: vllm_mode='colocate'"}
 
 _ALL_STEPS = "every step is logged, in the run's folder and on the console"
 _EPISODES = "some episodes of every step are written to episodes.jsonl (covey dash shows them)"
-_BATCHING = "Covey's engine batches continuously by itself"
+_BATCHING = "Covey's engine uses continuous batching"
 _ADAPTIVE = "it belongs to use_adaptive_entropy, which is not supported"
 _VESPO = "it belongs to loss_type='vespo', which is not supported"
 _SIZES = "Covey packs rows by tokens, without padding"
@@ -288,16 +287,16 @@ NO_EFFECT: dict[str, str] = {
     "transformers_continuous_batching_config": _BATCHING,
     "use_transformers_paged": _BATCHING,
     "use_liger_kernel": "Covey has kernels of its own",
-    "use_liger_loss": "Covey computes log-probs in chunks by itself",
+    "use_liger_loss": "Covey computes log-probs in chunks",
     "gradient_checkpointing_kwargs": "checkpointing is never reentrant",
     "tf32": "the precision is model.dtype's",
     "torch_compile": "on a GPU the layers are compiled by default",
-    "torch_empty_cache_steps": "Covey manages its memory by itself",
+    "torch_empty_cache_steps": "Covey manages its own memory",
     "ddp_find_unused_parameters": "there is one process",
     "dataloader_num_workers": "the data is in memory",
     "dataloader_pin_memory": "the data is in memory",
-    "dataloader_drop_last": "a short rest of an epoch is always left out, as in TRL",
-    "save_only_model": "checkpoints can always be continued",
+    "dataloader_drop_last": "an incomplete last batch of an epoch is always dropped, as in TRL",
+    "save_only_model": "checkpoints can always be resumed",
     "do_train": "call train()",
     "do_eval": "call evaluate(), or give eval_strategy",
     "disable_tqdm": "the console has a line per step",
@@ -325,10 +324,10 @@ UNSUPPORTED: dict[str, str] = {
     "ref_model_sync_steps": "the reference is the start model",
     "top_entropy_quantile": "leave it at 1.0",
     "use_adaptive_entropy": "entropy_coef alone gives a fixed bonus",
-    "off_policy_mask_threshold": "vllm_importance_sampling_mode='sequence_mask' leaves out answers that are far off",
+    "off_policy_mask_threshold": "vllm_importance_sampling_mode='sequence_mask' masks answers that are far off-policy",
     "max_tool_calling_iterations": "agents and tools: covey train agent=hf (docs/agents.md)",
     "log_completions_hub_repo": _EPISODES,
-    "auto_find_batch_size": "not needed: micro-batches are made to fit by themselves",
+    "auto_find_batch_size": "not needed: micro-batches are sized automatically",
     "load_best_model_at_end": "the best checkpoint is kept; export it: covey export RUN FOLDER",
     "push_to_hub": "trainer.save_model(FOLDER), then upload the folder",
     "hub_model_id": "trainer.save_model(FOLDER), then upload the folder",

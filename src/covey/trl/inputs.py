@@ -1,6 +1,10 @@
-"""TRL's data → tasks: rows with a `prompt`, which is a text or a list of messages; the other columns go to the rewards.
+"""Converts TRL's inputs: datasets to tasks, peft's LoraConfig to settings, and reward functions to rewards.
 
-Rows come from a list of dicts, a Hugging Face `Dataset`, or anything else that yields dicts.
+Rows of a dataset are dicts with a `prompt`, a text or a list of messages; the other columns go to the rewards.
+
+A reward function is f(completions, prompts, completion_ids, **columns) -> list[float | None], also async. Every
+argument is a list with one entry per completion. TRL calls it once per batch, Covey once per prompt, in this process.
+A string is the id of a reward model or the name of a Covey reward.
 """
 
 from __future__ import annotations
@@ -16,11 +20,18 @@ from covey.rewards.builtin import REWARDS
 from covey.tasks import list_rows
 from covey.types import Episode, Task
 
+NOT_GIVEN = ("trainer_state", "log_extra", "log_metric", "environments")
+ALWAYS = ("completions", "prompts", "completion_ids")
+PARAMETERS = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("episodes", "task")]
+
+
+# -- Datasets ----------------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Rows:
     tasks: tuple[Task, ...]
-    conversational: bool  # prompts are messages: completions are too, and the chat template is applied
+    conversational: bool  # prompts and completions are messages, and the chat template is applied
 
 
 def read_rows(dataset: Any, name: str, *, only_prompts: bool = False) -> Rows:
@@ -53,20 +64,20 @@ def _task(row: Any, number: int, name: str, only_prompts: bool) -> Task:
 def _messages(prompt: Any, place: str) -> tuple[dict[str, Any], ...]:
     if not isinstance(prompt, Iterable):
         raise InputError(f"{place}: prompt must be a text or a list of messages, got {type(prompt).__name__}")
-    found = list(prompt)
-    for message in found:
+    messages = list(prompt)
+    for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise InputError(f"{place}: a message of its prompt has no role: {message!r:.80}")
         if not isinstance(message.get("content"), str):
             raise InputError(f"{place}: the content of a message must be text, got {message.get('content')!r:.80}")
-    if not found:
+    if not messages:
         raise InputError(f"{place}: its prompt has no messages")
-    return tuple({key: value for key, value in message.items() if value is not None} for message in found)
+    return tuple({key: value for key, value in message.items() if value is not None} for message in messages)
 
 
-# -- peft's `LoraConfig` → model.lora. It is read by its fields, so that peft is only needed where it is used ----------
+# -- Adapters ----------------------------------------------------------------------------------------------------------
 
-# Fields that change what is learned, and the values that Covey's adapters have.
+# Fields of LoraConfig that change training, and the only values that Covey's adapters support.
 SAME = {
     "use_rslora": (False, None),
     "use_dora": (False, None),
@@ -82,7 +93,7 @@ SAME = {
 
 
 def translate_adapter(config: Any) -> tuple[dict[str, Any], list[str]]:
-    """Settings of the section `model`, and remarks."""
+    """Settings of the section `model`, and warnings. The config is read by its fields, so peft is not imported."""
     if config is None:
         return {}, []
     if not hasattr(config, "r") or not hasattr(config, "lora_alpha"):
@@ -99,16 +110,7 @@ def translate_adapter(config: Any) -> tuple[dict[str, Any], list[str]]:
     return {"lora": {"rank": config.r, "alpha": config.lora_alpha, "target_modules": target}}, remarks
 
 
-# -- TRL's reward functions → Covey's ----------------------------------------------------------------------------------
-# f(completions, prompts, completion_ids, **columns) -> list[float | None]          also async
-#
-# Every argument is a list with one entry per completion. TRL calls a function once per batch; Covey calls it once per
-# prompt, with the completions of that prompt, in this process. A text is the id of a reward model, or one of Covey's
-# rewards by name.
-
-NOT_GIVEN = ("trainer_state", "log_extra", "log_metric", "environments")
-ALWAYS = ("completions", "prompts", "completion_ids")
-PARAMETERS = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("episodes", "task")]
+# -- Rewards -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -119,47 +121,46 @@ class Rewards:
 
 
 def translate_rewards(reward_funcs: Any, weights: Sequence[float] | None, *, conversational: bool) -> Rewards:
-    given = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
-    if not given or given == [None]:
+    functions = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+    if not functions or functions == [None]:
         raise InputError("reward_funcs is empty\n  give a function, or a list of them")
-    if weights is not None and len(weights) != len(given):
-        raise InputError(f"reward_weights has {len(weights)} weights for {len(given)} reward functions")
-    found = Rewards()
-    for function, weight in zip(given, weights or [1.0] * len(given), strict=True):
-        name = _name(function, found)
+    if weights is not None and len(weights) != len(functions):
+        raise InputError(f"reward_weights has {len(weights)} weights for {len(functions)} reward functions")
+    rewards = Rewards()
+    for function, weight in zip(functions, weights or [1.0] * len(functions), strict=True):
+        name = _name(function, rewards)
         if isinstance(function, str):
-            found.functions.append(name)
+            rewards.functions.append(name)
             if name == "reward_model":
-                found.options[name] = {"model": function, "device": "learner"}
+                rewards.options[name] = {"model": function, "device": "learner"}
         elif callable(function) and not hasattr(function, "parameters"):
-            found.functions.append(wrap(function, name, conversational=conversational))
+            rewards.functions.append(wrap(function, name, conversational=conversational))
         else:
             raise InputError(
                 f"reward_funcs: a loaded {type(function).__name__} is not supported\n"
                 "  give its name or folder as a text, or a function that calls it"
             )
-        found.weights[name] = float(weight)
-    return found
+        rewards.weights[name] = float(weight)
+    return rewards
 
 
-def _name(function: Any, found: Rewards) -> str:
-    """Words of Covey's settings: no signs, and each once."""
+def _name(function: Any, rewards: Rewards) -> str:
+    """A unique name without special characters, for use in settings."""
     if isinstance(function, str):
         name = function if function in REWARDS else "reward_model"
-        if name in found.weights:
+        if name in rewards.weights:
             raise InputError(f"reward_funcs: {function!r} is one reward model too many; one is supported")
         return name
     written = str(getattr(function, "__name__", "") or type(function).__name__)
     name = plain = re.sub(r"\W+", "_", written).strip("_") or "reward"
     number = 2
-    while name in found.weights:
+    while name in rewards.weights:
         name, number = f"{plain}_{number}", number + 1
     return name
 
 
 def wrap(function: Callable[..., Any], name: str, *, conversational: bool) -> Callable[..., Any]:
-    """A group reward of Covey's that calls a function of TRL's form."""
-
+    """A Covey group reward that calls a TRL reward function."""
     parameters = _parameters(function, name)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = {p.name for p in parameters}
@@ -167,15 +168,15 @@ def wrap(function: Callable[..., Any], name: str, *, conversational: bool) -> Ca
     async def score(episodes: Sequence[Episode], task: Task) -> Any:
         prompt: Any = [dict(message) for message in task.messages] if conversational else task.messages[0]["content"]
         count = len(episodes)
-        given: dict[str, list[Any]] = {key: [value] * count for key, value in task.columns.items()}
-        given["prompts"] = [prompt] * count
-        given["completions"] = [_completion(episode, conversational=conversational) for episode in episodes]
-        given["completion_ids"] = [list(episode.turns[-1].completion_ids) for episode in episodes]
-        values = function(**{key: value for key, value in given.items() if takes_all or key in named})
+        arguments: dict[str, list[Any]] = {key: [value] * count for key, value in task.columns.items()}
+        arguments["prompts"] = [prompt] * count
+        arguments["completions"] = [_completion(episode, conversational=conversational) for episode in episodes]
+        arguments["completion_ids"] = [list(episode.turns[-1].completion_ids) for episode in episodes]
+        values = function(**{key: value for key, value in arguments.items() if takes_all or key in named})
         values = await values if inspect.isawaitable(values) else values
         return [_number(value) for value in values]
 
-    score.__wrapped__ = function  # type: ignore[attr-defined]  # its source is what the run is recognised by
+    score.__wrapped__ = function  # type: ignore[attr-defined]  # its source is part of the run's fingerprint
     score.__signature__ = inspect.Signature(PARAMETERS)  # type: ignore[attr-defined]
     score.reward_name = name  # type: ignore[attr-defined]
     score.reward_inline = True  # type: ignore[attr-defined]  # as in TRL: it may hold a model, or remember calls
@@ -191,7 +192,7 @@ def _parameters(function: Callable[..., Any], name: str) -> list[inspect.Paramet
 
 
 def _check(name: str, parameters: Sequence[inspect.Parameter], task: Task) -> None:
-    """Every parameter without a default must be a column of the data, or one that TRL fills in."""
+    """Check that every parameter without a default is a column of the data or an argument of TRL."""
     several = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     for parameter in (p.name for p in parameters if p.default is p.empty and p.kind not in several):
         if parameter in NOT_GIVEN:
@@ -199,7 +200,7 @@ def _check(name: str, parameters: Sequence[inspect.Parameter], task: Task) -> No
         if parameter not in (*ALWAYS, *task.columns):
             raise InputError(
                 f"reward {name} asks for `{parameter}`, which {task.where} does not have\n"
-                f"  its columns: {', '.join(sorted(task.columns)) or 'none'}; always there: {', '.join(ALWAYS)}"
+                f"  its columns: {', '.join(sorted(task.columns)) or 'none'}; always available: {', '.join(ALWAYS)}"
             )
 
 
@@ -211,6 +212,6 @@ def _completion(episode: Episode, *, conversational: bool) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """Tensors and numpy's numbers become Python's; NaN is how TRL itself writes None."""
+    """A number of Python's for tensors and NumPy numbers; None for NaN, as in TRL."""
     value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and value != value else value

@@ -1,4 +1,4 @@
-"""TRL's `GRPOTrainer`: its arguments, translated into a run of Covey's."""
+"""TRL's `GRPOTrainer`, whose arguments are translated into a Covey run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from covey.app.build import make_collector, make_evaluator
 from covey.app.models import make_engine
-from covey.app.objects import prepare_given, start_model
+from covey.app.objects import prepare_objects, save_start_model
 from covey.app.parts import open_rewards
 from covey.app.prepare import Prepared
-from covey.app.train import complete, run_to_end
+from covey.app.train import run_coroutine, run_to_end
 from covey.errors import InputError
 from covey.trl.config import GRPOConfig
 from covey.trl.inputs import read_rows, translate_adapter, translate_rewards
@@ -78,9 +78,9 @@ class GRPOTrainer:
         train = read_rows(train_dataset, "train_dataset", only_prompts=only_prompts)
         held_out: tuple[Task, ...] = ()
         if eval_dataset is not None:
-            asked = read_rows(eval_dataset, "eval_dataset", only_prompts=only_prompts)
-            held_out = asked.tasks
-            if asked.conversational != train.conversational:
+            validation = read_rows(eval_dataset, "eval_dataset", only_prompts=only_prompts)
+            held_out = validation.tasks
+            if validation.conversational != train.conversational:
                 raise InputError("train_dataset and eval_dataset have prompts of different forms\n  use one form")
         self._translated = translate(self.args, len(train.tasks), len(held_out))
         adapter, remarks = translate_adapter(peft_config)
@@ -99,7 +99,7 @@ class GRPOTrainer:
             "algorithm": self._translated.algorithm,
         }
         if not train.conversational:
-            settings["agent"] = {"template": "none"}  # TRL gives a text to the model as it is
+            settings["agent"] = {"template": "none"}  # TRL applies no chat template to text prompts
         elif (own := getattr(processing_class, "chat_template", None)) is not None:
             settings["agent"] = {"template": str(self._write("chat_template.jinja", own))}
         self._prepared = self._prepare()
@@ -109,9 +109,9 @@ class GRPOTrainer:
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Train to the end. `resume_from_checkpoint`: True continues the newest unfinished run with these settings, a
         path that run."""
-        wanted = resume_from_checkpoint or self.args.resume_from_checkpoint
-        resume = "auto" if wanted is True else str(wanted) if wanted else "disable"
-        again = resume != "disable" or self.run is not None  # what was prepared first belongs to one run
+        checkpoint = resume_from_checkpoint or self.args.resume_from_checkpoint
+        resume = "auto" if checkpoint is True else str(checkpoint) if checkpoint else "disable"
+        again = resume != "disable" or self.run is not None  # self._prepared can be used for one run only
         self.run = run_to_end(self._prepare(resume=resume) if again else self._prepared)
         done = self.run.learner.counters()["updates"]
         history = _history(self.run.path)
@@ -133,19 +133,19 @@ class GRPOTrainer:
         prepared = self._prepared
         if not prepared.tasks.validation:
             raise InputError("there is no eval_dataset to evaluate on\n  give one to GRPOTrainer")
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
 
-        async def ask() -> None:
-            found.update(await _evaluation(prepared, None if self.run is None else self.model))
+        async def evaluate() -> None:
+            metrics.update(await _evaluation(prepared, None if self.run is None else self.model))
 
-        complete(ask())
+        run_coroutine(evaluate())
         weights = prepared.rewards.weights
-        rewards = {name: found[f"eval/sampled/{name}"] for name in weights if f"eval/sampled/{name}" in found}
+        rewards = {name: metrics[f"eval/sampled/{name}"] for name in weights if f"eval/sampled/{name}" in metrics}
         return {
             "eval_reward": sum(weights[name] * value for name, value in rewards.items()),
             **{f"eval_rewards/{name}/mean": value for name, value in rewards.items()},
-            "eval_completions/mean_length": found["eval/sampled/length_mean"],
-            "eval_completions/clipped_ratio": found["eval/sampled/truncated"],
+            "eval_completions/mean_length": metrics["eval/sampled/length_mean"],
+            "eval_completions/clipped_ratio": metrics["eval/sampled/truncated"],
         }
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
@@ -156,22 +156,22 @@ class GRPOTrainer:
 
     def _prepare(self, **more: Any) -> Prepared:
         settings: dict[str, Any] = {}
-        for section, values in (self._translated.settings | more).items():  # by key: some sections are arguments too
+        for section, values in (self._translated.settings | more).items():  # by key, since some sections are arguments
             by_key = {f"{section}.{key}": v for key, v in values.items()} if isinstance(values, dict) else {}
             settings |= by_key or {section: values}
-        return prepare_given(**self._call, **settings)
+        return prepare_objects(**self._call, **settings)
 
     def _folder_of(self, model: Any, tokenizer: Any) -> str:
-        """What Covey loads: a name, or for a loaded model a folder with its weights as they are now."""
+        """The name of the model; a loaded model is saved to a folder."""
         if isinstance(model, (str, Path)):
             revision = (self.args.model_init_kwargs or {}).get("revision")
             return f"{model}@{revision}" if revision else str(model)
         if hasattr(model, "peft_config"):
             raise InputError("model has adapters already\n  give the plain model, and peft_config= for new adapters")
-        return str(start_model(model, tokenizer, self._folder()))
+        return str(save_start_model(model, tokenizer, self._folder()))
 
     def _own_tokenizer(self) -> Any:
-        """As the model has it: `_prepared` may have put another template into its own."""
+        """The model's own tokenizer: `_prepared` may have changed the template of its copy."""
         from covey.app.prepare import open_model
 
         return open_model(self._prepared.config).tokenizer
@@ -215,7 +215,7 @@ def _model_name(model: Any) -> str:
 
 
 def _history(path: Path) -> list[dict[str, Any]]:
-    """The figures of every step and evaluation, as the run wrote them."""
+    """The metrics of every step and evaluation."""
     lines = (json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines())
     return [{"step": line["step"], **line["metrics"]} for line in lines]
 

@@ -1,10 +1,10 @@
-"""TRL's arguments → Covey's settings, with the same mathematics.
+"""Translates TRL's arguments to Covey's settings, with the same mathematics.
 
     completions of one optimiser step   per_device_train_batch_size × gradient_accumulation_steps
     completions of one generation       generation_batch_size = per_device_train_batch_size × steps_per_generation
 
-Covey counts prompts, each with `num_generations` completions: a step of Covey's is one generation and the optimiser
-steps made from it. Steps that TRL counts (max_steps, save_steps, warm-up) are optimiser steps.
+Covey counts prompts, each with `num_generations` completions: a Covey step is one generation and its optimiser steps.
+TRL's steps (max_steps, save_steps, warm-up) are optimiser steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from covey.errors import InputError
 from covey.trl.config import GRPOConfig
 
-EPSILON = 1e-4  # what TRL adds to a standard deviation
+EPSILON = 1e-4  # added to the standard deviation, as in TRL
 NO_CAP = 1e30
 KEEP_ALL = 1_000_000
 LOGGERS = ("wandb", "tensorboard", "mlflow", "trackio")
@@ -38,7 +38,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a step of Covey's: prompts sampled, prompts of each optimiser step, optimiser steps."""
+    """Sizes of a Covey step: prompts sampled, prompts per optimiser step, optimiser steps."""
 
     prompts: int
     per_update: int
@@ -79,23 +79,21 @@ class Sizes:
 class Translated:
     algorithm: str
     settings: dict[str, Any]
-    total_steps: int  # of Covey's
-    updates: int  # optimiser steps of each
+    total_steps: int  # Covey steps
+    updates: int  # optimiser steps per Covey step
     remarks: list[str] = field(default_factory=list)
 
 
 def translate(args: GRPOConfig, rows: int, held_out: int = 0) -> Translated:
-    """The settings for training on `rows` prompts. `held_out`: how many prompts there are to evaluate on."""
+    """The settings for training on `rows` prompts and evaluating on `held_out` prompts."""
     sizes, sampling = Sizes.of(args), _sampling(args)
     per_epoch = max(1, rows // sizes.prompts)
     if args.max_steps > 0:
         steps = math.ceil(args.max_steps / sizes.updates)
     else:
         steps = math.ceil(args.num_train_epochs * per_epoch)
-    found = Translated("grpo", {}, steps, sizes.updates, [*args.remarks(), *_remarks(args, sizes)])
-    if args.multi_objective_aggregation == "normalize_then_sum":
-        found.algorithm = "gdpo"
-    found.settings = {
+    algorithm = "gdpo" if args.multi_objective_aggregation == "normalize_then_sum" else "grpo"
+    settings = {
         "algorithm": _algorithm(args, sampling),
         "data": {"train_batch_size": sizes.prompts, "shuffle": args.shuffle_dataset},
         "rollout": sampling | {"group_size": args.num_generations} | _engine(args),
@@ -106,33 +104,33 @@ def translate(args: GRPOConfig, rows: int, held_out: int = 0) -> Translated:
         "logging": _logging(args),
         "seed": args.seed,
     }
-    return found
+    return Translated(algorithm, settings, steps, sizes.updates, [*args.remarks(), *_remarks(args, sizes)])
 
 
 def _remarks(args: GRPOConfig, sizes: Sizes) -> list[str]:
-    given = [name for name in args.model_init_kwargs or {} if name in IGNORED]
-    found = [f"model_init_kwargs[{name!r}] has no effect: Covey decides it" for name in given]
+    ignored = [name for name in args.model_init_kwargs or {} if name in IGNORED]
+    remarks = [f"model_init_kwargs[{name!r}] has no effect: Covey decides it" for name in ignored]
     assert args.steps_per_generation is not None
     if args.max_steps > 0 and args.max_steps % sizes.updates:
-        found.append(
+        remarks.append(
             f"max_steps={args.max_steps}: {sizes.updates} optimiser steps follow each generation, so "
             f"{math.ceil(args.max_steps / sizes.updates) * sizes.updates} are made"
         )
     if args.loss_type == "bnpo" and args.gradient_accumulation_steps > 1:
-        found.append("loss_type='bnpo' is 'dapo' here: the mean is over the tokens of the whole optimiser step")
+        remarks.append("loss_type='bnpo' is 'dapo' here: the mean is over the tokens of the whole optimiser step")
     if args.loss_type in ("dapo", "cispo") and args.steps_per_generation > args.gradient_accumulation_steps:
-        found.append(
+        remarks.append(
             f"loss_type={args.loss_type!r}: each optimiser step divides by its own tokens, where TRL divides by the "
             "mean over those of a generation"
         )
     if args.mask_truncated_completions and AGGREGATION[args.loss_type].startswith("seq-mean"):
-        found.append(
+        remarks.append(
             f"mask_truncated_completions with loss_type={args.loss_type!r}: the mean is over the other completions, "
             "where TRL divides by the number of all"
         )
     if args.multi_objective_aggregation == "normalize_then_sum" and args.scale_rewards != "group":
-        found.append(f"scale_rewards={args.scale_rewards!r} has no effect with normalize_then_sum, as in TRL")
-    return found
+        remarks.append(f"scale_rewards={args.scale_rewards!r} has no effect with normalize_then_sum, as in TRL")
+    return remarks
 
 
 def _sampling(args: GRPOConfig) -> dict[str, Any]:
@@ -152,7 +150,7 @@ def _sampling(args: GRPOConfig) -> dict[str, Any]:
         "max_tokens": longest,
         "temperature": extra.get("temperature", args.temperature),
         "top_p": extra.get("top_p", args.top_p),
-        "top_k": max(0, top_k or 0),  # −1 is vLLM's word for none
+        "top_k": max(0, top_k or 0),  # vLLM's −1 means all tokens
         "min_p": extra.get("min_p", args.min_p) or 0.0,
         "stop": [stop] if isinstance(stop, str) else list(stop),
     }
@@ -170,17 +168,17 @@ def _engine(args: GRPOConfig) -> dict[str, Any]:
 
 
 def _algorithm(args: GRPOConfig, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"epsilon": EPSILON, "aggregation": AGGREGATION[args.loss_type]} | _loss(args)
+    values: dict[str, Any] = {"epsilon": EPSILON, "aggregation": AGGREGATION[args.loss_type]} | _loss(args)
     if args.loss_type == "dr_grpo":
-        found["norm_length"] = args.max_completion_length
+        values["norm_length"] = args.max_completion_length
     if args.multi_objective_aggregation == "sum_then_normalize":
-        found["std_normalize"] = args.scale_rewards != "none"
-        found["std_over"] = "batch" if args.scale_rewards == "batch" else "group"
+        values["std_normalize"] = args.scale_rewards != "none"
+        values["std_over"] = "batch" if args.scale_rewards == "batch" else "group"
     if args.beta:
-        found |= {"kl_coef": args.beta, "kl_estimator": "k3", "kl_unbiased": args.use_bias_correction_kl}
+        values |= {"kl_coef": args.beta, "kl_estimator": "k3", "kl_unbiased": args.use_bias_correction_kl}
     if args.mask_truncated_completions:
-        found["truncated"] = "mask"
-    return found | _correction(args, sampling)
+        values["truncated"] = "mask"
+    return values | _correction(args, sampling)
 
 
 def _loss(args: GRPOConfig) -> dict[str, Any]:
@@ -218,8 +216,8 @@ def _sequence_loss(args: GRPOConfig, high: float) -> dict[str, Any]:
 
 
 def _correction(args: GRPOConfig, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Without vLLM, TRL's old policy is the learner's own before the update. The embedded engine samples from just
-    that, unless the distribution is cut."""
+    """Without vLLM, TRL's old policy is the learner before the update. The embedded engine samples from that policy,
+    unless the distribution is truncated."""
     if not args.use_vllm:
         cut = sampling["top_p"] < 1 or sampling["top_k"] > 0 or sampling["min_p"] > 0
         return {"correction": "recompute" if cut else "none"}
@@ -227,12 +225,12 @@ def _correction(args: GRPOConfig, sampling: Mapping[str, Any]) -> dict[str, Any]
         return {"correction": "recompute"}
     level, _, way = args.vllm_importance_sampling_mode.partition("_")
     low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
-    found: dict[str, Any] = {"correction": level, "correction_cap": high or NO_CAP}
+    values: dict[str, Any] = {"correction": level, "correction_cap": high or NO_CAP}
     if way == "mask":
-        return found | {"reject_below": low, "reject_above": high}
+        return values | {"reject_below": low, "reject_above": high}
     if low is not None:
         raise InputError("vllm_importance_sampling_clip_min is supported with the modes token_mask and sequence_mask")
-    return found
+    return values
 
 
 def _learner(args: GRPOConfig, sizes: Sizes, total_updates: int) -> dict[str, Any]:
@@ -260,12 +258,12 @@ def _learner(args: GRPOConfig, sizes: Sizes, total_updates: int) -> dict[str, An
 
 
 def _count(number: float, total: int) -> int:
-    """A number of optimiser steps, or below 1 a share of all of them."""
+    """A number of optimiser steps; below 1, a share of all of them."""
     return math.ceil(number * total) if 0 < number < 1 else int(number)
 
 
 def _every(strategy: str, number: float | None, sizes: Sizes, steps: int, per_epoch: int) -> int:
-    """How often, in steps of Covey's; 0: never."""
+    """The interval in Covey steps; 0: never."""
     if strategy == "no" or not number:
         return 0
     if strategy == "epoch":
@@ -301,22 +299,22 @@ def _evaluation(
 def _model(args: GRPOConfig) -> dict[str, Any]:
     kwargs = dict(args.model_init_kwargs or {})
     precision = "float16" if args.fp16 else "float32" if args.bf16 is False else "auto"
-    given = kwargs.pop("dtype", kwargs.pop("torch_dtype", None))
-    found = {
-        "dtype": precision if given is None else str(given).removeprefix("torch."),
+    dtype = kwargs.pop("dtype", kwargs.pop("torch_dtype", None))
+    values = {
+        "dtype": precision if dtype is None else str(dtype).removeprefix("torch."),
         "gradient_checkpointing": args.gradient_checkpointing,
         "trust_remote_code": args.trust_remote_code or bool(kwargs.pop("trust_remote_code", False)),
     }
-    if found["dtype"] not in DTYPES:
-        raise InputError(f"model_init_kwargs: dtype={given} is not supported; supported: {', '.join(DTYPES)}")
+    if values["dtype"] not in DTYPES:
+        raise InputError(f"model_init_kwargs: dtype={dtype} is not supported; supported: {', '.join(DTYPES)}")
     if args.use_cpu:
-        found["device"] = "cpu"
+        values["device"] = "cpu"
     if args.use_vllm and args.vllm_max_model_length is not None:
-        found["context_length"] = args.vllm_max_model_length
+        values["context_length"] = args.vllm_max_model_length
     rest = [name for name in kwargs if name not in ("revision", *IGNORED)]
     if rest:
         raise InputError(f"model_init_kwargs[{rest[0]!r}] is not supported by covey.trl\n  supported: dtype, revision")
-    return found
+    return values
 
 
 def _logging(args: GRPOConfig) -> dict[str, Any]:
@@ -325,9 +323,9 @@ def _logging(args: GRPOConfig) -> dict[str, Any]:
     for place in places:
         if place not in LOGGERS:
             raise InputError(f"report_to={place!r} is not supported; supported: {', '.join(LOGGERS)}, none")
-    found: dict[str, Any] = {"to": ["console", *places], "output_dir": args.output_dir or "trainer_output"}
+    values: dict[str, Any] = {"to": ["console", *places], "output_dir": args.output_dir or "trainer_output"}
     if args.project != "huggingface":
-        found["project"] = args.project
+        values["project"] = args.project
     if args.run_name is not None:
-        found["experiment"] = args.run_name
-    return found
+        values["experiment"] = args.run_name
+    return values

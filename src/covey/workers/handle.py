@@ -22,7 +22,7 @@ import struct
 from contextlib import suppress
 from typing import Any
 
-from covey.errors import RunFailed, with_place
+from covey.errors import RunFailed, with_location
 
 SHOWN_LINES = 10  # of a process's last output
 
@@ -68,7 +68,7 @@ class RemoteError(WorkerError):
         self.place = place
 
     def __str__(self) -> str:
-        return with_place(f"{self.type_name}: {self.message}".removesuffix(": "), self.place)
+        return with_location(f"{self.type_name}: {self.message}".removesuffix(": "), self.place)
 
 
 class WorkersGone(RunFailed):

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from covey.errors import first_error, message_of, place_of
+from covey.errors import error_message, first_error, user_location
 from covey.workers.handle import CHUNK, DONE, LENGTH, RAISED, FrameReader, encode_frame
 
 MAX_TEXT = 20_000  # characters of a message or traceback
@@ -234,7 +234,7 @@ def _error_fields(error: BaseException) -> tuple[str, str, str, str]:
         lines = "".join(traceback.format_exception(type(error), error, _skip_own_frames(error.__traceback__)))
     except Exception:  # the user's exception class may fail to print
         lines = ""
-    return type(error).__name__, message_of(error)[:MAX_TEXT], lines[-MAX_TEXT:], place_of(error)[:MAX_TEXT]
+    return type(error).__name__, error_message(error)[:MAX_TEXT], lines[-MAX_TEXT:], user_location(error)[:MAX_TEXT]
 
 
 def _skip_own_frames(trace: TracebackType | None) -> TracebackType | None:

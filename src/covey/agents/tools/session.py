@@ -25,7 +25,7 @@ from typing import Any
 
 from covey.agents.formats.base import Call
 from covey.agents.tools.tool import Tool, ToolFailure, ToolMistake
-from covey.errors import message_of, nearest, said
+from covey.errors import describe_error, error_message, nearest
 from covey.redact import hide
 from covey.types import ToolUse
 from covey.workers import RemoteError, WorkerDied, WorkerPool, WorkerSession, WorkerTimeout
@@ -117,8 +117,8 @@ def as_tool_error(error: Exception, characters: int) -> ToolMistake | ToolFailur
             return ToolFailure(error.cause, error.message[:characters])
         case ToolMistake():
             return ToolMistake(error.kind, error.text[:characters])
-    text = f"error: {type(error).__name__}: {message_of(error)}".removesuffix(": ")
-    return ToolMistake("raised", text[:characters], hide(said(error))[:characters])
+    text = f"error: {type(error).__name__}: {error_message(error)}".removesuffix(": ")
+    return ToolMistake("raised", text[:characters], hide(describe_error(error))[:characters])
 
 
 # -- The session -------------------------------------------------------------------------------------------------------

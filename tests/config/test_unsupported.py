@@ -1,4 +1,4 @@
-"""What people ask for and Covey cannot do yet is refused, all of it at once."""
+"""Unsupported options are errors, all reported at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import pytest
 
 from covey.config.aliases import translate
-from covey.config.derive import NOT_YET
+from covey.config.derive import UNSUPPORTED
 from covey.errors import InputError
 
 CALCULATOR = """
@@ -58,15 +58,15 @@ CALCULATOR = """
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
     ],
 )
-def test_what_is_not_available_is_refused_with_what_to_do(run, word):
+def test_an_unsupported_option_is_an_error_with_a_fix(run, word):
     with pytest.raises(InputError) as error:
         run(word)
     first, second = str(error.value).splitlines()
-    assert re.fullmatch(rf"not available yet: .+  \({re.escape(word.partition('=')[0])}=.+\)", first)
+    assert re.fullmatch(rf"not supported yet: .+  \({re.escape(word.partition('=')[0])}=.+\)", first)
     assert second.startswith("  ") and second.strip()
 
 
-def test_a_check_tells_what_would_be_refused_and_goes_on(run):
+def test_a_check_reports_errors_as_warnings(run):
     """Not available, and not a term of the algorithm; the rest of the command still counts."""
     words = ["cluster=slurm", "env.reasoning=true", "rollout=sglang", "policy.kl_coef=0.1", "learner.lr=2e-5"]
     composed = run(*words, tolerant=True)
@@ -107,5 +107,5 @@ def test_the_calculator_command_runs(run):
 
 
 def test_the_table_has_one_way_to_ask_for_each_thing(algorithms):
-    for row in NOT_YET:
+    for row in UNSUPPORTED:
         assert translate(row.key, algorithms).key == row.key, "a row under an alias is never found"

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import covey
-from covey.app.objects import prepare_given
+from covey.app.objects import prepare_objects
 from covey.app.resume import _adapted
 from covey.cli.main import main
 from covey.config.validate import Change
@@ -153,7 +153,7 @@ def test_a_run_is_the_model_that_another_one_starts_from(trained: Path, capsys: 
     best = run / "checkpoints" / f"step-{state(run, 4)['best']['step']:06d}" / "model"
     assert train(f"model={run}", "--dry-run") == 0
     assert f"model      {best}\n" in capsys.readouterr().out
-    assert prepare_given(str(run), "sort").config.model.name == str(best)
+    assert prepare_objects(str(run), "sort").config.model.name == str(best)
     assert train(f"model={run}/checkpoints/step-2", "loop.total_steps=1", "learner.lr=0") == 0
     started = runs()[-1]
     assert file_of(started, 1) == file_of(run, 2) != file_of(run, 4)
@@ -178,7 +178,7 @@ def test_an_extended_run_ends_like_one_that_was_longer_from_the_start(
     before = info(run)
     assert train(f"model={tiny_model_folder}", "loop.total_steps=4", f"resume={run}") == 0
     told = capsys.readouterr().err
-    assert f"{run} goes on after step 2 with other settings:\n  loop.total_steps: 2 → 4\n" in told
+    assert f"{run} continues after step 2 with other settings:\n  loop.total_steps: 2 → 4\n" in told
     assert "warning" not in told
     assert_same_course(run, longer)
     now = info(run)
@@ -197,7 +197,7 @@ def test_only_what_is_named_differs(trained: Path, capsys: pytest.CaptureFixture
     run = copy(trained, "short")
     before = info(run)
     assert main(["train", f"resume={run}"]) == 0
-    assert capsys.readouterr().err == f"all 2 steps of {run} are made; loop.total_steps=MORE makes more of them\n"
+    assert capsys.readouterr().err == f"all 2 steps of {run} are done; loop.total_steps=MORE continues the run\n"
     assert info(run) == before
     assert main(["train", f"resume={run}", "loop.total_steps=3", "algorithm=grpo"]) == 0
     told = capsys.readouterr().err
@@ -226,7 +226,7 @@ def test_the_learning_rate_follows_the_schedule_of_the_longer_run(trained: Path)
 
 
 IMPOSSIBLE = {
-    "steps that are made": (["loop.total_steps=1"], "2 steps are made, more than loop.total_steps=1"),
+    "steps that are made": (["loop.total_steps=1"], "2 steps are done, more than loop.total_steps=1"),
     "a new adapter": (["model.lora.rank=4"], "model.lora.rank: 0 → 4"),
     "a critic": (["algorithm=ppo"], "algorithm.name: gvpo → ppo"),
     "another precision": (["model.dtype=bfloat16"], "model.dtype: auto → bfloat16"),
@@ -272,10 +272,10 @@ def test_other_tasks_and_rewards_are_named(trained: Path, capsys: pytest.Capture
     words = ["data.train_files=train.jsonl", "data.val_files=val.jsonl", "loop.total_steps=4"]
     assert main(["train", f"resume={run}", *words]) == 0
     told = capsys.readouterr().err.splitlines()
-    warning = next(at for at, line in enumerate(told) if "warning: these change what is trained" in line)
+    warning = next(at for at, line in enumerate(told) if "warning: these change training" in line)
     assert "  data.train_files: null → train.jsonl" in told[warning:]
-    assert "  training tasks: other than before" in told[warning:]
-    assert "  validation tasks: other than before" in told[:warning]
+    assert "  training tasks: changed" in told[warning:]
+    assert "  validation tasks: changed" in told[:warning]
     assert not any("rewards" in line for line in told)
     # Scores on other tasks are not compared: the first evaluation on these is the best so far.
     assert state(run, 2)["best"]["step"] == 2 and state(run, 4)["best"]["step"] == 4
@@ -283,7 +283,7 @@ def test_other_tasks_and_rewards_are_named(trained: Path, capsys: pytest.Capture
     Path("reward.py").write_text(REWARD.replace("10", "20"))
     assert main(["train", f"resume={run}", "loop.total_steps=5", "--validate-only"]) == 0
     out = capsys.readouterr().out
-    assert "  validation tasks: other" in out and "  rewards: other" in out and "  training tasks: " not in out
+    assert "  validation tasks: changed" in out and "  rewards: changed" in out and "  training tasks: " not in out
 
 
 def test_an_extension_that_ends_before_its_first_checkpoint(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +315,7 @@ def test_synchronous_and_asynchronous_runs_continue_each_other(trained: Path) ->
 def test_what_an_algorithm_remembers(tiny_model_folder: Path, tmp_path: Path) -> None:
     """It goes on, unless the algorithm or the rewards changed; a KL coefficient that is asked for is taken."""
     words = {"rollout.max_tokens": 4, "data.train_size": 4, "algorithm.kl_coef": 0.1, "algorithm.kl_target": 0.01}
-    prepared = prepare_given(str(tiny_model_folder), "sort", "exact", "dgdo", **words)
+    prepared = prepare_objects(str(tiny_model_folder), "sort", "exact", "dgdo", **words)
     saved = {"estimator": {"step": 7, "weights": {"exact": 1.0}}, "kl": {"coef": 0.25}}
     checkpoint = Checkpoint(tmp_path, {"algorithm": saved, "best": {"step": 1, "value": 0.5}, "source": {"window": {}}})
 
@@ -372,7 +372,7 @@ def test_a_run_begins_at_any_checkpoint_of_another(trained: Path, capsys: pytest
     before = contents(run)
     assert main(["train", f"resume={run}/checkpoints/step-2"]) == 0
     branch = runs()[-1]
-    assert capsys.readouterr().err == f"{branch} begins after step 2 of {run}\n"
+    assert capsys.readouterr().err == f"{branch} starts after step 2 of {run}\n"
     assert contents(run) == before
     assert_same_course(branch, run)  # with the same settings; the first two steps are copied
     about = info(branch)
@@ -438,8 +438,8 @@ def test_an_unfinished_near_match_is_named(
         return capsys.readouterr().err.splitlines()
 
     assert told("learner.lr=2e-3", "loop.total_steps=5") == [
-        f"{run} is unfinished, but differs (learner.lr 0.001 → 0.002, loop.total_steps 4 → 5): a new run begins; "
-        f"to go on with that one: resume={run}"
+        f"{run} is unfinished, but differs (learner.lr 0.001 → 0.002, loop.total_steps 4 → 5): starting a new run; "
+        f"to continue that one: resume={run}"
     ]
     assert told("resume=disable", "learner.lr=2e-3") == []
     other_model(tiny_model_folder)

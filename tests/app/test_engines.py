@@ -45,7 +45,7 @@ def test_vllm_that_is_missing_stops_before_the_model_loads(
     assert install_extra("vllm") in capsys.readouterr().err
     assert not Path("outputs").exists()
     assert main(["train", "--validate-only", f"model={tiny_model_folder}", *SMALL, "rollout=vllm"]) == 0
-    assert "not here: rollout=vllm needs vLLM" in capsys.readouterr().out
+    assert "not on this machine: rollout=vllm needs vLLM" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,9 @@ def test_vllm_that_is_missing_stops_before_the_model_loads(
     [
         (["rollout.tensor_parallel=2"], r"tensor_parallel=2: the embedded engine(.|\n)*use rollout=vllm"),
         (["rollout=vllm", "rollout.devices=[0,1]"], r"devices=\[0, 1\] and rollout.tensor_parallel=1"),
-        (["rollout=vllm", "rollout.devices=[0,0]", "rollout.tensor_parallel=2"], "give as many devices"),
+        (["rollout=vllm", "rollout.devices=[0,0]", "rollout.tensor_parallel=2"], "give that number of devices"),
         (["rollout=vllm", "rollout.tensor_parallel=2", "model.device=cpu"], "the model runs on the CPU"),
-        (["rollout=vllm", "rollout.devices=[99]"], r"GPUs 99, but torch sees \d+ here"),
+        (["rollout=vllm", "rollout.devices=[99]"], r"GPUs 99, but torch sees \d+ GPUs"),
     ],
 )
 def test_what_an_engine_cannot_follow_is_refused(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from covey.app.compose import Origin, find_origin
+from covey.app.compose import ImpliedRecipe, implied_recipe
 from covey.cli.main import main
 
 
@@ -33,9 +33,9 @@ def put(name: str) -> None:
     ],
 )
 def test_words_of_the_grpo_scripts_start_from_their_recipe(words: list[str]) -> None:
-    found = find_origin(words, None)
+    found = implied_recipe(words, None)
     assert (found.recipe, found.settings) == ("grpo_gsm8k", ())
-    assert "--config-name grpo_gsm8k" in found.remark
+    assert "--config-name grpo_gsm8k" in found.note
 
 
 @pytest.mark.parametrize(
@@ -52,33 +52,33 @@ def test_words_of_the_grpo_scripts_start_from_their_recipe(words: list[str]) -> 
     ],
 )
 def test_other_words_start_from_the_defaults(words: list[str]) -> None:
-    assert find_origin(words, None) == Origin()
+    assert implied_recipe(words, None) == ImpliedRecipe()
 
 
 @pytest.mark.parametrize("words", [[], ["algorithm.gvpo_beta=0.15", "data.train_batch_size=16"]])
 def test_the_folders_of_the_gvpo_guide_are_trained_on(words: list[str]) -> None:
-    nothing = find_origin(words, None)
-    assert nothing.recipe is None and "--config-name gvpo_math" in nothing.remark
+    nothing = implied_recipe(words, None)
+    assert nothing.recipe is None and "--config-name gvpo_math" in nothing.note
     put("data/train/combined_train.json")
-    alone = find_origin(words, None)
+    alone = implied_recipe(words, None)
     assert alone.recipe == "gvpo_math"
     assert alone.settings == ("data.train_files=[data/train/combined_train.json]", "eval.every=0")
     put("data/val/aime24.json")
     put("data/val/notes.txt")
-    assert find_origin(words, None).settings == (
+    assert implied_recipe(words, None).settings == (
         "data.train_files=[data/train/combined_train.json]",
         "data.val_files=[data/val/aime24.json]",
     )
-    assert find_origin([*words, "data=arithmetic"], None) == Origin()
-    assert find_origin([*words, "algorithm=grpo"], None) == Origin()
+    assert implied_recipe([*words, "data=arithmetic"], None) == ImpliedRecipe()
+    assert implied_recipe([*words, "algorithm=grpo"], None) == ImpliedRecipe()
 
 
 def test_a_file_that_names_its_data_is_complete() -> None:
     put("data/train/a.json")
     Path("guide.yaml").write_text("python_args:\n  algorithm.gvpo_beta: 0.1\n")
     Path("whole.yaml").write_text("data:\n  train_files: a.jsonl\n")
-    assert find_origin([], Path("guide.yaml")).recipe == "gvpo_math"
-    assert find_origin([], Path("whole.yaml")) == Origin()
+    assert implied_recipe([], Path("guide.yaml")).recipe == "gvpo_math"
+    assert implied_recipe([], Path("whole.yaml")) == ImpliedRecipe()
 
 
 def test_a_command_says_what_it_starts_from(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ import covey
 from covey.cli.main import main
 from tests.cli.test_train import SMALL, the_run
 
-SCORES = """
+SCORE_KEYS = """
 import os, time
 
 def scaled(final_answer, factor=1.0, slow=""):
@@ -34,7 +34,7 @@ def ranked(episodes, best=1.0):
 @pytest.fixture(autouse=True)
 def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "scores.py").write_text(SCORES)
+    (tmp_path / "scores.py").write_text(SCORE_KEYS)
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +123,7 @@ def test_a_judges_settings_are_checked_before(tiny_model_folder: Path, capsys: p
     words = ["reward=judge", "reward.options.judge.url=http://x/v1", "reward.options.judge.model=m"]
     words += ["reward.options.judge.api_key_env=NO_SUCH_KEY_HERE", f"model={tiny_model_folder}"]
     assert main(["train", *words, "--validate-only"]) == 0
-    assert "not here: reward.options.judge.api_key_env=NO_SUCH_KEY_HERE" in capsys.readouterr().out
+    assert "not on this machine: reward.options.judge.api_key_env=NO_SUCH_KEY_HERE" in capsys.readouterr().out
     assert main(["train", *words, "--validate-only", "--strict"]) != 0
 
 

@@ -9,15 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from covey.app.loaded_model import open_bench
+from covey.app.loaded_model import load_model, prepare_model
 from covey.app.run_files import threads_for
-from covey.cli.words import parse
+from covey.cli.parse import parse
 from covey.config.schema import Config
 
 
 def test_as_many_threads_as_asked_for(tiny_model_folder: Path) -> None:
     for threads in (1, 2):
-        bench = open_bench(parse([str(tiny_model_folder), f"loop.threads={threads}"]), "", asks_tasks=False)
+        bench = load_model(
+            prepare_model(parse([str(tiny_model_folder), f"loop.threads={threads}"]), "", needs_tasks=False)
+        )
         bench.engine.close()
         bench.resources.close()
         assert torch.get_num_threads() == threads

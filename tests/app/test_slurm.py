@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from covey.app.slurm import seconds_of, slurm_time
 from covey.cli.main import main
-from covey.cli.slurm import seconds_of, slurm_time
 from covey.errors import InputError
 
 EXAMPLES = sorted((Path(__file__).parent.parent.parent / "examples" / "slurm").glob("*.sh"))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from covey.app.sweep import read_options, submit, train_one
 from covey.cli.main import main
-from covey.cli.slurm import read_options, submit, train_one
 from covey.errors import InputError
 from covey.imports import install_extra
 
