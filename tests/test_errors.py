@@ -16,9 +16,9 @@ import pytest
 
 import covey
 from covey import errors
-from covey.agents import resolve_agent
 from covey.agents.formats.base import Call
-from covey.agents.tools import ToolSet, resolve_tools
+from covey.agents.resolve import resolve_agent
+from covey.agents.tools.toolset import ToolSet, resolve_tools
 from covey.errors import describe_error, traceback_location
 from covey.imports import load_function
 from covey.rewards import RewardError, resolve_rewards

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from covey.agents import resolve_agent
+from covey.agents.resolve import resolve_agent
 from covey.algorithms import make
 from covey.config.schema import LearnerConfig
 from covey.learner.learner import Learner

@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what editors and type checkers see; `_HOMES` says the same
-    from covey.agents import agent
+    from covey.agents.resolve import agent
     from covey.agents.tools.tool import ToolFailure, ToolMistake, tool
     from covey.algorithms.functional import GVPOLoss, advantages, compute_gvpo_advantage, policy_loss
     from covey.algorithms.named import (

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 import covey
-from covey.agents import ChatAgent, EnvironmentAgent, FunctionAgent, resolve_agent
-from covey.agents.resolve import as_agent
+from covey.agents.environment import EnvironmentAgent
+from covey.agents.resolve import FunctionAgent, as_agent, resolve_agent
+from covey.agents.turns import ChatAgent
 from covey.config.schema import AgentConfig
 from covey.errors import InputError
 from covey.rewards.builtin import given

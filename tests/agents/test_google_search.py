@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from covey.agents.formats.base import Call
-from covey.agents.tools import ToolFailure, ToolSet, resolve_tools
+from covey.agents.tools.tool import ToolFailure
+from covey.agents.tools.toolset import ToolSet, resolve_tools
 from covey.errors import InputError
 
 KEY = "a-planted-secret"

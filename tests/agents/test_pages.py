@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from covey.agents import resolve_agent
-from covey.agents.formats import FORMATS, make_format
 from covey.agents.formats.base import MAX_CALLS
+from covey.agents.formats.detect import FORMATS, make_format
+from covey.agents.resolve import resolve_agent
 from covey.agents.tools.calculator import CONSTANTS, FUNCTIONS
 from covey.agents.tools.mcp_connection import Server
 from covey.agents.tools.toolset import BUILTIN, SYNONYMS

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from covey.agents.formats import choose_format, make_format
 from covey.agents.formats.base import Call
+from covey.agents.formats.detect import choose_format, make_format
 from covey.agents.render_demonstrations import WRITERS, call_text, render_messages
 from covey.agents.turns import with_system
 from covey.errors import InputError

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from covey.agents.formats.base import Call
-from covey.agents.tools import resolve_tools
 from covey.agents.tools.search import PASSAGE, corpus_files, fingerprint, read_corpus
+from covey.agents.tools.toolset import resolve_tools
 from covey.errors import Absent, InputError
 from covey.imports import install_extra
 

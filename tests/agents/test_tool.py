@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal, Optional
 import pytest
 
 import covey
-from covey.agents.tools import Tool, ToolMistake
-from covey.agents.tools.tool import read_docstring
+from covey.agents.tools.tool import Tool, ToolMistake, read_docstring
 from covey.errors import InputError
 
 

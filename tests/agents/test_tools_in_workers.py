@@ -17,7 +17,9 @@ import pytest
 
 import covey
 from covey.agents.formats.base import Call
-from covey.agents.tools import ToolFailure, ToolSession, ToolSet, resolve_tools
+from covey.agents.tools.session import ToolSession
+from covey.agents.tools.tool import ToolFailure
+from covey.agents.tools.toolset import ToolSet, resolve_tools
 from covey.workers import WorkerPool
 
 

@@ -12,8 +12,10 @@ import pytest
 
 import covey
 from covey.agents.formats.base import Call
-from covey.agents.tools import ToolFailure, ToolMistake, ToolResult, ToolSet, resolve_tools
 from covey.agents.tools.python import without_fence
+from covey.agents.tools.session import ToolResult
+from covey.agents.tools.tool import ToolFailure, ToolMistake
+from covey.agents.tools.toolset import ToolSet, resolve_tools
 from covey.errors import InputError
 from tests.agents.inline_pool import InlinePool
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 import covey
-from covey.agents import ToolAgent, Toolbox, make_agent
-from covey.agents.tools import resolve_tools
+from covey.agents.resolve import make_agent
+from covey.agents.tools.toolset import resolve_tools
+from covey.agents.turns import ToolAgent, Toolbox
 from covey.config.schema import AgentConfig
 from covey.errors import InputError
 from covey.rewards import resolve_rewards

@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("verifiers.v1", reason="needs the extra covey[verifiers], version 0.4")
 
-from covey.agents import resolve_agent
-from covey.agents.formats import make_format
+from covey.agents.formats.detect import make_format
+from covey.agents.resolve import resolve_agent
 from covey.agents.verifiers import VerifiersAgent
 from covey.config.schema import AgentConfig
 from covey.errors import InputError

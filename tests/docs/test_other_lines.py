@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
-from covey.agents.formats import FORMATS
+from covey.agents.formats.detect import FORMATS
 from covey.cli.main import main
 from covey.config import recipe_names
 from tests.conftest import shared_folder

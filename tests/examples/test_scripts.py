@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import covey
-from covey.agents.formats import HermesFormat
+from covey.agents.formats.hermes import HermesFormat
 from covey.cli.main import main
 from covey.models import loading
 from covey.protocols import TokenOutputs

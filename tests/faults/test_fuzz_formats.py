@@ -9,8 +9,8 @@ from typing import Any, Literal
 import pytest
 from hypothesis import strategies as st
 
-from covey.agents.formats import FORMATS, detect, make_format
 from covey.agents.formats.base import Call
+from covey.agents.formats.detect import FORMATS, detect, make_format
 from covey.agents.formats.json_repair import InvalidJson, parse_json, value_end
 from covey.agents.render_demonstrations import WRITERS, call_text, render_messages
 from covey.agents.tools.calculator import ExpressionError, calculate

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from covey.cli.serve import Recorder
-from covey.gateway import EpisodeRules, Registry
+from covey.gateway.registry import EpisodeRules, Registry
 from covey.rollout.embedded.engine import EmbeddedEngine
 from covey.rollout.policy import EpisodePolicy
 from covey.rollout.rendering import Renderer

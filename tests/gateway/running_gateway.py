@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from covey.gateway import EpisodeRules, OpenEpisode, Registry
+from covey.gateway.registry import EpisodeRules, OpenEpisode, Registry
 from covey.rollout.policy import EpisodePolicy
 from covey.rollout.rendering import Renderer
 from covey.types import Completion, Episode, Sampling, StopReason
@@ -134,7 +134,7 @@ def serve_engine(
     engine: Any, sampling: Sampling | None = None, context_length: int | None = None, **limits: Any
 ) -> Iterator[RunningGateway]:
     """`covey serve` without a command line."""
-    from covey.agents.formats import choose_format
+    from covey.agents.formats.detect import choose_format
 
     tokens = engine.tokenizer
     numbers = count()

@@ -13,10 +13,9 @@ import pytest
 
 from covey.app.parts import hide_columns
 from covey.errors import Absent, InputError
-from covey.gateway import EpisodeRules, GatewayAgent, Registry
-from covey.gateway.agent import program_environment
+from covey.gateway.agent import GatewayAgent, program_environment
 from covey.gateway.openai_api import RequestRefused
-from covey.gateway.registry import ClosedEpisode, public_task
+from covey.gateway.registry import ClosedEpisode, EpisodeRules, Registry, public_task
 from covey.gateway.server import bind
 from covey.rewards import resolve_rewards
 from covey.types import Task

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from covey.errors import Absent, InputError, RunFailed
-from covey.gateway import EpisodeRules, GatewayAgent
-from covey.gateway.agent import require_program, run_program
+from covey.gateway.agent import GatewayAgent, require_program, run_program
+from covey.gateway.registry import EpisodeRules
 from covey.rewards import resolve_rewards
 from covey.rollout.collector import Collector, NothingCompleted, TrainingSource
 from covey.rollout.rendering import Renderer

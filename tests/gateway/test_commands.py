@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from covey.cli.main import main
-from covey.gateway import GatewayAgent
+from covey.gateway.agent import GatewayAgent
 from covey.imports import install_extra
 from covey.telemetry.jsonl import read_episodes
 from tests.gateway.running_gateway import USER

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from covey.cli.serve import Recorder
-from covey.gateway import EpisodeRules, Registry, registry
+from covey.gateway import registry
+from covey.gateway.registry import EpisodeRules, Registry
 from covey.storage import StorageFailed
 from covey.telemetry.jsonl import PartWriter, whole_lines
 from tests.gateway.running_gateway import USER, RunningGateway, ScriptedEngine, serve_engine

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from covey.agents import ChatAgent
 from covey.agents.resolve import FunctionAgent, resolve_agent
+from covey.agents.turns import ChatAgent
 from covey.errors import InputError
 from covey.rewards import resolve_rewards
 from covey.rollout.collector import Collector, NothingCompleted, Refill, TrainingSource

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from covey.agents import FunctionAgent, resolve_agent
+from covey.agents.resolve import FunctionAgent, resolve_agent
 from covey.cli.main import main
 from covey.config.schema import AgentConfig
 from covey.training.warnings import StepWarnings

@@ -25,7 +25,7 @@ from typing import Any
 from covey.agents.formats.base import Call, describe_tools, function_of
 from covey.agents.formats.hermes import HermesFormat
 from covey.agents.formats.llama import LlamaFormat
-from covey.agents.tools import ToolResult
+from covey.agents.tools.session import ToolResult
 from covey.agents.turns import Toolbox
 from covey.errors import unknown
 from covey.protocols import NoRoom, Policy

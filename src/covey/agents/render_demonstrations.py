@@ -11,8 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from covey.agents.formats import Format
-from covey.agents.formats.base import Call, Schemas, call_id, tool_calls_message
+from covey.agents.formats.base import Call, Format, Schemas, call_id, tool_calls_message
 from covey.errors import InputError
 from covey.replies import with_system
 from covey.types import Messages

@@ -25,8 +25,10 @@ from typing import Any
 
 from covey.agents.environment import EnvironmentAgent, without_task
 from covey.agents.flow import FlowAgent
-from covey.agents.formats import CodeFormat, ReactFormat, choose_format
 from covey.agents.formats.code import TOOLS as CODE_TOOLS
+from covey.agents.formats.code import CodeFormat
+from covey.agents.formats.detect import choose_format
+from covey.agents.formats.react import ReactFormat
 from covey.agents.turns import ChatAgent, ToolAgent, Toolbox
 from covey.config.schema import AgentConfig
 from covey.errors import InputError

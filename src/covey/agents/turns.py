@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from covey.agents.formats import Format
-from covey.agents.tools import ToolSession, ToolSet
+from covey.agents.formats.base import Format
+from covey.agents.tools.session import ToolSession
+from covey.agents.tools.toolset import ToolSet
 from covey.protocols import NoRoom, Policy
 from covey.replies import with_system
 from covey.types import Episode, Messages, StopReason, Task, ToolUse

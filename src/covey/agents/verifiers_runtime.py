@@ -37,8 +37,7 @@ from verifiers.v1.errors import ToolsetError
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 
-from covey.agents.formats import Format
-from covey.agents.formats.base import Call
+from covey.agents.formats.base import Call, Format
 from covey.errors import InputError, RunFailed
 from covey.protocols import NoRoom, Policy
 from covey.replies import with_system

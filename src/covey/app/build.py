@@ -18,7 +18,7 @@ from covey.app.prepare import Prepared, is_async, make_algorithm, new_tasks_per_
 from covey.app.resume import open_run
 from covey.app.run_files import PreparedRun, at_original_revision, store, threads_for, write_run_files
 from covey.config.schema import Config
-from covey.gateway import GatewayAgent
+from covey.gateway.agent import GatewayAgent
 from covey.protocols import Learner, RolloutEngine
 from covey.rewards import RewardSet
 from covey.tasks import batch_for_step, fresh_tasks

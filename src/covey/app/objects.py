@@ -22,7 +22,7 @@ from covey.types import Task
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from covey.agents.tools import Tool
+    from covey.agents.tools.tool import Tool
     from covey.protocols import Agent
 
     Settings: TypeAlias = Mapping[str, Any]

@@ -8,15 +8,15 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from covey.agents import Toolbox, make_agent, tool_names
-from covey.agents.formats import Format
-from covey.agents.resolve import as_agent
-from covey.agents.tools import ToolSet, resolve_tools
+from covey.agents.formats.base import Format
+from covey.agents.resolve import as_agent, make_agent, tool_names
+from covey.agents.tools.toolset import ToolSet, resolve_tools
+from covey.agents.turns import Toolbox
 from covey.agents.verifiers import VerifiersAgent, load_verifiers
 from covey.config.schema import Config
 from covey.errors import InputError
-from covey.gateway import EpisodeRules, GatewayAgent
-from covey.gateway.agent import require_program
+from covey.gateway.agent import GatewayAgent, require_program
+from covey.gateway.registry import EpisodeRules
 from covey.gateway.server import bind, require_packages
 from covey.protocols import Agent
 from covey.rewards import RewardSet, resolve_rewards
@@ -69,7 +69,7 @@ def check_gateway(config: Config) -> None:
 
 def tool_format(config: Config, source: ModelSource) -> Format:
     """The tool-call format of this model."""
-    from covey.agents.formats import choose_format
+    from covey.agents.formats.detect import choose_format
 
     return choose_format(config.agent.format, source.tokenizer, source.config.model_type)
 

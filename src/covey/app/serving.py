@@ -15,7 +15,7 @@ from typing import Any
 from covey.app.loaded_model import LoadedModel, sampling
 from covey.app.parts import tool_format
 from covey.app.prepare import training_sampling
-from covey.gateway import EpisodeRules, OpenEpisode, Registry
+from covey.gateway.registry import EpisodeRules, OpenEpisode, Registry
 from covey.gateway.server import Server
 from covey.redact import hide_known
 from covey.storage import writing

@@ -224,7 +224,7 @@ def _schemas(config: Config, found: DemonstrationSet) -> Schemas:
     names = config.agent.tools or found.tools
     if not names:
         return ()
-    from covey.agents.tools import resolve_tools
+    from covey.agents.tools.toolset import resolve_tools
 
     return resolve_tools(names, config.agent.tool_options).schemas()
 
@@ -233,7 +233,7 @@ def _writer(config: Config, source: ModelSource, found: DemonstrationSet, schema
     """How tools and calls are written: in the format that the agent uses. Without tools, as they are."""
     if not schemas and not any(map(_uses_tools, (*found.train, *found.validation))):
         return lambda messages, tools: (messages, None)
-    from covey.agents.formats import FORMATS, choose_format
+    from covey.agents.formats.detect import FORMATS, choose_format
     from covey.agents.render_demonstrations import render_messages
 
     # agent=react and agent=code have formats of their own.

@@ -7,8 +7,3 @@
 
 Only server.py needs the packages of covey[serve].
 """
-
-from covey.gateway.agent import GatewayAgent
-from covey.gateway.registry import EpisodeRules, OpenEpisode, Registry
-
-__all__ = ["EpisodeRules", "GatewayAgent", "OpenEpisode", "Registry"]

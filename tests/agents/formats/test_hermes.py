@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from covey.agents.formats import HermesFormat, Parsed
-from covey.agents.formats.base import MAX_CALLS, Call
+from covey.agents.formats.base import MAX_CALLS, Call, Parsed
+from covey.agents.formats.hermes import HermesFormat
 
 FORMAT = HermesFormat()
 SCHEMA = {

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from covey.agents.formats import LlamaFormat, Parsed
-from covey.agents.formats.base import MAX_CALLS, Call
+from covey.agents.formats.base import MAX_CALLS, Call, Parsed
+from covey.agents.formats.llama import LlamaFormat
 from tests.agents.formats.test_hermes import SCHEMA, called
 
 FORMAT = LlamaFormat()

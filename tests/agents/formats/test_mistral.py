@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from covey.agents.formats import MistralFormat, Parsed
-from covey.agents.formats.base import MAX_CALLS, Call
+from covey.agents.formats.base import MAX_CALLS, Call, Parsed
+from covey.agents.formats.mistral import MistralFormat
 from tests.agents.formats.test_hermes import SCHEMA, called
 
 FORMAT = MistralFormat()

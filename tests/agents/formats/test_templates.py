@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from covey.agents.formats import CodeFormat, ReactFormat, choose_format, detect, make_format, shows_tools
 from covey.agents.formats.base import Call
-from covey.agents.formats.detect import template_of
+from covey.agents.formats.code import CodeFormat
+from covey.agents.formats.detect import choose_format, detect, make_format, shows_tools, template_of
+from covey.agents.formats.react import ReactFormat
 from covey.errors import InputError
 from covey.rollout.rendering import PastReply, Renderer
 from covey.types import StopReason

@@ -10,26 +10,3 @@ write `instructions` (how to call tools, for the system message), `parse` (reply
 messages). Add a line to FORMATS, and to `_template_format` if chat templates reveal it. Demonstrations need a line in
 WRITERS of `covey.agents.render_demonstrations`. tests/agents/formats/test_round_trip.py covers every format in FORMATS.
 """
-
-from covey.agents.formats.base import Format, Parsed
-from covey.agents.formats.code import CodeFormat
-from covey.agents.formats.detect import FORMATS, choose_format, detect, make_format, shows_tools
-from covey.agents.formats.hermes import HermesFormat
-from covey.agents.formats.llama import LlamaFormat
-from covey.agents.formats.mistral import MistralFormat
-from covey.agents.formats.react import ReactFormat
-
-__all__ = [
-    "FORMATS",
-    "CodeFormat",
-    "Format",
-    "HermesFormat",
-    "LlamaFormat",
-    "MistralFormat",
-    "Parsed",
-    "ReactFormat",
-    "choose_format",
-    "detect",
-    "make_format",
-    "shows_tools",
-]
