@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from covey.cli.serve import Recorder
+from covey.app.serving import Recorder
 from covey.gateway import EpisodeRules, Registry, registry
 from covey.storage import StorageFailed
 from covey.telemetry.jsonl import PartWriter, whole_lines
