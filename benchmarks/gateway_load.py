@@ -38,17 +38,17 @@ SETTINGS = ["rollout.max_tokens=64", "gateway.port=0", "loop.threads=1"]
 
 async def serve(folder: Path) -> None:
     """covey serve, which tells what it holds when it is asked on its standard input."""
-    from covey.cli.words import parse
-
-    from covey.app.loaded_model import open_bench, sampling
-    from covey.cli.serve import USAGE, Recorder, make_registry
+    from covey.app.loaded_model import load_model, prepare_model, sampling
+    from covey.app.serving import Recorder, make_registry
+    from covey.cli.parse import parse
+    from covey.cli.serve import USAGE
     from covey.gateway.server import Server
     from covey.memory import trim_freed_memory
 
-    bench = open_bench(parse([str(folder / "model"), *SETTINGS]), USAGE, asks_tasks=False)
-    registry = make_registry(bench, Recorder(folder / "record", bench.collector.renderer.decode))
-    engine: Any = bench.engine
-    async with sampling(bench):
+    loaded = load_model(prepare_model(parse([str(folder / "model"), *SETTINGS]), USAGE, needs_tasks=False))
+    registry = make_registry(loaded, Recorder(folder / "record", loaded.collector.renderer.decode))
+    engine: Any = loaded.engine
+    async with sampling(loaded):
         server = Server(registry, 0)
         await server.start()
         print(json.dumps({"url": server.url}), flush=True)

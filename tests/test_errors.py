@@ -96,8 +96,8 @@ NUMBER = "at mine.py, line 6: return int(text)"
 def test_a_reward_that_raises(mine: str, pools: list[WorkerPool], in_worker: bool, reward: str, expected: str) -> None:
     rewards = resolve_rewards(f"{mine}:{reward}", None, {})
     if in_worker:
-        pools.append(WorkerPool(rewards.for_workers(), max_workers=1))
-        rewards = rewards.within(pools[-1], 20.0)
+        pools.append(WorkerPool(rewards.worker_functions(), max_workers=1))
+        rewards = rewards.in_workers(pools[-1], 20.0)
     episode = Episode(TASK, (), (*TASK.messages, {"role": "assistant", "content": "four"}))
     with pytest.raises(RewardError) as caught:
         asyncio.run(rewards(TASK, episode))

@@ -15,7 +15,7 @@ from covey.agents.resolve import resolve_agent
 from covey.agents.tools.calculator import CONSTANTS, FUNCTIONS
 from covey.agents.tools.mcp_connection import Server
 from covey.agents.tools.toolset import BUILTIN, SYNONYMS
-from covey.storage import DEEPEST
+from covey.storage import MAX_DEPTH
 from covey.types import Task
 from tests.agents.formats.test_react import SCHEMAS
 from tests.agents.scripted import Script, scored
@@ -68,4 +68,4 @@ def test_every_format_is_in_the_table_and_has_an_example() -> None:
 
 
 def test_limits_of_formats() -> None:
-    assert f"nesting deeper than {DEEPEST} and more than {MAX_CALLS} calls" in FORMATS_PAGE
+    assert f"nesting deeper than {MAX_DEPTH} and more than {MAX_CALLS} calls" in FORMATS_PAGE

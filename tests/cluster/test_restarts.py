@@ -141,7 +141,7 @@ def test_a_restart_without_a_checkpoint_begins_again_in_the_same_folder(
     command._run_with_restarts(prepared, ends, note=lambda text: print(text))
     assert len(folders) == 2 and folders[0] == folders[1]
     output = capsys.readouterr().out
-    assert "restart 1 of 3" in output and "from the start: there is no checkpoint yet (loop.save_every)" in output
+    assert "restart 1 of 3" in output and "from the beginning: there is no checkpoint yet (loop.save_every)" in output
 
 
 def test_a_run_that_could_not_be_made_leaves_its_folder_free(

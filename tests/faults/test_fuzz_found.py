@@ -132,7 +132,7 @@ def test_words_of_a_command_line_that_cannot_be_settings(word: str) -> None:
         ("a: &a [*a]", "more than 20,000 values"),
         ("reward.options: &o {x: *o}", "more than 20,000 values"),
         ("[" * 3000, "more than 20,000 values"),
-        ("? [a, b]\n: 1", "line 1: a key is a word"),
+        ("? [a, b]\n: 1", "line 1: a key must be a word"),
         ("learner.lr: 2020-99-99", "line 1: 2020-99-99 cannot be read"),
         ('model.name: "\\uD800"', "line 1: half of a surrogate pair"),
     ],
@@ -359,7 +359,7 @@ def test_a_message_shows_no_name_of_any_length(name: str, text: str, tmp_path: P
 
 def test_zero_bytes_in_an_env_file_and_in_a_files_name(tmp_path: Path) -> None:
     (tmp_path / ".env").write_bytes(b"A=1\nB=~\0\n")
-    with pytest.raises(InputError, match=r"\.env, line 2: there is a zero byte"):
+    with pytest.raises(InputError, match=r"\.env, line 2: contains a zero byte"):
         read_env_file(tmp_path / ".env")
     with pytest.raises(InputError, match="cannot be read"):
         read_yaml("\0")

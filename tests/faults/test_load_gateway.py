@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from covey.cli.serve import Recorder
+from covey.app.serving import Recorder
 from covey.gateway.registry import EpisodeRules, Registry
 from covey.rollout.embedded.engine import EmbeddedEngine
 from covey.rollout.policy import EpisodePolicy

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from covey.app.parts import hide_columns
+from covey.app.parts import hide_reward_columns
 from covey.errors import Absent, InputError
 from covey.gateway.agent import GatewayAgent, program_environment
 from covey.gateway.openai_api import RequestRefused
@@ -187,7 +187,7 @@ def test_columns_that_rewards_use_are_hidden(gateway: RunningGateway) -> None:
     hidden = resolve_rewards(close, None, {}).columns
     assert hidden == {"expected", "tolerance"}
     agent = GatewayAgent(EpisodeRules("tiny"), port=0, patience=1.0)
-    hide_columns(agent, resolve_rewards(close, None, {}))
+    hide_reward_columns(agent, resolve_rewards(close, None, {}))
     assert agent.rules.hidden == hidden
     task = Task("t", (USER,), columns={"expected": "about 7", "tolerance": 0.5, "level": 3})
     episode = Registry(agent.rules).open(None, task)  # type: ignore[arg-type]

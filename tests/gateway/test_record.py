@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from covey.cli.serve import Recorder
+from covey.app.serving import Recorder
 from covey.gateway import registry
 from covey.gateway.registry import EpisodeRules, Registry
 from covey.storage import StorageFailed

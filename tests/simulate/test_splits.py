@@ -8,11 +8,11 @@ import math
 from pathlib import Path
 
 import pytest
-from covey.cli.words import parse
 
 from covey.app.compose import compose_command
 from covey.app.simulation import passes
 from covey.cli.main import main
+from covey.cli.parse import parse
 from covey.simulate.hardware import GIB, NODE, DecodeCurve, Device, Episodes, Shape, Speeds, Turn, device
 from covey.simulate.simulation import Workload
 from covey.simulate.splits import (

@@ -314,7 +314,7 @@ def test_what_is_too_long_is_left_out_and_counted(
     assert main(["sft", f"model={tiny_model_folder}", *SETTINGS, "--validate-only"]) == 0
     out = capsys.readouterr().out
     # user and assistant with their marks: 16 + 2 characters of scaffold beside the text and the ends of turn
-    assert "warning: 1 of 11 training demonstrations are longer than the context of 512 tokens and left out" in out
+    assert "warning: 1 of 11 training demonstrations are longer than the context of 512 tokens and skipped" in out
     assert "the first: demos.jsonl, line 11 (" in out
     assert main(["sft", f"model={tiny_model_folder}", "data.train_files=demos.jsonl", "model.context_length=9"]) == 2
     assert "11 of 11 training demonstrations are longer" in capsys.readouterr().err

@@ -108,7 +108,7 @@ def test_rows_that_are_no_prompts() -> None:
         ([{"prompt": 3}], "text or a list of messages"),
         ([{"prompt": "a", "image": object()}], "images"),
         ({"train": [], "test": []}, "several data sets"),
-        ("trl-lib/tldr", "is a text"),
+        ("trl-lib/tldr", "is a string"),
     ):
         with pytest.raises(InputError, match=message):
             read_rows(rows, "train_dataset")
