@@ -31,7 +31,7 @@ EXAMPLES = re.findall(r"^(`{4,})(\w+)\n(.*?)\n\1$", FORMATS_PAGE, re.DOTALL | re
 def test_every_tool_is_described_with_its_options(name: str) -> None:
     section = TOOLS[SYNONYMS.get(name, name)]
     assert name in section or name in TOOLS
-    kind = BUILTIN[name].options
+    kind = BUILTIN[name]().options
     expected = {field.name: str(field.default).replace("None", "null") for field in fields(kind)} if kind else {}
     assert dict(re.findall(r"^\| `(\w+)` \| (\S+) \|", section, re.MULTILINE)) == expected
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from covey.cli.settings import main_config
-from covey.config import all_keys, explain
+from covey.config import all_keys
+from covey.config.explain import explain
 from covey.config.settings import algorithm_settings, schema_settings
 from covey.errors import InputError
 

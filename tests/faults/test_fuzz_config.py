@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from covey.algorithms import ALGORITHMS as CATALOGUE
 from covey.algorithms import schema
 from covey.cli.main import main
-from covey.config import compose, expand_sweep, explain
+from covey.config import compose, expand_sweep
 from covey.config.aliases import ALIASES, NO_EFFECT, PARTS
 from covey.config.compose import fingerprint
+from covey.config.explain import explain
 from covey.config.read import read_env_file
 from covey.config.settings import schema_settings
 from covey.errors import InputError

@@ -12,7 +12,7 @@ import pytest
 
 from covey.config.schema import DataConfig
 from covey.errors import InputError
-from covey.tasks import load_demonstrations
+from covey.tasks.demonstrations import load_demonstrations
 from covey.types import Demonstration
 
 USER, ASSISTANT = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}

@@ -13,7 +13,8 @@ import pytest
 
 from covey.config.schema import DataConfig
 from covey.errors import InputError
-from covey.tasks import DATASETS, GENERATED, TaskSet, load_demonstrations, load_tasks
+from covey.tasks import DATASETS, GENERATED, TaskSet, load_tasks
+from covey.tasks.demonstrations import load_demonstrations
 from covey.types import Demonstration, Task
 
 NAMES = ["sort", "arithmetic", "largest", "countdown", "calculator"]

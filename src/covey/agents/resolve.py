@@ -23,12 +23,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from covey.agents.environment import EnvironmentAgent, without_task
-from covey.agents.flow import FlowAgent
-from covey.agents.formats.code import TOOLS as CODE_TOOLS
-from covey.agents.formats.code import CodeFormat
-from covey.agents.formats.detect import choose_format
-from covey.agents.formats.react import ReactFormat
 from covey.agents.turns import ChatAgent, ToolAgent, Toolbox
 from covey.config.schema import AgentConfig
 from covey.errors import InputError
@@ -59,6 +53,8 @@ class FunctionAgent:
         turns = tuple(policy.turns)
         if not turns:
             raise ValueError("the agent returned without asking the policy for anything")
+        from covey.agents.environment import without_task
+
         is_text = isinstance(answer, str)
         own = [{"role": "assistant", "content": answer}] if is_text else without_task(answer, task.messages)
         return Episode(task, turns, (*task.messages, *own), stop=turns[-1].stop)
@@ -88,6 +84,8 @@ def resolve_agent(name: str, config: AgentConfig | None = None) -> Agent:
 
 def as_agent(name: str, value: Any, config: AgentConfig) -> Agent:
     """An object of the user as an agent."""
+    from covey.agents.environment import EnvironmentAgent
+
     if inspect.isclass(value):
         if _is_environment(value):
             return EnvironmentAgent(value, config.max_turns, config.tool_seconds)
@@ -123,25 +121,36 @@ def _is_factory(value: Any) -> bool:
     return all(parameter.default is not parameter.empty or parameter.kind in variadic for parameter in parameters)
 
 
+CODE_TOOL = "python_executor"
+
+
 def tool_names(config: AgentConfig) -> list[str]:
     """The tools of an agent. The code agent has python_executor unless the settings name another."""
-    return config.tools or ([CODE_TOOLS[0]] if config.name == "code" else [])
+    return config.tools or ([CODE_TOOL] if config.name == "code" else [])
 
 
 def make_agent(config: AgentConfig, tools: Toolbox, tokenizer: Any = None, model_type: str = "") -> Agent:
     """The agent of the settings. The chat template of `tokenizer` shows tools and calls; None without a model."""
     schemas, name = tools.schemas(), config.name
     if name == "flow":
+        from covey.agents.flow import FlowAgent
+
         return FlowAgent(tools, config.train_modules, config.max_turns)
     if name == "hf":
+        from covey.agents.formats.detect import choose_format
+
         return ToolAgent(tools, choose_format(config.format, tokenizer, model_type, schemas), config.max_turns)
     if name == "react":
+        from covey.agents.formats.react import ReactFormat
+
         return ToolAgent(tools, ReactFormat(schemas), config.max_turns)
     names = tools.tools.names
     if name == "code":
-        if len(names) != 1 or names[0] not in CODE_TOOLS:
+        from covey.agents.formats.code import TOOLS, CodeFormat
+
+        if len(names) != 1 or names[0] not in TOOLS:
             raise InputError(
-                f"agent=code runs Python blocks with {CODE_TOOLS[0]}, got agent.tools={list(names)}\n  leave it out"
+                f"agent=code runs Python blocks with {CODE_TOOL}, got agent.tools={list(names)}\n  leave it out"
             )
         return ToolAgent(tools, CodeFormat(names[0]), config.max_turns)
     if schemas:

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from covey.agents.formats.base import Format
 from covey.agents.tools.session import ToolSession
 from covey.agents.tools.toolset import ToolSet
 from covey.protocols import NoRoom, Policy
 from covey.replies import with_system
 from covey.types import Episode, Messages, StopReason, Task, ToolUse
 from covey.workers import WorkerPool
+
+if TYPE_CHECKING:
+    from covey.agents.formats.base import Format
 
 Message = Mapping[str, Any]
 

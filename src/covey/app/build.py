@@ -9,16 +9,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from covey.agents.verifiers import VerifiersAgent
 from covey.app.checks import engine_gpus, shares_gpu
 from covey.app.cluster import start_remote
 from covey.app.models import make_engine, make_learner
-from covey.app.parts import open_rewards, open_workers, services, with_workers
+from covey.app.parts import Announces, open_rewards, open_workers, services, with_workers
 from covey.app.prepare import Prepared, is_async, make_algorithm, new_tasks_per_step, training_sampling
 from covey.app.resume import open_run
 from covey.app.run_files import PreparedRun, at_original_revision, store, threads_for, write_run_files
 from covey.config.schema import Config
-from covey.gateway.agent import GatewayAgent
 from covey.protocols import Learner, RolloutEngine
 from covey.rewards import RewardSet
 from covey.tasks import batch_for_step, fresh_tasks
@@ -91,9 +89,8 @@ def _assemble(
     first_step = checkpoint.step if checkpoint is not None else 0
     if checkpoint is not None:
         source.restore(checkpoint.state["source"], first_step)
-    if isinstance(prepared.agent, GatewayAgent) and "console" in config.logging.to:
-        prepared.agent.announce = telemetry.note
-    if isinstance(prepared.agent, VerifiersAgent):
+    has_console = "console" in config.logging.to  # without one, the gateway prints its address
+    if isinstance(prepared.agent, Announces) and (has_console or config.agent.name != "gateway"):
         prepared.agent.announce_to(telemetry.note)
     return Run(
         config=config,

@@ -77,8 +77,6 @@ def _oversubscription(config: Config) -> list[str]:
 
 def check_cluster(config: Config) -> None:
     """Check everything that can be checked before a cluster is available."""
-    from covey.cluster.start import address_of, in_a_cluster, own_machine, require_ray
-
     group, learners = config.learner.tensor_parallel, config.cluster.learner_devices
     if learners % group:
         raise InputError(
@@ -87,6 +85,8 @@ def check_cluster(config: Config) -> None:
         )
     if config.cluster.name != "ray":
         return
+    from covey.cluster.start import address_of, in_a_cluster, own_machine, require_ray
+
     require_ray()
     if config.rollout.devices is not None:
         raise InputError(

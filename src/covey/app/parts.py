@@ -8,29 +8,28 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from covey.agents.formats.base import Format
 from covey.agents.resolve import as_agent, make_agent, tool_names
 from covey.agents.tools.toolset import ToolSet, resolve_tools
 from covey.agents.turns import Toolbox
-from covey.agents.verifiers import VerifiersAgent, load_verifiers
 from covey.config.schema import Config
 from covey.errors import InputError
-from covey.gateway.agent import GatewayAgent, require_program
-from covey.gateway.registry import EpisodeRules
-from covey.gateway.server import bind, require_packages
 from covey.protocols import Agent
 from covey.rewards import RewardSet, resolve_rewards
-from covey.sandbox import Sandbox
 from covey.tasks import TaskSet, load_tasks
 from covey.types import Sampling
 from covey.workers import WorkerPool
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # imported when they are used
+    from covey.agents.formats.base import Format
+    from covey.agents.verifiers import VerifiersAgent
+    from covey.gateway.agent import GatewayAgent
     from covey.models.loading import ModelSource
+    from covey.sandbox import Sandbox
+
+    SandboxFactory = Callable[[], Sandbox]
 
 
 RUNS_CODE = {"python_executor", "code_interpreter"}
-SandboxFactory = Callable[[], Sandbox]
 
 
 # -- The gateway -------------------------------------------------------------------------------------------------------
@@ -38,6 +37,9 @@ SandboxFactory = Callable[[], Sandbox]
 
 def make_gateway(config: Config, source: ModelSource | None) -> GatewayAgent:
     """The gateway agent. Without the model, its tool-call format is not set."""
+    from covey.gateway.agent import GatewayAgent
+    from covey.gateway.registry import EpisodeRules
+
     rollout = config.rollout
     rules = EpisodeRules(
         model=config.model.name,
@@ -55,12 +57,15 @@ def make_gateway(config: Config, source: ModelSource | None) -> GatewayAgent:
 
 def hide_reward_columns(agent: Agent, rewards: RewardSet) -> None:
     """Hide columns that rewards use from the gateway's programs."""
-    if isinstance(agent, GatewayAgent):
-        agent.rules = replace(agent.rules, hidden=rewards.columns)
+    if isinstance(agent, HidesColumns):
+        agent.hide_columns(rewards.columns)
 
 
 def check_gateway(config: Config) -> None:
     """Check that its packages and its program are installed and its port is free."""
+    from covey.gateway.agent import require_program
+    from covey.gateway.server import bind, require_packages
+
     require_packages()
     if config.agent.command is not None:
         require_program(config.agent.command)
@@ -75,8 +80,22 @@ def tool_format(config: Config, source: ModelSource) -> Format:
 
 
 def services(agent: Agent) -> tuple[AbstractAsyncContextManager[Any], ...]:
-    """Servers that must be open while the agent plays."""
-    return (agent,) if isinstance(agent, GatewayAgent) else ()
+    """The context managers that must be open while the agent plays: the gateway runs a server."""
+    return (agent,) if isinstance(agent, AbstractAsyncContextManager) else ()
+
+
+@runtime_checkable
+class HidesColumns(Protocol):
+    """An agent that shows tasks to programs, without the columns that rewards use."""
+
+    def hide_columns(self, columns: frozenset[str]) -> None: ...
+
+
+@runtime_checkable
+class Announces(Protocol):
+    """An agent with messages for the user: an address, what it waits for."""
+
+    def announce_to(self, report: Callable[[str], None]) -> None: ...
 
 
 # -- Tasks, tools, agents and rewards ----------------------------------------------------------------------------------
@@ -94,7 +113,14 @@ class UsesWorkers(Protocol):
 
 def lazy_sandbox(config: Config) -> SandboxFactory:
     """The sandbox for code written by the model, created when the first tool or reward needs it."""
-    return cache(lambda: Sandbox.of(config.sandbox))
+
+    @cache
+    def sandbox() -> Sandbox:
+        from covey.sandbox import Sandbox
+
+        return Sandbox.of(config.sandbox)
+
+    return sandbox
 
 
 def make_toolbox(config: Config, sandbox: SandboxFactory, objects: Sequence[Any] = ()) -> Toolbox:
@@ -123,7 +149,11 @@ def find_tasks(config: Config, environment: VerifiersAgent | None) -> TaskSet:
 
 def find_environment(config: Config) -> VerifiersAgent | None:
     """The environment of agent=verifiers."""
-    return load_verifiers(config.agent) if config.agent.name == "verifiers" else None
+    if config.agent.name != "verifiers":
+        return None
+    from covey.agents.verifiers import load_verifiers
+
+    return load_verifiers(config.agent)
 
 
 def find_agent(

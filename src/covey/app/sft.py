@@ -22,7 +22,7 @@ from covey.config.validate import UNUSED_BY_SFT, matches
 from covey.errors import InputError, unknown
 from covey.redact import hide_settings
 from covey.rollout.templates import use_template
-from covey.tasks import DemonstrationSet, load_demonstrations
+from covey.tasks.demonstrations import DemonstrationSet, load_demonstrations
 from covey.telemetry import RunInfo, check_logging, report_activity
 from covey.types import Demonstration, Episode, Messages, Task
 

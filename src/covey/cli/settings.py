@@ -10,7 +10,7 @@ from covey.algorithms.assemble import is_custom
 from covey.algorithms.catalogue import ALIASES
 from covey.app.compose import compose_command
 from covey.cli.parse import parse
-from covey.config import explain, settings_page
+from covey.config.explain import explain, settings_page
 from covey.errors import InputError
 from covey.redact import hide_settings
 

@@ -1,7 +1,6 @@
 """Settings: their definitions (`schema`), foreign names (`aliases`), and the configuration of a run (`compose`)."""
 
 from covey.config.compose import Composed, compose, fingerprint, recipe_names
-from covey.config.explain import explain, settings_page
 from covey.config.read import expand_sweep, literal, read_yaml
 from covey.config.schema import Config
 from covey.config.settings import Setting, all_keys
@@ -15,10 +14,8 @@ __all__ = [
     "all_keys",
     "compose",
     "expand_sweep",
-    "explain",
     "fingerprint",
     "literal",
     "read_yaml",
     "recipe_names",
-    "settings_page",
 ]

@@ -20,6 +20,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,13 @@ class GatewayAgent:
         self._registry: Registry | None = None
         self._server: Server | None = None
         self._slots: asyncio.Semaphore | None = None
+
+    def hide_columns(self, columns: frozenset[str]) -> None:
+        self.rules = replace(self.rules, hidden=columns)
+
+    def announce_to(self, report: Callable[[str], None]) -> None:
+        """Set the function that reports the address."""
+        self.announce = report
 
     def opening(self, task: Task) -> tuple[Messages, Sequence[Mapping[str, Any]] | None]:
         """A guess: the program's prompt is not known, but most begin with the task."""

@@ -8,38 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from covey.rewards.bfcl import bfcl
-from covey.rewards.code import code_reward
+from covey.imports import LazyTable
 from covey.rewards.function import inline, reward
-from covey.rewards.generated import countdown, reasoning_gym, sorted_numbers
-from covey.rewards.ifeval import ifeval, ifeval_composite
-from covey.rewards.judge import Judge
-from covey.rewards.math.rewards import (
-    Number,
-    equal,
-    final_expression,
-    last_number,
-    math_equal,
-    math_reward_string_equal,
-    math_verify,
-    number,
-    whole_number,
-)
-from covey.rewards.reward_model import RewardModel
-from covey.rewards.text import (
-    answer_format,
-    exact,
-    length,
-    normalize_answer,
-    qa_em_reward,
-    qa_f1_reward,
-    repetition,
-    short_answer,
-)
-from covey.rewards.tool_call import rlla, tool_call
+from covey.rewards.text import normalize_answer, short_answer
 from covey.types import Episode
+
+if TYPE_CHECKING:
+    from covey.rewards.math.numbers import Number
 
 
 @reward
@@ -53,32 +30,38 @@ def given(episode: Episode) -> dict[str, float | None] | None:
     return {"reward": sum(values) if values else None, **table}
 
 
-REWARDS: dict[str, Callable[..., Any]] = {
-    "exact": exact,
-    "number": number,
-    "math_reward_string_equal": math_reward_string_equal,
-    "sorted": sorted_numbers,
-    "countdown": countdown,
-    "format": answer_format,
-    "math_equal": math_equal,
-    "math_verify": math_verify,
-    "qa_f1_reward": qa_f1_reward,
-    "qa_em_reward": qa_em_reward,
-    "code_reward": code_reward,
-    "ifeval": ifeval,
-    "ifeval_composite": ifeval_composite,
-    "length": length,
-    "repetition": repetition,
-    "tool_call": tool_call,
-    "bfcl": bfcl,
-    "rlla": rlla,
-    "given": given,
-    "judge": Judge,
-    "reward_model": RewardModel,
-}
-for function in REWARDS.values():  # fast, or bounded by themselves
-    inline(function)
-REWARDS["reasoning_gym"] = reasoning_gym  # runs in a worker: that package's scorers are neither
+def _finish(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Built-in rewards are fast or bounded by themselves, except the scorers of reasoning-gym, which run in workers."""
+    return function if name == "reasoning_gym" else inline(function)
+
+
+REWARDS = LazyTable(
+    {
+        "exact": "covey.rewards.text:exact",
+        "number": "covey.rewards.math.numbers:number",
+        "math_reward_string_equal": "covey.rewards.math.numbers:math_reward_string_equal",
+        "sorted": "covey.rewards.generated:sorted_numbers",
+        "countdown": "covey.rewards.generated:countdown",
+        "format": "covey.rewards.text:answer_format",
+        "math_equal": "covey.rewards.math.rewards:math_equal",
+        "math_verify": "covey.rewards.math.rewards:math_verify",
+        "qa_f1_reward": "covey.rewards.text:qa_f1_reward",
+        "qa_em_reward": "covey.rewards.text:qa_em_reward",
+        "code_reward": "covey.rewards.code:code_reward",
+        "ifeval": "covey.rewards.ifeval:ifeval",
+        "ifeval_composite": "covey.rewards.ifeval:ifeval_composite",
+        "length": "covey.rewards.text:length",
+        "repetition": "covey.rewards.text:repetition",
+        "tool_call": "covey.rewards.tool_call:tool_call",
+        "bfcl": "covey.rewards.bfcl:bfcl",
+        "rlla": "covey.rewards.tool_call:rlla",
+        "given": "covey.rewards.builtin:given",
+        "judge": "covey.rewards.judge:Judge",
+        "reward_model": "covey.rewards.reward_model:RewardModel",
+        "reasoning_gym": "covey.rewards.generated:reasoning_gym",
+    },
+    _finish,
+)
 
 
 # -- Votes -------------------------------------------------------------------------------------------------------------
@@ -102,6 +85,8 @@ def _same_text(one: str, other: str) -> bool:
 
 
 def _same_expression(one: str, other: str) -> bool:
+    from covey.rewards.math.rewards import equal
+
     return one == other or (max(len(one), len(other)) <= MAX_COMPARED and equal(one, other) is True)
 
 
@@ -110,14 +95,32 @@ def _canonical(value: Number | None) -> str:
     return "" if value is None else f"{value.size}{'%' * value.percent}"
 
 
+def _final_expression(reply: str) -> str:
+    from covey.rewards.math.rewards import final_expression
+
+    return final_expression(reply)
+
+
+def _final_number(reply: str) -> str:
+    from covey.rewards.math.numbers import whole_number
+
+    return _canonical(whole_number(reply)) or reply.strip()
+
+
+def _last_number(reply: str) -> str:
+    from covey.rewards.math.numbers import last_number
+
+    return _canonical(last_number(reply))
+
+
 TEXT = Votes(str.strip, _same_text)
-MATH = Votes(final_expression, _same_expression)
+MATH = Votes(_final_expression, _same_expression)
 QA = Votes(lambda reply: normalize_answer(short_answer(reply)), _same_text)
 VOTES = {
     "exact": TEXT,
     "sorted": TEXT,
-    "number": Votes(lambda reply: _canonical(whole_number(reply)) or reply.strip(), _same_text),
-    "math_reward_string_equal": Votes(lambda reply: _canonical(last_number(reply)), _same_text),
+    "number": Votes(_final_number, _same_text),
+    "math_reward_string_equal": Votes(_last_number, _same_text),
     "math_equal": MATH,
     "math_verify": MATH,
     "qa_f1_reward": QA,

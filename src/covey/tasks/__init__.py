@@ -1,7 +1,6 @@
 """Tasks from data files, public data sets and generators."""
 
 from covey.tasks.datasets import DATASETS, Dataset, data_folder
-from covey.tasks.demonstrations import DemonstrationSet, load_demonstrations
 from covey.tasks.files import list_rows, read_tasks, tasks_of_rows
 from covey.tasks.generated import GENERATED, GeneratedTask
 from covey.tasks.load import (
@@ -22,7 +21,6 @@ __all__ = [
     "DATASETS",
     "GENERATED",
     "Dataset",
-    "DemonstrationSet",
     "GeneratedTask",
     "TaskSet",
     "ask_like_tasks",
@@ -31,7 +29,6 @@ __all__ = [
     "default_reward",
     "fresh_tasks",
     "list_rows",
-    "load_demonstrations",
     "load_tasks",
     "nothing_to_train_on",
     "plain_question",

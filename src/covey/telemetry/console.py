@@ -18,7 +18,6 @@ from covey.config.schema import LoggingConfig
 from covey.telemetry.base import EpisodeRecords, EpisodeView, Metrics, RunInfo, Sink
 from covey.telemetry.history import History, RunState
 from covey.telemetry.key_metrics import evaluation_format, format_duration, format_value
-from covey.telemetry.live_view import MAX_WARNINGS, LiveView
 from covey.telemetry.progress import Heartbeat, heartbeat
 
 STAGE_TEXT = {
@@ -258,7 +257,9 @@ class LiveConsole(Sink):
     """The live view. rich redraws it from a thread of its own, so its clock also moves between events."""
 
     def __init__(self, state: RunState, console: Console, now: Callable[[], float] = time.monotonic) -> None:
-        self._view = LiveView(state, now)
+        from covey.telemetry.live_view import MAX_WARNINGS, LiveView
+
+        self._view, self._max_warnings = LiveView(state, now), MAX_WARNINGS
         self._live = Screen(self._view, console=console, refresh_per_second=4, vertical_overflow="crop")
         self._live.start()
         if state.info.first_step:
@@ -296,7 +297,7 @@ class LiveConsole(Sink):
             self._view.status = status
         with suppress(OSError):
             self._live.stop()
-        for text in self._view.state.warnings[:-MAX_WARNINGS]:  # those that the view no longer shows
+        for text in self._view.state.warnings[: -self._max_warnings]:  # those that the view no longer shows
             self._print_warning(text)
 
     def _print_warning(self, text: str) -> None:

@@ -20,7 +20,6 @@ from covey.telemetry.base import EpisodeRecords, EpisodeView, Metrics, RunInfo, 
 from covey.telemetry.console import open_console
 from covey.telemetry.history import History, read_history
 from covey.telemetry.jsonl import JsonlFiles
-from covey.telemetry.trackers import MlflowSink, TensorboardSink, TrackioSink, WandbSink
 
 STATUSES = ("finished", "interrupted", "failed", "restarting")
 TRACKER_MODULES = {"wandb": "wandb", "tensorboard": "torch.utils.tensorboard", "mlflow": "mlflow", "trackio": "trackio"}
@@ -91,14 +90,10 @@ class Telemetry:
         files = JsonlFiles(info.folder, metrics_offset, episodes_offset)
         history = read_history(info.folder) if metrics_offset else History()
         sinks: list[Sink] = []
-        if "wandb" in logging.to:
-            sinks.append(WandbSink(info, logging))
-        if "tensorboard" in logging.to:
-            sinks.append(TensorboardSink(info, history))
-        if "mlflow" in logging.to:
-            sinks.append(MlflowSink(info, logging))
-        if "trackio" in logging.to:
-            sinks.append(TrackioSink(info, logging))
+        if set(logging.to) - {"console"}:
+            from covey.telemetry.trackers import open_trackers
+
+            sinks += open_trackers(info, logging, history)
         if "console" in logging.to:  # last, so that start-up output of the trackers stays above the live view
             sinks.append(open_console(info, logging.verbosity, history))
         asynchronous = info.config.get("mode", {}).get("name") == "async"

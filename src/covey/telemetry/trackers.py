@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
 
 from covey.config.schema import LoggingConfig
@@ -148,3 +149,15 @@ class TrackioSink(Tracker):
 
     def close(self, status: str) -> None:
         self._run.finish()
+
+
+def open_trackers(info: RunInfo, logging: LoggingConfig, history: History) -> Iterator[Tracker]:
+    """The trackers of `logging.to`."""
+    if "wandb" in logging.to:
+        yield WandbSink(info, logging)
+    if "tensorboard" in logging.to:
+        yield TensorboardSink(info, history)
+    if "mlflow" in logging.to:
+        yield MlflowSink(info, logging)
+    if "trackio" in logging.to:
+        yield TrackioSink(info, logging)

@@ -21,14 +21,16 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from covey.agents.formats.base import Call
 from covey.agents.tools.tool import Tool, ToolFailure, ToolMistake
 from covey.errors import describe_error, error_message, nearest
 from covey.redact import hide
 from covey.types import ToolUse
 from covey.workers import RemoteError, WorkerDied, WorkerPool, WorkerSession, WorkerTimeout
+
+if TYPE_CHECKING:
+    from covey.agents.formats.base import Call
 
 # -- Results as text ---------------------------------------------------------------------------------------------------
 

@@ -9,19 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
-from covey.agents.tools.calculator import calculator
-from covey.agents.tools.google import GoogleOptions, make_google_search
-from covey.agents.tools.python import PythonOptions, make_python
 from covey.agents.tools.schema import coerce
-from covey.agents.tools.search import SearchOptions, make_search
 from covey.agents.tools.session import Cut, ToolSession, WorkerTool, cut_by_characters
 from covey.agents.tools.tool import Tool, tool, with_limits
 from covey.errors import InputError, unknown
 from covey.imports import load_function
-from covey.sandbox import Sandbox
 from covey.workers import WorkerPool
+
+if TYPE_CHECKING:
+    from covey.sandbox import Sandbox
 
 OPTIONS = "agent.tool_options"
 TOKENS = "max_output_tokens"
@@ -49,13 +47,37 @@ def answer(answer: str) -> str:
     return answer
 
 
-BUILTIN: dict[str, Builtin] = {
-    "calculator": Builtin(lambda _, __: replace(calculator, inline=True)),
-    "python_executor": Builtin(make_python, PythonOptions),
-    "code_interpreter": Builtin(make_python, PythonOptions),
-    "search": Builtin(lambda options, _: make_search(options), SearchOptions),
-    "google_search": Builtin(lambda options, _: make_google_search(options), GoogleOptions),
-    "answer": Builtin(lambda _, __: replace(answer, inline=True)),
+def _calculator() -> Builtin:
+    from covey.agents.tools.calculator import calculator
+
+    return Builtin(lambda _, __: replace(calculator, inline=True))
+
+
+def _python() -> Builtin:
+    from covey.agents.tools.python import PythonOptions, make_python
+
+    return Builtin(make_python, PythonOptions)
+
+
+def _search() -> Builtin:
+    from covey.agents.tools.search import SearchOptions, make_search
+
+    return Builtin(lambda options, _: make_search(options), SearchOptions)
+
+
+def _google_search() -> Builtin:
+    from covey.agents.tools.google import GoogleOptions, make_google_search
+
+    return Builtin(lambda options, _: make_google_search(options), GoogleOptions)
+
+
+BUILTIN: dict[str, Callable[[], Builtin]] = {  # their modules are imported when they are used
+    "calculator": _calculator,
+    "python_executor": _python,
+    "code_interpreter": _python,
+    "search": _search,
+    "google_search": _google_search,
+    "answer": lambda: Builtin(lambda _, __: replace(answer, inline=True)),
 }
 SYNONYMS = {"code_interpreter": "python_executor"}
 
@@ -174,7 +196,7 @@ def _resolve(name: ToolName, options: Mapping[str, Any], sandbox: Sandbox | None
 
 def _builtin(name: str, options: Mapping[str, Any], sandbox: Sandbox | None) -> Tool:
     own = _options(name, options)
-    builtin = BUILTIN[name]
+    builtin = BUILTIN[name]()
     rest = {key: value for key, value in own.items() if key != TOKENS}
     made = builtin.make(read_options(f"{OPTIONS}.{name}", builtin.options, rest, [TOKENS]), sandbox)
     return _limited(replace(made, name=name), {TOKENS: own[TOKENS]} if TOKENS in own else {})

@@ -14,16 +14,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from covey.protocols import Metrics
 from covey.rollout.embedded.cpu_batch import RowBatch
-from covey.rollout.embedded.gpu_batch import PagedBatch
 from covey.rollout.embedded.scheduler import RequestState
 from covey.types import Completion, Sampling, StopReason
 from covey.weights.transport import InProcessTransport
+
+if TYPE_CHECKING:
+    from covey.rollout.embedded.gpu_batch import PagedBatch
 
 YIELDS = 8  # to the event loop between two steps: enough for an agent to read a reply and send its next request
 
@@ -78,6 +80,8 @@ class EmbeddedEngine:
         model, rows, longest = self.model, self.max_sequences, self.context_length
         if not self.paged:
             return RowBatch(model, max_rows=rows, longest=longest, memory=self.memory)
+        from covey.rollout.embedded.gpu_batch import PagedBatch
+
         return PagedBatch(
             model, max_rows=rows, longest=longest, memory=self.memory, eager=self.eager, compiled=self.compiled
         )

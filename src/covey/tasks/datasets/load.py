@@ -13,21 +13,33 @@ from typing import Any
 
 from covey.config.schema import DataConfig
 from covey.errors import Absent, InputError, nearest, unknown
+from covey.imports import LazyTable
 from covey.storage import sha256
-from covey.tasks.datasets.code_and_tool_sets import BFCL, HUMANEVAL, MBPP, MBPP_SANITIZED, RLLA
 from covey.tasks.datasets.dataset import TEST, TRAIN, Choice, Dataset, user_message
-from covey.tasks.datasets.math_sets import AIME24, AMC23, DAPO_MATH, DEEPSCALER, GSM8K, MATH, MATH_500
-from covey.tasks.datasets.question_sets import HOTPOTQA, IFEVAL, MUSIQUE, WIKI2
 from covey.tasks.reading import read_table
 from covey.types import Task, TaskSet
 
-DATASETS: dict[str, Dataset] = {
-    dataset.name: dataset
-    for dataset in (
-        *(GSM8K, MATH, MATH_500, AIME24, AMC23, DEEPSCALER, DAPO_MATH, IFEVAL, HOTPOTQA, MUSIQUE, WIKI2),
-        *(MBPP, MBPP_SANITIZED, HUMANEVAL, BFCL, RLLA),
-    )
-}
+SETS = "covey.tasks.datasets."
+DATASETS: Mapping[str, Dataset] = LazyTable(
+    {
+        "gsm8k": SETS + "math_sets:GSM8K",
+        "math": SETS + "math_sets:MATH",
+        "math500": SETS + "math_sets:MATH_500",
+        "aime24": SETS + "math_sets:AIME24",
+        "amc23": SETS + "math_sets:AMC23",
+        "deepscaler": SETS + "math_sets:DEEPSCALER",
+        "dapo_math": SETS + "math_sets:DAPO_MATH",
+        "ifeval": SETS + "question_sets:IFEVAL",
+        "hotpotqa": SETS + "question_sets:HOTPOTQA",
+        "musique": SETS + "question_sets:MUSIQUE",
+        "2wiki": SETS + "question_sets:WIKI2",
+        "mbpp": SETS + "code_and_tool_sets:MBPP",
+        "mbpp_sanitized": SETS + "code_and_tool_sets:MBPP_SANITIZED",
+        "humaneval": SETS + "code_and_tool_sets:HUMANEVAL",
+        "bfcl": SETS + "code_and_tool_sets:BFCL",
+        "rlla": SETS + "code_and_tool_sets:RLLA",
+    }
+)
 
 MANIFEST = "manifest.json"
 
