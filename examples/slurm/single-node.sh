@@ -109,7 +109,7 @@ done
 
 finish
 if [[ $code -eq 75 ]]; then
-    echo "not finished: job $SLURM_JOB_ID queues again and goes on from its checkpoint" >&2
+    echo "not finished: job $SLURM_JOB_ID is queued again and continues from its checkpoint" >&2
     scontrol requeue "$SLURM_JOB_ID"
     exit 0
 fi

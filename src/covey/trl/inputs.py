@@ -20,7 +20,7 @@ from covey.rewards.builtin import REWARDS
 from covey.tasks import list_rows
 from covey.types import Episode, Task
 
-NOT_GIVEN = ("trainer_state", "log_extra", "log_metric", "environments")
+UNSUPPORTED_ARGUMENTS = ("trainer_state", "log_extra", "log_metric", "environments")
 ALWAYS = ("completions", "prompts", "completion_ids")
 PARAMETERS = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("episodes", "task")]
 
@@ -195,7 +195,7 @@ def _check(name: str, parameters: Sequence[inspect.Parameter], task: Task) -> No
     """Check that every parameter without a default is a column of the data or an argument of TRL."""
     several = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     for parameter in (p.name for p in parameters if p.default is p.empty and p.kind not in several):
-        if parameter in NOT_GIVEN:
+        if parameter in UNSUPPORTED_ARGUMENTS:
             raise InputError(f"reward {name} asks for `{parameter}`, which is not supported by covey.trl")
         if parameter not in (*ALWAYS, *task.columns):
             raise InputError(
