@@ -14,6 +14,7 @@ assert spec is not None and spec.loader is not None
 plain_words = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(plain_words)
 
+
 @pytest.mark.parametrize(
     ("text", "phrases"),
     [

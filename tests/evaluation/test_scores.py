@@ -137,6 +137,13 @@ def test_short_names() -> None:
     assert short_names(["/x/a", "y/a"]) == {"/x/a": "/x/a", "y/a": "y/a"}
 
 
+def test_the_interval_of_a_difference_of_shares_ends_at_one() -> None:
+    (found,) = compare(GREEDY, OTHER, verdicts("000000"), verdicts("111110"))
+    assert found.difference.value == pytest.approx(5 / 6) and found.difference.high == 1.0
+    (found,) = compare(GREEDY, OTHER, verdicts("111110"), verdicts("000000"))
+    assert found.difference.low == -1.0
+
+
 def test_a_single_task_has_no_interval() -> None:
     (found,) = compare(GREEDY, OTHER, verdicts("0"), verdicts("1"))
     assert found.difference.high == math.inf and "no interval from a single task" in sentence(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 import numpy as np
@@ -228,6 +228,9 @@ def _comparison(
 ) -> Comparison:
     """`single`: each pair is one verdict against another, so McNemar's test applies."""
     differences = [b - a for a, b in pairs]
+    difference = mean(differences)
+    if metric == "pass@1" and len(pairs) > 1:  # shares differ by 1 at most
+        difference = replace(difference, low=max(-1.0, difference.low), high=min(1.0, difference.high))
     worse, better = sum(d < 0 for d in differences), sum(d > 0 for d in differences)
     return Comparison(
         task=second.task,
@@ -238,7 +241,7 @@ def _comparison(
         tasks=len(pairs),
         first_value=fmean(a for a, _ in pairs),
         second_value=fmean(b for _, b in pairs),
-        difference=mean(differences),
+        difference=difference,
         first_only=worse,
         second_only=better,
         test=MCNEMAR if single else SIGN_FLIP,
