@@ -61,7 +61,7 @@ _HOMES = {
     "Group": "covey.types",
     "reward": "covey.rewards",
     "only_if": "covey.rewards",
-    "agent": "covey.agents",
+    "agent": "covey.agents.resolve",
     "Done": "covey.protocols",
     "tool": "covey.agents.tools.tool",
     "ToolFailure": "covey.agents.tools.tool",
