@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/agent_seeds.py [--seeds 0 1 2 3 4] [--picture docs/images/calculator.png]
 
-Once `covey sft data=calculator` on a few hundred demonstrations, then for each seed `covey train --config-name
-calculator` from what came out, each in a process of its own, one after the other. Prints accuracy on held-out tasks and
-tool use before and after, and draws every curve.
+Runs `covey sft data=calculator` once on a few hundred demonstrations, then `covey train --config-name calculator` from
+the resulting model for each seed. Runs are sequential, each in its own process. Prints accuracy on held-out tasks and
+tool use before and after, and draws all curves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EVAL = "eval/greedy/number"
 
 
 def covey(command: str, words: list[str], out: Path) -> tuple[Path, float]:
-    """The run's folder, and how long the whole command took."""
+    """The run's folder, and the seconds of the whole command."""
     before = set(out.glob("*/*"))
     start = time.perf_counter()
     run_covey([command, *words, f"logging.output_dir={out}", "resume=disable"])
@@ -57,12 +57,12 @@ def one_seed(seed: int, model: Path, out: Path, extra: list[str]) -> dict[str, A
 
 
 def _reward(metrics: dict[str, float]) -> float:
-    """Of all episodes, with those of groups that taught nothing."""
+    """Mean reward of all episodes, including those of zero-variance groups."""
     return metrics.get("reward/unfiltered_mean", metrics["reward/mean"])
 
 
 def correct_use(found: dict[str, Any], which: slice) -> float:
-    """Calls without a mistake, per episode."""
+    """Tool calls without an error, per episode."""
     pairs = list(zip(found["tool_calls"], found["tool_errors"], strict=True))[which]
     return statistics.fmean(calls * (1 - errors) for calls, errors in pairs)
 

@@ -1,10 +1,10 @@
-"""Whether training learns as well while sampling goes on: the demo by turns in one process, and asynchronously in a
-local Ray cluster with one learner and two engines, the same seeds and the same number of steps.
+"""Does asynchronous training learn as well as synchronous training? The demo runs synchronously in one process, and
+asynchronously in a local Ray cluster with one learner and two engines, with the same seeds and number of steps.
 
     .venv/bin/python benchmarks/async_learning.py [--seeds 0 1 2] [--steps 20] [--staleness 1]
 
-A step has 4 tasks × 8 attempts, a quarter of the demo's, and 100 tasks are held out. Each run is a process of its own,
-one after the other; about two minutes each on two cores.
+A step has 4 tasks × 8 attempts, a quarter of the demo's, and 100 tasks are held out. Runs are
+sequential, each in its own process, about two minutes each on two cores.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kit.command import run_covey
 from tiny import table
 
 SMALLER = ["data.train_batch_size=4", "rollout.group_size=8", "data.val_size=100"]
-LAST = 5  # steps whose reward is shown
+LAST = 5  # steps at the end that the reported reward is averaged over
 
 
 def run(words: list[str], out: Path) -> tuple[list[dict[str, Any]], float]:
-    """The records of a run, and how long the command took."""
+    """The records of a run, and the seconds of the command."""
     before = set(out.glob("*/*"))
     command = ["train", "--config-name", "demo", f"logging.output_dir={out}"]
     command += [
@@ -63,7 +63,7 @@ def main() -> None:
     ahead = ["mode=async", f"mode.max_staleness={chosen.staleness}", "cluster=ray", "cluster.rollout_devices=2"]
     rows = []
     for seed in chosen.seeds:
-        for name, words in (("by turns", []), ("async, 2 engines", ahead)):
+        for name, words in (("synchronous", []), ("async, 2 engines", ahead)):
             settings = [*SMALLER, f"seed={seed}", f"loop.total_steps={chosen.steps}", *words]
             rows.append(row(name, seed, *run(settings, chosen.out)))
             print(rows[-1], file=sys.stderr, flush=True)

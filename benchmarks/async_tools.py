@@ -1,10 +1,10 @@
-"""Training by turns and while sampling goes on, where tools are slow: episodes per minute at equal work.
+"""Synchronous and asynchronous training with slow tools: episodes per minute for the same work.
 
     .venv/bin/python benchmarks/async_tools.py [--steps 6] [--staleness 1 2 3]
 
-SmolLM2-135M on a CPU, an agent of two replies with a wait between them that stands for a slow tool, 1 to 20 seconds,
-fixed by task and attempt and so the same in every mode. Each mode is a process of its own. An episode's time does not
-depend on the machine's, so little of what is measured is noise.
+SmolLM2-135M on a CPU. The agent writes two replies and waits 1 to 20 seconds between them, like for a slow tool. The
+wait depends only on task and attempt, so it is the same in every mode. Each mode runs in its own process. Waiting does
+not depend on the speed of the machine, so there is little noise.
 """
 
 from __future__ import annotations

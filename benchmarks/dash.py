@@ -1,8 +1,8 @@
-"""How fast the page is with 10,000 steps and 100,000 episodes: first paint, filters, reading, scrolling, memory.
+"""Speed of the dashboard with 10,000 steps and 100,000 episodes: first paint, filters, reading, scrolling, memory.
 
-PYTHONPATH=.venv/dash .venv/bin/python benchmarks/dash.py        (after make dash-test, which installs what it needs)
+PYTHONPATH=.venv/dash .venv/bin/python benchmarks/dash.py        (after make dash-test, which installs the packages)
 
-Where tensorboard is installed, the same scalars are shown with it too.
+If tensorboard is installed, it is measured with the same scalars.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REPEATS = 5
 
 
 def make_run(folder: Path, steps: int, episodes: int) -> None:
-    """A run folder of that size: files as a run writes them."""
+    """A run folder of this size, with the files that a run writes."""
     rng = random.Random(0)
     folder.mkdir(parents=True)
     info = {"title": "covey/large", "algorithm": "grpo", "model": "made up", "task": "made up", "status": "running"}
@@ -123,7 +123,7 @@ def milliseconds(work: Callable[[], object]) -> float:
 
 
 def index(folder: Path) -> None:
-    """What the server does in the background as soon as somebody looks at a run."""
+    """The work of the server in the background after a run is opened."""
     from covey.dashboard.episodes import EpisodeIndex
 
     episodes = EpisodeIndex(folder)
@@ -132,7 +132,7 @@ def index(folder: Path) -> None:
 
 
 def in_the_page(page: Any) -> dict[str, str]:
-    """What somebody does who looks at episodes."""
+    """Filtering, searching, reading and scrolling on the page of episodes."""
     found: dict[str, str] = {}
     page.goto(page.url.split("#")[0] + "#episodes")
     page.wait_for_function(INDEXED, timeout=120_000)
@@ -172,7 +172,7 @@ SCROLL = """async () => {
 
 
 def _filter(page: Any, name: str, value: str) -> None:
-    """Until the list shows it. The page waits 160 ms for more to be typed, which is part of it."""
+    """Milliseconds until the list is filtered, including the 160 ms that the page waits for further typing."""
     with page.expect_response(lambda reply: "api/episodes" in reply.url and (f"{name}=" in reply.url) == bool(value)):
         page.fill(f".filters [name={name}]", value)
     page.evaluate("() => new Promise(requestAnimationFrame)")
@@ -201,7 +201,7 @@ def visit(browser: Any, link: str, shown: str) -> tuple[float, float]:
 
 
 def paints(browser: Any, link: str, shown: str, pause: float = 0.0) -> dict[str, str]:
-    """The first visit, and later ones, when everything is loaded."""
+    """The first visit, and later visits with everything loaded."""
     cold = visit(browser, link, shown)
     time.sleep(pause)
     warm = [visit(browser, link, shown) for _ in range(REPEATS)]
@@ -225,7 +225,7 @@ def measure_dash(browser: Any, folder: Path) -> dict[str, str]:
 
 
 def measure_tensorboard(browser: Any, folder: Path, work: Path) -> dict[str, str]:
-    """With as many points a curve as our own, and its default of loading in the background."""
+    """With as many points per curve as our dashboard, and loading in the background, its default."""
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(work / "tb")) as writer:

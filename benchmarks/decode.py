@@ -1,12 +1,12 @@
-"""How fast answers are decoded, by batch and length: Covey's engine, transformers' generate, and vLLM where installed.
+"""Decoding speed by batch size and answer length: Covey's engine, transformers' generate, and vLLM if installed.
 
     .venv/bin/python benchmarks/decode.py                    SmolLM2-135M's shape on a CPU, float32
     python benchmarks/decode.py --device cuda                Qwen2.5 shapes on a GPU, bfloat16
 
-Each side is a process of its own with random weights of the same shape. All prompts are different and new in every
-call, answers have full length. The time of a call for one token is the prefill's; decode tokens/s are those after it.
-Covey returns the log-prob of every token; transformers' generate does not (it could only return all logits), vLLM is
-measured with and without.
+Each library runs in its own process, with random weights of the same shape. All prompts are distinct and new in every
+call, and all answers have full length. A call for one token measures the prefill; decode tokens/s exclude it. Covey
+returns the log-prob of every token; transformers' generate does not (it could only return all logits); vLLM is measured
+with and without.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SIDES = {
 }
 
 
-# -- the sides, each in a process of its own -------------------------------------------------------------------------
+# -- the libraries, each in its own process --------------------------------------------------------------------------
 
 
 def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
 
     prepare(settings)
     if settings["device"] == "cpu":
-        keep_freed_memory()  # as every run of Covey's does
+        keep_freed_memory()  # as in every run of Covey
     sampler = Sampler(load_model(settings["model"], settings["device"], settings["dtype"]), max(settings["batches"]))
     found = figures(sampler, settings)
     sampler.close()
@@ -78,7 +78,7 @@ def points(settings: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def _figures(call: Call, settings: dict[str, Any], batch: int, length: int) -> dict[str, Any]:
-    """Medians after one call to warm up: of a whole answer, and of its first token alone."""
+    """Median seconds after one warm-up call: for whole answers, and for their first token."""
     vocabulary = load_config(settings["model"]).vocab_size
     seconds: dict[int, float] = {}
     for tokens in (1, length):
@@ -139,7 +139,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def picture(rows: Sequence[dict[str, Any]]) -> Plot:
-    """The first model at its longest answers."""
+    """Throughput of the first model with its longest answers."""
     model, length = rows[0]["model"], max(row["length"] for row in rows)
     shown = [row for row in rows if row["model"] == model and row["length"] == length]
     batches = sorted({row["batch"] for row in shown})
@@ -175,7 +175,7 @@ def loads(chosen: Any) -> dict[str, dict[str, Any]]:
 def measure(
     children: Children, settings: dict[str, Any], chosen: Any, failures: list[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Points by side, and versions by side."""
+    """Points and versions of each library."""
     found: dict[str, Any] = {}
     versions: dict[str, Any] = {}
     for side in chosen.sides:
@@ -199,7 +199,7 @@ def parse(argv: Sequence[str] | None) -> Any:
     parser.add_argument("--vllm-python", type=Path, default=Path(sys.executable), help="a Python with vLLM")
     found = parser.parse_args(argv)
     found.repeats = found.repeats or (2 if found.device == "cuda" else 3)
-    if found.sides is None:  # vLLM's CPU build is there for tests, not for work: it is asked for by name
+    if found.sides is None:  # vLLM's CPU build is for tests only: measured if named
         wanted = found.device == "cuda" and has_package(found.vllm_python, "vllm")
         found.sides = ["covey", "transformers", *(["vllm"] if wanted else [])]
     return found

@@ -1,9 +1,9 @@
-"""Decoding on a CPU with the built-in model, with weights as they are and laid out for the product, in turns.
+"""Decoding on a CPU with the built-in model, with the weights as they are and repacked for the matrix product.
 
 .venv/bin/python benchmarks/decode_cpu.py [--threads 2] [--rows 64,16]
 
-Answers of 48 tokens to 8 questions. Seconds are of the clock, or of the processor where there is one thread: these do
-not change when others work on the machine.
+Answers of 48 tokens to 8 questions. The two variants alternate. Seconds are wall time, or CPU time with
+one thread, which does not depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from covey.rollout.rendering import Renderer
 from covey.types import Sampling
 
 REPEATS, TOKENS, QUESTIONS = 5, 48, 8
-WAYS = {"as they are": 10**9, "laid out": cpu_batch.MIN_STEPS}  # steps ahead for which it is done
+WAYS = {"as they are": 10**9, "laid out": cpu_batch.MIN_STEPS}  # least number of steps for which weights are repacked
 
 
 def decode(engine: EmbeddedEngine, prompts: list[tuple[int, ...]], rows: int, now: Any) -> tuple[float, float]:
-    """Seconds of a step of decoding, and of all before the second token: prompts, and laying out."""
+    """Seconds per decoding step, and before the second token: prefill and repacking."""
     ticks: list[float] = []
 
     async def answers() -> None:

@@ -1,9 +1,9 @@
-"""The demo with three seeds and with GRPO: the table of docs/demo.md and the picture.
+"""The demo with three seeds and with GRPO: the table and the picture of docs/demo.md.
 
     .venv/bin/python benchmarks/demo_seeds.py [--seeds 0 1 2] [--algorithms gvpo grpo] [--out outputs/benchmark]
 
-Each run is `covey train --config-name demo seed=S algorithm=A` in a process of its own, one after the other. GRPO runs
-with the first seed only. About six minutes a run on two cores.
+Runs are sequential, each `covey train --config-name demo seed=S algorithm=A` in its own process. GRPO runs with the
+first seed only. About six minutes per run on two cores.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COLUMNS = ["greedy/number", "sampled/number", "greedy/number/lenient", "sampled/
 
 
 def run(algorithm: str, seed: int, out: Path) -> tuple[Path, float]:
-    """The run's folder, and how long the whole command took."""
+    """The run's folder, and the seconds of the whole command."""
     before = set(out.glob("*/*"))
     command = ["train", "--config-name", "demo", f"algorithm={algorithm}"]
     command += [f"seed={seed}", f"logging.output_dir={out}", "resume=disable", "loop.save_final=false"]

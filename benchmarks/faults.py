@@ -1,19 +1,19 @@
-"""Runs that are killed at random instants, several times each, and resumed until they end.
+"""Kills runs at random instants, several times each, and resumes them until they finish.
 
     .venv/bin/python benchmarks/faults.py [--runs 40] [--seed 0] [--modes sync async-fifo async-sample]
                                           [--signals KILL TERM INT] [--kills 5] [--jobs 2]
 
-A tiny random model on the CPU. First each mode is run once and left alone. Then in every run the process gets a signal
-at a random instant, up to `--kills` times, and the same command is given again until it ends by itself. One instant in
-six is while the run is being made: settings, tasks, model, checkpoint; the others are behind that.
+A tiny random model on the CPU. Each mode first runs once without signals, as the baseline. In every further run, the
+process gets a signal at a random instant, up to `--kills` times, and the same command is repeated until it exits by
+itself. One instant in six is during start-up (settings, tasks, model, checkpoint); the others are later.
 
-    sync            a run is identical if weights, optimiser, state, metrics without timings and episodes are those of
-                    the run left alone, bit by bit
-    async-fifo      sampling ahead, every group is trained on once. A run conserves if every group that was begun is
-                    trained on exactly once, and every checkpoint accounts for all: trained on, complete, or under way
-    async-sample    the same with mode.max_uses=2, where steps draw from former groups as well
+    sync            a run is sound if weights, optimiser, state, episodes, and metrics without timings are
+                    bit-identical to those of the baseline
+    async-fifo      sampling ahead, every group is trained on once. A run is sound if every group that was started is
+                    trained on exactly once, and every checkpoint contains each as trained on, complete or in progress
+    async-sample    the same with mode.max_uses=2, where steps also reuse earlier groups
 
-Runs of all modes and signals take turns. The processes are forks of one that has imported everything (kit/nest.py).
+Modes and signals alternate. The processes are forks of one that has imported everything (kit/nest.py).
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Result:
     signal: str
     number: int
     kills: int  # signals that reached the process
-    resumed: int  # commands that went on from a checkpoint
-    sound: bool  # identical, or all is accounted for
-    lost: int  # steps of the record, or groups
+    resumed: int  # commands that resumed from a checkpoint
+    sound: bool  # identical, or no group is lost or repeated
+    lost: int  # steps missing in the metrics, or lost groups
     repeated: int
     codes: tuple[int, ...]
     wrong: tuple[str, ...] = ()  # what differs
@@ -58,7 +58,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Alone:
-    """The run that was left alone."""
+    """The baseline: the run without signals."""
 
     making: float  # seconds until training begins
     training: float
@@ -121,14 +121,14 @@ def judge(
         else:
             lost, repeated = gaps(folder)
             wrong = crashed.differences(alone.outcome, crashed.outcome(folder))
-    except Exception as error:  # there is nothing to compare: the run did not end, or its files cannot be read
+    except Exception as error:  # nothing to compare: the run did not finish, or its files cannot be read
         lost, repeated, wrong = crashed.STEPS, 0, [f"{error!r}: {(folder / 'log.txt').read_text()[-1000:]}"]
     sound = not wrong and lost == repeated == 0
     return Result(mode, name, number, kills, resumed, sound, lost, repeated, codes, tuple(wrong))
 
 
 def gaps(folder: Path) -> tuple[int, int]:
-    """Steps that the record lacks, and steps that it has twice."""
+    """Steps that are missing in the metrics, and steps that occur twice."""
     steps = [r["step"] for r in crashed.records(crashed.finished_run(folder)) if r["kind"] == "step"]
     return len(set(range(crashed.STEPS)) - set(steps)), len(steps) - len(set(steps))
 
@@ -158,7 +158,7 @@ def measure(given: Any) -> list[Result]:
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         base = Path(name)
         inputs = crashed.prepare(base / "inputs")
-        # Each thread has a nest of its own: a nest answers one question at a time.
+        # One nest per thread, since a nest handles one request at a time.
         with ThreadPoolExecutor(given.jobs) as threads:
             nests = list(threads.map(lambda _: Nest(), range(given.jobs)))
         try:
@@ -166,7 +166,8 @@ def measure(given: Any) -> list[Result]:
 
             def work(at: int) -> list[Result]:
                 return [
-                    _told(given, _one(nests[at], inputs, base, given, alone, *job)) for job in jobs[at :: given.jobs]
+                    _print_result(given, _one(nests[at], inputs, base, given, alone, *job))
+                    for job in jobs[at :: given.jobs]
                 ]
 
             jobs = list(plan(given))
@@ -186,7 +187,7 @@ def _one(
     return one_run(nest, folder, mode, name, number, given, alone[mode])
 
 
-def _told(given: Any, result: Result) -> Result:
+def _print_result(given: Any, result: Result) -> Result:
     print(f"{result.number + 1}/{given.runs} {result}", file=sys.stderr, flush=True)
     return result
 

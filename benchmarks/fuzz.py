@@ -1,10 +1,11 @@
-"""Input fuzzing for as long as it is told to: every target of tests/faults/test_fuzz_*.py with fresh random examples.
+"""Input fuzzing for a given time: every target of tests/faults/test_fuzz_*.py with fresh random examples.
 
     .venv/bin/python benchmarks/fuzz.py --minutes 20                        all targets share the time
-    .venv/bin/python benchmarks/fuzz.py --minutes 5 --targets data formats  those whose names begin so
+    .venv/bin/python benchmarks/fuzz.py --minutes 5 --targets data formats  targets whose names start with these
 
-For each target: examples run, minutes, growth of memory, and what was found (the exception and the smallest input that
-raises it). A target with a finding is left for the next one. --write FILE.json keeps all of it. Exit status 1: found.
+Prints for each target: examples run, minutes, memory growth, and the finding, if any (the exception and the smallest
+input that raises it). A target stops at its first finding. --write FILE.json stores the results. Exit status 1:
+findings.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
-BATCH = 200  # examples between two looks at the clock
+BATCH = 200  # examples between two checks of the time
 SHOWN = 2000  # characters of an input that is shown
 
 
@@ -34,7 +35,7 @@ def load_targets(prefixes: list[str]) -> list[Any]:
 
 
 def memory() -> float:
-    """The most that this process has held, in MiB."""
+    """Peak memory of this process, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

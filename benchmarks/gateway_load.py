@@ -1,12 +1,12 @@
-"""A gateway under many clients at once: what they wait, and whether anything is lost, mixed up or kept too long.
+"""Load test of the gateway with many concurrent clients: latency, and whether anything is lost, mixed up or leaked.
 
     .venv/bin/python benchmarks/gateway_load.py [--clients 200] [--rounds 5] [--turns 4]
 
-`covey serve` with a tiny random model in a process of its own, httpx in this one, on loopback. Of twenty clients one
-hangs up in the midst of a reply, one reads its stream byte by byte, one has a wrong key, one sends a body that is too
-large, two stream; every fifth of the others asks for two replies at once. After each round the server must hold no
-request, no row of the cache, no episode; and the record must have each session once, with the very tokens that its
-client was given, and nothing of another's.
+`covey serve` runs a tiny random model in its own process; the clients are in this process, on loopback. Of twenty
+clients, one disconnects during a reply, one reads its stream byte by byte, one has a wrong key, one sends a body that
+is too large, and two stream; every fifth of the others requests two replies at once. After each round the server must
+hold no request, cache row or episode, and the recorded episodes must contain each session once, with exactly the tokens
+that its client received.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SETTINGS = ["rollout.max_tokens=64", "gateway.port=0", "loop.threads=1"]
 
 
 async def serve(folder: Path) -> None:
-    """covey serve, which tells what it holds when it is asked on its standard input."""
+    """covey serve, extended: a line on its standard input prints the resources that it holds."""
     from covey.app.loaded_model import load_model, prepare_model, sampling
     from covey.app.serving import Recorder, make_registry
     from covey.cli.parse import parse
@@ -66,7 +66,7 @@ async def serve(folder: Path) -> None:
 
 
 class House:
-    """The server's process, from this side."""
+    """The server's process as the clients' process sees it."""
 
     def __init__(self, folder: Path) -> None:
         paths = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])

@@ -1,9 +1,9 @@
-"""All benchmarks of a GPU with one command: each part a process of its own with a time limit; what fails is shown.
+"""Runs all GPU benchmarks, each part in its own process with a time limit, and reports failures.
 
     python benchmarks/gpu.py [--parts step,decode,memory,scaling] [--out DIR] [--limit 480]
 
-Parts are step, decode, memory, scaling, regime and lora. A part that fails or runs out of time does not keep the next
-from running; the exit code tells of it. Words after `--` go to every part.
+Parts are step, decode, memory, scaling, regime and lora. If a part fails or exceeds its
+time limit, the next ones still run, and the exit code is 1. Arguments after `--` are passed to every part.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PARTS = ("step", "decode", "memory", "scaling", "regime", "lora")
 
 
 def run_part(part: str, words: Sequence[str], out: Path, limit: float) -> tuple[str, float]:
-    """How it ended, and how long it took. What it prints goes through."""
+    """How the part ended, and its seconds. Its output is printed."""
     print(f"== {part}", flush=True)
     start = time.perf_counter()
     command = [sys.executable, str(HERE / f"{part}.py"), "--out", str(out), "--limit", str(limit), *words]

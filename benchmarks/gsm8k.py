@@ -2,9 +2,9 @@
 
     python benchmarks/gsm8k.py --model qwen2.5-coder-0.5b-instruct/ --data gsm8k/ [--picture docs/images/gsm8k.png]
 
-Both algorithms run at once on the GPU that they share, each in two parts, of which the second resumes the first. They
-are evaluated greedily on the whole test split: before, every 25 steps, and in the end. `--read FOLDER` reads what an
-earlier call left there instead.
+Both algorithms run at the same time on one GPU, each in two parts, of which the second resumes the first. They are
+evaluated greedily on the whole test split: before training, every 25 steps, and at the end. `--read FOLDER` reports the
+runs of an earlier call instead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from kit.command import run_covey
 
 ALGORITHMS = ("grpo", "gvpo")
-# In quotes Hydra takes a backslash as it is, unless a quote follows.
+# Inside quotes, Hydra reads a backslash as itself, unless a quote follows.
 SYSTEM = r'"Solve the problem step by step. Put the final answer in \boxed{}."'
 SETTINGS = [
     *("reward=math_equal", f"data.system_prompt={SYSTEM}", "data.train_batch_size=64"),
@@ -31,7 +31,7 @@ EVAL = "eval/greedy/math_equal"
 
 
 def covey(command: str, words: list[str], log: Path) -> None:
-    """What it prints is added to a file."""
+    """Run a command and append its output to a file."""
     with log.open("ab") as file:
         run_covey([command, *words], stdout=file, stderr=file)
 

@@ -1,4 +1,4 @@
-"""Does GVPO end at the optimum of the KL-regularised problem? Here the optimum is computed exactly.
+"""Does GVPO converge to the optimum of the KL-regularised problem? The optimum is computed exactly.
 
     .venv/bin/python benchmarks/gvpo_optimum.py [--seeds 0 1 ...] [--write]
 
@@ -6,12 +6,12 @@ Answers have at most three letters out of seven, so a question has 400 of them a
 
     π*(y) ∝ π_ref(y) e^{R(y)/β}     E_π[R]     KL(π ‖ π_ref)     total variation ½ Σ |π − π*|
 
-An answer ends with the end token, or without it after three letters, as the sampler has it. R is the share of three
-places (letters, or nothing) where the answer agrees with the question's own. GVPO with reference=initial trains with
-three β; GRPO without a KL is there for contrast. The policy is measured at its checkpoints.
+An answer ends with the end token, or without it after three letters, as in sampling. R is the share of the three
+positions (a letter, or empty) where the answer agrees with the question's target. GVPO with reference=initial trains
+with three values of β; GRPO without a KL is the contrast. The policy is measured at its checkpoints.
 
-All settings and tolerances were fixed on seeds 100–104; the seed covers the model and the sampling. `--write` puts the
-tables into docs/experiments.md. About ten minutes on one core.
+All settings and tolerances were fixed on seeds 100–104; the seed covers the model and the sampling. `--write` updates
+the tables of docs/experiments.md. About ten minutes on one core.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ LETTERS = "abcdefg"
 MOST = 3  # tokens of an answer
 QUESTIONS = {"a": "bcd", "b": "ee", "c": "gfa", "d": "c"}
 BETAS = (0.5, 0.2, 0.1)
-STEPS, EVERY = 400, 40  # updates, and how often the policy is measured
+STEPS, EVERY = 400, 40  # updates, and updates between two measurements
 
-# What "at the optimum" means; of the mean over the questions.
+# Tolerances for "at the optimum", for the mean over the questions.
 REWARD_WITHIN = 0.02  # |E_π[R] − E_π*[R]|
 KL_WITHIN = 0.15  # |KL(π) − KL(π*)| / KL(π*), at the end
 KL_BELOW = 1.25  # KL(π) / KL(π*), at every checkpoint
@@ -48,7 +48,7 @@ VARIATION_BELOW = 0.12  # total variation distance to π*, at the end
 
 @dataclass(frozen=True)
 class Question:
-    """One question, with all its answers. A answers."""
+    """One question with all its A answers."""
 
     rewards_A: Tensor
     reference_A: Tensor  # log π_ref
@@ -60,7 +60,7 @@ class Figures:
 
     reward: float
     kl: float  # to the reference
-    variation: float  # distance to π*; 0 of π* itself
+    variation: float  # distance to π*
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Outcome:
 
 
 def score(text: str, answer: str) -> float:
-    """The share of the places that agree; where a text has ended, its places hold nothing."""
+    """The share of positions that agree; positions after the end of a text are empty."""
     return sum(a == b for a, b in zip(text.ljust(MOST), answer.ljust(MOST), strict=True)) / MOST
 
 
@@ -101,14 +101,14 @@ def agreement(final_answer: str, answer: str) -> float:
 
 
 def all_answers(letters: int = len(LETTERS), most: int = MOST) -> list[tuple[int, ...]]:
-    """Token ids of every answer that the sampler can give: shorter ones end with token 0, the longest just stop."""
+    """Token ids of all possible answers. Shorter ones end with token 0, the longest have no end token."""
     words = (itertools.product(range(1, letters + 1), repeat=length) for length in range(most + 1))
     return [word if len(word) == most else (*word, 0) for words_of_length in words for word in words_of_length]
 
 
 @torch.no_grad()
 def answer_logprobs(model: Any, prompt: Sequence[int], answers: Sequence[tuple[int, ...]]) -> Tensor:
-    """log π(answer | prompt) of each, in float64. Padding comes behind the answer, where nothing looks at it."""
+    """log π(answer | prompt) of each answer, in float64. Padding follows the answer, so no token attends to it."""
     width = max(map(len, answers))
     ids = torch.tensor([[*prompt, *answer, *[0] * (width - len(answer))] for answer in answers])
     sampled = torch.tensor([[place < len(answer) for place in range(width)] for answer in answers])
@@ -172,7 +172,7 @@ def train(algorithm: str, beta: float, seed: int, steps: int = STEPS, every: int
 
 
 def ends(outcomes: Sequence[Outcome]) -> str:
-    """Every run's end beside the optimum."""
+    """The final policy of every run, beside the optimum."""
     rows = []
     for o in outcomes:
         known = o.algorithm == "gvpo"

@@ -1,12 +1,12 @@
-"""What becomes of a run in a cluster when one of its processes is killed: SIGKILL at a random moment, role by role.
+"""Does a cluster run survive SIGKILL of one of its processes at a random moment? Every role is tested.
 
     .venv/bin/python benchmarks/kills.py [--runs 30] [--roles engine learner reward driver] [--seed 0]
 
-A tiny random model on CPUs, one learner and one engine in Ray, a reward that takes a while in a process of its own. The
-first run is left alone. Then in each run one process of the role is killed, at a random moment of a random step; where
-that is the driver, the same command is given again. A run is sound if it comes to its end, has every step exactly once,
-and no weight differs from the run that was left alone by more than 1e-5: then nothing was lost, and nothing was trained
-twice. A killed reward fails its own episode, which the run counts: there the weights may differ.
+A tiny random model on CPUs, one learner and one engine in Ray, and a slow reward in a worker process. The first run is
+the baseline, without a kill. In each further run, one process of the role is killed at a random moment of a random
+step; if it is the driver, the same command is repeated. A run is sound if it finishes, has every step exactly once, and
+no weight differs from the baseline by more than 1e-5: then nothing was lost and nothing was trained on twice. A killed
+reward fails its episode, which the run counts, so there the weights may differ.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def prepare(folder: Path) -> None:
     (folder / "reward.py").write_text(REWARD)
 
 
-# -- who is who ---------------------------------------------------------------------------------------------------
+# -- processes ----------------------------------------------------------------------------------------------------
 
 
 def children(pid: int) -> list[int]:
@@ -86,8 +86,8 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def members(role: str, driver: int) -> list[int]:
-    """The processes of a role among those that a driver has started. Ray names its own; those of rewards are forks of a
-    fork of the driver."""
+    """The processes of a role among the descendants of a driver. Ray's have names; reward workers are grandchildren of
+    the driver, forked by the template process."""
     if role == "driver":
         return [driver]
     if role == "reward":
@@ -122,7 +122,7 @@ def steps_of(folder: Path) -> list[int]:
 
 
 def one_run(folder: Path, role: str | None, chance: random.Random) -> int:
-    """How many processes were killed."""
+    """Run the training and kill at most one process of the role. Returns the number of killed processes."""
     process = start(folder)
     killed = 0
     if role is not None:

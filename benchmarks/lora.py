@@ -3,7 +3,7 @@
     python benchmarks/lora.py --device cuda
 
 Eight answers of 1,024 tokens to one prompt of 512, gradient checkpointing, adapters of rank 16 on every linear layer,
-bfloat16 weights. The process may not take more than the cap: torch refuses what goes beyond it.
+bfloat16 weights. torch refuses allocations beyond the cap.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_adapter(model: Any, rank: int) -> Any:
-    """As `covey train model.lora.rank=… model.gradient_checkpointing=true` makes it, which starts from a folder."""
+    """The model as `covey train model.lora.rank=… model.gradient_checkpointing=true` loads it from a folder."""
     import peft
 
     from covey.config.schema import LoraConfig

@@ -1,4 +1,4 @@
-"""What it saves on a CPU to keep freed memory: an update of the built-in model with and without, in turns.
+"""Time saved on a CPU by keeping freed memory: updates of the built-in model, alternating with and without.
 
 .venv/bin/python benchmarks/malloc.py
 """
@@ -14,7 +14,7 @@ REPEATS = 3
 
 
 def measure(keep: bool) -> float:
-    """Median seconds of an update on 5 groups of 16 answers of 9 tokens to prompts of 69, after two to warm up."""
+    """Median seconds of an update (5 groups of 16 answers, 69 + 9 tokens), after two warm-up updates."""
     from kit.models import random_ids
     from kit.pipeline import made_up
 

@@ -1,11 +1,11 @@
-"""Peak memory of a learner's update against tokens and vocabulary: it must not grow with their product.
+"""Peak memory of a learner's update by tokens and vocabulary: it must not grow with their product.
 
     .venv/bin/python benchmarks/memory.py                    a small model on a CPU, float32
     python benchmarks/memory.py --device cuda                the shape of Qwen2.5-0.5B on a GPU, bfloat16
 
-All tokens of an update go through the model in one micro-batch, so that only the learner's own chunks bound its logits.
-"Working memory" is the peak less what training holds anyway: weights, gradients, moments, and masters in bfloat16. On a
-CPU each point is a process of its own and its peak is that of the process, above what it held before the update.
+All tokens of an update are in one micro-batch, so that only the learner's chunking bounds its logits. "Working memory"
+is the peak minus the persistent tensors: weights, gradients, moments, and float32 masters in bfloat16. On a CPU each
+point has its own process, and the peak is that of the process, minus its memory before the update.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kit.report import Plot, Result, command_line, measured_on, number, options,
 
 
 def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
-    """Points one after the other, each with a model of its vocabulary."""
+    """Measure the points in order, each with a model of its vocabulary."""
     prepare(settings)
     return {**about(settings["device"]), "points": [_point(settings, point) for point in settings["points"]]}
 
@@ -35,7 +35,7 @@ def _point(settings: dict[str, Any], point: dict[str, int]) -> dict[str, float]:
 
     config = model_config(settings["shape"], vocab_size=point["vocabulary"])
     model = random_model(config, settings["device"], settings["dtype"])
-    # Room for every prompt beside the answers: one micro-batch.
+    # Prompts and answers of the update fit into one micro-batch.
     learner = Learner(model, LearnerConfig(lr=1e-6, micro_batch_tokens=2 * point["tokens"]), total_updates=10)
     algorithm = make("grpo")
 
@@ -45,17 +45,17 @@ def _point(settings: dict[str, Any], point: dict[str, int]) -> dict[str, float]:
         (batch,) = minibatches(samples, algorithm.advantages(samples), groups_per_batch=None, epochs=1)
         learner.update(batch, algorithm)
 
-    update(2)  # moments are made in the first update
+    update(2)  # the first update allocates the moments
     before = held(settings["device"])
     reset_peak()
     update(point["tokens"] // settings["answer_tokens"])
     peak = peak_memory(settings["device"])["peak"]
     trained = sum(p.numel() for p in model.parameters()) * model.dtype.itemsize / GIB
-    return {"peak": peak, "working": peak - before - trained}  # gradients are gone before and there at the peak
+    return {"peak": peak, "working": peak - before - trained}  # gradients exist at the peak, but not before
 
 
 def held(device: str) -> float:
-    """GiB that are taken now."""
+    """GiB in use now."""
     import torch
 
     if device == "cuda":
@@ -103,7 +103,7 @@ def rows_of(settings: dict[str, Any], points: Sequence[dict[str, float]]) -> lis
 
 
 def growth(rows: Sequence[dict[str, Any]]) -> str:
-    """How much working memory a further token takes, for the smallest and the largest vocabulary."""
+    """Working memory per token, for the smallest and the largest vocabulary."""
     slopes = {}
     for vocabulary in (min(row["vocabulary"] for row in rows), max(row["vocabulary"] for row in rows)):
         of = sorted((row["tokens"], row["working"]) for row in rows if row["vocabulary"] == vocabulary)

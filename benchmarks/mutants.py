@@ -5,13 +5,13 @@
 Mutants of the algorithms, the rollout pipeline, the embedded engine (without the files that need a GPU) and the
 learner's packing: a comparison is changed, + and -, * and /, `and` and `or` are exchanged, an integer is changed by
 one, `not` is dropped, a condition is made constant, a call or an augmented assignment that is a statement is deleted,
-a function that may return None returns None. --sample mutants of each file are drawn with --seed; without it, all.
+or a function that may return None returns None. --sample mutants of each file are drawn with --seed; without it, all.
 
 Each mutant is written into a copy of the package in a temporary folder, and the tests of its module run with `-x` in
 a fork of this process, which has imported torch, transformers and pytest but not Covey. A mutant survives if they
-pass; a failed test, an error and a hang (--timeout) kill it. The unchanged package goes first and must pass.
-Each survivor is printed when it is found, as place and change; then a table of the files, after Ctrl-C of those
-that are done. Exit status 1: tests fail without a change.
+pass; a failed test, an error and a hang (--timeout) kill it. The unchanged package is tested first and must pass.
+Each survivor is printed with its location and change, then a table of the files; after Ctrl-C, of those that are
+done. Exit status 1: tests fail without a change.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Mutant:
 
 
 def mutants_of(file: str, source: str) -> Iterator[Mutant]:
-    """Each changes one node; the rest of the text stays as it is."""
+    """The mutants of a file. Each changes one node and leaves the rest of the text unchanged."""
     lines = source.encode().splitlines(keepends=True)
     starts = [0]
     for text in lines:
@@ -135,7 +135,7 @@ def constants_for(parent: ast.AST, name: str, optional: bool) -> Constants:
 
 
 def changes(node: ast.expr | ast.stmt) -> Iterator[str]:
-    """The texts that may stand in its place."""
+    """Source texts that may replace the node."""
     changed = copy.deepcopy(node)
     if isinstance(changed, ast.Compare):
         changed.ops[0] = COMPARISONS[type(changed.ops[0])]()
@@ -166,13 +166,13 @@ def test_files(file: str) -> list[str]:
 
 
 def passes(scratch: Path, file: str, source: str, timeout: float) -> bool:
-    """Run the tests of a file with this text in its place, in a fork."""
+    """Replace the source of a file and run its tests, in a fork."""
     path = scratch / "covey" / file
     path.write_text(source)
     Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)  # a change may keep size and time
     child = os.fork()
     if child == 0:
-        os.setsid()  # so that a hang ends with all it has started
+        os.setsid()  # to kill a hanging test together with its child processes
         os._exit(run_tests(scratch, test_files(file)))
     end, ended = time.monotonic() + timeout, (0, 0)
     try:
@@ -216,7 +216,7 @@ def unchanged_passes(scratch: Path, file: str, source: str, timeout: float) -> b
 
 
 def test_file(scratch: Path, file: str, asked: argparse.Namespace) -> tuple[int, int] | None:
-    """How many mutants were tried and survived, which are printed; None where the tests fail without a change."""
+    """Numbers of tested and surviving mutants; None if the tests fail without a change. Survivors are printed."""
     source = (PACKAGE / file).read_text()
     found = list(mutants_of(file, source))
     chosen = random.Random(f"{asked.seed} {file}").sample(found, min(asked.sample or len(found), len(found)))

@@ -1,12 +1,11 @@
-"""The packages of requirements-gpu.txt in one archive, for a GPU machine that can install nothing.
+"""Packs the packages of requirements-gpu.txt into one archive, for a GPU machine without a package index.
 
     .venv/bin/python benchmarks/pack.py [--python-version 3.12] [--out .carry/packages.tar.xz]
 
-There:  tar xf packages.tar.xz && PYTHONPATH=$PWD/site-packages python benchmarks/gpu.py
+On that machine:  tar xf packages.tar.xz && PYTHONPATH=$PWD/site-packages python benchmarks/gpu.py
 
-The folder has to be called site-packages: dill, which TRL's datasets use, takes modules elsewhere for the user's own
-and tries to pickle them. Parts of pyarrow and pandas that nothing here imports are left out; with them the archive
-would be twice as large.
+The folder must be named site-packages: dill, which TRL's datasets use, treats modules elsewhere as the user's code and
+tries to pickle them. Unused parts of pyarrow and pandas are excluded; with them the archive would be twice as large.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 REQUIREMENTS = Path(__file__).parent / "requirements-gpu.txt"
-FROM_SOURCE = "antlr4-python3-runtime"  # pure Python, and published as source only
+FROM_SOURCE = "antlr4-python3-runtime"  # pure Python, published as source only
 LEFT_OUT = (
     "pyarrow/include/*",
     "pyarrow/tests/*",
@@ -35,7 +34,7 @@ LEFT_OUT = (
 
 
 def install(version: str, folder: Path, wheels: Path) -> None:
-    """Wheels for Linux and that Python, whatever runs here."""
+    """Download wheels for Linux and the given Python version, independent of this machine."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
     pinned = next(line for line in REQUIREMENTS.read_text().splitlines() if line.startswith(FROM_SOURCE))
     subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(wheels), pinned], check=True)

@@ -1,12 +1,12 @@
-"""The regime people pay for: a 7B model, prompts of 1,024 tokens, answers of very different lengths up to 8,192.
+"""A realistic workload: a 7B model, prompts of 1,024 tokens, answers of very different lengths up to 8,192.
 
     python benchmarks/regime.py --device cuda                Covey's engine against vLLM, bfloat16
 
-Lengths are log-normal with a fixed seed and the same for both sides; each answer is told its own by max_tokens, and no
-token ends it earlier. Groups of eight share their prompt. Each side is a process of its own with random weights of the
-same shape. It warms up on other prompts with answers of a sixty-fourth of the length, one of them to a prompt as long
-as the longest row will be: compiling, capturing and making room is over then. Both return the log-prob of every
-token; --plain measures vLLM without them as well.
+Lengths are log-normal with a fixed seed and the same for both engines; max_tokens sets the length of each answer, and
+no token ends it earlier. Groups of eight share their prompt. Each engine runs in its own process with random weights of
+the same shape. The warm-up has other prompts, answers of 1/64 of the length, and one prompt as long as the longest row,
+so that compilation, graph capture and allocation are done before the measurement. Both return the log-prob of every
+token; --plain also measures vLLM without them.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from kit.measure import about, machine, merged, now, peak_memory, prepare
 from kit.models import load_config, load_model, random_ids
 from kit.report import Plot, Result, command_line, measured_on, number, options, publish, ratio
 
-WARM_UP = 64  # answers are so many times shorter
+WARM_UP = 64  # answers of the warm-up are this many times shorter
 SIDES = {"covey": "Covey, with log-probs", "vllm-logprobs": "vLLM, with log-probs", "vllm": "vLLM, without"}
 
 
 def answer_lengths(count: int, median: int, spread: float, longest: int, seed: int = 0) -> list[int]:
-    """Log-normal: half of the answers are longer than `median`, a few are as long as may be."""
+    """Log-normal lengths: half of them are above `median`, a few are cut at `longest`."""
     rng = random.Random(seed)
     return [max(1, min(longest, round(median * math.exp(spread * rng.gauss(0, 1))))) for _ in range(count)]
 
 
-# -- the sides, each in a process of its own -------------------------------------------------------------------------
+# -- the engines, each in its own process ----------------------------------------------------------------------------
 
 
 def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def vllm_side(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_warm(call: Callable[[list[list[int]], list[int]], int], settings: dict[str, Any]) -> dict[str, float]:
-    """Seconds of the warm-up and of the work."""
+    """Seconds of the warm-up and of the measurement."""
     lengths = settings["lengths"]
     short = [math.ceil(length / WARM_UP) for length in lengths]
     prompts = requests(settings, "warm-up")
@@ -78,7 +78,7 @@ def run_warm(call: Callable[[list[list[int]], list[int]], int], settings: dict[s
 
 
 def requests(settings: dict[str, Any], run: str) -> list[list[int]]:
-    """The prompts of all answers; a group's are the same."""
+    """The prompt of each answer; equal within a group."""
     groups = len(settings["lengths"]) // settings["group"]
     vocabulary = load_config(settings["model"]).vocab_size
     prompts = random_ids(vocabulary, groups, settings["prompt_tokens"], ("regime", run))

@@ -1,11 +1,11 @@
-"""What a step costs as groups, prompts and answers grow, and what the shared prompt of a group saves.
+"""The cost of a step by group size, prompt and answer length, and the saving from the shared prompt of a group.
 
     .venv/bin/python benchmarks/scaling.py                   SmolLM2-135M on a CPU
     python benchmarks/scaling.py --device cuda               the shape of Qwen2.5-0.5B on a GPU, bfloat16
 
-One thing varies at a time. The last rows compare groups of 16 with a long prompt with the same answers to a prompt of
-one token: a prompt that is computed once per group, in sampling and in learning, costs little beside its answers.
-Without sharing, the learner alone would cost 1 + prompt/answer times as much.
+One parameter varies at a time. The last rows compare groups of 16 with a long prompt to the same answers with a prompt
+of one token: the prompt is computed once per group, in sampling and in learning, so it costs little compared with the
+answers. Without sharing, the learner alone would take 1 + prompt/answer times as long.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kit.measure import about, machine, prepare
 from kit.models import load_config, load_model, random_ids, word_tokenizer
 from kit.report import Plot, Result, command_line, measured_on, number, options, publish, ratio
 
-SHARED = "prompt shared"  # the rows that the figure is made of
+SHARED = "prompt shared"  # the rows that are plotted
 KINDS = ("group", "prompt", "answer", SHARED)
 
 
@@ -34,7 +34,7 @@ def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
 
     prepare(settings)
     if settings["device"] == "cpu":
-        keep_freed_memory()  # as every run of Covey's does
+        keep_freed_memory()  # as in every run of Covey
     model = load_model(settings["model"], settings["device"], settings["dtype"])
     vocabulary = model.config.vocab_size
     trainer = Trainer(model, word_tokenizer(vocabulary), eos_ids=(), learner=LearnerConfig(lr=1e-6))
@@ -59,7 +59,7 @@ def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def grid(base: Load, *, groups: Sequence[int], prompts: Sequence[int], answers: Sequence[int]) -> list[dict[str, Any]]:
-    """The base with one thing changed at a time."""
+    """The base load with one parameter changed at a time."""
     found = [("group", {"group": size}) for size in groups]
     found += [("prompt", {"prompt_tokens": tokens}) for tokens in prompts]
     found += [("answer", {"answer_tokens": tokens}) for tokens in answers]
@@ -67,7 +67,7 @@ def grid(base: Load, *, groups: Sequence[int], prompts: Sequence[int], answers: 
 
 
 def sharing(prompts: int, group: int, prompt_tokens: int, answers: Sequence[int]) -> list[dict[str, Any]]:
-    """Pairs: the answers to a prompt of one token, and the same to a long one."""
+    """Pairs of loads: the same answers after a prompt of one token, and after a long one."""
     return [
         {"varies": SHARED, "load": asdict(Load(prompts, group, tokens, answer))}
         for answer in answers
@@ -106,7 +106,7 @@ HEADER += ("learning", "step")
 
 
 def rows_of(settings: dict[str, Any], points: Sequence[dict[str, Any]], rates: Rates) -> list[dict[str, Any]]:
-    """Ratios are to the first row of what varies; where prompts are shared, to the same answers alone."""
+    """Ratios are relative to the first row of each parameter; for shared prompts, to the answers without the prompt."""
     shape = Shape.of(load_config(settings["model"]))
     itemsize = {"float32": 4, "bfloat16": 2}[settings["dtype"]]
     rows: list[dict[str, Any]] = []

@@ -1,10 +1,10 @@
-"""Every reward against real data: gold answers must score full marks, and answers made wrong must not.
+"""Checks every reward on real data: gold answers must score full marks, and corrupted answers must not.
 
 .venv/bin/python benchmarks/scoring.py [--data ../shared/data] [--only math,gsm8k,code,bfcl,rlla,ifeval] [--sample N]
                                        [--speed] [--write docs/scoring.md]
 
-`--sample` takes about so many rows of each large set. `--speed` instead measures math_verify beside math-verify alone,
-and feeds it answers meant to hurt. Exceptions are listed below the table.
+`--sample N` takes about N rows of each large set. `--speed` instead measures math_verify and math-verify alone, also on
+adversarial answers. Exceptions are listed below the table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
     parser.add_argument("--only", default=",".join(CHECKS), help="comma-separated")
-    parser.add_argument("--sample", type=int, help="about so many rows of each large set")
+    parser.add_argument("--sample", type=int, help="about this number of rows of each large set")
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--answers", type=int, default=10_000, help="with --speed")
     parser.add_argument("--repeats", type=int, default=3, help="with --speed")

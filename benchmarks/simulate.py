@@ -1,10 +1,10 @@
-"""Predicted against measured: small runs on a CPU, calibrated on one of them.
+"""Compares predicted and measured step times: small runs on a CPU, calibrated on one of them.
 
     .venv/bin/python benchmarks/simulate.py [--steps 8]
 
-A small random model, an agent of two replies with a wait between them that stands for a slow tool. The figures of the
-device come from one setting; others, with other groups, lengths, modes and staleness, are predicted and then run. The
-first setting is run again before each of them, so that a machine whose speed changes is known as it is at the time.
+A small random model and an agent that writes two replies, with a wait between them like for a slow tool. The speeds of
+the device are measured with one setting; settings with other group sizes, lengths, modes and staleness are predicted
+and then run. The first setting is repeated before each of them, since the speed of the machine may change.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ async def agent(policy, task):
     share = zlib.crc32(f"{task.id} {attempts[task.id]}".encode()) % 1000 / 1000
     reply = await policy.ask(task.messages)
     await asyncio.sleep(LOW + (HIGH - LOW) * share)
-    said = {"role": "assistant", "content": reply.text}
-    return (await policy.ask([*task.messages, said, {"role": "user", "content": "Are you sure?"}])).text
+    first = {"role": "assistant", "content": reply.text}
+    return (await policy.ask([*task.messages, first, {"role": "user", "content": "Are you sure?"}])).text
 """
 SETTINGS = [
     *("data=sort", "algorithm=grpo", "agent=tool.py:agent", "learner.lr=1e-6", "logging.episodes_per_step=16"),
@@ -55,7 +55,7 @@ class Setting:
 
     @property
     def first(self) -> int:
-        """Steps that are not counted."""
+        """Steps at the start that are not counted."""
         return self.staleness + 1
 
     def words(self) -> list[str]:
@@ -75,7 +75,7 @@ OTHERS = (
 
 
 def make_model(folder: Path) -> None:
-    """A random Llama of 3 million parameters with the built-in tokenizer; it hardly ever ends an answer by itself."""
+    """A random Llama of 3 million parameters with the built-in tokenizer, which hardly ever samples the end token."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -99,7 +99,7 @@ def make_model(folder: Path) -> None:
 
 
 def run(folder: Path, setting: Setting, steps: int, number: int) -> Path:
-    """A real run; its folder."""
+    """Run the setting and return the run's folder."""
     place = folder / "-".join(
         map(str, ("run", number, setting.groups, setting.attempts, setting.tokens, setting.staleness))
     )
@@ -111,7 +111,7 @@ def run(folder: Path, setting: Setting, steps: int, number: int) -> Path:
 
 
 def measured(path: Path, first: int) -> dict[str, float]:
-    """Means over the steps after the first ones, which warm up and fill the window."""
+    """Means over the steps, without the first ones, which warm up and fill the window."""
     records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     steps = [record["metrics"] for record in records if record["kind"] == "step"][first:]
     return {
@@ -123,7 +123,7 @@ def measured(path: Path, first: int) -> dict[str, float]:
 
 
 class Predictor:
-    """What `covey simulate` would say, from the figures of one run."""
+    """Predicts like `covey simulate`, from the measurements of one run."""
 
     def __init__(self, first: Path, setting: Setting, model: Path) -> None:
         from transformers import AutoConfig
@@ -134,7 +134,7 @@ class Predictor:
 
         draw = random.Random(0)
         seen = run_episodes(first, run_steps(first))
-        seen = replace(seen, examples=seen.examples * 4)  # so that waits are many
+        seen = replace(seen, examples=seen.examples * 4)  # for more samples of the wait
         self.episodes = with_waits(seen, lambda: draw.uniform(LOW, HIGH))
         shape = Shape.from_config(AutoConfig.from_pretrained(model), "its config.json")
         base = assumed_speeds(shape, device("cpu"), seen.prompt + seen.length / 2)
@@ -147,8 +147,8 @@ class Predictor:
         from covey.simulate.simulation import Deployment, Workload, simulate
 
         speeds = self.speeds
-        passes = 1 + FORWARD_PASS * (setting.staleness > 0)  # what older policies drew is looked at once more
-        longer = setting.tokens / self.first.tokens  # every answer is of full length
+        passes = 1 + FORWARD_PASS * (setting.staleness > 0)  # samples of older policies need another forward pass
+        longer = setting.tokens / self.first.tokens  # every answer has full length
         turns = tuple(
             tuple(replace(turn, tokens=round(turn.tokens * longer)) for turn in episode)
             for episode in self.episodes.examples
@@ -189,17 +189,17 @@ HEADER = (
 )
 
 
-def cells(kind: str, name: str, real: dict[str, float], said: dict[str, float]) -> list[str]:
+def cells(kind: str, name: str, real: dict[str, float], predicted: dict[str, float]) -> list[str]:
     return [
         *(
             kind,
             name,
             f"{real['step']:.2f}",
-            f"{said['step']:.2f}",
-            f"{100 * (said['step'] / real['step'] - 1):+.0f} %",
+            f"{predicted['step']:.2f}",
+            f"{100 * (predicted['step'] / real['step'] - 1):+.0f} %",
         ),
-        *(f"{real['learning']:.2f}", f"{said['learning']:.2f}", f"{real['age']:.2f}", f"{said['age']:.2f}"),
-        f"{real['age_max']:.0f} / {said['age_max']:.0f}",
+        *(f"{real['learning']:.2f}", f"{predicted['learning']:.2f}", f"{real['age']:.2f}", f"{predicted['age']:.2f}"),
+        f"{real['age_max']:.0f} / {predicted['age_max']:.0f}",
     ]
 
 
@@ -218,9 +218,9 @@ def main() -> None:
             rows.append(
                 cells("calibrated on", FIRST.name, measured(first, FIRST.first), predictor.predict(FIRST, steps))
             )
-            said = predictor.predict(setting, steps)  # before it is run
+            predicted = predictor.predict(setting, steps)  # before the run
             real = measured(run(folder, setting, steps, number), setting.first)
-            rows.append(cells("predicted", setting.name, real, said))
+            rows.append(cells("predicted", setting.name, real, predicted))
             print(*(" | ".join(row) for row in rows[-2:]), sep="\n", file=sys.stderr, flush=True)
     print(table(HEADER, rows))
 

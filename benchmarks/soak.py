@@ -1,18 +1,19 @@
-"""Endurance: thousands of steps with an agent whose tools fail, watched from outside. Does anything grow?
+"""Soak test: thousands of steps with an agent whose tools fail. Does memory or any other resource grow?
 
     .venv/bin/python benchmarks/soak.py [--steps 20000] [--minutes 60] [--mode sync|async] [--picture soak.png]
 
-A tiny random model plays two tasks four times a step, several turns each. It calls a tool in a worker process that
-fails one time in twenty (an exception, a hang until its deadline, a crash of its process, megabytes of output), one
-with a state, the calculator, and the Python sandbox, whose code fails too. The reward runs in worker processes.
-Checkpoints every 100 steps, evaluations every 200, two episodes of each step logged, the console's lines in a file.
+A tiny random model makes four attempts at two tasks per step, with several turns each. It calls a tool in a worker
+process that fails one time in twenty (an exception, a hang until its deadline, a crash of its process, megabytes of
+output), a tool with state, the calculator, and the Python sandbox, whose code fails too. The reward runs in worker
+processes. Checkpoints are written every 100 steps, evaluations run every 200, two episodes of each step are logged, and
+the console output goes to a file.
 
-Every few seconds the run's processes are looked at through /proc. After a warm-up (the first half: the engine's cache
-and the allocator's arenas grow to what was needed at most so far, in steps that become rare) the slope of the memory by
-step is fitted by least squares; its interval is the 2.5 to 97.5 % range of a moving-block bootstrap of the residuals,
-with blocks of a tenth of the samples, since samples next to each other are alike. What is counted (files, threads,
-processes, sandboxes, temporary files, shared memory) must not be above the warm-up's most by more than a few: how many
-sandboxes and workers there are at a moment is chance. Everything that was started must be gone at the end.
+Every few seconds the run's processes are inspected through /proc. The first half is the warm-up, in which the engine's
+cache and the allocator's arenas grow to their peak demand. After it, memory against steps is fitted by least squares;
+the interval of the slope is the 2.5 to 97.5 % range of a moving-block bootstrap of the residuals, with blocks of a
+tenth of the samples, because neighbouring samples are correlated. The counts (files, threads, processes, sandboxes,
+temporary files, shared memory) may exceed the maximum of the warm-up by a few, since the number of sandboxes and
+workers at a moment is random. All processes must have ended at the end.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ MEMORY = {"rss": "driver, RSS", "uss": "driver, its own alone (USS)", "tree_pss"
 ON_A_GPU = {"perf/gpu_memory_gib": "tensors on the GPU, the step's most", "perf/gpu_reserved_gib": "held of the GPU"}
 FEW_PAGES = 0.1  # MiB: 25 of them
 MANY = 1000  # steps
-COUNTS = {  # by how much each may be above the most of the warm-up
+COUNTS = {  # how far each may exceed the maximum of the warm-up
     "files": 8,
     "threads": 2,
     "tree_files": 120,
@@ -133,8 +134,8 @@ class Slope:
         return self.low <= 0 <= self.high
 
     def verdict(self, steps: float) -> str:
-        """After so many steps. Memory is counted in pages of 4 KiB: a few more are seen, and say nothing of growth, if
-        the steps were many."""
+        """The verdict after `steps` steps. Memory is counted in pages of 4 KiB; after many steps, a few more pages are
+        not growth."""
         if self.flat:
             return "indistinguishable from zero"
         more = self.value * steps / 1000
@@ -156,7 +157,7 @@ def prepare(folder: Path) -> None:
 
 
 class Steps:
-    """How many steps a run has made, by the lines of its metrics file."""
+    """Counts the steps of a run by the lines of its metrics file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -175,7 +176,7 @@ class Steps:
 
 
 def watch(folder: Path, words: list[str], every: float) -> tuple[list[Moment], int, list[int]]:
-    """One run: what was seen, how it ended, and processes that it left behind."""
+    """Run a command. Returns the samples, its exit code, and the processes that it left behind."""
     paths = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": paths, "TMPDIR": str(folder / "temporary")}
     steps, moments, begin, known = Steps(folder), [], time.monotonic(), set[int]()
@@ -232,7 +233,7 @@ def grown(steps: np.ndarray, values: np.ndarray) -> dict[str, Any]:
 
 
 def judge(moments: list[Moment], code: int, left: list[int], folder: Path) -> dict[str, Any]:
-    moments = [m for m in moments if m.step < moments[-1].step]  # without the end, where all is given back
+    moments = [m for m in moments if m.step < moments[-1].step]  # without the last step, when memory is freed
     begin = max(3, len(moments) // 2)
     assert len(moments) >= begin + 10, f"only {len(moments)} samples:\n{(folder / 'log.txt').read_text()[-3000:]}"
     early, late = moments[:begin], moments[begin:]

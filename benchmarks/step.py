@@ -1,11 +1,11 @@
-"""One training step, sampling and learning, of Covey and of TRL's GRPOTrainer: same weights, prompts, lengths, dtype.
+"""One training step (sampling and learning) of Covey and TRL's GRPOTrainer: same weights, prompts, lengths, dtype.
 
     .venv/bin/python benchmarks/step.py                      SmolLM2-135M on a CPU, float32, 8 prompts × 8 answers
     python benchmarks/step.py --device cuda                  Qwen2.5 shapes on a GPU, bfloat16, 32 prompts × 8 answers
 
-Every run is a process of its own that warms up and then times its steps; on a CPU the sides take turns. TRL runs in
-the Python of --trl-python. "fixed" suppresses the end of an answer on both sides, "natural" lets answers end; then the
-sides sample different numbers of tokens, and tokens/s is what compares.
+Every run has its own process, which warms up and then times its steps; on a CPU, runs of both libraries alternate. TRL
+runs in the Python of --trl-python. "fixed" suppresses the end token, "natural" does not; then the libraries sample
+different numbers of tokens, so compare tokens/s.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NOTES = {
 }
 
 
-# -- the two sides, each in a process of its own ---------------------------------------------------------------------
+# -- the two libraries, each in its own process ----------------------------------------------------------------------
 
 
 def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def cases(options: Any) -> list[dict[str, Any]]:
 
 
 def tiny(case: dict[str, Any], options: Any) -> dict[str, Any]:
-    """What changes where a case is only tried."""
+    """The case with tiny sizes, for a quick try."""
     load = {"model": "tiny", "dtype": "float32", "group": 2, "max_tokens": 4, "micro_batch": 4}
     name = f"tiny, {case['name'].rpartition(', ')[2]}"
     return load | {"name": name, "device": measured_on(options), "prompts": words("tiny", 2, 8)}
@@ -121,7 +121,7 @@ def words(model: str, count: int, tokens: int) -> list[str]:
 
 
 def questions(count: int) -> list[str]:
-    """Of the demo's task."""
+    """Questions of the demo's task."""
     from covey.config.schema import DataConfig
     from covey.tasks import load_tasks
 
@@ -132,7 +132,7 @@ def questions(count: int) -> list[str]:
 def measure(
     children: Children, case: dict[str, Any], sides: dict[str, Path], repeats: int, failures: list[str]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Runs of each side in turns. A side that fails is named, and left out from then on."""
+    """Alternate runs of each library. One that fails is reported and not run again."""
     runs: dict[str, list[dict[str, Any]]] = {}
     failed: set[str] = set()
     for _ in range(repeats):
@@ -153,7 +153,7 @@ def names(side: str, micro_batches: Sequence[int]) -> list[str]:
 
 
 def changes(side: str) -> dict[str, int]:
-    """A side `trl/16` is TRL in micro-batches of 16."""
+    """The settings that a name implies: `trl/16` is TRL with micro-batches of 16."""
     _, _, micro_batch = side.partition("/")
     return {"micro_batch": int(micro_batch)} if micro_batch else {}
 
@@ -181,7 +181,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def floor(case: dict[str, Any], shape: Shape, rates: Rates, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Of answers of full length; prompts count with their mean length."""
+    """The lower bound for answers of full length and prompts of mean length."""
     length = round(statistics.mean(map(len, prompts)))
     load = Load(len(prompts), case["group"], length, case["max_tokens"])
     itemsize = {"float32": 4, "bfloat16": 2}[case["dtype"]]

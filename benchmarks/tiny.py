@@ -1,4 +1,4 @@
-"""What the learning experiments share: a tiny random model as a folder, and their pages' tables."""
+"""Shared by the learning experiments: a tiny random model as a folder, and the tables of their page."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ END = "<end>"  # token 0; the symbols are 1, 2, ...
 
 
 def make_model(folder: Path, symbols: str, *, seed: int, initializer_range: float, width: int = 32) -> Path:
-    """A random Llama with two layers of this width. Its vocabulary is the symbols and an end token, one token each; a
-    prompt is the question and nothing else."""
+    """A random Llama with two layers of this width. Its vocabulary is the symbols and an end token; a prompt is
+    only the question."""
     disable_progress_bar()
     vocabulary = {token: number for number, token in enumerate([END, *symbols])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=END))
@@ -51,7 +51,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_section(name: str, text: str, page: Path = PAGE) -> None:
-    """Put `text` between the page's marks of this name."""
+    """Replace the text between the marks with this name on the page."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     before = page.read_text(encoding="utf-8")
     after, found = re.subn(

@@ -1,15 +1,15 @@
-"""Two rewards that pull against each other: which algorithm keeps the worse one alive?
+"""Two conflicting rewards: which algorithm keeps the lower one from collapsing?
 
     .venv/bin/python benchmarks/two_rewards.py [--seeds 0 1 ...] [--write]
 
-A tiny random model is asked for a list of eight letters. `recall` is the share of the list that it names, `brevity` is
-1 − letters/8: a right letter pays exactly what it costs, so on the front of best answers the two always sum to 1, and
-the sum cannot tell four right letters from none. GRPO on the sum, GDPO and DGDO train from the same start on the same
-questions; what counts is the worse of the two rewards on questions that were never trained on.
+A tiny random model has to list eight letters. `recall` is the share of the list that it names, `brevity` is
+1 − letters/8. A right letter adds as much recall as it costs brevity, so on the Pareto front both sum to 1, and the sum
+does not distinguish four right letters from none. GRPO on the sum, GDPO and DGDO train from the same model on the same
+questions; the measure is the lower of the two rewards on held-out questions.
 
-A second table shows where this ends: with letters at half the price the sum itself asks for recall. All settings were
-chosen on seeds 100–104; the seed covers the model, the order of the questions and the sampling. `--write` puts the
-tables into docs/experiments.md. About six minutes on one core.
+A second table shows the limit of this effect: if letters cost half, the sum itself favours recall. All settings were
+chosen on seeds 100–104; the seed covers the model, the order of the questions and the sampling. `--write` updates the
+tables of docs/experiments.md. About six minutes on one core.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tiny import make_model, table, write_section
 import covey
 
 LETTERS = "abcdefghijklmnop"
-LISTS = {"a": LETTERS[:8], "b": LETTERS[8:]}  # a question's first letter names the list, the second means nothing
+LISTS = {"a": LETTERS[:8], "b": LETTERS[8:]}  # a question's first letter names the list, the second has no meaning
 HELD_OUT = "mnop"  # second letters that are never trained on
 MOST = 8  # letters of an answer
 STEPS = 200
@@ -40,7 +40,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "gdpo": {},
     "dgdo": {"warmup_steps": STEPS // 10, "beta_warmup_steps": STEPS // 5},  # its defaults are for longer runs
 }
-PRICE = 1 / 8  # of a letter, in brevity: what a right one adds to recall
+PRICE = 1 / 8  # cost of a letter in brevity, equal to the recall of a right one
 HALF_PRICE = 1 / 16
 
 
@@ -51,7 +51,7 @@ class Outcome:
     before: tuple[float, float]  # recall and brevity of the random model
     recall: float
     brevity: float
-    weights: tuple[float, ...]  # DGDO's of recall, in every step after its warm-up
+    weights: tuple[float, ...]  # DGDO's weight of recall in every step after its warm-up
 
     @property
     def worst(self) -> float:
@@ -72,7 +72,7 @@ def brevity(price: float) -> Callable[..., float]:
 
 
 def questions() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """To train on, and held out."""
+    """Training questions and held-out questions."""
     rows = [{"question": name + second, "answer": letters} for name, letters in LISTS.items() for second in LETTERS]
     return (
         [row for row in rows if row["question"][1] not in HELD_OUT],
@@ -107,14 +107,14 @@ def train(algorithm: str, seed: int, price: float, steps: int = STEPS) -> Outcom
 
 
 def sign_test(differences: Sequence[float]) -> float:
-    """Two-sided p of as many or more signs alike, if both were equally likely; ties do not count."""
+    """Two-sided p-value of the sign test; ties are dropped."""
     above, below = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
     n, most = above + below, max(above, below)
     return min(1.0, 2 * sum(math.comb(n, k) for k in range(most, n + 1)) * 0.5**n)
 
 
 def comparison(outcomes: Sequence[Outcome], better: str, other: str) -> list[str]:
-    """The worse reward of two algorithms, seed by seed."""
+    """A paired comparison of the lower reward of two algorithms, over seeds."""
     worst = {(o.algorithm, o.seed): o.worst for o in outcomes}
     seeds = sorted({o.seed for o in outcomes})
     differences = [worst[better, seed] - worst[other, seed] for seed in seeds]

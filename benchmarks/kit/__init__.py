@@ -1,1 +1,1 @@
-"""What the benchmarks share: shapes and floors, random models, child processes, Covey, its rivals, tables."""
+"""Shared by the benchmarks: model shapes and lower bounds, random models, child processes, other libraries, tables."""

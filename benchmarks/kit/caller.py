@@ -1,4 +1,4 @@
-"""A tiny random model that calls tools: some of its tokens are whole calls, and how often it says them is chosen."""
+"""A tiny random model that calls tools: some of its tokens are whole calls, with a given probability."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 WIDTH, CONTEXT = 32, 512
-LOUD = 40.0  # the one dimension that is the same for all tokens: it carries the biases of the output
+LOUD = 40.0  # value of the one dimension that is equal for all tokens and carries the output biases
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t.function.name }} {% endfor %}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
@@ -47,8 +47,8 @@ def make_tokenizer(calls: Sequence[Call] = ()) -> PreTrainedTokenizerFast:
 def make_model(
     tokenizer: PreTrainedTokenizerFast, *, calls: int = 0, ends: float = 0.3, calling: float = 0.3, seed: int = 0
 ) -> LlamaForCausalLM:
-    """A token is an end of turn with the chance `ends`, one of the last `calls` of the vocabulary with the chance
-    `calling`, roughly, and otherwise any."""
+    """A token is an end of turn with probability `ends`, one of the last `calls` tokens of the vocabulary with about
+    probability `calling`, and otherwise any token."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=WIDTH,
@@ -79,7 +79,7 @@ def make_model(
 
 
 def save(folder: Path, calls: Sequence[Call], **chances: float) -> Path:
-    """The same as a folder."""
+    """Save tokenizer and model to a folder."""
     disable_progress_bar()
     tokenizer = make_tokenizer(calls)
     make_model(tokenizer, calls=len(calls), **chances).save_pretrained(folder)  # type: ignore[arg-type]

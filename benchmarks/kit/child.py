@@ -1,6 +1,6 @@
-"""Each side of a comparison in a process of its own: nothing of one is left in the other's memory, caches or threads.
+"""Runs each side of a comparison in its own process, so that sides share no memory, caches or threads.
 
-A script calls `serve(sides)` first. In a child that runs one side and ends the process; in the parent it returns.
+A script calls `serve(sides)` first. In a child process it runs one side and exits; in the parent it returns.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MARK = "--child"
 
 
 class ChildFailed(RuntimeError):
-    """With the end of what the child printed."""
+    """A child process failed. The message has the end of its output."""
 
 
 def serve(sides: Mapping[str, Side]) -> None:
@@ -36,15 +36,15 @@ def serve(sides: Mapping[str, Side]) -> None:
 
 
 class Children:
-    """Starts the sides of a script, one after the other, all within a time limit. Covey is this checkout's, whatever
-    else a side's Python has installed."""
+    """Runs the sides of a script one after another, all within a time limit. They import Covey from this checkout, even
+    if their Python has another installation."""
 
     def __init__(self, script: str, limit: float) -> None:
         self.script = script
         self.end = time.monotonic() + limit
 
     def run(self, side: str, settings: Mapping[str, Any], python: str | Path = sys.executable) -> dict[str, Any]:
-        """What the side returned."""
+        """Run a side and return its result."""
         paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
         with tempfile.TemporaryDirectory() as folder:
@@ -62,7 +62,7 @@ class Children:
 
 
 def run_limited(command: Sequence[str], limit: float, **options: Any) -> int | None:
-    """The exit code, or None where the time was up: the process is ended then, with all that it started."""
+    """The exit code; None after the time limit, when the process and all its children are killed."""
     process = subprocess.Popen(command, start_new_session=True, **options)
     try:
         return process.wait(timeout=limit)
@@ -75,7 +75,7 @@ def run_limited(command: Sequence[str], limit: float, **options: Any) -> int | N
 
 
 def has_package(python: str | Path, package: str) -> bool:
-    """Whether a Python has a package installed; it is found, not imported."""
+    """Whether a Python has a package installed. The package is not imported."""
     question = f"import importlib.util as u; raise SystemExit(u.find_spec({package!r}) is None)"
     return subprocess.run([str(python), "-c", question]).returncode == 0
 

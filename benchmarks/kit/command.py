@@ -1,4 +1,4 @@
-"""`covey` as a benchmark starts it: this checkout's, in a process of its own."""
+"""Runs the command `covey` of this checkout in its own process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 
 def run_covey(words: Sequence[str], **options: Any) -> None:
-    """To its end, which must be a good one. `options` are those of subprocess.run."""
+    """Run the command; raises if it fails. `options` are those of subprocess.run."""
     paths = os.pathsep.join([str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "covey.cli.main", *words]
     subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": paths}, **options)

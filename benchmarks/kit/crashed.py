@@ -1,4 +1,4 @@
-"""The tiny training that is killed and resumed, and what is compared afterwards."""
+"""The tiny run that is killed and resumed, and the comparison of its results."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def prepare(folder: Path) -> Path:
 
 
 def copy(prepared: Path, folder: Path) -> Path:
-    """The same inputs in another place: links, nothing is written to them."""
+    """Link the inputs into another folder. They are only read."""
     folder.mkdir(parents=True)
     for path in prepared.iterdir():
         if path.name in ("model", "reward.py") or path.suffix == ".jsonl":
@@ -98,7 +98,7 @@ def status(run: Path) -> str:
 
 
 def finished_run(folder: Path) -> Path:
-    """The one that is finished. Others were killed before their first checkpoint: nothing to go on from."""
+    """The finished run. Others were killed before their first checkpoint, so they could not be resumed."""
     (run,) = [run for run in runs(folder) if status(run) == "finished"]
     others = [other for other in runs(folder) if other != run]
     left = [other for other in others if list(other.glob("checkpoints/step-*"))]
@@ -107,7 +107,7 @@ def finished_run(folder: Path) -> Path:
 
 
 def records(run: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without its timings; a line that is torn or follows a tear cannot be read and raises."""
+    """metrics.jsonl without its timings. A damaged line raises an error."""
     found = []
     for line in (run / "metrics.jsonl").read_bytes().splitlines(keepends=True):
         assert line.endswith(b"\n"), line
@@ -119,7 +119,7 @@ def records(run: Path) -> list[dict[str, Any]]:
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """All that must not depend on kills: hashes of weights, optimiser and state, records without timings."""
+    """Everything that must not depend on kills: hashes of weights, optimiser and state, records without timings."""
     run = finished_run(folder)
     last = run / "checkpoints" / f"step-{STEPS:06d}"
     found: dict[str, Any] = {
@@ -139,7 +139,7 @@ def outcome(folder: Path) -> dict[str, Any]:
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Names of what differs."""
+    """The names of the parts that differ."""
     return [name for name in one.keys() | other.keys() if one.get(name) != other.get(name)]
 
 
@@ -153,7 +153,7 @@ def steps_once(folder: Path) -> bool:
 
 
 def tickets(path: Path) -> dict[int, list[int]]:
-    """What each step was trained on: a step that was repeated after a kill counts as it was made last."""
+    """The groups that each step was trained on. Of a step repeated after a kill, the last repetition counts."""
     lines = [[int(word) for word in line.split()] for line in path.read_text().splitlines()]
     return {numbers[0]: numbers[1:] for numbers in lines}
 
@@ -185,7 +185,7 @@ def _state(checkpoint: Path) -> dict[str, Any]:
 
 
 def uses(folder: Path) -> Counter[str]:
-    """How often each reused group was learned from, by what the steps say."""
+    """How often each reused group was trained on, according to the steps."""
     counts: Counter[str] = Counter()
     for record in records(finished_run(folder)):
         if record["kind"] == "step":

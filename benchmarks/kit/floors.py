@@ -1,13 +1,12 @@
-"""What a model's shape must cost at least, whoever computes it.
+"""Lower bounds on the cost of a model shape, for any implementation.
 
     decode, one token of every answer   max((weights + Σ context · KV bytes) / bandwidth,  2 · weights · answers / rate)
     KV bytes of a token                 2 · layers · kv_heads · head_dim · bytes
     training FLOP of a token            6 · matrices + 12 · layers · d_q · context,   d_q = heads · head_dim
 
-A row of T tokens on its own has T/2 tokens of context in the mean, so its tokens cost 6 N + 6 · layers · d_q · T. The
-prompt of a group is counted once, and its tokens predict nothing that is trained on, so they skip the output matrix.
-Every answer reads its own context when it is decoded; an engine that reads the prompt once for its whole group may go
-below that.
+A token of a separate row of T tokens has T/2 tokens of context on average, so it costs 6 N + 6 · layers · d_q · T. The
+prompt of a group is counted once; its tokens have no loss, so they skip the output matrix. Every answer reads its own
+context when it is decoded; an engine that reads the prompt once per group may be faster than this bound.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Shape:
 
     @classmethod
     def of(cls, config: Any) -> Shape:
-        """Of a transformers configuration."""
+        """The shape of a transformers configuration."""
         return cls(
             hidden=config.hidden_size,
             layers=config.num_hidden_layers,
@@ -58,8 +57,8 @@ class Shape:
 
     @property
     def weights(self) -> int:
-        """What a forward pass multiplies with: a tied input matrix is the output matrix, another one is only looked
-        up."""
+        """Weights that a forward pass multiplies with. A tied input matrix is the output matrix; an untied one is only
+        looked up."""
         return self.body + self.output
 
     @property
@@ -72,7 +71,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine can do at most."""
+    """The limits of a machine."""
 
     bandwidth: float  # bytes of memory read per second
     flops: float  # of matrix products, per second
@@ -81,7 +80,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Load:
-    """So many prompts, each answered by a group; all prompts alike in length, and so all answers."""
+    """A number of prompts, each with a group of answers; all prompts have one length, and all answers have one."""
 
     prompts: int
     group: int
@@ -98,8 +97,7 @@ class Load:
 
 
 def decode_seconds(shape: Shape, rates: Rates, itemsize: int, prompt_tokens: int, answers: Sequence[int]) -> float:
-    """To decode answers of these lengths, all at once and each for as long as it needs. The first token of each comes
-    out of the prefill."""
+    """Seconds to decode answers of these lengths concurrently. The first token of each comes from the prefill."""
     weight_bytes, kv_bytes = shape.weights * itemsize, shape.kv_bytes(itemsize)
     lengths = sorted(answers)
     seconds, done = 0.0, 0
@@ -113,7 +111,7 @@ def decode_seconds(shape: Shape, rates: Rates, itemsize: int, prompt_tokens: int
 
 
 def prefill_seconds(shape: Shape, rates: Rates, load: Load) -> float:
-    """Every prompt once, forward; only its last token goes through the output matrix."""
+    """Seconds of one forward pass over every prompt; only its last token goes through the output matrix."""
     tokens = load.prompts * load.prompt_tokens
     attention = 4 * shape.layers * shape.d_q * load.prompts * _context(0, load.prompt_tokens)
     return (2 * shape.body * tokens + 2 * shape.output * load.prompts + attention) / rates.flops
@@ -126,7 +124,7 @@ def sampling_seconds(shape: Shape, rates: Rates, itemsize: int, load: Load) -> f
 
 
 def learning_seconds(shape: Shape, rates: Rates, load: Load) -> float:
-    """Forward and backward. An answer's last token predicts nothing and is not computed."""
+    """Seconds of forward and backward. An answer's last token predicts no other token and is not computed."""
     return training_flops(shape, load) / rates.flops
 
 
@@ -138,5 +136,5 @@ def training_flops(shape: Shape, load: Load) -> float:
 
 
 def _context(before: int, tokens: int) -> float:
-    """Σ context of so many tokens in a row, after `before` others: T/2 each in the mean of the row itself."""
+    """Σ context of `tokens` tokens after `before` others; within the row T/2 per token on average."""
     return tokens * before + tokens * tokens / 2

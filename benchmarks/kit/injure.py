@@ -1,9 +1,9 @@
-"""What goes wrong in a run, on purpose: applied inside its process before the command begins; the product has no hooks.
+"""Fault injection: applied inside a run's process before the command starts; Covey itself has no hooks.
 
-A run passes *places*: functions that this file wraps. Each passing has a moment before the call, after it, and where
-the call writes something, in the middle of the writing. All passings are counted together, so "the n-th" is the same
-moment in every run of the same command, and a sweep over n misses none. Besides, the audit events of Python name the
-calls that change the file system: a folder made, a file opened for writing, renamed, removed, cut.
+This file wraps functions, the *places*. Each call of a place has a moment before it, one after it, and if it writes
+something, one in the middle of the write. All moments are counted together, so the n-th is the same in every run of the
+same command, and a sweep over n covers all of them. Alternatively, Python's audit events identify the calls that change
+the file system: creating a folder; opening a file for writing; renaming, removing or truncating it.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ PLACES = {
     "report": "covey.training.run:write_report",
     "sft-report": "covey.training.sft:write_report",
 }
-TORN = ("line", "text")  # written by half at the moment in the middle
+TORN = ("line", "text")  # half of the data is written in the middle of the write
 EVENTS = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.chmod", "open")
 
 
 @dataclass(frozen=True)
 class Plan:
-    at: int = 0  # the passing at which it happens, from 1; 0: never
+    at: int = 0  # number of the moment at which the fault happens, from 1; 0: never
     signal: int = signal.SIGKILL
-    again: int = 0  # the same signal so many moments later; 0: once
+    again: int = 0  # repeat the signal after this number of moments; 0: once
     files: bool = False  # count calls that change the file system, not moments at places
-    places: list[str] = field(default_factory=list)  # count only these; none: all
+    places: list[str] = field(default_factory=list)  # count only these; empty: all
     log: str = ""  # a file for the name of every moment, one a line
     tickets: str = ""  # a file for the tickets that each step took, where sampling is ahead
     clock: float = 0.0  # seconds that the calendar's clock is ahead; it may be behind
@@ -151,7 +151,7 @@ def _wrap(moments: _Moments, name: str, target: str, *, tearing: bool) -> None:
 
 
 def _torn(moments: _Moments, name: str, call: Callable[..., Any], whom: Any, data: Any, **named: Any) -> Any:
-    """Half of it is on the disk when the moment comes."""
+    """A write that reaches the moment with half of its data on disk."""
     if name == "text":
         call(whom, data[: len(data) // 2], **named)
         moments.passed(f"during {name} {whom.name}")

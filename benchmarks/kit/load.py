@@ -1,7 +1,7 @@
-"""Many clients of a gateway at once, some of them rude, and whether what was recorded is what they were told.
+"""Many concurrent clients of a gateway, some misbehaving, and a check that their replies were recorded correctly.
 
-Every session writes marks of its own into its messages and keeps the log-probs of the replies it was given. In the
-record, a session must be there once, with exactly those replies and with no mark of another's.
+Every session writes its own marks into its messages and keeps the log-probs of its replies. The recorded episodes must
+contain each session once, with exactly these replies and without marks of other sessions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Reply = tuple[float, ...]  # its log-probs: no two replies have the same
 
 @dataclass
 class Session:
-    """What one client did and heard."""
+    """The requests and replies of one client."""
 
     number: int
     kind: str
@@ -42,7 +42,7 @@ class Session:
 
 
 def kind_of(number: int) -> str:
-    """Of twenty clients: one vanishes, one reads slowly, one has a wrong key, one sends too much, two stream."""
+    """Of twenty clients, one disconnects, one reads slowly, one has a wrong key, one sends too much, and two stream."""
     return {3: "vanish", 7: "slow", 11: "wrong key", 15: "oversized", 17: "stream", 18: "stream"}.get(
         number % 20, "plain"
     )
@@ -58,7 +58,7 @@ class Crowd:
         self._numbers = 0
 
     async def play(self, clients: int) -> list[Session]:
-        """So many clients at once, to their ends."""
+        """Run this number of concurrent clients until all have finished."""
         first, self._numbers = self._numbers, self._numbers + clients
         sessions = [Session(number, kind_of(number)) for number in range(first, first + clients)]
         await asyncio.gather(*map(self._client, sessions))
@@ -74,7 +74,7 @@ class Crowd:
                 f"/episodes/{session.id}/reward", headers=_key(session.key), json={"reward": session.number}
             )
             assert done.status_code == 200, done.text
-        except Exception as error:  # a client's trouble is a finding, and must not end the others
+        except Exception as error:  # an error of one client is a finding and must not stop the others
             session.error = repr(error)
 
     async def _converse(self, session: Session) -> None:
@@ -98,7 +98,7 @@ class Crowd:
     async def _refused(self, session: Session, key: str, body: Mapping[str, Any]) -> None:
         try:
             answer = await self.http.post("/v1/chat/completions", headers=_key(key), json=body)
-        except httpx.TransportError:  # the server may hang up on a body that it does not want
+        except httpx.TransportError:  # the server may close the connection if it refuses the body
             session.refused.append(0)
             return
         session.refused.append(answer.status_code)
@@ -131,7 +131,7 @@ class Crowd:
         return reader, writer
 
     async def _vanish(self, session: Session, body: Mapping[str, Any]) -> None:
-        """Ask, and be gone before the reply: half of them say good-bye, the others do not."""
+        """Send a request and disconnect before the reply: half of the clients close the connection, others reset it."""
         _, writer = await self._connected(session, body)
         await asyncio.sleep(0.05)
         session.lost += 1
@@ -166,7 +166,7 @@ def _unchunked(raw: bytes) -> bytes:
 
 
 def _heard(session: Session, text: str) -> Mapping[str, Any]:
-    """The message of a stream."""
+    """The message that a stream adds up to."""
     events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     assert events[-1] == "[DONE]"
     parts = [json.loads(event)["choices"][0] for event in events[:-1]]
@@ -184,7 +184,7 @@ def _keep(session: Session, content: Sequence[Mapping[str, Any]]) -> None:
 
 
 def recorded(line: Mapping[str, Any]) -> tuple[list[Reply], list[list[str]]]:
-    """The replies of an episode's line: what was sampled between texts of others."""
+    """The replies in an episode's record: its runs of sampled tokens."""
     replies: list[Reply] = []
     texts: list[list[str]] = []
     for row in line["rows"]:
@@ -201,7 +201,7 @@ def recorded(line: Mapping[str, Any]) -> tuple[list[Reply], list[list[str]]]:
 
 
 def wrongs(sessions: Iterable[Session], lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What is in the record and should not be, or the other way round. Empty where all is right."""
+    """Differences between the record and the sessions; empty if there are none."""
     found: list[str] = []
     times = Counter(line["id"] for line in lines)
     by_id = {line["id"]: line for line in lines}

@@ -17,20 +17,20 @@ import torch
 
 from kit.floors import Rates
 
-# Bandwidth by the datasheet, matrix products as measured on such a card with random bfloat16 matrices.
+# Bandwidth from the data sheet; matrix products as measured on this card with random bfloat16 matrices.
 KNOWN = {"H200": Rates(4.8e12, 790e12, "an H200 in bfloat16")}
 MIB, GIB = 2**20, 2**30
 
 
 def prepare(settings: Mapping[str, Any]) -> None:
-    """Every side begins like this."""
+    """The set-up of every side."""
     torch.manual_seed(0)
     if settings["device"] == "cpu":
         torch.set_num_threads(os.cpu_count() or 1)
 
 
 class Stopwatch:
-    """Seconds by name; work that a GPU was given is waited for. Implements `covey.training.step.Stages`."""
+    """Seconds of each stage, synchronized with the GPU. Implements `covey.training.step.Stages`."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -49,13 +49,13 @@ def now() -> float:
 
 
 def reset_peak() -> None:
-    """Only a GPU forgets its peak: that of a CPU is the whole process's."""
+    """Reset the peak of a GPU. On a CPU the peak is that of the whole process and cannot be reset."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
 
 
 def peak_memory(device: str) -> dict[str, float]:
-    """GiB: of the process on a CPU; on a GPU what tensors took, and what the allocator held for them."""
+    """Peak GiB: of the process on a CPU; on a GPU of tensors, and of the memory reserved by the allocator."""
     if device == "cpu":
         return {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
     found = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
@@ -63,7 +63,7 @@ def peak_memory(device: str) -> dict[str, float]:
 
 
 def about(device: str) -> dict[str, Any]:
-    """What was measured on what."""
+    """The device and the versions of a measurement."""
     import covey
 
     names = ("torch", "transformers", "trl", "vllm", "triton")
@@ -90,7 +90,7 @@ def device_name(device: str) -> str:
 
 
 def rates(device: str, dtype: torch.dtype, *, quick: bool = False) -> Rates:
-    """The machine's limits: known ones of a known card, otherwise measured."""
+    """The machine's limits: tabulated for known cards, otherwise measured."""
     if device == "cuda":
         for name, known in KNOWN.items():
             if name in torch.cuda.get_device_name():
@@ -117,7 +117,7 @@ def _fastest(work: Any, times: int = 5) -> float:
 
 
 def machine(settings: dict[str, Any]) -> dict[str, Any]:
-    """A side of its own: what the machine is and what it can do, in a process that nothing else was measured in."""
+    """A separate side: the machine's name and limits, measured in a fresh process."""
     prepare(settings)
     dtype = getattr(torch, settings["dtype"])
     return {**about(settings["device"]), "rates": asdict(rates(settings["device"], dtype, quick=settings["quick"]))}

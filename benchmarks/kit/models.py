@@ -1,4 +1,4 @@
-"""Models by name: random weights in the shape of a known model, made where they will run, or a model folder's own."""
+"""Models by name: random weights in the shape of a known model, created on their device, or a model folder."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def model_config(name: str, **changes: Any) -> Any:
-    """The transformers configuration of a shape; its last token ends an answer and pads."""
+    """The transformers configuration of a shape; its last token is the end and padding token."""
     from transformers import Qwen2Config
 
     settings = SHAPES[name] | changes
@@ -74,7 +74,7 @@ def load_config(name: str) -> Any:
 
 
 def random_model(config: Any, device: str, dtype: str, seed: int = 0) -> Any:
-    """Made on the device in its final precision: nothing is copied, and the same seed gives the same weights."""
+    """Create the model on the device in its final precision, without copies. A seed determines the weights."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -102,7 +102,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def word_tokenizer(vocabulary: int) -> Any:
-    """Token i is the word wi; a prompt is the user's words and nothing else."""
+    """Token i is the word wi; a prompt is only the user's words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -116,7 +116,7 @@ def word_tokenizer(vocabulary: int) -> Any:
 
 
 def random_ids(vocabulary: int, count: int, tokens: int, seed: object) -> list[list[int]]:
-    """Distinct prompts with certainty where there is room for them: the first token counts them."""
+    """Random prompts, distinct if the vocabulary is large enough: the first token is a counter."""
     rng = random.Random(str(seed))
     return [
         [number % (vocabulary - 1), *(rng.randrange(vocabulary - 1) for _ in range(tokens - 1))]
@@ -130,6 +130,6 @@ def as_text(ids: list[int]) -> str:
 
 
 def write_config(name: str, folder: Path) -> Path:
-    """A model folder without weights, for engines that make up their own."""
+    """A model folder without weights, for engines that initialise random ones."""
     model_config(name).save_pretrained(folder)
     return folder

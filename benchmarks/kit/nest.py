@@ -1,13 +1,12 @@
-"""A warm parent: a process that has imported everything and forks for each command, so that a run starts in a moment.
+"""A warm parent process: it has imported everything and forks for each command, so that runs start quickly.
 
     with Nest() as nest:
         child = nest.start(folder, ["train", ...], plan)
         child.signal(signal.SIGTERM)
         child.wait(60)
 
-It starts no thread and computes nothing before it forks, so a fork is as good as a new process. A command runs in a
-process group of its own, in `folder`; what it prints is added to `folder/log.txt`. The plan says what goes wrong in it
-(`injure.py`).
+It starts no thread and computes nothing before it forks, so a fork behaves like a new process. A command runs in its
+own process group, in `folder`; its output is appended to `folder/log.txt`. The plan defines its faults (`injure.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ WARM += ("transformers.models.llama.modeling_llama", "transformers.models.auto.m
 
 
 class Child:
-    """A command under way."""
+    """A running command."""
 
     def __init__(self, nest: Nest, pid: int, folder: Path) -> None:
         self.nest, self.pid, self.folder = nest, pid, folder
@@ -49,11 +48,11 @@ class Child:
         self._code: int | None = None
 
     def running(self, seconds: float = 0.0) -> bool:
-        """Whether it still runs after so long."""
+        """Whether it still runs after `seconds`."""
         return self._code is None and not select.select([self._handle], [], [], seconds)[0]
 
     def signal(self, number: int) -> bool:
-        """Whether there was still somebody to get it."""
+        """Send a signal. False if the process has ended."""
         if not self.running():
             return False
         signal.pidfd_send_signal(self._handle, number)
@@ -119,7 +118,7 @@ def serve() -> None:
     import importlib
 
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries must not mix with answers
     for name in WARM:
         importlib.import_module(name)
     _compose()
@@ -135,7 +134,7 @@ def serve() -> None:
 
 
 def _compose() -> None:
-    """Settings are read once: what that leaves in caches serves every run."""
+    """Compose a configuration once, to fill the caches that every fork inherits."""
     from covey.app.compose import compose_command
     from covey.cli.parse import parse
 

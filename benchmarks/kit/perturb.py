@@ -1,4 +1,4 @@
-"""Answers and tests made wrong, so that a check which passes everything is found out."""
+"""Corrupts answers and tests, to detect rewards that accept everything."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LETTER = re.compile(r"(?<![A-Za-z\\{])([a-z])(?![A-Za-z}])")
 
 
 def wrong_answers(answers: Sequence[str], count: int) -> list[tuple[str, str, str]]:
-    """(how, gold, wrong): as many of each way as there are, in turns, until there are `count`."""
+    """(kind, gold, wrong): alternates between the kinds of corruption until there are `count`."""
     draw = random.Random(0)
     order = draw.sample(list(dict.fromkeys(answers)), len(set(answers)))
     ways = {"number": _other_number, "sign": _other_sign, "ends": _swapped, "coefficient": _other_coefficient}
@@ -34,7 +34,7 @@ def wrong_answers(answers: Sequence[str], count: int) -> list[tuple[str, str, st
 
 
 def _other_number(gold: str) -> str | None:
-    """Its first number is one more."""
+    """The answer with its first number increased by one."""
     found = NUMBER.search(gold)
     if found is None or "text" in gold or "mod" in gold:
         return None
@@ -50,7 +50,7 @@ def _other_sign(gold: str) -> str | None:
 
 
 def _swapped(gold: str) -> str | None:
-    """The ends of an interval, or the two of a pair."""
+    """The answer with swapped ends of an interval, or swapped items of a pair."""
     found = PAIR.fullmatch(gold)
     if found is None or found[3].strip() == found[4].strip():
         return None
@@ -58,7 +58,7 @@ def _swapped(gold: str) -> str | None:
 
 
 def _other_coefficient(gold: str) -> str | None:
-    """One of its letters stands for three times as much."""
+    """The answer with one of its letters multiplied by three."""
     if any(mark in gold for mark in ("text", "mbox", "=", "\\in", ",")) or len(gold) < 2:
         return None
     found = LETTER.search(gold)
@@ -69,8 +69,8 @@ def _other_coefficient(gold: str) -> str | None:
 
 
 def wrong_test(source: str) -> str:
-    """A program of tests whose first assertion expects something else: its literal is replaced by an unequal one; an
-    assertion without a literal is denied."""
+    """The tests with a wrong first assertion: its literal is replaced by an unequal one, or the assertion is negated if
+    it has no literal."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert) and not isinstance(node.test, ast.Constant):
@@ -88,7 +88,7 @@ def _denied(test: ast.expr) -> ast.expr:
 
 
 def _expected(test: ast.expr) -> tuple[Any, str, int | None] | None:
-    """Where the expected value stands: `f() == X`, `abs(f() - X) < small`, `isclose(f(), X)`."""
+    """The place of the expected value: `f() == X`, `abs(f() - X) < small`, `isclose(f(), X)`."""
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq | ast.Is):
         return test.comparators, "", 0
     if isinstance(test, ast.Compare) and isinstance(test.left, ast.Call) and ast.unparse(test.left.func) == "abs":
@@ -115,7 +115,7 @@ def _change(place: tuple[Any, str, int | None]) -> bool:
 
 
 def other_value(value: Any) -> Any:
-    """Of the same kind, and not equal."""
+    """An unequal value of the same type."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float | complex):
@@ -136,7 +136,7 @@ def other_value(value: Any) -> Any:
 
 
 def gold_arguments(acceptable: Mapping[str, Sequence[Any]], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments as the ground truth accepts them: the first real value, left out where it may be and no other can."""
+    """Arguments that the ground truth accepts: the first value of each; omitted if only the omission is acceptable."""
     chosen: dict[str, Any] = {}
     for name, values in acceptable.items():
         real = [value for value in values if value != ""]
@@ -160,7 +160,7 @@ def _first(value: Any) -> Any:
 def wrong_calls(
     calls: Sequence[tuple[str, dict[str, Any]]], schema: Mapping[str, Any], acceptable: Mapping[str, Sequence[Any]]
 ) -> Iterator[tuple[str, list[tuple[str, dict[str, Any]]]]]:
-    """(how, calls): the first call with another name, an unknown parameter, one missing, another value of each kind;
+    """(kind, calls): the first call with another name, an unknown parameter, a missing one, another value of each type;
     one call more, and one less."""
     (name, arguments), rest = calls[0], list(calls[1:])
     yield "name", [(name + "_x", arguments), *rest]
@@ -179,7 +179,7 @@ def wrong_calls(
 
 
 def _other_argument(value: Any) -> Any:
-    """Letters, because signs do not count in strings."""
+    """Another value. Strings get letters, because punctuation is ignored in comparisons."""
     if isinstance(value, str):
         return value + "qqq"
     if isinstance(value, dict) and value:

@@ -1,6 +1,6 @@
-"""Covey's side, through its real parts: tasks → collector and embedded engine → samples → algorithm → learner.
+"""Covey's side with its real components: tasks → collector and embedded engine → samples → algorithm → learner.
 
-A step is `covey.training.step.step`, what `covey train` runs.
+A step is `covey.training.step.step`, as in `covey train`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from covey.training.step import Pipeline, Schedule, StepResult, step
 from covey.types import Collected, Completion, Episode, Group, Sampling, StopReason, Task, Turn
 from kit.measure import Stopwatch, now, reset_peak
 
-NO_DEADLINE = 1e6  # seconds of an episode: what is slow here is measured, not cut off
+NO_DEADLINE = 1e6  # seconds of an episode: slow episodes are measured, not cut off
 
 
 def score(text: str) -> float:
-    """A reward that differs between the answers of a group and costs nothing."""
+    """A cheap reward that differs between the answers of a group."""
     return zlib.crc32(text.encode()) / 2**32
 
 
@@ -64,8 +64,8 @@ class Trainer:
     def run(
         self, prompts: Sequence[str], group: int, max_tokens: int, *, warmup: int, steps: int
     ) -> list[tuple[Timed, StepResult]]:
-        """Steps on the same prompts, timed one by one after the warm-up; the peak of memory is theirs too."""
-        gc.collect()  # an engine and its loop know each other: the cache of the last one would stay
+        """Time each step on the same prompts after the warm-up; the peak memory is that of the timed steps."""
+        gc.collect()  # engine and event loop are a reference cycle, which would keep the last cache
         return asyncio.run(self._run(prompts, group, max_tokens, warmup, steps))
 
     async def _run(
@@ -103,14 +103,14 @@ class Trainer:
 
 
 class Sampler:
-    """The engine alone: all answers to a list of prompts at once, with log-probs, each of the length asked for."""
+    """The engine alone: samples all answers to a list of prompts concurrently, with log-probs and the given lengths."""
 
     def __init__(self, model: Any, max_sequences: int) -> None:
         self.loop = asyncio.Runner()
         self.engine = EmbeddedEngine(model, eos_ids=(), decode=str, max_sequences=max_sequences)
 
     def __call__(self, prompts: Sequence[Sequence[int]], tokens: int | Sequence[int]) -> int:
-        """Tokens that were sampled."""
+        """Sample the answers and return the number of tokens."""
         lengths = [tokens] * len(prompts) if isinstance(tokens, int) else tokens
         done = self.loop.run(self._all(prompts, lengths))
         assert all(len(answer.logprobs) == length for answer, length in zip(done, lengths, strict=True))
@@ -128,7 +128,7 @@ class Sampler:
 
 
 def made_up(ids: Sequence[Sequence[int]], answers: Sequence[Sequence[Sequence[int]]]) -> Collected:
-    """Groups as if they had been sampled, for who measures the learner alone."""
+    """Groups with given answers, to measure the learner alone."""
     groups = []
     for number, (prompt, group) in enumerate(zip(ids, answers, strict=True)):
         task = Task(str(number), ())

@@ -17,13 +17,13 @@ class Seen:
     rss: float  # of the driver
     pss: float
     uss: float
-    tree_pss: float  # of the driver and all it has started
+    tree_pss: float  # of the driver and its descendants
     files: int  # open, of the driver
     tree_files: int
     threads: int  # of the driver
     tree_threads: int
     children: int  # processes under the driver
-    sandboxes: int  # of them, those of bubblewrap
+    sandboxes: int  # bubblewrap processes among the children
     zombies: int
     temporary: int  # entries in the run's own temporary folder
     temporary_mb: float
@@ -68,7 +68,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _memory(pid: int) -> tuple[float, float, float] | None:
-    """RSS, PSS and USS in MiB; None of one that is gone, or has no memory any more."""
+    """RSS, PSS and USS in MiB; None for a process that has ended."""
     found = dict.fromkeys(("Rss", "Pss", "Private_Clean", "Private_Dirty"), 0.0)
     text = _read(Path(f"/proc/{pid}/smaps_rollup"))
     if not text:
@@ -88,7 +88,7 @@ def _count(pid: int, what: str) -> int:
 
 
 def _walk(folder: Path) -> Iterator[int]:
-    """The sizes of all that lies in a folder; some of it may go meanwhile."""
+    """The sizes of the files in a folder, some of which may be removed in the meantime."""
     for path, folders, files in os.walk(folder, onerror=lambda error: None):
         yield from (0 for _ in folders)
         for name in files:

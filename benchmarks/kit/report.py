@@ -1,4 +1,4 @@
-"""A benchmark's outcome: a table on the screen, JSON and a picture in a folder, and a section of docs/benchmarks.md.
+"""The result of a benchmark: a printed table, JSON and a picture in a folder, and a section of docs/benchmarks.md.
 
 Files are called NAME-DEVICE.json and .png, the same in every run.
 """
@@ -46,7 +46,7 @@ class Result:
     versions: Mapping[str, str]
     header: Sequence[str]
     cells: Sequence[Sequence[str]]
-    rows: Sequence[Mapping[str, Any]]  # what the cells were made of
+    rows: Sequence[Mapping[str, Any]]  # the values behind the cells
     plot: Plot
     notes: Sequence[str] = ()
     rates: Mapping[str, Any] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Result:
         return f"{self.name}-{'tiny-' if self.tiny else ''}{slug(self.device)}"
 
     def text(self) -> str:
-        """Markdown: the table and under it all that one must know to believe it."""
+        """Markdown: the table, and the conditions of the measurement below it."""
         lines = [table(self.header, self.cells), ""]
         lines += [f"- {note}" for note in self.notes]
         if self.rates:
@@ -80,31 +80,33 @@ def slug(device: str) -> str:
 
 
 def options(doc: str | None) -> argparse.ArgumentParser:
-    """What every benchmark understands."""
+    """The options of every benchmark."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file and the picture")
     parser.add_argument("--tiny", action="store_true", help="seconds, a tiny model, also without a GPU")
-    parser.add_argument("--limit", type=float, default=6 * 3600, help="seconds; what is not measured then is left out")
+    parser.add_argument(
+        "--limit", type=float, default=6 * 3600, help="seconds; measurements after this time are skipped"
+    )
     return parser
 
 
 def measured_on(chosen: argparse.Namespace) -> str:
-    """A tiny run of what is measured on a GPU goes through the same code on a CPU where there is no GPU."""
+    """The device. With --tiny, GPU benchmarks run the same code on a CPU if there is no GPU."""
     import torch
 
     return "cpu" if chosen.tiny and not torch.cuda.is_available() else str(chosen.device)
 
 
 def command_line(argv: Sequence[str] | None = None) -> str:
-    """How this was run; where things lie on this machine is left out."""
+    """The command of this benchmark, without paths of this machine."""
     script, *words = argv or sys.argv
-    told = [word for before, word in zip(["", *words], words, strict=False) if not {before, word} & PLACES]
-    return shlex.join(["python", f"benchmarks/{Path(script).name}", *told])
+    shown = [word for before, word in zip(["", *words], words, strict=False) if not {before, word} & PLACES]
+    return shlex.join(["python", f"benchmarks/{Path(script).name}", *shown])
 
 
 def publish(result: Result, out: Path) -> Path:
-    """Print, and write the files. A machine without matplotlib leaves the picture to benchmarks/publish.py."""
+    """Print the result and write its files. Without matplotlib, benchmarks/publish.py draws the picture later."""
     print(f"\n{result.name}\n\n{result.text()}\n")
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{result.file_name}.json"
@@ -120,7 +122,7 @@ def read(path: Path) -> Result:
 
 
 def write_page(result: Result, page: Path = PAGE, images: Path = IMAGES) -> None:
-    """The table into its section of the page, the picture beside it."""
+    """Write the table into its section of the page, and draw the picture."""
     picture = draw(result.plot, images / f"benchmark-{result.file_name}.png")
     text = f"![{result.plot.title}](images/{picture.name})\n\n{result.text()}"
     write_section(result.file_name, text, page)
@@ -164,7 +166,7 @@ def draw(plot: Plot, path: Path) -> Path:
 
 
 def number(value: float | None) -> str:
-    """Three digits, or a dash where there is none."""
+    """The number with three digits; a dash for None."""
     if value is None:
         return "–"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

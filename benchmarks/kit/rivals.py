@@ -1,8 +1,8 @@
-"""The other sides, each at its best settings: TRL's GRPOTrainer, transformers' generate, vLLM.
+"""Other libraries, each at its best settings: TRL's GRPOTrainer, transformers' generate, vLLM.
 
 TRL: `generate` samples the whole step at once, no reference model (beta=0), one optimiser step per batch, fused AdamW,
-no gradient checkpointing, the micro-batch that is given, nothing logged, saved or evaluated. In bfloat16 its weights
-are bfloat16 and so are its optimiser's: the fastest it has. Covey keeps float32 masters.
+no gradient checkpointing, the given micro-batch, no logging, saving or evaluation. In bfloat16, its weights and its
+optimiser state are bfloat16, its fastest setting. Covey keeps float32 masters.
 """
 
 from __future__ import annotations

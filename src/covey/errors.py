@@ -175,7 +175,7 @@ def user_location(error: BaseException) -> str:
 
 
 def traceback_location(trace: str) -> str:
-    """The same from the text of a traceback."""
+    """Like `user_location`, for the text of a traceback."""
     return _location([(name, int(number), line.strip()) for name, number, line in FRAME.findall(trace)])
 
 

@@ -28,7 +28,7 @@ from covey.errors import InputError, describe_error, mark_user_code, nearest
 
 
 class LazyModule(ModuleType):
-    """Imports the module of its own name when an attribute is first used."""
+    """Imports the module of the same name when an attribute is first used."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(importlib.import_module(self.__name__), name)

@@ -1,1 +1,1 @@
-"""Agents: what happens between a task and its last answer. They think in messages and token ids, not in tensors."""
+"""Agents play episodes, from a task to its final answer. They work with messages and token ids, not tensors."""

@@ -234,7 +234,7 @@ def _query(task: Task) -> str:
 
 
 def _parse_plan(text: str) -> tuple[str, str]:
-    """Sub-goal and tool: the last of each, since a planner may think aloud before."""
+    """Sub-goal and tool: the last of each, since a planner may write its reasoning first."""
     values = {"goal": "", "tool": ""}
     lines = list(LINE.finditer(text))
     ends = [*(line.start() for line in lines[1:]), len(text)]

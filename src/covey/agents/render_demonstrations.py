@@ -1,8 +1,7 @@
-"""Demonstrations rendered as sampled episodes would be: tools explained, calls written, results shown in the same way.
+"""Renders demonstrations like sampled episodes: tools, calls and results have the same form.
 
-If the chat template shows tools and calls by itself, they are left to it. Otherwise the tools are explained in the
-system message, calls are written into the reply's text in the agent's format, and results become the messages that the
-format makes of them.
+If the chat template renders tools and calls, they are passed to it. Otherwise the tools are explained in the system
+message, calls are written into the reply's text in the agent's format, and the format turns results into messages.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def render_messages(messages: Messages, schemas: Schemas, format: Format) -> tup
 def _render_conversation(messages: Messages, format: Format) -> tuple[Message, ...]:
     rendered: list[Message] = []
     pending: list[Call] = []  # calls of the last reply without a result
-    by_id: dict[str, Call] = {}  # the same by the demonstration's own ids
+    by_id: dict[str, Call] = {}  # the same calls by the demonstration's own ids
     results: list[tuple[Call, str]] = []
     for message in messages:
         if message["role"] == "tool" and pending:

@@ -1,4 +1,4 @@
-"""agent=verifiers: environments of the package `verifiers`, with our own sampling.
+"""agent=verifiers: environments of the package `verifiers`, with sampling by Covey's engine.
 
     covey train agent=verifiers agent.environment=gsm8k-v1
     covey train agent=verifiers agent.environment=my_env.py:make
@@ -102,7 +102,7 @@ class VerifiersAgent:
     environment: Any
     format: Format | None = None  # the tool-call format, if the environment has tools
     _server: EnvironmentServer = field(default_factory=lambda: EnvironmentServer(), repr=False)
-    _tasks: dict[str, Any] = field(default_factory=dict, repr=False)  # the package's tasks by the id of ours
+    _tasks: dict[str, Any] = field(default_factory=dict, repr=False)  # the package's tasks by the id of the Covey task
 
     reward: ClassVar[str] = "given"
 
@@ -176,7 +176,7 @@ def _error_text(error: Any) -> str:
 
 
 def _convert_task(environment: str, task: Any) -> Task:
-    """A task of the package as one of ours. Fields that its author added become columns."""
+    """Convert a task of the package to a Covey task. Fields that its author added become columns."""
     from verifiers.v1 import TaskData
     from verifiers.v1.dialects.chat import message_to_wire
 

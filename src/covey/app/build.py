@@ -35,7 +35,7 @@ Note = Callable[[str], None]
 
 
 def build(prepared: Prepared, *, note: Note) -> Run:
-    """Load the model, from the checkpoint on resume, and assemble the run. Its resources are closed with it."""
+    """Load the model, from the checkpoint on resume, and assemble the run. Closing the run releases its resources."""
     with ExitStack() as resources:
         workers = open_workers(prepared.agent, prepared.rewards, resources)
         prepared = dataclasses.replace(prepared, agent=with_workers(prepared.agent, workers))
@@ -48,7 +48,7 @@ def build(prepared: Prepared, *, note: Note) -> Run:
 
 
 def prepare_restart(prepared: Prepared, folder: Path) -> Prepared:
-    """The same run in its folder: from the last checkpoint, or from the beginning if there is none."""
+    """Prepare the run again, in its folder: from the last checkpoint, or from the beginning if there is none."""
     prepared = dataclasses.replace(prepared, algorithm=make_algorithm(prepared.config))  # the old one has state
     if not list((folder / "checkpoints").glob("step-*")):
         return dataclasses.replace(prepared, folder=folder)
@@ -89,7 +89,7 @@ def _assemble(
     first_step = checkpoint.step if checkpoint is not None else 0
     if checkpoint is not None:
         source.restore(checkpoint.state["source"], first_step)
-    has_console = "console" in config.logging.to  # without one, the gateway prints its address
+    has_console = "console" in config.logging.to  # without a console, the gateway prints its address
     if isinstance(prepared.agent, Announces) and (has_console or config.agent.name != "gateway"):
         prepared.agent.announce_to(telemetry.note)
     return Run(
@@ -122,7 +122,7 @@ def _assemble(
 
 
 def _learner_thread(learner: Learner, resources: ExitStack) -> Executor:
-    """One thread for all updates: every thread that computes keeps OpenMP workers and buffers of its own."""
+    """One thread for all updates, because every computing thread keeps its own OpenMP workers and buffers."""
     thread = ThreadPoolExecutor(1, thread_name_prefix="covey-learner")
     resources.callback(thread.shutdown)
     if (close := getattr(learner, "close", None)) is not None:  # a remote learner: closing it ends the thread's wait

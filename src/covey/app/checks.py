@@ -241,7 +241,7 @@ def check_reference(source: ModelSource, algorithm: Algorithm) -> None:
 
 
 def check_sizes(config: Config, train: Sequence[Any], validation: Sequence[Any], what: str) -> list[str]:
-    """`what` names the rows: training tasks, demonstrations."""
+    """Check batch and data sizes. `what` names the rows in messages: training tasks, demonstrations."""
     loop, count = config.loop, len(train)
     if loop.total_steps is not None and loop.total_epochs is not None:
         raise InputError(
@@ -281,7 +281,7 @@ def check_prompts(config: Config, tasks: TaskSet, source: ModelSource, agent: Ag
             )
 
 
-# -- Hashes of what settings only name, to detect changes when a run is resumed ----------------------------------------
+# -- Hashes of what settings refer to by name, to detect changes on resume ---------------------------------------------
 
 
 def digest_tasks(tasks: Sequence[Task]) -> str:

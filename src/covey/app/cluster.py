@@ -178,7 +178,7 @@ def _weight_transport(name: str, spec: ActorSpec, folder: Path) -> FileTransport
     if name == "shared_memory":
         assert spec.model is not None
         size = 4 * trained_count(spec.model, spec.config.model)
-        return FileTransport(*locked_weights_folder(2 * size))  # two versions for a moment
+        return FileTransport(*locked_weights_folder(2 * size))  # two versions exist during a transfer
     return FileTransport(folder / "weights")
 
 

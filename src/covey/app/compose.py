@@ -1,7 +1,7 @@
-"""The configuration of a run from a parsed command line, with the recipe it starts from if it names none.
+"""The configuration of a run from a parsed command line, and the recipe that a command without one implies.
 
-Some commands are written for the scripts of other projects. Their settings imply a recipe, so that `covey train` in
-place of the script trains what the script would have trained:
+Some commands are written for the scripts of other projects. Their settings imply a recipe, so that `covey train`
+trains what the script would have trained:
 
     TorchRL's GRPO scripts      mode=sync, optimizer.lr, train.epochs, ...      grpo_gsm8k
     the GVPO guide's script     no task named, data files in data/train         gvpo_math on these files

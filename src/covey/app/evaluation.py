@@ -39,11 +39,11 @@ from covey.training.evaluate import eval_sampling
 from covey.workers import WorkerPool
 
 FILES = (".json", ".jsonl", ".parquet", ".csv")
-# Settings that change answers. An evaluation can continue with other values of all others (devices, speed).
+# Section → settings that change answers. All others (devices, speed) may change when an evaluation is resumed.
 ANSWERS_DEPEND_ON: Mapping[str, tuple[str, ...] | None] = {
     "model": ("dtype", "context_length", "lora"),
     "data": ("name", "options", "val_files", "val_size", "system_prompt"),
-    "agent": None,  # all of them
+    "agent": None,  # None: all settings of the section
     "reward": None,
     "rollout": ("name", "max_tokens", "stop"),
     "eval": ("modes", "n", "temperature", "top_p", "top_k", "max_tokens"),
@@ -328,10 +328,10 @@ async def _sample_tasks(
 
 
 def _report(plans: Sequence[PlannedEval], folder: EvalFolder, command: str) -> Report:
-    """Computed from the answers file alone, so that a restart makes no difference."""
+    """The report, computed from the answers file alone, so that a resumed evaluation gives the same."""
     subjects = [job.spec for plan in plans for job in plan.jobs]
     order = list(dict.fromkeys((spec.task, spec.mode) for spec in subjects))
-    subjects.sort(key=lambda spec: order.index((spec.task, spec.mode)))  # models below each other
+    subjects.sort(key=lambda spec: order.index((spec.task, spec.mode)))  # models of one task and mode are adjacent
     answers = folder.answers(subjects)
     results = [compute_scores(spec, answers[spec.key]) for spec in subjects]
     return Report(results, compare_all(subjects, answers), command)

@@ -38,7 +38,7 @@ class LoadedModel:
     collector: Collector
     engine: RolloutEngine
     policy: Any
-    resources: ExitStack  # closed with the model
+    resources: ExitStack  # to close when the model is no longer needed
 
 
 @asynccontextmanager

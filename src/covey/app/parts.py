@@ -93,7 +93,7 @@ class HidesColumns(Protocol):
 
 @runtime_checkable
 class Announces(Protocol):
-    """An agent with messages for the user: an address, what it waits for."""
+    """An agent with messages for the user, such as its address or the client that it waits for."""
 
     def announce_to(self, report: Callable[[str], None]) -> None: ...
 

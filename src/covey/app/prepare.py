@@ -60,7 +60,7 @@ class Prepared:
     tree: dict[str, Any]
     overrides: tuple[str, ...]
     fingerprint: str
-    contents: dict[str, str]  # hashes of tasks, rewards and objects, which settings only name
+    contents: dict[str, str]  # hashes of tasks, rewards and objects, which settings refer to by name
     tasks: TaskSet
     rewards: RewardSet
     agent: Agent
@@ -76,7 +76,7 @@ class Prepared:
 
     @property
     def trained_reward(self) -> str:
-        """The reward behind eval/accuracy: that with the largest weight, the first among equals."""
+        """The reward that eval/accuracy measures: the first one with the largest weight."""
         return max(self.rewards.names, key=lambda name: self.rewards.weights[name])
 
     @property
@@ -134,7 +134,7 @@ def prepare(
     training: bool = True,
     tolerate_absent: bool = False,
 ) -> Prepared:
-    """Check everything that configuration and files allow to check.
+    """Check everything that can be checked from the configuration and the files.
 
     Missing files, packages and devices are reported together at the end: as an error, or with `tolerate_absent` as
     warnings. Tasks, reward, agent, tools and tokenizer may be objects, in place of what the settings name.

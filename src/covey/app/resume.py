@@ -1,4 +1,4 @@
-"""Which run and checkpoint a command means: RUN in place of a model, and resume=auto, RUN or CHECKPOINT.
+"""Resolves the run and checkpoint that a command names: a run in place of a model, and resume=auto, RUN or CHECKPOINT.
 
 resume=auto          continues the newest unfinished run with the same settings; otherwise starts a new run
 resume=RUN           continues that run in its folder from its newest checkpoint, also with other settings

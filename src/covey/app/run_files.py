@@ -145,7 +145,8 @@ def _facts(prepared: PreparedRun, path: Path) -> dict[str, Any]:
 
 
 def _write_settings(prepared: PreparedRun, path: Path) -> None:
-    """Without resume=RUN, so that repeating the run from these settings repeats it from its beginning."""
+    """Write config.yaml and .hydra/, without resume=RUN, so that a run with these settings starts from the
+    beginning."""
     named = prepared.tree["resume"] not in ("auto", "disable")
     tree = prepared.tree | ({"resume": "auto"} if named else {})
     words = [word for word in prepared.overrides if not (named and word.startswith("resume="))]

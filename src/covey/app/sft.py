@@ -76,8 +76,8 @@ class PreparedSft:
 
 
 def prepare_sft(composed: Composed, *, folder: Path | None = None, tolerate_absent: bool = False) -> PreparedSft:
-    """Check everything that configuration and files allow to check. With `tolerate_absent`, missing files, packages and
-    devices are warnings."""
+    """Check everything that can be checked from the configuration and the files. With `tolerate_absent`, missing files,
+    packages and devices are warnings."""
     from covey.algorithms.likelihood import Likelihood
 
     composed = with_model_folder(composed)
@@ -230,7 +230,7 @@ def _schemas(config: Config, found: DemonstrationSet) -> Schemas:
 
 
 def _writer(config: Config, source: ModelSource, found: DemonstrationSet, schemas: Schemas) -> Write:
-    """How tools and calls are written: in the format that the agent uses. Without tools, as they are."""
+    """The function that writes tools and calls in the agent's format. Without tools, messages stay unchanged."""
     if not schemas and not any(map(_uses_tools, (*found.train, *found.validation))):
         return lambda messages, tools: (messages, None)
     from covey.agents.formats.detect import FORMATS, choose_format

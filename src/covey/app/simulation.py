@@ -141,7 +141,8 @@ def _in_mode(job: Job, config: Config, lead: int) -> Job:
 def _speeds(config: Config, args: CommandLine, job: Job, run: Path | None) -> tuple[Speeds, list[Figure]]:
     """Speeds measured by benchmarks or in a run on the same kind of device; otherwise assumed."""
     speeds, found = job.speeds, {f.name: f for f in assumed_figures(job.shape, job.device, job.speeds)}
-    if run is not None and _ran_on_cpu(run) == (job.device.name == "cpu"):  # a GPU run: on the named kind
+    # A GPU run is assumed to be on this kind of GPU.
+    if run is not None and _ran_on_cpu(run) == (job.device.name == "cpu"):
         as_run = compose_command(CommandLine(), config_path=run / "config.yaml").config
         if as_run.cluster.name != "local":
             raise InputError(f"{run} ran on several devices\n  figures are taken from a run of one: cluster=local")
@@ -207,7 +208,7 @@ def model_shape(config: Config) -> Shape:
     try:
         found = AutoConfig.from_pretrained(place.path, trust_remote_code=False, **options)
         return Shape.from_config(found, "its config.json")
-    except (OSError, ValueError):  # not on this machine, or it needs code of its own
+    except (OSError, ValueError):  # not on this machine, or it needs trust_remote_code
         guess = shape_from_name(config.model.name)
         if guess is None:
             raise Absent(

@@ -98,7 +98,7 @@ def main(argv: list[str]) -> int:
 
 
 def _with_own_files(args: CommandLine) -> CommandLine:
-    """With data.train_files alone, its tasks are asked, not the run's validation tasks."""
+    """If the user sets only data.train_files, sample on its tasks instead of the run's validation tasks."""
     keys = {word.partition("=")[0] for word in args.settings}
     if "data.train_files" not in keys or "data.val_files" in keys:
         return args

@@ -13,7 +13,7 @@ from covey.config import Composed, expand_sweep, recipe_names
 from covey.errors import InputError
 from covey.redact import hide_settings
 
-if TYPE_CHECKING:  # for --help, neither is needed
+if TYPE_CHECKING:  # not needed for --help
     from covey.app.prepare import Prepared
     from covey.app.sft import PreparedSft
     from covey.config.schema import Config

@@ -168,8 +168,8 @@ class Derived:
     key: str
     value: Any
     sources: tuple[Override, ...]
-    weak: bool = False  # the same setting written out wins
-    strong: bool = False  # wins over the same setting written out in the same layer
+    weak: bool = False  # overridden by the same setting written out
+    strong: bool = False  # overrides the same setting written out in the same layer
     remark: str = ""  # a warning for the user
 
     @property

@@ -72,7 +72,8 @@ def settings_page(algorithms: Algorithms) -> str:
 
 
 def _table(title: str, settings: Sequence[Setting]) -> list[str]:
-    """Algorithms that share a setting may have different defaults, so their names are shown instead."""
+    """A Markdown table of settings. Algorithms with one setting may have different defaults, so their names are
+    shown."""
     second = "of" if settings[0].algorithms else "default"
     lines = ["", f"## {title}", "", f"| setting | {second} | allowed | |", "|---|---|---|---|"]
     for setting in settings:

@@ -182,7 +182,7 @@ def _loss(source: Override) -> str | None:
 
 
 def _is_default_loss(source: Override, name: str, algorithms: Algorithms) -> bool:
-    """verl's default loss (vanilla), set for an algorithm that has only a loss of its own."""
+    """verl's default loss (vanilla), set for an algorithm that has only its own loss."""
     return source.key in VERL_LOSS and source.value == "vanilla" and _loss(source) not in losses_of(name, algorithms)
 
 

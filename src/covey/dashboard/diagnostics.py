@@ -49,7 +49,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The series of a run. `tasks`: validation tasks per evaluation, if known."""
+    """The metrics of a run as series. `tasks`: validation tasks per evaluation, if known."""
 
     steps: Mapping[str, Points]
     evaluations: Mapping[str, Points]

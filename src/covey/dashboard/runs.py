@@ -70,7 +70,7 @@ class Run:
 
     @property
     def version(self) -> str:
-        """Changes with new metrics, another status or other labels."""
+        """A value that changes with new metrics, status or labels."""
         return f"{self._tail.cuts}.{self._tail.offset}.{self.info['status']}.{self._stamps.get(LABELS_FILE, (0,))[0]}"
 
     @property
@@ -116,9 +116,9 @@ class Run:
         with self.lock:
             before, stamps = self.version, self._stamp()
             if INFO_FILE not in stamps:
-                self.deleted = True  # what was read stays
+                self.deleted = True  # data that was read is kept
                 return False
-            # A killed run leaves its files unchanged; only its lock tells.
+            # A killed run leaves its files unchanged; only its lock shows that it ended.
             if stamps != self._stamps or self.info["status"] == "running" or not self._tail.offset:
                 self._read_changes(stamps)
             more = False

@@ -76,7 +76,7 @@ class Server(ThreadingHTTPServer):
             oldest = self._open.pop(next(iter(self._open))) if len(self._open) > MAX_CONNECTIONS else None
         if oldest is not None:
             with suppress(OSError):
-                oldest.shutdown(socket.SHUT_RDWR)  # its thread then closes it
+                oldest.shutdown(socket.SHUT_RDWR)  # the thread that serves it then closes it
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
@@ -200,7 +200,7 @@ class Handler(BaseHTTPRequestHandler):
             work()
         except BadRequest as error:
             self._refuse(400, str(error))
-        except Exception as error:  # shown on the page, which tries again
+        except Exception as error:  # the page shows it and retries
             if isinstance(error, ConnectionError):
                 raise
             self._refuse(500, f"{type(error).__name__}: {error}")

@@ -38,7 +38,7 @@ class EvalFolder:
 
     def __init__(self, path: Path, settings: Mapping[str, Any], command: str) -> None:
         """Create the folder, or resume it if it has the same settings."""
-        settings = hide_settings(json.loads(json.dumps(finite(settings), default=str)))  # as it is read back
+        settings = hide_settings(json.loads(json.dumps(finite(settings), default=str)))  # as read from the file
         previous = _read_settings(path)
         if previous is not None and previous["settings"] != settings:
             raise _other_settings(path, previous, settings)
@@ -105,7 +105,8 @@ def _read_settings(path: Path) -> dict[str, Any] | None:
     if not path.is_dir():
         raise InputError(f"--out {path} is a file\n  fix: give a folder")
     if not (path / SETTINGS_FILE).is_file():
-        if any(not file.name.startswith(".") for file in path.iterdir()):  # a lone lock is of a killed start
+        # A lock without other files is left by a killed start.
+        if any(not file.name.startswith(".") for file in path.iterdir()):
             raise InputError(f"--out {path} has other files and no evaluation\n  fix: give a new folder")
         return None
     try:

@@ -68,7 +68,7 @@ class Lengths:
 @dataclass(frozen=True, slots=True)
 class Scores:
     spec: EvalSpec
-    tasks: int  # with at least one scored answer
+    tasks: int  # tasks with at least one scored answer
     answers: int  # scored
     pass_at: Mapping[int, Estimate]
     average: Estimate | None  # mean reward; None: nothing was scored

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-Z = 1.959963984540054  # of the normal distribution: 95 % lie within ± Z
+Z = 1.959963984540054  # quantile of the normal distribution: 95 % lie within ± Z
 EXACT_FLIPS = 14  # up to this many differences, all 2^T sign patterns are enumerated
 FLIPS = 10_000  # random sign patterns otherwise
 SEED = 20_240_229

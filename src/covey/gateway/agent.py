@@ -178,7 +178,7 @@ class GatewayAgent:
         self.announce = report
 
     def opening(self, task: Task) -> tuple[Messages, Sequence[Mapping[str, Any]] | None]:
-        """A guess: the program's prompt is not known, but most begin with the task."""
+        """The task's messages. The program's real prompt is unknown, but usually begins with them."""
         return task.messages, None
 
     async def __aenter__(self) -> GatewayAgent:

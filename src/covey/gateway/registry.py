@@ -1,7 +1,7 @@
-"""Open episodes of the gateway and the registry of all of them.
+"""The open episodes of the gateway, and their registry.
 
 An `OpenEpisode` answers requests with its policy, which keeps the turns. A request whose messages continue an earlier
-reply continues from that reply's tokens. Requests may arrive concurrently, and one may ask for several replies: each
+reply continues from that reply's tokens. Requests may arrive concurrently, and one may request several replies: each
 reply is a turn of the episode, and all of them are trained on.
 
 The `Registry` checks keys: one admin token, and a key for each episode. An episode is open until a client posts its
@@ -47,7 +47,7 @@ SOLUTION_COLUMNS = re.compile(
     "answers?|canonical_solution|cases|ground_truth|outputs|reward_model|solutions?|test_list|tests?|tool_calls"
 )
 MAX_CLOSED = 10_000  # closed episodes that are remembered
-IDLE_SECONDS = 24 * 3600.0  # without a request, after which an episode that belongs to no run is closed
+IDLE_SECONDS = 24 * 3600.0  # an episode outside of a run is closed after this time without a request
 # Environment variable with the admin token; without it every server makes a new one.
 TOKEN = "COVEY_TOKEN"  # noqa: S105 - the variable's name
 
@@ -178,7 +178,7 @@ class OpenEpisode:
 
     def _messages(self) -> tuple[Mapping[str, Any], ...]:
         """The task's messages and the last conversation. A conversation that begins with the task's messages only adds
-        the rest; one with a prompt of the client's own is kept whole."""
+        the rest; one with the client's own prompt is kept whole."""
         own = tuple(self.task.messages)
         starts_with_task = [_with_text(message) for message in self._conversation[: len(own)]] == [
             _with_text(message) for message in own

@@ -177,7 +177,7 @@ def _columns(
 
 
 def _scores(values: Any) -> Tensor:
-    """NaN for a missing reward."""
+    """A reward column as numbers; NaN for a missing reward."""
     return torch.tensor([float("nan") if value is None else float(value) for value in values], dtype=torch.float64)
 
 
@@ -203,7 +203,7 @@ ESTIMATORS: dict[str, Estimator] = {
 
 
 def _wrap_gdpo(original: Estimator) -> Estimator:
-    """verl's gdpo, unless algorithm.gdpo_estimator names one of Covey's."""
+    """The estimator `gdpo`: that of verl, unless algorithm.gdpo_estimator names one of Covey's."""
 
     @functools.wraps(original)
     def gdpo(*args: Any, **kwargs: Any) -> Estimate:

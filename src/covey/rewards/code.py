@@ -26,7 +26,7 @@ class Verdict(Protocol):
 
 
 class Sandbox(Protocol):
-    """The part of `covey.sandbox.Sandbox` used here. It raises SandboxError if the tests cannot be run."""
+    """The part of `covey.sandbox.Sandbox` that is used here. `check` raises SandboxError if the tests cannot be run."""
 
     async def check(self, solution: str, tests: Any, *, seconds: float | None = None) -> Verdict: ...
 

@@ -181,7 +181,7 @@ class _Scorer:
 
     def escape(self, value: Any) -> Any:
         """Break up special tokens: `<|im_end|>` becomes `< |im_end|>`. Otherwise a policy could end its own turn and
-        praise itself in the next one."""
+        write a favourable next turn."""
         if isinstance(value, str):
             for token in self.special:
                 value = value.replace(token, f"{token[0]} {token[1:]}")

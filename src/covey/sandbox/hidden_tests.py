@@ -63,7 +63,7 @@ class Tests(Protocol):
 class Asserts:
     tests: tuple[str, ...]
     setup: str = ""  # runs before the tests, in their process
-    functions: tuple[str, ...] | None = None  # that the solution defines; None: found in the tests
+    functions: tuple[str, ...] | None = None  # names that the solution defines; None: found in the tests
 
     async def judge(self, sandbox: Sandbox, solution: str) -> Verdict:
         functions = self.functions if self.functions is not None else solution_names(self.tests, self.setup)
@@ -142,7 +142,7 @@ def _is_case(value: Any) -> bool:
     return isinstance(value, Mapping) and {"input", "output"} <= set(value)
 
 
-# -- Running the solution and the tests, each in a sandbox of its own ------------------------------------------------
+# -- Running the solution and the tests, each in its own sandbox -----------------------------------------------------
 
 
 async def _judge(

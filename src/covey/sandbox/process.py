@@ -97,7 +97,7 @@ class Process:
         folders: Sequence[str] = (),
         filters: bool = True,
     ) -> None:
-        """Starts at once. `request` goes to `inside/isolation.py`; it contains the numbers of `pass_fds`."""
+        """Start the process. `request` is passed to `inside/isolation.py` and contains the numbers of `pass_fds`."""
         self.killed: str | None = None
         self._scratch = _scratch() if tier.weak else None
         self._weak = tier.weak
@@ -204,7 +204,7 @@ class Process:
             raise SandboxError(f"a sandbox could not be started: {reason or 'its first process ended'}")
 
     def kill(self, reason: str) -> None:
-        """Kill all of it now. Process 1 of the namespace is in this process group, and the rest dies with it."""
+        """Kill the sandbox immediately. Process 1 of the namespace is in this group; its end kills the others."""
         if self._popen.returncode is not None:
             return
         if self.killed is None and not self.ended:

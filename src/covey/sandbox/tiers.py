@@ -1,8 +1,8 @@
 """Tiers of isolation: which of them work on this machine, and how a sandboxed process is started in each.
 
 Inside, only the host files that Python needs are visible, read-only (`view`). The modules of `inside/` are compiled
-here and passed with the request in one sealed file in memory, so a sandbox needs no folder of Covey's and compiles
-nothing. The bytes are marshalled by the same interpreter that reads them, and only ever travel inwards.
+here and passed with the request in one sealed file in memory, so a sandbox needs no folder of Covey and compiles
+nothing. The same interpreter marshals and reads the bytes, and a sandbox never sends any back.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ LOADER = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alte
 class Limits:
     """What one sandbox may use."""
 
-    seconds: float = 10.0  # of wall time, from the moment the code may run; and of CPU time for each process
-    memory_mb: int = 512  # of all processes together, and of address space for each
-    output_bytes: int = 64 * 1024  # of stdout, and again of stderr; a program that writes more is killed
-    processes: int = 32  # and threads, alive at once
-    disk_mb: int = 64  # of the private /tmp
+    seconds: float = 10.0  # wall time from the start of the code, and CPU time of each process
+    memory_mb: int = 512  # memory of all processes together, and address space of each
+    output_bytes: int = 64 * 1024  # limit for stdout, and for stderr; a program that writes more is killed
+    processes: int = 32  # processes and threads alive at once
+    disk_mb: int = 64  # size of the private /tmp
 
 
 # -- The host files that are visible inside --------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from covey.errors import unknown
 GIB = 2**30
 NODE = 8  # GPUs of a machine, connected by the fast link
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-LENGTH_SIGMA = 0.7  # of the logarithm of an answer's length
+LENGTH_SIGMA = 0.7  # standard deviation of the logarithm of an answer's length
 FORWARD_PASS = 1 / 3  # share of a forward pass in forward and backward
 
 
@@ -33,11 +33,11 @@ FORWARD_PASS = 1 / 3  # share of a forward pass in forward and backward
 class Device:
     name: str
     flops: float  # matmul FLOP/s: bfloat16 without sparsity, on a CPU float32
-    bandwidth: float  # of its memory, bytes/s
+    bandwidth: float  # memory bandwidth, bytes/s
     memory: float  # bytes
     link: float  # to another device of the same machine, bytes/s in one direction
     network: float  # to a device of another machine, bytes/s in one direction
-    launch: float  # least seconds per layer
+    launch: float  # kernel launch time: lower bound in seconds per layer
     efficiency: float  # share of `flops` that training reaches
     itemsize: int  # bytes per weight
 
@@ -213,10 +213,10 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Turn:
-    """A reply of the model and the tool call after it."""
+    """A reply of the model and the tool call that follows."""
 
     tokens: int
-    wait: float = 0.0  # seconds of the tool, before the next reply
+    wait: float = 0.0  # seconds of the tool call
     observation: int = 0  # tokens of the tool's output
 
 

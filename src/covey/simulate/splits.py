@@ -261,7 +261,7 @@ def _parallel(job: Job, split: Split) -> str:
     row = job.longest * activation_bytes(job.shape, job.device.itemsize, checkpointing=job.training.checkpointing)
     needed = states(job.shape, job.device, job.training, 1).total + row
     if split.shared:
-        needed += job.device.itemsize * job.shape.parameters  # the engine's weights
+        needed += job.device.itemsize * job.shape.parameters  # weights of the engine
     return "ddp" if needed <= 0.8 * job.usable_memory else "fsdp"
 
 

@@ -167,7 +167,7 @@ class Countdown:
         while True:
             numbers = [rng.randint(1, LARGEST_NUMBER) for _ in range(self.count)]
             target, solution = _combine(rng, numbers)
-            if target <= self.target_max and target not in numbers:  # else trivial
+            if target <= self.target_max and target not in numbers:  # otherwise the problem is trivial
                 break
         return Problem(
             key=f"countdown:{_listed(sorted(numbers), ',')}={target}",

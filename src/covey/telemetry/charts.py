@@ -126,7 +126,7 @@ def _titles(axes: Any, title: str, subtitle: str) -> None:
         *(shortened(subtitle, 94), (0, 1), (0, 8)),
         **{"xycoords": "axes fraction", "textcoords": "offset points", "fontsize": 10, "color": GREY},
     )
-    below.set_in_layout(False)  # it lies in the title's padding; a long one must not shrink the axes
+    below.set_in_layout(False)  # it is in the title's padding; a long subtitle must not shrink the axes
 
 
 def _xy(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:

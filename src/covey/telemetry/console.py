@@ -254,7 +254,7 @@ class Screen(Live):
 
 
 class LiveConsole(Sink):
-    """The live view. rich redraws it from a thread of its own, so its clock also moves between events."""
+    """The live view. rich redraws it in a separate thread, so its clock also moves between events."""
 
     def __init__(self, state: RunState, console: Console, now: Callable[[], float] = time.monotonic) -> None:
         from covey.telemetry.live_view import MAX_WARNINGS, LiveView
@@ -297,7 +297,7 @@ class LiveConsole(Sink):
             self._view.status = status
         with suppress(OSError):
             self._live.stop()
-        for text in self._view.state.warnings[: -self._max_warnings]:  # those that the view no longer shows
+        for text in self._view.state.warnings[: -self._max_warnings]:  # warnings that the view no longer shows
             self._print_warning(text)
 
     def _print_warning(self, text: str) -> None:

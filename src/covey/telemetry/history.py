@@ -1,6 +1,6 @@
-"""What a run folder tells about its run: metrics history, run.json, totals in summary.json, and labels.
+"""Reads the state of a run from its folder: metrics history, run.json, totals in summary.json, and labels.
 
-`RunState` is the same information while the run is going, as the consoles show it.
+`RunState` holds the same information for the consoles of a live run.
 """
 
 from __future__ import annotations

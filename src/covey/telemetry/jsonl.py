@@ -31,7 +31,7 @@ METRICS_FILE = "metrics.jsonl"
 EPISODES_FILE = "episodes.jsonl"
 PART_BYTES = 256 << 20  # from this size on, lines go to the next part
 MAX_STEP = 1 << 53  # beyond it, floats cannot represent every step
-SCHEMA = 1  # of an episode record; raised by a change that an older reader would misread
+SCHEMA = 1  # version of an episode record; incremented by changes that an older reader would misread
 
 Decode = Callable[[list[int]], str]
 

@@ -101,7 +101,7 @@ class Telemetry:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Measure the block as `timing/{name}`, in the record of the step or of the evaluation."""
+        """Record the seconds of the block as `timing/{name}`, with the next step or evaluation."""
         self._clock.enter(name)
         self._send(lambda sink: sink.stage(self._clock.current))
         try:

@@ -212,6 +212,6 @@ def _completion(episode: Episode, *, conversational: bool) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """A number of Python's for tensors and NumPy numbers; None for NaN, as in TRL."""
+    """Convert tensors and NumPy numbers to Python numbers, and NaN to None, as TRL does."""
     value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and value != value else value

@@ -51,7 +51,7 @@ class TrainerState:
 
 
 class GRPOTrainer:
-    """Train a language model with GRPO, as TRL's trainer of the same name does.
+    """Train a language model with GRPO, like TRL's `GRPOTrainer`.
 
     `model` is a name, a folder or a loaded transformers model; a loaded one is written to output_dir first.
     `reward_funcs` are functions `f(completions, prompts, **columns) -> list[float | None]`, or names of a reward model
@@ -107,8 +107,8 @@ class GRPOTrainer:
         self._check_tokenizer()
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
-        """Train to the end. `resume_from_checkpoint`: True continues the newest unfinished run with these settings, a
-        path that run."""
+        """Train to the end. `resume_from_checkpoint`: True continues the newest unfinished run with these settings; a
+        path names the run to continue."""
         checkpoint = resume_from_checkpoint or self.args.resume_from_checkpoint
         resume = "auto" if checkpoint is True else str(checkpoint) if checkpoint else "disable"
         again = resume != "disable" or self.run is not None  # self._prepared can be used for one run only

@@ -282,7 +282,7 @@ def _checkpoints(args: GRPOConfig, sizes: Sizes, steps: int, per_epoch: int) -> 
 def _evaluation(
     args: GRPOConfig, sizes: Sizes, steps: int, per_epoch: int, sampling: Mapping[str, Any], held_out: int
 ) -> dict[str, Any]:
-    """TRL samples as in training, and never of itself after the last step."""
+    """Evaluation settings. TRL samples as in training, and does not evaluate after the last step by default."""
     number = args.eval_steps or args.logging_steps
     if held_out == 0 and args.eval_strategy != "no":
         raise InputError(f"eval_strategy={args.eval_strategy!r} needs an eval_dataset")

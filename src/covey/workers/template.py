@@ -31,7 +31,7 @@ from covey.workers.handle import KILL, NOT_STARTED, ORDER, REPORT, SPAWN
 from covey.workers.worker import adopt_orphans, ignore_sigterm, reset_signals, run_worker
 
 TAIL = 1 << 14  # bytes kept of a worker's output
-EXIT_SECONDS = 5.0  # for the template to exit by itself
+EXIT_SECONDS = 5.0  # time for the template to exit by itself
 
 Functions = Mapping[str, Callable[..., Any]]
 

@@ -214,7 +214,7 @@ def join_text(pieces: Sequence[str]) -> str:
 
 
 def result_messages(results: Results, native: bool, wrap: Callable[[Call, str], str]) -> list[dict[str, Any]]:
-    """A `tool` message for each result. Templates accept one only after a call that they can show: without native
+    """A `tool` message for each result. Templates accept one only after a call that they can render: without native
     tools, or without a well-formed call, one user message has all results."""
     if not results:
         return []

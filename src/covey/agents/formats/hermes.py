@@ -82,5 +82,6 @@ def _calls(text: str, start: int) -> tuple[list[str], tuple[Call, ...]]:
 
 
 def _response(call: Call, text: str) -> str:
-    """The form of Qwen's template. By it Qwen3's template knows that this is not a new question, and keeps thinking."""
+    """The form of Qwen's template. From it, Qwen3's template recognises that this is not a new question, and keeps past
+    thinking."""
     return f"<tool_response>\n{text}\n</tool_response>"

@@ -4,8 +4,8 @@
 
 `translate` checks the tokens of an expression and rewrites them in Python's syntax: a number becomes a name, `!` and
 percent become attributes. Python then parses the precedence, and `evaluate` walks the few kinds of nodes that can
-occur. Integers and fractions are exact, so 0.1 + 0.2 is 0.3; roots, logarithms and angles are floats unless they come
-out even. Length, nesting and digits are limited, and each limit is checked before the work that it bounds.
+occur. Integers and fractions are exact, so 0.1 + 0.2 is 0.3; roots, logarithms and angles are floats unless the
+result is exact. Length, nesting and digits are limited, and each limit is checked before the work that it bounds.
 
 `%` before an operand is the remainder, otherwise percent. Inside a function's parentheses a comma separates arguments.
 Halves round away from zero.
@@ -101,7 +101,7 @@ def translate(text: str) -> tuple[str, dict[str, Value]]:
     for token, following in upcoming:
         group, word = groups[-1], token.text
         if not complete and word in ("+", "-"):
-            sign = "-" if (word == "-") != (sign == "-") else "+"  # one sign stands for a row of them
+            sign = "-" if (word == "-") != (sign == "-") else "+"  # collapse consecutive signs into one
         elif not complete:
             if len(groups) + sum(group.powers for group in groups) > MAX_DEPTH:
                 raise ExpressionError(f"nested more than {MAX_DEPTH} deep")
@@ -174,7 +174,7 @@ def _literal(text: str) -> Value:
 
 
 def evaluate(node: ast.expr, values: dict[str, Value]) -> Value:
-    outer: list[ast.BinOp | ast.Attribute] = []  # a long sum leans to the left: no recursion along it
+    outer: list[ast.BinOp | ast.Attribute] = []  # left operands are visited in a loop: a long sum nests deeply there
     while isinstance(node, ast.BinOp | ast.Attribute):
         outer.append(node)
         node = node.left if isinstance(node, ast.BinOp) else node.value
@@ -246,7 +246,10 @@ def _sqrt(x: Value) -> Value:
     return math.sqrt(x)
 
 
-_LOGS: dict[Value, Callable[[Value], float]] = {2: math.log2, 10: math.log10}  # more exact than a quotient
+_LOGS: dict[Value, Callable[[Value], float]] = {
+    2: math.log2,
+    10: math.log10,
+}  # more exact than a quotient of logarithms
 
 
 def _logarithm(function: Callable[[Value], float], x: Value) -> float:

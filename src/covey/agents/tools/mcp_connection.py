@@ -4,7 +4,7 @@ A stdio server is a child process that reads and writes lines of JSON. It leads 
 closed, its stdin is closed too, and a process that does not exit within GRACE seconds is killed with all its children;
 if the task is cancelled in the meantime, at once.
 
-The `mcp` package requires that a context is left by the task that entered it. So each connection is held by its own
+The `mcp` package requires that the task that entered a context also exits it. So each connection is held by its own
 task, which ends when the connection is closed, when it is no longer needed, or when the run's event loop ends.
 """
 

@@ -5,10 +5,10 @@
 
 The calls of a turn run concurrently, and results keep the order of the calls. Calls of tools that share `state` run one
 after another, in that order. A mistake of the model becomes a result whose text the model reads; a fault of the
-infrastructure raises `ToolFailure`, which ends the episode. The state is released however the block is left.
+infrastructure raises `ToolFailure`, which ends the episode. The state is always released at the end of the block.
 
-Users' tools run in workers (`WorkerTool`). Only as much of a result as may be shown leaves the worker, so a gigabyte of
-output costs nothing.
+Users' tools run in workers (`WorkerTool`). Only as much of a result as may be shown leaves the worker, so huge outputs
+are never transferred.
 """
 
 from __future__ import annotations
@@ -158,7 +158,8 @@ class ToolSession:
         self.waiting = waiting
         self.state: dict[str, Any] = {}  # of tools that run in this process; workers keep their own
         self.worker: WorkerSession | None = None
-        self.state_locks = {True: asyncio.Lock(), False: asyncio.Lock()}  # for the state here, and in the worker
+        # The state in this process, and that in the worker.
+        self.state_locks = {True: asyncio.Lock(), False: asyncio.Lock()}
 
     async def call(self, calls: Sequence[Call]) -> list[ToolResult]:
         """Run the calls of one turn. The first `ToolFailure` cancels the others and is raised."""

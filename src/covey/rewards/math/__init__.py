@@ -1,1 +1,1 @@
-"""Rewards for mathematical answers: one spelling, exact comparison, math-verify."""
+"""Rewards for mathematical answers: normalization, exact comparison, math-verify."""

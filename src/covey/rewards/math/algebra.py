@@ -20,8 +20,8 @@ Sum = dict[Monomial, Fraction]
 
 MAX_LENGTH = 300  # characters
 MAX_TERMS = 100
-MAX_BITS = 8192  # of a number's numerator or denominator
-MAX_POWER = 64  # of a sum, and degree of a root
+MAX_BITS = 8192  # bits of a numerator or denominator
+MAX_POWER = 64  # exponent of a sum, and degree of a root
 MAX_ROOTED = 10**10  # factored by trial division
 
 ONE: Monomial = ()

@@ -3,8 +3,8 @@
     compare("1,2", "2,1", {})                                        (True, [])
     compare("(\\sin 2x,1)", "(2\\sin x\\cos x,1)", {})              (None, [("\\sin 2x", "2\\sin x\\cos x")])
 
-Lists, sets, tuples, intervals, unions and matrices are taken apart here. Only undecided pairs of single expressions, or
-of two notations for a set of numbers, are left to math-verify, which alone would ignore how often an item occurs,
+Lists, sets, tuples, intervals, unions and matrices are split into parts here. Only undecided pairs of single
+expressions, or of two notations for a set of numbers, go to math-verify, which alone would ignore multiplicities,
 number bases, primes, dots and words after a number.
 """
 
@@ -381,15 +381,15 @@ def _same_quantity(gold: Quantity, reply: Quantity) -> bool | None:
         if one == other:
             return True
         if gold.percent == reply.percent:
-            return _clearly_apart(one, other)
+            return _clearly_different(one, other)
         hundredth = number(Fraction(1, 100))
         return (other * hundredth == one if reply.percent else one * hundredth == other) or None
     except NotAlgebra:  # too large together
         return None
 
 
-def _clearly_apart(a: Ratio, b: Ratio) -> bool | None:
-    """False for two numbers that are too far apart to be roundings of each other."""
+def _clearly_different(a: Ratio, b: Ratio) -> bool | None:
+    """False for two numbers that differ too much to be roundings of each other."""
     exact_a, exact_b = a.rational(), b.rational()
     if exact_a is not None and exact_b is not None:
         return False if abs(exact_a - exact_b) > CLOSE * max(Fraction(1), abs(exact_a)) else None

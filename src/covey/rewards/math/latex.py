@@ -78,7 +78,7 @@ UNICODE = str.maketrans(
 )
 WRAPPED = re.compile(r"^(?:\$\$(.+)\$\$|\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]|\*\*(.+)\*\*|`(.+)`)$", re.DOTALL)
 INNER = re.compile(r"(?<!\\)\$")
-# Commands that only change the look. The end of a matrix row (two backslashes) is matched first, and kept.
+# Commands that only change the formatting. The end of a matrix row (two backslashes) is matched first, and kept.
 LOOKS = re.compile(
     r"(\\\\)|\\(?:left|right|big|Big|bigg|Bigg|bigl|bigr|Bigl|Bigr|displaystyle|textstyle|limits|mathstrut|quad|qquad)"
     r"(?![A-Za-z])|\\[!,;:>]|~|\\(?=\s)|\\hspace\{[^{}]*\}|\\phantom\{[^{}]*\}"
@@ -157,7 +157,7 @@ class Quantity:
 
 
 def tidy(text: str) -> str:
-    """Remove whatever only changes the look, and spaces, except between digits (2 3 is not 23)."""
+    """Remove formatting commands and spaces, except between digits (2 3 is not 23)."""
     text = _unwrapped(text.translate(UNICODE))
     text = re.sub(r"(?<=\d)(?:\{,\}|,\s*\\!|\\,|\\!|\\ )(?=\d{3}(?!\d))", "", text)  # 10{,}080  10,\!080  10\,080
     text = UNEQUAL.sub(r"\\ne ", text).replace("<=", "\\le ").replace(">=", "\\ge ")

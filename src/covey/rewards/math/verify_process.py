@@ -3,9 +3,9 @@
     await verify(gold, reply, seconds)      True or False; None if it took longer and was killed
 
 Each thread of a small pool owns one process, which imports math-verify once and then answers each line of JSON with
-another. The process runs this file as a program, so it imports neither Covey nor torch. Both sides bound its time and
-memory: the owner kills the process group at the deadline, and the process sets itself a slightly later alarm in case
-its owner is gone.
+another. The process runs this file as a program, so it imports neither Covey nor torch. Time and memory are limited
+twice: the owner kills the process group at the deadline, and the process sets itself a slightly later alarm in case its
+owner is gone.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class MathProcess:
         self.running: subprocess.Popen[bytes] | None = None
 
     def ask(self, question: dict[str, Any], seconds: float) -> bool | None:
-        """The verdict, or None if it took longer. A process that dies first, killed by the system perhaps, is replaced
-        and asked once more; a second death is attributed to the expression."""
+        """The verdict, or None if it took longer. A process that dies first, perhaps killed by the system, is replaced
+        and the query repeated once; a second death is attributed to the expression."""
         for _ in range(2):
             if self.running is None or self.running.poll() is not None:
                 self._start()

@@ -1,4 +1,4 @@
-"""The two processes of a hidden test, each in a sandbox of its own: one answers calls, the other makes them.
+"""The two processes of a hidden test, each in its own sandbox: one answers calls, the other makes them.
 
 The process of the solution (`serve`) receives the arguments of a call, never the expected result, and has no access to
 the verdict. Whatever the solution does to its process, it can only answer or fail to answer. The process of the tests

@@ -1,8 +1,8 @@
-"""What the first process of a sandbox does: isolation, limits, filters, and then the program.
+"""The first process of a sandbox: sets up isolation, limits and filters, and then runs the program.
 
 `stage` says where the process is:
 
-down       root outside bubblewrap: becomes nobody and executes bwrap
+down       root outside bubblewrap: becomes the user `nobody` and executes bwrap
 namespace  the tier `namespaces`: builds namespaces and a root folder, then continues as `inside`
 inside     in bubblewrap's namespaces
 limits     no namespaces, only limits
@@ -100,7 +100,8 @@ def _limit(limits: dict[str, Any]) -> None:
     limit(resource.RLIMIT_MSGQUEUE, 0)
     limit(resource.RLIMIT_NPROC, limits["processes"] + limits["others"])
     if limits["cpu_seconds"] is not None:
-        # A second apart: at the soft limit the kernel sends SIGXCPU, which tells the reason; at the hard one SIGKILL.
+        # The hard limit is one second later. At the soft limit the kernel sends SIGXCPU, which gives the reason; at the
+        # hard limit, SIGKILL.
         limit(resource.RLIMIT_CPU, int(limits["cpu_seconds"]) + 2, more=1)
 
 
@@ -116,12 +117,12 @@ def _run(request: dict[str, Any]) -> None:
         {"solution": calls.serve, "tests": calls.run_tests}[role](request)
 
 
-# -- Namespaces and a root folder of its own -------------------------------------------------------------------------
+# -- Namespaces and the sandbox's root folder ------------------------------------------------------------------------
 
 
 def step_down(view: dict[str, Any]) -> None:
-    """From root to nobody. What nobody could not reach (an interpreter under /root) is first bound to where it can be
-    reached, in a private mount namespace."""
+    """Change from root to the user `nobody`. Paths that this user cannot access (an interpreter under /root) are first
+    bind-mounted at an accessible place, in a private mount namespace."""
     hidden = [path for path in view["binds"] if closed_folder(path)]
     if hidden:
         kernel.unshare(kernel.CLONE_NEWNS)
@@ -143,7 +144,7 @@ def step_down(view: dict[str, Any]) -> None:
 
 
 def closed_folder(path: str) -> str | None:
-    """The first folder above `path` that the user nobody may not pass."""
+    """The topmost folder above `path` that the user `nobody` may not enter."""
     parts = os.path.dirname(os.path.abspath(path)).split("/")
     for depth in range(2, len(parts) + 1):
         folder = "/".join(parts[:depth])

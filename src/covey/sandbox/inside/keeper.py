@@ -5,7 +5,7 @@ then kills everything else in the process namespace. Without a namespace (`isola
 a subreaper: it adopts orphaned descendants and kills them one by one.
 
 In a session the keeper also starts and ends the cells (`Cells`). Only the session's own process knows when a cell has
-run to its end, and the code of a cell can do everything in there that Covey can. So no message from it ends a cell: a
+run to its end, and the code of a cell can do everything that this process can. So no message from it ends a cell: a
 cell is over when its process has stopped itself (SIGSTOP). The keeper then kills every other process of the sandbox,
 checks that the session is still stopped, and only then reports the end to the host. The process stays stopped, with all
 of its threads, until the host asks for the next cell. If something wakes it earlier, such as a timer, the keeper ends
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 INTERVAL = 0.05  # seconds between two checks of the memory
 PRIVATE = (b"RssAnon:", b"RssShmem:")  # memory that is not backed by a file
-SOCKET = 208 * 1024  # bytes that may lie unread in a socket, which count for no process
+SOCKET = 208 * 1024  # unread bytes that a socket may hold; they count for no process
 DEAD = frozenset({b"Z", b"X"})  # states of a thread that will never run again
 STOPPED_IN_A_CELL = 128 + 19  # exit code of a session that stopped before its cell had ended
-PAUSE = 0.001  # seconds between two looks at processes that are being killed
+PAUSE = 0.001  # seconds between two checks of processes that are being killed
 
 
 def keep(program: Callable[[], None], *, memory_mb: int, control: int, isolated: bool, cells: Cells | None) -> None:
@@ -165,7 +165,8 @@ def _end_others(child: int, isolated: bool) -> int:
     """Kill all processes but the stopped session, and return how many there were.
 
     They are stopped first (in a namespace all at the same moment), so that none can fork or wake the session meanwhile.
-    The death of a process can wake the session (its process group is orphaned), so this repeats until all is quiet."""
+    The death of a process can wake the session (its process group is orphaned), so this repeats until no other process
+    is left."""
     ended: set[int] = set()
     while True:
         for pid in [-1] if isolated else other_processes(isolated):
@@ -199,7 +200,7 @@ def states(pid: int) -> set[bytes]:
                     found.add(file.read().rpartition(b")")[2].split()[0])
             except OSError:  # this thread has ended
                 continue
-    except OSError:  # the process has
+    except OSError:  # the process has ended
         return set()
     return found
 

@@ -1,4 +1,4 @@
-"""Plain values to JSON text and back.
+"""Serializes plain values as JSON text.
 
 Decoding always gives a genuine value of a known type, whatever the other process sent: an object with an `__eq__` of
 its own cannot pass. Subclasses become their base type (a namedtuple becomes a tuple). Every other object stays in its

@@ -73,7 +73,7 @@ class Choice:
 
 
 def user_message(row: Values, prompt: str) -> list[dict[str, Any]]:
-    """One user message: the prompt with columns in place of their names in braces. Other braces are LaTeX and stay."""
+    """One user message: the prompt with columns in place of their names in braces. Other braces are LaTeX."""
     for name, value in row.items():
         if f"{{{name}}}" in prompt:
             text = "\n".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -85,13 +85,13 @@ def user_message(row: Values, prompt: str) -> list[dict[str, Any]]:
 class Dataset:
     name: str
     about: str
-    home: str  # its page, for reading
+    home: str  # its web page, for documentation
     licence: str
     reward: str
     sources: tuple[Source, ...]
     columns: tuple[str, ...]  # required columns of a raw row; `a|b`: one of them
     row: Callable[[Values, str], tuple[str, dict[str, Any]]]  # a raw row and its file's split → its split and task row
-    rows: Mapping[str, int]  # published number of rows per split, for reading
+    rows: Mapping[str, int]  # published number of rows per split, for documentation
     prompt: str = "{question}"
     messages: Callable[[Values, str], Sequence[Mapping[str, Any]]] = (
         user_message  # a prepared row and the prompt → messages
