@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # what editors and type checkers see; `_HOMES` says the same
+if TYPE_CHECKING:  # for editors and type checkers; `_HOMES` lists the same names
     from covey.agents.resolve import agent
     from covey.agents.tools.tool import ToolFailure, ToolMistake, tool
     from covey.algorithms.functional import GVPOLoss, advantages, compute_gvpo_advantage, policy_loss

@@ -1,6 +1,4 @@
-"""Memory of the machine and of a GPU: how many tokens fit, how large caches may grow, what the process uses, and
-settings of the allocators.
-"""
+"""Memory of the machine and its GPUs: token budgets, cache sizes, allocator settings and metrics."""
 
 from __future__ import annotations
 
@@ -91,8 +89,8 @@ def cache_tokens(model: Any, share: float) -> int:
 
 
 def grown_size(current: int, needed: int, limit: int | None, multiple: int = 1) -> int:
-    """The new size of a buffer: at least half as much again as before, so that repeated growth stays cheap, but not
-    more than `limit` unless needed; rounded up to a multiple."""
+    """The new size of a buffer: at least 1.5 times the current one, so that repeated growth stays cheap, but not more
+    than `limit` unless needed; rounded up to a multiple."""
     if needed <= current:
         return current
     size = max(needed, current + current // 2)
@@ -106,8 +104,9 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8  # from <m
 
 
 def disable_cudnn_attention() -> None:
-    """cuDNN's attention caches a plan for every shape, about a megabyte of host memory each, for the life of its
-    thread. With completions of all lengths that grows without end. The other attention kernels cache nothing."""
+    """cuDNN's attention caches a plan for every shape, about a megabyte of host memory each, for the lifetime of its
+    thread. With completions of many lengths the cache grows without bound. The other attention kernels cache
+    nothing."""
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
@@ -123,7 +122,7 @@ def keep_freed_memory() -> bool:
 
 def trim_freed_memory() -> bool:
     """Return freed memory to the system: otherwise the process keeps its highest peak. The next step has to get it back
-    page by page, so call this next to slow operations only. False if the libc has no such function."""
+    page by page, so call this only together with slow operations. False if the libc has no such function."""
     if (trim := _from_glibc("malloc_trim")) is None:
         return False
     trim(0)

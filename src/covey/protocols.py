@@ -49,7 +49,7 @@ class Needs:
     proximal: bool = False  # log-probs of the sampled tokens recomputed by the learner
     full_kl: bool = False  # KL to the reference over the vocabulary, with gradient, in every update
     sample_full_kl: bool = False  # the same once per step, without gradient
-    values: bool = False  # of a critic
+    values: bool = False  # values of a critic
     greedy_baseline: bool = False  # a greedy attempt at each task
     min_group_size: int = 1
     advised_group_size: int = 1  # smaller groups work, but poorly: a warning
@@ -57,7 +57,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """[N] (one per episode) or [R, T] (token-level estimators). Returns are the targets of a critic."""
+    """Advantages, [N] (one per episode) or [R, T] (token-level estimators). Returns are the targets of a critic."""
 
     values: Tensor
     returns: Tensor | None = None
@@ -85,7 +85,7 @@ class LossTerm:
 
 @dataclass(frozen=True, slots=True)
 class TokenTrace:
-    """Per response token, for the episode viewer, [R, T]."""
+    """Values per response token, [R, T], for the episode viewer."""
 
     advantage: Tensor
     ratio: Tensor
@@ -141,15 +141,16 @@ class Algorithm(Estimator, Objective, Shaper, Protocol):
 
 
 class RolloutEngine(Protocol):
-    """Samples from the policy of `version`. Paused while the learner updates, then sent the new weights."""
+    """Samples from the policy of `version`. It is paused while the learner updates, and then receives the new
+    weights."""
 
-    owns_weights: bool  # True: its own copy of the weights and its own kernels, so its log-probs differ
+    owns_weights: bool  # True: it has its own weights and kernels, so its log-probs differ from the learner's
     version: int
     generated_tokens: int
     on_finished: Callable[[], None]  # called for every completion, on any thread
 
     def metrics(self) -> Metrics:
-        """Further counters since it started."""
+        """Additional counters since the engine started."""
         ...
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Completion: ...
@@ -249,7 +250,7 @@ class Agent(Protocol):
 class Done:
     """Returned by an environment's step to end the episode, with its reward and last messages."""
 
-    reward: float | Mapping[str, float | None] | None = None  # of a table, "reward" is trained on, others are recorded
+    reward: float | Mapping[str, float | None] | None = None  # in a table, "reward" is trained on, others are recorded
     messages: Messages = ()
 
 
@@ -315,5 +316,5 @@ class Learner(Protocol):
         ...
 
     def counters(self) -> dict[str, Any]:
-        """The rest of a checkpoint, as JSON."""
+        """The remaining state of a checkpoint, as JSON values: counters and the loss scale."""
         ...

@@ -42,10 +42,11 @@ class Trainer:
 
     `model` is a name, a folder or a loaded transformers model (which is copied, not changed). `tasks` is the name of a
     data set or generated task, a file, or rows: a list of dicts or Tasks, a Hugging Face Dataset, anything that yields
-    dicts with `question` and `answer`; so is `validation`. `reward` is a function, a name, or a list of them;
+    dicts with `question` and `answer`; `validation` takes the same. `reward` is a function, a name, or a list of them;
     `algorithm` a name, an object such as `covey.Gvpo(beta=0.01)`, or your own class or object. `agent` is a name, a
     coroutine, an environment's class or an Agent; `tools` are functions or names. `callbacks` are described in
-    `covey.training.callbacks`. Settings go by section, `learner={"lr": 2e-5}`, or by key, `**{"learner.lr": 2e-5}`.
+    `covey.training.callbacks`. Settings are given by section, `learner={"lr": 2e-5}`, or by key, `**{"learner.lr":
+    2e-5}`.
 
     The arguments are checked here. Weights are loaded when they are first needed.
     """
@@ -97,7 +98,7 @@ class Trainer:
         Ctrl-C raises KeyboardInterrupt, and the trainer stays usable: the next call repeats the interrupted step. Its
         sampling or evaluation starts again; an update that had started is finished first."""
         run = self.run
-        driver = self._the_driver()
+        driver = self._active_driver()
         if driver.in_callback:
             raise InputError("step() cannot be called in a callback, which is part of a step")
         step = self._call(run.step)
@@ -137,7 +138,7 @@ class Trainer:
         return self._call(self.run.save).folder
 
     def generate(self, question: str | Messages, *, temperature: float = 0.0, max_tokens: int | None = None) -> str:
-        """The answer of the run's agent with the current weights, to a question asked as in training."""
+        """Answer a question with the run's agent and the current weights. The prompt is built as in training."""
         messages = ({"role": "user", "content": question},) if isinstance(question, str) else tuple(question)
         tasks = TaskSet((Task("ask", messages),), (), None, "")
         (task,) = with_system_prompt(tasks, self.config.data.system_prompt).train
@@ -243,7 +244,7 @@ class Trainer:
     def _repr_html_(self) -> str | None:
         return None if self._run is None else self._run._repr_html_()
 
-    # -- the end ---------------------------------------------------------------------------------------------------
+    # -- closing ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """End the run: close its engine and processes and unlock its folder. The model, the metrics and the path stay
@@ -269,14 +270,14 @@ class Trainer:
         self._run, self._driver = run, Driver(run)
         self._finalizer = weakref.finalize(self, Driver.close, self._driver)
 
-    def _the_driver(self) -> Driver:
+    def _active_driver(self) -> Driver:
         assert self._run is not None and self._driver is not None, "`run` starts it"
         return self._driver
 
     def _call(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
         run = self.run
         with resume_hint_on_failure(run.path, run.config.resume, interrupted=False):
-            return self._the_driver().call(work)
+            return self._active_driver().call(work)
 
 
 def train(

@@ -41,7 +41,7 @@ CUT_BY = ("rollout.max_tokens", "agent.max_response_tokens", "model.context_leng
 
 
 def cut_metric(cut_by: str) -> str:
-    """The metric of a limit, without the setting's section: episodes/cut/max_turns."""
+    """The name of a limit's metric, without the setting's section: episodes/cut/max_turns."""
     return f"episodes/cut/{cut_by.rpartition('.')[2]}"
 
 
@@ -55,7 +55,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling settings of one request. `seed` is its own random stream; `temperature=0` is greedy."""
+    """Sampling settings of one request. `seed` selects its random stream; `temperature=0` is greedy."""
 
     temperature: AnyTemperature = 1.0
     top_p: PositiveShare = 1.0
@@ -87,11 +87,11 @@ class Task:
     messages: tuple[Mapping[str, Any], ...]
     answer: Any = None
     columns: Mapping[str, Any] = field(default_factory=dict)
-    place: str = field(default="", compare=False)  # its source, for messages: "train.jsonl, line 3"
+    place: str = field(default="", compare=False)  # its source, for error messages: "train.jsonl, line 3"
 
     @property
     def where(self) -> str:
-        """For messages: its place in a file, or else its id."""
+        """Its place in a file, or else its id, for error messages."""
         return self.place or f"task {self.id}"
 
 
@@ -102,7 +102,7 @@ class Demonstration:
     id: str
     messages: tuple[Mapping[str, Any], ...]  # tool calls in OpenAI's format, with arguments as objects
     tools: tuple[Mapping[str, Any], ...] | None = None  # schemas; None: not specified
-    place: str = ""  # its source, for messages: "demos.jsonl, line 3"
+    place: str = ""  # its source, for error messages: "demos.jsonl, line 3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class ToolUse:
     tool: str
     seconds: float
     error: str | None = None  # malformed | unknown_tool | bad_arguments | raised | deadline
-    detail: str = ""  # if the tool's own code raised: where. For the user, not shown to the model
+    detail: str = ""  # where the tool's own code raised; for the user, not shown to the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ class Collected:
     refills: int = 0  # how often new tasks were sampled to replace them
     failures: Mapping[str, int] = field(default_factory=dict)  # failed episodes, by cause
     examples: Mapping[str, str] = field(default_factory=dict)  # one message for each cause
-    dropped: int = 0  # groups with too few episodes that did not fail
+    dropped: int = 0  # groups left with too few episodes after failures
     reused: int = 0  # groups that an earlier step has already learned from
     attempts: int = 0  # all sampled episodes, including those that failed or were filtered out
     cut: Mapping[str, int] = field(default_factory=dict)  # attempts that were cut off, by `Episode.cut_by`
@@ -216,21 +216,21 @@ class Samples:
     rows: tuple[Sample, ...]
     group_N: Tensor  # int64, the group of each episode, 0..G-1 in order
     rewards: Mapping[str, Tensor]  # name → [N] float64, NaN if not scored
-    weights: Mapping[str, float]  # of the named rewards in their sum
+    weights: Mapping[str, float]  # weight of each named reward in the total reward
     longest_N: Tensor  # int64, tokens of the longest turn
     truncated_N: Tensor  # bool, cut off by a token limit
     episode_R: Tensor  # int64
     mask_RT: Tensor  # bool, sampled tokens
     old_logprobs_RT: Tensor  # the engine's log-probs, or the learner's own under the same weights
-    sampling_logprobs_RT: Tensor | None = None  # the engine's, if the old ones are the learner's
+    sampling_logprobs_RT: Tensor | None = None  # the engine's log-probs, if `old_logprobs_RT` are the learner's
     ref_logprobs_RT: Tensor | None = None
     full_kl_RT: Tensor | None = None  # KL to the reference over the whole vocabulary
     values_RT: Tensor | None = None
-    token_rewards_RT: Tensor | None = None  # added by shapers to single tokens; else 0
+    token_rewards_RT: Tensor | None = None  # rewards that shapers added to single tokens, 0 elsewhere
     baseline_rewards_G: Tensor | None = None  # reward of the greedy attempt at each task
     unfiltered: Unfiltered | None = None  # set if groups were filtered out
     temperature: float = 1.0
-    max_tokens: int = 1  # limit of an answer
+    max_tokens: int = 1  # limit of a completion
 
     @property
     def episodes(self) -> int:
@@ -295,7 +295,7 @@ class Batch:
     returns_RT: Tensor | None = None
     values_RT: Tensor | None = None
     temperature: float = 1.0
-    max_tokens: int = 1  # limit of an answer
+    max_tokens: int = 1  # limit of a completion
     epoch: int = 0  # how often the step's samples were trained on before
 
     @property

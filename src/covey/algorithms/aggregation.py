@@ -1,4 +1,4 @@
-"""Aggregation: from a loss per token to one number, independent of the split into micro-batches.
+"""Aggregation of the loss per token to one number, independent of the split into micro-batches.
 
     token-mean               Σ over all tokens / number of tokens
     seq-mean-token-sum       Σ over an episode, mean over episodes

@@ -58,28 +58,28 @@ class Algorithm:
     def check_rewards(self, weights: Mapping[str, float]) -> None:
         """Raise if the algorithm cannot be trained on rewards with these names and weights."""
         added = self.shaping.added_rewards()
-        if taken := set(weights) & set(added):
-            raise ValueError(f"the algorithm adds a reward called {min(taken)!r}, as is one of yours: rename yours")
+        if clashes := set(weights) & set(added):
+            raise ValueError(f"the algorithm adds a reward called {min(clashes)!r}, as is one of yours: rename yours")
         if hasattr(self.estimator, "check"):
             self.estimator.check([*(name for name, weight in weights.items() if weight != 0), *added])
 
     def shape(self, samples: Samples) -> tuple[Samples, Metrics]:
         samples = self.shaping.reward(samples)
-        found: Metrics = {}
+        metrics: Metrics = {}
         if self.kl is not None:
-            samples, found = self.kl.shape(samples)
-        return self.shaping.mask(samples), found
+            samples, metrics = self.kl.shape(samples)
+        return self.shaping.mask(samples), metrics
 
     def advantages(self, samples: Samples) -> Advantages:
-        found = self.estimator.advantages(samples)
+        advantages = self.estimator.advantages(samples)
         sampling_RT = samples.sampling_logprobs_RT
         if self.correction is None or not self.correction.active or sampling_RT is None:
-            return found
+            return advantages
         weight_RT, metrics = self.correction.weights(
             samples.old_logprobs_RT, sampling_RT, samples.mask_RT, samples.episode_R, samples.episodes
         )
-        values_RT = found.values if found.values.dim() == 2 else found.values[samples.episode_R][:, None]
-        return replace(found, values=values_RT * weight_RT, metrics={**found.metrics, **metrics})
+        values_RT = advantages.values if advantages.values.dim() == 2 else advantages.values[samples.episode_R][:, None]
+        return replace(advantages, values=values_RT * weight_RT, metrics={**advantages.metrics, **metrics})
 
     def loss(self, out: TokenOutputs, batch: Batch) -> dict[str, LossTerm]:
         # `where` passes no gradient to masked tokens, not even 0 · NaN.
@@ -89,8 +89,8 @@ class Algorithm:
 
     def metrics(self, out: TokenOutputs, batch: Batch) -> Metrics:
         with torch.no_grad():
-            found = self.objective.metrics(out, batch)
-            return found if self.kl is None else found | self.kl.metrics(out, batch)
+            metrics = self.objective.metrics(out, batch)
+            return metrics if self.kl is None else metrics | self.kl.metrics(out, batch)
 
     def remarks(self) -> list[str]:
         """Warnings about settings that are valid but rarely intended."""
@@ -98,8 +98,8 @@ class Algorithm:
 
     def state_dict(self) -> dict[str, Any]:
         """The state to checkpoint, by part: learned reward weights, an adaptive KL coefficient."""
-        found = {name: part.state_dict() for name, part in self.parts.items() if hasattr(part, "state_dict")}
-        return {name: state for name, state in found.items() if state}
+        states = {name: part.state_dict() for name, part in self.parts.items() if hasattr(part, "state_dict")}
+        return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         own = self.state_dict()

@@ -1,4 +1,4 @@
-"""From a name and settings to an `Algorithm`, and to the schema of its settings for the configuration.
+"""Creates an `Algorithm` from a name and settings, and the schema of its settings for the configuration.
 
 A name is an entry of the catalogue, or a custom class: `algorithm=my_algo.py:MyAlgo`, in Python also the class itself.
 A custom class is a dataclass with
@@ -98,11 +98,11 @@ def settings(name: str, loss: str | None = None) -> dict[str, tuple[Any, Any]]:
     of_loss = find_losses(name)[loss].defaults
     # The defaults of a loss that was chosen take precedence over the algorithm's own.
     changed = {**of_loss, **entry.defaults} if loss == entry.loss else {**entry.defaults, **of_loss}
-    found: dict[str, tuple[Any, Any]] = {"loss": (str, loss)}
+    table: dict[str, tuple[Any, Any]] = {"loss": (str, loss)}
     for part in parts(name, loss):
         hints = typing.get_type_hints(part, include_extras=True)
-        found |= {f.name: (hints[f.name], changed.get(f.name, _default(f))) for f in _fields(part)}
-    return found
+        table |= {f.name: (hints[f.name], changed.get(f.name, _default(f))) for f in _fields(part)}
+    return table
 
 
 def make(name: str, **options: Any) -> Algorithm:
@@ -231,8 +231,8 @@ def is_custom(name: str) -> bool:
 
 def load_custom(name: str) -> type:
     """The class of `file.py:Class` or `module:Class`; a registered one is not loaded again."""
-    found = _registered[name] if name in _registered else load_function("algorithm", name)
-    return _check_class(found, name)
+    cls = _registered[name] if name in _registered else load_function("algorithm", name)
+    return _check_class(cls, name)
 
 
 def register_class(cls: type) -> str:
@@ -242,44 +242,44 @@ def register_class(cls: type) -> str:
     return name
 
 
-def import_name(found: Any) -> str:
+def import_name(value: Any) -> str:
     """file.py:NAME of a function or class; module:NAME if it has no file, as in a notebook."""
-    module, name = getattr(found, "__module__", "__main__"), getattr(found, "__qualname__", type(found).__qualname__)
+    module, name = getattr(value, "__module__", "__main__"), getattr(value, "__qualname__", type(value).__qualname__)
     main = sys.modules.get("__main__")
     if module == "__main__" and not hasattr(main, "__file__"):
         return f"{module}:{name}"
     try:
-        file = inspect.getsourcefile(found)
+        file = inspect.getsourcefile(value)
     except TypeError:
         file = None
     return f"{file}:{name}" if file is not None and Path(file).is_file() else f"{module}:{name}"
 
 
-def _check_class(found: Any, name: str) -> type:
+def _check_class(cls: Any, name: str) -> type:
     """Raise if the class is not an algorithm, with what is missing."""
-    if not inspect.isclass(found):
+    if not inspect.isclass(cls):
         raise InputError(f"algorithm {name} is not a class\n  an algorithm is a dataclass with advantages(samples)")
-    if not dataclasses.is_dataclass(found):
+    if not dataclasses.is_dataclass(cls):
         raise InputError(f"algorithm {name} must be a dataclass\n  fix: @dataclass(frozen=True) above the class")
-    has_advantages, has_loss = (callable(getattr(found, method, None)) for method in ("advantages", "loss"))
+    has_advantages, has_loss = (callable(getattr(cls, method, None)) for method in ("advantages", "loss"))
     if not has_advantages and not has_loss:
         raise InputError(
             f"algorithm {name} has neither advantages(samples) nor loss(out, batch)\n  see docs/algorithms/README.md"
         )
     if has_loss:
-        if missing := [part for part in ("term", "couples", "on_policy_only", "metrics") if not hasattr(found, part)]:
+        if missing := [part for part in ("term", "couples", "on_policy_only", "metrics") if not hasattr(cls, part)]:
             raise InputError(
                 f"algorithm {name} has a loss, which lacks {', '.join(missing)}\n"
                 "  what they mean: covey.protocols.TokenLoss, docs/algorithms/README.md"
             )
-        if (couples := vars(found).get("couples", "nothing")) not in get_args(Couples):
+        if (couples := vars(cls).get("couples", "nothing")) not in get_args(Couples):
             raise unknown(f"couples of {name}", str(couples), get_args(Couples))
-    for item in _fields(found):
+    for item in _fields(cls):
         if item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
             raise InputError(f"algorithm {name}: the field {item.name} is a setting and needs a default")
-    if has_advantages and not isinstance(getattr(found, "needs", Needs()), (Needs, property)):
+    if has_advantages and not isinstance(getattr(cls, "needs", Needs()), (Needs, property)):
         raise InputError(f"algorithm {name}: needs must be covey.protocols.Needs(...)")
-    return found
+    return cls
 
 
 def _loss_name(cls: type) -> str | None:

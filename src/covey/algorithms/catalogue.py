@@ -1,4 +1,4 @@
-"""The algorithms, by name. One algorithm, one file; this page is the list.
+"""The list of algorithms, by name. Each has a file of its own.
 
 An algorithm is an estimator (rewards → advantages) with a loss (advantages, log-probs → a loss per token). Each can be
 combined with others: `algorithm=gdpo algorithm.loss=gspo`. The settings of an algorithm are the fields of its parts.
@@ -31,7 +31,8 @@ Defaults = Mapping[str, Any]
 
 
 def unsupported(cls: type) -> Mapping[str, str]:
-    """First word of a setting → why an estimator or loss does not support it; "loss": why only its own loss."""
+    """Reasons why an estimator or loss does not support some settings, by the first word of the setting; "loss": why it
+    is only compatible with itself."""
     return getattr(cls, "unsupported", {})
 
 
@@ -42,7 +43,7 @@ class Loss:
 
     @property
     def exchangeable(self) -> bool:
-        """Whether other estimators can use it."""
+        """Whether other estimators can use this loss."""
         return "loss" not in unsupported(self.objective)
 
 

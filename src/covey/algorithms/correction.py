@@ -1,4 +1,4 @@
-"""Importance correction: for samples from another distribution than the learner's own.
+"""Importance correction of samples that come from another distribution than the learner's policy.
 
 An engine with other kernels, top-p or top-k sampling, or an older policy sample from q; the learner's policy at the
 start of the step is π_old. Each token's advantage is multiplied by
@@ -6,8 +6,7 @@ start of the step is π_old. Each token's advantage is multiplied by
     w = min( π_old/q, cap )                    of the token, or of the whole answer (sequence)
     w = 0  where π_old/q lies outside [reject_below, reject_above]
 
-π_old is computed by the learner before the first update, and the ratio of the loss is π/π_old. With `recompute` that
-is all: w = 1.
+π_old is computed by the learner before the first update, and the ratio of the loss is π/π_old. With `recompute`, w = 1.
 
 Espeholt et al. 2018, https://arxiv.org/abs/1802.01561 (truncation); Yao et al. 2025, "Your efficient RL framework
 secretly brings you off-policy RL training"

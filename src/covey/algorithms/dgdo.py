@@ -63,19 +63,19 @@ class Dgdo:
         self.check(names)
         self.weights = self.weights or dict.fromkeys(names, 1 / len(names))
         warm = self.step < self.warmup_steps
-        found = {name: self.instability(*samples.unfiltered_reward(name)) for name in names}
+        statistics = {name: self.instability(*samples.unfiltered_reward(name)) for name in names}
         if not warm:
-            self._move({name: figures["instability"] for name, figures in found.items()})
+            self._update_weights({name: values["instability"] for name, values in statistics.items()})
         used = dict(zip(names, simplex_with_floor([self.weights[n] for n in names], self.min_weight), strict=True))
         scaled = {name: samples.weights[name] * (1.0 if warm else used[name] * len(names)) for name in names}
-        metrics = reward_metrics(samples) | self._metrics(found, used, warm)
+        metrics = reward_metrics(samples) | self._metrics(statistics, used, warm)
         self.step += 1
         return Advantages(combined(samples, scaled, self.epsilon), metrics=metrics)
 
     def instability(self, reward_N: Tensor, group_N: Tensor) -> Metrics:
         """μ, σ and D of one reward, over the episodes that have it."""
-        given_N = ~reward_N.isnan()
-        reward_N, group_N = reward_N[given_N].double(), group_N[given_N]
+        scored_N = ~reward_N.isnan()
+        reward_N, group_N = reward_N[scored_N].double(), group_N[scored_N]
         if not len(reward_N):
             return {"mu": 0.0, "sigma": 0.0, "instability": 0.0}
         mu, variance = mean_and_variance(reward_N, group_N)
@@ -90,7 +90,7 @@ class Dgdo:
         done = (self.step - self.warmup_steps) / self.beta_warmup_steps if self.beta_warmup_steps else 1.0
         return self.beta_start + (self.beta - self.beta_start) * min(max(done, 0.0), 1.0)
 
-    def _move(self, instability: Mapping[str, float]) -> None:
+    def _update_weights(self, instability: Mapping[str, float]) -> None:
         sign, keep, priors = -1 if self.invert else 1, self.effective_beta(), self.importance_priors or {}
         soft = torch.softmax(torch.tensor([sign * d for d in instability.values()], dtype=torch.float64), 0)
         target = {name: float(share) * priors.get(name, 1.0) for name, share in zip(instability, soft, strict=True)}
@@ -109,8 +109,8 @@ class Dgdo:
         if self.weights and set(self.weights) != set(names):
             raise ValueError(f"DGDO's weights are for {sorted(self.weights)}, and the rewards are {sorted(names)}")
 
-    def _metrics(self, found: Mapping[str, Metrics], used: Mapping[str, float], warm: bool) -> Metrics:
-        metrics = {f"dgdo/{name}/{key}": value for name, figures in found.items() for key, value in figures.items()}
+    def _metrics(self, statistics: Mapping[str, Metrics], used: Mapping[str, float], warm: bool) -> Metrics:
+        metrics = {f"dgdo/{name}/{key}": value for name, values in statistics.items() for key, value in values.items()}
         metrics |= {f"dgdo/{name}/weight": weight for name, weight in used.items()}
         entropy = -sum(w * math.log(w) for w in used.values() if w > 0)
         general = {"effective_beta": self.effective_beta(), "in_warmup": float(warm), "weight_entropy": entropy}

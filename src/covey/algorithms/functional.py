@@ -94,7 +94,8 @@ def advantages(
 
     rewards           [N], token rewards [N, T], or a dict of named [N] columns, summed with `weights` (default 1);
                       [N] may also be a list of numbers. NaN (None in a list): not scored. An answer without any score
-                      is skipped, with advantage 0. Token-level estimators put a [N] reward on an answer's last token.
+                      is skipped and gets advantage 0. Token-level estimators put a [N] reward on an answer's last
+                      token.
     mask              [N, T], the sampled tokens: for token-level estimators, opo, and token rewards
     values            [N, T] of a critic, for ppo; with_returns=True also returns the returns
     baseline_rewards  [N], the greedy answer's reward, for remax
@@ -106,26 +107,26 @@ def advantages(
         raise ValueError(f"{name} needs values=, a critic's value of each token, and mask=")
     if algorithm.needs.greedy_baseline and baseline_rewards is None:
         raise ValueError(f"{name} needs baseline_rewards=, the reward of the greedy answer to each answer's prompt")
-    given = _as_tensors(rewards)
-    if isinstance(given, Tensor) and given.dim() == 2 and algorithm.uses_named_rewards:
-        given = _per_answer(given, mask)
-    _check_shape(given, group_N)
-    scored = _scored(given, mask)
+    columns = _as_tensors(rewards)
+    if isinstance(columns, Tensor) and columns.dim() == 2 and algorithm.uses_named_rewards:
+        columns = _per_answer(columns, mask)
+    _check_shape(columns, group_N)
+    scored = _scored(columns, mask)
     mask, values, baseline = (None if x is None else x[scored] for x in (mask, values, baseline_rewards))
     kept_N = index_groups(group_N[scored.cpu()])
     if algorithm.needs.min_group_size > 1:
         _warn_about_singletons(algorithm.name, kept_N)
-    samples = _samples(kept_N, _take(given, scored), mask, values, baseline, weights or {})
+    samples = _samples(kept_N, _take(columns, scored), mask, values, baseline, weights or {})
     if state:
         algorithm.load_state_dict(state)
-    found = algorithm.advantages(samples)
+    result = algorithm.advantages(samples)
     if state is not None:
         state.update(algorithm.state_dict())
     if not with_returns:
-        return _spread(found.values, scored)
-    if found.returns is None:
+        return _spread(result.values, scored)
+    if result.returns is None:
         raise ValueError(f"{name} has no returns: only algorithms with a critic or token returns do")
-    return _spread(found.values, scored), _spread(found.returns, scored)
+    return _spread(result.values, scored), _spread(result.returns, scored)
 
 
 def _spread(x: Tensor, scored: Tensor) -> Tensor:
@@ -154,7 +155,7 @@ def _check_shape(rewards: RewardTensors, group_N: Tensor) -> None:
 
 
 def _scored(rewards: RewardTensors, mask: Tensor | None) -> Tensor:
-    """Which answers have at least one reward. The others are skipped, with advantage 0: that is not a reward of 0."""
+    """A mask of the answers with at least one reward. The others are skipped: a missing reward is not a reward of 0."""
     if isinstance(rewards, Mapping):
         return ~torch.stack([column.isnan() for column in rewards.values()]).all(0)
     return ~_per_answer(rewards, mask).isnan()
@@ -237,17 +238,17 @@ def policy_loss(
         raise ValueError(f"{name} needs ref_logprobs= with these settings, {hint}")
     group_N = index_groups(groups) if groups is not None else torch.arange(len(logprobs))
     batch = _batch(group_N.to(logprobs.device), old_logprobs, ref_logprobs, advantages, mask.bool())
-    found: Metrics = {}
+    metrics: Metrics = {}
     if sampling_logprobs is not None and algorithm.correction is not None and algorithm.correction.active:
-        weight, found = algorithm.correction.weights(
+        weight, metrics = algorithm.correction.weights(
             old_logprobs, sampling_logprobs, batch.mask_RT, batch.episode_R, len(group_N)
         )
         batch = replace(batch, advantages_RT=batch.advantages_RT * weight)
     out = TokenOutputs(logprobs, torch.zeros_like(logprobs))
     terms = divide(algorithm.loss(out, batch), batch)
-    found = found | algorithm.metrics(out, batch)
-    found |= {f"{key}/loss": float(term.detach()) for key, term in terms.items()}
-    return torch.stack(list(terms.values())).sum(), found
+    metrics = metrics | algorithm.metrics(out, batch)
+    metrics |= {f"{key}/loss": float(term.detach()) for key, term in terms.items()}
+    return torch.stack(list(terms.values())).sum(), metrics
 
 
 def _with_loss(name: str, aggregation: str | None, corrected: bool, options: dict[str, Any]) -> Algorithm:
@@ -307,7 +308,7 @@ class GVPOLoss:
         self, logprobs: Tensor, ref_logprobs: Tensor, rewards: Tensor, groups: Groups, mask: Tensor | None = None
     ) -> Tensor:
         mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask.bool()
-        mask = mask & ~_per_answer(rewards, mask).isnan()[:, None]  # an answer without a reward is not learned from
+        mask = mask & ~_per_answer(rewards, mask).isnan()[:, None]  # exclude answers without a reward
         centred = advantages("gvpo", rewards.to(logprobs.dtype), groups, mask=mask)
         loss, _ = policy_loss(
             "gvpo", logprobs, logprobs.detach(), centred, mask, groups=groups, ref_logprobs=ref_logprobs, **vars(self)

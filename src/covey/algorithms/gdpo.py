@@ -63,19 +63,19 @@ def combined(samples: Samples, weights: Mapping[str, float], epsilon: float) -> 
 
 
 def reward_metrics(samples: Samples) -> Metrics:
-    found: Metrics = {}
+    metrics: Metrics = {}
     for name, column_N in samples.rewards.items():
-        given_N = ~column_N.isnan()
-        if not bool(given_N.any()):
+        scored_N = ~column_N.isnan()
+        if not bool(scored_N.any()):
             continue
-        values = column_N[given_N].double()
-        zero_std_N = group_std(column_N.double().nan_to_num(nan=0.0), samples.group_N, given_N) == 0
+        values = column_N[scored_N].double()
+        zero_std_N = group_std(column_N.double().nan_to_num(nan=0.0), samples.group_N, scored_N) == 0
         zero_std = {int(g): bool(z) for g, z in zip(samples.group_N, zero_std_N, strict=True)}
-        found |= {
+        metrics |= {
             f"gdpo/{name}/mean": float(values.mean()),
             f"gdpo/{name}/std": float(values.std(unbiased=False)),
             f"gdpo/{name}/min": float(values.min()),
             f"gdpo/{name}/max": float(values.max()),
             f"gdpo/{name}/frac_zero_std": sum(zero_std.values()) / len(zero_std),
         }
-    return found
+    return metrics

@@ -94,7 +94,7 @@ class Kl:
         return []
 
     def shape(self, samples: Samples) -> tuple[Samples, Metrics]:
-        """Measure the KL of the step's samples; subtract it from the reward (kl_in=reward) and adapt kl_coef."""
+        """Measure the KL of the step's samples; with kl_in=reward subtract it from the reward; adapt kl_coef."""
         if not self.kl_coef or not (self.kl_in == "reward" or self.kl_target):
             return samples, {}
         if self.kl_estimator == "full":

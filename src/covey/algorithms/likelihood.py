@@ -2,8 +2,8 @@
 
     L_t = −log π_θ(y_t)          summed over the demonstrated tokens, divided by their number in the mini-batch
 
-It is the policy gradient with advantage 1, on demonstrations. It is not in the catalogue of algorithms, because there
-is nothing to sample and no reward. `covey sft` trains with it.
+It is the policy gradient on demonstrations with advantage 1. The catalogue of algorithms does not list it, because it
+has no sampling and no reward. `covey sft` trains with it.
 
 Shapes: N demonstrations, R rows, T tokens.
 """

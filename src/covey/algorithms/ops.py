@@ -97,11 +97,11 @@ def token_rewards(samples: Samples) -> Tensor:
     reward_N = samples.outcome_reward()
     has_N = valid_NL.any(-1)
     last_N = places_NL[has_N, valid_NL.sum(-1)[has_N] - 1]
-    found_RT = torch.zeros_like(samples.mask_RT, dtype=reward_N.dtype)
-    found_RT.view(-1)[last_N] = reward_N[has_N]
+    reward_RT = torch.zeros_like(samples.mask_RT, dtype=reward_N.dtype)
+    reward_RT.view(-1)[last_N] = reward_N[has_N]
     if samples.token_rewards_RT is not None:
-        found_RT = found_RT + samples.token_rewards_RT
-    return found_RT
+        reward_RT = reward_RT + samples.token_rewards_RT
+    return reward_RT
 
 
 def timeline(mask_RT: Tensor, episode_R: Tensor, episodes: int) -> tuple[Tensor, Tensor]:
@@ -124,19 +124,19 @@ def to_timeline(x_RT: Tensor, places_NL: Tensor, valid_NL: Tensor) -> Tensor:
 
 def from_timeline(x_NL: Tensor, places_NL: Tensor, valid_NL: Tensor, like_RT: Tensor) -> Tensor:
     """The inverse of to_timeline: [N, L] → [R, T], 0 for tokens that were not sampled."""
-    found_RT = x_NL.new_zeros(like_RT.shape)
-    found_RT.view(-1)[places_NL[valid_NL]] = x_NL[valid_NL]
-    return found_RT
+    x_RT = x_NL.new_zeros(like_RT.shape)
+    x_RT.view(-1)[places_NL[valid_NL]] = x_NL[valid_NL]
+    return x_RT
 
 
 def backward_sum(x_NL: Tensor, discount: float) -> Tensor:
     """G_t = x_t + discount · G_{t+1}"""
     total_N = x_NL.new_zeros(len(x_NL))
-    found_NL = torch.zeros_like(x_NL)
+    sum_NL = torch.zeros_like(x_NL)
     for t in range(x_NL.shape[1] - 1, -1, -1):
         total_N = x_NL[:, t] + discount * total_N
-        found_NL[:, t] = total_N
-    return found_NL
+        sum_NL[:, t] = total_N
+    return sum_NL
 
 
 def make_batch(

@@ -2,8 +2,9 @@
 
     soft overlong penalty       0 up to max − buffer, then falling linearly to −penalty at max and beyond; for an
                                 episode's longest turn, because rollout.max_tokens limits turns
-    truncated answers           kept, masked (excluded from the loss; their rewards still count) or penalised (reward
-    −1) dynamic sampling            groups of equal rewards are replaced by newly sampled ones
+    truncated answers           kept, masked (excluded from the loss; their rewards still count) or penalised
+                                (reward −1)
+    dynamic sampling            groups of equal rewards are replaced by newly sampled ones
 
 Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476. The two penalties are rewards of their own (`overlong`,
 `truncated`), so that algorithms for several rewards treat them as such.

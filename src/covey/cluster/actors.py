@@ -1,4 +1,5 @@
-"""Actors of Ray: starting and killing them, waiting for their results, and telling their deaths from their errors.
+"""Actors of Ray: starting and killing them, waiting for their results, and distinguishing dead processes from
+exceptions.
 
 Ray's messages are shortened to one sentence, without colour codes, ids and advice about Ray's own settings.
 """
@@ -39,8 +40,8 @@ def cause_of_death(text: str) -> str:
     text = _COLOUR.sub("", text)
     if "low on memory" in text or "OUT_OF_MEMORY" in text:
         memory = "its machine was low on memory"
-        if (found := _MEMORY.search(text)) is not None:
-            memory = f"{found[2]} of {found[3]} GB of memory on {found[1]} were in use"
+        if (usage := _MEMORY.search(text)) is not None:
+            memory = f"{usage[2]} of {usage[3]} GB of memory on {usage[1]} were in use"
         return f"Ray's memory monitor killed it: {memory}\n  {LESS_MEMORY}"
     place = _PLACE.search(text)
     process = f"its process (pid {place[1]} on {place[2]})" if place else "its process"

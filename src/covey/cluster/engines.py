@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # -- Routing ---------------------------------------------------------------------------------------------------------
 
-SLACK = 8  # requests that an engine may have more than the idlest one and still get another for its cached prefix
+SLACK = 8  # an engine with a cached prefix may have this many more requests than the idlest engine
 _BASE, _PRIME = 1_000_003, 2**61 - 1
 
 
@@ -55,7 +55,7 @@ class Router:
         return cached if loads[cached] <= loads[idlest] + SLACK else idlest
 
     def flush(self) -> None:
-        """The engines' caches have been flushed."""
+        """Forget all prefixes, because the engines' caches have been flushed."""
         self._engine_of.clear()
 
 
@@ -83,7 +83,7 @@ class RolloutActor:
         return os.getpid()
 
     async def alive(self) -> None:
-        """Returns if the process responds."""
+        """Return, if the process responds."""
 
     async def generate(self, token_ids: tuple[int, ...], sampling: Sampling) -> Completion:
         completion: Completion = await self.engine.generate(token_ids, sampling)
@@ -98,7 +98,7 @@ class RolloutActor:
         await self.engine.resume()
 
     async def flush_cache(self) -> None:
-        """Drop cached keys and values: the weights stay. A run that is resumed here starts with an empty cache too."""
+        """Drop cached keys and values, but not the weights. A resumed run starts with an empty cache too."""
         await self.engine.publish(self.model, self.engine.version)
 
     async def close(self) -> None:
@@ -129,7 +129,7 @@ class RolloutActor:
         return await asyncio.to_thread(write_weights, trained_weights(self.model), folder, version)
 
     async def _swap_weights(self, weights: dict[str, Any], version: int) -> None:
-        """All weights at once, between two steps of the engine."""
+        """Load all weights at once, between two steps of the engine."""
         from covey.weights.names import load_weights
 
         if not self.paused:
@@ -168,7 +168,7 @@ class ActorReceiver:
 
 # -- All engines -----------------------------------------------------------------------------------------------------
 
-MAX_DEATHS = 3  # of one replica without a completion in between, after which the run fails
+MAX_DEATHS = 3  # of one replica without a completion in between; one more ends the run
 PULSE = 60.0  # seconds between two liveness checks of an engine
 HUNG = 600.0  # seconds without a response to a check; kernels may be compiling meanwhile
 
@@ -225,7 +225,7 @@ class RayEngine:
         self._loading = [load(replica.index, actor) for replica, actor in self._starting]
 
     def set_warn(self, warn: Callable[[str], None]) -> None:
-        """Where deaths of engines are reported from now on."""
+        """Set the function that reports deaths of engines."""
         self.warn = self.transport.warn = warn
 
     def metrics(self) -> Metrics:
@@ -234,7 +234,7 @@ class RayEngine:
     # -- requests ------------------------------------------------------------------------------------------------
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Completion:
-        for again in (False, True):
+        for is_retry in (False, True):
             replica = await self._pick(token_ids)
             actor = replica.actor
             replica.load += 1
@@ -242,7 +242,7 @@ class RayEngine:
                 completion: Completion = await result(actor.generate.remote(tuple(token_ids), sampling))
             except ActorLost as error:
                 self._lost(replica, actor, error)
-                self.reissued += not again
+                self.reissued += not is_retry
                 continue
             finally:
                 replica.load -= 1
@@ -270,8 +270,8 @@ class RayEngine:
     # -- weights -------------------------------------------------------------------------------------------------
 
     async def publish(self, weights: Any, version: int) -> None:
-        """`weights` is the learner, which sends them itself. Engines that die meanwhile are replaced, and get the
-        weights the way the others did. Publishing the last version again only flushes the engines' caches."""
+        """`weights` is the learner, which sends them itself. Engines that die meanwhile are replaced, and the new ones
+        get the weights by the same transport. Publishing the last version again only flushes the engines' caches."""
         await self._all_started()
         async with self._weights_lock:
             if version == self.transport.version:
@@ -297,15 +297,15 @@ class RayEngine:
             await self._call_all(lambda actor: actor.resume.remote())
 
     async def _call_all(self, call: Callable[[Any], Any]) -> None:
-        """Call all engines that are alive now: one may die, and its replacement start, before all were called."""
+        """Call all live engines. An engine that dies is replaced; its replacement is not called."""
 
-        async def one(replica: Replica, actor: Any) -> None:
+        async def call_one(replica: Replica, actor: Any) -> None:
             try:
                 await result(call(actor))
             except ActorLost as error:
                 self._lost(replica, actor, error)
 
-        await asyncio.gather(*(one(replica, replica.actor) for replica in self._live()))
+        await asyncio.gather(*(call_one(replica, replica.actor) for replica in self._live()))
 
     def close(self) -> None:
         for job in self._jobs:
@@ -331,7 +331,7 @@ class RayEngine:
             self._start(self._watch())
 
     async def _watch(self) -> None:
-        """A process that hangs raises no error, and its requests would wait for ever: so check all of them."""
+        """Check all engines regularly: a process that hangs raises no error, and its requests would wait forever."""
         while True:
             await asyncio.sleep(PULSE)
             await asyncio.gather(*(self._check_alive(replica, replica.actor) for replica in self._live()))
@@ -353,11 +353,11 @@ class RayEngine:
         job.add_done_callback(self._jobs.discard)
 
     def _lost(self, replica: Replica, actor: Any, error: Exception) -> None:
-        """Several requests may notice a death; the first one has the engine replaced."""
+        """Replace a dead engine. Several requests may report the same death; only the first report counts."""
         if replica.actor is not actor:
             return
         replica.actor = None
-        kill(actor)  # one that is only unreachable must not answer later
+        kill(actor)  # an unreachable actor must not respond later
         self._start(self._replace(replica, str(error)))
 
     async def _replace(self, replica: Replica, why: str) -> None:
@@ -371,7 +371,7 @@ class RayEngine:
     async def _start_another(
         self, replica: Replica, why: str, prepare: Callable[[Replica, Any], Coroutine[Any, Any, None]]
     ) -> None:
-        """Start actors until one is ready, or `MAX_DEATHS` of them in a row have died."""
+        """Start actors until one is ready. Raises `RunFailed` after more than `MAX_DEATHS` deaths in a row."""
         while replica.actor is None:
             replica.deaths += 1
             if replica.deaths > MAX_DEATHS:
@@ -386,7 +386,7 @@ class RayEngine:
                 why = str(error)
 
     async def _load_model(self, replica: Replica, actor: Any) -> None:
-        """Before the first publication, which brings the weights."""
+        """Load a model before the first publication, which sends the weights."""
         replica.pid = await result(self._load(replica.index, actor))
         replica.actor = actor
 

@@ -40,7 +40,7 @@ class LearnerActor:
         self._listener: socket.socket | None = None  # for the next rendezvous
 
     def alive(self) -> None:
-        """Returns if the process responds."""
+        """Return, if the process responds."""
 
     def address(self) -> tuple[str, int]:
         """Rank 0 listens on a new address for the others and returns it. Other ranks return an empty one."""
@@ -75,7 +75,8 @@ class LearnerActor:
         return annotated
 
     def update(self, batch: Batch, algorithm: Algorithm) -> tuple[Metrics, TokenTrace, dict[str, Any]]:
-        """Also returns the algorithm's state after the update: the algorithm here is a copy of the driver's."""
+        """Run `Learner.update`. Also returns the algorithm's state after it, because the algorithm here is a copy of
+        the driver's."""
         metrics, trace = self.learner.update(batch, algorithm)
         return metrics, trace, algorithm.state_dict()
 
@@ -111,8 +112,8 @@ class LearnerActor:
 
     @contextmanager
     def _weights(self) -> Iterator[Named]:
-        """Gathering sharded weights is a collective: every rank goes through all of them, also ranks that send nothing
-        and also if sending fails halfway."""
+        """The weights to send. Gathering shards is a collective, so every rank iterates over all of them, even a rank
+        that sends nothing, and even if sending fails halfway."""
         weights = trained_weights(self.learner.weights())
         try:
             yield weights

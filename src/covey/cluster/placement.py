@@ -2,8 +2,8 @@
 
     settings + the cluster's machines  →  Plan(bundles, slots)     or an error that names both
 
-A bundle is a number of devices reserved on one machine. Engines without devices of their own share the bundle of a
-learner, half and half.
+A bundle is a number of devices reserved on one machine. Engines without devices of their own share a learner's bundle;
+each gets half.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def colocated(self) -> bool:
-        """Engines and learners share devices and alternate."""
+        """True if engines and learners share devices and alternate."""
         return bool(self.engines) and self.engines[0].share < 1
 
     @property
@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def crowded(self) -> bool:
-        """Processes that work at the same time share cores."""
+        """True if processes that work at the same time share cores."""
         return not self.gpu and self.processes > self.cores
 
     @property

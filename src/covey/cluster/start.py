@@ -66,8 +66,8 @@ def this_machine() -> Node:
 
 def own_machine() -> Node:
     """This machine as a cluster of its own: without a GPU, processes may share cores."""
-    here = this_machine()
-    return here if here.gpus else replace(here, per_core=PER_CORE)
+    machine = this_machine()
+    return machine if machine.gpus else replace(machine, per_core=PER_CORE)
 
 
 def opening(config: ClusterConfig) -> str:
@@ -112,33 +112,33 @@ def _init(address: str | None, config: ClusterConfig) -> None:
     ray._private.worker.print_to_stdstream = relay
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     if address is not None:
-        _check_answers(address)
+        _check_reachable(address)
         try:
             ray.init(address=address, **quiet)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise _no_answer(address, f": {last_message(str(error))}") from error
+            raise _unreachable(address, f": {last_message(str(error))}") from error
         return
     ray_constants.ENABLE_RAY_CLUSTER = False  # one machine: bind every port to the loopback interface
-    here = this_machine()
+    machine = this_machine()
     processes = config.learner_devices + (config.rollout_devices or 0)
-    cpus = here.cpus if here.gpus else max(here.cpus, processes)  # processes may share cores
-    ray.init(address="local", num_cpus=cpus, num_gpus=here.gpus, include_dashboard=False, **quiet)
+    cpus = machine.cpus if machine.gpus else max(machine.cpus, processes)  # processes may share cores
+    ray.init(address="local", num_cpus=cpus, num_gpus=machine.gpus, include_dashboard=False, **quiet)
 
 
-def _check_answers(address: str) -> None:
-    """Try to join in another process, which can be stopped."""
+def _check_reachable(address: str) -> None:
+    """Check that the cluster responds, from another process, which can be killed."""
     command = [sys.executable, "-c", _JOIN, address]
     try:
         probe = subprocess.run(command, capture_output=True, text=True, timeout=JOIN_SECONDS, errors="replace")
     except subprocess.TimeoutExpired as error:
         lines = (error.stderr or b"").decode(errors="replace").splitlines()
         reason = f": {last_message(lines[0])}" if lines else ""
-        raise _no_answer(address, f" within {JOIN_SECONDS:g} s{reason}") from error
+        raise _unreachable(address, f" within {JOIN_SECONDS:g} s{reason}") from error
     if probe.returncode != 0:
-        raise _no_answer(address, f": {last_message(probe.stderr)}")
+        raise _unreachable(address, f": {last_message(probe.stderr)}")
 
 
-def _no_answer(address: str, how: str) -> InputError:
+def _unreachable(address: str, how: str) -> InputError:
     return InputError(
         f"no Ray cluster answers at {address}{how}\n"
         "  check that it runs (ray status), that Ray's versions are equal, and that RAY_AUTH_TOKEN is its token\n"

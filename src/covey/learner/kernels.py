@@ -48,7 +48,7 @@ def _gradient(
     logits, target, lse, entropy, to_chosen, to_entropy, stride, V, inverse_temperature,
     WITH_ENTROPY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The gradient by one tile of row m's logits, in place."""
+    """The gradient with respect to one tile of row m's logits, in place."""
     m = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * TILE + tl.arange(0, TILE)
     place = logits + m * stride + at

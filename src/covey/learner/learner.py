@@ -255,7 +255,7 @@ class Learner:
         with loaded:
             outputs, losses = self._accumulate_gradients(batch, on_device, passes, algorithm)
         # Values are read only now, because reading one waits for the GPU.
-        sums = {name: torch.stack([each[name] for each in losses]).sum() for name in losses[0]}
+        sums = {name: torch.stack([part[name] for part in losses]).sum() for name in losses[0]}
         loss = {name: float(self.ranks.sum(sum_)) for name, sum_ in sums.items()}
         total = sum(loss.values())
         step_metrics = self._step(total)
@@ -265,7 +265,8 @@ class Learner:
     def _accumulate_gradients(
         self, batch: Batch, on_device: Batch, passes: list[Pass], algorithm: Algorithm
     ) -> tuple[list[TokenOutputs], list[dict[str, Tensor]]]:
-        """Forward and backward for each pass: its outputs, and its part of each loss term (0 if it does not count)."""
+        """Forward and backward for each pass. Returns the outputs of each pass and its part of each loss term (0 if it
+        does not count)."""
         query = TokenQuery(values=self.critic is not None, full_kl=algorithm.needs.full_kl)
         outputs: list[TokenOutputs] = []
         losses: list[dict[str, Tensor]] = []
@@ -295,14 +296,14 @@ class Learner:
     def _in_batch_order(self, outputs: Sequence[TokenOutputs], passes: list[Pass], batch: Batch) -> TokenOutputs:
         """The outputs of all ranks, in the order of the batch's rows."""
         order = [i for micro_batch, counts in passes if counts for i in row_indices(micro_batch)]
-        at = torch.tensor(order, dtype=torch.long).to(self.device)
+        row_R = torch.tensor(order, dtype=torch.long).to(self.device)
 
         def column(name: str) -> Tensor | None:
             if getattr(outputs[0], name) is None:
                 return None
             column_RT: Tensor = getattr(outputs[0], name).new_zeros(batch.mask_RT.shape)
             parts = [getattr(part, name) for part, (_, counts) in zip(outputs, passes, strict=True) if counts]
-            return self.ranks.sum(column_RT.index_copy(0, at, torch.cat(parts)) if parts else column_RT)
+            return self.ranks.sum(column_RT.index_copy(0, row_R, torch.cat(parts)) if parts else column_RT)
 
         logprobs, entropy = column("logprobs"), column("entropy")
         assert logprobs is not None and entropy is not None
@@ -354,7 +355,7 @@ class Learner:
         else:
             self._zero_grad()
         self.skipped += not updated
-        # In float16 the loss scale is metrics by letting gradients overflow. That is expected while the loss itself is
+        # In float16 the loss scale is found by letting gradients overflow. That is expected while the loss itself is
         # finite and is still scaled up.
         expected = finite and self.scaler.is_enabled() and self.scaler.get_scale() >= 1
         self.skipped_in_a_row = 0 if updated or expected else self.skipped_in_a_row + 1
@@ -389,7 +390,7 @@ class Learner:
         return tensors | {f"critic: {name}": tensor for name, tensor in critic.items()}
 
     def counters(self) -> dict[str, Any]:
-        """The rest of a checkpoint, as JSON."""
+        """The remaining state of a checkpoint, as JSON values: counters and the loss scale."""
         return {
             "updates": self.optimizer.steps,
             "scaler": self.scaler.state_dict(),

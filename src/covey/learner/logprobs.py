@@ -98,7 +98,7 @@ def _gradient(
     to_entropy: Tensor | None,
     temperature: float,
 ) -> Tensor:
-    """The gradient by the logits, in their precision."""
+    """The gradient with respect to the logits, in their precision."""
     if _has_kernels(logits):
         from covey.learner.kernels import gradient_in_place
 

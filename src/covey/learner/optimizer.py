@@ -150,7 +150,8 @@ class MasterAdamW:
         return float(norm)
 
     def _squared_norm(self, *, split: bool) -> Tensor:
-        """Of this rank's gradients: those of weights split by tensor parallelism, or the others."""
+        """The squared norm of this rank's gradients: with `split`, of weights that tensor parallelism splits, else of
+        the others."""
         names = [name for name, p in self.working.items() if (tensor_parallel_dim(p) is not None) == split]
         grads = [grad for name in names if (grad := self.masters[name].grad) is not None]
         return torch.nn.utils.get_total_norm(grads).double() ** 2
@@ -213,7 +214,7 @@ class MasterAdamW:
 
 
 def _master(weight: nn.Parameter, device: torch.device) -> Tensor:
-    """A float32 copy (float64 of float64), pinned if it is in CPU memory for a GPU."""
+    """A float32 copy (float64 for float64 weights), pinned if it is in CPU memory for a GPU."""
     kept = weight.detach().to(device, torch.promote_types(weight.dtype, torch.float32), copy=True)
     return kept.pin_memory() if weight.is_cuda and device.type == "cpu" else kept
 

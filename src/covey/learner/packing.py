@@ -31,7 +31,7 @@ MAX_IMBALANCE = 1.25  # a prompt group above this multiple of a rank's average t
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A packed sequence, and where the log-prob of each sampled token is found in it."""
+    """A packed sequence, and the positions in it that predict the sampled tokens."""
 
     layout: Layout
     ids_T: Tensor
@@ -104,7 +104,7 @@ def _first_fit(
 
 
 def _prompt_groups(rows: Sequence[Sample], max_tokens: int, max_rows: int) -> list[PromptGroup]:
-    """Rows by prompt, each group within the limits."""
+    """Group rows by prompt. A group that exceeds the limits is split."""
     by_prompt: dict[tuple[int, ...], list[int]] = {}
     for index, row in enumerate(rows):
         by_prompt.setdefault(row.prompt_ids, []).append(index)
@@ -128,7 +128,7 @@ def _tokens(rows: Sequence[Sample], group: PromptGroup) -> int:
 
 
 def _packed_length(row: Sample) -> int:
-    """Tokens of an answer in the packed sequence: all but the last. An answer may be empty."""
+    """The number of tokens of an answer in the packed sequence: all but the last. An answer may be empty."""
     return max(len(row.response_ids) - 1, 0)
 
 

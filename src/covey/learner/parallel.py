@@ -52,7 +52,7 @@ class Ranks:
         return cls(rank, world_size, device).with_tensor_parallel(1)
 
     def with_tensor_parallel(self, tp_size: int) -> Ranks:
-        """The same ranks in tensor-parallel groups of this size. All ranks must call it."""
+        """These ranks, arranged in tensor-parallel groups of this size. All ranks must call it."""
         from torch.distributed.device_mesh import init_device_mesh
 
         if self.world_size == 1:
@@ -134,7 +134,7 @@ SINGLE_PROCESS = Ranks()
 
 
 def check_tensor_parallel(config: Any, tp_size: int) -> None:
-    """Refuse a model that cannot be split so, before its weights are loaded. `config` is transformers'."""
+    """Refuse a model that cannot be split this way, before its weights are loaded. `config` is transformers'."""
     text = config.get_text_config(decoder=True)
     plan = tensor_parallel_plan(config)
     if not plan or (other := sorted(set(plan.values()) - TENSOR_PARALLEL_STYLES)):

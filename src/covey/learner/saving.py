@@ -2,7 +2,7 @@
 
     model/                               an ordinary model folder (or a peft adapter)
     optimizer.safetensors                moments, and float32 masters if the weights are half precision
-    optimizer-00001-of-00002.safetensors the same of sharded weights: one file per rank
+    optimizer-00001-of-00002.safetensors the same for sharded weights: one file per rank
     critic.safetensors                   weights and optimiser state of the critic, if there is one
 
 A rank's file holds some rows of each tensor. Its header says which, as JSON: {"rows": {NAME: [first, last + 1]}}, and
@@ -56,7 +56,7 @@ def check_finite(tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """By minimum and maximum, which are NaN if any element is: `isfinite` would allocate a copy."""
+    """Checks minimum and maximum, which are NaN if any element is: `isfinite` would allocate a copy."""
     return not tensor.numel() or all(bool(bound.isfinite()) for bound in tensor.detach().aminmax())
 
 
@@ -64,7 +64,7 @@ Blocks = Mapping[str, Block]  # by weight
 
 
 def save_model(model: Any, folder: Path, ranks: Ranks, *, sharded: bool) -> None:
-    """The first rank writes; the others send it their shards, one weight at a time."""
+    """Write the model folder. The first rank writes; the others send it their shards, one weight at a time."""
     adapter = hasattr(model, "get_base_model")  # only the adapter is written
     weights: dict[str, Tensor] = {}
     for name, weight in full_weights(model, trained_only=adapter) if sharded else ():
@@ -179,7 +179,7 @@ def _read(name: str, files: Sequence[_File], block: Block | None) -> Tensor:
 
 
 def _overlap(wanted: Span, held: Span) -> tuple[slice, slice]:
-    """Where the intersection of two spans lies in each of them."""
+    """The intersection of two spans, as a slice of each."""
     first, last = max(wanted[0], held[0]), min(wanted[1], held[1])
     last = max(first, last)
     return slice(first - wanted[0], last - wanted[0]), slice(first - held[0], last - held[0])
@@ -226,7 +226,7 @@ def export(folder: Path, out: Path, *, dtype: str | None = None, adapter: bool =
 
 
 def _description(folder: Path, out: Path, adapter: bool) -> str:
-    """What the exported folder holds, by the headers of its files."""
+    """A description of the exported folder, from the headers of its files."""
     count, dtypes = 0, set()
     for path in out.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:

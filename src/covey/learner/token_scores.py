@@ -20,7 +20,7 @@ from covey.models.loading import Reference
 
 @dataclass(frozen=True)
 class TokenQuery:
-    """What to compute for sampled tokens."""
+    """The scores to compute for sampled tokens."""
 
     logprobs: bool = True  # log-probs and entropy
     values: bool = False  # the critic's values

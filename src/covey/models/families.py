@@ -1,7 +1,7 @@
 """The model families that Covey treats specially, in one table.
 
 Any causal model of transformers with full or sliding-window attention can be trained, and tool calls follow its chat
-template. This table holds what its configuration and its template do not say.
+template. This table holds what its configuration and its template do not specify.
 
 To add a family: add a row to `FAMILIES`. `fused` needs layers with `q_proj`, `k_proj`, `v_proj`, `gate_proj` and
 `up_proj` as in Llama. A family that changes its logits needs a line in `LOGIT_TRANSFORMS`. Then add a small

@@ -36,7 +36,7 @@ from covey.models.hub import split_revision
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model is loaded from, and what is known before its weights are loaded."""
+    """The source of a model: its path, revision, configuration and tokenizer, read before the weights are loaded."""
 
     name: str
     path: str  # a folder, or a hub id

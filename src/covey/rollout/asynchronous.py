@@ -17,8 +17,8 @@ A slow group may be overtaken as long as all deadlines are kept. Every ticket is
 most L updates newer than its policy. L = 0 is synchronous training. Engines get new weights every few steps, at most
 L + 1.
 
-Why all deadlines can be kept: at most (t + 1) · B tickets have a deadline up to step t, and the steps up to t have as
-many places.
+Why all deadlines can be kept: at most (t + 1) · B tickets have a deadline up to step t, and the steps up to t train on
+(t + 1) · B groups.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Window:
         return sorted(chosen.values(), key=lambda ticket: ticket.number)
 
     def _due(self) -> dict[int, Ticket] | None:
-        """The groups that this step must take: for each deadline t, those for which the steps up to t have no place
-        after this one. None if one of them is not complete."""
+        """The groups that this step must take because the later steps up to their deadline have no room for them. None
+        if one of them is not complete."""
         tickets = [*self.pending.values(), *self.complete.values()]
         chosen: dict[int, Ticket] = {}
         for t in sorted({ticket.deadline for ticket in tickets}):
@@ -109,7 +109,7 @@ class Window:
         self.step = step
 
     def state(self) -> dict[str, object]:
-        """For checkpoints."""
+        """The state to checkpoint."""
         rows = [[t.number, t.began, t.deadline] for t in (*self.complete.values(), *self.pending.values())]
         return {"given": self.issued, "tickets": rows, "complete": list(self.complete)}
 
@@ -156,7 +156,7 @@ class ReplayBuffer:
         return drawn
 
     def add(self, groups: Iterable[tuple[int, Group]]) -> None:
-        """Groups that a step trains on for the first time."""
+        """Add groups that a step trains on for the first time."""
         for number, group in groups:
             self.groups[number] = ReplayedGroup(group, 0)
             self._count_use(number)
@@ -168,7 +168,7 @@ class ReplayBuffer:
 
 
 def fresh_groups(size: int, max_uses: int) -> int:
-    """New groups of a step of `size` groups if each group is used `max_uses` times."""
+    """The number of new groups in a step of `size` groups, if each group is used `max_uses` times."""
     return -(-size // max_uses)
 
 
@@ -259,7 +259,7 @@ class BackgroundSource(TrainingSource):
     def state(self) -> dict[str, Any]:
         groups = {str(number): group_to_json(group) for number, group in self._groups.items()}
         replayed = {} if self.replay is None else self.replay.groups
-        former = {str(number): [one.uses, group_to_json(one.group)] for number, one in replayed.items()}
+        former = {str(number): [replay.uses, group_to_json(replay.group)] for number, replay in replayed.items()}
         return {"window": self.window.state(), "groups": groups, "former": former}
 
     def restore(self, state: dict[str, Any], step: int) -> None:
@@ -268,10 +268,10 @@ class BackgroundSource(TrainingSource):
             return
         self.window.advance(step)
         self._restarts = self.window.restore(**state["window"])
-        self._groups = {int(n): group_from_json(self._task(int(n))[1], one) for n, one in state["groups"].items()}
+        self._groups = {int(n): group_from_json(self._task(int(n))[1], stored) for n, stored in state["groups"].items()}
         if self.replay is not None:
-            for n, (uses, one) in state["former"].items():
-                self.replay.groups[int(n)] = ReplayedGroup(group_from_json(self._task(int(n))[1], one), uses)
+            for n, (uses, stored) in state["former"].items():
+                self.replay.groups[int(n)] = ReplayedGroup(group_from_json(self._task(int(n))[1], stored), uses)
 
 
 # -- Groups as JSON ----------------------------------------------------------------------------------------------------

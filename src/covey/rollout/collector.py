@@ -1,4 +1,4 @@
-"""From tasks to scored groups: `Collector` runs an agent on all attempts concurrently and scores the episodes;
+"""Turns tasks into scored groups: `Collector` runs an agent on all attempts concurrently and scores the episodes;
 `TrainingSource` collects the groups of each training step.
 
 A failure of the infrastructure is recorded on its episode and does not raise. A mistake of the model is a reply like
@@ -194,19 +194,19 @@ class TrainingSource:
 
     def _collected(self, raw: Sequence[Group], target: int, refills: int) -> Collected:
         """Sort the sampled groups, and count failures and cut-off episodes."""
-        good, zero_variance = self._sort(raw)
+        with_signal, zero_variance = self._sort(raw)
         failed = [e.failure for g in raw for e in _all_episodes(g) if e.failure]
         failures = Counter(failure.cause for failure in failed)
         examples = {failure.cause: failure.message for failure in reversed(failed)}  # the first of each
         cut = Counter(e.cut_by for g in raw for e in _all_episodes(g) if e.cut_by is not None)
-        if not good and not zero_variance:
+        if not with_signal and not zero_variance:
             raise NothingCompleted(_diagnosis(raw, failures, examples))
-        if not good:  # a step without signal is better than no step
-            good, zero_variance = zero_variance[:target], zero_variance[target:]
-        dropped = len(raw) - len(good) - len(zero_variance)
-        self.taken = tuple(group.task for group in good)
+        if not with_signal:  # a step without signal is better than no step
+            with_signal, zero_variance = zero_variance[:target], zero_variance[target:]
+        dropped = len(raw) - len(with_signal) - len(zero_variance)
+        self.taken = tuple(group.task for group in with_signal)
         return Collected(
-            tuple(good),
+            tuple(with_signal),
             tuple(zero_variance),
             refills,
             dict(failures),
@@ -232,8 +232,8 @@ class TrainingSource:
 
     def _sort(self, raw: Sequence[Group]) -> tuple[list[Group], list[Group]]:
         """Groups with a signal and zero-variance groups, both without failed episodes."""
-        whole = [g for g in raw if g.baseline is None or g.baseline.failure is None]
-        kept = [replace(g, episodes=tuple(e for e in g.episodes if not e.failure)) for g in whole]
+        complete = [g for g in raw if g.baseline is None or g.baseline.failure is None]
+        kept = [replace(g, episodes=tuple(e for e in g.episodes if not e.failure)) for g in complete]
         kept = [g for g in kept if len(g.episodes) >= self.min_group_size]
         if self.refill is None:
             return kept, []
@@ -243,10 +243,10 @@ class TrainingSource:
         self.step = version
 
     def close(self) -> None:
-        """Nothing is sampled between two steps."""
+        """Does nothing: a synchronous source samples nothing between two steps."""
 
     def state(self) -> dict[str, Any]:
-        """For checkpoints. Nothing is kept from one step to the next."""
+        """The state to checkpoint: empty, because nothing is kept from one step to the next."""
         return {}
 
     def restore(self, state: dict[str, Any], step: int) -> None:
@@ -267,8 +267,8 @@ def _all_episodes(group: Group) -> tuple[Episode, ...]:
 
 
 def unscored_is_failed(episode: Episode, names: Collection[str]) -> Episode:
-    """An episode that no reward has scored is not worth 0: it counts as failed. `names` excludes extras, which are not
-    scores."""
+    """An episode without any score counts as failed, not as 0. `names`: the rewards; a table may have other entries,
+    which are not scores."""
     if episode.failure is not None or any(episode.rewards.get(name) is not None for name in names):
         return episode
     if episode.cut_by is not None:

@@ -1,4 +1,5 @@
-"""`EpisodePolicy`: what an agent samples from. It adds the sampling settings and the random stream of one episode to
+"""`EpisodePolicy`: an agent's interface to the engine. It adds the sampling settings and the random stream of one
+episode to
 the engine, and records the turns.
 
 An agent passes messages. If they extend an earlier conversation of the episode, the prompt extends its tokens, so an
@@ -53,7 +54,7 @@ class EpisodePolicy:
         self.first_prompts = {} if first_prompts is None else first_prompts
         self.max_response_tokens = max_response_tokens
         self._turns: dict[int, Turn] = {}
-        self._granted: dict[int, int] = {}  # token limits of the replies in progress
+        self._reserved: dict[int, int] = {}  # token limits of the replies in progress
         self._replies: list[PastReply] = []
         self._started = 0  # turns: several may be sampled concurrently, each from its own stream
         self._rendering = asyncio.Lock()
@@ -64,7 +65,7 @@ class EpisodePolicy:
 
     @property
     def turns(self) -> list[Turn]:
-        """In the order in which they were requested."""
+        """The recorded turns, in the order in which they were requested."""
         return [self._turns[number] for number in sorted(self._turns)]
 
     def render(self, messages: Messages, tools: Tools = None) -> tuple[int, ...]:
@@ -81,7 +82,7 @@ class EpisodePolicy:
         return self.first_prompts[key]
 
     async def _prompt(self, messages: Messages, tools: Tools) -> tuple[int, ...]:
-        """As `render`, but long messages are rendered in a thread, so that the event loop can serve others. Concurrent
+        """Like `render`, but long messages are rendered in a thread, so that the event loop is not blocked. Concurrent
         requests with the same messages share one rendering."""
         if sum(len(str(message)) for message in messages) + len(str(tools)) < LONG:
             return self.render(messages, tools)
@@ -125,12 +126,12 @@ class EpisodePolicy:
             top_p=self.sampling.top_p if top_p is None else top_p,
         )
         self._started += 1
-        self._granted[number] = limit
+        self._reserved[number] = limit
         try:
             with self.waiting():
                 done = await self.engine.generate(token_ids, sampling)
         finally:
-            del self._granted[number]
+            del self._reserved[number]
         if not all(map(math.isfinite, done.logprobs)):
             raise NotFinite(
                 "the model's log-probs are not finite: its weights or activations have overflowed, or are NaN"
@@ -142,10 +143,11 @@ class EpisodePolicy:
         return turn
 
     def _tightest_limit(self, prompt_tokens: int) -> tuple[str, int]:
-        """The setting that limits the next reply most, and the tokens it allows. Raises `NoRoom` at 0."""
+        """The setting with the tightest limit for the next reply, and the tokens it allows. Raises `NoRoom` if it
+        allows none."""
         allowed = {"rollout.max_tokens": self.sampling.max_tokens}
         if self.max_response_tokens is not None:
-            used = sum(len(turn.completion_ids) for turn in self._turns.values()) + sum(self._granted.values())
+            used = sum(len(turn.completion_ids) for turn in self._turns.values()) + sum(self._reserved.values())
             allowed["agent.max_response_tokens"] = self.max_response_tokens - used
         if self.renderer.context_length is not None:
             allowed[CONTEXT] = self.renderer.context_length - prompt_tokens
@@ -157,7 +159,7 @@ class EpisodePolicy:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Stop the episode's clock: time spent waiting for the engine or for a worker depends on other episodes."""
+        """Stop the episode's clock, because waiting times for the engine or a worker depend on other episodes."""
         if self.deadline is None:
             yield
             return

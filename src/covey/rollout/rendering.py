@@ -112,8 +112,8 @@ class Renderer:
         return None
 
     def _after_reply(self, reply: PastReply, message: Mapping[str, Any], text: str, sampled: str) -> str | None:
-        """What the rendering `text` has after the reply: end of turn, new messages, generation prompt. None if the end
-        of the reply is not found."""
+        """The part of the rendering `text` after the reply: end of turn, new messages, generation prompt. None if the
+        end of the reply is not found."""
         before = self._try([*reply.messages, message], reply.tools, reply_next=False)
         if before is not None and text.startswith(before):
             return self.tail + text[len(before) :]
@@ -126,10 +126,10 @@ class Renderer:
         """The ids that the model would have sampled for `message` after `messages`: the text that the template writes
         for it, and the token that ends the turn, one of `ends`."""
         prompt = self._text(messages, tools, reply_next=True)
-        whole = self._text([*messages, message], tools, reply_next=False)
+        rendered = self._text([*messages, message], tools, reply_next=False)
         history = self._text(messages, tools, reply_next=False) + self.head
         # A generation prompt may open thinking, which a past reply does not show: then it follows the history.
-        written = next((whole[len(start) :] for start in (prompt, history) if whole.startswith(start)), None)
+        written = next((rendered[len(start) :] for start in (prompt, history) if rendered.startswith(start)), None)
         calls = bool(message.get("tool_calls"))
         if written is None and calls:
             raise TemplateError("this model's chat template rewrites the conversation before a reply that calls tools")
@@ -149,12 +149,12 @@ class Renderer:
 
     @property
     def head(self) -> str:
-        """What the template writes before a reply: the start of the turn."""
+        """The text that the template writes before a reply: the start of the turn."""
         return self._frame[0]
 
     @property
     def tail(self) -> str:
-        """What the template writes after a reply: the end of the turn."""
+        """The text that the template writes after a reply: the end of the turn."""
         return self._frame[1]
 
     @cached_property
@@ -283,7 +283,7 @@ def _contains(text: str, message: Mapping[str, Any]) -> bool:
 
 
 def _without_overlap(prompt: str, content: str) -> str:
-    """Content without a beginning that the prompt ends with, as in templates that open the thinking."""
+    """The content without a prefix that the prompt already ends with, as in templates that open the thinking."""
     overlap = next(size for size in range(len(content), -1, -1) if prompt.endswith(content[:size]))
     return content[overlap:]
 

@@ -1,13 +1,14 @@
-"""Checkpoints, which are complete or absent.
+"""Atomic checkpoints: each is complete or absent.
 
     checkpoints/step-000020/
         model/                   an ordinary model folder (or a peft adapter): safetensors, config, tokenizer
-        optimizer.safetensors    optimiser state (learner/saving.py); of sharded weights, one file per rank
+        optimizer.safetensors    optimiser state (learner/saving.py); one file per rank if weights are sharded
         critic.safetensors       weights and optimiser state of the critic, if there is one
         state.json               step, counters, algorithm state, offsets of the run's files
         manifest.json            sha256 of every file
 
-Written to a temporary folder, synced and renamed. Non-finite weights are refused (learner/saving.py). A damaged
+A checkpoint is written to a temporary folder, synced and renamed. Non-finite weights are refused (learner/saving.py). A
+damaged
 checkpoint is reported, renamed to damaged-step-000020, and the one before it is used; if all are damaged, the run is
 refused and nothing is changed. Nothing is ever unpickled.
 """
@@ -214,7 +215,7 @@ def _rename_damaged(folder: Path) -> str:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint. Of a symbolic link, only the link."""
+    """Remove a checkpoint. If it is a symbolic link, remove only the link."""
     if folder.is_symlink() or folder.is_file():
         folder.unlink()
     else:

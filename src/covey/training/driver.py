@@ -1,6 +1,7 @@
 """Drives a run from synchronous code, step by step.
 
-All coroutines of the run are on one event loop in its own thread. So it works in a notebook, which has its own running
+All coroutines of the run execute on one event loop in a separate thread. So it works in a notebook, which has its own
+running
 loop, and with `mode=async` episodes continue between two calls. The calling thread waits and runs callbacks, which may
 use the trainer themselves.
 

@@ -105,7 +105,7 @@ def _cannot_write(path: Path, error: OSError) -> InputError:
 
 
 def read_info(path: Path) -> dict[str, Any]:
-    """The contents of run.json, checked for what identifies a run."""
+    """Read run.json, and check that it has the keys that identify a run."""
     try:
         info = json.loads((path / INFO).read_text())
     except OSError as error:
@@ -119,7 +119,7 @@ def read_info(path: Path) -> dict[str, Any]:
 
 
 def exact_folder(path: Path) -> RunFolder:
-    """A folder of a given name, for one of many runs. It exists already if the run is started again."""
+    """The folder of a given path, for one run of a sweep. It exists already if that run is started again."""
     made = missing_folders(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -211,7 +211,7 @@ def next_number(output_dir: Path) -> int:
 
 
 def _order(info_file: Path) -> tuple[int, str]:
-    """Sort key: the newest last, even if the clock was set back. Runs without a number sort by name."""
+    """Sort key: the newest run last, even if the clock was set back. Runs without a number are sorted by name."""
     try:
         return int(json.loads(info_file.read_text())["number"]), str(info_file)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -224,7 +224,7 @@ def _order(info_file: Path) -> tuple[int, str]:
 
 
 def parent_of(run: Path, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Where a branch starts, for run.json."""
+    """The run and step at which a branch starts, for run.json."""
     return {"run": str(run.resolve()), "step": checkpoint.step}
 
 

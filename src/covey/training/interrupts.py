@@ -1,12 +1,10 @@
 """Ending a run early: time limit, SIGTERM and Ctrl-C. Also garbage collection, and work that must not be cancelled.
 
     loop.max_minutes   the step in which the time runs out is the last; a checkpoint follows
-    SIGTERM            sent by clusters before the end of a job: the step in progress is the last. Its evaluation, or
-    the
-                       one before the first step, is completed
+    SIGTERM            sent by clusters before the end of a job: the step in progress is the last. Its evaluation,
+                       or the one before the first step, is completed
     Ctrl-C (SIGINT)    the first one stops the run in the middle of a step, but never of a write; the same command
-    resumes
-                       from the last checkpoint. The second one exits at once
+                       resumes from the last checkpoint. The second one exits at once
 
 Python delivers signals only to the main thread; a run in another thread has only the time limit.
 """

@@ -82,7 +82,7 @@ def turn_metrics(episodes: Sequence[Episode]) -> Metrics:
 
 
 def _scores(result: StepResult, episodes: Sequence[Episode]) -> dict[str, list[float]]:
-    """The scores of every reward, also of those that are only measured and those that the algorithm added
+    """The scores of every reward, including rewards that are only logged and those that the algorithm added
     (overlong)."""
     names = dict.fromkeys(name for episode in episodes for name in episode.rewards)
     scores = {name: [s for e in episodes if (s := e.rewards.get(name)) is not None] for name in names}

@@ -1,4 +1,4 @@
-"""What a training step records: the `Step` that users see, episodes token by token, and one episode for the console."""
+"""Records of a training step: the `Step` that users see, episodes token by token, and one episode for the console."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _shown_group(result: StepResult, index: int) -> tuple[int, int]:
 
 
 def _episode_advantage(result: StepResult, at: int) -> float:
-    """The advantage of an episode; of a token-level estimator, its mean over the sampled tokens."""
+    """The advantage of an episode; for a token-level estimator, the mean over its sampled tokens."""
     values = result.advantages.values
     if values.dim() == 1:
         return float(values[at])

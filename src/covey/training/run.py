@@ -30,7 +30,7 @@ from covey.types import Collected, Episode, Sampling, Task
 
 @dataclass(repr=False)
 class Run:
-    """A training run, put together by `covey.app.build`.
+    """A training run, assembled by `covey.app.build`.
 
     It can be driven as a whole (`train`) or step by step (`step`), and cancelled at any time in between.
     """
@@ -94,7 +94,7 @@ class Run:
 
     @property
     def over(self) -> bool:
-        """Whether no step follows."""
+        """True if no step follows."""
         return self._updated is None and self._recorded is None and (self.finished or self.limit.reached)
 
     @property
@@ -258,7 +258,7 @@ class Run:
             elif not self._is_concluded:
                 status = await self._report()
         finally:
-            self.engine.on_finished = lambda: None  # it holds a reference to this run
+            self.engine.on_finished = lambda: None  # the callback holds a reference to this run
             self._end(status, self.source.close, self.engine.close, self.resources.close)
 
     async def _report(self) -> str:
@@ -347,8 +347,8 @@ class Run:
         return episode
 
     def checkpoint(self, *, planned: bool) -> Checkpoint:
-        """`planned`: due by its settings, not because time is up. Only planned ones can be the best, so that the best
-        does not depend on interruptions."""
+        """Write a checkpoint. `planned`: due by the settings, not because of a time limit or SIGTERM. Only planned
+        checkpoints can be the best one, so that it does not depend on interruptions."""
         done = self.done
         if planned and self.evaluations and self.evaluations[-1][0] == done:
             self.best = best_of(self.best, done, self.evaluations[-1][1].get("eval/accuracy", 0.0))
@@ -380,9 +380,9 @@ class Run:
 
 
 def close_run(folder: RunFolder, telemetry: Telemetry, status: str, *resources: Callable[[], None]) -> None:
-    """Close everything that a run holds, even if some of it fails: the resources in order, then its record and folder.
+    """Close all that a run holds, even if some of it fails: the resources in order, then telemetry and the run folder.
 
-    If the disk is full, the status stays `running`, from which a run can be resumed too.
+    If the disk is full, the status stays `running`; such a run can be resumed too.
     """
     close_all(
         *resources,

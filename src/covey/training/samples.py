@@ -1,4 +1,4 @@
-"""From groups of episodes to token rows and mini-batches of whole groups.
+"""Converts groups of episodes to token rows, and these to mini-batches of whole groups.
 
 Shapes: N episodes, R rows, T response tokens.
 """
@@ -19,10 +19,10 @@ from covey.types import Batch, Collected, Episode, Group, Sample, Samples, StopR
 def to_samples(
     collected: Collected, weights: Mapping[str, float], *, temperature: float = 1.0, max_tokens: int = 1
 ) -> Samples:
-    """All episodes of a step as columns. Failed episodes were removed from their groups before."""
+    """All episodes of a step as columns. Failed episodes have already been removed from their groups."""
     episodes = [episode for group in collected.groups for episode in group.episodes]
     rows = [row for index, episode in enumerate(episodes) for row in episode_rows(episode, index)]
-    every = (*collected.groups, *collected.zero_variance)
+    all_groups = (*collected.groups, *collected.zero_variance)
     return Samples(
         rows=tuple(rows),
         **_episode_columns(collected.groups, weights),
@@ -31,7 +31,7 @@ def to_samples(
         mask_RT=_pad([row.mask for row in rows], torch.bool),
         old_logprobs_RT=_pad([row.logprobs for row in rows], torch.float32),
         baseline_rewards_G=_baseline_rewards(collected.groups, weights),
-        unfiltered=Unfiltered(**_episode_columns(every, weights)) if collected.zero_variance else None,
+        unfiltered=Unfiltered(**_episode_columns(all_groups, weights)) if collected.zero_variance else None,
         temperature=temperature,
         max_tokens=max_tokens,
     )
@@ -48,13 +48,13 @@ def _episode_columns(groups: Sequence[Group], weights: Mapping[str, float]) -> d
 
 
 def _scores(episodes: Sequence[Episode], name: str) -> Tensor:
-    """One reward, NaN if it was not given."""
+    """The scores of one reward, [N]; NaN if it is missing."""
     values = [episode.rewards.get(name) for episode in episodes]
     return torch.tensor([float("nan") if v is None else v for v in values], dtype=torch.float64)
 
 
 def _baseline_rewards(groups: Sequence[Group], weights: Mapping[str, float]) -> Tensor | None:
-    """The total reward of each group's greedy attempt, if there are any."""
+    """The total reward of each group's greedy attempt, [G]; None if there are no greedy attempts."""
     baselines = [group.baseline for group in groups if group.baseline is not None]
     if not baselines:
         return None
@@ -75,9 +75,9 @@ def episode_rows(episode: Episode, index: int) -> list[Sample]:
             versions=turn.versions,
             episode=index,
         )
-        before = rows[-1].prompt_ids + rows[-1].response_ids if rows else None
-        if before is not None and turn.prompt_ids[: len(before)] == before:
-            rows[-1] = _append_turn(rows[-1], turn.prompt_ids[len(before) :], sampled)
+        earlier_ids = rows[-1].prompt_ids + rows[-1].response_ids if rows else None
+        if earlier_ids is not None and turn.prompt_ids[: len(earlier_ids)] == earlier_ids:
+            rows[-1] = _append_turn(rows[-1], turn.prompt_ids[len(earlier_ids) :], sampled)
         else:
             rows.append(sampled)
     return [row for row in rows if any(row.mask)] or rows[:1]

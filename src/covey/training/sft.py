@@ -158,8 +158,8 @@ class SftRun:
         return metrics
 
     def checkpoint(self, done: int, *, planned: bool) -> Checkpoint:
-        """`planned`: due by its settings, not because time is up. Only planned ones can be the best, so that the best
-        does not depend on interruptions."""
+        """Write a checkpoint. `planned`: due by the settings, not because of a time limit or SIGTERM. Only planned
+        checkpoints can be the best one, so that it does not depend on interruptions."""
         if planned and self.evaluations and self.evaluations[-1][0] == done:
             self.best = best_of(self.best, done, self.evaluations[-1][1]["eval/loss"], lower_is_better=True)
         metrics_offset, episodes_offset = self.telemetry.offsets()

@@ -1,4 +1,4 @@
-"""How new weights get from the learner to an engine: every transport, behind one protocol.
+"""Weight transports from the learner to an engine, all behind one protocol.
 
 `WeightTransport.publish(source, version, receivers)` (transport.py) sends one version to all receivers and returns when
 they sample with it. An engine with weights of its own holds a transport; `engine.publish` calls it.
@@ -11,7 +11,7 @@ they sample with it. An engine with weights of its own holds a transport; `engin
     VllmFileTransport     learner's module → vLLM worker     safetensors, in shared memory if it fits   vllm.py
     CudaIpcTransport      learner's module → vLLM worker     buckets that both processes map            vllm.py
 
-What they are made of: names.py (which weights, gathered and under which names), files.py (checksummed files),
+Shared code: names.py (which weights are sent, gathering, names), files.py (checksummed files),
 buckets.py (packing into byte buffers, CUDA IPC handles), collective.py (the broadcast group).
 
 To add a transport: write a class with `publish` and `close` in transport.py or a file of its own, and construct it
@@ -19,5 +19,5 @@ where its engine is made: `rollout/vllm/engine.py` for vLLM, `app/cluster.py` fo
 name to `cluster.transport` in `config/schema.py` and say in `cluster.placement.choose_transport` when it is chosen;
 derive from `FileTransport`, which serves engines that replace dead ones.
 
-Publishing a version is not flushing a cache: `flush_cache` drops cached keys and values and leaves the weights alone.
+Publishing weights and flushing a cache are separate: `flush_cache` drops cached keys and values and keeps the weights.
 """

@@ -90,7 +90,8 @@ def weights_folder(size: int) -> Path:
 
 
 def locked_weights_folder(size: int) -> tuple[Path, IO[str]]:
-    """The same with a lock that marks it as in use. Folders of killed runs, whose lock is free, are removed first."""
+    """Like `weights_folder`, with a lock that marks the folder as in use. Unlocked folders of killed runs are removed
+    first."""
     for parent in (SHARED_MEMORY, Path(tempfile.gettempdir())):
         for folder in parent.glob("covey-weights-*"):
             _remove_if_abandoned(folder)

@@ -1,4 +1,4 @@
-"""Which weights are published: whole, in their working precision, under the names that model files have.
+"""The weights to publish: gathered, in their working precision, under the names used in model files.
 
 The learner may hold a weight as a shard (FSDP, tensor parallel): gathering it is a collective, so all ranks must
 iterate together.
@@ -29,7 +29,8 @@ def working_dtype(weight: Tensor) -> torch.dtype:
 
 
 def whole_weight(weight: Any) -> Tensor:
-    """All rows of a weight. Shards may be offloaded to CPU memory; they are gathered on the ranks' own device."""
+    """A weight, gathered from its shards. These may be offloaded to CPU memory; they are gathered on the ranks' own
+    device."""
     whole: Tensor = weight.detach()
     if is_sharded(weight):
         whole = whole.to(weight.device_mesh.device_type, working_dtype(weight)).full_tensor()  # type: ignore[attr-defined]
@@ -45,7 +46,7 @@ def full_weights(model: Any, *, trained_only: bool = False) -> Named:
 
 
 def trained_weights(model: Any) -> Named:
-    """What a copy of the same model needs: the adapters if there are any, else every weight."""
+    """The weights to send to a copy of the same model: the adapters if there are any, else every weight."""
     return full_weights(model, trained_only=True)
 
 

@@ -1,7 +1,7 @@
 """`WeightTransport`, and the transports that are not specific to vLLM.
 
-In a cluster a transport runs in the driver, which only tells learner and engines when to send and when to load: the
-weights do not pass through it. Nothing here imports torch.
+In a cluster a transport runs in the driver, which only coordinates learner and engines: the weights do not pass through
+it. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class WeightReceiver(Protocol):
     def receive_weights(self, version: int) -> Awaitable[None]: ...
 
     def write_weights(self, folder: Path, version: int) -> Awaitable[WeightManifest]:
-        """The weights that this engine samples with, for one that has none."""
+        """Write the weights that this engine samples with, for a new engine that has none yet."""
         ...
 
 
@@ -117,7 +117,8 @@ class FileTransport:
 
 
 class CollectiveTransport(FileTransport):
-    """Broadcast. The group is made anew whenever the engines have changed. If a broadcast fails, a file replaces it."""
+    """Broadcasts the weights. The group is recreated whenever the engines have changed. If a broadcast fails, a file
+    replaces it."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -156,8 +157,8 @@ class CollectiveTransport(FileTransport):
         peers: Mapping[int, WeightReceiver],
         on_lost: Callable[[int, Exception], None],
     ) -> None:
-        """From an engine that has the version, since the learner's weights may be newer; from the learner if all
-        engines died at once."""
+        """Get the weights from an engine that has the version, since the learner's may be newer, or from the learner if
+        all engines died at once."""
         if self.version is None:
             return
         for index, peer in peers.items():
@@ -175,7 +176,7 @@ class CollectiveTransport(FileTransport):
 
 
 async def _until_one_fails(*calls: Awaitable[Any]) -> None:
-    """Wait for all. The first failure is raised and the other calls are cancelled."""
+    """Wait for all calls. The first failure is raised and the other calls are cancelled."""
     jobs = [asyncio.ensure_future(call) for call in calls]
     try:
         await asyncio.gather(*jobs)

@@ -46,7 +46,7 @@ class VllmFileTransport:
 
 
 class CudaIpcTransport:
-    """Buckets in GPU memory that vLLM maps, where it has the learner's one GPU to itself."""
+    """Buckets in GPU memory that vLLM maps, if it is the only process that shares the learner's GPU."""
 
     async def publish(self, source: Any, version: int, receivers: Mapping[int, Call]) -> Lost:
         """`source` is the learner's module. Adapters are merged into copies."""

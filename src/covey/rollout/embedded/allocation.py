@@ -73,19 +73,20 @@ class BlockManager:
         """`count` empty blocks, or None if there are too few."""
         if count > self.available:
             return None
-        taken = [heapq.heappop(self._free) if self._free else self._evict() for _ in range(count)]
-        for block in taken:
+        allocated = [heapq.heappop(self._free) if self._free else self._evict() for _ in range(count)]
+        for block in allocated:
             self._holders[block] = 1
-        return taken
+        return allocated
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """One more sequence holds these."""
+        """Add a holder to each of these blocks."""
         for block in blocks:
             self._holders[block] = self._holders.get(block, 0) + 1
             self._idle.pop(block, None)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """A sequence gives up these. Its last block becomes the first to be evicted, so that prefixes live longer."""
+        """Remove a holder from each of these blocks. The last block becomes the first to be evicted, so that prefixes
+        live longer."""
         for block in reversed(blocks):
             self._holders[block] -= 1
             if self._holders[block]:
@@ -108,7 +109,7 @@ class BlockManager:
                 self._key_of[block] = key
 
     def unregister(self, blocks: Sequence[int]) -> None:
-        """Never match these again."""
+        """Remove these from the cached prefixes."""
         for block in blocks:
             if (key := self._key_of.pop(block, None)) is not None:
                 del self._block_of[key]
@@ -146,7 +147,7 @@ MIN_DENSITY = 0.5  # share of held rows among the rows up to the last held one
 @dataclass
 class RowManager:
     """One row per sequence, behind the interface of `BlockManager`. A sequence that extends a released row (the next
-    turn of an episode) takes the row over; one that only begins like any row, held or not, copies that prefix."""
+    turn of an episode) takes over the row; one that only shares a prefix with a row, held or not, copies the prefix."""
 
     rows: int = 0
     _free: list[int] = field(default_factory=list, init=False)
@@ -197,9 +198,9 @@ class RowManager:
     def allocate(self, count: int) -> list[int] | None:
         if count > self.available:
             return None
-        taken = [heapq.heappop(self._free) if self._free else self._evict() for _ in range(count)]
-        self._held.update(taken)
-        return taken
+        allocated = [heapq.heappop(self._free) if self._free else self._evict() for _ in range(count)]
+        self._held.update(allocated)
+        return allocated
 
     def hold(self, rows: Sequence[int]) -> None:
         for row in rows:
@@ -224,7 +225,7 @@ class RowManager:
                 self._tokens[row] = tuple(tokens)
 
     def unregister(self, rows: Sequence[int]) -> None:
-        """Never match these again."""
+        """Remove these from the cached prefixes."""
         for row in rows:
             self._tokens.pop(row, None)
 

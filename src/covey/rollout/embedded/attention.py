@@ -18,7 +18,7 @@ NAME = "covey_engine"
 
 
 class Step(Protocol):
-    """How one forward pass uses the cache: `Prefill`, `Decode`, `PagedDecode` or `GraphStep`."""
+    """The attention of one forward pass over the cache: `Prefill`, `Decode`, `PagedDecode` or `GraphStep`."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor: ...
 

@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class KvCache:
-    """Has one extra block at the end, `scratch`, for writes that are never read."""
+    """A paged cache. One extra block at the end, `scratch`, is for writes that are never read."""
 
     def __init__(self, blocks: int, size: int, layers: int) -> None:
         self.blocks = blocks
@@ -52,7 +52,7 @@ class KvCache:
 
 
 class RowCache:
-    """One row per sequence in the batch, as long as the longest can become."""
+    """One row per sequence in the batch. All rows have room for the longest sequence."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -71,7 +71,7 @@ class RowCache:
         return self.slabs[number]
 
     def grow(self, rows: int, size: int) -> None:
-        """Keeps the content. Layer by layer, so that only one layer is in memory twice."""
+        """Grow the cache and keep its content. Layers grow one by one, so that only one is in memory twice."""
         self.rows, self.size = rows, size
         for number in self.slabs:
             self.slabs[number] = self._grown(self.slabs[number][0]), self._grown(self.slabs[number][1])

@@ -1,8 +1,9 @@
 """The batch on a CPU: every sequence has a row of the cache to itself, and decoding uses repacked linear layers.
 
 With weights repacked into oneDNN's layout a decode step takes a fifth less time at 64 rows and a third less at 16
-(benchmarks/decode_cpu.py). Repacking costs what about ten steps save, and memory for a second copy. So it is done if
-more steps than that are ahead and the copy is small compared with the machine's memory; new weights make it invalid.
+(benchmarks/decode_cpu.py). Repacking costs about as much time as ten steps save, and memory for a second copy. So
+weights are repacked only if more steps than that follow and the copy is small compared with the machine's memory; an
+update of the weights makes the copy invalid.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ def _packed(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
 
 
 class RowBatch:
-    """The cache grows in place: to one row for each concurrent request (at most `max_rows`), each as long as the
-    longest of them can become."""
+    """The batch on a CPU. Its cache grows in place: one row for each concurrent request (at most `max_rows`), each with
+    room for the longest of them."""
 
     def __init__(self, model: Any, *, max_rows: int, longest: int | None, memory: float) -> None:
         self.max_rows = max_rows

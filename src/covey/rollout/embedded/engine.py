@@ -222,7 +222,7 @@ class EmbeddedEngine:
             self.on_finished()
 
     def _append_until_stop(self, request: RequestState, tokens: Sequence[int]) -> int:
-        """Append token by token up to one that ends the completion. Returns their number."""
+        """Append tokens up to the one that ends the completion. Returns the number of appended tokens."""
         for count, token in enumerate(tokens, start=1):
             request.ids.append(token)
             if token in self.eos_ids:

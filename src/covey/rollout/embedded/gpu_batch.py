@@ -20,8 +20,8 @@ KEEP = 0.75  # share of the rows of a run that must continue for the next run to
 
 
 class PagedBatch:
-    """Captured steps contain the address of the cache, so it cannot grow in place. A larger cache is allocated when the
-    old one is not in use; until then, requests that need it wait."""
+    """The batch on a GPU. CUDA graphs contain the address of the cache, so it cannot grow in place. A larger cache is
+    allocated once the old one is idle; until then, requests that need it wait."""
 
     def __init__(
         self, model: Any, *, max_rows: int, longest: int | None, memory: float, eager: bool, compiled: bool
@@ -74,8 +74,8 @@ class PagedBatch:
         return cache_tokens(self.model, self.memory) // BLOCK * BLOCK
 
     def _submit(self, queue: deque[RequestState]) -> None:
-        """Pass requests to the scheduler, in order, until one needs a larger cache. If the cache can still get more
-        rows, no more than fit: the length of the queue then shows how many rows are missing."""
+        """Pass requests to the scheduler, in order, until one needs a larger cache. If the cache can still grow, pass
+        at most one per row: the rest of the queue then shows how many rows are missing."""
         scheduler = self.scheduler
         final = scheduler.max_rows == self.max_rows
         while queue and queue[0].max_length <= self.size:
@@ -113,8 +113,8 @@ class PagedBatch:
         return [(row, ids, logprobs) for row, ids, logprobs in drawn if row is not None and self._is_running(row)]
 
     def _next_run(self, run: DecodeRun) -> DecodeRun | None:
-        """Launch a run with the same rows, if no request has entered, few have left, and memory allows. Rows that will
-        have finished by then are empty in it."""
+        """Launch a run with the same rows, if no request has entered, few have finished, and enough blocks are free.
+        Rows that will have finished before it starts are empty."""
         staying = [row if row and self._is_running(row) and row.remaining > run.steps else None for row in run.rows]
         continuing = [row for row in staying if row is not None]
         entered = len([row for row in run.rows if self._is_running(row)]) < len(self.scheduler.running)
@@ -127,7 +127,7 @@ class PagedBatch:
         return self._decoder.launch(staying, steps, ahead=run.steps)
 
     def _is_running(self, row: RequestState | None) -> bool:
-        return row is not None and bool(row.blocks)  # a request that left has released them
+        return row is not None and bool(row.blocks)  # a request that has left the batch has released its blocks
 
     def _graphs(self, cache: KvCache) -> GraphDecoder:
         from covey.rollout.embedded.graphs import GraphDecoder

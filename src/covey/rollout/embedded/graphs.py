@@ -124,14 +124,16 @@ class GraphDecoder:
         """Fill the buffers. Rows that have not moved have their next token and position there already."""
         size, width, scratch = self._size(len(rows)), self.table_BN.shape[1], self.cache.scratch
         spare: list[None] = [None] * (size - len(rows))
-        now = [None if row is None else (row, len(row.blocks)) for row in rows]
-        known = [None if entry is None else entry[0] for entry in self.loaded]
-        stays = len(known) == len(rows) and all(row is None or row is old for row, old in zip(rows, known, strict=True))
-        assert stays or not ahead, "a run in progress has only the rows it was launched with"
-        if now != self.loaded:
+        entries = [None if row is None else (row, len(row.blocks)) for row in rows]
+        loaded_rows = [None if entry is None else entry[0] for entry in self.loaded]
+        same_rows = len(loaded_rows) == len(rows) and all(
+            row is None or row is old for row, old in zip(rows, loaded_rows, strict=True)
+        )
+        assert same_rows or not ahead, "a run in progress has only the rows it was launched with"
+        if entries != self.loaded:
             blocks = [[] if row is None else row.blocks for row in (*rows, *spare)]
             self._send(self.table_BN[:size], [b + [scratch] * (width - len(b)) for b in blocks])
-        if not stays:
+        if not same_rows:
             padded = (*rows, *spare)
             self._send(self.ids_B[:size], [0 if row is None else row.next_token for row in padded])
             self._send(self.position_B[:size], [0 if row is None else row.cached for row in padded])
@@ -141,7 +143,7 @@ class GraphDecoder:
             at = torch.empty(len(empty), dtype=torch.int64, device=self.position_B.device)
             self._send(at, empty)
             self.position_B.index_fill_(0, at, 0)
-        self.loaded = now
+        self.loaded = entries
 
     def _send(self, target: Tensor, values: Any) -> None:
         """Copy to the GPU asynchronously."""

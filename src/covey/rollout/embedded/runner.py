@@ -97,7 +97,8 @@ def invert(probs_BV: Tensor, u_B: Tensor) -> Tensor:
 
 
 def _first_above(cumulative_BN: Tensor, target_B: Tensor) -> Tensor:
-    """A target that is rounded up to the total would be past the end: it means the last entry with any probability."""
+    """The first entry above the target. If rounding puts the target at the total, the last entry with any
+    probability."""
     last_B = (cumulative_BN < cumulative_BN[:, -1:]).sum(-1)
     return torch.minimum(torch.searchsorted(cumulative_BN, target_B[:, None], right=True)[:, 0], last_B)
 

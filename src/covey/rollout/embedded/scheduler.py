@@ -130,7 +130,8 @@ class Scheduler:
         return groups
 
     def _admit_leader(self, leader: RequestState) -> PrefixMatch | None:
-        """Allocate blocks for all its tokens; what is in the cache already. None if there are too few blocks."""
+        """Allocate blocks for all of the leader's tokens. Returns their cached prefix, or None if there are too few
+        blocks."""
         tokens = leader.tokens
         match = self.blocks.match(tokens)
         fresh = self._allocate(leader, self.blocks.count(len(tokens)) - len(match.blocks))
@@ -185,7 +186,8 @@ class Scheduler:
                 self._preempt(self.running[-1])
 
     def reserve_if_free(self, steps: int) -> bool:
-        """The same without preemption. False: too few free blocks, nothing was reserved."""
+        """Like `reserve`, but without preemption. Returns False and reserves nothing if there are too few free
+        blocks."""
         need = {r: self.blocks.count(r.cached + min(steps, r.remaining)) - len(r.blocks) for r in self.running}
         if sum(count for count in need.values() if count > 0) > self.blocks.available:
             return False
@@ -195,7 +197,7 @@ class Scheduler:
         return True
 
     def _preempt(self, request: RequestState) -> None:
-        """Back to the front of the queue. It keeps the tokens it has sampled."""
+        """Move a running request to the front of the queue. It keeps the tokens it has sampled."""
         self.running.remove(request)
         self._release(request)
         self.waiting.appendleft(request)
@@ -207,7 +209,7 @@ class Scheduler:
             self._preempt(request)
 
     def finish(self, request: RequestState) -> None:
-        """A later request must not reuse non-finite keys and values."""
+        """Remove a finished request. Later requests may reuse its keys and values if they are finite."""
         self.running.remove(request)
         self._release(request, reusable=request.is_finite)
 

@@ -23,8 +23,8 @@ def use_template(tokenizer: Any, template: str | None) -> None:
 
 
 def _named(tokenizer: Any, name: str) -> str:
-    """The text of a named template. A model whose own template has the same markers keeps its own. `none` adds nothing
-    but the token that the tokenizer begins every text with."""
+    """The text of a named template. A model whose own template has the same markers keeps its own. `none` adds only the
+    BOS token, if the tokenizer begins every text with it."""
     if name == "none":
         ids = tokenizer("a")["input_ids"]
         begins = tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]

@@ -133,7 +133,7 @@ class VllmEngine:
             self._asleep = False
 
     def close(self) -> None:
-        """Ends the worker and all that it started. Requests in progress fail."""
+        """End the worker and all of its child processes. Requests in progress fail."""
         self._worker.end()
         self.transport.close()
 
@@ -198,7 +198,7 @@ class VllmEngine:
 
 
 def _resolve(future: asyncio.Future[Message], message: Message) -> None:
-    """From another thread."""
+    """Set the result of a future from another thread."""
 
     def resolve() -> None:
         if not future.done():

@@ -104,7 +104,7 @@ class WorkerProcess:
         return self._process.pid
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Does nothing if the worker has ended: `on_end` resolves pending requests."""
+        """Send a message. Does nothing if the worker has ended: `on_end` then resolves pending requests."""
         with self._sending, suppress(OSError):
             self._socket.sendall(frame(message))
 

@@ -49,7 +49,7 @@ async def serve(connection: socket.socket, start: Callable[[Message], Any]) -> N
                 continue
             assert do in COMMANDS, do
             if do != "generate":  # aborted requests must have ended before weights change
-                await _cancelled(tasks)
+                await _wait_for_cancelled(tasks)
             task = asyncio.create_task(_reply(writer, number, getattr(backend, do), message))
             tasks[number] = task
             task.add_done_callback(functools.partial(tasks.pop, number))  # the task itself is pop's default
@@ -57,7 +57,7 @@ async def serve(connection: socket.socket, start: Callable[[Message], Any]) -> N
         backend.close()
 
 
-async def _cancelled(tasks: dict[int, asyncio.Task[None]]) -> None:
+async def _wait_for_cancelled(tasks: dict[int, asyncio.Task[None]]) -> None:
     ending = [task for task in tasks.values() if task.cancelling()]
     if ending:
         await asyncio.wait(ending)
@@ -155,14 +155,14 @@ class Vllm:
         await self._call_workers("covey_load_bucket", handle, layout)
 
     async def load_end(self) -> None:
-        """Also flushes the prefix cache, which the old weights computed."""
+        """Finish loading, and flush the prefix cache, which was computed with the old weights."""
         await self._call_workers("covey_load_end")
         if not await self.llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache is in use and cannot be emptied")
 
     async def sleep(self) -> None:
-        """Release the memory of weights and cache. Their contents are lost, so new weights must be loaded after
-        waking."""
+        """Release the memory of weights and cache. Their contents are lost, so weights must be loaded again after
+        `wake`."""
         await self.llm.sleep(level=2)
 
     async def wake(self, what: list[str]) -> None:
