@@ -14,7 +14,7 @@ import importlib.util
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
@@ -41,20 +41,14 @@ else:
 
 
 class LazyTable(Mapping[str, Any]):
-    """Objects by name, each imported from its `module:attribute` when it is first looked up."""
+    """Objects by name, each imported from its `module:attribute` when it is looked up."""
 
-    def __init__(
-        self, targets: Mapping[str, str], finish: Callable[[str, Any], Any] = lambda name, value: value
-    ) -> None:
-        """`finish` is applied to an object once, when it is imported."""
-        self._targets, self._finish = dict(targets), finish
-        self._loaded: dict[str, Any] = {}
+    def __init__(self, targets: Mapping[str, str]) -> None:
+        self._targets = dict(targets)
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._loaded:
-            module, _, attribute = self._targets[name].partition(":")
-            self._loaded[name] = self._finish(name, getattr(importlib.import_module(module), attribute))
-        return self._loaded[name]
+        module, _, attribute = self._targets[name].partition(":")
+        return getattr(importlib.import_module(module), attribute)
 
     def __contains__(self, name: object) -> bool:
         return name in self._targets

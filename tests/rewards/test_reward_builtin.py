@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -302,3 +304,17 @@ def test_rewards_with_votes() -> None:
     assert votes_of("code_reward") is None and votes_of("countdown") is None
     mine = votes_of("mine")
     assert mine is not None and mine.final(" a ") == "a" and "mine" not in REWARDS
+
+
+def test_only_the_scorers_of_reasoning_gym_run_in_workers() -> None:
+    """Also if a function is imported and passed in Python, so that nothing looks it up by its name."""
+    targets = REWARDS._targets
+    script = f"""
+import importlib
+for name, target in {targets!r}.items():
+    module, _, attribute = target.partition(":")
+    if not getattr(getattr(importlib.import_module(module), attribute), "reward_inline", False):
+        print(name)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["reasoning_gym"]

@@ -32,7 +32,7 @@ from typing import Any
 
 from covey.errors import InputError
 from covey.replies import unfenced
-from covey.rewards.function import reward
+from covey.rewards.function import inline, reward
 from covey.rewards.tool_call import count_matches, made_calls
 from covey.types import Episode, Task
 
@@ -63,6 +63,7 @@ def _check(task: Task) -> None:
             raise InputError(f"{task.where}: ground_truth calls {name}, which `function` does not describe")
 
 
+@inline
 @reward(check=_check)
 def bfcl(episode: Episode, final_answer: str, function: Any, category: str, ground_truth: Any = ()) -> dict[str, float]:
     """1 if the calls are exactly those of the ground truth, in any order. In irrelevance categories, 1 for a non-empty

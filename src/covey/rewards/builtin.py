@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from covey.imports import LazyTable
 from covey.rewards.function import inline, reward
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from covey.rewards.math.numbers import Number
 
 
+@inline
 @reward
 def given(episode: Episode) -> dict[str, float | None] | None:
     """The reward that the environment or program reported for the episode: its `reward`, or else the sum of its named
@@ -28,11 +29,6 @@ def given(episode: Episode) -> dict[str, float | None] | None:
         return None
     values = [value for value in table.values() if value is not None]
     return {"reward": sum(values) if values else None, **table}
-
-
-def _finish(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Built-in rewards are fast or bounded by themselves, except the scorers of reasoning-gym, which run in workers."""
-    return function if name == "reasoning_gym" else inline(function)
 
 
 REWARDS = LazyTable(
@@ -59,8 +55,7 @@ REWARDS = LazyTable(
         "judge": "covey.rewards.judge:Judge",
         "reward_model": "covey.rewards.reward_model:RewardModel",
         "reasoning_gym": "covey.rewards.generated:reasoning_gym",
-    },
-    _finish,
+    }
 )
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeGuard
 
 from covey.errors import InputError
 from covey.replies import PYTHON, blocks, thinking_end
-from covey.rewards.function import reward
+from covey.rewards.function import inline, reward
 from covey.types import Task
 
 
@@ -38,6 +38,7 @@ def _check(task: Task) -> None:
         raise InputError(f"{task.where}: {error}") from error
 
 
+@inline
 @reward(check=_check)
 async def code_reward(
     final_answer: str, task: Task, sandbox: Sandbox, all: bool = False, seconds: float | None = None

@@ -17,7 +17,7 @@ from typing import Any
 from covey.errors import Absent, InputError
 from covey.imports import install_extra
 from covey.rewards.answers import tagged
-from covey.rewards.function import reward
+from covey.rewards.function import inline, reward
 from covey.types import Task
 
 # -- sorted and countdown ----------------------------------------------------------------------------------------------
@@ -42,6 +42,7 @@ def _check_numbers(task: Task) -> None:
         raise ValueError(f"numbers must be a list of whole numbers, got {numbers!r:.60}")
 
 
+@inline
 @reward(name="sorted", check=_check_numbers)
 def sorted_numbers(numbers: Sequence[int], final_answer: str) -> dict[str, float]:
     """1 if the reply is the sorted numbers, written `1 2 3`.
@@ -62,6 +63,7 @@ def _check_countdown(task: Task) -> None:
         raise ValueError(f"target must be a number, got {target!r:.60}")
 
 
+@inline
 @reward(check=_check_countdown)
 def countdown(numbers: Sequence[int], target: int, final_answer: str) -> float:
     """1 if the reply's last expression evaluates to the target and uses each number at most once."""

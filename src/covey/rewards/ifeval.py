@@ -28,7 +28,7 @@ from typing import Any
 
 from covey.errors import Absent, InputError, unknown
 from covey.imports import install_extra
-from covey.rewards.function import reward
+from covey.rewards.function import inline, reward
 from covey.types import Episode, StopReason, Task
 
 WORD = re.compile(r"\w+")
@@ -303,6 +303,7 @@ def _check(task: Task) -> None:
         )
 
 
+@inline
 @reward(check=_check)
 def ifeval(
     final_answer: str,
@@ -319,6 +320,7 @@ def ifeval(
     return {"reward": scores[score], **scores}
 
 
+@inline
 @reward(check=_check)
 def ifeval_composite(
     final_answer: str,

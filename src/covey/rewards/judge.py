@@ -60,6 +60,7 @@ class JudgeFailed(EpisodeError):
 
 @inline
 @dataclass
+@inline
 class Judge:
     reward_name: ClassVar[str] = "judge"
 

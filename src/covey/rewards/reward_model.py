@@ -41,6 +41,7 @@ OPTION = "reward.options.reward_model"
 
 @inline
 @dataclass
+@inline
 class RewardModel:
     reward_name: ClassVar[str] = "reward_model"
 

@@ -20,18 +20,20 @@ from typing import Any, NamedTuple
 
 from covey.errors import InputError
 from covey.rewards.answers import labelled, tagged
-from covey.rewards.function import reward
+from covey.rewards.function import inline, reward
 from covey.types import Episode, Task
 
 # -- Exact match and format --------------------------------------------------------------------------------------------
 
 
+@inline
 @reward
 def exact(answer: Any, final_answer: str) -> float:
     """1 if the final answer equals the answer, ignoring surrounding white space."""
     return float(final_answer.strip() == str(answer).strip())
 
 
+@inline
 @reward(name="format")
 def answer_format(completion: str) -> float:
     """1 if the completion has a non-empty <answer>…</answer> or \\boxed{…}."""
@@ -72,6 +74,7 @@ def _check_gold(task: Task) -> None:
         )
 
 
+@inline
 @reward(check=_check_gold)
 def qa_f1_reward(final_answer: str, answer: Any = None, answers: Any = None) -> dict[str, float]:
     """Token F1 with the best of the gold answers. Extras: em, f1, precision, recall."""
@@ -79,6 +82,7 @@ def qa_f1_reward(final_answer: str, answer: Any = None, answers: Any = None) -> 
     return {"reward": best.f1, **best._asdict()}
 
 
+@inline
 @reward(check=_check_gold)
 def qa_em_reward(final_answer: str, answer: Any = None, answers: Any = None) -> dict[str, float]:
     """1 if the normalized answer equals a normalized gold answer. Extras: em, f1, precision, recall."""
@@ -135,6 +139,7 @@ def _is_list(value: Any) -> bool:
 MAX_TOKENS = 256  # default of `length`
 
 
+@inline
 @reward
 def length(
     completion: str,
@@ -167,6 +172,7 @@ def length(
     return {"reward": min(1.0, max(0.0, 1 - distance / (limit * (zero_at - 1)))), "size": float(size)}
 
 
+@inline
 @reward
 def repetition(completion: str, episode: Episode, n: int = 4, unit: str = "words") -> dict[str, float]:
     """1 − the share of repeated n-grams: 1 if nothing repeats (also if the text is shorter than n), near 0 in a loop.

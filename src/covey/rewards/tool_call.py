@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from covey.errors import InputError
-from covey.rewards.function import reward
+from covey.rewards.function import inline, reward
 from covey.types import Episode, Task
 
 # -- tool_call ---------------------------------------------------------------------------------------------------------
@@ -43,6 +43,7 @@ def _check(task: Task) -> None:
         ) from error
 
 
+@inline
 @reward(check=_check)
 def tool_call(
     episode: Episode,
@@ -143,6 +144,7 @@ def _check_rlla(task: Task) -> None:
         ) from error
 
 
+@inline
 @reward(check=_check_rlla)
 def rlla(answer: str, final_answer: str) -> dict[str, float]:
     """ToolRL's reward, from −3 to 4: 0 or 1 for the format, −3 to 3 for the calls. Extras: format, correctness."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from covey.rewards.function import reward
+from covey.rewards.function import inline, reward
 
 # A minus directly after something it could be subtracted from is no sign: 10-5 has the numbers 10 and 5.
 # Commas that separate thousands belong to the number: 1,234 is one number, 1,2 are two.
@@ -37,6 +37,7 @@ class Number:
         return self.size / 100 if self.percent else self.size
 
 
+@inline
 @reward(gold=lambda answer: gold_number(answer))
 def number(answer: Any, final_answer: str) -> dict[str, float]:
     """1 if the reply is the number and nothing else, up to a full stop. 0.75 and 3/4 are equal, as are 1e3 and 1,000;
@@ -52,6 +53,7 @@ def number(answer: Any, final_answer: str) -> dict[str, float]:
     }
 
 
+@inline
 @reward(gold=lambda answer: gold_number(answer))
 def math_reward_string_equal(answer: Any, final_answer: str) -> float:
     """1 if the last number of the final answer is the answer, which may have GSM8K's form (`#### 72`)."""

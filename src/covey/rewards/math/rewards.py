@@ -23,7 +23,7 @@ from typing import Any
 from covey.errors import Absent
 from covey.imports import install_extra
 from covey.rewards.answers import BOX, boxed, hashed, stated, tagged
-from covey.rewards.function import reward
+from covey.rewards.function import inline, reward
 from covey.rewards.math import verify_process
 from covey.rewards.math.equality import CHOICE, MAX_LENGTH, WORD, Pair, compare, equal, plain_choice, value
 from covey.rewards.math.latex import TEXT, quantity, tidy
@@ -38,6 +38,7 @@ SENTENCE = re.compile(r"(?<!\d)\.\s|\.\s(?=[A-Z])|\s(?:because|since)\s")
 MAX_QUERIES = 20  # to math-verify per answer
 
 
+@inline
 @reward(gold=lambda answer: gold_texts(answer))
 def math_equal(answer: Any, final_answer: str) -> float:
     """1 if the final answer of the reply equals the answer exactly. `answer` may be a list of acceptable answers."""
@@ -50,6 +51,7 @@ def _check(task: Task) -> None:
         raise Absent(f"reward math_verify needs the package math-verify\n  fix: {install_extra('math')}")
 
 
+@inline
 @reward(check=_check, gold=lambda answer: gold_texts(answer))
 async def math_verify(answer: Any, final_answer: str, deadline: float = 5.0) -> dict[str, float]:
     """Like `math_equal`, with undecided pairs of expressions sent to math-verify, each for up to `deadline` seconds.
