@@ -33,19 +33,17 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
 def _without_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     if not CAN_RUN_TRITON:
         return  # only eager engines can be made here
-    from covey.rollout.embedded.graphs import GraphDecoder, GraphStep
-    from covey.rollout.embedded.kernels import splits_for
+    from covey.rollout.embedded.graphs import GraphRunner
 
-    def capture(self: Any, size: int, draws: bool) -> tuple[Any, torch.Tensor]:
-        logits_BV = torch.zeros(size, self.model.config.vocab_size)
-        splits = splits_for(size, self.cache.keys.shape[2], self.processors)
-        step = GraphStep(self.cache, self.table_BN[:size], self.position_B[:size], splits)
+    def capture(self: Any, step: Any, run: Callable[[], torch.Tensor]) -> SimpleNamespace:
+        captured = SimpleNamespace()
 
         def replay() -> None:
             with attention.engine_attention(self.model, step), self.fused.active():
-                logits_BV.copy_(self._step(size, draws))
+                captured.logits = run()
 
-        return SimpleNamespace(replay=replay), logits_BV
+        captured.replay = replay
+        return captured
 
-    monkeypatch.setattr(GraphDecoder, "_capture", capture)
+    monkeypatch.setattr(GraphRunner, "_capture", capture)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=1))

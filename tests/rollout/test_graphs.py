@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -190,22 +191,24 @@ def test_a_request_larger_than_the_gpu_is_rejected_with_the_settings_to_change(o
 def test_a_next_turn_reads_its_beginning_from_the_cache_until_the_weights_change(
     on_gpu: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from covey.rollout.embedded.graphs import GraphRunner, Span
+
     monkeypatch.setattr(gpu_batch, "BLOCK", 16)
     model = tiny_llama().to(DEVICE)
     engine = on_gpu(model, eos_ids=[])
     first: Request = ([*range(20, 40)], Sampling(max_tokens=20))
     (one,) = answers(engine, [first, ([5] * 60, Sampling(max_tokens=4))])[:1]
     second: Request = ([*first[0], *one.token_ids, 8, 9], Sampling(max_tokens=10, seed=1))
-    prefilled = 0
+    prefilled: list[int] = []
+    prefill = GraphRunner.prefill
 
-    def count(_: Any, inputs: tuple[torch.Tensor]) -> None:
-        nonlocal prefilled
-        prefilled += inputs[0].numel() if inputs[0].shape[1] > 1 else 0
+    def count(self: GraphRunner, spans: Sequence[Span]) -> None:
+        prefilled.extend(end - start for _, start, end in spans)
+        prefill(self, spans)
 
-    hook = model.get_input_embeddings().register_forward_pre_hook(count)
+    monkeypatch.setattr(GraphRunner, "prefill", count)
     done = answers(engine, [second])
-    assert prefilled == 42 - 32 - 1  # 39 were fed: two blocks of 16
-    hook.remove()
+    assert prefilled == [42 - 32 - 1]  # 39 were fed: two blocks of 16
     assert_as_alone(model, [second], done)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -238,3 +241,97 @@ def test_graphs_are_captured_while_another_thread_copies_weights_from_the_gpu(on
         stop.set()
         saving.join()
     assert errors == []
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma3"])
+def test_prompts_of_all_lengths_entering_while_others_decode(
+    name: str, on_gpu: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer than a chunk, shorter than a tile, with common beginnings; groups with a partly filled block."""
+    from covey.rollout.embedded import graphs
+
+    monkeypatch.setattr(gpu_batch, "BLOCK", 16)
+    monkeypatch.setattr(graphs, "CHUNKS", (32, 64))
+    model = family(name).to(DEVICE)
+    engine = on_gpu(model, eos_ids=[], max_sequences=6)
+    prompts = [[5, 6], [*range(3, 53)], [*range(3, 53), 7], [*range(3, 40)], [*range(30, 58)] * 3, [*range(3, 20)]]
+    requests = [
+        (prompt, Sampling(max_tokens=4 + 3 * n, seed=2 * n + copy))
+        for n, prompt in enumerate(prompts)
+        for copy in range(1 + n % 2)
+    ]
+
+    async def one_after_the_other() -> list[Completion]:
+        asked = []
+        for prompt, sampling in requests:
+            asked.append(asyncio.create_task(engine.generate(prompt, sampling)))
+            target = engine.generated_tokens + 1
+            while engine.generated_tokens < target and not asked[-1].done():
+                await asyncio.sleep(0)
+        return list(await asyncio.gather(*asked))
+
+    done = asyncio.run(one_after_the_other())
+    assert_as_alone(model, requests, done)
+    as_on_a_cpu(model, requests, done, eos_ids=[])
+
+
+def test_requests_enter_and_leave_without_a_gap_between_runs(
+    on_gpu: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While requests are running, the next run is launched before the last one is read."""
+    from covey.rollout.embedded.graphs import DecodeRun, GraphRunner
+
+    model = tiny_llama().to(DEVICE)
+    engine = on_gpu(model, eos_ids=[], max_sequences=8)
+    unread, events = 0, []
+    launch, read = GraphRunner.launch, DecodeRun.read
+
+    def launching(self: GraphRunner, *args: Any, **named: Any) -> DecodeRun:
+        nonlocal unread
+        unread += 1
+        return launch(self, *args, **named)
+
+    def reading(self: DecodeRun) -> Any:
+        nonlocal unread
+        unread -= 1
+        events.append(unread)
+        return read(self)
+
+    monkeypatch.setattr(GraphRunner, "launch", launching)
+    monkeypatch.setattr(DecodeRun, "read", reading)
+
+    async def agent(number: int) -> None:
+        for turn in range(3):
+            await engine.generate([number + 3, turn + 9, 10], Sampling(max_tokens=6 + number, seed=number))
+            await asyncio.sleep(0)
+
+    async def agents() -> None:
+        long = asyncio.create_task(engine.generate([4, 5], Sampling(max_tokens=120)))
+        await asyncio.gather(*(agent(number) for number in range(7)))
+        await long
+
+    asyncio.run(agents())
+    assert events[-1] == 0 and set(events[:-1]) == {1}  # nothing is left to launch only at the very end
+
+
+def test_a_pause_reads_what_is_launched_so_no_token_is_sampled_twice(on_gpu: MakeEngine) -> None:
+    model = tiny_llama().to(DEVICE)
+    engine = on_gpu(model, eos_ids=[])
+    requests: list[Request] = [([n + 3, 9, 10], Sampling(max_tokens=40, seed=n)) for n in range(3)]
+
+    async def with_pauses() -> tuple[list[Completion], list[int]]:
+        asked = [asyncio.create_task(engine.generate(*request)) for request in requests]
+        steps = []
+        for target in (10, 60):
+            while engine.generated_tokens < target:
+                await asyncio.sleep(0)
+            await engine.pause()
+            steps.append(engine.generated_tokens)
+            run = engine._batch._run  # type: ignore[union-attr]
+            assert run is None
+            await engine.resume()
+        return list(await asyncio.gather(*asked)), steps
+
+    done, _ = asyncio.run(with_pauses())
+    assert_as_alone(model, requests, done)
+    as_on_a_cpu(model, requests, done, eos_ids=[])

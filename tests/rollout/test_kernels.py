@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from covey.rollout.embedded.cache import KvCache, PagedDecode
+from covey.rollout.embedded.cache import KvCache, PagedDecode, Prefill
 from covey.rollout.embedded.runner import draw
 from covey.streams import uniform
 from covey.types import Sampling
@@ -40,7 +40,7 @@ def test_attention_over_blocks_is_that_of_plain_torch(
     heads, kv, dim, size, window, splits = shape
     rows, count, layers = 5, 4, 2
     q, k, v = (torch.randn(rows, n, 1, dim, device=DEVICE, dtype=dtype) for n in (heads, kv, kv))
-    cache, reference = KvCache(39, size, layers), KvCache(39, size, layers)
+    cache, reference = KvCache(40, size, layers), KvCache(40, size, layers)
     for number in range(layers):
         for slab, other in zip(cache.layer(number, k), reference.layer(number, k), strict=True):
             other.copy_(slab.normal_())
@@ -66,7 +66,7 @@ def test_rows_of_a_larger_buffer_are_read_by_their_strides() -> None:
     q, k, v = (
         part.view(rows, 1, -1, dim).transpose(1, 2) for part in joint.split([heads * dim, kv * dim, kv * dim], -1)
     )
-    cache, reference = KvCache(9, size, 1), KvCache(9, size, 1)
+    cache, reference = KvCache(10, size, 1), KvCache(10, size, 1)
     for slab, other in zip(cache.layer(0, k), reference.layer(0, k), strict=True):
         other.copy_(slab.normal_())
     assert cache.keys is not None and cache.values is not None
@@ -87,7 +87,90 @@ def test_enough_programs_for_the_processors_and_never_too_many() -> None:
         assert splits == 32 or splits * rows * heads >= 2 * 132 or (splits == 1 and rows * heads >= 132)
 
 
+PROMPTS = [  # query heads, key heads, head size, block size, window
+    (14, 2, 64, 64, 0),
+    (4, 4, 80, 16, 20),
+    (6, 2, 8, 16, 1),
+    (8, 1, 128, 16, 0),
+    (3, 1, 16, 16, 1000),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", PROMPTS)
+def test_prompt_tokens_attend_like_plain_torch(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
+    """Sequences that begin, continue, end inside of a tile, take several tiles, and continue in a later tile."""
+    from covey.rollout.embedded.kernels import TILE, paged_prefill
+
+    torch.manual_seed(0)
+    heads, kv, dim, size, window = shape
+    spans = [(0, 0, 5), (1, 7, 7 + 2 * TILE + 3), (2, 0, TILE), (2, TILE, TILE + 9), (3, 2 * size + 1, 2 * size + 2)]
+    width = -(-max(end for _, _, end in spans) // size)
+    tiles = [(row, at, min(at + TILE, end)) for row, start, end in spans for at in range(start, end, TILE)]
+    blocks = torch.randperm(4 * width, device=DEVICE).view(4, width)
+    position = torch.full((len(tiles) + 1, TILE), -1, device=DEVICE)  # the last tile is empty
+    table = torch.zeros(len(tiles) + 1, width, dtype=torch.int32, device=DEVICE)
+    for number, (row, start, end) in enumerate(tiles):
+        position[number, : end - start] = torch.arange(start, end, device=DEVICE)
+        table[number] = blocks[row].int()
+    used = position.view(-1) >= 0
+    q, k, v = (torch.randn(used.numel(), n, 1, dim, device=DEVICE, dtype=dtype) for n in (heads, kv, kv))
+    cache, reference = KvCache(4 * width, size, 1), KvCache(4 * width, size, 1)
+    for slab, other in zip(cache.layer(0, k), reference.layer(0, k), strict=True):
+        other.copy_(slab.normal_())
+    assert cache.keys is not None and cache.values is not None
+    found = paged_prefill(q, k, v, cache.keys, cache.values, 0, table, position.view(-1), 0.2, window)
+    rows = torch.repeat_interleave(torch.tensor([row for row, _, _ in tiles] + [0], device=DEVICE), TILE)[used]
+    for row in range(4):
+        mine = used.nonzero()[:, 0][rows == row]
+        at = position.view(-1)[mine]
+        step = Prefill(reference, blocks[row : row + 1], at[:1], at[-1:] - at[:1] + 1, len(mine))
+        parts = (x[mine, :, 0].transpose(0, 1)[None] for x in (q, k, v))
+        expected = step.attend(0, *parts, 0.2, window or None)[0]
+        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(found[mine, 0], expected, atol=tolerance, rtol=tolerance)
+    assert torch.equal(cache.keys, reference.keys) and torch.equal(cache.values, reference.values)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_an_idle_row_writes_nothing_and_its_output_is_finite(splits: int) -> None:
+    from covey.rollout.embedded.kernels import paged_attention
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, n, 1, 16, device=DEVICE) for n in (4, 2, 2))
+    cache = KvCache(6, 16, 1)
+    keys, values = (slab.fill_(math.nan) for slab in cache.layer(0, k))
+    table, position = torch.arange(6, device=DEVICE).int().view(3, 2), torch.tensor([-1, 0, -1], device=DEVICE)
+    assert cache.keys is not None and cache.values is not None
+    out = paged_attention(q, k, v, cache.keys, cache.values, 0, table, position, 0.3, 0, splits)
+    assert bool(out.isfinite().all())
+    written = keys.isfinite() & values.isfinite()
+    assert written[2, :, 0].all() and int(written.sum()) == 2 * 16
+
+
+def test_rows_become_idle_at_an_end_token_and_at_their_limit() -> None:
+    from covey.rollout.embedded.kernels import draw_and_advance
+
+    rows, steps = 4, 6
+    logits = torch.full((rows, 50), -1e4, device=DEVICE)
+    for row, token in enumerate((7, 11, 11, 8)):
+        logits[row, token] = 0.0
+    ids, position = torch.zeros(rows, dtype=torch.int64, device=DEVICE), torch.tensor([3, 5, -1, 0], device=DEVICE)
+    step = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
+    out_ids = torch.zeros(rows, steps, dtype=torch.int64, device=DEVICE)
+    out_logprobs = torch.zeros(rows, steps, device=DEVICE)
+    ends, limit = torch.tensor([11, 12], device=DEVICE), torch.tensor([6, 99, 99, 99], device=DEVICE)
+    for _ in range(steps):
+        numbers = torch.full((rows, steps), 0.5, device=DEVICE)
+        heat = torch.ones(rows, device=DEVICE)
+        draw_and_advance(logits, heat, numbers, ends, limit, ids, position, step, out_ids, out_logprobs)
+    # fed at 3, 4 and 5; the token at 5 ends; idle from the beginning; never ends
+    assert out_ids.tolist() == [[7, 7, 7, -1, -1, -1], [11, *[-1] * 5], [-1] * 6, [8] * 6]
+    assert position.tolist() == [-1, -1, -1, 6]
+
+
 def drawn(logits_BV: Tensor, temperature_B: Tensor, uniform_BT: Tensor, tile: int) -> tuple[Tensor, Tensor]:
+    """Token ids and log-probs of all steps, by rows that do not end."""
     from covey.rollout.embedded.kernels import draw_and_advance
 
     rows, steps = uniform_BT.shape
@@ -95,8 +178,11 @@ def drawn(logits_BV: Tensor, temperature_B: Tensor, uniform_BT: Tensor, tile: in
     step = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
     out_ids = torch.zeros(rows, steps, dtype=torch.int64, device=DEVICE)
     out_logprobs = torch.zeros(rows, steps, device=DEVICE)
+    ends, limit = torch.tensor([-1], device=DEVICE), torch.full((rows,), 10**6, device=DEVICE)
     for now in range(steps):
-        draw_and_advance(logits_BV, temperature_B, uniform_BT, ids, position, step, out_ids, out_logprobs, tile)
+        draw_and_advance(
+            logits_BV, temperature_B, uniform_BT, ends, limit, ids, position, step, out_ids, out_logprobs, tile
+        )
         assert torch.equal(ids, out_ids[:, now])
     assert position.tolist() == [row + steps for row in range(rows)]
     assert step.tolist() == [steps] * rows

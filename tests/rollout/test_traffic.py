@@ -210,15 +210,22 @@ def test_non_finite_weights_leave_nothing_behind(
 
 
 @pytest.mark.skipif(not CAN_RUN_TRITON, reason="needs Triton: only launched steps are read later")
-def test_a_prompt_that_entered_before_an_update_is_computed_with_the_weights_of_its_first_token(
-    on_gpu: MakeEngine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_prompt_that_entered_before_an_update(
+    ahead: bool, on_gpu: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It enters while steps of another request are launched and unread, and draws nothing before weights change."""
+    """It enters while steps of another request are launched and unread. If its own first steps are launched too, they
+    are read before the weights change. Otherwise its prompt is computed again, with the weights of its first token."""
     asked = traffic("graphs", "llama", 0, on_gpu, monkeypatch, eos_ids=[], blocks=30)
     engine, model = asked.engine, asked.model
-    first, late = Sampling(max_tokens=60, seed=1), Sampling(max_tokens=6, seed=2)
+    first, late = Sampling(max_tokens=60, seed=1), Sampling(max_tokens=16, seed=2)
+    reserve = Scheduler.reserve_if_free
+    if not ahead:
+        monkeypatch.setattr(
+            Scheduler, "reserve_if_free", lambda self, steps: 2 not in asked.admitted and reserve(self, steps)
+        )
 
-    async def run() -> None:
+    async def run() -> Completion:
         prompts = [[*range(3, 43)], [*range(5, 45)]]  # a cache with room for both requests below
         await asyncio.gather(*(engine.generate(prompt, Sampling(max_tokens=24, seed=9)) for prompt in prompts))
         before = engine.generated_tokens
@@ -236,9 +243,10 @@ def test_a_prompt_that_entered_before_an_update_is_computed_with_the_weights_of_
         await engine.publish(model, 1)
         await engine.resume()
         one = await entering
-        assert set(one.versions) == {1}
         asked.done += [(tuple(range(20, 40)), late, one), ((3, 4, 5), first, await asking)]
+        return one
 
-    asyncio.run(run())
-    assert asked.admitted[2] == [(0, 0), (0, 1)]
+    one = asyncio.run(run())
+    assert one.versions[0] == (0 if ahead else 1) and one.versions[-1] == 1
+    assert asked.admitted[2] == ([(0, 0)] if ahead else [(0, 0), (0, 1)])
     asked.check()

@@ -4,8 +4,8 @@ engine.py       EmbeddedEngine: requests on the event loop, steps on a thread of
 scheduler.py    which requests are in the batch                 runner.py      prefill, decode, sampling
 allocation.py   which block or row holds which tokens           cache.py       keys and values, attention over them
 cpu_batch.py    the batch on a CPU: a row per sequence          attention.py   the hook into transformers' models
-gpu_batch.py    the batch on a GPU: paged cache, decode runs    graphs.py      captured CUDA graphs, fused layers
-                                                                kernels.py     their Triton kernels
+gpu_batch.py    the batch on a GPU: paged cache, decode runs    slots.py       the batch's rows on a GPU
+graphs.py       captured CUDA graphs, fused layers              kernels.py     their Triton kernels
 """
 
 from covey.rollout.embedded.engine import EmbeddedEngine

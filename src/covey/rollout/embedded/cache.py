@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class KvCache:
-    """A paged cache. One extra block at the end, `scratch`, is for writes that are never read."""
+    """A paged cache."""
 
     def __init__(self, blocks: int, size: int, layers: int) -> None:
         self.blocks = blocks
@@ -32,14 +32,10 @@ class KvCache:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
-    @property
-    def scratch(self) -> int:
-        return self.blocks
-
     def layer(self, number: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer. Allocated at the first call; `like` [·, K, ·, D] gives shape, type and device."""
         if self.keys is None or self.values is None:
-            shape = (self.layers, self.blocks + 1, like.shape[1], self.size, like.shape[-1])
+            shape = (self.layers, self.blocks, like.shape[1], self.size, like.shape[-1])
             self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
         return self.keys[number], self.values[number]
 

@@ -128,6 +128,10 @@ class RowBatch:
             request.blocks = [moved.get(row, row) for row in request.blocks]
         self.cache.copy(list(moved.items()), columns=self.cache.size)
 
+    def drain(self) -> Drawn:
+        """Nothing: every step is read at once."""
+        return []
+
     def finish(self, request: RequestState) -> None:
         (row,), sound = request.blocks, request.is_finite
         self.scheduler.finish(request)

@@ -20,6 +20,7 @@ import torch
 
 from covey.protocols import Metrics
 from covey.rollout.embedded.cpu_batch import RowBatch
+from covey.rollout.embedded.runner import Drawn
 from covey.rollout.embedded.scheduler import RequestState
 from covey.types import Completion, Sampling, StopReason
 from covey.weights.transport import InProcessTransport
@@ -83,7 +84,13 @@ class EmbeddedEngine:
         from covey.rollout.embedded.gpu_batch import PagedBatch
 
         return PagedBatch(
-            model, max_rows=rows, longest=longest, memory=self.memory, eager=self.eager, compiled=self.compiled
+            model,
+            max_rows=rows,
+            longest=longest,
+            memory=self.memory,
+            eos_ids=sorted(self.eos_ids),
+            eager=self.eager,
+            compiled=self.compiled,
         )
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Completion:
@@ -129,7 +136,9 @@ class EmbeddedEngine:
         self._awake.clear()
         if self.drains and (in_progress := [f for r, f in self._futures.items() if r not in self._arrived]):
             await asyncio.wait(in_progress)
-        await asyncio.get_running_loop().run_in_executor(self._thread, lambda: None)  # waits for the last step
+        # After the last step, so that the tokens it launched are read before weights change.
+        for request in await asyncio.get_running_loop().run_in_executor(self._thread, self._drain):
+            self._deliver(request)
 
     async def resume(self) -> None:
         self._awake.set()
@@ -194,15 +203,24 @@ class EmbeddedEngine:
             done = self._batch.enter(self._queue)
             for request in [r for r in self._batch.scheduler.running if r.cancelled]:
                 self._batch.finish(request)
-            for request, ids, logprobs in self._batch.sample():
-                self._append(request, ids, logprobs)
-                if request.stop is not None:
-                    self._batch.finish(request)
-                    done.append(request)
-            return done
+            return done + self._accept(self._batch.sample())
         finally:
             if was_training:
                 self.model.train()
+
+    def _drain(self) -> list[RequestState]:
+        """Read what is launched. Returns the requests that finished."""
+        return self._accept(self._batch.drain())
+
+    def _accept(self, drawn: Drawn) -> list[RequestState]:
+        """Append sampled tokens to their requests. Returns the requests that finished."""
+        done: list[RequestState] = []
+        for request, ids, logprobs in drawn:
+            self._append(request, ids, logprobs)
+            if request.stop is not None:
+                self._batch.finish(request)
+                done.append(request)
+        return done
 
     def _append(self, request: RequestState, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """Append tokens up to the end of the completion."""

@@ -1,22 +1,31 @@
-"""The batch on a GPU: a paged cache, and decode runs of several captured steps between two reads of the host."""
+"""The batch on a GPU: a paged cache, and decode runs of several captured steps between two reads of the host.
+
+The GPU never waits for the host: while a run of steps is computed, the host reads the previous one, admits requests,
+launches their prompts and then the next run, which includes them (graphs.py).
+"""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from covey.memory import cache_tokens, grown_size
 from covey.rollout.embedded.allocation import BlockManager
 from covey.rollout.embedded.cache import KvCache
 from covey.rollout.embedded.runner import Drawn, Runner, draw_next, truncates
-from covey.rollout.embedded.scheduler import RequestState, Scheduler, reject_too_long
+from covey.rollout.embedded.scheduler import PrefillGroup, RequestState, Scheduler, reject_too_long
 
 if TYPE_CHECKING:
-    from covey.rollout.embedded.graphs import DecodeRun, GraphDecoder
+    from torch import Tensor
+
+    from covey.rollout.embedded.graphs import DecodeRun, GraphRunner
 
 BLOCK = 64  # tokens of a block of the cache
 STEPS = 8  # of a decode run: the host reads the tokens after each run
-KEEP = 0.75  # share of the rows of a run that must continue for the next run to be launched before this one is read
+SHORT_STEPS = 4  # of a run after a request has entered
+PATIENCE = 4  # short runs after an entry
+KEEP = 0.75  # while requests wait: share of the rows that must continue for the next run to be launched ahead
 
 
 class PagedBatch:
@@ -24,10 +33,19 @@ class PagedBatch:
     allocated once the old one is idle; until then, requests that need it wait."""
 
     def __init__(
-        self, model: Any, *, max_rows: int, longest: int | None, memory: float, eager: bool, compiled: bool
+        self,
+        model: Any,
+        *,
+        max_rows: int,
+        longest: int | None,
+        memory: float,
+        eos_ids: Sequence[int],
+        eager: bool,
+        compiled: bool,
     ) -> None:
-        """`longest`: the most tokens of a sequence, if known. `eager`: no captured steps."""
+        """`longest`: the most tokens of a sequence, if known. `eager`: no captured passes."""
         self.model = model
+        self.eos_ids = eos_ids
         self.max_rows = max_rows
         self.longest = longest
         self.memory = memory
@@ -37,8 +55,10 @@ class PagedBatch:
         self.size = 0  # the longest sequence that the cache was allocated for
         self.scheduler = Scheduler(BlockManager(0, BLOCK), 0)
         self._runner: Runner | None = None
-        self._decoder: GraphDecoder | None = None
+        self._like: Tensor | None = None  # a key of the cache, as `KvCache.layer` takes it
+        self._graphs: GraphRunner | None = None
         self._run: DecodeRun | None = None  # launched and not read yet
+        self._since_entry = 0  # runs launched since a request entered
 
     @property
     def busy(self) -> bool:
@@ -51,9 +71,42 @@ class PagedBatch:
         rejected = reject_too_long(queue, self.capacity)
         self._grow(queue)
         self._submit(queue)
-        if self._runner is not None:
-            self._runner.prefill(self.scheduler.admit())
+        if self._runner is not None and (groups := self.scheduler.admit()):
+            self._prefill(self._runner, groups)
         return rejected
+
+    def _prefill(self, runner: Runner, groups: Sequence[PrefillGroup]) -> None:
+        """Compute the prompts of the groups, and copy the partly filled block that their followers do not share."""
+        self._graphs = self._graphs or self._make_graphs(runner.cache)
+        if self._graphs is None:
+            runner.prefill(groups)
+            return
+        self._since_entry = 0
+        self._graphs.prefill([(group.leader, group.shared, group.leader.cached) for group in groups])
+        pairs = [
+            (source, target)
+            for group in groups
+            for follower in group.members[1:]
+            for source, target in zip(group.leader.blocks, follower.blocks, strict=True)
+            if source != target
+        ]
+        runner.cache.copy(pairs, columns=BLOCK)
+
+    def _make_graphs(self, cache: Any) -> GraphRunner | None:
+        """None without graphs, or while the cache is not allocated: a graph contains its address."""
+        if self.eager or cache.keys is None:
+            return None
+        self._like = cache.keys.new_empty(1, cache.keys.shape[2], 1, cache.keys.shape[4])
+        from covey.rollout.embedded.graphs import GraphRunner
+
+        return GraphRunner(
+            self.model,
+            cache,
+            rows=self.scheduler.max_rows,
+            blocks=self.scheduler.blocks.count(self.size),
+            eos_ids=self.eos_ids,
+            compiled=self.compiled,
+        )
 
     def _grow(self, queue: deque[RequestState]) -> None:
         longest = max((request.max_length for request in queue), default=0)
@@ -62,13 +115,16 @@ class PagedBatch:
             self._allocate(longest, grown_size(self.scheduler.max_rows, rows, self.max_rows))
 
     def _allocate(self, longest: int, rows: int) -> None:
-        self._runner = self._decoder = self._run = None  # frees the old cache before allocating the new one
+        self._runner = self._graphs = self._run = None  # frees the old cache before allocating the new one
         self.capacity = self._cache_capacity()
         self.size = min(grown_size(self.size, longest, self.longest, BLOCK), self.capacity)
         blocks = min(rows * self.size, self.capacity) // BLOCK
         layers = int(self.model.config.get_text_config(decoder=True).num_hidden_layers)
         self.scheduler = Scheduler(BlockManager(blocks, BLOCK), rows)
-        self._runner = Runner(self.model, KvCache(blocks, BLOCK, layers))
+        cache = KvCache(blocks, BLOCK, layers)
+        if self._like is not None:  # otherwise the first prompt allocates the cache
+            cache.layer(0, self._like)
+        self._runner = Runner(self.model, cache)
 
     def _cache_capacity(self) -> int:
         return cache_tokens(self.model, self.memory) // BLOCK * BLOCK
@@ -84,59 +140,56 @@ class PagedBatch:
             scheduler.add(queue.popleft())
 
     def sample(self) -> Drawn:
-        """One or several tokens for every running request. The last ones may be past the end of a completion."""
+        """One or several tokens for every running request. The last ones may be past a stop string."""
         scheduler, runner = self.scheduler, self._runner
         if not scheduler.running:
+            self._run = None
             return []
         assert runner is not None and isinstance(runner.cache, KvCache)
-        if self.eager or runner.cache.keys is None:  # not allocated yet: a graph needs its address
+        self._graphs = self._graphs or self._make_graphs(runner.cache)
+        if self._graphs is None:
             scheduler.reserve(1)
             rows = list(scheduler.running)
             return draw_next(rows, runner.decode(rows))
-        return self._sample_ahead(runner.cache)
+        return self._sample_ahead(self._graphs)
 
-    def _sample_ahead(self, cache: KvCache) -> Drawn:
-        """Read the run in progress, or a new one. Before reading, launch the next run if the rows stay the same."""
+    def _sample_ahead(self, graphs: GraphRunner) -> Drawn:
+        """Read the run in progress, or a new one. Before reading, launch the next one."""
         run, self._run = self._run, None
-        if run is None or not any(self._is_running(row) for row in run.rows):
+        if any(truncates(row.sampling) for row in self.scheduler.running):
+            if run is not None:
+                return self._read(run)
+            self.scheduler.reserve(1)
             rows = list(self.scheduler.running)
-            decoder = self._graphs(cache)
-            if any(truncates(row.sampling) for row in rows):
-                self.scheduler.reserve(1)
-                rows = list(self.scheduler.running)
-                return draw_next(rows, decoder.logits(rows))
-            steps = min(STEPS, max(row.remaining for row in rows))
-            self.scheduler.reserve(steps)
-            run = decoder.launch(list(self.scheduler.running), steps)
-        self._run = self._next_run(run)
-        drawn = zip(run.rows, *run.read(), strict=True)
-        return [(row, ids, logprobs) for row, ids, logprobs in drawn if row is not None and self._is_running(row)]
+            return draw_next(rows, graphs.logits(rows))
+        if run is None:
+            self.scheduler.reserve(STEPS)
+            run = graphs.launch(list(self.scheduler.running), self._steps(), {})
+        self._run = self._next_run(graphs, run)
+        return self._read(run)
 
-    def _next_run(self, run: DecodeRun) -> DecodeRun | None:
-        """Launch a run with the same rows, if no request has entered, few have finished, and enough blocks are free.
-        Rows that will have finished before it starts are empty."""
-        staying = [row if row and self._is_running(row) and row.remaining > run.steps else None for row in run.rows]
-        continuing = [row for row in staying if row is not None]
-        entered = len([row for row in run.rows if self._is_running(row)]) < len(self.scheduler.running)
-        if not continuing or entered or len(continuing) < KEEP * len(staying):
+    def _next_run(self, graphs: GraphRunner, run: DecodeRun) -> DecodeRun | None:
+        """Launch the steps after a run that is not read yet, with the requests that entered meanwhile. Not if blocks
+        are missing, or if many requests will have ended and others wait for their rows."""
+        ahead = {row: run.steps for row in run.rows if row is not None}
+        rows = [row for row in self.scheduler.running if row.remaining > ahead.get(row, 0)]
+        if not rows or (self.scheduler.waiting and len(rows) < KEEP * len(ahead)):
             return None
-        steps = min(STEPS, max(row.remaining for row in continuing) - run.steps)
-        if not self.scheduler.reserve_if_free(run.steps + steps):
-            return None
-        assert self._decoder is not None
-        return self._decoder.launch(staying, steps, ahead=run.steps)
+        steps = self._steps()
+        return graphs.launch(rows, steps, ahead) if self.scheduler.reserve_if_free(run.steps + steps) else None
 
-    def _is_running(self, row: RequestState | None) -> bool:
-        return row is not None and bool(row.blocks)  # a request that has left the batch has released its blocks
+    def _steps(self) -> int:
+        """Short runs while requests come and go one by one: a request waits for the runs launched before it enters."""
+        self._since_entry += 1
+        return STEPS if self._since_entry > PATIENCE else SHORT_STEPS
 
-    def _graphs(self, cache: KvCache) -> GraphDecoder:
-        from covey.rollout.embedded.graphs import GraphDecoder
+    def _read(self, run: DecodeRun) -> Drawn:
+        return [drawn for drawn in run.read() if drawn[0].blocks]  # without those that left: their blocks are released
 
-        if self._decoder is None:
-            blocks = self.scheduler.blocks.count(self.size + 2 * STEPS)  # room for steps past the end of a completion
-            rows = self.scheduler.max_rows
-            self._decoder = GraphDecoder(self.model, cache, rows=rows, blocks=blocks, compiled=self.compiled)
-        return self._decoder
+    def drain(self) -> Drawn:
+        """The tokens of the run in progress: after this, weights may change."""
+        run, self._run = self._run, None
+        return [] if run is None else self._read(run)
 
     def finish(self, request: RequestState) -> None:
         self.scheduler.finish(request)
@@ -146,6 +199,6 @@ class PagedBatch:
         that was not read yet is discarded and sampled again; prompts without a sampled token are computed again."""
         self.scheduler.blocks.flush()
         self.scheduler.preempt_prefills()
+        if self._run is not None and self._graphs is not None:
+            self._graphs.slots.forget()
         self._run = None
-        if self._decoder is not None:
-            self._decoder.loaded = []

@@ -1,17 +1,24 @@
-"""Decoding on a GPU: a step is captured as a CUDA graph and replayed several times before the host reads the tokens.
+"""The engine's forward passes on a GPU, captured as CUDA graphs: decode steps and chunks of prompts.
 
-All state of a step is in buffers on the GPU: the tokens to feed, their positions, the blocks of each sequence, the
-uniform numbers, the sampled tokens. So a run of several steps (`DecodeRun`) can be launched before the previous run is
-read, and the GPU does not wait for the host. A graph is captured for each batch size (rounded up); rows without a
-sequence write to the cache's scratch block. The decoder layers are compiled once for all layers and sizes, with fused
-projections (`FusedLayers`); attention is a Triton kernel (`kernels.py`).
+Decode. The batch has fixed slots. All state of a slot is on the GPU: the token to feed, its position, the blocks of its
+sequence, its temperature, the position at which it ends. Requests enter and leave by edits of single slots, which are
+launched like everything else, so the GPU never waits for the host: a run of several steps (`DecodeRun`) is launched
+before the previous one is read. A slot whose sequence has ended is idle (position −1) from the next step on. A step is
+captured once for each batch size (rounded up).
 
-Shapes: B rows of the batch, N blocks of a sequence, T steps of a run.
+Prefill. Prompt tokens of any number of sequences are concatenated, each sequence padded to whole tiles, and computed in
+chunks of a few captured sizes: a row of the model's input is a single token, as in decoding.
+
+The decoder layers are compiled once for all layers and sizes, with fused projections (`FusedLayers`); attention is a
+Triton kernel (`kernels.py`).
+
+Shapes: B slots of the batch, N blocks of a sequence, E edited slots or end tokens, S steps of a run, T prompt tokens,
+I tiles of prompt tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -25,29 +32,48 @@ from covey.models.families import FUSED_ATTENTION, FUSED_MLP
 from covey.rollout.embedded import attention
 from covey.rollout.embedded.cache import KvCache
 from covey.rollout.embedded.gpu_batch import STEPS
-from covey.rollout.embedded.kernels import draw_and_advance, fused_attention, paged_attention, splits_for
+from covey.rollout.embedded.kernels import (
+    TILE,
+    draw_and_advance,
+    fused_attention,
+    fused_prefill,
+    paged_attention,
+    paged_prefill,
+    splits_for,
+)
 from covey.rollout.embedded.scheduler import RequestState
+from covey.rollout.embedded.slots import Slots
 from covey.streams import uniform
+
+CHUNKS = (64, 256, 1024, 2048)  # prompt tokens of a captured pass
+
+Span = tuple[RequestState, int, int]  # tokens start … end of a request
 
 
 @dataclass(frozen=True)
 class DecodeRun:
-    """Several steps launched at once, and the host buffers that will hold their tokens. None: an empty row."""
+    """Several steps launched at once, and the host buffers that will hold their tokens. None: an empty slot."""
 
     rows: tuple[RequestState | None, ...]
     steps: int
-    ids_BT: Tensor
-    logprobs_BT: Tensor
+    ids_BS: Tensor
+    logprobs_BS: Tensor
     finished: torch.cuda.Event | None  # None without a GPU
 
-    def read(self) -> tuple[list[list[int]], list[list[float]]]:
+    def read(self) -> list[tuple[RequestState, list[int], list[float]]]:
+        """The sampled tokens of each request, and their log-probs. Waits until the GPU has sampled them."""
         if self.finished is not None:
             self.finished.synchronize()
-        return self.ids_BT.tolist(), self.logprobs_BT.tolist()
+        drawn = zip(self.rows, self.ids_BS.tolist(), self.logprobs_BS.tolist(), strict=True)
+        return [(row, ids[: _sampled(ids)], logprobs[: _sampled(ids)]) for row, ids, logprobs in drawn if row]
 
 
-class GraphStep:
-    """Attention of a captured step, over fixed buffers."""
+def _sampled(ids: list[int]) -> int:
+    return ids.index(-1) if ids[-1] == -1 else len(ids)  # an idle row outputs −1
+
+
+class DecodeStep:
+    """Attention of a captured decode step, over fixed buffers."""
 
     def __init__(self, cache: KvCache, table_BN: Tensor, position_B: Tensor, splits: int) -> None:
         assert cache.keys is not None and cache.values is not None
@@ -62,52 +88,120 @@ class GraphStep:
         )
         return out
 
+    def attend_fused(self, module: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        out: Tensor = fused_attention(
+            qkv, cos, sin, module.fused_norms, self.keys, self.values, module.layer_idx, self.table_BN, self.position_B,
+            module.scaling, module.fused_window, self.splits, module.fused_eps,
+        )  # fmt: skip
+        return out
 
-class GraphDecoder:
-    def __init__(self, model: Any, cache: KvCache, *, rows: int, blocks: int, compiled: bool) -> None:
+
+class PrefillStep:
+    """Attention of a captured chunk of prompts, over fixed buffers."""
+
+    def __init__(self, cache: KvCache, table_IN: Tensor, position_T: Tensor) -> None:
+        assert cache.keys is not None and cache.values is not None
+        self.keys, self.values = cache.keys, cache.values
+        self.table_IN = table_IN
+        self.position_T = position_T
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        out: Tensor = paged_prefill(
+            q, k, v, self.keys, self.values, layer, self.table_IN, self.position_T, scale, window or 0
+        )
+        return out
+
+    def attend_fused(self, module: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        out: Tensor = fused_prefill(
+            qkv, cos, sin, module.fused_norms, self.keys, self.values, module.layer_idx, self.table_IN, self.position_T,
+            module.scaling, module.fused_window, module.fused_eps,
+        )  # fmt: skip
+        return out
+
+
+class GraphRunner:
+    """Captured passes over a cache, and the state of `rows` slots on the GPU."""
+
+    def __init__(
+        self, model: Any, cache: KvCache, *, rows: int, blocks: int, eos_ids: Sequence[int], compiled: bool
+    ) -> None:
+        """`blocks`: the most blocks of a sequence."""
         device = model.get_input_embeddings().weight.device
         self.model = model
         self.cache = cache
         self.compiled = compiled
+        self.slots = Slots(rows)
         self.ids_B = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.position_B = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.step_B = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.table_BN = torch.full((rows, blocks), cache.scratch, dtype=torch.int32, device=device)
+        self.position_B = torch.full((rows,), -1, dtype=torch.int64, device=device)
+        self.limit_B = torch.zeros(rows, dtype=torch.int64, device=device)
         self.temperature_B = torch.ones(rows, dtype=torch.float32, device=device)
-        self.uniform_BT = torch.zeros(rows, STEPS, dtype=torch.float32, device=device)
-        self.out_ids_BT = torch.zeros(rows, STEPS, dtype=torch.int64, device=device)
-        self.out_logprobs_BT = torch.zeros(rows, STEPS, dtype=torch.float32, device=device)
-        self.graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.table_BN = torch.zeros((rows, blocks), dtype=torch.int32, device=device)
+        self.step_B = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.uniform_BS = torch.zeros(rows, STEPS, dtype=torch.float32, device=device)
+        self.out_ids_BS = torch.zeros(rows, STEPS, dtype=torch.int64, device=device)
+        self.out_logprobs_BS = torch.zeros(rows, STEPS, dtype=torch.float32, device=device)
+        count = 1 << (len(eos_ids) - 1).bit_length() if eos_ids else 1
+        self.end_E = torch.tensor([*eos_ids, *[-1] * (count - len(eos_ids))], dtype=torch.int64, device=device)
+        self.prompt_ids_T = torch.zeros(CHUNKS[-1], dtype=torch.int64, device=device)
+        self.prompt_position_T = torch.full((CHUNKS[-1],), -1, dtype=torch.int64, device=device)
+        self.prompt_table_IN = torch.zeros((CHUNKS[-1] // TILE, blocks), dtype=torch.int32, device=device)
+        self.captured: dict[tuple[str, int], Captured] = {}
         self.pool: Any = None
-        self.loaded: list[tuple[RequestState, int] | None] = []  # requests in the buffers, their block counts
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.layers = list(attention.backbone(model).layers)
         self.fused = FusedLayers(self.layers)
 
-    def launch(self, rows: Sequence[RequestState | None], steps: int, ahead: int = 0) -> DecodeRun:
-        """Launch the next `steps` tokens of every sequence. `ahead`: steps of a run of the same rows not read yet."""
-        graph, _ = self._graph(self._size(len(rows)), draws=True)
-        self._load(rows, ahead)
-        numbers = [[uniform(r.sampling.seed, len(r.ids) + ahead + t) if r else 0.0 for t in range(steps)] for r in rows]
-        self._send(self.uniform_BT[: len(rows), :steps], numbers)
+    # -- decode ----------------------------------------------------------------------------------------------------
+
+    def launch(self, rows: Sequence[RequestState], steps: int, ahead: dict[RequestState, int]) -> DecodeRun:
+        """Launch the next `steps` tokens of every sequence. `ahead`: tokens that were launched and not read yet."""
+        placed = self._place(rows)
+        captured = self._decode(len(placed), draws=True)
+        numbers = [
+            [uniform(r.sampling.seed, len(r.ids) + ahead.get(r, 0) + s) if r else 0.0 for s in range(steps)]
+            for r in placed
+        ]
+        self._send(self.uniform_BS[: len(placed), :steps], numbers)
         self.step_B.zero_()
         for _ in range(steps):
-            graph.replay()
-        host_ids, host_logprobs = (
-            self._fetch(out[: len(rows), :steps]) for out in (self.out_ids_BT, self.out_logprobs_BT)
-        )
+            captured.replay()
+        ids, logprobs = (self._fetch(out[: len(placed), :steps]) for out in (self.out_ids_BS, self.out_logprobs_BS))
         finished = torch.cuda.Event() if self.ids_B.is_cuda else None
         if finished is not None:
             finished.record()
-        return DecodeRun(tuple(rows), steps, host_ids, host_logprobs, finished)
+        return DecodeRun(tuple(placed), steps, ids, logprobs, finished)
 
     def logits(self, rows: Sequence[RequestState]) -> Tensor:
-        """Logits of the next token, for sampling outside of the graph."""
-        graph, logits_BV = self._graph(self._size(len(rows)), draws=False)
-        self._load(rows, 0)
-        self.loaded = []
-        graph.replay()
-        return logits_BV[: len(rows)]
+        """Logits of the next token, for sampling outside of the graph. No run may be unread."""
+        self.slots.forget()
+        captured = self._decode(len(self._place(rows)), draws=False)
+        captured.replay()
+        self.slots.forget()
+        return captured.logits[: len(rows)]
+
+    def _place(self, rows: Sequence[RequestState]) -> list[RequestState | None]:
+        """Edit the slots on the GPU so that they hold these sequences. Returns what the slots in use hold."""
+        edits = self.slots.arrange(rows, self._size)
+        if edits.moves:
+            source, target = (self._sent(column) for column in zip(*edits.moves, strict=True))
+            for buffer in (self.ids_B, self.position_B, self.limit_B, self.temperature_B, self.table_BN):
+                buffer[target] = buffer[source]
+        held = self.slots.requests
+        if edits.changed:
+            state = [
+                (slot, row.next_token, row.cached, row.max_length - 1) if (row := held[slot]) else (slot, 0, -1, 0)
+                for slot in edits.changed
+            ]
+            slot_E, *columns = self._sent(state).unbind(1)
+            for buffer, column in zip((self.ids_B, self.position_B, self.limit_B), columns, strict=True):
+                buffer[slot_E] = column
+            heat = [row.sampling.temperature if (row := held[slot]) else 1.0 for slot in edits.changed]
+            self.temperature_B[slot_E] = self._sent(heat)
+        if edits.grown:
+            tables = [row.blocks for slot in edits.grown if (row := held[slot])]
+            width = max(map(len, tables))
+            self.table_BN[self._sent(edits.grown), :width] = self._sent(_padded(tables, width)).int()
+        return self.slots.used()
 
     def _size(self, rows: int) -> int:
         """The batch size that is captured for `rows` rows: powers of two, from 8 on also 1.5 times these."""
@@ -120,75 +214,77 @@ class GraphDecoder:
             )
         return min(size, len(self.ids_B))
 
-    def _load(self, rows: Sequence[RequestState | None], ahead: int) -> None:
-        """Fill the buffers. Rows that have not moved have their next token and position there already."""
-        size, width, scratch = self._size(len(rows)), self.table_BN.shape[1], self.cache.scratch
-        spare: list[None] = [None] * (size - len(rows))
-        entries = [None if row is None else (row, len(row.blocks)) for row in rows]
-        loaded_rows = [None if entry is None else entry[0] for entry in self.loaded]
-        same_rows = len(loaded_rows) == len(rows) and all(
-            row is None or row is old for row, old in zip(rows, loaded_rows, strict=True)
-        )
-        assert same_rows or not ahead, "a run in progress has only the rows it was launched with"
-        if entries != self.loaded:
-            blocks = [[] if row is None else row.blocks for row in (*rows, *spare)]
-            self._send(self.table_BN[:size], [b + [scratch] * (width - len(b)) for b in blocks])
-        if not same_rows:
-            padded = (*rows, *spare)
-            self._send(self.ids_B[:size], [0 if row is None else row.next_token for row in padded])
-            self._send(self.position_B[:size], [0 if row is None else row.cached for row in padded])
-            self._send(self.temperature_B[:size], [row.sampling.temperature if row else 0.0 for row in padded])
-        elif empty := [n for n, row in enumerate((*rows, *spare)) if row is None]:
-            # Their positions advance like the others: reset them before they exceed the table.
-            at = torch.empty(len(empty), dtype=torch.int64, device=self.position_B.device)
-            self._send(at, empty)
-            self.position_B.index_fill_(0, at, 0)
-        self.loaded = entries
+    def _decode(self, rows: int, draws: bool) -> Captured:
+        size = self._size(rows)
+        kind = "draw" if draws else "logits"
+        if (kind, size) not in self.captured:
+            assert self.cache.keys is not None
+            splits = splits_for(size, self.cache.keys.shape[2], self.processors)
+            step = DecodeStep(self.cache, self.table_BN[:size], self.position_B[:size], splits)
+            self.captured[kind, size] = self._capture(step, lambda: self._decode_step(size, draws))
+        return self.captured[kind, size]
 
-    def _send(self, target: Tensor, values: Any) -> None:
-        """Copy to the GPU asynchronously."""
-        source = torch.tensor(values, dtype=target.dtype)
-        target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
-
-    def _fetch(self, source: Tensor) -> Tensor:
-        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-        return host.copy_(source, non_blocking=True)
-
-    def _forward(self, size: int) -> Tensor:
-        out = self.model(input_ids=self.ids_B[:size, None], position_ids=self.position_B[:size, None], use_cache=False)
-        logits: Tensor = out.logits[:, -1]
-        return logits
-
-    def _step(self, size: int, draws: bool) -> Tensor:
-        logits_BV = self._forward(size)
+    def _decode_step(self, size: int, draws: bool) -> Tensor:
+        position_B = self.position_B[:size].clamp_min(0)
+        out = self.model(input_ids=self.ids_B[:size, None], position_ids=position_B[:, None], use_cache=False)
+        logits_BV: Tensor = out.logits[:, -1]
         if draws:
             draw_and_advance(
                 logits_BV,
                 self.temperature_B[:size],
-                self.uniform_BT[:size],
+                self.uniform_BS[:size],
+                self.end_E,
+                self.limit_B[:size],
                 self.ids_B[:size],
                 self.position_B[:size],
                 self.step_B[:size],
-                self.out_ids_BT[:size],
-                self.out_logprobs_BT[:size],
+                self.out_ids_BS[:size],
+                self.out_logprobs_BS[:size],
             )
         return logits_BV
 
-    def _graph(self, size: int, draws: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        if (size, draws) not in self.graphs:
-            self.graphs[size, draws] = self._capture(size, draws)
-        return self.graphs[size, draws]
+    # -- prefill ---------------------------------------------------------------------------------------------------
 
-    def _capture(self, size: int, draws: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Warm up on the scratch block first, so that kernels are compiled and no cached tokens are overwritten."""
-        kept = [buffer.clone() for buffer in self._buffers()]
-        self.table_BN.fill_(self.cache.scratch)
-        self.position_B.zero_()
-        assert self.cache.keys is not None
-        heads = self.cache.keys.shape[2]
-        step = GraphStep(
-            self.cache, self.table_BN[:size], self.position_B[:size], splits_for(size, heads, self.processors)
+    def prefill(self, spans: Sequence[Span]) -> None:
+        """Compute these tokens into the cache. A span may continue one before it, or share blocks with it."""
+        for chunk in chunks(spans):
+            ids: list[int] = []
+            places: list[int] = []
+            tables: list[list[int]] = []  # of each tile
+            for row, start, end in chunk:
+                tiles = -(-(end - start) // TILE)
+                padding = tiles * TILE - (end - start)
+                ids += [*row.tokens[start:end], *[0] * padding]
+                places += [*range(start, end), *[-1] * padding]
+                tables += [row.blocks] * tiles
+            size = next(size for size in CHUNKS if size >= len(ids))
+            width = max(map(len, tables))
+            self._send(self.prompt_ids_T[: len(ids)], ids)
+            self._send(self.prompt_position_T[:size], places + [-1] * (size - len(places)))
+            self._send(self.prompt_table_IN[: len(tables), :width], _padded(tables, width))
+            self._prefill(size).replay()
+
+    def _prefill(self, size: int) -> Captured:
+        if ("prefill", size) not in self.captured:
+            step = PrefillStep(self.cache, self.prompt_table_IN[: size // TILE], self.prompt_position_T[:size])
+            self.captured["prefill", size] = self._capture(step, lambda: self._prefill_step(size))
+        return self.captured["prefill", size]
+
+    def _prefill_step(self, size: int) -> Tensor:
+        position_T = self.prompt_position_T[:size].clamp_min(0)
+        out = attention.backbone(self.model)(
+            input_ids=self.prompt_ids_T[:size, None], position_ids=position_T[:, None], use_cache=False
         )
+        hidden: Tensor = out.last_hidden_state
+        return hidden
+
+    # -- capture ---------------------------------------------------------------------------------------------------
+
+    def _capture(self, step: attention.Step, run: Callable[[], Tensor]) -> Captured:
+        """Warm up with all rows idle first, so that kernels are compiled and no cached token is overwritten."""
+        kept = [buffer.clone() for buffer in self._state()]
+        self.position_B.fill_(-1)
+        self.prompt_position_T.fill_(-1)
         graph = torch.cuda.CUDAGraph()
         with (
             attention.engine_attention(self.model, step),
@@ -199,19 +295,64 @@ class GraphDecoder:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(2):
-                    self._step(size, draws)
+                    run()
                     self.step_B.zero_()
             torch.cuda.current_stream().wait_stream(stream)
             # Other threads may allocate and copy meanwhile, e.g. to save a checkpoint.
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-                logits_BV = self._step(size, draws)
+                out = run()
         self.pool = self.pool or graph.pool()
-        for buffer, before in zip(self._buffers(), kept, strict=True):
+        for buffer, before in zip(self._state(), kept, strict=True):
             buffer.copy_(before)
-        return graph, logits_BV
+        return Captured(graph.replay, out)
 
-    def _buffers(self) -> tuple[Tensor, ...]:
-        return self.ids_B, self.position_B, self.step_B, self.table_BN
+    def _state(self) -> tuple[Tensor, ...]:
+        return self.ids_B, self.position_B, self.step_B, self.prompt_position_T
+
+    # -- copies between host and GPU -------------------------------------------------------------------------------
+
+    def _sent(self, values: Sequence[Any]) -> Tensor:
+        """A new tensor on the GPU, copied asynchronously."""
+        source = torch.tensor(values)
+        return source.pin_memory().to(self.ids_B.device, non_blocking=True) if self.ids_B.is_cuda else source
+
+    def _send(self, target: Tensor, values: Sequence[Any]) -> None:
+        """Copy to the GPU asynchronously."""
+        source = torch.tensor(values, dtype=target.dtype)
+        target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
+
+    def _fetch(self, source: Tensor) -> Tensor:
+        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+        return host.copy_(source, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured pass. `replay` runs it on the contents of the buffers; `logits` are those of the last replay."""
+
+    replay: Callable[[], None]
+    logits: Tensor
+
+
+def _padded(tables: Sequence[Sequence[int]], width: int) -> list[list[int]]:
+    return [[*table, *[0] * (width - len(table))] for table in tables]
+
+
+def chunks(spans: Sequence[Span]) -> Iterator[list[Span]]:
+    """Divide tokens into passes of at most the largest chunk, in order. Every span of a pass takes whole tiles."""
+    chunk: list[Span] = []
+    free = CHUNKS[-1]
+    for row, start, end in spans:
+        while start < end:
+            stop = min(end, start + free)
+            chunk.append((row, start, stop))
+            free -= -(-(stop - start) // TILE) * TILE
+            start = stop
+            if not free:
+                yield chunk
+                chunk, free = [], CHUNKS[-1]
+    if chunk:
+        yield chunk
 
 
 class layers_compiled:
@@ -255,7 +396,7 @@ class FusedLayers:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Use the fused layers in this context. They compute one new token of each sequence."""
+        """Use the fused layers in this context. Each row of their input is one token."""
         for module, forward in self.patches:
             module.forward = forward
         try:
@@ -266,14 +407,9 @@ class FusedLayers:
 
 
 def _attention(self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: Any, **__: Any) -> Any:
-    step = attention.current_step()
     qkv = linear(hidden_states[:, 0], self.fused_weight, self.fused_bias)
     cos, sin = (x[:, 0] for x in position_embeddings)
-    out = fused_attention(
-        qkv, cos, sin, self.fused_norms, step.keys, step.values, self.layer_idx, step.table_BN, step.position_B,
-        self.scaling, self.fused_window, step.splits, self.fused_eps,
-    )  # fmt: skip
-    return self.o_proj(out.flatten(2)), None
+    return self.o_proj(attention.current_step().attend_fused(self, qkv, cos, sin).flatten(2)), None
 
 
 def _mlp(self: Any, x: Tensor) -> Any:

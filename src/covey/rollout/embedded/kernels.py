@@ -1,8 +1,10 @@
-"""Triton kernels of decoding on a GPU: write to and attend over the paged cache, and sample a token.
+"""Triton kernels of the engine on a GPU: write to and attend over the paged cache, and sample a token.
 
-Imported only if a GPU is used. `PagedDecode` (cache.py) and `draw` (runner.py) compute the same in plain torch.
+Imported only if a GPU is used. `Prefill`, `PagedDecode` (cache.py) and `draw` (runner.py) compute the same in plain
+torch. A row at position −1 is idle: it writes nothing, attends to nothing, and samples nothing.
 
-Shapes: B sequences, H query heads, K key heads, G = H / K, D head size, S splits of a sequence, V vocabulary.
+Shapes: B sequences, T prompt tokens, I tiles of `TILE` prompt tokens, H query heads, K key heads, G = H / K,
+D head size, S splits of a sequence, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+TILE = 16  # prompt tokens of one sequence that one program attends with
 
 
 @triton.jit
@@ -45,15 +49,16 @@ def _rotated(
 def _write(
     k, v, cos, sin, norm, keys, values, table, position, k_stride, v_stride, turn_stride, table_stride, eps,
     K: tl.constexpr, KPAD: tl.constexpr, D: tl.constexpr, DPAD: tl.constexpr, SIZE: tl.constexpr,
-    ROTATES: tl.constexpr, NORMS: tl.constexpr,
+    ROTATES: tl.constexpr, NORMS: tl.constexpr, PER_ROW: tl.constexpr,
 ):  # fmt: skip
-    """Write the new key and value of sequence b, all heads, to the cache."""
+    """Write the key and value of token b, all heads, to the cache. A row of the table serves `PER_ROW` tokens."""
     b = tl.program_id(0)
-    at = tl.load(position + b)
-    block = tl.load(table + b * table_stride + at // SIZE).to(tl.int64)
+    position_b = tl.load(position + b)
+    at = tl.maximum(position_b, 0)
+    block = tl.load(table + (b // PER_ROW) * table_stride + at // SIZE).to(tl.int64)
     h = tl.arange(0, KPAD)
     d = tl.arange(0, DPAD)
-    inside = (h < K)[:, None] & (d < D)[None]
+    inside = (h < tl.where(position_b >= 0, K, 0))[:, None] & (d < D)[None]
     target = (block * K + h[:, None]) * SIZE * D + (at % SIZE) * D + d[None]
     k_hd = _rotated(
         k + b * k_stride, D, cos + b * turn_stride, sin + b * turn_stride, norm, eps, h, d, K, D, ROTATES, NORMS
@@ -127,10 +132,11 @@ def _combine(part, part_m, part_l, out, D: tl.constexpr, DPAD: tl.constexpr, SPL
     s = tl.arange(0, SPLITS)
     d = tl.arange(0, DPAD)
     m = tl.load(part_m + head * SPLITS + s)
-    weight = tl.exp(m - tl.max(m, 0))
+    peak = tl.max(m, 0)
+    weight = tl.exp(m - tl.where(peak == float("-inf"), 0.0, peak))
     total = tl.sum(weight * tl.load(part_l + head * SPLITS + s), 0)
     acc = tl.load(part + (head * SPLITS + s)[:, None] * D + d[None], mask=(d < D)[None], other=0.0)
-    result = tl.sum(acc * weight[:, None], 0) / total
+    result = tl.sum(acc * weight[:, None], 0) / tl.where(total == 0, 1.0, total)
     tl.store(out + head * D + d, result.to(out.dtype.element_ty), mask=d < D)
 
 
@@ -209,8 +215,8 @@ def _launch(
     out = torch.empty(rows, 1, heads, dim, dtype=q.dtype, device=q.device)
     _write[(rows,)](
         k, v, cos, sin, k_norm, keys, values, table, position, k.stride(0), v.stride(0), cos.stride(0), table.stride(0),
-        eps, K=kv, KPAD=triton.next_power_of_2(kv), D=dim, DPAD=pad, SIZE=size, num_warps=1 if kv * dim <= 256 else 4,
-        **kind,
+        eps, K=kv, KPAD=triton.next_power_of_2(kv), D=dim, DPAD=pad, SIZE=size, PER_ROW=1,
+        num_warps=1 if kv * dim <= 256 else 4, **kind,
     )  # fmt: skip
     if splits > 1:
         part = torch.empty(rows * heads, splits, dim, dtype=torch.float32, device=q.device)
@@ -244,6 +250,174 @@ def _(
     return qkv.new_empty(qkv.shape[0], 1, qkv.shape[1] // dim - 2 * kv, dim)
 
 
+# -- prompts --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rotate(
+    q, cos, sin, norm, out, q_stride, turn_stride, eps,
+    H: tl.constexpr, HPAD: tl.constexpr, D: tl.constexpr, DPAD: tl.constexpr, NORMS: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotary embedding of the queries of token b."""
+    b = tl.program_id(0)
+    h = tl.arange(0, HPAD)
+    d = tl.arange(0, DPAD)
+    q_hd = _rotated(
+        q + b * q_stride, D, cos + b * turn_stride, sin + b * turn_stride, norm, eps, h, d, H, D, True, NORMS
+    )
+    tl.store(
+        out + (b * H + h[:, None]) * D + d[None], q_hd.to(out.dtype.element_ty), mask=(h < H)[:, None] & (d < D)[None]
+    )
+
+
+@triton.jit
+def _attend_prompt(
+    q, keys, values, table, position, out, scale, window, q_stride, table_stride,
+    K: tl.constexpr, G: tl.constexpr, GPAD: tl.constexpr, D: tl.constexpr, DPAD: tl.constexpr, SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Tile i of prompt tokens, key head h: each token attends to the cached tokens up to its own position, online.
+    Row r of the tile is token r // GPAD and query head r % GPAD of the group."""
+    i, h = tl.program_id(0), tl.program_id(1)
+    position_q = tl.load(position + i * TILE + tl.arange(0, TILE))
+    last = tl.max(position_q, 0) + 1
+    earliest = tl.min(tl.where(position_q >= 0, position_q, last), 0)
+    lowest = tl.where(window > 0, tl.maximum(earliest + 1 - window, 0), 0)
+    r = tl.arange(0, TILE * GPAD)
+    token, g = i * TILE + r // GPAD, r % GPAD
+    position_r = tl.load(position + token)
+    before_r = tl.where(window > 0, position_r - window, -1)
+    d = tl.arange(0, DPAD)
+    n = tl.arange(0, SIZE)
+    row = (token * q_stride + (h * G + g) * D)[:, None] + d[None]
+    used = ((g < G) & (position_r >= 0))[:, None] & (d < D)[None]
+    q_rd = tl.load(q + row, mask=used, other=0.0)
+    m = tl.full([TILE * GPAD], float("-inf"), tl.float32)
+    total = tl.zeros([TILE * GPAD], tl.float32)
+    acc = tl.zeros([TILE * GPAD, DPAD], tl.float32)
+    for number in range(lowest // SIZE, tl.cdiv(last, SIZE)):
+        block = tl.load(table + i * table_stride + number).to(tl.int64)
+        tile = (block * K + h) * SIZE * D + n[:, None] * D + d[None]
+        column = number * SIZE + n
+        inside = ((column >= lowest) & (column < last))[:, None] & (d < D)[None]
+        k_nd = tl.load(keys + tile, mask=inside, other=0.0)
+        score = tl.dot(q_rd, tl.trans(k_nd), input_precision="ieee") * scale
+        seen = (column[None] <= position_r[:, None]) & (column[None] > before_r[:, None])
+        score = tl.where(seen, score, float("-inf"))
+        m_new = tl.maximum(m, tl.max(score, 1))
+        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp(score - safe[:, None])
+        shrink = tl.exp(m - safe)
+        v_nd = tl.load(values + tile, mask=inside, other=0.0)
+        acc = acc * shrink[:, None] + tl.dot(p.to(v_nd.dtype), v_nd, input_precision="ieee")
+        total = total * shrink + tl.sum(p, 1)
+        m = m_new
+    result = acc / tl.where(total == 0, 1.0, total)[:, None]
+    target = ((token * K + h) * G + g)[:, None] * D + d[None]
+    tl.store(out + target, result.to(out.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None])
+
+
+@torch.library.custom_op("covey::paged_prefill", mutates_args=("keys", "values"))
+def paged_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    layer: int,
+    table: Tensor,
+    position: Tensor,
+    scale: float,
+    window: int,
+) -> Tensor:
+    """Prompt tokens: q [T, H, 1, D], k and v [T, K, 1, D] → [T, 1, H, D]. The tokens of a tile are of one sequence,
+    whose blocks are a row of the table [I, N]. All keys are written before any token attends, so a sequence may go
+    through several tiles, and share blocks with an earlier one."""
+    rows, heads = q.shape[:2]
+    q, k, v = (x.reshape(rows, -1) for x in (q, k, v))
+    return _launch_prompt(q, k, v, None, None, keys[layer], values[layer], table, position, heads, scale, window, 0.0)
+
+
+@torch.library.custom_op("covey::fused_prefill", mutates_args=("keys", "values"))
+def fused_prefill(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norms: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    layer: int,
+    table: Tensor,
+    position: Tensor,
+    scale: float,
+    window: int,
+    eps: float,
+) -> Tensor:
+    """The same from the fused product [T, (H + 2K) D] and the rotary embedding of each position, [T, D]."""
+    kv, dim = keys.shape[2], keys.shape[4]
+    heads = qkv.shape[1] // dim - 2 * kv
+    q, k, v = qkv.split([heads * dim, kv * dim, kv * dim], 1)
+    slabs = (keys[layer], values[layer])
+    return _launch_prompt(q, k, v, (cos, sin), norms, *slabs, table, position, heads, scale, window, eps)
+
+
+def _launch_prompt(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    turn: tuple[Tensor, Tensor] | None,
+    norms: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    position: Tensor,
+    heads: int,
+    scale: float,
+    window: int,
+    eps: float,
+) -> Tensor:
+    _, kv, size, dim = keys.shape
+    tokens, groups, pad = len(q), heads // kv, max(16, triton.next_power_of_2(dim))
+    cos, sin = (q, q) if turn is None else turn
+    q_norm, k_norm = (q, q) if norms is None else norms
+    _write[(tokens,)](
+        k, v, cos, sin, k_norm, keys, values, table, position, k.stride(0), v.stride(0), cos.stride(0), table.stride(0),
+        eps, K=kv, KPAD=triton.next_power_of_2(kv), D=dim, DPAD=pad, SIZE=size, ROTATES=turn is not None,
+        NORMS=norms is not None, PER_ROW=TILE, num_warps=1 if kv * dim <= 256 else 4,
+    )  # fmt: skip
+    if turn is not None:
+        rotated = torch.empty(tokens, heads * dim, dtype=q.dtype, device=q.device)
+        _rotate[(tokens,)](
+            q, cos, sin, q_norm, rotated, q.stride(0), cos.stride(0), eps, H=heads, HPAD=triton.next_power_of_2(heads),
+            D=dim, DPAD=pad, NORMS=norms is not None, num_warps=4,
+        )  # fmt: skip
+        q = rotated
+    out = torch.empty(tokens, 1, heads, dim, dtype=q.dtype, device=q.device)
+    group_pad = triton.next_power_of_2(groups)
+    _attend_prompt[(tokens // TILE, kv)](
+        q, keys, values, table, position, out, scale, window, q.stride(0), table.stride(0), K=kv, G=groups,
+        GPAD=group_pad, D=dim, DPAD=pad, SIZE=size, TILE=TILE, num_warps=4 if TILE * group_pad * pad <= 8192 else 8,
+    )  # fmt: skip
+    return out
+
+
+@paged_prefill.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, layer: int, table: Tensor, position: Tensor,
+    scale: float, window: int,
+) -> Tensor:  # fmt: skip
+    return q.new_empty(q.shape[0], 1, q.shape[1], q.shape[3])
+
+
+@fused_prefill.register_fake
+def _(
+    qkv: Tensor, cos: Tensor, sin: Tensor, norms: Tensor | None, keys: Tensor, values: Tensor, layer: int,
+    table: Tensor, position: Tensor, scale: float, window: int, eps: float,
+) -> Tensor:  # fmt: skip
+    kv, dim = keys.shape[2], keys.shape[4]
+    return qkv.new_empty(qkv.shape[0], 1, qkv.shape[1] // dim - 2 * kv, dim)
+
+
 # -- sampling -------------------------------------------------------------------------------------------------------
 
 
@@ -264,12 +438,14 @@ def _scan(logits, temperature, top, mass, best, stride, V, TILES: tl.constexpr, 
 
 @triton.jit
 def _pick(
-    logits, temperature, uniform, top, mass, best, ids, position, step, out_ids, out_logprobs, stride, V,
-    uniform_stride, out_stride, TILES: tl.constexpr, TILES_PAD: tl.constexpr, TILE: tl.constexpr,
+    logits, temperature, uniform, ends, limit, top, mass, best, ids, position, step, out_ids, out_logprobs, stride, V,
+    uniform_stride, out_stride, TILES: tl.constexpr, TILES_PAD: tl.constexpr, TILE: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
-    """Invert the cumulative distribution of row b at its uniform number: the tile first, then the token."""
+    """Invert the cumulative distribution of row b at its uniform number: the tile first, then the token. A row that
+    samples an end token, or whose next position is its limit, becomes idle. An idle row outputs token −1."""
     b = tl.program_id(0)
     now = tl.load(step + b)
+    position_b = tl.load(position + b)
     heat = tl.load(temperature + b)
     t = tl.arange(0, TILES_PAD)
     m = tl.load(top + b * TILES + t, mask=t < TILES, other=float("-inf"))
@@ -298,10 +474,13 @@ def _pick(
     # If logits are not finite, the log-prob is not finite either; the token is meaningless but must be a valid id.
     token = tl.minimum(tl.maximum(token, 0), V - 1)
     logprob = tl.where(heat > 0, logprob, total - total)
-    tl.store(ids + b, token.to(tl.int64))
-    tl.store(out_ids + b * out_stride + now, token.to(tl.int64))
+    token = token.to(tl.int64)
+    ended = tl.max((tl.load(ends + tl.arange(0, ENDS)) == token).to(tl.int32), 0) > 0
+    ended = ended | (position_b + 1 >= tl.load(limit + b)) | (position_b < 0)
+    tl.store(ids + b, token)
+    tl.store(out_ids + b * out_stride + now, tl.where(position_b < 0, -1, token))
     tl.store(out_logprobs + b * out_stride + now, logprob)
-    tl.store(position + b, tl.load(position + b) + 1)
+    tl.store(position + b, tl.where(ended, -1, position_b + 1))
     tl.store(step + b, now + 1)
 
 
@@ -309,6 +488,8 @@ def draw_and_advance(
     logits_BV: Tensor,
     temperature_B: Tensor,
     uniform_BT: Tensor,
+    end_E: Tensor,
+    limit_B: Tensor,
     ids_B: Tensor,
     position_B: Tensor,
     step_B: Tensor,
@@ -317,7 +498,8 @@ def draw_and_advance(
     tile: int = 4096,
 ) -> None:
     """Sample a token for every row with the uniform number of its step, store it with its log-prob, and advance: all in
-    place, so that a captured step can be replayed. Temperature 0 is greedy, with log-prob 0."""
+    place, so that a captured step can be replayed. Temperature 0 is greedy, with log-prob 0. `end_E`: the tokens that
+    end a completion, a power of two of them, filled up with −1. `limit_B`: the position at which a row ends."""
     rows, vocabulary = logits_BV.shape
     tiles = triton.cdiv(vocabulary, tile)
     top, mass = torch.empty(2, rows, tiles, dtype=torch.float32, device=logits_BV.device)
@@ -326,7 +508,7 @@ def draw_and_advance(
         logits_BV, temperature_B, top, mass, best, logits_BV.stride(0), vocabulary, TILES=tiles, TILE=tile, num_warps=8
     )
     _pick[(rows,)](
-        logits_BV, temperature_B, uniform_BT, top, mass, best, ids_B, position_B, step_B, out_ids_BT, out_logprobs_BT,
-        logits_BV.stride(0), vocabulary, uniform_BT.stride(0), out_ids_BT.stride(0),
-        TILES=tiles, TILES_PAD=triton.next_power_of_2(tiles), TILE=tile, num_warps=8,
+        logits_BV, temperature_B, uniform_BT, end_E, limit_B, top, mass, best, ids_B, position_B, step_B, out_ids_BT,
+        out_logprobs_BT, logits_BV.stride(0), vocabulary, uniform_BT.stride(0), out_ids_BT.stride(0),
+        TILES=tiles, TILES_PAD=triton.next_power_of_2(tiles), TILE=tile, ENDS=len(end_E), num_warps=8,
     )  # fmt: skip

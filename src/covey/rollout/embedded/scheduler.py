@@ -109,6 +109,7 @@ class Scheduler:
         self.max_rows = max_rows
         self.waiting: deque[RequestState] = deque()
         self.running: list[RequestState] = []
+        self._growing = 0  # running requests that will need more blocks, kept up to date by `admit`
 
     @property
     def busy(self) -> bool:
@@ -121,6 +122,7 @@ class Scheduler:
         """Move waiting requests to the batch, in order, with blocks for the tokens they have."""
         groups: list[PrefillGroup] = []
         self.waiting = deque(request for request in self.waiting if not request.cancelled)
+        self._growing = sum(self._max_blocks(r) > len(r.blocks) for r in self.running) if self.waiting else 0
         while self.waiting and len(self.running) < self.max_rows:
             leader = self.waiting[0]
             match = self._admit_leader(leader)
@@ -159,8 +161,7 @@ class Scheduler:
     def _allocate(self, request: RequestState, count: int) -> list[int] | None:
         """Blocks for a request that enters, if one more is left for each request that will need another. Otherwise it
         would be preempted at once."""
-        grace = sum(self._max_blocks(r) > len(r.blocks) for r in self.running)
-        grace += self._max_blocks(request) > self.blocks.count(len(request.tokens))
+        grace = self._growing + (self._max_blocks(request) > self.blocks.count(len(request.prompt) + len(request.ids)))
         if self.running and count + grace > self.blocks.available:
             return None
         return self.blocks.allocate(count)
@@ -173,6 +174,7 @@ class Scheduler:
         self.waiting.remove(request)
         self.running.append(request)
         request.blocks, request.cached = blocks, cached
+        self._growing += self._max_blocks(request) > len(blocks)
 
     def reserve(self, steps: int) -> None:
         """Allocate blocks for the next `steps` tokens of every running request, or for its remaining tokens."""
