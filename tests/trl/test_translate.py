@@ -237,6 +237,11 @@ def their_loss(step: Step, logprobs: Tensor, args: GRPOConfig) -> Tensor:
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     if args.loss_type == "cispo":
         loss = -ratio.clamp(max=high).detach() * adv * logprobs
+    elif args.loss_type == "vespo":
+        weight = (log_ratio * mask).sum(-1, keepdim=True).exp().detach()
+        k = torch.where(adv >= 0, args.vespo_k_pos, args.vespo_k_neg)
+        decay = torch.where(adv >= 0, args.vespo_lambda_pos, args.vespo_lambda_neg)
+        loss = -(weight**k * torch.exp(decay * (1 - weight))) * adv * logprobs
     elif args.loss_type == "sapo":
         positive, negative = adv.new_tensor([args.sapo_temperature_pos, args.sapo_temperature_neg])
         tau = torch.where(adv > 0, positive, negative)
@@ -270,6 +275,8 @@ def their_loss(step: Step, logprobs: Tensor, args: GRPOConfig) -> Tensor:
         {"loss_type": "luspo", "delta": 1.5},
         {"loss_type": "sapo", "sapo_temperature_neg": 1.2},
         {"loss_type": "cispo", "epsilon_high": 1.5},
+        {"loss_type": "vespo"},
+        {"loss_type": "vespo", "vespo_k_neg": 1.5, "vespo_lambda_pos": 0.5, "beta": 0.3},
         {"beta": 0.3},
         {"loss_type": "grpo", "beta": 0.3, "use_bias_correction_kl": False},
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.03, "epsilon_high": 0.04},

@@ -6,7 +6,7 @@ start of the step is π_old. Each token's advantage is multiplied by
     w = min( π_old/q, cap )                    of the token, or of the whole answer (sequence)
     w = 0  where ρ lies outside [reject_below, reject_above]
 
-    ρ = π_old/q                                 of the token, or of the whole answer: as the weight, or by `reject_level`
+    ρ = π_old/q                                 of the token or the whole answer: as the weight, or by `reject_level`
     ρ = exp( 1/|y| Σ_t log π_old/q )            geometric: the mean per token, which does not grow with the length
 
 π_old is computed by the learner before the first update, and the ratio of the loss is π/π_old. With `recompute`, w = 1.
@@ -53,11 +53,10 @@ class Correction:
             raise ValueError(f"algorithm.reject_level must be one of {', '.join(levels)}, got {self.reject_level!r}")
         if self.reject_level != "auto" and not self._rejects:
             raise ValueError("algorithm.reject_level needs reject_below or reject_above")
-        if self._rejects and (
-            self.correction == "none" or (self.correction, self.reject_level) == ("recompute", "auto")
-        ):
+        without = ("none", "recompute") if self.reject_level == "auto" else ("none",)
+        if self._rejects and self.correction in without:
             raise ValueError(
-                "algorithm.reject_below and reject_above need correction=token or sequence, or correction=recompute with "
+                "algorithm.reject_below and reject_above need correction=token or sequence, or recompute with "
                 "reject_level"
             )
 
@@ -87,7 +86,6 @@ class Correction:
             log_N = sum_N / length_N if level == "geometric" else sum_N
             return torch.exp(log_N.clamp(-20, 20))[episode_R][:, None].expand(log_ratio_RT.shape)
 
-        # With recompute, samples are only rejected, and their weight is 1 whatever the cap.
         ratio_RT = torch.ones_like(log_ratio_RT) if self.correction == "recompute" else ratio(self.correction)
         judged_RT = ratio_RT if self.reject_level == "auto" else ratio(self.reject_level)
         low = 0.0 if self.reject_below is None else self.reject_below

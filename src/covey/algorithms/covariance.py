@@ -64,7 +64,7 @@ class ClipCov:
         among = batch.mask_RT & (cov > self.clip_cov_low) & (cov < self.clip_cov_high) & ~(clipped > plain)
         place = torch.arange(batch.mask_RT.shape[1], device=cov.device)
         hashed = 12.9898 * batch.old_logprobs_RT.double() + 78.233 * batch.advantages_RT.double() + place + batch.epoch
-        return largest(torch.frac(hashed.sin().abs() * 43758.5453), among, count(self.clip_cov_ratio, batch))
+        return largest(torch.frac(hashed.sin().abs() * 43758.5453), among, self.clip_cov_ratio, batch)
 
     def metrics(self, out: TokenOutputs, batch: Batch) -> Metrics:
         return _metrics(self._chosen(out, batch), out, batch)
@@ -93,7 +93,7 @@ class KlCov:
     def _chosen(self, out: TokenOutputs, batch: Batch) -> Tensor:
         if batch.chosen_RT is not None:
             return batch.chosen_RT
-        return largest(covariance(out, batch), batch.mask_RT, count(self.kl_cov_ratio, batch))
+        return largest(covariance(out, batch), batch.mask_RT, self.kl_cov_ratio, batch)
 
     def metrics(self, out: TokenOutputs, batch: Batch) -> Metrics:
         return _metrics(self._chosen(out, batch), out, batch)
@@ -107,13 +107,9 @@ def covariance(out: TokenOutputs, batch: Batch) -> Tensor:
     return logprob * advantage
 
 
-def count(share: float, batch: Batch) -> int:
-    """That share of all tokens, at least one."""
-    return max(int(share * int(batch.mask_RT.sum())), 1)
-
-
-def largest(x_RT: Tensor, among_RT: Tensor, number: int) -> Tensor:
-    """The `number` largest elements of those in `among_RT`, as a mask [R, T]."""
+def largest(x_RT: Tensor, among_RT: Tensor, share: float, batch: Batch) -> Tensor:
+    """Those of `among_RT` with the largest x, as a mask [R, T]: this share of all tokens, at least one."""
+    number = max(int(share * int(batch.mask_RT.sum())), 1)
     ranked = x_RT.masked_fill(~among_RT, -torch.inf).flatten()
     top = ranked.topk(min(number, int(among_RT.sum()))).indices
     return torch.zeros_like(among_RT).flatten().index_fill(0, top, True).view_as(among_RT)

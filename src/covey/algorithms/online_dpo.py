@@ -103,7 +103,7 @@ def _extremes(rewards_N: Tensor, group_N: Tensor, valid_N: Tensor) -> tuple[Tens
     ends = []
     for how, without in (("amax", -torch.inf), ("amin", torch.inf)):
         kept_N = rewards_N.masked_fill(~valid_N, without)
-        end_G = kept_N.new_full((int(group_N.max()) + 1,), without).scatter_reduce(0, group_N, kept_N, how)
+        end_G = kept_N.new_full((len(group_N),), without).scatter_reduce(0, group_N, kept_N, how)  # G ≤ N
         ends.append((differs_N & (kept_N == end_G[group_N])).to(rewards_N.dtype))
     return ends[0], ends[1]
 
