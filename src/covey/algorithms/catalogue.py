@@ -131,7 +131,7 @@ ALGORITHMS: dict[str, Entry] = {
         "a trust region of divergence instead of a clipped ratio",
         {"std_normalize": False},
     ),
-    "clip_cov": Entry(Grpo, "clip_cov", "2505.22617", "leaves out a few of the tokens that make the entropy collapse"),
+    "clip_cov": Entry(Grpo, "clip_cov", "2505.22617", "skips a few of the tokens that make the entropy collapse"),
     "kl_cov": Entry(Grpo, "kl_cov", "2505.22617", "a KL on the few tokens that make the entropy collapse"),
     "maxrl": Entry(
         Maxrl, "ppo_clip", "2602.02710", "centred rewards over their mean: climbs log p instead of p", _OVER_TOKENS

@@ -37,7 +37,7 @@ class ClipCov:
     couples: ClassVar[Couples] = "batch"
     on_policy_only: ClassVar[bool] = False
 
-    clip_cov_ratio: Share = 2e-4  # share of all tokens that is left out
+    clip_cov_ratio: Share = 2e-4  # share of all tokens that is skipped
     clip_cov_low: Cap = 1.0  # only tokens with a covariance above this
     clip_cov_high: Cap = 5.0  # only tokens with a covariance below this
     clip_low: Cap = 1.0  # the ratio counts down to 1 − clip_low
