@@ -122,11 +122,12 @@ def test_the_command_explains_an_algorithm_with_another_loss(algorithms, capsys)
 
 def test_what_many_algorithms_share_is_explained_once(algorithms):
     (block,) = explain("algorithm.kl_coef", algorithms).split("\n\n")
-    others = len(algorithms) - 4  # gvpo has none, three are named
+    others = len(algorithms) - 5  # gvpo and online_dpo have none, three are named
     assert block.startswith(f"algorithm.kl_coef  (grpo, dr_grpo, dapo and {others} more)\n")
     assert block.endswith(" algorithm.NAME_kl_coef")
     heads = [text.splitlines()[0] for text in explain("algorithm.clip_low", algorithms).split("\n\n")]
-    assert heads[1:] == ["algorithm.clip_low  (gspo)", "algorithm.clip_low  (cispo)"]
+    owners = ("gspo, luspo", "cispo", "gmpo", "dppo", "clip_cov")
+    assert heads[1:] == [f"algorithm.clip_low  ({names})" for names in owners]
 
 
 def test_every_setting_of_every_algorithm_with_every_loss_is_explained(algorithms):
