@@ -59,7 +59,7 @@ def test_a_setting_is_read_from_its_field(algorithms):
     assert (setting.type, setting.default, setting.algorithms) == ("float", 1e-5, ())
     assert setting.explanation == "learning rate after the warm-up"
     beta = all_keys(algorithms)["algorithm.beta"]
-    assert (beta.type, beta.default, beta.algorithms) == ("float", 0.1, ("gvpo", "dgdo"))
+    assert (beta.type, beta.default, beta.algorithms) == ("float", 0.1, ("gvpo", "dgdo", "online_dpo"))
     assert beta.explanation == "strength of the KL constraint"
     assert all_keys(algorithms)["algorithm.name"].algorithms == tuple(algorithms)
     assert algorithm_settings("grpo", algorithms)["algorithm.name"].default == "grpo"
@@ -80,7 +80,7 @@ def test_explain_a_setting(algorithms):
 
 def test_explain_an_algorithms_setting_by_any_of_its_names(algorithms):
     text = explain("algorithm.beta", algorithms)
-    assert text.startswith("algorithm.beta  (gvpo)\n  strength of the KL constraint\n")
+    assert text.startswith("algorithm.beta  (gvpo, online_dpo)\n  strength of the KL constraint\n")
     assert "aliases  algorithm.gvpo_beta" in text
     assert "algorithm.beta  (dgdo)\n  share of the old weights kept each step\n" in text
     assert explain("gvpo_beta", algorithms) == text.split("\n\n")[0]

@@ -37,6 +37,7 @@ class Dppo:
     term: ClassVar[str] = "policy"
     couples: ClassVar[Couples] = "nothing"
     on_policy_only: ClassVar[bool] = False
+    weighs_sampler: ClassVar[bool] = True  # its ratio is to the sampling policy: there is nothing left to correct
 
     divergence: str = "tv"  # or kl: how far the two policies are apart on a token
     clip_low: Cap = 0.15  # largest divergence of a bad token that loses probability

@@ -36,6 +36,7 @@ class Vespo:
     term: ClassVar[str] = "policy"
     couples: ClassVar[Couples] = "episodes"
     on_policy_only: ClassVar[bool] = False
+    weighs_sampler: ClassVar[bool] = True  # its ratio is to the sampling policy: there is nothing left to correct
 
     k_pos: Coefficient = 2.0  # good answers: exponent of W, which damps those that became less likely
     lambda_pos: Coefficient = 3.0  # good answers: how fast the weight falls where they became more likely

@@ -103,11 +103,12 @@ def check_algorithm(config: Config, algorithm: Algorithm, rewards: RewardSet) ->
     if size < algorithm.needs.advised_group_size:
         advised = algorithm.needs.advised_group_size
         warnings.append(f"rollout.group_size={size}: {algorithm.name} is noisy below {advised} attempts per task")
+    weighs = getattr(algorithm.objective, "weighs_sampler", False)
     if sampling_is_cut(config):
         cut = "top_p, top_k or min_p truncate the sampling distribution"
-        corrected = algorithm.correction is not None and algorithm.correction.active
+        corrected = weighs or (algorithm.correction is not None and algorithm.correction.active)
         warnings.append(f"{cut}: {'importance weights correct for it' if corrected else 'nothing corrects for it'}")
-    if config.rollout.name == "vllm" and algorithm.correction is not None and not algorithm.needs.proximal:
+    if config.rollout.name == "vllm" and algorithm.correction is not None and not (algorithm.needs.proximal or weighs):
         warnings.append("vllm's log-probs differ from the learner's, and nothing corrects for it: algorithm.correction")
     if config.critic != CriticConfig() and not algorithm.needs.values:
         warnings.append(f"critic settings have no effect: {algorithm.name} has no critic")
