@@ -135,12 +135,12 @@ def test_every_algorithm_goes_with_kl_correction_and_shaping(name: str) -> None:
         (
             "vespo",
             {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}
-            | {"aggregation": "token-mean", "correction": "none"},
+            | {"aggregation": "token-mean", "correction": "auto"},
         ),
         (
             "dppo",
             {"loss": "dppo_tv", "divergence": "tv", "clip_low": 0.15, "clip_high": 0.15, "ratio_cap": 20.0}
-            | {"aggregation": "seq-mean-token-sum-norm", "correction": "none", "std_normalize": False},
+            | {"aggregation": "seq-mean-token-sum-norm", "std_normalize": False},
         ),
         ("clip_cov", {"clip_cov_ratio": 2e-4, "clip_cov_low": 1.0, "clip_cov_high": 5.0, "clip_high": 1.0}),
         ("kl_cov", {"kl_cov_ratio": 2e-4, "kl_cov_coef": 1.0, "aggregation": "token-mean"}),

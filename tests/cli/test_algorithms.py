@@ -94,8 +94,10 @@ def test_every_loss_trains_with_another_estimator_and_several_updates(tiny_model
         (["algorithm=grpo", "rollout.top_p=0.7"], {"correction/ess", "correction/weight_mean"}),
         (["algorithm=grpo", "algorithm.correction=sequence", "algorithm.reject_above=1.5"], {"correction/rejected"}),
         (
-            ["algorithm=rloo", "algorithm.correction=recompute", "algorithm.reject_level=geometric"]
-            + ["algorithm.reject_above=1.5"],
+            [
+                *("algorithm=rloo", "algorithm.correction=recompute"),
+                *("algorithm.reject_level=geometric", "algorithm.reject_above=1.5"),
+            ],
             {"correction/rejected", "correction/mismatch"},
         ),
         (["algorithm=kl_cov", "learner.epochs=2", "learner.micro_batch_size=1"], {"cov/held_back", "cov/mean"}),

@@ -127,6 +127,17 @@ def test_vllm_has_trls_importance_weights() -> None:
     assert off["correction"] == "recompute"
 
 
+def test_the_weight_of_vespo_has_the_ratio_to_vllm_itself() -> None:
+    with pytest.raises(InputError, match="clip_max=None"):
+        translated(use_vllm=True, loss_type="vespo")
+    free = {"use_vllm": True, "loss_type": "vespo", "vllm_importance_sampling_clip_max": None}
+    assert translated(**free).settings["algorithm"]["correction"] == "none"
+    off = translated(**free, vllm_importance_sampling_correction=False).settings["algorithm"]
+    assert off["correction"] == "recompute"
+    with pytest.raises(InputError, match="importance_sampling_level='sequence' is supported with"):
+        translated(loss_type="vespo", importance_sampling_level="sequence")
+
+
 def test_a_cut_distribution_is_not_corrected_for_as_in_trl() -> None:
     assert translated().settings["algorithm"]["correction"] == "none"
     assert translated(top_p=0.9).settings["algorithm"]["correction"] == "recompute"
@@ -182,6 +193,7 @@ BESIDE: dict[str, dict[str, Any]] = {  # what an argument needs to have an effec
     "eval_steps": {"eval_strategy": "steps"},
     "sapo_temperature_pos": {"loss_type": "sapo"},
     "sapo_temperature_neg": {"loss_type": "sapo"},
+    **{f"vespo_{name}": {"loss_type": "vespo"} for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
 }
 ELSEWHERE = (
     "reward_weights",

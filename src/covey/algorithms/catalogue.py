@@ -55,8 +55,6 @@ class Loss:
         return "loss" not in unsupported(self.objective)
 
 
-_TO_SAMPLER = {"correction": "none"}  # the ratio is that to the sampling policy itself
-
 LOSSES: dict[str, Loss] = {
     "ppo_clip": Loss(PpoClip, {"aggregation": "seq-mean-token-mean"}),
     "dapo": Loss(PpoClip, {"clip_high": 0.28}),
@@ -66,12 +64,10 @@ LOSSES: dict[str, Loss] = {
     "sapo": Loss(Sapo, {"aggregation": "seq-mean-token-mean"}),
     "luspo": Loss(Gspo, {"aggregation": "seq-mean-token-sum"}),
     "gmpo": Loss(Gmpo, {"aggregation": "seq-mean-token-mean"}),
-    "vespo": Loss(Vespo, _TO_SAMPLER),
-    "dppo_tv": Loss(Dppo, {"aggregation": "seq-mean-token-sum-norm", **_TO_SAMPLER}),
+    "vespo": Loss(Vespo),
+    "dppo_tv": Loss(Dppo, {"aggregation": "seq-mean-token-sum-norm"}),
     "dppo_kl": Loss(
-        Dppo,
-        {"divergence": "kl", "clip_low": 0.05, "clip_high": 0.05}
-        | {"aggregation": "seq-mean-token-sum-norm", **_TO_SAMPLER},
+        Dppo, {"aggregation": "seq-mean-token-sum-norm", "divergence": "kl", "clip_low": 0.05, "clip_high": 0.05}
     ),
     "clip_cov": Loss(ClipCov),
     "kl_cov": Loss(KlCov),
