@@ -216,7 +216,7 @@ def _check_filter(config: Config, algorithm: Algorithm, rewards: RewardSet) -> l
     metric = group_filter.filter_metric
     if metric is not None and metric not in rewards.names:
         raise unknown("reward in algorithm.filter_metric", metric, rewards.names)
-    if algorithm.couples == "groups":
+    if getattr(algorithm.objective, "uses_equal_rewards", False):
         return [f"filter_groups removes groups of equal rewards, on which {algorithm.name}'s KL term still acts"]
     if algorithm.needs.min_group_size == 1 and not algorithm.needs.greedy_baseline:
         return [f"filter_groups removes groups of equal rewards, from which {algorithm.name} would learn"]
