@@ -205,7 +205,7 @@ def test_vespo(ledger: Ledger, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_gmpo(ledger: Ledger, seed: int) -> None:
-    step = case(seed, holes=True, extreme=True)
+    step = case(seed, holes=True)
     step = replace(step, advantages=step.advantages[:, 0])
     logprobs = step.logprobs.clone().requires_grad_()
     bounds = {"epsilon_low": 0.4, "epsilon_high": 0.4}
