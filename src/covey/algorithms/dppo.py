@@ -10,7 +10,7 @@ D is the divergence of the two policies on this token against all others, a lowe
 ratio says little about it: 1e-5 → 1e-3 is a ratio of 100 and changes nothing, 0.99 → 0.8 is within PPO's bounds and
 changes the policy. δ is `clip_high` for A > 0 and `clip_low` for A ≤ 0. `dppo_tv` and `dppo_kl` differ in D and δ.
 
-The paper's π_old is the sampling policy itself, without recomputation: `correction=auto` is none.
+The paper's π_old is the sampling policy itself, without recomputation: With `correction=auto` nothing is recomputed.
 
 Deviations: the top-k divergence of the paper is not supported. Beyond `ratio_cap` (10 in the authors' code, 20 in verl)
 the ratio's value and gradient are those of the cap. Log-ratios are clamped to ±20. Shapes: R rows, T tokens.

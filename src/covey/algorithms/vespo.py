@@ -10,7 +10,7 @@ Shen et al. 2026, https://arxiv.org/abs/2602.10693
 both sides, by k for answers that became less likely and by λ for those that became more likely. Nothing is clipped.
 
 The paper's π_old is the sampling policy itself, so that W also covers the engine's rounding and stale weights:
-`correction=auto` is none.
+With `correction=auto` nothing is recomputed.
 
 Deviations: the loss is averaged over tokens, as in the authors' code; the paper sums over an answer. log W is clamped
 to ±20. If advantages differ within an answer each token has its own sign. Shapes: N episodes, R rows, T tokens.
