@@ -335,7 +335,8 @@ def with_norms(step: Case, rewards: Tensor) -> tuple[Tensor, Tensor]:
     pi = step.logprobs.exp()
     squares = pi**2 + (1 - pi) ** 2 * torch.rand(pi.shape, generator=random, dtype=torch.float64)
     name = "tir_optimal_token_baseline" if bool((~step.mask).any()) else "optimal_token_baseline"
-    expected, _ = theirs(name, step, rewards, old_log_probs=step.logprobs, sum_pi_squared=squares)
+    columns = {"old_log_probs": step.logprobs, "sum_pi_squared": squares, "epsilon": 1e-30}
+    expected, _ = theirs(name, step, rewards, **columns)
     return expected, ours("otb", step, rewards, score_norms=1 - 2 * pi + squares)
 
 
