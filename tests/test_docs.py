@@ -124,7 +124,7 @@ def test_the_table_of_losses_is_the_catalogue() -> None:
     assert set(rows) == set(EXCHANGEABLE)
     for name, (own, aggregation) in rows.items():
         defaults = {key: default for key, (_, default) in settings("grpo", name).items()}
-        written = {key: float(number) for key, number in re.findall(r"`(\w+)` ([-\d.e]+)", own)}
+        written = {key: value(text) for key, text in re.findall(r"`(\w+)` ([-\w.]+)", own)}
         assert written == {key: defaults[key] for key in field_defaults(LOSSES[name].objective)}, name
         assert aggregation == defaults["aggregation"], name
 
@@ -189,6 +189,10 @@ RUNS = {
     ),
     "ppo, KL in the reward": "algorithm=ppo algorithm.kl_in=reward algorithm.kl_coef=0.1 critic.warmup_steps=1",
     "remax": "algorithm=remax",
+    "maxrl with clip_cov": "algorithm=maxrl algorithm.loss=clip_cov",
+    "raft with vespo": "algorithm=raft algorithm.loss=vespo",
+    "otb with dppo": "algorithm=otb algorithm.loss=dppo_kl",
+    "online_dpo": "algorithm=online_dpo",
     "gpg, while sampling goes on": "algorithm=gpg mode=async mode.max_uses=2",
     "dgdo with sapo": "algorithm=dgdo algorithm.loss=sapo algorithm.truncated=penalise",
     "grpo, sampled by vllm": "algorithm=grpo rollout=vllm",

@@ -17,22 +17,32 @@ if TYPE_CHECKING:  # for editors and type checkers; `_HOMES` lists the same name
     from covey.algorithms.functional import GVPOLoss, advantages, compute_gvpo_advantage, policy_loss
     from covey.algorithms.named import (
         Cispo,
+        ClipCov,
         Dapo,
         Dgdo,
+        Dppo,
         DrGrpo,
         Gdpo,
+        Gmpo,
         Gpg,
         Grpo,
         GrpoPassk,
         Gspo,
         Gvpo,
+        KlCov,
+        Luspo,
+        Maxrl,
+        OnlineDpo,
         Opo,
+        Otb,
         Ppo,
+        Raft,
         ReinforcePlusPlus,
         ReinforcePlusPlusBaseline,
         Remax,
         Rloo,
         Sapo,
+        Vespo,
     )
     from covey.config.schema import Config
     from covey.learner.minimal import GVPOTrainer
@@ -47,8 +57,9 @@ if TYPE_CHECKING:  # for editors and type checkers; `_HOMES` lists the same name
 __version__ = "0.1.0"
 
 _ALGORITHMS = (
-    *("Cispo", "Dapo", "Dgdo", "DrGrpo", "Gdpo", "Gpg", "Grpo", "GrpoPassk", "Gspo", "Gvpo", "Opo", "Ppo"),
-    *("ReinforcePlusPlus", "ReinforcePlusPlusBaseline", "Remax", "Rloo", "Sapo"),
+    *("Cispo", "ClipCov", "Dapo", "Dgdo", "Dppo", "DrGrpo", "Gdpo", "Gmpo", "Gpg", "Grpo", "GrpoPassk", "Gspo"),
+    *("Gvpo", "KlCov", "Luspo", "Maxrl", "OnlineDpo", "Opo", "Otb", "Ppo", "Raft", "ReinforcePlusPlus"),
+    *("ReinforcePlusPlusBaseline", "Remax", "Rloo", "Sapo", "Vespo"),
 )
 _HOMES = {
     "Trainer": "covey.trainer",
@@ -75,11 +86,12 @@ _HOMES = {
     **dict.fromkeys(_ALGORITHMS, "covey.algorithms.named"),
 }
 
-__all__ = ["Cispo", "Config", "Dapo", "Dgdo", "Done", "DrGrpo", "Episode", "GVPOLoss", "GVPOTrainer", "Gdpo", "Gpg"]
-__all__ += ["Group", "Grpo", "GrpoPassk", "Gspo", "Gvpo", "Opo", "Ppo", "ReinforcePlusPlus"]
-__all__ += ["ReinforcePlusPlusBaseline", "Remax", "Rloo", "Run", "Sapo", "Step", "Task", "ToolFailure", "ToolMistake"]
-__all__ += ["Trainer", "__version__", "advantages", "agent", "compute_gvpo_advantage", "model_path", "only_if"]
-__all__ += ["policy_loss", "reward", "tool", "train"]
+__all__ = ["Cispo", "ClipCov", "Config", "Dapo", "Dgdo", "Done", "Dppo", "DrGrpo", "Episode", "GVPOLoss"]
+__all__ += ["GVPOTrainer", "Gdpo", "Gmpo", "Gpg", "Group", "Grpo", "GrpoPassk", "Gspo", "Gvpo", "KlCov", "Luspo"]
+__all__ += ["Maxrl", "OnlineDpo", "Opo", "Otb", "Ppo", "Raft", "ReinforcePlusPlus", "ReinforcePlusPlusBaseline"]
+__all__ += ["Remax", "Rloo", "Run", "Sapo", "Step", "Task", "ToolFailure", "ToolMistake", "Trainer", "Vespo"]
+__all__ += ["__version__", "advantages", "agent", "compute_gvpo_advantage", "model_path", "only_if", "policy_loss"]
+__all__ += ["reward", "tool", "train"]
 
 
 def __getattr__(name: str) -> Any:

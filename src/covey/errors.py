@@ -43,6 +43,10 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("leave_one_out", "loo"), "rloo"),
         **dict.fromkeys(("passk", "pass_at_k"), "grpo_passk"),
         **dict.fromkeys(("sequence_ratio", "gspo_token"), "gspo"),
+        **dict.fromkeys(("max_rl", "maximum_likelihood", "mle"), "maxrl"),
+        **dict.fromkeys(("rft", "rejection_sampling", "best_of_n", "expert_iteration"), "raft"),
+        **dict.fromkeys(("iterative_dpo", "oaif", "preference"), "online_dpo"),
+        **dict.fromkeys(("token_baseline", "optimal_baseline"), "otb"),
     },
     "reward": {
         **dict.fromkeys(("accuracy", "exact_match", "em", "match", "equal", "correct", "correctness"), "exact"),

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Unit = Literal["tokens", "episodes", "groups"]
-Couples = Literal["nothing", "episodes", "groups"]
+Couples = Literal["nothing", "episodes", "groups", "batch"]
 Metrics = dict[str, float]
 
 
@@ -50,6 +50,7 @@ class Needs:
     full_kl: bool = False  # KL to the reference over the vocabulary, with gradient, in every update
     sample_full_kl: bool = False  # the same once per step, without gradient
     values: bool = False  # values of a critic
+    score_norms: bool = False  # squared norm of ∂ log π / ∂ logits of every sampled token
     greedy_baseline: bool = False  # a greedy attempt at each task
     min_group_size: int = 1
     advised_group_size: int = 1  # smaller groups work, but poorly: a warning
@@ -73,6 +74,7 @@ class TokenOutputs:
     values: Tensor | None = None
     full_kl: Tensor | None = None
     is_argmax: Tensor | None = None  # whether the token is the most likely one
+    score_norms: Tensor | None = None  # squared norm of ∂ log π / ∂ logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,12 @@ class Estimator(Protocol):
 
 
 class TokenLoss(Protocol):
-    """The policy loss of each token. The algorithm's `Aggregation` sums it."""
+    """The policy loss of each token. The algorithm's `Aggregation` sums it.
+
+    If micro-batches split what the loss couples, a first pass without gradient computes the log-probs of the whole
+    mini-batch. The loss finds their sum over each episode in `Batch.policy_sum_N`; if it needs something else of them,
+    it has a method `first_pass(out, batch) -> Batch` that puts it there.
+    """
 
     term: ClassVar[str]  # its name among the loss terms
     couples: ClassVar[Couples]  # what a token's loss depends on besides its own log-prob
@@ -116,7 +123,11 @@ class TokenLoss(Protocol):
 class Objective(Protocol):
     @property
     def couples(self) -> Couples:
-        """What the loss couples. If micro-batches split it, `Batch.policy_sum_N` covers all of it."""
+        """What the loss couples. If micro-batches split it, `first_pass` is called first."""
+        ...
+
+    def first_pass(self, out: TokenOutputs, batch: Batch) -> Batch:
+        """The mini-batch with what micro-batches share, from outputs of all its rows without gradient."""
         ...
 
     def loss(self, out: TokenOutputs, batch: Batch) -> dict[str, LossTerm]: ...

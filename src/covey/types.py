@@ -226,6 +226,7 @@ class Samples:
     ref_logprobs_RT: Tensor | None = None
     full_kl_RT: Tensor | None = None  # KL to the reference over the whole vocabulary
     values_RT: Tensor | None = None
+    score_norms_RT: Tensor | None = None  # squared norm of ∂ log π / ∂ logits
     token_rewards_RT: Tensor | None = None  # rewards that shapers added to single tokens, 0 elsewhere
     baseline_rewards_G: Tensor | None = None  # reward of the greedy attempt at each task
     unfiltered: Unfiltered | None = None  # set if groups were filtered out
@@ -266,7 +267,7 @@ class Samples:
 
 ROW_COLUMNS = (  # of a Batch
     *("row_R", "episode_R", "mask_RT", "old_logprobs_RT"),
-    *("ref_logprobs_RT", "advantages_RT", "returns_RT", "values_RT"),
+    *("ref_logprobs_RT", "advantages_RT", "returns_RT", "values_RT", "chosen_RT"),
 )
 
 
@@ -275,8 +276,8 @@ class Batch:
     """A mini-batch of whole groups, or one micro-batch of it.
 
     Episode columns always cover the whole mini-batch. Token columns cover `rows`: all rows of the mini-batch, or those
-    of one micro-batch, whose `episode_R` points into the episode columns. If micro-batches split a group that the loss
-    couples, `policy_sum_N` holds Σ log π of every episode of the mini-batch, from a first pass without gradient.
+    of one micro-batch, whose `episode_R` points into the episode columns. If micro-batches split what the loss couples,
+    a first pass without gradient sets `policy_sum_N`, Σ log π of every episode of the mini-batch, or `chosen_RT`.
     """
 
     rows: tuple[Sample, ...]
@@ -294,6 +295,7 @@ class Batch:
     advantages_RT: Tensor
     returns_RT: Tensor | None = None
     values_RT: Tensor | None = None
+    chosen_RT: Tensor | None = None  # bool, tokens that the loss chose out of the whole mini-batch, in a first pass
     temperature: float = 1.0
     max_tokens: int = 1  # limit of a completion
     epoch: int = 0  # how often the step's samples were trained on before

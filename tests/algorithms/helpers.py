@@ -24,12 +24,14 @@ NAN = float("nan")
 
 NEEDS = {name: make(name).needs for name in ALGORITHMS}
 # Algorithms that compare the answers of a group, one advantage per answer; and those with an advantage per token.
-GROUP_ESTIMATORS = [name for name, needs in NEEDS.items() if needs.min_group_size > 1]
-TOKEN_ESTIMATORS = [name for name, needs in NEEDS.items() if needs.min_group_size == 1 and not needs.greedy_baseline]
+GROUP_ESTIMATORS = [name for name, needs in NEEDS.items() if needs.min_group_size > 1 and not needs.score_norms]
+TOKEN_ESTIMATORS = ["ppo", "reinforce_plus_plus"]
 WITHOUT_CRITIC = [name for name, needs in NEEDS.items() if not needs.values]
 # Losses that any estimator can use, and algorithms that can use any of them.
 EXCHANGEABLE = [name for name, loss in LOSSES.items() if loss.exchangeable]
 COMBINABLE = [name for name, entry in ALGORITHMS.items() if entry.loss in EXCHANGEABLE]
+# Losses with an estimator of their own, and no other.
+PAIRED = [name for name, loss in LOSSES.items() if not loss.exchangeable]
 
 
 def tensor(*values: Any) -> Tensor:

@@ -19,7 +19,7 @@ from covey.algorithms.catalogue import ALIASES
 from covey.algorithms.ops import make_batch
 from covey.protocols import TokenOutputs
 from covey.types import Samples
-from tests.algorithms.helpers import COMBINABLE, EXCHANGEABLE, F64, random_batch, samples_of
+from tests.algorithms.helpers import COMBINABLE, EXCHANGEABLE, F64, PAIRED, random_batch, samples_of
 
 
 def random_step(seed: int = 0) -> tuple[torch.Tensor, Samples]:
@@ -40,6 +40,7 @@ def random_step(seed: int = 0) -> tuple[torch.Tensor, Samples]:
         sampling_logprobs_RT=batch.old_logprobs_RT + 0.1 * noise(9, 5),
         ref_logprobs_RT=batch.ref_logprobs_RT,
         values_RT=noise(9, 5),
+        score_norms_RT=noise(9, 5) ** 2,
         baseline_rewards_G=noise(3),
         max_tokens=10,
     )
@@ -73,7 +74,7 @@ def one_update(algorithm: Algorithm) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_trains_with_every_loss_or_gives_the_reason(name: str, loss: str) -> None:
-    if (name == "gvpo") != (loss == "gvpo"):
+    if name != loss and (name in PAIRED or loss in PAIRED):
         with pytest.raises(ValueError, match="belong together"):
             make(name, loss=loss)
         return
@@ -82,9 +83,17 @@ def test_every_algorithm_trains_with_every_loss_or_gives_the_reason(name: str, l
     assert float(gradient.abs().max()) > 1e-6
 
 
+ONLY_IN_LOSS = {
+    "gdpo": "normalises each reward by itself",
+    "dgdo": "normalises each reward by itself",
+    "maxrl": "divides by the mean reward",
+    "raft": "accepts answers by the sign of their reward",
+}  # where a KL cannot be in the reward
+
+
 @pytest.mark.parametrize("name", COMBINABLE)
 def test_every_algorithm_goes_with_kl_correction_and_shaping(name: str) -> None:
-    kl_in = "loss" if make(name).uses_named_rewards else "reward"
+    kl_in = "loss" if name in ONLY_IN_LOSS else "reward"
     algorithm = make(name, kl_coef=0.1, kl_in=kl_in, kl_old_coef=0.1, correction="sequence", overlong_buffer=0.5)
     value, gradient = one_update(algorithm)
     assert bool(value.isfinite()) and bool(gradient.isfinite().all())
@@ -121,6 +130,24 @@ def test_every_algorithm_goes_with_kl_correction_and_shaping(name: str) -> None:
         ("opo", {"loss": "policy_gradient"}),
         ("gpg", {"loss": "policy_gradient"}),
         ("grpo_passk", {"loss": "ppo_clip", "std_normalize": True}),
+        ("luspo", {"clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq-mean-token-sum", "loss": "luspo"}),
+        ("gmpo", {"clip_low": 0.4, "clip_high": 0.4, "aggregation": "seq-mean-token-mean", "std_normalize": True}),
+        (
+            "vespo",
+            {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}
+            | {"aggregation": "token-mean", "correction": "auto"},
+        ),
+        (
+            "dppo",
+            {"loss": "dppo_tv", "divergence": "tv", "clip_low": 0.15, "clip_high": 0.15, "ratio_cap": 20.0}
+            | {"aggregation": "seq-mean-token-sum-norm", "std_normalize": False},
+        ),
+        ("clip_cov", {"clip_cov_ratio": 2e-4, "clip_cov_low": 1.0, "clip_cov_high": 5.0, "clip_high": 1.0}),
+        ("kl_cov", {"kl_cov_ratio": 2e-4, "kl_cov_coef": 1.0, "aggregation": "token-mean"}),
+        ("maxrl", {"loss": "ppo_clip", "aggregation": "token-mean", "clip_high": 0.2}),
+        ("otb", {"loss": "ppo_clip", "aggregation": "token-mean"}),
+        ("raft", {"loss": "ppo_clip", "aggregation": "seq-mean-token-mean"}),
+        ("online_dpo", {"loss": "online_dpo", "beta": 0.1}),
     ],
 )
 def test_vetted_defaults(name: str, expected: dict[str, Any]) -> None:
@@ -162,6 +189,9 @@ def test_a_setting_given_wins_over_every_default() -> None:
         ("reinforce++", "reinforce_plus_plus"),
         ("reinforce++-baseline", "reinforce_plus_plus_baseline"),
         ("reinforce++_baseline", "reinforce_plus_plus_baseline"),
+        ("optimal_token_baseline", "otb"),
+        ("raft++", "raft"),
+        ("dpo", "online_dpo"),
     ],
 )
 def test_other_spellings_of_names(typed: str, meant: str) -> None:
@@ -213,9 +243,9 @@ def test_what_would_break_gvpo_is_refused_with_the_reason(key: str, value: Any, 
     assert key in settings("grpo")
 
 
-@pytest.mark.parametrize("name", ["gdpo", "dgdo"])
-def test_a_kl_in_the_reward_is_refused_if_rewards_are_normalised_separately(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} normalises each reward by itself.*kl_in=loss"):
+@pytest.mark.parametrize("name", ONLY_IN_LOSS)
+def test_a_kl_in_the_reward_is_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} {ONLY_IN_LOSS[name]}.*kl_in=loss"):
         make(name, kl_in="reward", kl_coef=0.1)
     assert make(name, kl_in="reward").needs.reference is False  # no KL: nothing to refuse
     assert make(name, kl_coef=0.1).needs.reference
@@ -235,12 +265,16 @@ def test_needs_are_those_of_all_parts() -> None:
         "ppo",
         "remax",
         "reinforce_plus_plus",
+        "raft",
     }
+    assert {name for name in ALGORITHMS if make(name).needs.score_norms} == {"otb"}
 
 
 def test_what_is_coupled() -> None:
     coupled = {name: loss.objective.couples for name, loss in LOSSES.items()}  # type: ignore[attr-defined]
-    assert coupled == dict.fromkeys(LOSSES, "nothing") | {"gspo": "episodes", "gvpo": "groups"}
+    episodes = dict.fromkeys(("gspo", "luspo", "gmpo", "vespo"), "episodes")
+    others = {"gvpo": "groups", "online_dpo": "groups", "clip_cov": "batch", "kl_cov": "batch"}
+    assert coupled == dict.fromkeys(LOSSES, "nothing") | episodes | others
 
 
 def test_state_is_kept_by_part() -> None:
@@ -260,7 +294,7 @@ def test_two_algorithms_share_no_state() -> None:
 
 
 def test_gvpo_is_estimator_and_loss_in_one() -> None:
-    assert set(ALGORITHMS) - set(COMBINABLE) == set(LOSSES) - set(EXCHANGEABLE) == {"gvpo"}
+    assert set(ALGORITHMS) - set(COMBINABLE) == set(PAIRED) == {"gvpo", "online_dpo"}
     gvpo = make("gvpo", beta=0.3)
     assert gvpo.estimator is gvpo.objective
     assert gvpo.aggregation == GroupSum() and gvpo.kl is None and gvpo.correction is None
@@ -276,7 +310,7 @@ def test_the_schema_of_an_algorithm_is_what_make_takes(name: str) -> None:
         values = dataclasses.asdict(form())
         assert values.pop("name") == name and values["loss"] == (loss or ALGORITHMS[name].loss)
         assert make(name, **values) == make(name, loss=loss)
-    assert set(made.losses) == ({"gvpo"} if name == "gvpo" else set(LOSSES) - {"gvpo"})
+    assert set(made.losses) == ({name} if name in PAIRED else set(EXCHANGEABLE))
 
 
 CLASSES: set[type] = {entry.estimator for entry in ALGORITHMS.values()} | {loss.objective for loss in LOSSES.values()}

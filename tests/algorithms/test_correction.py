@@ -58,6 +58,30 @@ def test_the_band_looks_at_the_ratio_before_the_cap() -> None:
     same(weights("token", correction_cap=2.0, reject_above=3.5)[0], [0.5, 0.0, 1.5, 0.25, 2.0])
 
 
+def test_geometric_rejection_looks_at_the_mean_of_an_answer() -> None:
+    """Of ½, 4, ¼ and 3 it is 1.5^¼ = 1.107, of the one token 1.5: whatever the weight, also with weight 1."""
+    same(
+        weights("token", correction_cap=9.0, reject_level="geometric", reject_above=1.2)[0], [0.5, 4.0, 0.0, 0.25, 3.0]
+    )
+    same(
+        weights("sequence", correction_cap=9.0, reject_level="geometric", reject_above=1.2)[0], [1.5, 1.5, 0, 1.5, 1.5]
+    )
+    found, metrics = weights("recompute", reject_level="geometric", reject_below=1.2)
+    same(found, [0, 0, 1, 0, 0])
+    assert metrics["correction/rejected"] == pytest.approx(4 / 5)
+    same(weights("recompute", reject_level="token", reject_above=2.0)[0], [1, 0, 1, 1, 0])
+    same(weights("token", correction_cap=9.0, reject_level="sequence", reject_above=1.4)[0], [0.0] * 5)
+
+
+def test_the_geometric_mean_does_not_grow_with_the_length() -> None:
+    """Each token off by 1 %: after 200 tokens the product is e², the mean still 1.01."""
+    old = torch.full((1, 200), 0.01, dtype=F64)
+    mask, owner = torch.ones(1, 200, dtype=torch.bool), torch.tensor([0])
+    for level, kept in (("sequence", 0.0), ("geometric", 1.0)):
+        made = Correction("recompute", reject_level=level, reject_above=1.02)
+        same(made.weights(old, 0 * old, mask, owner, 1)[0], torch.full((1, 200), kept, dtype=F64))
+
+
 def test_the_ends_of_the_band_belong_to_it() -> None:
     """On-policy every ratio is exactly 1: a band from 1 to 1 keeps all of it, and a cap of 1 changes nothing."""
     made = Correction("token", correction_cap=1.0, reject_below=1.0, reject_above=1.0)
@@ -187,6 +211,13 @@ def test_what_is_needed_and_what_cannot_be() -> None:
         make("grpo", correction_cap=0.0)
     with pytest.raises(ValueError, match="need correction=token or sequence"):
         make("grpo", correction="none", reject_above=2.0)
+    with pytest.raises(ValueError, match="or recompute with reject_level"):
+        make("grpo", correction="recompute", reject_above=2.0)
+    with pytest.raises(ValueError, match="reject_level needs reject_below or reject_above"):
+        make("grpo", correction="token", reject_level="geometric")
+    with pytest.raises(ValueError, match="reject_level must be one of auto, token, sequence, geometric, got 'mean'"):
+        make("grpo", reject_level="mean", reject_above=2.0)
+    assert make("grpo", correction="recompute", reject_level="geometric", reject_above=2.0).needs.proximal
 
 
 def test_weights_carry_no_gradient() -> None:

@@ -38,6 +38,7 @@ def test_labels_may_be_anything_in_any_order(name: str) -> None:
 def test_whole_numbers_are_rewards_too(name: str) -> None:
     rewards = torch.tensor([1, 0, 3, 0])
     options: dict[str, Any] = {"baseline_rewards": torch.ones(4)} if name == "remax" else {}
+    options |= {"score_norms": torch.ones(4, 1), "mask": torch.ones(4, 1)} if name == "otb" else {}
     found = advantages(name, rewards, [0, 0, 1, 1], **options)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, advantages(name, rewards.float(), [0, 0, 1, 1], **options))
@@ -96,6 +97,8 @@ def extras(name: str, answers: int) -> dict[str, Any]:
         options["values"] = torch.rand(answers, 3, generator=rng, dtype=F64)
     if name == "remax":
         options["baseline_rewards"] = torch.ones(answers, dtype=F64)
+    if name == "otb":
+        options["score_norms"] = torch.rand(answers, 3, generator=rng, dtype=F64)
     return options
 
 
@@ -138,6 +141,7 @@ def test_every_algorithm_and_every_loss_has_its_function() -> None:
     rewards, mask = torch.rand(4, 1, dtype=F64)[:, 0], torch.ones(4, 3)
     for name in ALGORITHMS:
         extra: dict[str, Any] = {"values": torch.rand(4, 3, dtype=F64), "baseline_rewards": rewards}
+        extra["score_norms"] = torch.rand(4, 3, dtype=F64)
         found = advantages(name, rewards, [0, 0, 1, 1], mask=mask, **extra)
         assert found.shape in ((4,), (4, 3)) and bool(found.isfinite().all())
     assert set(LOSSES) <= set(LOSS_NAMES)

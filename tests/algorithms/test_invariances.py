@@ -4,7 +4,6 @@ whatever lies where nothing was sampled."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,23 +14,24 @@ from torch import Tensor
 from covey.algorithms import LOSSES, make
 from covey.algorithms.algorithm import Algorithm
 from covey.algorithms.functional import policy_loss
-from covey.algorithms.ops import episode_sum, make_batch
+from covey.algorithms.ops import make_batch
 from covey.types import Batch
-from tests.algorithms.helpers import F64, NAN, outputs, random_batch, same, total_loss, value_and_gradient
+from tests.algorithms.helpers import F64, NAN, PAIRED, outputs, random_batch, same, total_loss, value_and_gradient
 
 ALL_AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 # Every loss as it comes, with two KLs beside it where it may have them; and one with every aggregation.
 CASES: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in LOSSES]
 CASES += [("ppo_clip", {"aggregation": how}) for how in ALL_AGGREGATIONS]
 CASES += [("gspo", {"aggregation": "token-mean"}), ("gvpo", {"reference": "old", "clip_weight": 0.3})]
+CASES += [("clip_cov", {"clip_cov_ratio": 0.2, "clip_cov_low": 0.1}), ("kl_cov", {"kl_cov_ratio": 0.2})]
 IDS = ["-".join([name, *map(str, options.values())]) for name, options in CASES]
 
 every_loss = pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
 
 
 def built(name: str, options: dict[str, Any]) -> Algorithm:
-    if name == "gvpo":
-        return make("gvpo", **options)
+    if name in PAIRED:
+        return make(name, **options)
     return make("grpo", loss=name, kl_coef=0.1, kl_old_coef=0.2, **options)
 
 
@@ -40,7 +40,7 @@ def called(
 ) -> tuple[Tensor, Tensor]:
     """The functional form of the same, and its gradient in the log-probs."""
     logprobs, old, advantages, mask, ref = columns
-    beside = {} if name == "gvpo" else {"kl_coef": 0.1, "kl_old_coef": 0.2}
+    beside = {} if name in PAIRED else {"kl_coef": 0.1, "kl_old_coef": 0.2}
     return value_and_gradient(
         lambda x: policy_loss(
             name, x, old, advantages, mask, groups=groups, ref_logprobs=ref, **(beside | options | more)
@@ -62,7 +62,7 @@ def one_row_each(seed: int = 0) -> tuple[list[Tensor], Tensor]:
 
 def norm(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """The constant of dr_grpo, which is otherwise the width of what is passed."""
-    fixed = name == "dr_grpo" or options.get("aggregation") == "seq-mean-token-sum-norm"
+    fixed = "seq-mean-token-sum-norm" in (dict(LOSSES[name].defaults) | options).values()
     return {"norm_length": 6} if fixed else {}
 
 
@@ -119,11 +119,11 @@ def summed(algorithm: Algorithm, logprobs: Tensor, batch: Batch, parts: Sequence
 
 @every_loss
 def test_micro_batches_add_up_to_the_whole(name: str, options: dict[str, Any]) -> None:
-    """Cut anywhere, also through episodes and groups: sums over episodes and groups then come from a first pass."""
+    """Cut anywhere, also through episodes and groups: what they share then comes from a first pass."""
     logprobs, batch = random_batch()
     algorithm = built(name, options)
     whole = value_and_gradient(lambda x: total_loss(algorithm, x, batch), logprobs)
-    told = replace(batch, policy_sum_N=episode_sum(logprobs, batch.mask_RT, batch.episode_R, 7))
+    told = algorithm.first_pass(outputs(logprobs), batch)
     for parts in ([[0, 1, 2, 3], [4, 5, 6, 7, 8]], [[8, 0], [5, 2, 7], [1], [6, 3, 4]], [[i] for i in range(9)]):
         found = value_and_gradient(partial(summed, algorithm, batch=told, parts=parts), logprobs)
         same(found[0], whole[0])
@@ -134,7 +134,10 @@ def test_micro_batches_add_up_to_the_whole(name: str, options: dict[str, Any]) -
     ("name", "parts"),
     [
         ("gvpo", [[0, 2, 4], [1, 3, 5, 8], [6, 7]]),  # whole groups
+        ("online_dpo", [[0, 2, 4], [1, 3, 5, 8], [6, 7]]),
         ("gspo", [[0, 4, 3], [2, 1, 8], [5], [6, 7]]),  # whole episodes
+        ("gmpo", [[0, 4, 3], [2, 1, 8], [5], [6, 7]]),
+        ("vespo", [[0, 4, 3], [2, 1, 8], [5], [6, 7]]),
         ("ppo_clip", [[0, 1], [2, 3, 4, 5], [6, 7, 8]]),
     ],
 )
@@ -150,8 +153,8 @@ def test_without_a_first_pass_micro_batches_hold_what_belongs_together(name: str
 def test_metrics_of_a_micro_batch_use_what_belongs_together() -> None:
     """GSPO's clip fractions of a part with half an episode are those of its tokens in the whole."""
     logprobs, batch = random_batch()
-    told = replace(batch, policy_sum_N=episode_sum(logprobs, batch.mask_RT, batch.episode_R, 7))
     algorithm = make("gspo")
+    told = algorithm.first_pass(outputs(logprobs), batch)
     whole = algorithm.metrics(outputs(logprobs), batch)
     for key in ("policy/clip_low", "policy/clip_high"):
         parts = [

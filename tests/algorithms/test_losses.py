@@ -18,6 +18,7 @@ from covey.types import Batch
 from tests.algorithms.helpers import (
     EXCHANGEABLE,
     F64,
+    PAIRED,
     outputs,
     random_batch,
     same,
@@ -183,7 +184,7 @@ def test_the_gate_of_sapo_by_hand() -> None:
 def test_metrics_include_the_value_of_each_term(name: str) -> None:
     logprobs, batch = random_batch()
     options: dict[str, Any] = {"groups": [0, 0, 0, 1, 1, 1, 2, 2, 2]}
-    options |= {} if name == "gvpo" else {"kl_coef": 0.1, "kl_old_coef": 0.2}
+    options |= {} if name in PAIRED else {"kl_coef": 0.1, "kl_old_coef": 0.2}
     loss, found = policy_loss(
         name,
         logprobs,
@@ -193,7 +194,7 @@ def test_metrics_include_the_value_of_each_term(name: str) -> None:
         ref_logprobs=batch.ref_logprobs_RT,
         **options,
     )
-    names = ["gvpo"] if name == "gvpo" else ["policy", "kl", "kl_old"]
+    names = {"gvpo": ["gvpo"], "online_dpo": ["policy"]}.get(name, ["policy", "kl", "kl_old"])
     assert sum(found[f"{term}/loss"] for term in names) == pytest.approx(float(loss))
 
 
@@ -201,7 +202,7 @@ def test_metrics_include_the_value_of_each_term(name: str) -> None:
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
-@pytest.mark.parametrize("name", RATIO_LOSSES)
+@pytest.mark.parametrize("name", [name for name in RATIO_LOSSES if name != "clip_cov"])  # which leaves tokens out
 def test_on_policy_every_loss_is_the_policy_gradient(name: str, aggregation: str) -> None:
     _, batch = random_batch()
     at = batch.old_logprobs_RT
@@ -215,7 +216,7 @@ def test_on_policy_every_loss_is_the_policy_gradient(name: str, aggregation: str
 @pytest.mark.parametrize("name", LOSSES)
 def test_extreme_ratios_stay_finite(name: str) -> None:
     """e^500 overflows float32, and its square float64."""
-    options: dict[str, Any] = {} if name == "gvpo" else {"kl_coef": 0.1, "kl_old_coef": 0.1}
+    options: dict[str, Any] = {} if name in PAIRED else {"kl_coef": 0.1, "kl_old_coef": 0.1}
     for dtype in (torch.float32, F64):
         for shift in (500.0, -500.0):
             x = torch.tensor([[-1.0 + shift], [-1.0 - shift], [-1.0 + shift]], dtype=dtype, requires_grad=True)
@@ -246,5 +247,5 @@ def test_what_cannot_be_is_refused(name: str, options: dict[str, float], message
 
 
 def test_losses_that_are_valid_off_policy() -> None:
-    wrong = {name for name in LOSSES if make("gvpo" if name == "gvpo" else "grpo", loss=name).objective.on_policy_only}
+    wrong = {name for name in LOSSES if make(name if name in PAIRED else "grpo", loss=name).objective.on_policy_only}
     assert wrong == {"policy_gradient"}

@@ -93,6 +93,17 @@ def test_every_loss_trains_with_another_estimator_and_several_updates(tiny_model
         (["algorithm=grpo", "learner.entropy_coef=0.01"], {"entropy/loss"}),
         (["algorithm=grpo", "rollout.top_p=0.7"], {"correction/ess", "correction/weight_mean"}),
         (["algorithm=grpo", "algorithm.correction=sequence", "algorithm.reject_above=1.5"], {"correction/rejected"}),
+        (
+            [
+                *("algorithm=rloo", "algorithm.correction=recompute"),
+                *("algorithm.reject_level=geometric", "algorithm.reject_above=1.5"),
+            ],
+            {"correction/rejected", "correction/mismatch"},
+        ),
+        (["algorithm=kl_cov", "learner.epochs=2", "learner.micro_batch_size=1"], {"cov/held_back", "cov/mean"}),
+        (["algorithm=vespo", "mode=async", "learner.epochs=2", "learner.micro_batch_size=1"], {"policy/weight"}),
+        (["algorithm=otb", "model.lora.rank=2", "model.dtype=bfloat16"], {"otb/score_norm"}),
+        (["algorithm=online_dpo", "model.lora.rank=2", "learner.micro_batch_size=1"], {"dpo/pairs", "dpo/margin"}),
         (["algorithm=gdpo", "algorithm.overlong_buffer=4"], {"reward/overlong/mean", "gdpo/overlong/mean"}),
         (["algorithm=gvpo", "algorithm.truncated=penalise"], {"reward/truncated/mean"}),
         (["algorithm=ppo", "critic.shared=true"], {"value/loss", "value/explained_variance"}),
@@ -140,6 +151,19 @@ def test_truncated_sampling_is_corrected_by_importance_weights(tiny_model_folder
     first, _ = train(tiny_model_folder, "algorithm=grpo", "rollout.top_p=0.5")
     assert first["correction/weight_mean"] < 0.9
     assert first["policy/ratio_mean"] == pytest.approx(1, abs=1e-4)  # to the learner's own old policy
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "remark"),
+    [("vespo", "importance weights correct for it"), ("raft", "importance weights"), ("gvpo", "nothing")],
+)
+def test_a_loss_that_weighs_by_the_sampler_needs_no_correction(
+    tiny_model_folder: Path, algorithm: str, remark: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"algorithm={algorithm}", "rollout.top_p=0.5", "--validate-only"]
+    assert main(["train", f"model={tiny_model_folder}", *SMALL, *words]) == 0
+    shown = capsys.readouterr()
+    assert f"truncate the sampling distribution: {remark}" in " ".join((shown.out + shown.err).split())
 
 
 def test_groups_without_signal_are_replaced(tiny_model_folder: Path) -> None:

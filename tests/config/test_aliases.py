@@ -338,7 +338,7 @@ def test_groups_are_not_split(run):
             ],
             [
                 "algorithm.rollout_correction.rollout_rs, algorithm.rollout_correction.rollout_rs_threshold: no "
-                "effect: algorithm.reject_below and reject_above set the range"
+                "effect: algorithm.reject_below, reject_above and reject_level set what is rejected"
             ],
         ),
         (

@@ -300,7 +300,7 @@ def test_unknown_settings_name_the_nearest(run, word, guess, listing):
     ("words", "text"),
     [
         (["learner=3"], "learner is a section, not a setting\n  all settings of learner: covey config explain learner"),
-        (["algorithm=grp"], "unknown algorithm  grp\n  did you mean   grpo?\n  known: cispo, dapo"),
+        (["algorithm=grp"], "unknown algorithm  grp\n  did you mean   grpo?\n  known: cispo, clip_cov, dapo"),
         (["mode=syncc"], "unknown mode  syncc\n  did you mean   sync?\n  known: async, sync"),
         (["agent=chatt"], "unknown agent  chatt\n  did you mean   chat?\n  known: chat, code, flow"),
         (["rollout=embed"], "unknown rollout  embed\n  did you mean   embedded?\n  known: auto, embedded, vllm"),

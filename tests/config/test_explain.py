@@ -59,7 +59,7 @@ def test_a_setting_is_read_from_its_field(algorithms):
     assert (setting.type, setting.default, setting.algorithms) == ("float", 1e-5, ())
     assert setting.explanation == "learning rate after the warm-up"
     beta = all_keys(algorithms)["algorithm.beta"]
-    assert (beta.type, beta.default, beta.algorithms) == ("float", 0.1, ("gvpo", "dgdo"))
+    assert (beta.type, beta.default, beta.algorithms) == ("float", 0.1, ("gvpo", "dgdo", "online_dpo"))
     assert beta.explanation == "strength of the KL constraint"
     assert all_keys(algorithms)["algorithm.name"].algorithms == tuple(algorithms)
     assert algorithm_settings("grpo", algorithms)["algorithm.name"].default == "grpo"
@@ -80,7 +80,7 @@ def test_explain_a_setting(algorithms):
 
 def test_explain_an_algorithms_setting_by_any_of_its_names(algorithms):
     text = explain("algorithm.beta", algorithms)
-    assert text.startswith("algorithm.beta  (gvpo)\n  strength of the KL constraint\n")
+    assert text.startswith("algorithm.beta  (gvpo, online_dpo)\n  strength of the KL constraint\n")
     assert "aliases  algorithm.gvpo_beta" in text
     assert "algorithm.beta  (dgdo)\n  share of the old weights kept each step\n" in text
     assert explain("gvpo_beta", algorithms) == text.split("\n\n")[0]
@@ -122,11 +122,12 @@ def test_the_command_explains_an_algorithm_with_another_loss(algorithms, capsys)
 
 def test_what_many_algorithms_share_is_explained_once(algorithms):
     (block,) = explain("algorithm.kl_coef", algorithms).split("\n\n")
-    others = len(algorithms) - 4  # gvpo has none, three are named
+    others = len(algorithms) - 5  # gvpo and online_dpo have none, three are named
     assert block.startswith(f"algorithm.kl_coef  (grpo, dr_grpo, dapo and {others} more)\n")
     assert block.endswith(" algorithm.NAME_kl_coef")
     heads = [text.splitlines()[0] for text in explain("algorithm.clip_low", algorithms).split("\n\n")]
-    assert heads[1:] == ["algorithm.clip_low  (gspo)", "algorithm.clip_low  (cispo)"]
+    owners = ("gspo, luspo", "cispo", "gmpo", "dppo", "clip_cov")
+    assert heads[1:] == [f"algorithm.clip_low  ({names})" for names in owners]
 
 
 def test_every_setting_of_every_algorithm_with_every_loss_is_explained(algorithms):

@@ -30,7 +30,10 @@ def test_another_loss_brings_its_own_settings(run):
 @pytest.mark.parametrize(
     ("words", "losses"),
     [
-        (["algorithm=rloo", "algorithm.clip_low=0.1"], "ppo_clip, dapo, dr_grpo, gspo, cispo"),
+        (
+            ["algorithm=rloo", "algorithm.clip_low=0.1"],
+            "ppo_clip, dapo, dr_grpo, gspo, cispo, luspo, gmpo, dppo_tv, dppo_kl, clip_cov",
+        ),
         (["algorithm=gdpo", "algorithm.loss=gspo", "algorithm.dual_clip=2"], "ppo_clip, dapo, dr_grpo"),
         (["algorithm=grpo", "algorithm.tau_pos=2"], "sapo"),
     ],

@@ -27,12 +27,16 @@ from tests.learner.helpers import batch_of, rows_of
 
 # One algorithm of the catalogue for each loss, without a critic; and variants.
 CASES: dict[str, dict[str, Any]] = {
-    **{next(name for name in WITHOUT_CRITIC if ALGORITHMS[name].loss == loss): {} for loss in LOSSES},
+    **{name: {} for loss in LOSSES for name in [n for n in WITHOUT_CRITIC if ALGORITHMS[n].loss == loss][:1]},
     "gvpo-clipped": {"clip_weight": 0.7},
     "grpo": {"kl_coef": 0.1},
     "grpo-token-mean": {"aggregation": "token-mean"},
     "grpo-full-kl": {"kl_coef": 0.5, "kl_estimator": "full", "kl_old_coef": 0.1},
     "gspo": {"clip_low": 0.5, "clip_high": 0.5},
+    "luspo": {"clip_low": 0.5, "clip_high": 0.5},
+    "grpo-dppo-kl": {"loss": "dppo_kl"},
+    "clip_cov": {"clip_cov_ratio": 0.1, "clip_cov_low": 0.1},
+    "kl_cov": {"kl_cov_ratio": 0.1},
 }
 
 
@@ -152,6 +156,13 @@ def test_annotate_computes_only_what_is_needed() -> None:
         old_logprobs_RT=batch.old_logprobs_RT,
     )
     assert learner.annotate(samples, Needs()) is samples
+    norms = learner.annotate(samples, Needs(score_norms=True))
+    assert norms.sampling_logprobs_RT is None and norms.old_logprobs_RT is samples.old_logprobs_RT
+    for row, found_T in zip(batch.rows, norms.score_norms_RT, strict=True):  # type: ignore[arg-type]
+        logits = model(torch.tensor([row.prompt_ids + row.response_ids])).logits[0, len(row.prompt_ids) - 1 : -1]
+        score = torch.nn.functional.one_hot(torch.tensor(row.response_ids), logits.shape[-1]) - logits.softmax(-1)
+        expected = (score**2).sum(-1)[torch.tensor(row.mask)]
+        torch.testing.assert_close(found_T[: len(row.mask)][torch.tensor(row.mask)], expected)
     found = learner.annotate(samples, Needs(reference=True, proximal=True, sample_full_kl=True))
     torch.testing.assert_close(found.old_logprobs_RT, learner.logprobs(batch.rows, 1.0))
     torch.testing.assert_close(found.ref_logprobs_RT, learner.logprobs(batch.rows, 1.0, other))

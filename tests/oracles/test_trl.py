@@ -25,6 +25,8 @@ from tests.oracles.conftest import Ledger
 REASON = "TRL is not installed here: make oracles"
 grpo = pytest.importorskip("trl.trainer.grpo_trainer", reason=REASON)
 rloo = pytest.importorskip("trl.trainer.rloo_trainer", reason=REASON)
+gmpo = pytest.importorskip("trl.experimental.gmpo", reason=REASON)
+online_dpo = pytest.importorskip("trl.experimental.online_dpo", reason=REASON)
 accelerate = pytest.importorskip("accelerate", reason=REASON)
 
 GROUP = 4
@@ -47,6 +49,10 @@ def trainer(kind: Any, **settings: Any) -> Any:
         "use_bias_correction_kl": False,
         "sapo_temperature_pos": 1.0,
         "sapo_temperature_neg": 1.05,
+        "vespo_k_pos": 2.0,
+        "vespo_lambda_pos": 3.0,
+        "vespo_k_neg": 3.0,
+        "vespo_lambda_neg": 2.0,
         "steps_per_generation": 1,
         "gradient_accumulation_steps": 1,
         "gradient_checkpointing_kwargs": None,
@@ -90,9 +96,9 @@ def trainer(kind: Any, **settings: Any) -> Any:
     return made
 
 
-def their_loss(step: Case, logprobs: Tensor, loss_type: str, **settings: Any) -> Tensor:
+def their_loss(step: Case, logprobs: Tensor, loss_type: str, kind: Any = grpo.GRPOTrainer, **settings: Any) -> Tensor:
     """GRPOTrainer's loss of log-probs at hand; holes in the mask are TRL's tool mask."""
-    made = trainer(grpo.GRPOTrainer, loss_type=loss_type, max_completion_length=step.mask.shape[1], **settings)
+    made = trainer(kind, loss_type=loss_type, max_completion_length=step.mask.shape[1], **settings)
     made._get_per_token_logps_and_entropies = lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None)
     ids = torch.zeros(step.mask.shape, dtype=torch.long)
     inputs = {
@@ -184,6 +190,72 @@ def test_cispo(ledger: Ledger, seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_sapo(ledger: Ledger, seed: int) -> None:
     compare(ledger, "sapo", "sapo", case(seed, holes=True, extreme=True), {}, {})
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_vespo(ledger: Ledger, seed: int) -> None:
+    """With one advantage per answer, as TRL has them."""
+    step = case(seed, holes=True)
+    step = replace(step, advantages=step.advantages[:, 0])
+    logprobs = step.logprobs.clone().requires_grad_()
+    expected = their_loss(step, logprobs, "vespo")
+    found, _ = policy_loss("vespo", logprobs, step.old, step.advantages, step.mask)
+    ledger.same_loss("loss vespo", "TRL loss_type=vespo", found, expected, of=logprobs)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gmpo(ledger: Ledger, seed: int) -> None:
+    step = case(seed, holes=True)
+    step = replace(step, advantages=step.advantages[:, 0])
+    logprobs = step.logprobs.clone().requires_grad_()
+    bounds = {"epsilon_low": 0.4, "epsilon_high": 0.4}
+    expected = their_loss(step, logprobs, "grpo", gmpo.GMPOTrainer, **bounds)
+    found, _ = policy_loss("gmpo", logprobs, step.old, step.advantages, step.mask)
+    ledger.same_loss("loss gmpo", "TRL GMPOTrainer", found, expected, of=logprobs)
+
+
+class OneStep(online_dpo.OnlineDPOTrainer):  # type: ignore[misc, name-defined]
+    """A step of OnlineDPOTrainer on answers, log-probs and rewards at hand; `loss` is what it would differentiate."""
+
+    def __init__(self, step: Case, logprobs: Tensor, beta: float) -> None:
+        self._beta, self.step, self.scores = beta, step, iter([logprobs, step.ref])
+        keep = SimpleNamespace(gather_for_metrics=lambda x: x, backward=self.keep)
+        self.accelerator, self.stats, self.model = keep, defaultdict(list), None
+        self.ref_model, self.reward_funcs, self.eos_token_ids = object(), [None], [1]
+        self.processing_class = SimpleNamespace(batch_decode=lambda ids, **_: [""] * len(ids))
+        names = ("use_vllm", "missing_eos_penalty", "torch_empty_cache_steps")
+        arguments = {"loss_type": "sigmoid", "optim": "adamw", "n_gpu": 1, "gradient_accumulation_steps": 1}
+        self.args = SimpleNamespace(**dict.fromkeys(names), **arguments)
+
+    def keep(self, loss: Tensor, **_: Any) -> None:
+        self.loss = loss
+
+    def _generate(self, *_: Any) -> tuple[Tensor, ...]:
+        ids = torch.zeros(self.step.mask.shape, dtype=torch.long)
+        return ids, ids, ids, self.step.mask.long(), None  # type: ignore[return-value]
+
+    def _forward(self, *_: Any) -> Tensor:
+        return next(self.scores)
+
+    def _calculate_rewards_from_functions(self, **_: Any) -> Tensor:
+        return self.step.rewards.clone()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_online_dpo(ledger: Ledger, seed: int) -> None:
+    """Pairs of answers: the first answers of all prompts, then the second ones."""
+    step = case(seed, sizes=[2, 2, 2])
+    groups, order = [0, 1, 2, 0, 1, 2], [step.groups.index(f"prompt {i}") for i in range(3)]
+    order += [i for prompt in range(3) for i in range(6) if step.groups[i] == f"prompt {prompt}" and i not in order]
+    moved = {name: value[order] for name, value in vars(step).items() if isinstance(value, Tensor)}
+    step = replace(step, groups=[f"prompt {i}" for i in groups], **moved)
+    step = replace(step, rewards=step.rewards + 0.01 * torch.arange(6))
+    logprobs = step.logprobs.clone().requires_grad_()
+    made = OneStep(step, logprobs, beta=0.3)
+    made.training_step(SimpleNamespace(train=lambda: None), {"prompt": [""] * 3})
+    options = {"groups": groups, "ref_logprobs": step.ref, "beta": 0.3}
+    found, _ = policy_loss("online_dpo", logprobs, step.old, step.rewards, step.mask, **options)
+    ledger.same_loss("loss online_dpo", "TRL OnlineDPOTrainer", found, made.loss, of=logprobs)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

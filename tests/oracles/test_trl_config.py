@@ -40,6 +40,7 @@ def test_arguments_and_their_defaults() -> None:
         {"loss_type": "luspo", "beta": 0.3, "use_bias_correction_kl": False},
         {"loss_type": "cispo", "epsilon_high": 5.0},
         {"loss_type": "sapo", "sapo_temperature_pos": 1.1},
+        {"loss_type": "vespo", "vespo_lambda_neg": 1.5},
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
     ],
     ids=str,
@@ -54,6 +55,7 @@ def test_translated_losses(ledger: Ledger, seed: int, arguments: dict[str, Any])
         options.pop("loss"), logprobs, step.old, step.advantages, step.mask, ref_logprobs=step.ref, **options
     )
     names = ("delta", "use_bias_correction_kl", "sapo_temperature_pos", "sapo_temperature_neg")
+    names += ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
     expected = their_loss(
         step,
         logprobs,

@@ -324,3 +324,45 @@ def test_a_reward_on_a_token_that_was_not_sampled(ledger: Ledger) -> None:
     assert expected[:, 0].tolist() == [-3.0, 3.0]
     because = "token rewards are read through the mask; verl sums the whole row"
     ledger.differs("rloo, a reward beyond the mask", "verl rloo", found, expected, because=because)
+
+
+# The optimal token baseline.
+
+
+def with_norms(step: Case, rewards: Tensor) -> tuple[Tensor, Tensor]:
+    """verl's advantages and Covey's, for random Σ π² that are possible beside π."""
+    random = torch.Generator().manual_seed(7)
+    pi = step.logprobs.exp()
+    squares = pi**2 + (1 - pi) ** 2 * torch.rand(pi.shape, generator=random, dtype=torch.float64)
+    name = "tir_optimal_token_baseline" if bool((~step.mask).any()) else "optimal_token_baseline"
+    columns = {"old_log_probs": step.logprobs, "sum_pi_squared": squares, "epsilon": 1e-30}
+    expected, _ = theirs(name, step, rewards, **columns)
+    return expected, ours("otb", step, rewards, score_norms=1 - 2 * pi + squares)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("holes", [False, True])
+def test_otb(ledger: Ledger, seed: int, holes: bool) -> None:
+    """Of rewards that differ in every group; positions are those of sampled tokens, as in verl's variant for tools."""
+    step = case(seed, holes=holes)
+    rewards = step.rewards + 0.01 * torch.arange(len(step.rewards))
+    expected, found = with_norms(step, rewards)
+    ledger.same("otb", "verl tir_optimal_token_baseline", found, expected)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_otb_of_full_answers(ledger: Ledger, seed: int) -> None:
+    step = case(seed)
+    step = Case(**(vars(step) | {"mask": torch.ones_like(step.mask)}))
+    expected, found = with_norms(step, step.rewards + 0.01 * torch.arange(len(step.rewards)))
+    ledger.same("otb", "verl optimal_token_baseline", found, expected)
+
+
+def test_otb_of_equal_rewards(ledger: Ledger) -> None:
+    """Two answers of reward 1, one longer: verl rewards its tail, where it has no baseline."""
+    mask = torch.tensor([[True, True], [True, False]])
+    step = Case(**(vars(case(0)) | {"mask": mask, "groups": ["a", "a"], "logprobs": torch.full((2, 2), -1.0).double()}))
+    expected, found = with_norms(step, torch.ones(2, dtype=torch.float64))
+    assert float(expected[0, 1]) == 1.0 and not found.any()
+    because = "a group of equal rewards has no signal; verl gives the end of its longest answer the full reward"
+    ledger.differs("otb, equal rewards", "verl tir_optimal_token_baseline", found, expected, because=because)

@@ -143,6 +143,57 @@ def test_losses_with_importance_weights(ledger: Ledger, seed: int, name: str, ot
     ledger.same_loss(f"loss {name} with correction", f"verl {other} with rollout_is", found, expected, of=logprobs)
 
 
+def one_each(step: Case) -> Case:
+    """The step with one advantage per answer."""
+    return replace(step, advantages=step.advantages[:, :1].expand(step.mask.shape))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cap", [20.0, 1.2])
+@pytest.mark.parametrize(("kind", "bound"), [("tv", 0.05), ("kl", 0.01)])
+def test_dppo(ledger: Ledger, seed: int, mode: str, cap: float, kind: str, bound: float) -> None:
+    """The gradient: verl's value is that of a weighted log π, the paper's that of the ratio."""
+    step = case(seed, holes=True)
+    step = replace(step, old=step.old.clamp(max=-0.01))
+    logprobs = step.logprobs.clone().requires_grad_()
+    settings = {"clip_ratio": bound, "clip_ratio_low": bound, "clip_ratio_high": 2 * bound, "clip_ratio_c": cap}
+    expected, other = theirs(f"dppo_{kind}", step, mode, logprobs, **settings)
+    options = {"clip_low": bound, "clip_high": 2 * bound, "ratio_cap": cap, "aggregation": mode}
+    found, metrics = policy_loss(f"dppo_{kind}", logprobs, step.old, step.advantages, step.mask, **options)
+    name = f"loss dppo_{kind}, its gradient"
+    ledger.same(name, f"verl dppo_{kind}", gradient(found, logprobs), gradient(expected, logprobs))
+    clipped = metrics["policy/clip_low"] + metrics["policy/clip_high"]
+    ledger.same("policy/clip_low + policy/clip_high", "verl actor/pg_clipfrac", clipped, other["actor/pg_clipfrac"])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("low", "high"), [(0.4, 0.4), (0.1, 0.3)])
+def test_gmpo(ledger: Ledger, seed: int, low: float, high: float) -> None:
+    step = one_each(case(seed, holes=True))
+    options, settings = {"clip_low": low, "clip_high": high}, {"clip_ratio_low": low, "clip_ratio_high": high}
+    compare(ledger, "gmpo", "geo_mean", step, "seq-mean-token-mean", options, settings)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_clip_cov(ledger: Ledger, seed: int, mode: str) -> None:
+    """With all tokens of the band left out: nothing is left to chance."""
+    band = workers.PolicyLossConfig(clip_cov_ratio=1.0, clip_cov_lb=0.2, clip_cov_ub=1.5)
+    options = {"clip_cov_ratio": 1.0, "clip_cov_low": 0.2, "clip_cov_high": 1.5, "clip_low": 0.2, "clip_high": 0.3}
+    settings = {"policy_loss": band, "clip_ratio_low": 0.2, "clip_ratio_high": 0.3}
+    metrics, other = compare(ledger, "clip_cov", "clip_cov", case(seed, holes=True), mode, options, settings)
+    ledger.same("cov/held_back", "verl actor/pg_clipfrac", metrics["cov/held_back"], other["actor/pg_clipfrac"])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_kl_cov(ledger: Ledger, seed: int, mode: str) -> None:
+    held = workers.PolicyLossConfig(kl_cov_ratio=0.1, ppo_kl_coef=0.7)
+    options = {"kl_cov_ratio": 0.1, "kl_cov_coef": 0.7}
+    compare(ledger, "kl_cov", "kl_cov", case(seed, holes=True), mode, options, {"policy_loss": held})
+
+
 def test_sapo_can_be_aggregated_otherwise(ledger: Ledger) -> None:
     """verl's SAPO takes the mean of each answer for every `loss_agg_mode`; Covey follows the setting."""
     step = case(0)
@@ -336,6 +387,19 @@ def test_rejection_band(ledger: Ledger, seed: int, level: str) -> None:
     expected, _ = correction.compute_rollout_correction_weights(ratio, step.mask.long(), level, "0.5_3.0")
     found, _ = weights(step, correction=level, correction_cap=3.0, reject_below=0.5, reject_above=3.0)
     ledger.same(f"correction {level}, reject_…", f"verl rollout_is={level}, lower_upper", found, expected)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("level", "other"), [("token", "token_k1"), ("sequence", "seq_sum_k1"), ("geometric", "seq_mean_k1")]
+)
+def test_rejection_without_weights(ledger: Ledger, seed: int, level: str, other: str) -> None:
+    """verl's band is of q/π_old, Covey's of π_old/q."""
+    step = case(seed, holes=True)
+    band = {"rollout_rs": other, "rollout_rs_threshold": "0.8_1.3"}
+    kept, _ = correction.compute_rollout_rejection_mask(step.logprobs - step.old, step.mask.double(), **band)
+    found, _ = weights(step, correction="recompute", reject_level=level, reject_below=1 / 1.3, reject_above=1 / 0.8)
+    ledger.same(f"correction recompute, reject_level={level}", f"verl rollout_rs={other}", found, kept)
 
 
 def test_rejected_tokens_keep_their_place_in_the_mean(ledger: Ledger) -> None:

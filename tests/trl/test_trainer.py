@@ -45,7 +45,7 @@ def test_arguments_of_transformers_that_are_not_there() -> None:
         ({"sync_ref_model": True}, "sync_ref_model=True is not supported"),
         ({"repetition_penalty": 1.1}, "repetition_penalty=1.1"),
         ({"push_to_hub": True}, "save_model"),
-        ({"loss_type": "vespo"}, "loss_type=vespo is not supported; supported: grpo"),
+        ({"loss_type": "dpo"}, "loss_type=dpo is not supported; supported: grpo"),
         ({"vllm_mode": "server"}, "colocate"),
         ({"optim": "adafactor"}, "optim=adafactor"),
         ({"generation_batch_size": 12}, "multiple of per_device_train_batch_size=8"),

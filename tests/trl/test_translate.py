@@ -127,6 +127,17 @@ def test_vllm_has_trls_importance_weights() -> None:
     assert off["correction"] == "recompute"
 
 
+def test_the_weight_of_vespo_has_the_ratio_to_vllm_itself() -> None:
+    with pytest.raises(InputError, match="clip_max=None"):
+        translated(use_vllm=True, loss_type="vespo")
+    free = {"use_vllm": True, "loss_type": "vespo", "vllm_importance_sampling_clip_max": None}
+    assert translated(**free).settings["algorithm"]["correction"] == "none"
+    off = translated(**free, vllm_importance_sampling_correction=False).settings["algorithm"]
+    assert off["correction"] == "recompute"
+    with pytest.raises(InputError, match="importance_sampling_level='sequence' is supported with"):
+        translated(loss_type="vespo", importance_sampling_level="sequence")
+
+
 def test_a_cut_distribution_is_not_corrected_for_as_in_trl() -> None:
     assert translated().settings["algorithm"]["correction"] == "none"
     assert translated(top_p=0.9).settings["algorithm"]["correction"] == "recompute"
@@ -182,6 +193,7 @@ BESIDE: dict[str, dict[str, Any]] = {  # what an argument needs to have an effec
     "eval_steps": {"eval_strategy": "steps"},
     "sapo_temperature_pos": {"loss_type": "sapo"},
     "sapo_temperature_neg": {"loss_type": "sapo"},
+    **{f"vespo_{name}": {"loss_type": "vespo"} for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
 }
 ELSEWHERE = (
     "reward_weights",
@@ -237,6 +249,11 @@ def their_loss(step: Step, logprobs: Tensor, args: GRPOConfig) -> Tensor:
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     if args.loss_type == "cispo":
         loss = -ratio.clamp(max=high).detach() * adv * logprobs
+    elif args.loss_type == "vespo":
+        weight = (log_ratio * mask).sum(-1, keepdim=True).exp().detach()
+        k = torch.where(adv >= 0, args.vespo_k_pos, args.vespo_k_neg)
+        decay = torch.where(adv >= 0, args.vespo_lambda_pos, args.vespo_lambda_neg)
+        loss = -(weight**k * torch.exp(decay * (1 - weight))) * adv * logprobs
     elif args.loss_type == "sapo":
         positive, negative = adv.new_tensor([args.sapo_temperature_pos, args.sapo_temperature_neg])
         tau = torch.where(adv > 0, positive, negative)
@@ -270,6 +287,8 @@ def their_loss(step: Step, logprobs: Tensor, args: GRPOConfig) -> Tensor:
         {"loss_type": "luspo", "delta": 1.5},
         {"loss_type": "sapo", "sapo_temperature_neg": 1.2},
         {"loss_type": "cispo", "epsilon_high": 1.5},
+        {"loss_type": "vespo"},
+        {"loss_type": "vespo", "vespo_k_neg": 1.5, "vespo_lambda_pos": 0.5, "beta": 0.3},
         {"beta": 0.3},
         {"loss_type": "grpo", "beta": 0.3, "use_bias_correction_kl": False},
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.03, "epsilon_high": 0.04},

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.algorithms.correction import Correction
 from covey.algorithms.kl import Kl
+from covey.algorithms.ops import policy_sum
 from covey.algorithms.shaping import GroupFilter, Shaping
 from covey.imports import torch
 from covey.protocols import Advantages, Couples, Estimator, LossTerm, Metrics, Needs, TokenLoss, TokenOutputs
@@ -80,6 +81,13 @@ class Algorithm:
         )
         values_RT = advantages.values if advantages.values.dim() == 2 else advantages.values[samples.episode_R][:, None]
         return replace(advantages, values=values_RT * weight_RT, metrics={**advantages.metrics, **metrics})
+
+    def first_pass(self, out: TokenOutputs, batch: Batch) -> Batch:
+        """The mini-batch with what the loss of one micro-batch must know of the others."""
+        out = replace(out, logprobs=out.logprobs.where(batch.mask_RT, 0))
+        if hasattr(self.objective, "first_pass"):
+            return self.objective.first_pass(out, batch)
+        return replace(batch, policy_sum_N=policy_sum(out, batch))
 
     def loss(self, out: TokenOutputs, batch: Batch) -> dict[str, LossTerm]:
         # `where` passes no gradient to masked tokens, not even 0 · NaN.

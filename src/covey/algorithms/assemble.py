@@ -79,14 +79,9 @@ def _check_loss(name: str, loss: str | None) -> str:
     if loss not in (known := find_losses(name)):
         raise unknown("loss", loss, known)
     if not _compatible(name, loss):
-        raise ValueError(f"loss={loss} does not go with algorithm={name}\n  {_loss_reason(name)}")
+        reasons = (unsupported(cls).get("loss") for cls in _estimator_and_objective(name, loss))
+        raise ValueError(f"loss={loss} does not go with algorithm={name}\n  {next(filter(None, reasons))}")
     return loss
-
-
-def _loss_reason(name: str) -> str:
-    """Why the estimator or some loss cannot be exchanged."""
-    classes = [find_entry(name).estimator, *(loss.objective for loss in LOSSES.values())]
-    return next((reasons["loss"] for cls in classes if "loss" in (reasons := unsupported(cls))), "")
 
 
 # -- Settings and the algorithm --------------------------------------------------------------------------------------
@@ -127,8 +122,12 @@ def make(name: str, **options: Any) -> Algorithm:
         kl=kl,
         correction=built.get(Correction),
     )
-    if kl is not None and kl.kl_coef and kl.kl_in == "reward" and algorithm.uses_named_rewards:
-        raise ValueError(f"{name} normalises each reward by itself, and the KL is not a reward: use kl_in=loss")
+    if kl is not None and kl.kl_coef and kl.kl_in == "reward":
+        reason = unsupported(estimator).get("kl_in=reward")
+        if algorithm.uses_named_rewards:
+            reason = "normalises each reward by itself, and the KL is not a reward"
+        if reason:
+            raise ValueError(f"{name} {reason}: use kl_in=loss")
     return algorithm
 
 
@@ -155,7 +154,7 @@ class Choice:
     """The first settings of every algorithm."""
 
     name: str = ""  # the algorithm: covey algorithms lists them
-    loss: str = ""  # ppo_clip | dapo | dr_grpo | gspo | cispo | sapo | policy_gradient; gvpo has its own
+    loss: str = ""  # loss per token, by name (docs/algorithms/README.md); gvpo and online_dpo have only their own
 
 
 def algorithm_schemas() -> dict[str, type]:
@@ -185,7 +184,7 @@ def _schema(name: str, loss: str | None, custom: type | None) -> type:
         "losses": {} if loss else LossSchemas(name),
         "of_loss": frozenset(of_loss & known.keys()),
         "also": entry.also,
-        "reasons": unsupported(entry.estimator) or {"loss": _loss_reason(name)},
+        "reasons": unsupported(entry.estimator),
         "__doc__": entry.summary,
     }
     title = custom.__name__ if custom is not None else name.title()

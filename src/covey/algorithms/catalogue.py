@@ -11,28 +11,36 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from covey.algorithms.cispo import Cispo
+from covey.algorithms.covariance import ClipCov, KlCov
 from covey.algorithms.dgdo import Dgdo
+from covey.algorithms.dppo import Dppo
 from covey.algorithms.gae import Gae
 from covey.algorithms.gdpo import Gdpo
+from covey.algorithms.gmpo import Gmpo
 from covey.algorithms.gpg import Gpg
 from covey.algorithms.grpo import Grpo
 from covey.algorithms.grpo_passk import GrpoPassk
 from covey.algorithms.gspo import Gspo
 from covey.algorithms.gvpo import Gvpo
+from covey.algorithms.maxrl import Maxrl
+from covey.algorithms.online_dpo import OnlineDpo
 from covey.algorithms.opo import Opo
+from covey.algorithms.otb import Otb
 from covey.algorithms.policy_gradient import PolicyGradient
 from covey.algorithms.ppo_clip import PpoClip
+from covey.algorithms.raft import Raft
 from covey.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from covey.algorithms.remax import Remax
 from covey.algorithms.rloo import Rloo
 from covey.algorithms.sapo import Sapo
+from covey.algorithms.vespo import Vespo
 
 Defaults = Mapping[str, Any]
 
 
 def unsupported(cls: type) -> Mapping[str, str]:
     """Reasons why an estimator or loss does not support some settings, by the first word of the setting; "loss": why it
-    is only compatible with itself."""
+    is only compatible with itself; "kl_in=reward": why a KL may only be in the loss."""
     return getattr(cls, "unsupported", {})
 
 
@@ -54,8 +62,18 @@ LOSSES: dict[str, Loss] = {
     "gspo": Loss(Gspo, {"aggregation": "seq-mean-token-mean"}),
     "cispo": Loss(Cispo),
     "sapo": Loss(Sapo, {"aggregation": "seq-mean-token-mean"}),
+    "luspo": Loss(Gspo, {"aggregation": "seq-mean-token-sum"}),
+    "gmpo": Loss(Gmpo, {"aggregation": "seq-mean-token-mean"}),
+    "vespo": Loss(Vespo),
+    "dppo_tv": Loss(Dppo, {"aggregation": "seq-mean-token-sum-norm"}),
+    "dppo_kl": Loss(
+        Dppo, {"aggregation": "seq-mean-token-sum-norm", "divergence": "kl", "clip_low": 0.05, "clip_high": 0.05}
+    ),
+    "clip_cov": Loss(ClipCov),
+    "kl_cov": Loss(KlCov),
     "policy_gradient": Loss(PolicyGradient),
     "gvpo": Loss(Gvpo),
+    "online_dpo": Loss(OnlineDpo),
 }
 
 
@@ -97,6 +115,23 @@ ALGORITHMS: dict[str, Entry] = {
     "gspo": Entry(Grpo, "gspo", "2507.18071", "one ratio per answer, so that answers are clipped as a whole"),
     "cispo": Entry(Grpo, "cispo", "2506.13585", "clips importance weights instead of gradients: no token is silenced"),
     "sapo": Entry(Grpo, "sapo", "2511.20347", "a smooth gate instead of a clip"),
+    "luspo": Entry(Grpo, "luspo", "2602.05261", "GSPO without its 1/length: a long answer counts for all its tokens"),
+    "gmpo": Entry(
+        Grpo, "gmpo", "2507.20673", "the geometric mean of an answer's clipped token ratios", also=("geo_mean",)
+    ),
+    "vespo": Entry(Grpo, "vespo", "2602.10693", "a smooth weight of the answer's whole importance ratio"),
+    "dppo": Entry(
+        Grpo,
+        "dppo_tv",
+        "2602.04879",
+        "a trust region of divergence instead of a clipped ratio",
+        {"std_normalize": False},
+    ),
+    "clip_cov": Entry(Grpo, "clip_cov", "2505.22617", "skips a few of the tokens that make the entropy collapse"),
+    "kl_cov": Entry(Grpo, "kl_cov", "2505.22617", "a KL on the few tokens that make the entropy collapse"),
+    "maxrl": Entry(
+        Maxrl, "ppo_clip", "2602.02710", "centred rewards over their mean: climbs log p instead of p", _OVER_TOKENS
+    ),
     "gdpo": Entry(Gdpo, "ppo_clip", "2601.05242", "several rewards, each normalised by itself before they are added"),
     "dgdo": Entry(Dgdo, "ppo_clip", "", "GDPO whose reward weights follow how unstable each reward is"),
     "ppo": Entry(
@@ -125,6 +160,18 @@ ALGORITHMS: dict[str, Entry] = {
     "opo": Entry(Opo, "policy_gradient", "2505.23585", "the baseline of least variance: rewards weighted by length"),
     "gpg": Entry(Gpg, "policy_gradient", "2504.02546", "the plain gradient, corrected for answers without signal"),
     "grpo_passk": Entry(GrpoPassk, "ppo_clip", "2503.19595", "only the best answer counts: for pass@k"),
+    "otb": Entry(
+        Otb,
+        "ppo_clip",
+        "2602.07078",
+        "the baseline of least variance at each token",
+        _OVER_TOKENS,
+        ("optimal_token_baseline", "tir_optimal_token_baseline"),
+    ),
+    "raft": Entry(Raft, "ppo_clip", "2504.11343", "imitates the answers with a positive reward", also=("raft++",)),
+    "online_dpo": Entry(
+        OnlineDpo, "online_dpo", "2402.04792", "a preference loss on the best against the worst answer", also=("dpo",)
+    ),
 }
 
 ALIASES = {other: name for name, entry in ALGORITHMS.items() for other in entry.also}

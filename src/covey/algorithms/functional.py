@@ -54,6 +54,7 @@ def advantages(
     mask: Tensor | None = ...,
     values: Tensor | None = ...,
     baseline_rewards: Tensor | None = ...,
+    score_norms: Tensor | None = ...,
     weights: Mapping[str, float] | None = ...,
     state: MutableMapping[str, Any] | None = ...,
     with_returns: Literal[False] = ...,
@@ -70,6 +71,7 @@ def advantages(
     mask: Tensor | None = ...,
     values: Tensor | None = ...,
     baseline_rewards: Tensor | None = ...,
+    score_norms: Tensor | None = ...,
     weights: Mapping[str, float] | None = ...,
     state: MutableMapping[str, Any] | None = ...,
     with_returns: Literal[True],
@@ -85,12 +87,13 @@ def advantages(
     mask: Tensor | None = None,
     values: Tensor | None = None,
     baseline_rewards: Tensor | None = None,
+    score_norms: Tensor | None = None,
     weights: Mapping[str, float] | None = None,
     state: MutableMapping[str, Any] | None = None,
     with_returns: bool = False,
     **options: Any,
 ) -> Any:
-    """Advantages of N answers: [N], or [N, T] for token-level estimators (ppo, reinforce_plus_plus).
+    """Advantages of N answers: [N], or [N, T] for token-level estimators (ppo, reinforce_plus_plus, otb).
 
     rewards           [N], token rewards [N, T], or a dict of named [N] columns, summed with `weights` (default 1);
                       [N] may also be a list of numbers. NaN (None in a list): not scored. An answer without any score
@@ -99,6 +102,7 @@ def advantages(
     mask              [N, T], the sampled tokens: for token-level estimators, opo, and token rewards
     values            [N, T] of a critic, for ppo; with_returns=True also returns the returns
     baseline_rewards  [N], the greedy answer's reward, for remax
+    score_norms       [N, T], 1 − 2 π(y_t) + Σ_v π(v)² of each token, for otb
     state             a dict in which dgdo keeps its weights between calls
     """
     algorithm = make(name, **options)
@@ -107,16 +111,20 @@ def advantages(
         raise ValueError(f"{name} needs values=, a critic's value of each token, and mask=")
     if algorithm.needs.greedy_baseline and baseline_rewards is None:
         raise ValueError(f"{name} needs baseline_rewards=, the reward of the greedy answer to each answer's prompt")
+    if algorithm.needs.score_norms and (score_norms is None or mask is None):
+        raise ValueError(f"{name} needs score_norms=, 1 − 2 π(y) + Σ_v π(v)² of each token, and mask=")
     columns = _as_tensors(rewards)
     if isinstance(columns, Tensor) and columns.dim() == 2 and algorithm.uses_named_rewards:
         columns = _per_answer(columns, mask)
     _check_shape(columns, group_N)
     scored = _scored(columns, mask)
-    mask, values, baseline = (None if x is None else x[scored] for x in (mask, values, baseline_rewards))
+    given = (mask, values, baseline_rewards, score_norms)
+    mask, values, baseline, norms = (None if x is None else x[scored] for x in given)
     kept_N = index_groups(group_N[scored.cpu()])
     if algorithm.needs.min_group_size > 1:
         _warn_about_singletons(algorithm.name, kept_N)
     samples = _samples(kept_N, _take(columns, scored), mask, values, baseline, weights or {})
+    samples = replace(samples, score_norms_RT=norms)
     if state:
         algorithm.load_state_dict(state)
     result = algorithm.advantages(samples)

@@ -11,6 +11,9 @@ that differ within an answer it is the paper's GSPO-token.
 
 π_old is computed by the learner before the first update: the sampler's log-probs are not exact enough.
 
+LUSPO (Liu et al. 2026, https://arxiv.org/abs/2602.05261) is the same loss times |y_i|, the sum over an answer's tokens,
+so that a long answer has the same weight per token as a short one: loss=luspo.
+
 Deviations: log s is clamped to ±20; an answer beyond has no gradient. Shapes: N episodes, R rows, T tokens.
 """
 
@@ -45,15 +48,16 @@ class Gspo:
         check_ranges(self, "algorithm.")
 
     def loss(self, out: TokenOutputs, batch: Batch) -> Tensor:
-        ratio, advantage = self.ratio(out, batch), batch.advantages_RT
+        ratio, advantage = sequence_ratio(out, batch), batch.advantages_RT
         return -torch.min(ratio * advantage, ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantage)
 
-    def ratio(self, out: TokenOutputs, batch: Batch) -> Tensor:
-        """s_i,t, [R, T]"""
-        length_N = batch.length_N.clamp(min=1).to(out.logprobs.dtype)
-        log_ratio_N = (policy_sum(out, batch) - batch.old_sum_N) / length_N
-        own_gradient = out.logprobs - out.logprobs.detach()  # 0, with the gradient of log π
-        return torch.exp((log_ratio_N[batch.episode_R][:, None] + own_gradient).clamp(-20, 20))
-
     def metrics(self, out: TokenOutputs, batch: Batch) -> Metrics:
-        return clip_fractions(self.ratio(out, batch), batch, self.clip_low, self.clip_high)
+        return clip_fractions(sequence_ratio(out, batch), batch, self.clip_low, self.clip_high)
+
+
+def sequence_ratio(out: TokenOutputs, batch: Batch) -> Tensor:
+    """s_i,t, [R, T]"""
+    length_N = batch.length_N.clamp(min=1).to(out.logprobs.dtype)
+    log_ratio_N = (policy_sum(out, batch) - batch.old_sum_N) / length_N
+    own_gradient = out.logprobs - out.logprobs.detach()  # 0, with the gradient of log π
+    return torch.exp((log_ratio_N[batch.episode_R][:, None] + own_gradient).clamp(-20, 20))

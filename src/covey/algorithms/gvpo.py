@@ -41,6 +41,7 @@ class Gvpo:
     term: ClassVar[str] = "gvpo"
     couples: ClassVar[Couples] = "groups"
     on_policy_only: ClassVar[bool] = False
+    uses_equal_rewards: ClassVar[bool] = True  # in groups of equal rewards the KL part still acts
     unsupported: ClassVar[Mapping[str, str]] = {
         "kl": "an external KL breaks GVPO's zero sum: the KL is inside its weights (algorithm.beta)",
         "correction": "importance weights would break GVPO's zero sum; it is valid for samples of any policy as it is",

@@ -32,6 +32,9 @@ class Likelihood:
     def advantages(self, samples: Samples) -> Advantages:
         return Advantages(torch.ones(samples.episodes))
 
+    def first_pass(self, out: TokenOutputs, batch: Batch) -> Batch:
+        return batch
+
     def loss(self, out: TokenOutputs, batch: Batch) -> dict[str, LossTerm]:
         return {"sft": LossTerm(-out.logprobs[batch.mask_RT].sum(), "tokens")}
 

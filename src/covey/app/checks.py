@@ -103,11 +103,12 @@ def check_algorithm(config: Config, algorithm: Algorithm, rewards: RewardSet) ->
     if size < algorithm.needs.advised_group_size:
         advised = algorithm.needs.advised_group_size
         warnings.append(f"rollout.group_size={size}: {algorithm.name} is noisy below {advised} attempts per task")
+    weighs = getattr(algorithm.objective, "weighs_sampler", False)
     if sampling_is_cut(config):
         cut = "top_p, top_k or min_p truncate the sampling distribution"
-        corrected = algorithm.correction is not None and algorithm.correction.active
+        corrected = weighs or (algorithm.correction is not None and algorithm.correction.active)
         warnings.append(f"{cut}: {'importance weights correct for it' if corrected else 'nothing corrects for it'}")
-    if config.rollout.name == "vllm" and algorithm.correction is not None and not algorithm.needs.proximal:
+    if config.rollout.name == "vllm" and algorithm.correction is not None and not (algorithm.needs.proximal or weighs):
         warnings.append("vllm's log-probs differ from the learner's, and nothing corrects for it: algorithm.correction")
     if config.critic != CriticConfig() and not algorithm.needs.values:
         warnings.append(f"critic settings have no effect: {algorithm.name} has no critic")
@@ -215,7 +216,7 @@ def _check_filter(config: Config, algorithm: Algorithm, rewards: RewardSet) -> l
     metric = group_filter.filter_metric
     if metric is not None and metric not in rewards.names:
         raise unknown("reward in algorithm.filter_metric", metric, rewards.names)
-    if algorithm.couples == "groups":
+    if getattr(algorithm.objective, "uses_equal_rewards", False):
         return [f"filter_groups removes groups of equal rewards, on which {algorithm.name}'s KL term still acts"]
     if algorithm.needs.min_group_size == 1 and not algorithm.needs.greedy_baseline:
         return [f"filter_groups removes groups of equal rewards, from which {algorithm.name} would learn"]

@@ -222,13 +222,14 @@ def user_algorithm_class(name: str) -> type | None:
 
 
 def make_algorithm(config: Config) -> Algorithm:
-    from covey.algorithms import make
+    from covey.algorithms import find_losses, make
 
     options = dataclasses.asdict(config.algorithm)
     if options.get("correction") == "auto":
         stale = is_async(config) and config.mode.max_staleness > 0
         off_policy = stale or sampling_is_cut(config) or config.rollout.name == "vllm"
-        options["correction"] = "token" if off_policy else "none"
+        weighs = getattr(find_losses(options["name"])[options["loss"]].objective, "weighs_sampler", False)
+        options["correction"] = "token" if off_policy and not weighs else "none"
     try:
         return make(options.pop("name"), **options)
     except InputError:

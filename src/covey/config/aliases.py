@@ -45,6 +45,11 @@ _VERL_ACTOR = {
     "loss_agg_mode": "algorithm.aggregation",
     "loss_scale_factor": "algorithm.norm_length",
     "policy_loss.loss_mode": "algorithm.loss",
+    "policy_loss.clip_cov_ratio": "algorithm.clip_cov_ratio",
+    "policy_loss.clip_cov_lb": "algorithm.clip_cov_low",
+    "policy_loss.clip_cov_ub": "algorithm.clip_cov_high",
+    "policy_loss.kl_cov_ratio": "algorithm.kl_cov_ratio",
+    "policy_loss.ppo_kl_coef": "algorithm.kl_cov_coef",
     "tau_pos": "algorithm.tau_pos",
     "tau_neg": "algorithm.tau_neg",
     **{key: f"actor.{key}" for key in ("clip_ratio", "use_kl_loss", "kl_loss_coef", "kl_loss_type")},
@@ -254,7 +259,7 @@ def _any_reward(metric: Any) -> Any:
 
 
 def _loss_name(mode: Any) -> Any:
-    return {"vanilla": "ppo_clip", "gpg": "policy_gradient"}.get(mode, mode)
+    return {"vanilla": "ppo_clip", "gpg": "policy_gradient", "geo_mean": "gmpo"}.get(mode, mode)
 
 
 def _modes(do_sample: Any) -> list[str]:
@@ -362,7 +367,7 @@ NO_EFFECT: Mapping[str, NoEffect] = {
 NO_EFFECT_PREFIXES: Mapping[str, NoEffect] = {
     **{f"critic.{section}.": _CRITIC for section in _VERL_CRITIC_SECTIONS},
     "algorithm.rollout_correction.": NoEffect(
-        "no effect: algorithm.reject_below and reject_above set the range", off=(None, False)
+        "no effect: algorithm.reject_below, reject_above and reject_level set what is rejected", off=(None, False)
     ),
     "ray.": NoEffect("no effect: Ray is configured by the settings of cluster"),
     "hydra.": NoEffect("no effect: logging.output_dir sets where runs go"),
@@ -386,6 +391,11 @@ HARMLESS = tuple(
         "std_over",
         "tau_pos",
         "tau_neg",
+        "clip_cov_ratio",
+        "clip_cov_low",
+        "clip_cov_high",
+        "kl_cov_ratio",
+        "kl_cov_coef",
     )
 )
 

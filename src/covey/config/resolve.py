@@ -191,7 +191,8 @@ def check_loss(name: str, source: Override, loss: str | None, algorithms: Algori
     known = losses_of(name, algorithms)
     if loss in known or loss == default_loss(name, algorithms):
         return
-    why = getattr(algorithms[name], "reasons", {}).get("loss")
+    of_both = (algorithms[key] for key in (name, str(loss)) if key in algorithms)  # a loss has its algorithm's name
+    why = next(filter(None, (getattr(schema, "reasons", {}).get("loss") for schema in of_both)), None)
     if why and any(loss in losses_of(other, algorithms) for other in algorithms):
         raise InputError(f"{source.label}={loss} does not go with algorithm={name}\n  {why}")
     raise unknown(f"loss for {name}", str(loss), known)

@@ -91,6 +91,19 @@ def argmax_tokens(model: Any, hidden_MD: Tensor) -> Tensor:
     return torch.cat([final_logits(lm, hidden).argmax(-1) for hidden in hidden_MD.split(size)])
 
 
+@torch.no_grad()
+def score_norms(model: Any, hidden_MD: Tensor, target_M: Tensor, temperature: float) -> Tensor:
+    """‖∂ log p_y / ∂ logits‖² = (1 − p_y)² + Σ_{v ≠ y} p_v² of softmax(logits / temperature) at each token, [M]."""
+    lm = causal_lm(model)
+    size = max(1, logprobs.CHUNK_LOGITS // lm.get_output_embeddings().weight.shape[0])
+    parts = []
+    for hidden, target in zip(hidden_MD.split(size), target_M.split(size), strict=True):
+        probs = logprobs.scaled_logits(final_logits(lm, hidden), temperature).softmax(-1)
+        score = probs.scatter_add_(-1, target[:, None], -torch.ones_like(probs[:, :1]))
+        parts.append(torch.linalg.vecdot(score, score))
+    return torch.cat(parts)
+
+
 def causal_lm(model: Any) -> Any:
     """The transformers model; where peft wraps it, its layers carry the adapters."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model

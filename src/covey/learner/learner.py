@@ -4,7 +4,7 @@
 
 The split into micro-batches never changes the gradient. Losses are sums, divided once by counts over the mini-batch. If
 a loss couples the members of a group and micro-batches split that group, a first pass without gradient computes the
-log-probs of all its members.
+log-probs of the whole mini-batch.
 
 Shapes: N episodes, R rows, T response tokens, M sampled tokens.
 """
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from covey.algorithms.aggregation import divide
-from covey.algorithms.ops import effective_sample_size, episode_sum, masked_mean, probability_ratio
+from covey.algorithms.ops import effective_sample_size, masked_mean, probability_ratio
 from covey.config.schema import CriticConfig, LearnerConfig
 from covey.errors import RunFailed
 from covey.learner.attention import packed_attention, select_attention
@@ -135,12 +135,15 @@ class Learner:
                 ref_logprobs_RT = self.logprobs(samples.rows, samples.temperature, model)
             samples = replace(samples, ref_logprobs_RT=ref_logprobs_RT)
         query = TokenQuery(
-            logprobs=needs.proximal or needs.sample_full_kl, values=needs.values, full_kl=needs.sample_full_kl
+            logprobs=needs.proximal or needs.sample_full_kl or needs.score_norms,
+            values=needs.values,
+            full_kl=needs.sample_full_kl,
+            score_norms=needs.score_norms,
         )
         if not (query.logprobs or query.values):
             return samples
         out = self.outputs(samples.rows, samples.temperature, query)
-        samples = replace(samples, values_RT=out.values, full_kl_RT=out.full_kl)
+        samples = replace(samples, values_RT=out.values, full_kl_RT=out.full_kl, score_norms_RT=out.score_norms)
         if needs.proximal:
             sampled_RT = samples.old_logprobs_RT
             samples = replace(samples, sampling_logprobs_RT=sampled_RT, old_logprobs_RT=out.logprobs)
@@ -247,7 +250,7 @@ class Learner:
         plan = self._plan(batch.rows)
         passes = self._passes(plan, batch.rows)
         if _splits_coupled(batch, [micro_batch for share in plan for micro_batch in share], algorithm.couples):
-            batch = replace(batch, policy_sum_N=self._policy_sums(batch))
+            batch = algorithm.first_pass(self.outputs(batch.rows, batch.temperature, TokenQuery()), batch)
         on_device = _to(batch, self.device)
         self._zero_grad()
         # Every micro-batch of a full KL calls the reference: it is loaded once for all.
@@ -331,12 +334,6 @@ class Learner:
         if self.critic is not None:
             self.critic.zero_grad()
 
-    @torch.no_grad()
-    def _policy_sums(self, batch: Batch) -> Tensor:
-        """Σ log π of every episode of the mini-batch under the current weights, [N]."""
-        logprobs_RT = self.logprobs(batch.rows, batch.temperature)
-        return episode_sum(logprobs_RT, batch.mask_RT, batch.episode_R, len(batch.group_N))
-
     def _step(self, loss: float) -> Metrics:
         """Update the weights, unless the loss or a gradient is not finite."""
         finite = math.isfinite(loss)
@@ -415,9 +412,9 @@ def _detached(out: TokenOutputs) -> TokenOutputs:
 
 
 def _splits_coupled(batch: Batch, micro_batches: list[MicroBatch], couples: Couples) -> bool:
-    """Whether episodes, or groups, that the loss couples are split over micro-batches."""
-    if couples == "nothing":
-        return False
+    """Whether episodes, groups or the mini-batch, that the loss couples, are split over micro-batches."""
+    if couples in ("nothing", "batch"):
+        return couples == "batch" and len(micro_batches) > 1
     unit_R = batch.episode_R if couples == "episodes" else batch.group_N[batch.episode_R]
     place: dict[int, int] = {}  # unit → its micro-batch
     return any(

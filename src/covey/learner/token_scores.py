@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from covey.learner.critic import Critic
-from covey.learner.forward import argmax_tokens, causal_lm, final_logits, hidden_states, token_logprobs
+from covey.learner.forward import (
+    argmax_tokens,
+    causal_lm,
+    final_logits,
+    hidden_states,
+    score_norms,
+    token_logprobs,
+)
 from covey.learner.packing import Packed
 from covey.learner.parallel import run_unsharded
 from covey.models.loading import Reference
@@ -26,6 +33,7 @@ class TokenQuery:
     values: bool = False  # the critic's values
     full_kl: bool = False  # KL to the reference over the whole vocabulary
     is_argmax: bool = False  # whether the sampled token is the most likely one
+    score_norms: bool = False  # squared norm of ∂ log π / ∂ logits
 
 
 class TokenScores(NamedTuple):
@@ -36,6 +44,7 @@ class TokenScores(NamedTuple):
     values: Tensor | None = None
     full_kl: Tensor | None = None
     is_argmax: Tensor | None = None
+    score_norms: Tensor | None = None
 
 
 def score_tokens(
@@ -50,7 +59,7 @@ def score_tokens(
     entropy_gradient: bool,
 ) -> TokenScores:
     logprob_M = entropy_M = zeros_M
-    kl_M = value_M = hidden_MD = argmax_M = None
+    kl_M = value_M = hidden_MD = argmax_M = norm_M = None
     if query.logprobs or (query.values and critic is not None and critic.shared):
         hidden_MD = hidden_states(model, packed)
     if query.logprobs:
@@ -65,10 +74,13 @@ def score_tokens(
     if query.is_argmax:
         assert hidden_MD is not None
         argmax_M = argmax_tokens(model, hidden_MD) == packed.target_M
+    if query.score_norms:
+        assert hidden_MD is not None
+        norm_M = score_norms(model, hidden_MD, packed.target_M, temperature)
     if query.values:
         assert critic is not None, "the algorithm needs a critic and none was made"
         value_M = critic.values(packed, hidden_MD)
-    return TokenScores(logprob_M, entropy_M, value_M, kl_M, argmax_M)
+    return TokenScores(logprob_M, entropy_M, value_M, kl_M, argmax_M, norm_M)
 
 
 @torch.no_grad()

@@ -246,7 +246,7 @@ def _unknown(name: str, known: list[str]) -> InputError:
     return InputError(f"unknown argument of GRPOConfig  {name}{hint}\n  all of them: docs/guides/from-trl.md")
 
 
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo")
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 CHOICES: dict[str, tuple[str, ...]] = {
     "loss_type": LOSS_TYPES,
     "importance_sampling_level": ("token", "sequence"),
@@ -264,7 +264,6 @@ _ALL_STEPS = "every step is logged, in the run's folder and on the console"
 _EPISODES = "some episodes of every step are written to episodes.jsonl (covey dash shows them)"
 _BATCHING = "Covey's engine uses continuous batching"
 _ADAPTIVE = "it belongs to use_adaptive_entropy, which is not supported"
-_VESPO = "it belongs to loss_type='vespo', which is not supported"
 _SIZES = "Covey packs rows by tokens, without padding"
 NO_EFFECT: dict[str, str] = {
     "logging_steps": _ALL_STEPS,
@@ -302,7 +301,6 @@ NO_EFFECT: dict[str, str] = {
     "disable_tqdm": "the console has a line per step",
     "vllm_group_port": "there is no vLLM server",
     **dict.fromkeys(("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"), _ADAPTIVE),
-    **dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), _VESPO),
     "label_names": "there are no labels",
     "full_determinism": "on a CPU a run is always the same; on a GPU kernels may differ in the last bits",
 }

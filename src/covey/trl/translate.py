@@ -27,6 +27,7 @@ AGGREGATION = {
     "bnpo": "token-mean",
     "dapo": "token-mean",
     "cispo": "token-mean",
+    "vespo": "token-mean",
     "dr_grpo": "seq-mean-token-sum-norm",
     "luspo": "seq-mean-token-sum",
 }
@@ -118,7 +119,7 @@ def _remarks(args: GRPOConfig, sizes: Sizes) -> list[str]:
         )
     if args.loss_type == "bnpo" and args.gradient_accumulation_steps > 1:
         remarks.append("loss_type='bnpo' is 'dapo' here: the mean is over the tokens of the whole optimiser step")
-    if args.loss_type in ("dapo", "cispo") and args.steps_per_generation > args.gradient_accumulation_steps:
+    if args.loss_type in ("dapo", "cispo", "vespo") and args.steps_per_generation > args.gradient_accumulation_steps:
         remarks.append(
             f"loss_type={args.loss_type!r}: each optimiser step divides by its own tokens, where TRL divides by the "
             "mean over those of a generation"
@@ -185,10 +186,13 @@ def _loss(args: GRPOConfig) -> dict[str, Any]:
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     if args.importance_sampling_level == "sequence":
         return _sequence_loss(args, high)
-    if args.delta is not None and args.loss_type in ("cispo", "sapo"):
+    if args.delta is not None and args.loss_type in ("cispo", "sapo", "vespo"):
         raise InputError(f"delta has no place in loss_type={args.loss_type!r}\n  leave it out")
     if args.loss_type == "sapo":
         return {"loss": "sapo", "tau_pos": args.sapo_temperature_pos, "tau_neg": args.sapo_temperature_neg}
+    if args.loss_type == "vespo":
+        names = ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
+        return {"loss": "vespo"} | {name: getattr(args, f"vespo_{name}") for name in names}
     if args.loss_type == "cispo":
         if high < 1:
             raise InputError(
@@ -202,7 +206,7 @@ def _loss(args: GRPOConfig) -> dict[str, Any]:
 
 
 def _sequence_loss(args: GRPOConfig, high: float) -> dict[str, Any]:
-    if args.loss_type in ("cispo", "sapo") or args.delta is not None:
+    if args.loss_type in ("cispo", "sapo", "vespo") or args.delta is not None:
         raise InputError(
             "importance_sampling_level='sequence' is supported with loss_type grpo, bnpo, dapo, dr_grpo and luspo, "
             "without delta"
@@ -225,6 +229,13 @@ def _correction(args: GRPOConfig, sampling: Mapping[str, Any]) -> dict[str, Any]
         return {"correction": "recompute"}
     level, _, way = args.vllm_importance_sampling_mode.partition("_")
     low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+    if args.loss_type == "vespo":
+        if low is not None or high is not None:
+            raise InputError(
+                "loss_type='vespo' with vLLM: its weight has the ratio to vLLM's own log-probs, without bounds\n"
+                "  fix: vllm_importance_sampling_clip_max=None, as its kernel bounds the weight"
+            )
+        return {"correction": "none"}
     values: dict[str, Any] = {"correction": level, "correction_cap": high or NO_CAP}
     if way == "mask":
         return values | {"reject_below": low, "reject_above": high}
