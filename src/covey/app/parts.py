@@ -72,6 +72,15 @@ def check_gateway(config: Config) -> None:
     bind(config.gateway.port).close()
 
 
+def check_browser(config: Config, tasks: TaskSet) -> None:
+    """Check the pages of agent=gui, and that the browser for them is installed."""
+    if config.agent.name == "gui":
+        from covey.agents.gui.agent import page_task, require_browser
+
+        if any([page_task(task) is not None for task in (*tasks.train, *tasks.validation)]):  # all are checked
+            require_browser(config.agent.chromium)
+
+
 def tool_format(config: Config, source: ModelSource) -> Format:
     """The tool-call format of this model."""
     from covey.agents.formats.detect import choose_format

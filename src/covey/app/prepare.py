@@ -23,6 +23,7 @@ from covey.app.checks import (
 )
 from covey.app.cluster import check_cluster, resolve_cluster
 from covey.app.parts import (
+    check_browser,
     check_gateway,
     find_agent,
     find_environment,
@@ -151,6 +152,7 @@ def prepare(
         task_set = TaskSet((), (), reward=default_reward(config.data), description="(files not here)")
     elif training and not task_set.train:
         raise nothing_to_train_on(config.data)
+    missing.collect(lambda: check_browser(config, task_set))
     source = missing.collect(lambda: open_model(config, tokenizer))
     config, reason, warnings = _resolve_devices(config, source, missing, training=training)
     algorithm = make_algorithm(config)

@@ -29,6 +29,7 @@ from covey.ranges import (
     check_ranges,
 )
 
+GUI_FORMATS = ("computer_use", "thought_action")
 EPISODES_PER_STEP = 1_000_000  # the maximum of data.train_batch_size × rollout.group_size
 _GREEDY = "greedy answers to one task are all the same: a group of them has nothing to compare"
 
@@ -42,6 +43,7 @@ def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
 
 Attempts = Annotated[int, Range(1, 65_536)]
 BatchTokens = Annotated[int, Range(1, 1_000_000_000)]
+Browsers = Annotated[int, Range(1, 32)]
 DeviceNumber = Annotated[int, Range(0, 1023)]
 Devices = Annotated[int, Range(1, 100_000)]
 Episodes = Annotated[int, Range(1, EPISODES_PER_STEP)]
@@ -109,10 +111,10 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class AgentConfig:
-    name: str = "chat"  # chat | hf | react | code | flow | gateway | verifiers, or your own as file.py:function
+    name: str = "chat"  # chat | hf | react | code | flow | gui | gateway | verifiers, or your own as file.py:function
     tools: list[str] = field(default_factory=list)  # tools by name, module:function or file.py:function
     tool_options: dict[str, Any] = field(default_factory=dict)  # settings per tool: {search: {corpus: docs.jsonl}}
-    format: str = "auto"  # tool-call format: hermes | llama | mistral; auto: that of the model's chat template
+    format: str = "auto"  # hermes | llama | mistral; auto: of the chat template. gui: computer_use | thought_action
     max_turns: Few = 8  # replies of the model in one episode
     max_response_tokens: Tokens | None = None  # sampled tokens of one episode over all turns; null: no limit
     max_tool_tokens: Tokens = 512  # tokens of one tool's output; longer outputs are truncated, with a mark
@@ -122,11 +124,15 @@ class AgentConfig:
     environment: str | None = None  # agent=verifiers: an environment of that package, by id, module:function or file
     environment_options: dict[str, Any] = field(default_factory=dict)  # agent=verifiers: its own `env` settings
     max_seconds: Seconds = 500.0  # timeout of an episode with its reward, without the time for sampling
+    chromium: str | None = None  # agent=gui: the browser's program; null: chromium or google-chrome on the PATH
+    browsers: Browsers = 2  # agent=gui: browsers that run at the same time
+    pages_per_browser: Few = 16  # agent=gui: episodes that play in one browser at the same time; others wait
     command: str | None = None  # agent=gateway: a program to start per episode; null: programs request attempts
 
     def __post_init__(self) -> None:
         check_ranges(self, "agent.")
-        _one_of("agent.format", self.format, ("auto", "hermes", "llama", "mistral"))
+        gui = self.name == "gui"
+        _one_of("agent.format", self.format, ("auto", *(GUI_FORMATS if gui else ("hermes", "llama", "mistral"))))
 
 
 @dataclass(frozen=True)

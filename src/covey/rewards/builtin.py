@@ -52,6 +52,7 @@ REWARDS = LazyTable(
         "bfcl": "covey.rewards.bfcl:bfcl",
         "rlla": "covey.rewards.tool_call:rlla",
         "given": "covey.rewards.builtin:given",
+        "gui_reward": "covey.rewards.gui:gui_reward",
         "judge": "covey.rewards.judge:Judge",
         "reward_model": "covey.rewards.reward_model:RewardModel",
         "reasoning_gym": "covey.rewards.generated:reasoning_gym",

@@ -3,6 +3,7 @@
 Columns:
 
     question | messages | prompt    the question: a string, or a list of {role, content} (verl calls it `prompt`)
+    instruction                     the question of a task with a web page (`url` or `html`: docs/gui.md)
     answer                          what rewards compare with; else verl's `reward_model.ground_truth`
     data_id                         the task's id; default `FILE:ROW` (from 0)
     any other column                passed to the rewards in `Task.columns`
@@ -169,6 +170,8 @@ def _duplicate_id(data_id: str, first_table: Table, first: Row, table: Table, ro
 def task_of(table: Table, row: Row, default_id: str) -> Task:
     columns = dict(row.values)
     name = next((name for name in QUESTION_COLUMNS if name in columns), None)
+    if name is None and "instruction" in columns and {"url", "html"} & {*columns}:
+        name = "instruction"
     if name is None:
         fixes = ["name the column with the question `question`, or give `messages`, a list of {role, content}"]
         if guess := _question_by_another_name(row.values):
