@@ -27,6 +27,7 @@ from covey.imports import install_extra
 from covey.types import Image, ImageFile, Messages
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # others could start programs (EPS) or are rare
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
 MAX_BYTES = 64 * 2**20  # of a file
 MAX_DECODED = 80_000_000  # pixels of a picture; a small file may claim any size
 MARKER = "<image>"  # where an image of the column `images` belongs in a text
@@ -219,7 +220,7 @@ def images_of(messages: Messages) -> list[Image | ImageFile]:
     """The images of messages as `with_images` returns them, in order."""
     contents = (message.get("content") for message in messages)
     parts = (part for content in contents if isinstance(content, list) for part in content)
-    return [part["image"] for part in parts if part["type"] == "image"]
+    return [part["image"] for part in parts if is_image(part)]
 
 
 def keep_last(messages: Messages, count: int) -> Messages:
@@ -306,7 +307,8 @@ def _too_large(image: Image, what: str) -> ImageMistake:
 def _unreadable(image: Image, error: Exception) -> ImageMistake:
     first = next(iter(str(error).splitlines()), type(error).__name__)
     return ImageMistake(
-        f"{_at(image.place)}not a readable image ({first:.120})\n  formats: {', '.join(FORMATS)}; write or copy it again"
+        f"{_at(image.place)}not a readable image ({first:.120})\n"
+        f"  formats: {', '.join(FORMATS)}; write or copy it again"
     )
 
 

@@ -268,7 +268,7 @@ def check_prompts(config: Config, tasks: TaskSet, source: ModelSource, agent: Ag
     limit = config.model.context_length or source.context_length
     answer = max(config.rollout.max_tokens, config.eval.max_tokens or 0)
     setting = "rollout.max_tokens" if answer == config.rollout.max_tokens else "eval.max_tokens"
-    renderer = Renderer(source.tokenizer)
+    renderer = Renderer(source.tokenizer, vision=source.vision)
     for task in (*tasks.train, *tasks.validation):
         ids = renderer.prompt(*agent.opening(task))
         check_ids(source.name, source.tokenizer, source.config, ids)

@@ -174,7 +174,7 @@ class DemonstrationRenderer:
         from covey.models.folder import check_ids
         from covey.rollout.rendering import Renderer
 
-        self.renderer = Renderer(source.tokenizer)
+        self.renderer = Renderer(source.tokenizer, vision=source.vision)
         self.check_ids = partial(check_ids, source.name, source.tokenizer, source.config)
         self.eos_ids = source.eos_ids()
         self.limit = config.model.context_length or source.context_length
@@ -268,8 +268,10 @@ def _unused(composed: Composed) -> list[str]:
 
 
 def _digest(episodes: Sequence[Episode]) -> str:
-    """A hash of the tokens of all episodes."""
+    """A hash of the tokens and images of all episodes."""
     digest = hashlib.sha256()
     for episode in episodes:
-        digest.update(repr([dataclasses.astuple(turn)[:2] for turn in episode.turns]).encode())
+        digest.update(repr([(turn.prompt_ids, turn.completion_ids) for turn in episode.turns]).encode())
+        if images := [span.image.digest for turn in episode.turns for span in turn.images]:
+            digest.update(repr(images).encode())
     return digest.hexdigest()

@@ -31,7 +31,8 @@ from covey.config.schema import ModelConfig
 from covey.errors import Absent, InputError, RunFailed
 from covey.learner.parallel import Block, Ranks, Span
 from covey.models.adapters import adapter_base, require_peft
-from covey.models.folder import MAIN, RemoteCodeNeeded, check_file, explain_errors, load_weights
+from covey.models.families import auto_model
+from covey.models.folder import MAIN, RemoteCodeNeeded, check_file, explain_errors, load_weights, read_config
 from covey.models.hub import ADAPTER, check_adapter, no_pickles
 from covey.models.loading import Located, locate, open_source
 from covey.storage import sync_tree, writing
@@ -250,12 +251,9 @@ def _is_adapter(folder: Path) -> bool:
 
 
 def _loaded(place: Located, dtype: str | None) -> Any:
-    from transformers import AutoModelForCausalLM
-
+    auto = auto_model(read_config(place.path, place.path, revision=place.revision))
     with explain_errors(place.path):
-        return load_weights(
-            AutoModelForCausalLM, place.path, place.path, revision=place.revision, dtype=dtype or "auto"
-        )
+        return load_weights(auto, place.path, place.path, revision=place.revision, dtype=dtype or "auto")
 
 
 def _merged(folder: Path, dtype: str | None) -> Any:
