@@ -56,6 +56,12 @@ def is_image(part: Any) -> bool:
     return kind in ("image", "image_url") or (kind is None and part.get("image") is not None)
 
 
+def is_picture(value: Any) -> bool:
+    """Whether a value of a tool is an image: a part of a message, or an image of PIL."""
+    part = isinstance(value, Mapping) and value.get("type") in ("image", "image_url")
+    return part or (hasattr(value, "save") and hasattr(value, "convert"))
+
+
 def with_images(messages: Messages, place: str = "", folder: Path | None = None) -> tuple[Mapping[str, Any], ...]:
     """The messages with every image as an `Image` or `ImageFile`. Relative paths count from `folder`. Content that is a
     list without images becomes one text."""
@@ -111,7 +117,7 @@ def image_of(value: Any, place: str = "", folder: Path | None = None) -> Image |
         return ImageFile(str(_located(value, folder)), place)
     if isinstance(value, str):
         return _image_of_text(value, place, folder)
-    if hasattr(value, "save") and hasattr(value, "convert"):  # of PIL, which is not imported for the question
+    if is_picture(value):
         encoded = io.BytesIO()
         value.save(encoded, format="PNG")
         return image_of_bytes(encoded.getvalue(), place)
@@ -263,6 +269,12 @@ def load(image: Image | ImageFile) -> Image:
     if size > MAX_BYTES:
         raise ImageMistake(f"{place}: {size:,} bytes; images of at most {MAX_BYTES:,} are read")
     return image_of_bytes(data, place)
+
+
+def suffix_of(data: bytes) -> str:
+    """The usual suffix of a file with these contents."""
+    heads = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"RIFF": ".webp", b"GIF8": ".gif", b"BM": ".bmp"}
+    return next((suffix for head, suffix in heads.items() if data.startswith(head)), "")
 
 
 def _check_whole(data: bytes, place: str) -> None:

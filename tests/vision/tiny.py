@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from PIL import Image as Pillow
 
-from covey.config.schema import ModelConfig
 from covey.images import image_of_bytes
 from covey.models.families import vision_family
 from covey.models.vision import VisionProcessor
@@ -26,6 +25,7 @@ MARKS = {
         *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
     ),
 }
+TWIN = "<twin>"  # a token with the embedding of the image token
 TEMPLATE = (
     "{{% for m in messages %}}<|im_start|>{{{{ m['role'] }}}}\n"
     "{{% if m['content'] is string %}}{{{{ m['content'] }}}}{{% else %}}"
@@ -38,7 +38,7 @@ TEMPLATE = (
 def tokenizer_of(family: str) -> Any:
     tokenizer = byte_tokenizer()
     marks = MARKS[family in GRIDS]
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", *marks]})
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", *marks, TWIN]})
     image = "<|vision_start|><|image_pad|><|vision_end|>" if family in GRIDS else "<image>"
     tokenizer.chat_template = TEMPLATE.format(image=image)
     return tokenizer
@@ -130,6 +130,9 @@ def tiny_vlm(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
     config = config_of(family, tokenizer)
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").to(dtype).eval()
+    with torch.no_grad():
+        weight = model.get_input_embeddings().weight
+        weight[tokenizer.convert_tokens_to_ids(TWIN)] = weight[config.image_token_id]
     found = vision_family(config)
     assert found is not None
     return model, VisionProcessor(found, image_processor_of(family), tokenizer, config)
@@ -163,7 +166,3 @@ def asking(*parts: str | Image) -> list[dict[str, Any]]:
         for part in parts
     ]
     return [{"role": "user", "content": content}]
-
-
-def small_config(**changes: Any) -> ModelConfig:
-    return ModelConfig(**changes)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.app.build import Note, open_telemetry
-from covey.app.checks import check_sizes
+from covey.app.checks import check_sizes, check_vision
 from covey.app.models import make_learner
 from covey.app.prepare import MissingResources, open_model, total_steps
 from covey.app.resume import open_run, with_model_folder
@@ -94,6 +94,7 @@ def prepare_sft(composed: Composed, *, folder: Path | None = None, tolerate_abse
     found = loaded or DemonstrationSet((), (), "(files not here)")
     source = missing.collect(lambda: open_model(config))
     warnings += [*found.warnings, *check_sizes(config, found.train, found.validation, "demonstrations")]
+    check_vision(config, source, [(one.place, one.messages) for one in (*found.train, *found.validation)])
     train: tuple[Episode, ...] = ()
     validation: tuple[Episode, ...] = ()
     if source is not None:

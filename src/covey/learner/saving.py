@@ -31,7 +31,7 @@ from covey.config.schema import ModelConfig
 from covey.errors import Absent, InputError, RunFailed
 from covey.learner.parallel import Block, Ranks, Span
 from covey.models.adapters import adapter_base, require_peft
-from covey.models.families import auto_model
+from covey.models.families import auto_model, vision_family
 from covey.models.folder import MAIN, RemoteCodeNeeded, check_file, explain_errors, load_weights, read_config
 from covey.models.hub import ADAPTER, check_adapter, no_pickles
 from covey.models.loading import Located, locate, open_source
@@ -274,13 +274,17 @@ def _copy_adapter(folder: Path, work: Path, dtype: str | None) -> None:
 
 
 def _copy_tokenizer(folder: Path, work: Path) -> None:
-    """The tokenizer in the folder, or else that of the adapter's base model."""
-    from transformers import AutoTokenizer
+    """The tokenizer in the folder, or else that of the adapter's base model; with the image processor, if it has one."""
+    from transformers import AutoImageProcessor, AutoTokenizer
 
     here = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     place = Located(str(folder)) if here else locate(str(folder))
     tokenizer = AutoTokenizer.from_pretrained(place.path, trust_remote_code=False, revision=place.revision or MAIN)
     tokenizer.save_pretrained(work)
+    if vision_family(read_config(place.path, place.path, revision=place.revision)) is not None:
+        AutoImageProcessor.from_pretrained(place.path, backend="pil", revision=place.revision or MAIN).save_pretrained(
+            work
+        )
 
 
 def check_export(folder: Path, out: Path, *, dtype: str | None, adapter: bool) -> None:
