@@ -95,6 +95,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self, "model.")
+        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
+            raise InputError(f"model.min_pixels={self.min_pixels} is over model.max_pixels={self.max_pixels}")
         _one_of("model.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
 
 

@@ -274,17 +274,17 @@ def _copy_adapter(folder: Path, work: Path, dtype: str | None) -> None:
 
 
 def _copy_tokenizer(folder: Path, work: Path) -> None:
-    """The tokenizer in the folder, or else that of the adapter's base model; with the image processor, if it has one."""
+    """The tokenizer in the folder, or else that of the adapter's base model; and the image processor, if it has one."""
     from transformers import AutoImageProcessor, AutoTokenizer
 
     here = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     place = Located(str(folder)) if here else locate(str(folder))
     tokenizer = AutoTokenizer.from_pretrained(place.path, trust_remote_code=False, revision=place.revision or MAIN)
     tokenizer.save_pretrained(work)
-    if vision_family(read_config(place.path, place.path, revision=place.revision)) is not None:
-        AutoImageProcessor.from_pretrained(place.path, backend="pil", revision=place.revision or MAIN).save_pretrained(
-            work
-        )
+    base = locate(str(folder))
+    if vision_family(read_config(base.path, base.path, revision=base.revision)) is not None:
+        processor = AutoImageProcessor.from_pretrained(base.path, backend="pil", revision=base.revision or MAIN)
+        processor.save_pretrained(work)
 
 
 def check_export(folder: Path, out: Path, *, dtype: str | None, adapter: bool) -> None:
