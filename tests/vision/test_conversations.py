@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import covey
 from covey.agents.environment import EnvironmentAgent, EnvironmentFailed
 from covey.agents.formats.detect import make_format
 from covey.agents.tools.session import render_result
+from covey.agents.tools.toolset import ToolSet, resolve_tools
 from covey.agents.turns import ToolAgent, Toolbox
 from covey.errors import InputError
 from covey.images import images_of, picture
@@ -142,9 +144,9 @@ def crop(x: int) -> Any:
 
 
 def test_a_tool_returns_a_picture() -> None:
-    from covey.agents.tools.toolset import resolve_tools
-
-    agent = ToolAgent(Toolbox(resolve_tools([crop], {}, inline=True)), make_format("hermes"), max_turns=3)
+    (tool,) = resolve_tools([crop]).tools
+    inline = ToolSet((replace(tool, inline=True),))
+    agent = ToolAgent(Toolbox(inline), make_format("hermes"), max_turns=3)
     call = '<tool_call>\n{"name": "crop", "arguments": {"x": 4}}\n</tool_call>'
     episode, _, _ = play(agent, [call, "a cat"])
     shown, text = episode.messages[-2]["content"]
