@@ -3,9 +3,9 @@
     click_in_box    1 if the point is in the box (ScreenSpot, Cheng et al. 2024, https://arxiv.org/abs/2401.10935)
     box_iou         area of the intersection over area of the union of the two boxes
 
-The box of the data is the column `bbox`, or else `answer`: [left, top, right, bottom]. Replies are read as models write:
-(x, y), [x1, y1, x2, y2], (x1,y1),(x2,y2) as Qwen2-VL does, {"x": …, "y": …}, or bare numbers; the last one counts. Both
-must be in the same coordinates; nothing is scaled.
+The box of the data is the column `bbox`, or else `answer`: [left, top, right, bottom]. A reply is read as models write
+it: (x, y), [x1, y1, x2, y2], (x1,y1),(x2,y2) as Qwen2-VL does, {"x": …, "y": …}, or bare numbers; the last one counts.
+Both must be in the same coordinates; nothing is scaled.
 """
 
 from __future__ import annotations
@@ -30,25 +30,6 @@ BRACKETS = (
 PLACE = re.compile("|".join(BRACKETS))
 BARE = re.compile(rf"\s*{NUMBER}(?:[\s,]+{NUMBER}){{1,3}}\s*")
 Box = tuple[float, float, float, float]
-
-
-@inline
-@reward(check=box_of)
-def click_in_box(final_answer: str, task: Task) -> float:
-    """1 if the point of the reply is in the data's box. Of a box, its centre counts."""
-    left, top, right, bottom = box_of(task)
-    numbers = place_in(final_answer)
-    if len(numbers) == 4:
-        numbers = [(numbers[0] + numbers[2]) / 2, (numbers[1] + numbers[3]) / 2]
-    return float(len(numbers) == 2 and left <= numbers[0] <= right and top <= numbers[1] <= bottom)
-
-
-@inline
-@reward(check=box_of)
-def box_iou(final_answer: str, task: Task) -> float:
-    """Intersection over union of the reply's box and the data's; 0 without a box."""
-    gold, numbers = box_of(task), place_in(final_answer)
-    return 0.0 if len(numbers) != 4 else iou((numbers[0], numbers[1], numbers[2], numbers[3]), gold)
 
 
 def iou(one: Box, other: Box) -> float:
@@ -86,3 +67,22 @@ def box_of(task: Task) -> Box:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@inline
+@reward(check=box_of)
+def click_in_box(final_answer: str, task: Task) -> float:
+    """1 if the point of the reply is in the data's box. Of a box, its centre counts."""
+    left, top, right, bottom = box_of(task)
+    numbers = place_in(final_answer)
+    if len(numbers) == 4:
+        numbers = [(numbers[0] + numbers[2]) / 2, (numbers[1] + numbers[3]) / 2]
+    return float(len(numbers) == 2 and left <= numbers[0] <= right and top <= numbers[1] <= bottom)
+
+
+@inline
+@reward(check=box_of)
+def box_iou(final_answer: str, task: Task) -> float:
+    """Intersection over union of the reply's box and the data's; 0 without a box."""
+    gold, numbers = box_of(task), place_in(final_answer)
+    return 0.0 if len(numbers) != 4 else iou((numbers[0], numbers[1], numbers[2], numbers[3]), gold)
