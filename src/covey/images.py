@@ -248,9 +248,14 @@ def keep_last(messages: Messages, count: int) -> Messages:
 
 def plain_text(content: Any) -> str:
     """The content of a message as one text, with `[image]` for an image."""
-    if not isinstance(content, list | tuple):
+    return text_of(content, image="[image] ")
+
+
+def text_of(content: Any, image: str = "") -> str:
+    """The texts in the content of a message, with another in place of images."""
+    if not has_images(content):
         return str(content)
-    return "".join("[image] " if is_image(part) else _text(part, "") for part in content)
+    return "".join(image if is_image(part) else _text(part, "") for part in content)
 
 
 # -- Reading pictures --------------------------------------------------------------------------------------------------

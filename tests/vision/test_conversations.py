@@ -13,11 +13,12 @@ import pytest
 import covey
 from covey.agents.environment import EnvironmentAgent, EnvironmentFailed
 from covey.agents.formats.detect import make_format
+from covey.agents.render_demonstrations import render_messages
 from covey.agents.tools.session import render_result
 from covey.agents.tools.toolset import ToolSet, resolve_tools
 from covey.agents.turns import ToolAgent, Toolbox
 from covey.errors import InputError
-from covey.images import images_of, picture
+from covey.images import images_of, picture, plain_text
 from covey.rollout.policy import EpisodePolicy
 from covey.rollout.rendering import Renderer
 from covey.training.samples import episode_rows
@@ -162,6 +163,23 @@ def test_a_tool_may_return_a_part_or_a_picture() -> None:
         output = render_result("look", value, 100)
         assert output.images == (an_image(seed=3),) and output.text == ""
     assert render_result("look", {"image": "a.png"}, 100).images == ()  # a table of the tool's own
+
+
+def test_pictures_in_the_tool_results_of_demonstrations() -> None:
+    call = {"function": {"name": "crop", "arguments": {"x": 1}}}
+    parts = [{"type": "image", "image": an_image(seed=3)}, {"type": "text", "text": "here"}]
+    messages = [
+        *TASK.messages,
+        {"role": "assistant", "content": "", "tool_calls": [call, call]},
+        {"role": "tool", "content": "nothing"},
+        {"role": "tool", "content": parts},
+        {"role": "assistant", "content": "a cat"},
+    ]
+    schema = {"type": "function", "function": {"name": "crop", "parameters": {}}}
+    written, _ = render_messages(messages, [schema], make_format("hermes"))
+    assert images_of(written) == [an_image(seed=0), an_image(seed=3)]
+    shown = plain_text(written[-2]["content"])
+    assert shown.startswith("[image] ") and shown.index("nothing") < shown.index("here")
 
 
 # -- What is refused ---------------------------------------------------------------------------------------------------

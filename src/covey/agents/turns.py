@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from covey.agents.tools.session import ToolResult, ToolSession
+from covey.agents.formats.base import with_pictures
+from covey.agents.tools.session import ToolSession
 from covey.agents.tools.toolset import ToolSet
 from covey.protocols import NoRoom, Policy
 from covey.replies import with_system
@@ -125,18 +126,5 @@ class ToolAgent:
                     if result.ended:
                         return StopReason.ANSWER, result.answer
                 observed = self.format.observe([(result.call, result.text) for result in results])
-                messages += _with_pictures(observed, results)
+                messages += with_pictures(observed, [result.images for result in results])
         return StopReason.TURNS, None
-
-
-def _with_pictures(observed: list[dict[str, Any]], results: Sequence[ToolResult]) -> list[dict[str, Any]]:
-    """The results' messages with the pictures that tools returned, before their texts."""
-    if not any(result.images for result in results):
-        return observed
-    own = len(observed) == len(results)  # one message for each; otherwise one message has all results
-    parts = [[{"type": "image", "image": image} for image in result.images] for result in results]
-    shown = parts if own else [[part for each in parts for part in each]]
-    return [
-        {**message, "content": [*images, {"type": "text", "text": message["content"]}]} if images else message
-        for message, images in zip(observed, shown, strict=True)
-    ]
