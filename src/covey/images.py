@@ -27,6 +27,7 @@ from covey.imports import install_extra
 from covey.types import Image, ImageFile, Messages
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # others could start programs (EPS) or are rare
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
 MAX_BYTES = 64 * 2**20  # of a file
 MAX_DECODED = 80_000_000  # pixels of a picture; a small file may claim any size
 MARKER = "<image>"  # where an image of the column `images` belongs in a text
@@ -53,6 +54,12 @@ def is_image(part: Any) -> bool:
         return False
     kind = part.get("type")
     return kind in ("image", "image_url") or (kind is None and part.get("image") is not None)
+
+
+def is_picture(value: Any) -> bool:
+    """Whether a value of a tool is an image: a part of a message, or an image of PIL."""
+    part = isinstance(value, Mapping) and value.get("type") in ("image", "image_url")
+    return part or (hasattr(value, "save") and hasattr(value, "convert"))
 
 
 def with_images(messages: Messages, place: str = "", folder: Path | None = None) -> tuple[Mapping[str, Any], ...]:
@@ -110,7 +117,7 @@ def image_of(value: Any, place: str = "", folder: Path | None = None) -> Image |
         return ImageFile(str(_located(value, folder)), place)
     if isinstance(value, str):
         return _image_of_text(value, place, folder)
-    if hasattr(value, "save") and hasattr(value, "convert"):  # of PIL, which is not imported for the question
+    if is_picture(value):
         encoded = io.BytesIO()
         value.save(encoded, format="PNG")
         return image_of_bytes(encoded.getvalue(), place)
@@ -219,7 +226,7 @@ def images_of(messages: Messages) -> list[Image | ImageFile]:
     """The images of messages as `with_images` returns them, in order."""
     contents = (message.get("content") for message in messages)
     parts = (part for content in contents if isinstance(content, list) for part in content)
-    return [part["image"] for part in parts if part["type"] == "image"]
+    return [part["image"] for part in parts if is_image(part)]
 
 
 def keep_last(messages: Messages, count: int) -> Messages:
@@ -241,9 +248,14 @@ def keep_last(messages: Messages, count: int) -> Messages:
 
 def plain_text(content: Any) -> str:
     """The content of a message as one text, with `[image]` for an image."""
-    if not isinstance(content, list | tuple):
+    return text_of(content, image="[image] ")
+
+
+def text_of(content: Any, image: str = "") -> str:
+    """The texts in the content of a message, with another in place of images."""
+    if not has_images(content):
         return str(content)
-    return "".join("[image] " if is_image(part) else _text(part, "") for part in content)
+    return "".join(image if is_image(part) else _text(part, "") for part in content)
 
 
 # -- Reading pictures --------------------------------------------------------------------------------------------------
@@ -262,6 +274,12 @@ def load(image: Image | ImageFile) -> Image:
     if size > MAX_BYTES:
         raise ImageMistake(f"{place}: {size:,} bytes; images of at most {MAX_BYTES:,} are read")
     return image_of_bytes(data, place)
+
+
+def suffix_of(data: bytes) -> str:
+    """The usual suffix of a file with these contents."""
+    heads = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"RIFF": ".webp", b"GIF8": ".gif", b"BM": ".bmp"}
+    return next((suffix for head, suffix in heads.items() if data.startswith(head)), "")
 
 
 def _check_whole(data: bytes, place: str) -> None:
@@ -306,7 +324,8 @@ def _too_large(image: Image, what: str) -> ImageMistake:
 def _unreadable(image: Image, error: Exception) -> ImageMistake:
     first = next(iter(str(error).splitlines()), type(error).__name__)
     return ImageMistake(
-        f"{_at(image.place)}not a readable image ({first:.120})\n  formats: {', '.join(FORMATS)}; write or copy it again"
+        f"{_at(image.place)}not a readable image ({first:.120})\n"
+        f"  formats: {', '.join(FORMATS)}; write or copy it again"
     )
 
 

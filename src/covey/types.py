@@ -117,6 +117,14 @@ class ImageSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids, and the images among them."""
+
+    ids: tuple[int, ...]
+    images: tuple[ImageSpan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     """One question. `columns` holds the other columns of its data row, which rewards may read."""
 

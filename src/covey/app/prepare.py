@@ -15,6 +15,7 @@ from covey.app.checks import (
     check_prompts,
     check_reference,
     check_sizes,
+    check_vision,
     digest_objects,
     digest_rewards,
     digest_tasks,
@@ -162,6 +163,7 @@ def prepare(
         if training:
             check_reference(source, algorithm)
         use_template(source.tokenizer, config.agent.template)
+    check_vision(config, source, [(task.where, task.messages) for task in (*task_set.train, *task_set.validation)])
     player = find_agent(config, toolbox, source, environment, agent)
     task_reward = getattr(player, "reward", None) or task_set.reward  # environments have a reward of their own
     rewards = find_rewards(config, reward, task_reward, sandbox)

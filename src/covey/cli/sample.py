@@ -18,6 +18,7 @@ from covey.app.prepare import training_sampling
 from covey.cli.parse import parse
 from covey.config.schema import Config, EvalConfig
 from covey.errors import Absent, InputError
+from covey.images import plain_text
 from covey.ranges import range_error, ranges_of
 from covey.tasks import ask_like_tasks, plain_question
 from covey.types import Episode, Group, Sample, Task, ToolUse
@@ -122,9 +123,9 @@ def _task_of_question(question: str, args: CommandLine, config: Config) -> Task:
 
 def _print_group(group: Group, console: Console, decode: Decode) -> None:
     """Answers of one turn as text; episodes of several turns token by token."""
-    asked = next((m["content"] for m in reversed(group.task.messages) if m["role"] == "user"), group.task.id)
+    question = next((m["content"] for m in reversed(group.task.messages) if m["role"] == "user"), group.task.id)
     gold = "" if group.task.answer is None else f"   (answer: {group.task.answer})"
-    print(f"\n{asked}{gold}")
+    print(f"\n{plain_text(question)}{gold}")
     for episode in group.episodes:
         if episode.failure is not None:
             print(f"  failed: {episode.failure.cause}: {episode.failure.message}")

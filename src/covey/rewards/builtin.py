@@ -46,6 +46,8 @@ REWARDS = LazyTable(
         "code_reward": "covey.rewards.code:code_reward",
         "ifeval": "covey.rewards.ifeval:ifeval",
         "ifeval_composite": "covey.rewards.ifeval:ifeval_composite",
+        "click_in_box": "covey.rewards.grounding:click_in_box",
+        "box_iou": "covey.rewards.grounding:box_iou",
         "length": "covey.rewards.text:length",
         "repetition": "covey.rewards.text:repetition",
         "tool_call": "covey.rewards.tool_call:tool_call",

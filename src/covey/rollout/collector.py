@@ -19,7 +19,7 @@ from covey.protocols import Agent, Reward, RolloutEngine
 from covey.redact import hide
 from covey.rollout.policy import EpisodePolicy
 from covey.rollout.rendering import Renderer
-from covey.types import Collected, Episode, Failure, Group, RewardTable, Sampling, StopReason, Task
+from covey.types import Collected, Episode, Failure, Group, Prompt, RewardTable, Sampling, StopReason, Task
 
 TaskBatch = Callable[[int], Sequence[Task]]
 FreshTasks = Callable[[int, int, int, Collection[str]], Sequence[Task]]  # step, round, count, ids tried already
@@ -36,6 +36,7 @@ class Collector:
     seed: int
     max_seconds: float
     max_response_tokens: int | None = None
+    keep_images: int | None = None
 
     async def groups(
         self,
@@ -49,7 +50,7 @@ class Collector:
         """Attempt every task `attempts` times and score the episodes, in task order. `greedy_baseline`: one more,
         greedy attempt."""
         groupwise = self.reward.groupwise
-        first_prompts: dict[str, tuple[int, ...]] = {}
+        first_prompts: dict[str, Prompt] = {}
         jobs = [
             self._attempt(task, sampling, (self.seed, *stream, task.id, attempt), first_prompts, score=not groupwise)
             for task in tasks
@@ -78,7 +79,7 @@ class Collector:
         task: Task,
         sampling: Sampling,
         stream: tuple[object, ...],
-        first_prompts: dict[str, tuple[int, ...]],
+        first_prompts: dict[str, Prompt],
         *,
         score: bool,
     ) -> Episode:
@@ -92,6 +93,7 @@ class Collector:
             deadline=deadline,
             first_prompts=first_prompts,
             max_response_tokens=self.max_response_tokens,
+            keep_images=self.keep_images,
         )
         started, cause = time.monotonic(), "agent"
         try:
