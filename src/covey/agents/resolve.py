@@ -132,8 +132,11 @@ def tool_names(config: AgentConfig) -> list[str]:
     return config.tools or ([CODE_TOOL] if config.name == "code" else [])
 
 
-def make_agent(config: AgentConfig, tools: Toolbox, tokenizer: Any = None, model_type: str = "") -> Agent:
-    """The agent of the settings. The chat template of `tokenizer` shows tools and calls; None without a model."""
+def make_agent(
+    config: AgentConfig, tools: Toolbox, tokenizer: Any = None, model_type: str = "", vision: Any = None
+) -> Agent:
+    """The agent of the settings. The chat template of `tokenizer` shows tools and calls; None without a model. `vision`
+    is the image processor of a vision-language model."""
     schemas, name = tools.schemas(), config.name
     if name == "flow":
         from covey.agents.flow import FlowAgent
@@ -150,7 +153,7 @@ def make_agent(config: AgentConfig, tools: Toolbox, tokenizer: Any = None, model
     if name == "gui":
         from covey.agents.gui.agent import make_gui
 
-        return make_gui(config)
+        return make_gui(config, vision)
     names = tools.tools.names
     if name == "code":
         from covey.agents.formats.code import TOOLS, CodeFormat

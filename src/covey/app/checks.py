@@ -286,7 +286,7 @@ def check_vision(config: Config, source: ModelSource | None, messages: Sequence[
     if refused := [name for name, used in unsupported.items() if used]:
         raise InputError(
             f"{refused[0]} does not work with images yet, and {source.name} is a vision-language model\n"
-            "  supported: the embedded engine in one process, mode=sync, agents chat, hf, react, code and your own"
+            "  supported: the embedded engine in one process, mode=sync, agents chat, hf, react, code, gui and your own"
         )
 
 

@@ -77,7 +77,8 @@ def check_browser(config: Config, tasks: TaskSet) -> None:
     if config.agent.name == "gui":
         from covey.agents.gui.agent import page_task, require_browser
 
-        if any([page_task(task) is not None for task in (*tasks.train, *tasks.validation)]):  # all are checked
+        pages = [page_task(task) for task in (*tasks.train, *tasks.validation)]
+        if any(page is not None for page in pages):
             require_browser(config.agent.chromium)
 
 
@@ -184,7 +185,11 @@ def find_agent(
     toolbox = toolbox or Toolbox(ToolSet(()))  # the tools are not on this machine
     if source is None:
         return make_agent(config.agent, toolbox)
-    return make_agent(config.agent, toolbox, source.tokenizer, source.config.model_type)
+    if config.agent.name == "gui" and source.vision is None:
+        raise InputError(
+            f"agent=gui looks at screenshots, but {source.name} reads text only\n  use a vision-language model"
+        )
+    return make_agent(config.agent, toolbox, source.tokenizer, source.config.model_type, source.vision)
 
 
 def find_rewards(config: Config, custom: Any, task_reward: str | None, sandbox: SandboxFactory) -> RewardSet:

@@ -108,6 +108,15 @@ class VisionProcessor:
             raise ImageMistake(f"{image.place or 'an image'}: {error}\n  fix: cut the picture") from error
         return resized[0] // factor, resized[1] // factor
 
+    def shown_size(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height of a picture as the model sees it, for coordinates in pixels. A model of tiles has no such
+        size: that of the picture."""
+        if not self.family.grid:
+            return width, height
+        rows, columns = self._grid(Image("", b""), height, width)
+        factor = self.image_processor.patch_size * self.image_processor.merge_size
+        return columns * factor, rows * factor
+
     def _tiles(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of tiles that the image processor cuts; (0, 0) if it shows the whole image only."""
         from transformers.models.idefics3.image_processing_pil_idefics3 import get_resize_output_image_size

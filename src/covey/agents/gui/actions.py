@@ -97,26 +97,15 @@ class Screen:
         for given, point in zip((action.at, action.to), points, strict=True):
             if given is not None and point is None:
                 width, height = self.shown
-                return Mistake("bad_arguments", f"({given[0]:g}, {given[1]:g}) is outside the screen of {width}x{height}")
+                return Mistake(
+                    "bad_arguments", f"({given[0]:g}, {given[1]:g}) is outside the screen of {width}x{height}"
+                )
         return replace(action, at=points[0], to=points[1])
 
     def _point(self, point: Point | None) -> Point | None:
         if point is None or not (0 <= point[0] < self.shown[0] and 0 <= point[1] < self.shown[1]):
             return None
         return point[0] * self.page[0] / self.shown[0], point[1] * self.page[1] / self.shown[1]
-
-
-def smart_resize(width: int, height: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """The size to which Qwen2-VL's and Qwen2.5-VL's image processor resizes an image: multiples of `factor`, with an
-    area from `min_pixels` to `max_pixels`, and nearly the same aspect ratio."""
-    new_width, new_height = (max(factor, round(side / factor) * factor) for side in (width, height))
-    if new_width * new_height > max_pixels:
-        shrink = math.sqrt(width * height / max_pixels)
-        new_width, new_height = (max(factor, int(side / shrink / factor) * factor) for side in (width, height))
-    elif new_width * new_height < min_pixels:
-        grow = math.sqrt(min_pixels / (width * height))
-        new_width, new_height = (math.ceil(side * grow / factor) * factor for side in (width, height))
-    return new_width, new_height
 
 
 # -- Keys --------------------------------------------------------------------------------------------------------------
@@ -329,8 +318,11 @@ CALLS = {  # names of AgentFly and UI-TARS → ours
 DIRECTIONS = {"up": (0.0, -1.0), "down": (0.0, 1.0), "left": (-1.0, 0.0), "right": (1.0, 0.0)}
 ACTION_LINE = re.compile(r"^[ \t]*\**Action\**[ \t]*:\**[ \t]*", re.IGNORECASE | re.MULTILINE)
 QUOTED = re.compile(r"\A(type|finished|finish)\s*\(\s*(?:content|text)\s*=\s*(['\"])(.*)\2\s*\)\s*\Z", re.DOTALL)
-HOW = "Write two lines:\nThought: what you see and what to do\nAction: one action, for example click(start_box='(10,20)')"
-INSTRUCTIONS = """You use a web page with mouse and keyboard. After every action you see a screenshot of {width}x{height} pixels.
+HOW = (
+    "Write two lines:\nThought: what you see and what to do\nAction: one action, for example click(start_box='(10,20)')"
+)
+INSTRUCTIONS = """You use a web page with mouse and keyboard. After every action you see a screenshot.
+Its size is {width}x{height} pixels.
 
 Always write two lines:
 Thought: what you see and what to do next

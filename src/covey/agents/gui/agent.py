@@ -1,7 +1,7 @@
-"""The episode of agent=gui: a screenshot in, one action out, until the model finishes the task or its turns are used up.
+"""The episode of agent=gui: a screenshot in, one action out, until the model finishes the task or has no turns left.
 
-A task has a page (`url` or `html`) and a condition (`success`) that is evaluated on the page's final state: a JavaScript
-expression, or `file.py:function`, which runs in a worker process. It is the built-in reward `given`.
+A task has a page (`url` or `html`) and a condition (`success`) that is evaluated on the page's final state: JavaScript,
+or `file.py:function`, which runs in a worker process. Its value is the built-in reward `given`.
 
 A task without a page is one of a data set of screenshots: its reply is one action, which a reward such as `gui_reward`
 compares with the right one. It needs no browser.
@@ -47,9 +47,9 @@ async def start_browser(executable: str, folder: str) -> Any:
     return await browser.start_browser(executable, folder)
 
 
-async def run_success(name: str, state: Mapping[str, Any]) -> Any:
+async def run_success(name: str, final: Mapping[str, Any]) -> Any:
     """In a worker: call the function of a task's `success` with the final state."""
-    value = load_function("success", name)(dict(state))
+    value = load_function("success", name)(dict(final))
     return await value if inspect.isawaitable(value) else value
 
 
@@ -152,9 +152,7 @@ class GuiAgent:
             return Screen(page.viewport, self.resize(*page.viewport))
         images = images_of(task.messages)
         if not images:
-            raise InputError(
-                f"{task.where}: agent=gui needs a page (`url` or `html`), or an image in the messages\n  see docs/gui.md"
-            )
+            raise InputError(f"{task.where}: agent=gui needs a page (`url` or `html`), or an image\n  see docs/gui.md")
         size = picture_size(load(images[-1]))
         return Screen(size, self.resize(*size))
 
@@ -174,8 +172,8 @@ CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 AGENTFLY_TOOL = "pyautogui_code_generator"  # of AgentFly's gui agent; it stands for the actions of thought_action
 
 
-def make_gui(config: AgentConfig) -> GuiAgent:
-    """The agent of the settings."""
+def make_gui(config: AgentConfig, vision: Any) -> GuiAgent:
+    """The agent of the settings. `vision`: the model's VisionProcessor; None without a model."""
     if others := [name for name in config.tools if name != AGENTFLY_TOOL]:
         raise InputError(f"agent=gui acts with mouse and keyboard and has no tools\n  leave out agent.tools={others}")
     auto = "thought_action" if config.tools else "computer_use"
@@ -186,6 +184,7 @@ def make_gui(config: AgentConfig) -> GuiAgent:
         config.tool_seconds,
         config.browsers,
         config.pages_per_browser,
+        **({} if vision is None else {"resize": vision.shown_size}),
     )
 
 

@@ -111,7 +111,9 @@ class Proxy:
         body = await _read_body(lines, reader)
         parts = urlsplit(target)
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        kept = [line for line in lines if line and not line.lower().startswith(("proxy-", "connection:", "keep-alive:"))]
+        kept = [
+            line for line in lines if line and not line.lower().startswith(("proxy-", "connection:", "keep-alive:"))
+        ]
         head = "\r\n".join([f"{method} {path} HTTP/1.1", *kept, "Connection: close", "", ""])
         server_reader, server_writer = await self._connect(address)
         try:

@@ -1,0 +1,218 @@
+"""A page reaches the addresses of its task and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from covey.agents.gui.network import PAGE_URL, Proxy, address_of
+from tests.agents.gui.browsing import Listener, call, needs_browser, page, play
+
+DONE = call("terminate", status="success")
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    one = Listener()
+    yield one
+    one.close()
+
+
+class Site(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.server.seen.append(f"GET {self.path}")  # type: ignore[attr-defined]
+        if self.path.startswith("/go?"):
+            self.send_response(302)
+            self.send_header("Location", self.path[4:])
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        pages = {"/": self.server.page, "/b": "<title>second</title>", "/data": "17"}  # type: ignore[attr-defined]
+        self.reply(200 if self.path in pages else 404, pages.get(self.path, ""))
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        self.server.seen.append(f"POST {self.path} {body}")  # type: ignore[attr-defined]
+        self.reply(200, f"<title>{body}</title>")
+
+    def reply(self, status: int, text: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def site() -> Iterator[Any]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Site)
+    server.seen, server.page = [], ""  # type: ignore[attr-defined]
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+# -- The proxy alone ---------------------------------------------------------------------------------------------------
+
+
+def ask(proxy: Proxy, *requests: bytes) -> list[bytes]:
+    async def run() -> list[bytes]:
+        host, port = (await proxy.start()).removeprefix("http://").split(":")
+        answers = []
+        for request in requests:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(request)
+            answers.append(await reader.read())
+            writer.close()
+        proxy.close()
+        return answers
+
+    return asyncio.run(run())
+
+
+def get(url: str, method: str = "GET") -> bytes:
+    return f"{method} {url} HTTP/1.1\r\nHost: x\r\nProxy-Connection: keep-alive\r\n\r\n".encode()
+
+
+def status(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1])
+
+
+def test_addresses() -> None:
+    assert address_of("https://A.example/x") == ("a.example", 443) and address_of("ws://h:81") == ("h", 81)
+    for other in ("file:///etc/passwd", "about:blank", "chrome://version", "http://", "http://a:no", "x", "data:,x"):
+        assert address_of(other) is None
+
+
+def test_the_page_of_a_task_is_served_and_everything_else_is_refused(listener: Listener) -> None:
+    proxy = Proxy("<h1>Hi</h1>", frozenset())
+    here = f"127.0.0.1:{listener.port}"
+    answers = ask(
+        proxy,
+        get(PAGE_URL),
+        get(f"{PAGE_URL}?q=1"),
+        get(f"{PAGE_URL}image.png"),
+        get(f"http://{here}/"),
+        get(here, "CONNECT"),
+        get(f"http://localhost:{listener.port}/"),
+        get("http://169.254.169.254/latest/meta-data"),
+        b"nonsense\r\n\r\n",
+    )
+    assert [status(answer) for answer in answers[:-1]] == [200, 200, 404, 403, 403, 403, 403] and answers[-1] == b""
+    assert answers[0].endswith(b"<h1>Hi</h1>") and listener.received == []
+    assert proxy.refused == {here: 2, f"localhost:{listener.port}": 1, "169.254.169.254:80": 1}
+
+
+def test_an_allowed_address_is_reached_on_its_own_port_only(site: Any, listener: Listener) -> None:
+    site.page = "the page"
+    port = site.server_address[1]
+    proxy = Proxy(None, frozenset({("127.0.0.1", port)}))
+    body = f"POST http://127.0.0.1:{port}/b HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\na=1".encode()
+    smuggled = get(f"http://127.0.0.1:{port}/") + get(f"http://127.0.0.1:{listener.port}/")
+    answers = ask(proxy, get(f"http://127.0.0.1:{port}/"), body, get(f"http://127.0.0.1:{listener.port}/"), smuggled)
+    assert [status(answer) for answer in answers] == [200, 200, 403, 200]
+    assert site.seen == ["GET /", "POST /b a=1", "GET /"] and listener.received == []
+
+
+# -- In a browser ------------------------------------------------------------------------------------------------------
+
+CALLS = {
+    "fetch": "fetch('http://HERE/').catch(() => {})",
+    "fetch without cors": "fetch('http://HERE/', {mode: 'no-cors', method: 'POST', body: 'x'}).catch(() => {})",
+    "fetch of a name": "fetch('http://localhost:PORT/').catch(() => {})",
+    "https": "fetch('https://HERE/').catch(() => {})",
+    "xhr": "{ const x = new XMLHttpRequest(); x.open('GET', 'http://HERE/'); x.onerror = () => {}; x.send() }",
+    "image": "{ new Image().src = 'http://HERE/x.png' }",
+    "websocket": "new WebSocket('ws://HERE/')",
+    "event source": "new EventSource('http://HERE/')",
+    "beacon": "navigator.sendBeacon('http://HERE/', 'x')",
+    "form": "{ const f = document.createElement('form'); f.method = 'post'; f.action = 'http://HERE/';"
+    " document.body.append(f); f.submit() }",
+    "location": "location = 'http://HERE/'",
+    "meta refresh": "document.head.innerHTML += '<meta http-equiv=refresh content=\"0;url=http://HERE/\">'",
+    "window": "window.open('http://HERE/')",
+    "frame": "document.body.innerHTML += '<iframe src=\"http://HERE/\"></iframe>'",
+    "preconnect": "document.head.innerHTML += '<link rel=preconnect href=\"http://HERE/\"><link rel=dns-prefetch"
+    " href=\"http://HERE/\"><link rel=prefetch href=\"http://HERE/\">'",
+    "speculation": "{ const s = document.createElement('script'); s.type = 'speculationrules'; s.textContent ="
+    " JSON.stringify({prerender: [{urls: ['http://HERE/']}]}); document.head.append(s) }",
+    "worker": "new Worker(URL.createObjectURL(new Blob([\"fetch('http://HERE/').catch(() => {})\"])))",
+    "service worker": "navigator.serviceWorker && navigator.serviceWorker.register('http://HERE/sw.js').catch(() => {})",
+    "webrtc": "{ const c = new RTCPeerConnection({iceServers: [{urls: 'stun:HERE'}, {urls: 'turn:HERE?transport=tcp',"
+    " username: 'a', credential: 'b'}]}); c.createDataChannel('x'); c.createOffer().then(o => c.setLocalDescription(o)) }",
+    "webtransport": "window.WebTransport && new WebTransport('https://HERE/').ready.catch(() => {})",
+    "download": "{ const a = document.createElement('a'); a.href = 'http://HERE/x'; a.download = 'x';"
+    " document.body.append(a); a.click() }",
+    "ping": "{ const a = document.createElement('a'); a.href = '#'; a.ping = 'http://HERE/'; document.body.append(a);"
+    " a.click() }",
+    "style": "document.head.innerHTML += '<style>@import \"http://HERE/x.css\"; body { background: url(http://HERE/y) }'",
+    "file": "{ location = 'file:///etc/passwd' }",
+}
+
+
+@needs_browser
+def test_a_page_that_calls_out_in_every_way_reaches_nothing(listener: Listener) -> None:
+    """One page that tries all that do not leave it, and one page for each that does."""
+    leaving = ("form", "location", "meta refresh", "file", "window")
+    here = f"127.0.0.1:{listener.port}"
+
+    def script(*names: str) -> str:
+        code = "".join(f"try {{ {CALLS[name]} }} catch (e) {{}};" for name in names)
+        return code.replace("HERE", here).replace("PORT", str(listener.port))
+
+    pages = [script(*(name for name in CALLS if name not in leaving)), *(script(name) for name in leaving)]
+    for code in pages:
+        body = f"<body><script>setTimeout(() => {{ window.ran = true; {code} }})</script>"
+        episode, _ = play(page(body, "true"), [call("wait", time=1.0), DONE])
+        assert episode.given == {"reward": 1.0}
+    assert listener.received == []
+
+
+@needs_browser
+def test_the_calls_of_that_page_do_reach_a_server_that_is_allowed(listener: Listener) -> None:
+    """Otherwise the test above would prove nothing."""
+    here = f"127.0.0.1:{listener.port}"
+    for name in ("fetch without cors", "image", "websocket", "frame"):
+        code = CALLS[name].replace("HERE", here)
+        body = f"<body><script>setTimeout(() => {{ {code} }})</script>"
+        play(page(body, "true", allow=[f"http://{here}/"]), [call("wait", time=0.3), DONE], browsers=1)
+    assert len([one for one in listener.received if one.startswith("tcp")]) >= 4
+
+
+@needs_browser
+def test_a_site_is_used_with_its_links_forms_redirects_and_data(site: Any) -> None:
+    site.page = (
+        "<body><script>fetch('/data').then(r => r.text()).then(t => window.data = t)</script>"
+        "<a href='/go?/b' style='position:absolute;left:0;top:0'>a link to the second page</a>"
+        "<form method=post action='/form' style='position:absolute;left:0;top:50px'><button name=x value=1>Send</button>"
+    )
+    url = f"http://127.0.0.1:{site.server_address[1]}/"
+
+    def played(success: str, *script: str) -> Any:
+        task = page("", success, url=url)
+        return play(task, [*script, DONE])[0].given
+
+    assert played("data === '17'", call("wait", time=0.3)) == {"reward": 1.0}
+    assert played("document.title === 'second'", call("left_click", coordinate=[20, 10])) == {"reward": 1.0}
+    assert played("document.title === 'x=1'", call("left_click", coordinate=[20, 62])) == {"reward": 1.0}
+
+
+@needs_browser
+def test_a_redirect_to_another_server_is_refused_and_the_refusal_is_shown(site: Any, listener: Listener) -> None:
+    site.page = f"<a href='/go?http://127.0.0.1:{listener.port}/'>a link out of the site</a>"
+    task = page("", "document.body.textContent.includes('does not belong to this task')")
+    task.columns["url"] = f"http://127.0.0.1:{site.server_address[1]}/"  # type: ignore[index]
+    task.columns.pop("html", None)  # type: ignore[attr-defined]
+    episode, _ = play(task, [call("left_click", coordinate=[20, 15]), DONE])
+    assert episode.given == {"reward": 1.0} and listener.received == []
