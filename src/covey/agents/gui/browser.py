@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +46,8 @@ MAX_NOTES = 8
 LAUNCH_SECONDS = 45.0
 CLOSE_SECONDS = 5.0
 SETTLE_SECONDS = 0.1  # after an action, before the page is looked at
+# In messages of Playwright: the page was replaced or closed while it was looked at.
+NAVIGATING = ("context was destroyed", "active page", "was detached", "has been closed", "is navigating")
 LOAD_SECONDS = 5.0  # to wait for a page that loads
 # Native lists of options open outside the page, where no screenshot shows them: this draws them inside.
 SHOW_OPTIONS = """(() => { const sheet = new CSSStyleSheet();
@@ -184,7 +186,14 @@ class EpisodePage:
 
     async def do_act(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Perform an action and look at the page."""
-        await self.perform(request["action"])
+        from playwright.async_api import Error
+
+        page = self.windows[-1]
+        try:
+            await self.perform(page, request["action"])
+        except Error:
+            if self.crashed or not page.is_closed():  # otherwise the action closed its window
+                raise
         await self.settle()
         return await self.observation()
 
@@ -192,25 +201,22 @@ class EpisodePage:
         """The final state: url, html, values of JavaScript expressions, and the refused requests by address."""
         from playwright.async_api import Error
 
-        page = self.windows[-1]
-        expressions = dict(request["values"])
         values = {}
-        for name, code in expressions.items():
+        for name, code in dict(request["values"]).items():
             try:
-                values[name] = await page.evaluate(code, request["answer"])
+                values[name] = await self.steady(lambda page, code=code: page.evaluate(code, request["answer"]))
             except Error as error:
                 if self.crashed or "Timeout" in type(error).__name__:
                     raise
                 text = error.message.splitlines()[0]
                 raise PageFailed("success", f"{name}: {text}\n  an element may be missing: use ?.") from error
-        html = await page.content() if request["html"] else ""
+        html = await self.steady(lambda page: page.content()) if request["html"] else ""
         refused = self.proxy.refused if self.proxy else {}
-        return {"url": page.url, "html": html[:MAX_HTML], "values": values, "refused": refused}
+        return {"url": self.windows[-1].url, "html": html[:MAX_HTML], "values": values, "refused": refused}
 
     # -- Actions -------------------------------------------------------------------------------------------------------
 
-    async def perform(self, action: Mapping[str, Any]) -> None:
-        page = self.windows[-1]
+    async def perform(self, page: Any, action: Mapping[str, Any]) -> None:
         kind, at, to = action["kind"], action["at"], action["to"]
         if at is not None:
             await page.mouse.move(*at)
@@ -263,6 +269,11 @@ class EpisodePage:
         else:
             self.note("There is no previous page.")
 
+    async def open_one(self) -> None:
+        if not self.windows:
+            self.note("The last window was closed; an empty one is open.")
+            await self.context.new_page()
+
     # -- Observations --------------------------------------------------------------------------------------------------
 
     async def settle(self) -> None:
@@ -270,9 +281,7 @@ class EpisodePage:
         from playwright.async_api import TimeoutError as PlaywrightTimeout
 
         await asyncio.sleep(SETTLE_SECONDS)
-        if not self.windows:
-            self.note("The last window was closed; an empty one is open.")
-            await self.context.new_page()
+        await self.open_one()
         try:
             await self.windows[-1].wait_for_load_state("load", timeout=LOAD_SECONDS * 1000)
         except PlaywrightTimeout:
@@ -280,10 +289,22 @@ class EpisodePage:
 
     async def observation(self) -> dict[str, Any]:
         """A screenshot of the newest window, its URL, and what happened since the last one."""
-        page = self.windows[-1]
-        png = await page.screenshot(type="png", animations="disabled")
+        png = await self.steady(lambda page: page.screenshot(type="png", animations="disabled"))
         notes, self.notes = self.notes, []
-        return {"png": base64.b64encode(png).decode(), "url": page.url, "notes": notes}
+        return {"png": base64.b64encode(png).decode(), "url": self.windows[-1].url, "notes": notes}
+
+    async def steady(self, look: Callable[[Any], Awaitable[Any]]) -> Any:
+        """The value of `look` on the newest window, again if it goes to another page meanwhile."""
+        from playwright.async_api import Error
+
+        while True:
+            await self.open_one()
+            try:
+                return await look(self.windows[-1])
+            except Error as error:
+                if self.crashed or not any(text in error.message for text in NAVIGATING):
+                    raise
+                await self.settle()
 
     def note(self, text: str) -> None:
         if len(self.notes) < MAX_NOTES and text not in self.notes:
