@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -58,7 +60,7 @@ USAGE = """\
 covey sample MODEL_OR_RUN [--question TEXT] [--plain] [-n 4] [--tasks 2] [key=value ...]
 
   Prints answers, with their rewards for tasks; episodes of several turns token by token, with the sampled tokens (which
-  training learns from) in colour.
+  training learns from) in colour. With agent=gui, each episode's screenshots are written as one PNG with the clicks.
   --question TEXT   ask this instead of tasks. For a run, or with data=NAME, it gets the system prompt, worked examples
                     and prompt of the tasks
   --plain           the question alone
@@ -95,7 +97,19 @@ def main(argv: list[str]) -> int:
     console = Console(highlight=False)
     for group in asyncio.run(sample()):
         _print_group(group, console, collector.renderer.tokenizer.decode)
+        if prepared.config.agent.name == "gui":
+            _write_film_strips(group, Path(prepared.config.logging.output_dir) / "films")
     return 0
+
+
+def _write_film_strips(group: Group, folder: Path) -> None:
+    from covey.agents.gui.film import write_film_strip
+
+    name = re.sub(r"[^\w.-]+", "-", group.task.id)
+    for attempt, episode in enumerate(group.episodes, 1):
+        path = folder / f"{name}-{attempt}.png"
+        if write_film_strip(episode, path):
+            print(f"  screenshots of attempt {attempt}: {path}")
 
 
 def _with_own_files(args: CommandLine) -> CommandLine:

@@ -151,7 +151,9 @@ def test_every_action_has_its_effect() -> None:
 @needs_browser
 def test_back_goes_back_and_a_new_window_is_shown_until_back_closes_it() -> None:
     body = "<a href='/?second' style='position:absolute;left:0;top:0'>a link of the page</a>"
-    body += "<button style='position:absolute;left:0;top:50px' onclick='window.open(\"/?third\")'>open a window</button>"
+    body += (
+        "<button style='position:absolute;left:0;top:50px' onclick='window.open(\"/?third\")'>open a window</button>"
+    )
     link, opener = call("left_click", coordinate=[20, 10]), call("left_click", coordinate=[20, 60])
     for script, url in (
         ([link], "?second"),
@@ -202,7 +204,11 @@ def test_success_is_a_function_of_a_file_with_the_final_state(tmp_path: Path) ->
 @needs_browser
 @pytest.mark.parametrize(
     ("success", "part"),
-    [("missing.checked", "missing is not defined"), ("'yes'", "must be true or false"), ("NaN", "must be true or false")],
+    [
+        ("missing.checked", "missing is not defined"),
+        ("'yes'", "must be true or false"),
+        ("NaN", "must be true or false"),
+    ],
 )
 def test_a_success_that_does_not_work_is_a_failure_and_not_a_zero(success: str, part: str) -> None:
     with pytest.raises(BrowserFailed, match=part) as error:

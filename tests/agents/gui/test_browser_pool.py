@@ -30,9 +30,11 @@ class FakePage:
 class FakeBrowser:
     def __init__(self, number: int) -> None:
         self.number, self.pages, self.most = number, 0, 0
-        self.crashed = self.closed = False
+        self.crashed = self.closed = self.ended = False
 
     async def connect(self) -> FakePage:
+        if self.ended:
+            raise BrowserLost("connection refused")
         self.pages += 1
         self.most = max(self.most, self.pages)
         return FakePage(self)
@@ -105,6 +107,18 @@ def test_a_crash_fails_its_pages_and_the_browser_is_replaced_once() -> None:
     failed, after, replaced = asyncio.run(run())
     assert [(type(error), error.cause) for error in failed] == [(BrowserLost, "browser")] * 3
     assert (after, replaced, factory.made[0].closed) == (1, 1, True)
+
+
+def test_a_browser_that_ended_between_two_episodes_is_replaced_without_a_failure() -> None:
+    factory = Factory()
+
+    async def run() -> int:
+        pool = BrowserPool(factory, browsers=1, pages=1)
+        await one(pool)
+        factory.made[0].ended = True
+        return await one(pool)
+
+    assert asyncio.run(run()) == 1 and factory.made[0].closed
 
 
 def test_a_page_that_is_too_slow_keeps_its_browser() -> None:

@@ -143,8 +143,8 @@ CALLS = {
     "meta refresh": "document.head.innerHTML += '<meta http-equiv=refresh content=\"0;url=http://HERE/\">'",
     "window": "window.open('http://HERE/')",
     "frame": "document.body.innerHTML += '<iframe src=\"http://HERE/\"></iframe>'",
-    "preconnect": "document.head.innerHTML += '<link rel=preconnect href=\"http://HERE/\"><link rel=dns-prefetch"
-    " href=\"http://HERE/\"><link rel=prefetch href=\"http://HERE/\">'",
+    "preconnect": 'document.head.innerHTML += \'<link rel=preconnect href="http://HERE/"><link rel=dns-prefetch'
+    ' href="http://HERE/"><link rel=prefetch href="http://HERE/">\'',
     "speculation": "{ const s = document.createElement('script'); s.type = 'speculationrules'; s.textContent ="
     " JSON.stringify({prerender: [{urls: ['http://HERE/']}]}); document.head.append(s) }",
     "worker": "new Worker(URL.createObjectURL(new Blob([\"fetch('http://HERE/').catch(() => {})\"])))",

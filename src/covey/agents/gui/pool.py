@@ -85,9 +85,8 @@ class BrowserPool:
             slot = await self._place()
         try:
             with waiting():
-                browser = await self._browser(slot)
+                browser, page = await self._connect(slot)
             try:
-                page = await browser.connect()
                 try:
                     yield page
                 finally:
@@ -111,6 +110,7 @@ class BrowserPool:
                     await task.result().close()
         if self._closing:
             await asyncio.wait(self._closing)
+        self._free = asyncio.Condition()  # another event loop may follow
 
     async def _place(self) -> _Slot:
         async with self._free:
@@ -120,6 +120,16 @@ class BrowserPool:
                     slot.pages += 1
                     return slot
                 await self._free.wait()
+
+    async def _connect(self, slot: _Slot) -> tuple[Browser, Page]:
+        """The slot's browser with a new page. A browser that has ended since its last page is replaced."""
+        browser = await self._browser(slot)
+        try:
+            return browser, await browser.connect()
+        except BrowserLost:
+            self._retire(slot, browser)
+            browser = await self._browser(slot)
+            return browser, await browser.connect()
 
     async def _browser(self, slot: _Slot) -> Browser:
         """The slot's browser. All episodes that wait for it share one start; after an error the next one tries
