@@ -56,5 +56,5 @@ def test_a_reply_without_an_action_earns_nothing() -> None:
 
 def test_a_task_without_the_right_action_is_refused() -> None:
     task = Task("1", ({"role": "user", "content": "?"},), columns={"gt_action": None}, place="t.jsonl, line 1")
-    with pytest.raises(InputError, match="t.jsonl, line 1: no `gt_action`"):
+    with pytest.raises(InputError, match=r"t\.jsonl, line 1: no `gt_action`"):
         resolve_rewards("gui_reward", None, {}).check_all([task])

@@ -125,7 +125,8 @@ def test_every_action_has_its_effect() -> None:
     body = """<input id=a style="position:absolute;left:10px;top:10px;width:100px;height:20px">
     <div id=b style="position:absolute;left:10px;top:50px;width:60px;height:40px;background:red"></div>
     <div style="position:absolute;top:2000px;height:10px">end</div><script>
-    window.seen = []; b.ondblclick = () => seen.push('double'); b.oncontextmenu = e => { seen.push('right'); return false };
+    window.seen = []; b.ondblclick = () => seen.push('double');
+    b.oncontextmenu = e => { seen.push('right'); return false };
     b.onmousedown = e => { if (e.button === 1) seen.push('middle') }; document.onmousemove = e => { last = [e.x, e.y] };
     document.onmouseup = e => { up = [e.x, e.y] }; last = up = null</script>"""
     script = [
@@ -169,7 +170,8 @@ def test_back_goes_back_and_a_new_window_is_shown_until_back_closes_it() -> None
 
 @needs_browser
 def test_dialogs_are_answered_and_shown() -> None:
-    body = "<script>setTimeout(() => { alert('one'); window.yes = confirm('two?'); window.said = prompt('three', 'x') })</script>"
+    calls = "alert('one'); window.yes = confirm('two?'); window.said = prompt('three', 'x')"
+    body = f"<script>setTimeout(() => {{ {calls} }})</script>"
     episode, _ = play(page(body, "yes === true && said === 'x'"), [call("wait", time=0.1), call("terminate")])
     assert episode.given == {"reward": 1.0}
     for part in ('the alert "one"', 'the confirm "two?"', "the prompt \"three\", which was answered OK with 'x'"):
@@ -194,7 +196,8 @@ def test_success_is_a_function_of_a_file_with_the_final_state(tmp_path: Path) ->
     (tmp_path / "checks.py").write_text(
         "def good(state):\n"
         "    assert state['url'] == 'http://page.test/' and '<h1>Hi' in state['html']\n"
-        "    return {'reward': 0.5, 'seven': state['values']['seven'], 'right': state['answer'] == state['columns']['gold']}\n"
+        "    right = state['answer'] == state['columns']['gold']\n"
+        "    return {'reward': 0.5, 'seven': state['values']['seven'], 'right': right}\n"
     )
     task = page("<h1>Hi</h1>", f"{tmp_path}/checks.py:good", values={"seven": "3 + 4"}, gold="blue")
     episode, _ = play(task, [call("answer", text="blue")])

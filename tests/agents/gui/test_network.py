@@ -148,15 +148,16 @@ CALLS = {
     "speculation": "{ const s = document.createElement('script'); s.type = 'speculationrules'; s.textContent ="
     " JSON.stringify({prerender: [{urls: ['http://HERE/']}]}); document.head.append(s) }",
     "worker": "new Worker(URL.createObjectURL(new Blob([\"fetch('http://HERE/').catch(() => {})\"])))",
-    "service worker": "navigator.serviceWorker && navigator.serviceWorker.register('http://HERE/sw.js').catch(() => {})",
+    "service worker": "navigator.serviceWorker.register('http://HERE/sw.js').catch(() => {})",
     "webrtc": "{ const c = new RTCPeerConnection({iceServers: [{urls: 'stun:HERE'}, {urls: 'turn:HERE?transport=tcp',"
-    " username: 'a', credential: 'b'}]}); c.createDataChannel('x'); c.createOffer().then(o => c.setLocalDescription(o)) }",
+    " username: 'a', credential: 'b'}]}); c.createDataChannel('x');"
+    " c.createOffer().then(o => c.setLocalDescription(o)) }",
     "webtransport": "window.WebTransport && new WebTransport('https://HERE/').ready.catch(() => {})",
     "download": "{ const a = document.createElement('a'); a.href = 'http://HERE/x'; a.download = 'x';"
     " document.body.append(a); a.click() }",
     "ping": "{ const a = document.createElement('a'); a.href = '#'; a.ping = 'http://HERE/'; document.body.append(a);"
     " a.click() }",
-    "style": "document.head.innerHTML += '<style>@import \"http://HERE/x.css\"; body { background: url(http://HERE/y) }'",
+    "style": "document.head.innerHTML += '<style>@import \"http://HERE/x.css\"; p { background: url(http://HERE/y) }'",
     "file": "{ location = 'file:///etc/passwd' }",
 }
 
@@ -195,7 +196,8 @@ def test_a_site_is_used_with_its_links_forms_redirects_and_data(site: Any) -> No
     site.page = (
         "<body><script>fetch('/data').then(r => r.text()).then(t => window.data = t)</script>"
         "<a href='/go?/b' style='position:absolute;left:0;top:0'>a link to the second page</a>"
-        "<form method=post action='/form' style='position:absolute;left:0;top:50px'><button name=x value=1>Send</button>"
+        "<form method=post action='/form' style='position:absolute;left:0;top:50px'>"
+        "<button name=x value=1>Send</button>"
     )
     url = f"http://127.0.0.1:{site.server_address[1]}/"
 

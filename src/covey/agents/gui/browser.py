@@ -22,6 +22,7 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -142,7 +143,7 @@ class EpisodePage:
         what, seconds = request["what"], request["seconds"]
         try:
             async with asyncio.timeout(seconds):
-                return await getattr(self, f"do_{what}")(request)  # type: ignore[no-any-return]
+                return await REQUESTS[what](self, request)
         except (TimeoutError, PlaywrightTimeout):
             return _failure("browser_timeout", f"{what} took longer than {seconds:g} s: the page hangs or loads slowly")
         except PageFailed as error:
@@ -204,7 +205,7 @@ class EpisodePage:
         values = {}
         for name, code in dict(request["values"]).items():
             try:
-                values[name] = await self.steady(lambda page, code=code: page.evaluate(code, request["answer"]))
+                values[name] = await self.steady(partial(_evaluate, code, request["answer"]))
             except Error as error:
                 if self.crashed or "Timeout" in type(error).__name__:
                     raise
@@ -317,7 +318,7 @@ class EpisodePage:
         page.on("download", lambda _: self.note("A download was refused."))
         page.on("filechooser", lambda _: self.note("A file chooser was closed: there are no files."))
         page.on("crash", lambda _: self.on_crash())
-        page.on("close", lambda closed: closed in self.windows and self.windows.remove(closed))
+        page.on("close", self.on_close)
         self.windows.append(page)
         if len(self.windows) > MAX_WINDOWS:
             self.note(f"A window was closed: at most {MAX_WINDOWS} can be open.")
@@ -330,6 +331,9 @@ class EpisodePage:
         with suppress(Exception):  # the page may be gone
             await dialog.accept(*([dialog.default_value] if dialog.type == "prompt" else []))
 
+    def on_close(self, page: Any) -> None:
+        self.windows = [window for window in self.windows if window is not page]
+
     def on_crash(self) -> None:
         self.crashed = True
 
@@ -340,6 +344,13 @@ class EpisodePage:
         finally:
             if self.proxy is not None:
                 self.proxy.close()
+
+
+REQUESTS = {"open": EpisodePage.do_open, "act": EpisodePage.do_act, "finish": EpisodePage.do_finish}
+
+
+async def _evaluate(code: str, argument: Any, page: Any) -> Any:
+    return await page.evaluate(code, argument)
 
 
 class PageFailed(Exception):
