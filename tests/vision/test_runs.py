@@ -71,6 +71,12 @@ def test_a_trained_vision_tower_changes(model: Path) -> None:
     assert any("visual" in name and not torch.equal(before[name], after[name]) for name in before)
 
 
+def test_a_critic_sees_the_images(model: Path) -> None:
+    run = covey.train(model=str(model), tasks=rows(), reward=vowels, algorithm="ppo", **SMALL)
+    steps = [json.loads(line) for line in (Path(run.path) / "metrics.jsonl").read_text().splitlines()]
+    assert [step["metrics"]["optim/skipped"] for step in steps if step["kind"] == "step"] == [0, 0]
+
+
 def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(model: Path) -> None:
     saved = []
     for name, steps in (("whole", [3]), ("halves", [1, 3])):
