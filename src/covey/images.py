@@ -167,7 +167,7 @@ def _at(place: str) -> str:
 def place_images(messages: Messages, images: Sequence[Any], place: str = "") -> list[dict[str, Any]]:
     """The images of a column in the messages: at the markers `<image>`, or, without any, before the first text of the
     user. A part {"type": "image"} without an image of its own counts as a marker."""
-    markers = sum(map(_markers, messages))
+    markers = sum(map(_count_markers, messages))
     placed = [dict(message) for message in messages]
     if not markers and images:
         first = next((message for message in placed if message["role"] == "user"), placed[0])
@@ -182,12 +182,16 @@ def place_images(messages: Messages, images: Sequence[Any], place: str = "") -> 
         )
     remaining = iter(images)
     for message in placed:
-        if _markers(message):
+        if has_marker(message):
             message["content"] = _filled(message["content"], remaining)
     return placed
 
 
-def _markers(message: Mapping[str, Any]) -> int:
+def has_marker(message: Mapping[str, Any]) -> bool:
+    return _count_markers(message) > 0
+
+
+def _count_markers(message: Mapping[str, Any]) -> int:
     content = message.get("content")
     if isinstance(content, str):
         return content.count(MARKER)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -10,16 +9,15 @@ import pytest
 from covey.errors import InputError
 from covey.rewards.builtin import REWARDS
 from covey.rewards.grounding import box_of, iou, place_in
-from covey.types import Episode, Task
+from covey.types import Task
 
 BOX = [10, 20, 30, 60]
 
 
 def score(name: str, reply: str, answer: Any = None, **columns: Any) -> float:
     task = Task("t", ({"role": "user", "content": "where?"},), answer, columns)
-    episode = Episode(task, (), (*task.messages, {"role": "assistant", "content": reply}))
-    value: Any = asyncio.run(REWARDS[name](task, episode))
-    return float(value[name])
+    value: Any = REWARDS[name](final_answer=reply, task=task)
+    return float(value)
 
 
 @pytest.mark.parametrize(

@@ -176,10 +176,11 @@ def test_pictures_in_the_tool_results_of_demonstrations() -> None:
         {"role": "assistant", "content": "a cat"},
     ]
     schema = {"type": "function", "function": {"name": "crop", "parameters": {}}}
-    written, _ = render_messages(messages, [schema], make_format("hermes"))
-    assert images_of(written) == [an_image(seed=0), an_image(seed=3)]
-    shown = plain_text(written[-2]["content"])
-    assert shown.startswith("[image] ") and shown.index("nothing") < shown.index("here")
+    for native in (True, False):  # a message for each result, or one for all
+        written, _ = render_messages(messages, [schema], make_format("hermes", native_tools=native))
+        assert images_of(written) == [an_image(seed=0), an_image(seed=3)]
+        shown = plain_text(written[-2]["content"])
+        assert shown.startswith("[image] ") and "here" in shown and ("nothing" in shown) is not native
 
 
 # -- What is refused ---------------------------------------------------------------------------------------------------

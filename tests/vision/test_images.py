@@ -186,8 +186,10 @@ def test_empty_parts_of_trl_are_filled_from_the_column() -> None:
 
 
 def test_a_column_named_image_without_images_stays_a_column() -> None:
-    (task,) = tasks_of_rows([{"question": "<image> is a tag", "image": "a nice one"}], "tasks")
-    assert task.messages[0]["content"] == "<image> is a tag" and task.columns == {"image": "a nice one"}
+    rows = [{"question": "what?", "image": "a nice one"}, {"question": "<image> is a tag", "images": []}]
+    described, tag = tasks_of_rows(rows, "tasks")
+    assert described.messages[0]["content"] == "what?" and described.columns == {"image": "a nice one"}
+    assert tag.messages[0]["content"] == "<image> is a tag"
 
 
 def test_demonstrations_have_images_too(tmp_path: Path) -> None:
@@ -203,6 +205,7 @@ def test_demonstrations_have_images_too(tmp_path: Path) -> None:
     ("row", "says"),
     [
         ({"question": "<image> and <image>", "images": ["a.png"]}, "1 images, but 2 markers"),
+        ({"question": "<image>", "images": ["a.tiff"]}, "a column of images without any"),
         ({"question": "a", "images": ["https://example.org/a.png"]}, "not downloaded"),
         (
             {"messages": [{"role": "user", "content": [{"type": "video"}, {"type": "image", "image": "a.png"}]}]},

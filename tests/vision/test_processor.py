@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,15 @@ def test_a_folder_without_an_image_processor(tmp_path: Path) -> None:
     (folder / "preprocessor_config.json").unlink()
     with pytest.raises(InputError, match=r"preprocessor_config.json is missing"):
         opened(folder)
+
+
+def test_an_older_model_keeps_its_template_beside_the_tokenizer(tmp_path: Path) -> None:
+    folder = vlm_folder(tmp_path / "model", "qwen2_vl")
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "unused"}))
+    assert opened(folder).tokenizer.chat_template == template  # the newer file counts
+    (folder / "chat_template.jinja").unlink()
+    assert opened(folder).tokenizer.chat_template == "unused"
 
 
 @pytest.mark.parametrize("part", ["language", "vision", "both"])

@@ -37,6 +37,7 @@ TEMPLATE = (
 
 def tokenizer_of(family: str) -> Any:
     tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["{", "}"])
     marks = MARKS[family in GRIDS]
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", *marks, TWIN]})
     image = "<|vision_start|><|image_pad|><|vision_end|>" if family in GRIDS else "<image>"

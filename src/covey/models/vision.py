@@ -12,7 +12,6 @@ p + max(height, width). So the next token's position is the number of tokens bef
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from collections import OrderedDict
@@ -29,7 +28,7 @@ from covey.config.schema import ModelConfig
 from covey.errors import InputError
 from covey.images import ImageMistake, load, picture, picture_size
 from covey.models.families import VisionFamily
-from covey.models.folder import MAIN, explain_errors
+from covey.models.folder import MAIN, explain_errors, read_object
 from covey.types import Image, ImageFile, ImageSpan, Prompt
 
 PIXEL_BYTES = 512 * 2**20  # of prepared images that are kept
@@ -222,7 +221,7 @@ def open_vision(
             f"{config.name}: its tokenizer lacks the image token {model_config.image_token_id} of config.json\n"
             "  fix: copy the tokenizer's files that belong to these weights"
         )
-    _use_processor_template(path, tokenizer)
+    _use_processor_template(path, tokenizer, revision)
     return VisionProcessor(family, processor, tokenizer, model_config)
 
 
@@ -244,8 +243,11 @@ def _limit_sizes(processor: Any, config: ModelConfig, family: VisionFamily) -> N
     processor.size = type(processor.size)(**size) if not isinstance(processor.size, dict) else size
 
 
-def _use_processor_template(path: str, tokenizer: Any) -> None:
+def _use_processor_template(path: str, tokenizer: Any, revision: str | None) -> None:
     """Older models keep the chat template for images in a file beside the tokenizer's."""
-    file = Path(path) / "chat_template.json"
-    if file.is_file() and not (Path(path) / "chat_template.jinja").is_file():
-        tokenizer.chat_template = json.loads(file.read_bytes())["chat_template"]
+    from transformers.utils import cached_file
+
+    options = {"revision": revision or MAIN, "_raise_exceptions_for_missing_entries": False}
+    newer, older = (cached_file(path, f"chat_template.{kind}", **options) for kind in ("jinja", "json"))
+    if newer is None and older is not None:
+        tokenizer.chat_template = read_object(Path(older))["chat_template"]

@@ -257,11 +257,12 @@ class Renderer:
         copies = [dict(message) for message in messages]
         replies = [place for place, message in enumerate(copies) if message.get("role") == "assistant"]
         for message in copies[replies[0] :] if replies else ():
-            if message["role"] != "assistant":
-                message["content"] = _mapped(message.get("content"), self.plain)
+            if message["role"] != "assistant" and "content" in message:
+                message["content"] = _mapped(message["content"], self.plain)
         if self.vision is not None:
             for message in copies:
-                message["content"] = self._for_vision(message.get("content"))
+                if "content" in message:
+                    message["content"] = self._for_vision(message["content"])
         elif any(has_images(message.get("content")) for message in copies):
             raise InputError(
                 "this model reads text only, but there are images in the messages\n  use a model that sees"

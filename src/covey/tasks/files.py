@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from covey.config.schema import DataConfig
 from covey.errors import Absent, InputError, nearest
-from covey.images import SUFFIXES, ImageMistake, has_images, place_images, with_images
+from covey.images import MARKER, SUFFIXES, ImageMistake, has_images, has_marker, place_images, with_images
 from covey.tasks.reading import Row, Table, kind, names, read_table
 from covey.types import Demonstration, Task
 
@@ -249,6 +249,9 @@ def read_images(
     """Messages with the images in their content and in the row's column of images, which is removed from `columns`.
     Relative paths count from the folder of the data file."""
     column = next((name for name in IMAGE_COLUMNS if _holds_images(columns.get(name))), None)
+    if column is None and any(columns.get(name) for name in IMAGE_COLUMNS) and any(map(has_marker, messages)):
+        fix = "give paths, bytes, PIL images or {bytes, path}"
+        raise table.mistake(row, f"a column of images without any, but the messages have the marker {MARKER}", fix)
     if column is None and not any(isinstance(message["content"], list) for message in messages):
         return messages
     place = table.place(row)
