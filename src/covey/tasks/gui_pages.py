@@ -205,6 +205,11 @@ STYLE = (
     "#list { height: 140px; width: 180px; overflow: auto; border: 1px solid #888 } .row { height: 28px }"
     " #days { width: 330px } #days button { width: 40px; padding: 2px; margin: 2px }"
 )
+# A page says when something was done, so that a screenshot shows it.
+NOTE = (
+    "let done = null; Object.defineProperty(window, 'result', { get: () => done,"
+    " set: value => { done = value; note.textContent = 'Saved.' } });"
+)
 
 
 @dataclass(frozen=True)
@@ -246,6 +251,6 @@ class GuiPages:
 def page_html(exercise: Exercise, style: str, title: str) -> str:
     return (
         f"<!doctype html><html><head><title>{escape(title)}</title><style>{style} {STYLE}</style></head>"
-        f"<body><main><h1>{escape(title.title())}</h1>{exercise.body}</main>"
-        f"<script>window.result = null; {exercise.script}</script></body></html>"
+        f"<body><main><h1>{escape(title.title())}</h1>{exercise.body}<p id='note'>&nbsp;</p></main>"
+        f"<script>{NOTE} {exercise.script}</script></body></html>"
     )

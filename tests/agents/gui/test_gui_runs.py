@@ -1,4 +1,4 @@
-"""Whole runs of a tiny vision-language model with random weights: it acts at random, but everything around it is real."""
+"""Whole runs of a tiny vision-language model with random weights: its actions are random, the rest is real."""
 
 from __future__ import annotations
 

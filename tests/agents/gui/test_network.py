@@ -218,3 +218,20 @@ def test_a_redirect_to_another_server_is_refused_and_the_refusal_is_shown(site: 
     task.columns.pop("html", None)  # type: ignore[attr-defined]
     episode, _ = play(task, [call("left_click", coordinate=[20, 15]), DONE])
     assert episode.given == {"reward": 1.0} and listener.received == []
+
+
+@needs_browser
+def test_a_page_cannot_open_files_or_pages_of_the_browser_and_neither_can_keys() -> None:
+    links = ("file:///etc/passwd", "chrome://version", "view-source:http://page.test/", "data:text/html,x", "about:blank")
+    body = "".join(
+        f"<a href='{url}' style='position:absolute;left:0;top:{30 * n}px'>a link to somewhere</a>"
+        for n, url in enumerate(links)
+    )
+    clicks = [call("left_click", coordinate=[20, 30 * n + 8]) for n in range(4)]
+    keys = [["ctrl", "o"], ["ctrl", "t"], ["ctrl", "n"], ["ctrl", "u"], ["ctrl", "p"], ["ctrl", "s"], ["ctrl", "w"]]
+    pressed = [call("key", keys=one) for one in [*keys, ["f12"], ["alt", "f4"], ["ctrl", "l"]]]
+    episode, _ = play(page(body, "location.href === 'http://page.test/'"), [*clicks, *pressed, DONE], max_turns=20)
+    assert episode.given == {"reward": 1.0}
+    # about:blank may be opened: it is empty.
+    blank = page(body, "location.href === 'about:blank' && document.body.innerHTML === ''")
+    assert play(blank, [call("left_click", coordinate=[20, 128]), DONE])[0].given == {"reward": 1.0}

@@ -157,7 +157,7 @@ class ActionFormat(Protocol):
         ...
 
 
-ACTION_WORDS = {  # computer_use's names of actions → ours, and what the model is told
+ACTION_WORDS = {  # computer_use's names of actions → ours, and what the prompt says of them
     "left_click": ("click", "click at `coordinate`"),
     "double_click": ("double_click", "double-click at `coordinate`"),
     "triple_click": ("triple_click", "triple-click at `coordinate`, which selects a line"),
