@@ -200,3 +200,13 @@ def test_a_large_cache_of_pixels_forgets_the_oldest(monkeypatch: pytest.MonkeyPa
         vision.pixels(an_image(seed=seed))
     assert list(vision._pixels) == [an_image(seed=1).digest, an_image(seed=3).digest]
     np.testing.assert_array_equal(vision.pixels(an_image(seed=1))["pixel_values"], one["pixel_values"])
+
+
+@pytest.mark.parametrize(("width", "height"), [(100, 50), (24, 16), (8, 64), (640, 480)])
+def test_the_shown_size_is_that_of_the_grid_of_image_tokens(width: int, height: int) -> None:
+    """For coordinates in pixels of the image that the model sees: each of its tokens covers 8x8 of them here."""
+    _, vision = tiny_vlm("qwen2_5_vl")
+    _, grid = vision._tokens_of(an_image(width, height))
+    assert grid is not None and vision.shown_size(width, height) == (8 * grid[1], 8 * grid[0])
+    _, tiles = tiny_vlm("smolvlm")
+    assert tiles.shown_size(width, height) == (width, height)

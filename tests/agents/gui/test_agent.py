@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from covey.agents.gui.agent import make_gui, page_task
+from covey.agents.gui.agent import make_gui, page_task, require_browser
 from covey.agents.gui.pool import BrowserFailed
 from covey.config.schema import AgentConfig
-from covey.errors import InputError
+from covey.errors import Absent, InputError
 from covey.images import image_of, images_of, load, picture
 from covey.types import Episode, StopReason, Task
 from tests.agents.gui.browsing import ScriptedPolicy, call, chromium_processes, gui, needs_browser, page, play
@@ -237,3 +239,37 @@ def test_episodes_share_no_cookies_and_no_storage() -> None:
 
     with gui(browsers=1) as agent:
         assert [episode.given for episode in asyncio.run(run(agent))] == [{"reward": 1.0}] * 2
+
+
+# -- Setting up --------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_browser_is_reported_with_the_fix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    with pytest.raises(Absent, match=r"apt-get install chromium, or agent\.chromium="):
+        require_browser(None)
+    with pytest.raises(Absent, match="was not found \\(/no/chrome\\)"):
+        require_browser("/no/chrome")
+    program = tmp_path / "google-chrome"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    require_browser(None)
+    assert make_gui(AgentConfig(name="gui"), None).executable == str(program)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(Absent, match="needs the package playwright"):
+        require_browser(None)
+
+
+def test_formats_of_other_agents_are_refused() -> None:
+    with pytest.raises(InputError, match=r"agent\.format"):
+        AgentConfig(name="gui", format="hermes")
+    with pytest.raises(InputError, match=r"agent\.format"):
+        AgentConfig(name="hf", format="computer_use")
+
+
+def test_text_agents_import_nothing_of_it() -> None:
+    code = "import sys, covey.app.parts, covey.agents.turns, covey.rewards, covey.tasks; print([name for name in"
+    code += " sys.modules if name.startswith(('covey.agents.gui', 'playwright', 'PIL'))])"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
