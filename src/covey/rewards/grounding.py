@@ -65,12 +65,16 @@ def box_of(task: Task) -> Box:
     return numbers[0], numbers[1], numbers[2], numbers[3]
 
 
+def _check_box(task: Task) -> None:
+    box_of(task)
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @inline
-@reward(check=box_of)
+@reward(check=_check_box)
 def click_in_box(final_answer: str, task: Task) -> float:
     """1 if the point of the reply is in the data's box. Of a box, its centre counts."""
     left, top, right, bottom = box_of(task)
@@ -81,7 +85,7 @@ def click_in_box(final_answer: str, task: Task) -> float:
 
 
 @inline
-@reward(check=box_of)
+@reward(check=_check_box)
 def box_iou(final_answer: str, task: Task) -> float:
     """Intersection over union of the reply's box and the data's; 0 without a box."""
     gold, numbers = box_of(task), place_in(final_answer)

@@ -171,7 +171,7 @@ class JsonlFiles(Sink):
 
     def step(self, index: int, metrics: Metrics, sample: EpisodeView | None, episodes: EpisodeRecords) -> None:
         for episode in episodes:
-            self._episodes.write(_line(episode | {"messages": self._with_saved_images(episode["messages"])}))
+            self._episodes.write(_line({**episode, "messages": self._with_saved_images(episode["messages"])}))
         self._write_metrics("step", index, metrics)
 
     def _with_saved_images(self, messages: Messages) -> list[Mapping[str, Any]]:
