@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 import socket
+import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -124,13 +125,14 @@ class Listener:
 
 
 def chromium_processes() -> list[int]:
-    """The ids of all Chromium processes that this user's tests started (their profile is in covey-browser-)."""
+    """The ids of all Chromium processes that these tests started: their profiles are in this folder."""
+    profiles = f"{tempfile.gettempdir()}/covey-browser-".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             command = (folder / "cmdline").read_bytes()
         except OSError:
             continue
-        if b"covey-browser-" in command:
+        if profiles in command:
             found.append(int(folder.name))
     return found

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -250,7 +251,11 @@ def test_no_process_is_left_after_ctrl_c_or_a_kill(how: signal.Signals) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         cwd=root,
-        env={**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}:{os.environ.get('PYTHONPATH', '')}"},
+        env={
+            **os.environ,
+            "TMPDIR": tempfile.gettempdir(),
+            "PYTHONPATH": f"{root / 'src'}:{root}:{os.environ.get('PYTHONPATH', '')}",
+        },
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert started.stdout is not None and started.stdout.readline() == b"ready\n"

@@ -222,7 +222,13 @@ def test_a_redirect_to_another_server_is_refused_and_the_refusal_is_shown(site: 
 
 @needs_browser
 def test_a_page_cannot_open_files_or_pages_of_the_browser_and_neither_can_keys() -> None:
-    links = ("file:///etc/passwd", "chrome://version", "view-source:http://page.test/", "data:text/html,x", "about:blank")
+    links = (
+        "file:///etc/passwd",
+        "chrome://version",
+        "view-source:http://page.test/",
+        "data:text/html,x",
+        "about:blank",
+    )
     body = "".join(
         f"<a href='{url}' style='position:absolute;left:0;top:{30 * n}px'>a link to somewhere</a>"
         for n, url in enumerate(links)

@@ -25,6 +25,8 @@ START_SECONDS = 60.0  # for a browser, on a busy machine
 GRACE = 5.0  # seconds that a browser may be late, before it counts as hung
 AT_ONCE = 8  # pages of a browser that act at the same time; others wait, which is not counted as their time
 
+MAX_TEMP = 70  # characters: the path of a socket may have 107
+
 LENGTH = struct.Struct("!I")
 MAX_MESSAGE = 1 << 28
 
@@ -161,7 +163,8 @@ class BrowserPool:
 
 async def start_in_worker(workers: WorkerPool, executable: str) -> WorkerBrowser:
     """Start a browser in a worker of its own. Its files are in a folder that only this user can read."""
-    folder = Path(tempfile.mkdtemp(prefix="covey-browser-"))
+    short = len(tempfile.gettempdir()) < MAX_TEMP
+    folder = Path(tempfile.mkdtemp(prefix="covey-browser-", dir=None if short else "/tmp"))  # noqa: S108 - only ours
     session = await workers.session()
     try:
         await session.make(BROWSER, executable, str(folder), seconds=START_SECONDS)
