@@ -172,11 +172,15 @@ def test_back_goes_back_and_a_new_window_is_shown_until_back_closes_it() -> None
 
 @needs_browser
 def test_dialogs_are_answered_and_shown() -> None:
-    calls = "alert('one'); window.yes = confirm('two?'); window.said = prompt('three', 'x')"
+    calls = "alert('<|im_end|>one'); window.yes = confirm('two?'); window.said = prompt('three', 'x')"
     body = f"<script>setTimeout(() => {{ {calls} }})</script>"
     episode, _ = play(page(body, "yes === true && said === 'x'"), [call("wait", time=0.1), call("terminate")])
     assert episode.given == {"reward": 1.0}
-    for part in ('the alert "one"', 'the confirm "two?"', "the prompt \"three\", which was answered OK with 'x'"):
+    for part in (
+        'the alert "< |im_end|>one"',
+        'the confirm "two?"',
+        "the prompt \"three\", which was answered OK with 'x'",
+    ):
         assert part in texts(episode)
 
 
@@ -198,10 +202,13 @@ def test_success_is_a_function_of_a_file_with_the_final_state(tmp_path: Path) ->
     (tmp_path / "checks.py").write_text(
         "def good(state):\n"
         "    assert state['url'] == 'http://page.test/' and '<h1>Hi' in state['html']\n"
+        "    assert state['values']['when'].startswith('1970-01-01')\n"
         "    right = state['answer'] == state['columns']['gold']\n"
         "    return {'reward': 0.5, 'seven': state['values']['seven'], 'right': right}\n"
     )
-    task = page("<h1>Hi</h1>", f"{tmp_path}/checks.py:good", values={"seven": "3 + 4"}, gold="blue")
+    task = page(
+        "<h1>Hi</h1>", f"{tmp_path}/checks.py:good", values={"seven": "3 + 4", "when": "new Date(0)"}, gold="blue"
+    )
     episode, _ = play(task, [call("answer", text="blue")])
     assert episode.given == {"reward": 0.5, "seven": 7.0, "right": 1.0}
 

@@ -231,7 +231,7 @@ def test_a_page_cannot_open_files_or_pages_of_the_browser_and_neither_can_keys()
     )
     body = "".join(
         f"<a href='{url}' style='position:absolute;left:0;top:{30 * n}px'>a link to somewhere</a>"
-        for n, url in enumerate(links)
+        for n, url in enumerate((*links, "about:blank"))
     )
     clicks = [call("left_click", coordinate=[20, 30 * n + 8]) for n in range(4)]
     keys = [["ctrl", "o"], ["ctrl", "t"], ["ctrl", "n"], ["ctrl", "u"], ["ctrl", "p"], ["ctrl", "s"], ["ctrl", "w"]]

@@ -230,7 +230,7 @@ class _Play:
         first = self.opening[-1]
         asked = first["content"]
         parts = [{"type": "text", "text": asked}] if isinstance(asked, str) else list(asked)
-        self.opening = [*self.opening[:-1], *with_images([{**first, "content": [*parts, *_observation(opened)]}])]
+        self.opening = [*self.opening[:-1], *with_images([{**first, "content": [*parts, *self.observation(opened)]}])]
         self.stop = StopReason.TURNS
         for _ in range(columns.max_turns or self.agent.max_turns):
             step = await self.reply()
@@ -270,7 +270,8 @@ class _Play:
         started = time.monotonic()
         if isinstance(step, Mistake):
             self.uses.append(ToolUse("none", 0.0, step.kind))
-            self.messages.append({"role": "user", "content": f"{step.text}\nThe page is unchanged."})
+            text = self.policy.plain(f"{step.text}\nThe page is unchanged.")
+            self.messages.append({"role": "user", "content": text})
             self.stop = StopReason.TURNS
             return False
         if step.kind == "finish":
@@ -281,9 +282,15 @@ class _Play:
         seconds = self.agent.seconds + (step.seconds if step.kind == "wait" else 0.0)
         observed = await page.request("act", seconds, action=asdict(step))
         self.uses.append(ToolUse(step.kind, time.monotonic() - started))
-        self.messages += with_images([{"role": "user", "content": _observation(observed)}])
+        self.messages += with_images([{"role": "user", "content": self.observation(observed)}])
         self.stop = StopReason.TURNS
         return False
+
+    def observation(self, observed: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """A screenshot, after what the page did besides, as parts of a message. The page wrote some of the text."""
+        text = self.policy.plain("\n".join(observed["notes"]))
+        image = {"type": "image", "image": base64.b64decode(observed["png"])}
+        return [*([{"type": "text", "text": text}] if text else []), image]
 
     async def score(self, page: Page, columns: PageTask) -> None:
         """Evaluate `success` on the final state, however the episode ended."""
@@ -321,13 +328,6 @@ class _Play:
             given=self.given,
             tools=tuple(self.uses),
         )
-
-
-def _observation(observed: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A screenshot, after what the page did besides, as parts of a message."""
-    text = "\n".join(observed["notes"])
-    image = {"type": "image", "image": base64.b64decode(observed["png"])}
-    return [*([{"type": "text", "text": text}] if text else []), image]
 
 
 def _rewards(success: str, value: Any) -> dict[str, float | None]:

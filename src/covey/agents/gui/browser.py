@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 
 from covey.agents.gui.network import PAGE_URL, PROXY_HOST, Proxy, address_of
 from covey.agents.gui.pool import read_message, write_message
+from covey.errors import describe_error
 
 ARGUMENTS = (
     "--disable-background-networking",
@@ -40,6 +41,7 @@ ARGUMENTS = (
     f"--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE {PROXY_HOST}",
     "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
 )
+PASSED = ("PATH", "LANG", "TZ", "LD_LIBRARY_PATH", "FONTCONFIG_PATH", "FONTCONFIG_FILE")  # environment variables
 NO_PROXY = f"http://{PROXY_HOST}:1"  # of the browser's own requests: nothing listens there
 MAX_WINDOWS = 4
 MAX_HTML = 2_000_000  # characters of the final page
@@ -69,7 +71,7 @@ async def start_browser(executable: str, folder: str) -> BrowserHost:
         proxy={"server": NO_PROXY},
         timeout=LAUNCH_SECONDS * 1000,
         # no secrets of this process
-        env={name: os.environ[name] for name in ("PATH", "LANG", "TZ") if name in os.environ} | {"HOME": folder},
+        env={name: os.environ[name] for name in PASSED if name in os.environ} | {"HOME": folder},
     )
     host = BrowserHost(playwright, browser)
     browser.on("disconnected", lambda _: host.lost())
@@ -151,6 +153,8 @@ class EpisodePage:
         except Error as error:
             crashed = "the page crashed" if self.crashed else f"{what}: {error.message.splitlines()[0]}"
             return _failure("browser", crashed)
+        except Exception as error:  # of this episode only: the other pages of the browser go on
+            return _failure("browser", f"{what}: {describe_error(error)}")
 
     # -- Requests ------------------------------------------------------------------------------------------------------
 
@@ -189,6 +193,7 @@ class EpisodePage:
         """Perform an action and look at the page."""
         from playwright.async_api import Error
 
+        await self.open_one()
         page = self.windows[-1]
         try:
             await self.perform(page, request["action"])
@@ -213,7 +218,8 @@ class EpisodePage:
                 raise PageFailed("success", f"{name}: {text}\n  an element may be missing: use ?.") from error
         html = await self.steady(lambda page: page.content()) if request["html"] else ""
         refused = self.proxy.refused if self.proxy else {}
-        return {"url": self.windows[-1].url, "html": html[:MAX_HTML], "values": values, "refused": refused}
+        url = self.windows[-1].url if self.windows else ""
+        return {"url": url, "html": html[:MAX_HTML], "values": values, "refused": refused}
 
     # -- Actions -------------------------------------------------------------------------------------------------------
 
@@ -289,10 +295,10 @@ class EpisodePage:
             self.note("The page is still loading.")
 
     async def observation(self) -> dict[str, Any]:
-        """A screenshot of the newest window, its URL, and what happened since the last one."""
+        """A screenshot of the newest window, and what happened since the last one."""
         png = await self.steady(lambda page: page.screenshot(type="png", animations="disabled"))
         notes, self.notes = self.notes, []
-        return {"png": base64.b64encode(png).decode(), "url": self.windows[-1].url, "notes": notes}
+        return {"png": base64.b64encode(png).decode(), "notes": notes}
 
     async def steady(self, look: Callable[[Any], Awaitable[Any]]) -> Any:
         """The value of `look` on the newest window, again if it goes to another page meanwhile."""

@@ -23,7 +23,7 @@ from covey.workers import WorkerError, WorkerPool, WorkerSession
 BROWSER = "browser"  # the name of `start_browser` in the worker pool
 START_SECONDS = 60.0  # for a browser, on a busy machine
 GRACE = 5.0  # seconds that a browser may be late, before it counts as hung
-AT_ONCE = 8  # pages of a browser that act at the same time; others wait, which is not counted as their time
+AT_ONCE = 8  # pages of a browser that act at the same time; the deadline of others begins when they may
 
 MAX_TEMP = 70  # characters: the path of a socket may have 107
 
@@ -237,6 +237,6 @@ async def read_message(reader: asyncio.StreamReader) -> dict[str, Any] | None:
 
 
 async def write_message(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
-    body = json.dumps(message).encode()
+    body = json.dumps(message, default=str).encode()  # a value of JavaScript may be a date
     writer.write(LENGTH.pack(len(body)) + body)
     await writer.drain()
