@@ -122,7 +122,8 @@ def _conversation(table: Table, row: Row, value: Any, column: str = "messages") 
             if message["role"] != "assistant":
                 raise table.mistake(row, f"{where}: only the assistant calls tools, not role {message['role']}")
             message = {**message, "tool_calls": read_calls(table, row, where, calls)}
-        if isinstance(message["content"], list) and not has_images(message["content"]):
+        shown = message["role"] != "assistant" and has_images(message["content"])
+        if isinstance(message["content"], list) and not shown:
             message = {**message, "content": _text(table, row, f"{column}[{index}].content", message["content"])}
         result.append(message)
     return tuple(result)

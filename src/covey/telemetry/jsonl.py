@@ -171,7 +171,9 @@ class JsonlFiles(Sink):
 
     def step(self, index: int, metrics: Metrics, sample: EpisodeView | None, episodes: EpisodeRecords) -> None:
         for episode in episodes:
-            self._episodes.write(_line({**episode, "messages": self._with_saved_images(episode["messages"])}))
+            if any(has_images(message.get("content")) for message in episode.get("messages", ())):
+                episode = {**episode, "messages": self._with_saved_images(episode["messages"])}
+            self._episodes.write(_line(episode))
         self._write_metrics("step", index, metrics)
 
     def _with_saved_images(self, messages: Messages) -> list[Mapping[str, Any]]:
