@@ -116,9 +116,12 @@ class Listener:
     def _receive(self) -> None:
         while True:
             try:
-                self.received.append(f"udp {self.udp.recvfrom(200)!r}")
+                data, sender = self.udp.recvfrom(200)
             except OSError:
                 return
+            if sender is None:  # it was closed
+                return
+            self.received.append(f"udp {data!r}")
 
     def close(self) -> None:
         for one in (self.tcp, self.udp):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -158,16 +159,24 @@ def test_back_goes_back_and_a_new_window_is_shown_until_back_closes_it() -> None
         "<button style='position:absolute;left:0;top:50px' onclick='window.open(\"/?third\")'>open a window</button>"
     )
     link, opener = call("left_click", coordinate=[20, 10]), call("left_click", coordinate=[20, 60])
-    for script, url in (
+    cases = [
         ([link], "?second"),
         ([link, call("back")], ""),
         ([opener], "?third"),
         ([opener, call("back")], ""),
         ([call("back")], ""),
-    ):
-        episode, _ = play(page(body, f"location.search === '{url}'"), [*script, call("terminate", status="success")])
-        assert episode.given == {"reward": 1.0}, (script, texts(episode))
-    assert "no previous page" in texts(episode)
+    ]
+
+    async def run(agent: Any) -> list[Episode]:
+        async with agent:
+            tasks = [page(body, f"location.search === '{url}'") for _, url in cases]
+            scripts = [ScriptedPolicy([*script, call("terminate", status="success")]) for script, _ in cases]
+            return await asyncio.gather(*map(agent.run, scripts, tasks))
+
+    with gui(browsers=1) as agent:
+        episodes = asyncio.run(run(agent))
+    assert [episode.given for episode in episodes] == [{"reward": 1.0}] * 5, list(map(texts, episodes))
+    assert "no previous page" in texts(episodes[-1])
 
 
 @needs_browser

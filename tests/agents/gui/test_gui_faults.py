@@ -113,15 +113,19 @@ def test_a_browser_that_is_stopped_is_killed_and_replaced() -> None:
     ("body", "part"),
     [
         ("<script>setTimeout(() => { for (let i = 0; i < 30; i++) alert(i) })</script>", "the alert"),
-        ("<script>location.reload()</script>", ""),
-        ("<meta http-equiv=refresh content=0>", ""),
+        pytest.param("<script>location.reload()</script>", "", marks=pytest.mark.slow),
+        pytest.param("<meta http-equiv=refresh content=0>", "", marks=pytest.mark.slow),
         ("<script>for (let i = 0; i < 20; i++) window.open('/?' + i)</script>", ""),
         ("<script>setTimeout(() => window.close())</script>", ""),
         (
             "<a id=a href='data:application/zip,x' download=x></a><script>setTimeout(() => a.click())</script>",
             "download",
         ),
-        ("<script>for (let i = 0; i < 100000; i++) document.body.append(document.createElement('p'))</script>", ""),
+        pytest.param(
+            "<script>for (let i = 0; i < 100000; i++) document.body.append(document.createElement('p'))</script>",
+            "",
+            marks=pytest.mark.slow,
+        ),
         ("<script>navigator.geolocation.getCurrentPosition(() => {}); Notification.requestPermission()</script>", ""),
         ("<script>window.onbeforeunload = () => 'stay'; setTimeout(() => location = '/?2', 50)</script>", ""),
     ],

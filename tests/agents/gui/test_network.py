@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import http.server
+import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
+from covey.agents.gui import browser
+from covey.agents.gui.agent import GuiAgent
 from covey.agents.gui.network import PAGE_URL, Proxy, address_of
-from tests.agents.gui.browsing import Listener, call, needs_browser, page, play
+from covey.agents.gui.pool import BrowserFailed
+from covey.types import Task
+from tests.agents.gui.browsing import Listener, ScriptedPolicy, call, gui, needs_browser, page, play
 
 DONE = call("terminate", status="success")
 
@@ -162,22 +167,71 @@ CALLS = {
 }
 
 
+FRAMES = {
+    "in a frame": "{ const f = document.createElement('iframe'); document.body.append(f);"
+    " const RTCPeerConnection = f.contentWindow.RTCPeerConnection; CODE }",
+    "in a frame of text": "{ const f = document.createElement('iframe'); f.srcdoc = SCRIPT; document.body.append(f) }",
+    "in a sandbox": "{ const f = document.createElement('iframe'); f.sandbox = 'allow-scripts'; f.srcdoc = SCRIPT;"
+    " document.body.append(f) }",
+    "in a data frame": "{ const f = document.createElement('iframe'); document.body.append(f);"
+    " f.src = 'data:text/html,' + encodeURIComponent(SCRIPT) }",
+    "in a window": "{ const w = window.open('about:blank'); const RTCPeerConnection = w.RTCPeerConnection; CODE }",
+}
+SCRIPTED = "'<script>' + TEXT + '<' + '/script>'"
+CALLS |= {
+    f"webrtc {name}": code.replace("SCRIPT", SCRIPTED)
+    .replace("TEXT", json.dumps(CALLS["webrtc"]))
+    .replace("CODE", CALLS["webrtc"])
+    for name, code in FRAMES.items()
+}
+for name in ("websocket", "webtransport", "xhr"):
+    inside = json.dumps(CALLS[name].replace("window", "self"))
+    CALLS[f"{name} in a worker"] = f"new Worker(URL.createObjectURL(new Blob([{inside}])))"
+
+
+def calling(name: str, listener: Listener) -> Task:
+    code = CALLS[name].replace("HERE", f"127.0.0.1:{listener.port}").replace("PORT", str(listener.port))
+    return page(f"<body><script>setTimeout(() => {{ try {{ {code} }} catch (e) {{}} }})</script>", "true")
+
+
+def reached(names: Sequence[str]) -> dict[str, list[str]]:
+    """What arrived at a server of their own when pages called it in these ways."""
+    listeners = {name: Listener() for name in names}
+
+    async def run(agent: GuiAgent) -> None:
+        async with agent:
+            jobs = [
+                agent.run(ScriptedPolicy([call("wait", time=1.5), DONE]), calling(name, listener))  # type: ignore[arg-type]
+                for name, listener in listeners.items()
+            ]
+            for episode in await asyncio.gather(*jobs):
+                assert episode.given == {"reward": 1.0}
+
+    with gui(browsers=1, seconds=30.0) as agent:
+        asyncio.run(run(agent))
+    for listener in listeners.values():
+        listener.close()
+    return {name: listener.received for name, listener in listeners.items() if listener.received}
+
+
 @needs_browser
-def test_a_page_that_calls_out_in_every_way_reaches_nothing(listener: Listener) -> None:
-    """One page that tries all that do not leave it, and one page for each that does."""
-    leaving = ("form", "location", "meta refresh", "file", "window")
-    here = f"127.0.0.1:{listener.port}"
+def test_a_page_that_calls_out_reaches_nothing() -> None:
+    assert reached([*CALLS]) == {}
 
-    def script(*names: str) -> str:
-        code = "".join(f"try {{ {CALLS[name]} }} catch (e) {{}};" for name in names)
-        return code.replace("HERE", here).replace("PORT", str(listener.port))
 
-    pages = [script(*(name for name in CALLS if name not in leaving)), *(script(name) for name in leaving)]
-    for code in pages:
-        body = f"<body><script>setTimeout(() => {{ window.ran = true; {code} }})</script>"
-        episode, _ = play(page(body, "true"), [call("wait", time=1.0), DONE])
-        assert episode.given == {"reward": 1.0}
-    assert listener.received == []
+@needs_browser
+def test_a_browser_that_lets_webrtc_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the check, the tests above do see packets."""
+    monkeypatch.setattr(browser, "ARGUMENTS", tuple(word for word in browser.ARGUMENTS if "webrtc" not in word))
+    with pytest.raises(BrowserFailed, match="sends WebRTC packets past the proxy"):
+        play(page("<p>"), [DONE])
+
+    async def no_check(_: object) -> None:
+        pass
+
+    monkeypatch.setattr(browser, "check_webrtc", no_check)
+    names = [name for name in CALLS if name.startswith("webrtc")]
+    assert [*reached(names)] == names
 
 
 @needs_browser

@@ -39,7 +39,8 @@ ARGUMENTS = (
     "--no-first-run",
     # Every name is unknown to the browser, and every address but that of the proxies.
     f"--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE {PROXY_HOST}",
-    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
+    "--webrtc-ip-handling-policy=disable_non_proxied_udp",
+    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",  # its name in older versions
 )
 PASSED = ("PATH", "LANG", "TZ", "LD_LIBRARY_PATH", "FONTCONFIG_PATH", "FONTCONFIG_FILE")  # environment variables
 NO_PROXY = f"http://{PROXY_HOST}:1"  # of the browser's own requests: nothing listens there
@@ -73,10 +74,40 @@ async def start_browser(executable: str, folder: str) -> BrowserHost:
         # no secrets of this process
         env={name: os.environ[name] for name in PASSED if name in os.environ} | {"HOME": folder},
     )
+    await check_webrtc(browser)
     host = BrowserHost(playwright, browser)
     browser.on("disconnected", lambda _: host.lost())
     host.server = await asyncio.start_unix_server(host.serve, str(Path(folder) / "browser.sock"))
     return host
+
+
+GATHER = """async port => {
+    const peer = new RTCPeerConnection({ iceServers: [{ urls: `stun:HOST:${port}` }] });
+    const gathered = new Promise(done => { peer.onicecandidate = event => event.candidate || done() });
+    peer.createDataChannel('x'); await peer.setLocalDescription(await peer.createOffer());
+    await Promise.race([gathered, new Promise(done => setTimeout(done, 1000))]); peer.close() }"""
+
+
+async def check_webrtc(browser: Any) -> None:
+    """WebRTC sends UDP, which no proxy sees. Arguments forbid it; Chromium ignores arguments whose name has changed, so
+    this makes sure that nothing is sent."""
+
+    class Received(asyncio.DatagramProtocol):
+        packets = 0
+
+        def datagram_received(self, data: bytes, address: Any) -> None:
+            self.packets += 1
+
+    transport, received = await asyncio.get_running_loop().create_datagram_endpoint(Received, (PROXY_HOST, 0))
+    context = await browser.new_context()
+    try:
+        page = await context.new_page()
+        await page.evaluate(GATHER.replace("HOST", PROXY_HOST), transport.get_extra_info("sockname")[1])
+    finally:
+        await context.close()
+        transport.close()
+    if received.packets:
+        raise RuntimeError(f"Chromium {browser.version} sends WebRTC packets past the proxy: use another version")
 
 
 @dataclass(eq=False)
