@@ -10,7 +10,8 @@ import pytest
 
 
 @pytest.fixture(scope="package", autouse=True)
-def folder_of_browsers() -> Iterator[None]:
+def folder_of_browsers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    tmp_path_factory.getbasetemp()  # made before: it is for all tests
     before, tempfile.tempdir = tempfile.tempdir, tempfile.mkdtemp(prefix="gui-", dir="/tmp")
     yield
     shutil.rmtree(tempfile.tempdir, ignore_errors=True)
