@@ -80,6 +80,8 @@ def check_browser(config: Config, tasks: TaskSet) -> None:
         pages = [page_task(task) for task in (*tasks.train, *tasks.validation)]
         if any(page is not None for page in pages):
             require_browser(config.agent.chromium)
+    elif config.agent.name == "chat" and config.data.name == "gui_pages" and config.data.train_files is None:
+        raise InputError("data=gui_pages are web pages, and agent=chat sees none\n  fix: agent=gui")
 
 
 def tool_format(config: Config, source: ModelSource) -> Format:

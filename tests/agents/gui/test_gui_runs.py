@@ -91,6 +91,11 @@ def test_a_data_set_of_screenshots_needs_no_browser(model: Path) -> None:
     assert chromium_processes() == []
 
 
+def test_generated_pages_need_the_agent(tiny_model_folder: Path) -> None:
+    with pytest.raises(InputError, match="fix: agent=gui"):
+        covey.train(model=str(tiny_model_folder), **{**SMALL, "data": {**SMALL["data"], "name": "gui_pages"}})
+
+
 def test_a_model_that_reads_text_only_is_refused(tiny_model_folder: Path) -> None:
     with pytest.raises(InputError, match="reads text only"):
         covey.train(model=str(tiny_model_folder), tasks="gui_pages", agent="gui", **SMALL)
