@@ -81,10 +81,10 @@ vllm: $(VLLM)/stamp
 verifiers: $(VERIFIERS)/stamp
 	$(VERIFIERS)/bin/python -m pytest tests/agents/test_verifiers.py
 
-# The page of covey dash in a browser: docs/dash.md
+# The page of covey dash and agent=gui in a browser: docs/dash.md, docs/gui.md
 dash-test: $(VENV)/dash.stamp
 	@command -v chromium >/dev/null || { echo "chromium is missing: apt-get install chromium"; exit 1; }
-	PYTHONPATH=$(VENV)/dash $(BIN)/python -m pytest tests/dashboard
+	PYTHONPATH=$(VENV)/dash $(BIN)/python -m pytest tests/dashboard tests/agents/gui -m "slow or not slow"
 
 # Every figure of a CPU: docs/benchmarks.md. TRL runs in the environment of the oracles.
 bench: $(VENV)/run.stamp $(ORACLES)/stamp

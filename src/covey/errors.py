@@ -70,6 +70,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("agentflow", "planner", "multi_agent", "workflow"), "flow"),
         **dict.fromkeys(("openai", "http", "api", "external", "server", "program", "langgraph"), "gateway"),
         **dict.fromkeys(("prime", "prime_rl"), "verifiers"),
+        **dict.fromkeys(("browser", "web", "computer", "computer_use", "screen", "vision"), "gui"),
         **dict.fromkeys(("env", "environment", "gym", "multi_turn", "custom", "own"), "module:function"),
     },
     "recipe": {

@@ -21,6 +21,7 @@ from covey.types import (
     Collected,
     Completion,
     Episode,
+    ImageSpan,
     Messages,
     RewardTable,
     Samples,
@@ -164,7 +165,11 @@ class RolloutEngine(Protocol):
         """Additional counters since the engine started."""
         ...
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Completion: ...
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, images: Sequence[ImageSpan] = ()
+    ) -> Completion:
+        """`images`: the images among the ids. The embedded engine takes them; other engines need not."""
+        ...
 
     async def publish(self, weights: Any, version: int) -> None: ...
 

@@ -224,6 +224,9 @@ class Trainer:
         """Save the current model and tokenizer as an ordinary model folder (with LoRA, an adapter folder)."""
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+        source = self._prepared.model
+        if source is not None and source.vision is not None:
+            source.vision.save_pretrained(folder)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> Any:
         """Push model and tokenizer to the Hugging Face hub; `options` are those of transformers' push_to_hub."""

@@ -80,6 +80,51 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class Image:
+    """An encoded picture, as in a PNG or JPEG file. Two images are equal if their bytes are."""
+
+    digest: str  # SHA-256 of `data`, in hexadecimal
+    data: bytes = field(repr=False, compare=False)
+    place: str = field(default="", repr=False, compare=False)  # its source, for error messages
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFile:
+    """A picture that is read when it is needed."""
+
+    path: str
+    place: str = field(default="", repr=False, compare=False)  # of the row that names it, for error messages
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSpan:
+    """An image in a token row: the `length` ids from `start` on stand for it. `grid` is its height and width in tokens,
+    for models with positions in two dimensions; None for others."""
+
+    image: Image
+    start: int
+    length: int
+    grid: tuple[int, int] | None = None
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    @property
+    def shift(self) -> int:
+        """How much less the position after the image advances than its number of tokens, as a negative number."""
+        return 0 if self.grid is None else max(self.grid) - self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids, and the images among them."""
+
+    ids: tuple[int, ...]
+    images: tuple[ImageSpan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     """One question. `columns` holds the other columns of its data row, which rewards may read."""
 
@@ -115,6 +160,7 @@ class Turn:
     versions: tuple[int, ...]
     stop: StopReason
     trained: bool = True  # False: part of the episode, but not trained on
+    images: tuple[ImageSpan, ...] = ()  # in the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,10 +239,15 @@ class Sample:
     logprobs: tuple[float, ...]  # under the sampling distribution; 0.0 outside the mask
     versions: tuple[int, ...]
     episode: int  # index into the step's episodes
+    images: tuple[ImageSpan, ...] = ()  # in the prompt and in the response, which counts on from the prompt
 
     @property
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def prompt_images(self) -> tuple[ImageSpan, ...]:
+        return tuple(span for span in self.images if span.start < len(self.prompt_ids))
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,6 @@ CALCULATOR = """
     [
         "actor_rollout_ref.rollout.name=sglang",
         "rollout=hf",
-        "agent.init_args.agent_type=gui",
         "cluster=slurm",
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
     ],

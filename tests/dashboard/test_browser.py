@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from covey.dashboard.runs import Library
 from covey.dashboard.server import Dash
-from covey.dashboard.static_page import html_report
+from covey.dashboard.static_page import html_report, read_all
 from tests.dashboard.browsing import Page, painted, recorded
 from tests.dashboard.synthetic import (
     FAULTS,
@@ -465,3 +466,38 @@ def test_the_report_is_the_same_page_from_a_file(browser: Any, runs: Path, tmp_p
     page.show("compare")
     assert "Results" in page.page.locator("main").inner_text()
     page.close()
+
+
+def test_the_reader_shows_screenshots_with_the_action_that_followed(browser: Any, tmp_path: Path) -> None:
+    name = f"images/{'a' * 64}.png"
+    action = {"kind": "click", "at": [30, 10], "to": None, "size": [40, 20], "label": "click (30, 10)"}
+    shot = [{"type": "text", "text": "Press it."}, {"type": "image", "image": name}]
+    messages = [{"role": "user", "content": shot}, {"role": "assistant", "content": "I press.", "action": action}]
+    run = tmp_path / "run"
+    write_run(run, *healthy(5))
+    write_episodes(run, [episode(1, 0, messages=messages)])
+    (run / "images").mkdir()
+    (run / name).write_bytes(png(40, 20))
+    library = Library([tmp_path])
+    read_all(library)
+    with Dash(library) as dash:
+        page = Page(browser, dash.link)
+        page.show("episodes")
+        page.page.locator(".row").first.click()
+        image = page.page.locator(".shot img")
+        image.wait_for()
+        assert image.evaluate("i => [i.naturalWidth, i.naturalHeight]") == [40, 20]
+        dot = page.page.locator(".shot i")
+        assert dot.evaluate("i => [i.style.left, i.style.top]") == ["75%", "50%"]
+        assert "click (30, 10)" in page.page.locator(".turn.assistant").inner_text()
+        page.close()
+
+
+def png(width: int, height: int) -> bytes:
+    """A white picture, written by hand."""
+    rows = zlib.compress((b"\0" + b"\xff" * width) * height)
+    chunks = [(b"IHDR", struct.pack("!IIBBBBB", width, height, 8, 0, 0, 0, 0)), (b"IDAT", rows), (b"IEND", b"")]
+    written = b"\x89PNG\r\n\x1a\n"
+    for kind, data in chunks:
+        written += struct.pack("!I", len(data)) + kind + data + struct.pack("!I", zlib.crc32(kind + data))
+    return written

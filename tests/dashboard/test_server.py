@@ -253,3 +253,22 @@ def test_a_run_of_a_few_steps_is_not_judged(tmp_path: Path) -> None:
     write_run(tmp_path / "a", *healthy(10))
     library.poll()
     assert Api(library).answer("run", {})["early"] is None
+
+
+def test_an_image_of_an_episode_is_sent_and_no_other_file(tmp_path: Path) -> None:
+    name = f"images/{'a' * 64}.png"
+    run = tmp_path / "run"
+    write_run(run, *healthy(5))
+    (run / "images").mkdir()
+    (run / name).write_bytes(b"\x89PNG picture")
+    (run / "secret.png").write_text("secret")
+    (run / f"images/{'b' * 64}.png").symlink_to(run / "secret.png")
+    library = Library([tmp_path])
+    read_all(library)
+    with Dash(library) as dash:
+        status, headers, body = get(dash, f"/api/image?{urlencode({'run': 0, 'name': name})}")
+        assert (status, headers["Content-Type"], body) == (200, "image/png", b"\x89PNG picture")
+        assert get(dash, f"/api/image?{urlencode({'run': 0, 'name': name})}", cookie=None)[0] == 403
+        others = (f"images/{'b' * 64}.png", f"images/{'c' * 64}.png", "images/../secret.png", "secret.png", "")
+        for other in others:
+            assert get(dash, f"/api/image?{urlencode({'run': 0, 'name': other})}")[0] == 400

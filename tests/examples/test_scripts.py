@@ -160,3 +160,30 @@ def test_gvpo_minimal_learns_from_the_answers_it_has(
 def test_a_job_script_is_valid_shell(path: Path) -> None:
     """What is in them runs in tests/app/test_slurm.py."""
     subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_pictures_and_the_model_of_vision_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_script("vision.py", monkeypatch, "shapes", "--demos", "4", "--train", "4", "--val", "2")
+    common = ["model=shapes/model", "data.val_files=shapes/val.jsonl", "data.train_batch_size=2", "resume=disable"]
+    common += ["loop.total_steps=2", "logging.verbosity=warning"]
+    assert main(["sft", *common, "data.train_files=shapes/demos.jsonl", "logging.output_dir=sft"]) == 0
+    train = ["data.train_files=shapes/train.jsonl", "reward=exact", "rollout.group_size=2", "rollout.max_tokens=4"]
+    assert main(["train", *common, *train, "algorithm=grpo"]) == 0
+    assert len(recorded("step")) == 2
+
+
+def test_the_pictures_of_vision_show_what_is_asked_for() -> None:
+    """Counted in the pixels: every colour that a question is about is in its picture."""
+    import random
+
+    vision = module("vision.py")
+    rgb = {"red": (221, 34, 34), "green": (34, 170, 34), "blue": (34, 34, 221)}
+    rgb |= {"yellow": (221, 221, 34), "purple": (170, 34, 170), "white": (255, 255, 255)}
+    dice = random.Random(0)
+    for _ in range(50):
+        picture, question, answer = vision["example"](dice)
+        colours = {colour for _, colour in picture.getcolors()} - {(0, 0, 0)}
+        assert rgb[answer] in colours if "colour" in question else 0 <= int(answer) <= 3

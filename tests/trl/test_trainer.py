@@ -106,7 +106,7 @@ def test_rows_that_are_no_prompts() -> None:
         ([{"prompt": "a"}, {"prompt": [{"role": "user", "content": "b"}]}], "use one form"),
         ([{"prompt": [{"content": "b"}]}], "no role"),
         ([{"prompt": 3}], "text or a list of messages"),
-        ([{"prompt": "a", "image": object()}], "images"),
+        ([{"prompt": "a", "image": object()}], "image: covey.trl takes no images"),
         ({"train": [], "test": []}, "several data sets"),
         ("trl-lib/tldr", "is a string"),
     ):

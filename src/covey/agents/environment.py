@@ -28,6 +28,7 @@ from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from covey.errors import InputError, NamedFailure, RunFailed, describe_error
+from covey.images import ImageMistake, has_images, with_images
 from covey.protocols import Done, NoRoom, Policy
 from covey.types import Episode, Messages, RewardTable, StopReason, Task
 from covey.workers import WorkerError, WorkerPool, WorkerSession, WorkerTimeout
@@ -181,7 +182,7 @@ class EnvironmentAgent:
                 return reply.stop, None
             result = await environment.call("step", reply.text)
             if isinstance(result, Done):
-                messages += result.messages
+                messages += _readable("step", result.messages)
                 return reply.stop, result
             messages += _messages("step", result)
         return StopReason.TURNS, None
@@ -234,7 +235,17 @@ def _messages(method: str, value: Any) -> list[Message]:
     if not isinstance(messages, Sequence) or not messages or not all(map(_is_message, messages)):
         done = ", or covey.Done(reward=...)" if method == "step" else ""
         raise EnvironmentFailed("environment", f"{method} must return messages or a text{done}; got {value!r:.80}")
-    return list(messages)
+    return _readable(method, messages)
+
+
+def _readable(method: str, messages: Messages) -> list[Message]:
+    """The messages with their images as `Image` or `ImageFile`."""
+    if not any(has_images(message.get("content")) for message in messages):
+        return list(messages)
+    try:
+        return list(with_images(messages))
+    except ImageMistake as error:
+        raise EnvironmentFailed("environment", f"{method}: {error}") from error
 
 
 def _is_message(value: Any) -> bool:

@@ -10,8 +10,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from covey.agents.formats.base import Call, Format, Schemas, call_id, tool_calls_message
+from covey.agents.formats.base import Call, Format, Schemas, call_id, tool_calls_message, with_pictures
 from covey.errors import InputError
+from covey.images import images_of, text_of
 from covey.replies import with_system
 from covey.types import Messages
 
@@ -31,20 +32,22 @@ def _render_conversation(messages: Messages, format: Format) -> tuple[Message, .
     pending: list[Call] = []  # calls of the last reply without a result
     by_id: dict[str, Call] = {}  # the same calls by the demonstration's own ids
     results: list[tuple[Call, str]] = []
+    pictures: list[list[Any]] = []  # of the results
     for message in messages:
         if message["role"] == "tool" and pending:
             call = by_id.get(str(message.get("tool_call_id"))) or pending[0]
             pending.remove(call)
-            results.append((call, str(message["content"])))
+            pictures.append(images_of([message]))
+            results.append((call, text_of(message["content"])))
             continue
-        rendered += format.observe(results)
-        results = []
+        rendered += with_pictures(format.observe(results), pictures)
+        results, pictures = [], []
         if message["role"] == "assistant":
             pending, by_id = _read_calls(message, len(rendered), format)
             rendered.append(_render_reply(message, pending, format) if message.get("tool_calls") else dict(message))
         else:
             rendered.append(dict(message))
-    return (*rendered, *format.observe(results))
+    return (*rendered, *with_pictures(format.observe(results), pictures))
 
 
 def _read_calls(message: Mapping[str, Any], place: int, format: Format) -> tuple[list[Call], dict[str, Call]]:

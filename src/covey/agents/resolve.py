@@ -2,7 +2,8 @@
 
     chat     one answer                                   code     Python blocks, run in the sandbox
     hf       tool calls in the model's own format         flow     planner, executor, verifier, generator
-    react    Thought / Action / Action Input              file.py:function   your own
+    react    Thought / Action / Action Input              gui      mouse and keyboard on a web page
+    file.py:function   your own
 
 An agent of the user is a coroutine that talks to a policy, an object with `run` and `opening`, or an environment (a
 class with `reset` and `step`, see `covey.agents.environment`):
@@ -125,12 +126,17 @@ CODE_TOOL = "python_executor"
 
 
 def tool_names(config: AgentConfig) -> list[str]:
-    """The tools of an agent. The code agent has python_executor unless the settings name another."""
+    """The tools of an agent. The code agent has python_executor unless the settings name another; gui has none."""
+    if config.name == "gui":
+        return []
     return config.tools or ([CODE_TOOL] if config.name == "code" else [])
 
 
-def make_agent(config: AgentConfig, tools: Toolbox, tokenizer: Any = None, model_type: str = "") -> Agent:
-    """The agent of the settings. The chat template of `tokenizer` shows tools and calls; None without a model."""
+def make_agent(
+    config: AgentConfig, tools: Toolbox, tokenizer: Any = None, model_type: str = "", vision: Any = None
+) -> Agent:
+    """The agent of the settings. The chat template of `tokenizer` shows tools and calls; None without a model. `vision`
+    is the image processor of a vision-language model."""
     schemas, name = tools.schemas(), config.name
     if name == "flow":
         from covey.agents.flow import FlowAgent
@@ -144,6 +150,10 @@ def make_agent(config: AgentConfig, tools: Toolbox, tokenizer: Any = None, model
         from covey.agents.formats.react import ReactFormat
 
         return ToolAgent(tools, ReactFormat(schemas), config.max_turns)
+    if name == "gui":
+        from covey.agents.gui.agent import make_gui
+
+        return make_gui(config, vision)
     names = tools.tools.names
     if name == "code":
         from covey.agents.formats.code import TOOLS, CodeFormat

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from covey.agents.formats.base import with_pictures
 from covey.agents.tools.session import ToolSession
 from covey.agents.tools.toolset import ToolSet
 from covey.protocols import NoRoom, Policy
@@ -124,5 +125,6 @@ class ToolAgent:
                 for result in results:
                     if result.ended:
                         return StopReason.ANSWER, result.answer
-                messages += self.format.observe([(result.call, result.text) for result in results])
+                observed = self.format.observe([(result.call, result.text) for result in results])
+                messages += with_pictures(observed, [result.images for result in results])
         return StopReason.TURNS, None

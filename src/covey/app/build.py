@@ -156,12 +156,13 @@ def make_collector(prepared: Prepared, engine: RolloutEngine, rewards: RewardSet
     assert source is not None
     return Collector(
         engine,
-        Renderer(source.tokenizer, config.model.context_length or source.context_length),
+        Renderer(source.tokenizer, config.model.context_length or source.context_length, source.vision),
         prepared.agent,
         rewards,
         config.seed,
         config.agent.max_seconds,
         max_response_tokens=config.agent.max_response_tokens,
+        keep_images=config.agent.keep_images,
     )
 
 

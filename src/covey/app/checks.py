@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from covey.config.schema import Config, CriticConfig
 from covey.errors import Absent, InputError, unknown
+from covey.images import has_images
 from covey.imports import install_extra
 from covey.protocols import Agent
 from covey.rewards import RewardSet
 from covey.rollout.rendering import Renderer
 from covey.tasks import TaskSet
-from covey.types import Task
+from covey.types import Messages, Task
 
 if TYPE_CHECKING:
     from covey.algorithms import Algorithm
@@ -124,6 +125,8 @@ def pick_engine(config: Config, source: ModelSource | None) -> tuple[str, str]:
         return rollout.name, ""
     if source is None:
         return "embedded", "the model is not on this machine"
+    if source.vision is not None:
+        return "embedded", "vllm takes no images yet"
     return choose_engine(
         installed=vllm_version() is not None,
         gpu=pick_device(config.model.device).type == "cuda",
@@ -262,6 +265,32 @@ def check_sizes(config: Config, train: Sequence[Any], validation: Sequence[Any],
     return []
 
 
+def check_vision(config: Config, source: ModelSource | None, messages: Sequence[tuple[str, Messages]] = ()) -> None:
+    """Refuse what does not work with images yet. `messages`: those of tasks or demonstrations, with their places."""
+    shown = next((place for place, each in messages if any(has_images(m.get("content")) for m in each)), None)
+    if source is None:
+        return
+    if source.vision is None:
+        if shown is not None:
+            raise InputError(f"{shown} has images, but {source.name} reads text only\n  use a vision-language model")
+        limits = ("min_pixels", "max_pixels")
+        if given := [name for name in limits if getattr(config.model, name) is not None]:
+            raise InputError(f"model.{given[0]} is for vision-language models, but {source.name} reads text only")
+        return
+    unsupported = {
+        "rollout=vllm": config.rollout.name == "vllm",
+        "cluster=ray": config.cluster.name != "local",
+        "mode=async": config.mode.name == "async",
+        f"agent={config.agent.name}": config.agent.name in ("flow", "gateway", "verifiers"),
+        "learner.tensor_parallel": config.learner.tensor_parallel > 1,
+    }
+    if refused := [name for name, used in unsupported.items() if used]:
+        raise InputError(
+            f"{refused[0]} does not work with images yet, and {source.name} is a vision-language model\n"
+            "  supported: the embedded engine in one process, mode=sync, agents chat, hf, react, code, gui and your own"
+        )
+
+
 def check_prompts(config: Config, tasks: TaskSet, source: ModelSource, agent: Agent) -> None:
     """Check that the model has an embedding for every token, and that the longest prompt and answer fit its context."""
     from covey.models.folder import check_ids
@@ -269,7 +298,7 @@ def check_prompts(config: Config, tasks: TaskSet, source: ModelSource, agent: Ag
     limit = config.model.context_length or source.context_length
     answer = max(config.rollout.max_tokens, config.eval.max_tokens or 0)
     setting = "rollout.max_tokens" if answer == config.rollout.max_tokens else "eval.max_tokens"
-    renderer = Renderer(source.tokenizer)
+    renderer = Renderer(source.tokenizer, vision=source.vision)
     for task in (*tasks.train, *tasks.validation):
         ids = renderer.prompt(*agent.opening(task))
         check_ids(source.name, source.tokenizer, source.config, ids)

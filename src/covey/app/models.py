@@ -52,6 +52,7 @@ def make_learner(prepared: BuildSpec, checkpoint: Checkpoint | None, ranks: Rank
         reference=reference,
         critic=config.critic if valued else None,
         critic_backbone=_load_critic(prepared, ranks) if valued and not config.critic.shared else None,
+        vision=None if prepared.model is None else prepared.model.vision,
         ranks=ranks,
     )
     if checkpoint is not None:
@@ -145,6 +146,7 @@ def make_engine(
         memory=prepared.config.rollout.memory,
         eager=prepared.config.rollout.eager,
         drains=prepared.config.mode.update == "drain",
+        vision=source.vision,
     )
 
 

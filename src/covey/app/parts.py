@@ -72,6 +72,18 @@ def check_gateway(config: Config) -> None:
     bind(config.gateway.port).close()
 
 
+def check_browser(config: Config, tasks: TaskSet) -> None:
+    """Check the pages of agent=gui, and that the browser for them is installed."""
+    if config.agent.name == "gui":
+        from covey.agents.gui.agent import page_task, require_browser
+
+        pages = [page_task(task) for task in (*tasks.train, *tasks.validation)]
+        if any(page is not None for page in pages):
+            require_browser(config.agent.chromium)
+    elif config.agent.name == "chat" and config.data.name == "gui_pages" and config.data.train_files is None:
+        raise InputError("data=gui_pages are web pages, and agent=chat sees none\n  fix: agent=gui")
+
+
 def tool_format(config: Config, source: ModelSource) -> Format:
     """The tool-call format of this model."""
     from covey.agents.formats.detect import choose_format
@@ -175,7 +187,11 @@ def find_agent(
     toolbox = toolbox or Toolbox(ToolSet(()))  # the tools are not on this machine
     if source is None:
         return make_agent(config.agent, toolbox)
-    return make_agent(config.agent, toolbox, source.tokenizer, source.config.model_type)
+    if config.agent.name == "gui" and source.vision is None:
+        raise InputError(
+            f"agent=gui looks at screenshots, but {source.name} reads text only\n  use a vision-language model"
+        )
+    return make_agent(config.agent, toolbox, source.tokenizer, source.config.model_type, source.vision)
 
 
 def find_rewards(config: Config, custom: Any, task_reward: str | None, sandbox: SandboxFactory) -> RewardSet:

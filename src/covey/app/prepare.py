@@ -15,6 +15,7 @@ from covey.app.checks import (
     check_prompts,
     check_reference,
     check_sizes,
+    check_vision,
     digest_objects,
     digest_rewards,
     digest_tasks,
@@ -23,6 +24,7 @@ from covey.app.checks import (
 )
 from covey.app.cluster import check_cluster, resolve_cluster
 from covey.app.parts import (
+    check_browser,
     check_gateway,
     find_agent,
     find_environment,
@@ -151,6 +153,7 @@ def prepare(
         task_set = TaskSet((), (), reward=default_reward(config.data), description="(files not here)")
     elif training and not task_set.train:
         raise nothing_to_train_on(config.data)
+    missing.collect(lambda: check_browser(config, task_set))
     source = missing.collect(lambda: open_model(config, tokenizer))
     config, reason, warnings = _resolve_devices(config, source, missing, training=training)
     algorithm = make_algorithm(config)
@@ -160,6 +163,7 @@ def prepare(
         if training:
             check_reference(source, algorithm)
         use_template(source.tokenizer, config.agent.template)
+    check_vision(config, source, [(task.where, task.messages) for task in (*task_set.train, *task_set.validation)])
     player = find_agent(config, toolbox, source, environment, agent)
     task_reward = getattr(player, "reward", None) or task_set.reward  # environments have a reward of their own
     rewards = find_rewards(config, reward, task_reward, sandbox)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.app.build import Note, open_telemetry
-from covey.app.checks import check_sizes
+from covey.app.checks import check_sizes, check_vision
 from covey.app.models import make_learner
 from covey.app.prepare import MissingResources, open_model, total_steps
 from covey.app.resume import open_run, with_model_folder
@@ -94,6 +94,7 @@ def prepare_sft(composed: Composed, *, folder: Path | None = None, tolerate_abse
     found = loaded or DemonstrationSet((), (), "(files not here)")
     source = missing.collect(lambda: open_model(config))
     warnings += [*found.warnings, *check_sizes(config, found.train, found.validation, "demonstrations")]
+    check_vision(config, source, [(one.place, one.messages) for one in (*found.train, *found.validation)])
     train: tuple[Episode, ...] = ()
     validation: tuple[Episode, ...] = ()
     if source is not None:
@@ -174,7 +175,7 @@ class DemonstrationRenderer:
         from covey.models.folder import check_ids
         from covey.rollout.rendering import Renderer
 
-        self.renderer = Renderer(source.tokenizer)
+        self.renderer = Renderer(source.tokenizer, vision=source.vision)
         self.check_ids = partial(check_ids, source.name, source.tokenizer, source.config)
         self.eos_ids = source.eos_ids()
         self.limit = config.model.context_length or source.context_length
@@ -268,8 +269,10 @@ def _unused(composed: Composed) -> list[str]:
 
 
 def _digest(episodes: Sequence[Episode]) -> str:
-    """A hash of the tokens of all episodes."""
+    """A hash of the tokens and images of all episodes."""
     digest = hashlib.sha256()
     for episode in episodes:
-        digest.update(repr([dataclasses.astuple(turn)[:2] for turn in episode.turns]).encode())
+        digest.update(repr([(turn.prompt_ids, turn.completion_ids) for turn in episode.turns]).encode())
+        if images := [span.image.digest for turn in episode.turns for span in turn.images]:
+            digest.update(repr(images).encode())
     return digest.hexdigest()

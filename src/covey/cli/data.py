@@ -9,6 +9,7 @@ from pathlib import Path
 from covey.app.compose import CommandLine, compose_command
 from covey.cli.parse import parse
 from covey.errors import InputError, unknown
+from covey.images import plain_text
 from covey.types import Task
 
 USAGE = """\
@@ -163,7 +164,7 @@ def _print_split(name: str, tasks: Sequence[Task], count: int) -> None:
 def _print_task(task: Task) -> None:
     print(f"\n  {task.id}")
     for message in task.messages:
-        content = str(message["content"])
+        content = plain_text(message["content"])
         clipped = content if len(content) <= CLIP else f"{content[:CLIP]}… ({len(content) - CLIP:,} more characters)"
         print(textwrap.indent(f"[{message['role']}] {clipped}", "  | ", lambda line: True))
     if task.answer is not None:

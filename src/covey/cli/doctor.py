@@ -24,6 +24,7 @@ class Finding:
 
 OPTIONAL = {  # package: (purpose, extra)
     "peft": ("LoRA training", "lora"),
+    "pillow": ("images", "vision"),
     "wandb": ("Weights & Biases logging", "wandb"),
     "tensorboard": ("TensorBoard logging", "tensorboard"),
     "mlflow-skinny": ("MLflow logging", "mlflow"),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -18,6 +20,7 @@ from covey.app.prepare import training_sampling
 from covey.cli.parse import parse
 from covey.config.schema import Config, EvalConfig
 from covey.errors import Absent, InputError
+from covey.images import plain_text
 from covey.ranges import range_error, ranges_of
 from covey.tasks import ask_like_tasks, plain_question
 from covey.types import Episode, Group, Sample, Task, ToolUse
@@ -57,7 +60,7 @@ USAGE = """\
 covey sample MODEL_OR_RUN [--question TEXT] [--plain] [-n 4] [--tasks 2] [key=value ...]
 
   Prints answers, with their rewards for tasks; episodes of several turns token by token, with the sampled tokens (which
-  training learns from) in colour.
+  training learns from) in colour. With agent=gui, each episode's screenshots are written as one PNG with the clicks.
   --question TEXT   ask this instead of tasks. For a run, or with data=NAME, it gets the system prompt, worked examples
                     and prompt of the tasks
   --plain           the question alone
@@ -94,7 +97,19 @@ def main(argv: list[str]) -> int:
     console = Console(highlight=False)
     for group in asyncio.run(sample()):
         _print_group(group, console, collector.renderer.tokenizer.decode)
+        if prepared.config.agent.name == "gui":
+            _write_film_strips(group, Path(prepared.config.logging.output_dir) / "films")
     return 0
+
+
+def _write_film_strips(group: Group, folder: Path) -> None:
+    from covey.agents.gui.film import write_film_strip
+
+    name = re.sub(r"[^\w.-]+", "-", group.task.id)
+    for attempt, episode in enumerate(group.episodes, 1):
+        path = folder / f"{name}-{attempt}.png"
+        if write_film_strip(episode, path):
+            print(f"  screenshots of attempt {attempt}: {path}")
 
 
 def _with_own_files(args: CommandLine) -> CommandLine:
@@ -122,9 +137,9 @@ def _task_of_question(question: str, args: CommandLine, config: Config) -> Task:
 
 def _print_group(group: Group, console: Console, decode: Decode) -> None:
     """Answers of one turn as text; episodes of several turns token by token."""
-    asked = next((m["content"] for m in reversed(group.task.messages) if m["role"] == "user"), group.task.id)
+    question = next((m["content"] for m in reversed(group.task.messages) if m["role"] == "user"), group.task.id)
     gold = "" if group.task.answer is None else f"   (answer: {group.task.answer})"
-    print(f"\n{asked}{gold}")
+    print(f"\n{plain_text(question)}{gold}")
     for episode in group.episodes:
         if episode.failure is not None:
             print(f"  failed: {episode.failure.cause}: {episode.failure.message}")

@@ -11,6 +11,7 @@ from covey.app.train import exit_code, run_sft, run_to_end
 from covey.cli.parse import parse
 from covey.config import Composed, expand_sweep, recipe_names
 from covey.errors import InputError
+from covey.images import plain_text
 from covey.redact import hide_settings
 
 if TYPE_CHECKING:  # not needed for --help
@@ -134,7 +135,7 @@ def _dry_run(composed: Composed) -> int:
     if prepared.tasks.train:
         print("first task, as the model sees it:")
         for message in prepared.tasks.train[0].messages:
-            print(f"  {message['role']:>9} | {message['content']}")
+            print(f"  {message['role']:>9} | {plain_text(message['content'])}")
     for text in prepared.warnings:
         print(f"warning: {text}")
     print("dry run: nothing was started")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from covey.cluster.actors import ActorLost, kill, result
 from covey.errors import EpisodeError, RunFailed
 from covey.protocols import Metrics
-from covey.types import Completion, Sampling
+from covey.types import Completion, ImageSpan, Sampling
 from covey.weights.files import WeightManifest
 from covey.weights.transport import FileTransport
 
@@ -233,7 +233,10 @@ class RayEngine:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, images: Sequence[ImageSpan] = ()
+    ) -> Completion:
+        assert not images, "refused when the run is prepared (check_vision)"
         for is_retry in (False, True):
             replica = await self._pick(token_ids)
             actor = replica.actor

@@ -43,7 +43,7 @@ RECIPES = "covey.recipes"
 
 # The choices of each config group; the first is the default. The choices of `algorithm` are an argument.
 GROUPS: Mapping[str, Mapping[str, type]] = {
-    "agent": dict.fromkeys(("chat", "hf", "react", "code", "flow", "gateway", "verifiers"), AgentConfig),
+    "agent": dict.fromkeys(("chat", "hf", "react", "code", "flow", "gateway", "gui", "verifiers"), AgentConfig),
     "rollout": {"embedded": RolloutConfig, "vllm": RolloutConfig, "auto": RolloutConfig},
     "cluster": {"local": ClusterConfig, "ray": ClusterConfig},
     "mode": {"sync": ModeConfig, "async": ModeConfig},
@@ -53,6 +53,7 @@ OWN_CODE = ("agent",)  # groups that also accept module:function or file.py:func
 # Settings that resume=auto ignores when it looks for the same run.
 NOT_IN_FINGERPRINT = (
     *("resume", "gateway.port", "gateway.max_programs", "loop.max_minutes"),
+    *("agent.chromium", "agent.browsers", "agent.pages_per_browser"),
     *("logging.to", "logging.output_dir", "logging.verbosity", "logging.tags", "logging.notes"),
     *(f"cluster.{field.name}" for field in fields(ClusterConfig)),  # on other machines it is still the same run
     "learner.tensor_parallel",

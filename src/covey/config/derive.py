@@ -65,12 +65,10 @@ class Unsupported:
     instead: str
 
 
-_OWN_AGENT = "use agent=chat, or your own coroutine: agent=my_agent.py:function"
 _ONE = "leave it at 1"
 
 UNSUPPORTED = (
     # Agents
-    Unsupported("agent.name", is_("gui"), "GUI agents", _OWN_AGENT),
     Unsupported("env.reasoning", true, "the reasoning prompt", "write it out: data.system_prompt='…'"),
     # Where and when things run
     Unsupported("rollout.name", is_("sglang", "hf"), "other engines", "use rollout=embedded or rollout=vllm"),

@@ -29,6 +29,7 @@ from covey.ranges import (
     check_ranges,
 )
 
+GUI_FORMATS = ("computer_use", "thought_action")
 EPISODES_PER_STEP = 1_000_000  # the maximum of data.train_batch_size × rollout.group_size
 _GREEDY = "greedy answers to one task are all the same: a group of them has nothing to compare"
 
@@ -42,15 +43,18 @@ def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
 
 Attempts = Annotated[int, Range(1, 65_536)]
 BatchTokens = Annotated[int, Range(1, 1_000_000_000)]
+Browsers = Annotated[int, Range(1, 32)]
 DeviceNumber = Annotated[int, Range(0, 1023)]
 Devices = Annotated[int, Range(1, 100_000)]
 Episodes = Annotated[int, Range(1, EPISODES_PER_STEP)]
 Few = Annotated[int, Range(1, 10_000)]
+Images = Annotated[int, Range(0, 10_000)]
 LearningRate = Annotated[float, Range(0, 10)]
 LoraRank = Annotated[int, Range(0, 4096)]
 Many = Annotated[int, Range(1, 1_000_000)]
 Megabytes = Annotated[int, Range(64, 16_777_216)]  # an interpreter, up to 16 TiB
 Minutes = Annotated[float, Range(0, 10_000_000)]
+Pixels = Annotated[int, Range(1, 80_000_000)]
 Port = Annotated[int, Range(0, 65_535)]
 Restarts = Annotated[int, Range(0, 10_000)]
 Seed = Annotated[int, Range(-(10**18), 10**18)]  # within torch's limits
@@ -71,9 +75,11 @@ class LoraConfig:
     rank: LoraRank = 0  # 0: train all weights; otherwise train adapters of this rank (needs the extra covey[lora])
     alpha: Positive = 32.0  # the scale of the adapter is alpha / rank
     target_modules: Any = "all-linear"  # names of the modules that get an adapter, or "all-linear"
+    part: str = "language"  # of a vision-language model: language | vision | both get an adapter
 
     def __post_init__(self) -> None:
         check_ranges(self, "model.lora.")
+        _one_of("model.lora.part", self.part, ("language", "vision", "both"))
 
 
 @dataclass(frozen=True)
@@ -84,10 +90,15 @@ class ModelConfig:
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
     trust_remote_code: bool = False  # run Python code that comes with the model
     context_length: Tokens | None = None  # longest prompt + answer in tokens; null: the model's limit
+    min_pixels: Pixels | None = None  # smaller images are enlarged to this many pixels; null: the model's own limit
+    max_pixels: Pixels | None = None  # larger images are reduced to this many pixels; null: the model's own limit
+    freeze_vision: bool = True  # train only the language part of a vision-language model
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
         check_ranges(self, "model.")
+        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
+            raise InputError(f"model.min_pixels={self.min_pixels} is over model.max_pixels={self.max_pixels}")
         _one_of("model.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
 
 
@@ -109,10 +120,10 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class AgentConfig:
-    name: str = "chat"  # chat | hf | react | code | flow | gateway | verifiers, or your own as file.py:function
+    name: str = "chat"  # chat | hf | react | code | flow | gui | gateway | verifiers, or your own as file.py:function
     tools: list[str] = field(default_factory=list)  # tools by name, module:function or file.py:function
     tool_options: dict[str, Any] = field(default_factory=dict)  # settings per tool: {search: {corpus: docs.jsonl}}
-    format: str = "auto"  # tool-call format: hermes | llama | mistral; auto: that of the model's chat template
+    format: str = "auto"  # hermes | llama | mistral; auto: of the chat template. gui: computer_use | thought_action
     max_turns: Few = 8  # replies of the model in one episode
     max_response_tokens: Tokens | None = None  # sampled tokens of one episode over all turns; null: no limit
     max_tool_tokens: Tokens = 512  # tokens of one tool's output; longer outputs are truncated, with a mark
@@ -122,11 +133,16 @@ class AgentConfig:
     environment: str | None = None  # agent=verifiers: an environment of that package, by id, module:function or file
     environment_options: dict[str, Any] = field(default_factory=dict)  # agent=verifiers: its own `env` settings
     max_seconds: Seconds = 500.0  # timeout of an episode with its reward, without the time for sampling
+    chromium: str | None = None  # agent=gui: the browser's program; null: chromium or google-chrome on the PATH
+    browsers: Browsers = 2  # agent=gui: browsers that run at the same time
+    pages_per_browser: Few = 16  # agent=gui: episodes that play in one browser at the same time; others wait
+    keep_images: Images | None = None  # of a conversation, the model is shown the last n images only; null: all
     command: str | None = None  # agent=gateway: a program to start per episode; null: programs request attempts
 
     def __post_init__(self) -> None:
         check_ranges(self, "agent.")
-        _one_of("agent.format", self.format, ("auto", "hermes", "llama", "mistral"))
+        gui = self.name == "gui"
+        _one_of("agent.format", self.format, ("auto", *(GUI_FORMATS if gui else ("hermes", "llama", "mistral"))))
 
 
 @dataclass(frozen=True)

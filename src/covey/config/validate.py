@@ -119,6 +119,7 @@ Effect = Literal["free", "training", "fixed"]
 # A name that ends with a dot is a section.
 FREE = (
     *("loop.", "eval.", "logging.", "cluster.", "gateway.", "sandbox.max_concurrent", "validation tasks"),
+    *("agent.chromium", "agent.browsers", "agent.pages_per_browser"),
     *("learner.lr", "learner.schedule", "learner.warmup_steps", "learner.min_lr_ratio", "critic.lr"),
     *("learner.micro_batch_tokens", "learner.micro_batch_size", "learner.compile", "learner.max_skipped"),
     *("learner.offload_optimizer", "learner.offload_reference", "learner.offload_weights", "learner.parallel"),

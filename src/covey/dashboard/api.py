@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -14,16 +15,17 @@ import numpy as np
 from covey.dashboard.diagnostics import as_data, too_early
 from covey.dashboard.differences import MISSING, differing_settings
 from covey.dashboard.episodes import NUMBERS, Query
-from covey.dashboard.metrics import constant_level, thin
+from covey.dashboard.metrics import constant_level, is_own_file, thin
 from covey.dashboard.runs import Library, Run
 from covey.evaluation.report import short_names
 from covey.evaluation.scores import Comparison, sentence
 from covey.evaluation.statistics import Estimate, wilson
-from covey.telemetry.jsonl import finite
+from covey.telemetry.jsonl import IMAGES, finite
 
 MAX_ROWS = 500  # of the episode list, per request
 MAX_DOTS = 3000  # of a scatter plot
 MAX_RELATED = 64
+IMAGE = re.compile(r"images/([0-9a-f]{64}\.(png|jpg|webp|gif|bmp))")  # as an episode names it
 
 Params = Mapping[str, str]
 
@@ -107,6 +109,14 @@ class Api:
         run = self._run(params)
         with run.lock:
             return run.episodes.read(self._index(run, params))
+
+    def image(self, params: Params) -> tuple[bytes, str]:
+        """?run&name: an image of an episode, and its type. The name is a hash, so no other file can be read."""
+        name = IMAGE.fullmatch(params.get("name", ""))
+        path = self._run(params).folder / IMAGES / name[1] if name else None
+        if name is None or path is None or not is_own_file(path):
+            raise BadRequest("there is no such image")
+        return path.read_bytes(), f"image/{name[2].replace('jpg', 'jpeg')}"
 
     def related(self, params: Params) -> Any:
         """?run&id&kind=group|task: the attempts of its group, or the same task across steps."""

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from covey.dashboard.metrics import Tail
+from covey.images import has_images, plain_text
 from covey.telemetry.jsonl import EPISODES_FILE, parts_of
 
 CHUNK = 4 << 20  # bytes indexed at a time
@@ -291,4 +292,6 @@ def _float(value: Any) -> float:
 
 
 def _plain(content: Any) -> str:
+    if has_images(content):
+        return plain_text(content)
     return content if isinstance(content, str) else "" if content is None else json.dumps(content)

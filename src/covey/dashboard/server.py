@@ -162,6 +162,8 @@ class Handler(BaseHTTPRequestHandler):
             return self._send(page_file(name).encode(), kind)
         if url.path == "/api/csv":
             return self._answer(lambda: self._send(self.server.api.csv(params).encode(errors="replace"), "text/csv"))
+        if url.path == "/api/image":
+            return self._answer(lambda: self._send(*self.server.api.image(params)))
         if url.path.startswith("/api/"):
             name = url.path.removeprefix("/api/")
             return self._answer(lambda: self._send(_json(self.server.api.answer(name, params)), "application/json"))
@@ -207,7 +209,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _send(self, body: bytes, kind: str) -> None:
         self.send_response(200)
-        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Type", kind if kind.startswith("image/") else f"{kind}; charset=utf-8")
         if len(body) > 100_000 and "gzip" in self.headers.get("Accept-Encoding", ""):
             body = gzip.compress(body, 1)
             self.send_header("Content-Encoding", "gzip")

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from covey.errors import InputError
 from covey.learner import attention, logprobs
 from covey.learner.packing import Packed
-from covey.models.families import LOGIT_TRANSFORMS, TRAINABLE_LAYERS
+from covey.models.families import LOGIT_TRANSFORMS, TRAINABLE_LAYERS, decoder
 
 RefLogits = Callable[[Tensor], Tensor]  # hidden states of the reference → its logits
 
@@ -32,9 +32,12 @@ def hidden_states(model: Any, packed: Packed) -> Tensor:
     backbone = getattr(lm, "base_model", lm)
     attention.select_attention(lm, packed.layout)
     with attention.packed_attention(packed.layout) as state:
-        hidden_TD = backbone(
-            input_ids=packed.ids_T[None], position_ids=packed.position_T[None], use_cache=False
-        ).last_hidden_state[0]
+        if packed.images is not None:
+            hidden_TD = _hidden_with_images(lm, packed)
+        else:
+            hidden_TD = backbone(
+                input_ids=packed.ids_T[None], position_ids=packed.position_T[None], use_cache=False
+            ).last_hidden_state[0]
     if not state.layers:
         raise InputError(
             f"{lm.config.model_type}: this model's code computes attention on its own, without transformers' attention "
@@ -42,6 +45,14 @@ def hidden_states(model: Any, packed: Packed) -> Tensor:
         )
     hidden_MD: Tensor = hidden_TD[packed.source_M]
     return hidden_MD
+
+
+def _hidden_with_images(lm: Any, packed: Packed) -> Tensor:
+    from covey.models.image_features import encode, language_forward
+
+    assert packed.images is not None and packed.pixels is not None
+    position = packed.position_T.unsqueeze(-2)  # [1, T], or [3, 1, T]
+    return language_forward(lm, packed.ids_T[None], position, packed.images, encode(lm, packed.pixels))[0]
 
 
 def token_logprobs(
@@ -150,7 +161,7 @@ class CompiledLayers:
     """A model's decoder layers compiled by torch, once for sequences of any length, when they are first used."""
 
     def __init__(self, model: Any) -> None:
-        self.layers = list(causal_lm(model).base_model.layers)
+        self.layers = list(decoder(causal_lm(model)).layers)
         self.forwards = [torch.compile(layer.forward, dynamic=True) for layer in self.layers]
 
     @contextmanager

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -47,6 +47,9 @@ from covey.models.loading import Reference
 from covey.protocols import Algorithm, Couples, LossTerm, Metrics, Needs, TokenOutputs, TokenTrace
 from covey.types import Batch, Sample, Samples
 
+if TYPE_CHECKING:
+    from covey.models.vision import VisionProcessor
+
 Pass = tuple[MicroBatch, bool]  # a forward pass, and whether it counts (packing.passes_of_rank)
 
 
@@ -64,13 +67,16 @@ class Learner:
         reference: Reference | None = None,
         critic: CriticConfig | None = None,
         critic_backbone: Any = None,
+        vision: VisionProcessor | None = None,
         ranks: Ranks = SINGLE_PROCESS,
     ) -> None:
-        """With `critic` settings, trains a critic on `critic_backbone`, or else on the policy's own backbone. Models
-        that will be sharded over `ranks` may be in CPU memory."""
+        """With `critic` settings, trains a critic on `critic_backbone`, or else on the policy's own backbone. `vision`
+        prepares the images of a vision-language model. Models that will be sharded over `ranks` may be in CPU
+        memory."""
         self.model = model
         self.config = config
         self.reference = reference
+        self.vision = vision
         self.ranks = ranks
         self.dtype = next(model.parameters()).dtype  # in which weights are used and published
         # Adapters may be float32 on float16 weights, and gradients flow through both.
@@ -161,7 +167,7 @@ class Learner:
         model = model or self.model
         for micro_batch, counts in self._passes(self._plan(rows), rows):
             index = row_indices(micro_batch)
-            packed = pack(rows, micro_batch).to(self.device)
+            packed = pack(rows, micro_batch, self.vision).to(self.device)
             with self._attending(packed):
                 out = self._forward(packed, (len(index), width), temperature, query, model)
             for name in out.__slots__:
@@ -275,7 +281,7 @@ class Learner:
         losses: list[dict[str, Tensor]] = []
         for micro_batch, counts in passes:
             index = row_indices(micro_batch)
-            packed = pack(batch.rows, micro_batch).to(self.device)
+            packed = pack(batch.rows, micro_batch, self.vision).to(self.device)
             with self._attending(packed):
                 shape = (len(index), batch.mask_RT.shape[1])
                 out = self._forward(packed, shape, batch.temperature, query, self.model)
@@ -374,6 +380,8 @@ class Learner:
         optimizer = self.optimizer
         check_finite(self._trained_tensors(), self.ranks)
         save_model(self.model, folder / "model", self.ranks, sharded=self.sharded)
+        if self.vision is not None and self.ranks.is_first:
+            self.vision.save_pretrained(folder / "model")
         save_state(optimizer.tensors(), optimizer.blocks(), folder, self.ranks, optimizer.replicated())
         if self.critic is not None and self.ranks.is_first:
             save_tensors(self.critic.tensors(), folder / "critic.safetensors")

@@ -16,14 +16,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from covey.learner.attention import Layout
-from covey.types import Sample
+from covey.types import ImageSpan, Sample
 
+if TYPE_CHECKING:
+    from covey.models.image_features import PlacedImages
+    from covey.models.vision import Pixels, VisionProcessor
+
+Array = np.ndarray[Any, Any]
 PromptGroup = list[int]  # indices of rows that share a prompt
 MicroBatch = list[PromptGroup]  # one forward pass
 MAX_IMBALANCE = 1.25  # a prompt group above this multiple of a rank's average token count is split over ranks
@@ -35,14 +41,17 @@ class Packed:
 
     layout: Layout
     ids_T: Tensor
-    position_T: Tensor
+    position_T: Tensor  # [3, T] if images have positions in time, height and width
     source_M: Tensor  # index in the sequence of the token before each sampled token
     target_M: Tensor  # the sampled token
     row_M: Tensor  # its row and column in the [R, T] layout
     column_M: Tensor
+    images: PlacedImages | None = None
+    pixels: Pixels | None = None  # of the images, as the vision tower takes them
 
     def to(self, device: torch.device) -> Packed:
-        moved = {f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)}
+        columns = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "pixels"}
+        moved = {name: x.to(device, non_blocking=True) for name, x in columns.items() if x is not None}
         return replace(self, **moved)
 
 
@@ -105,11 +114,11 @@ def _first_fit(
 
 def _prompt_groups(rows: Sequence[Sample], max_tokens: int, max_rows: int) -> list[PromptGroup]:
     """Group rows by prompt. A group that exceeds the limits is split."""
-    by_prompt: dict[tuple[int, ...], list[int]] = {}
+    by_prompt: dict[tuple[tuple[int, ...], tuple[ImageSpan, ...]], list[int]] = {}
     for index, row in enumerate(rows):
-        by_prompt.setdefault(row.prompt_ids, []).append(index)
+        by_prompt.setdefault((row.prompt_ids, row.prompt_images if row.images else ()), []).append(index)
     groups: list[PromptGroup] = []
-    for prompt, members in by_prompt.items():
+    for (prompt, _), members in by_prompt.items():
         group: PromptGroup = []
         length = len(prompt)
         for index in members:
@@ -136,8 +145,9 @@ def row_indices(micro_batch: MicroBatch) -> list[int]:
     return [index for group in micro_batch for index in group]
 
 
-def pack(rows: Sequence[Sample], micro_batch: MicroBatch) -> Packed:
-    """The packed sequence of one micro-batch. `row_M` counts its rows in the order of `row_indices`."""
+def pack(rows: Sequence[Sample], micro_batch: MicroBatch, vision: VisionProcessor | None = None) -> Packed:
+    """The packed sequence of one micro-batch. `row_M` counts its rows in the order of `row_indices`. `vision` prepares
+    the images of the rows."""
     answers = [rows[index] for index in row_indices(micro_batch)]
     prompts = [rows[group[0]].prompt_ids for group in micro_batch]
     prompt_P = np.array([len(prompt) for prompt in prompts])
@@ -155,7 +165,7 @@ def pack(rows: Sequence[Sample], micro_batch: MicroBatch) -> Packed:
     prompt_ids = np.fromiter(chain.from_iterable(prompts), np.int64, prompt_P.sum())
     prompt_position = np.arange(prompt_P.sum()) - np.repeat(prompt_P.cumsum() - prompt_P, prompt_P)
     position_A = prompt_P[group_R[row_A]] + column_A
-    return Packed(
+    packed = Packed(
         layout=Layout.of(prompt_P.tolist(), [[_packed_length(rows[i]) for i in group] for group in micro_batch]),
         ids_T=torch.from_numpy(np.concatenate([prompt_ids, ids_A[packed_A]])),
         position_T=torch.from_numpy(np.concatenate([prompt_position, position_A[packed_A]])),
@@ -164,3 +174,34 @@ def pack(rows: Sequence[Sample], micro_batch: MicroBatch) -> Packed:
         row_M=torch.from_numpy(row_A[sampled_A]),
         column_M=torch.from_numpy(column_A[sampled_A]),
     )
+    if not any(row.images for row in answers):
+        return packed
+    assert vision is not None, "images, but the model sees none"
+    return _with_images(packed, [rows[group[0]] for group in micro_batch], answers, prompt_P, start_R, vision)
+
+
+def _with_images(
+    packed: Packed,
+    firsts: Sequence[Sample],
+    answers: Sequence[Sample],
+    prompt_P: Array,
+    start_R: Array,
+    vision: VisionProcessor,
+) -> Packed:
+    """Add the images of a packed sequence: first those of the prompts, then those of the answers. `firsts`: one row of
+    each prompt group."""
+    from covey.models.image_features import place
+    from covey.models.vision import rope_positions
+
+    begins = [*(prompt_P.cumsum() - prompt_P).tolist(), *start_R.tolist()]
+    parts = [(row, 0, len(row.prompt_ids)) for row in firsts]
+    parts += [(row, len(row.prompt_ids), len(row.prompt_ids) + _packed_length(row)) for row in answers]
+    pieces = [
+        ((*row.prompt_ids, *row.response_ids), row.images, (low, high), begin)
+        for (row, low, high), begin in zip(parts, begins, strict=True)
+    ]
+    placed = place(pieces, vision.token_id)
+    if vision.family.grid:
+        position = [rope_positions(row.length, row.images)[:, low:high] for row, low, high in parts]
+        packed = replace(packed, position_T=torch.from_numpy(np.concatenate(position, 1)))
+    return replace(packed, images=placed, pixels=vision.stacked(placed.images))

@@ -31,7 +31,8 @@ from covey.config.schema import ModelConfig
 from covey.errors import Absent, InputError, RunFailed
 from covey.learner.parallel import Block, Ranks, Span
 from covey.models.adapters import adapter_base, require_peft
-from covey.models.folder import MAIN, RemoteCodeNeeded, check_file, explain_errors, load_weights
+from covey.models.families import auto_model, vision_family
+from covey.models.folder import MAIN, RemoteCodeNeeded, check_file, explain_errors, load_weights, read_config
 from covey.models.hub import ADAPTER, check_adapter, no_pickles
 from covey.models.loading import Located, locate, open_source
 from covey.storage import sync_tree, writing
@@ -250,12 +251,9 @@ def _is_adapter(folder: Path) -> bool:
 
 
 def _loaded(place: Located, dtype: str | None) -> Any:
-    from transformers import AutoModelForCausalLM
-
+    auto = auto_model(read_config(place.path, place.path, revision=place.revision))
     with explain_errors(place.path):
-        return load_weights(
-            AutoModelForCausalLM, place.path, place.path, revision=place.revision, dtype=dtype or "auto"
-        )
+        return load_weights(auto, place.path, place.path, revision=place.revision, dtype=dtype or "auto")
 
 
 def _merged(folder: Path, dtype: str | None) -> Any:
@@ -276,13 +274,17 @@ def _copy_adapter(folder: Path, work: Path, dtype: str | None) -> None:
 
 
 def _copy_tokenizer(folder: Path, work: Path) -> None:
-    """The tokenizer in the folder, or else that of the adapter's base model."""
-    from transformers import AutoTokenizer
+    """The tokenizer in the folder, or else that of the adapter's base model; and the image processor, if it has one."""
+    from transformers import AutoImageProcessor, AutoTokenizer
 
     here = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     place = Located(str(folder)) if here else locate(str(folder))
     tokenizer = AutoTokenizer.from_pretrained(place.path, trust_remote_code=False, revision=place.revision or MAIN)
     tokenizer.save_pretrained(work)
+    base = locate(str(folder))
+    if vision_family(read_config(base.path, base.path, revision=base.revision)) is not None:
+        processor = AutoImageProcessor.from_pretrained(base.path, backend="pil", revision=base.revision or MAIN)
+        processor.save_pretrained(work)
 
 
 def check_export(folder: Path, out: Path, *, dtype: str | None, adapter: bool) -> None:

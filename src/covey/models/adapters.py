@@ -12,6 +12,7 @@ from covey.config.schema import ModelConfig
 from covey.errors import InputError
 from covey.imports import install_extra
 from covey.models.builtin import BUILTIN
+from covey.models.families import auto_model, vision_family
 from covey.models.folder import AGAIN, built_empty, check_file, first_few, reason
 from covey.models.hub import ADAPTER, check_adapter, no_pickles
 
@@ -43,12 +44,11 @@ def check_adapter_fits(folder: Path, model_config: Any, *, trusted: bool = False
     """Before weights are read, check that the adapter has the tensors that its configuration needs on this model. peft
     would leave missing ones at their initial values."""
     from safetensors import safe_open
-    from transformers import AutoModelForCausalLM
 
     check_adapter(folder)
     check_file(folder / ADAPTER)
     peft = require_peft()
-    model = built_empty(AutoModelForCausalLM, str(folder), model_config, trusted=trusted)
+    model = built_empty(auto_model(model_config), str(folder), model_config, trusted=trusted)
     try:
         config = peft.PeftConfig.from_pretrained(str(folder))
         if config.peft_type != peft.PeftType.LORA:
@@ -85,11 +85,21 @@ def with_new_adapter(model: Any, config: ModelConfig, seed: int, revision: str |
         r=config.lora.rank,
         lora_alpha=config.lora.alpha,
         target_modules=config.lora.target_modules,
+        exclude_modules=_other_part(model.config, config.lora.part),
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
         revision=revision,  # of the base model, which is recorded with the adapter
     )
     return peft.get_peft_model(model, lora)
+
+
+def _other_part(model_config: Any, part: str) -> str | None:
+    """A pattern of the modules without an adapter, in a vision-language model."""
+    family = vision_family(model_config)
+    if family is None or part == "both":
+        return None
+    names = family.tower if part == "language" else (family.language,)
+    return rf"(.*\.)?({'|'.join(names)})\..*"
 
 
 def with_saved_adapter(model: Any, folder: Path) -> Any:

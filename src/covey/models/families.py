@@ -32,6 +32,41 @@ FAMILIES = (
     Family(("mistral3", "ministral", "mixtral"), tool_calls="mistral"),
 )
 
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """A vision-language model of transformers: how its parts are called, within the model without the output matrix."""
+
+    model_types: tuple[str, ...]
+    language: str  # the language model
+    tower: tuple[str, ...]  # what turns pixels into embeddings
+    grid: bool  # positions of image tokens have a height and a width (M-RoPE), and an image is one grid; else tiles
+
+
+VISION_FAMILIES = (
+    VisionFamily(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), "language_model", ("visual",), grid=True),
+    VisionFamily(("idefics3", "smolvlm"), "text_model", ("vision_model", "connector"), grid=False),
+)
+
+
+def vision_family(config: Any) -> VisionFamily | None:
+    """The family of a model that sees images; None for other models."""
+    return next((family for family in VISION_FAMILIES if config.model_type in family.model_types), None)
+
+
+def auto_model(config: Any) -> Any:
+    """The class of transformers that loads a model with this configuration."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForCausalLM if vision_family(config) is None else AutoModelForImageTextToText
+
+
+def decoder(lm: Any) -> Any:
+    """The language model, without the output matrix."""
+    family = vision_family(lm.config)
+    return lm.base_model if family is None else getattr(lm.base_model, family.language)
+
+
 FUSED_ATTENTION = tuple(f"{family.fused}Attention" for family in FAMILIES if family.fused)
 FUSED_MLP = tuple(f"{family.fused}MLP" for family in FAMILIES if family.fused)
 TOOL_CALLS = {name: family.tool_calls for family in FAMILIES if family.tool_calls for name in family.model_types}

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,7 @@ from covey.errors import Absent, InputError, nearest, unknown
 from covey.memory import disable_cudnn_attention, keep_freed_memory
 from covey.models.adapters import adapter_base, check_adapter_fits, with_new_adapter, with_saved_adapter
 from covey.models.builtin import BUILTIN, builtin_folder
+from covey.models.families import auto_model, vision_family
 from covey.models.folder import (
     MAIN,
     check_buildable,
@@ -33,6 +34,9 @@ from covey.models.folder import (
 )
 from covey.models.hub import split_revision
 
+if TYPE_CHECKING:
+    from covey.models.vision import VisionProcessor
+
 
 @dataclass(frozen=True)
 class ModelSource:
@@ -45,6 +49,7 @@ class ModelSource:
     adapter: Path | None = None  # a peft adapter folder on top of `path`
     revision: str | None = None  # the commit of the hub that all parts are read at
     headless: bool = False  # the output layer is not used, and may be missing
+    vision: VisionProcessor | None = None  # of a vision-language model
 
     @property
     def context_length(self) -> int | None:
@@ -66,23 +71,19 @@ class ModelSource:
 
 def parameter_count(source: ModelSource) -> int:
     """The parameters of the model, from its configuration alone."""
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        return sum(p.numel() for p in AutoModelForCausalLM.from_config(source.config).parameters())
+        return sum(p.numel() for p in auto_model(source.config).from_config(source.config).parameters())
 
 
 def trained_count(source: ModelSource, config: ModelConfig) -> int:
     """An upper bound of the number of trained weights, before any is loaded. With an adapter, only its own."""
-    from transformers import AutoModelForCausalLM
-
     if source.adapter is not None:
         size = sum(file.stat().st_size for file in source.adapter.glob("adapter_model.*"))
         return size // 2  # at two bytes or more each
     if config.lora.rank == 0:
         return parameter_count(source)
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        model = with_new_adapter(AutoModelForCausalLM.from_config(source.config), config, seed=0)
+        model = with_new_adapter(auto_model(source.config).from_config(source.config), config, seed=0)
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
@@ -133,17 +134,21 @@ def open_source(config: ModelConfig, revision: str | None = None, *, headless: b
         revision = _commit(path, revision or named)
     model_config = read_config(config.name, path, revision=revision, trusted=trusted)
     tokenizer = read_tokenizer(config.name, path, model_config, revision=revision, trusted=trusted)
-    from transformers import AutoModelForCausalLM  # slow: only once the model is found
-
+    auto = auto_model(model_config)  # slow: only once the model is found
     if Path(path).is_dir():
         folder = Path(path)
         check_generation(folder)
-        check_weights_fit(AutoModelForCausalLM, path, folder, model_config, headless=headless, trusted=trusted)
+        check_weights_fit(auto, path, folder, model_config, headless=headless, trusted=trusted)
     else:
-        check_buildable(AutoModelForCausalLM, config.name, model_config, trusted=trusted)
+        check_buildable(auto, config.name, model_config, trusted=trusted)
     if adapter is not None:
         check_adapter_fits(adapter, model_config, trusted=trusted)
-    return ModelSource(config.name, path, tokenizer, model_config, adapter, revision, headless)
+    vision = None
+    if (family := vision_family(model_config)) is not None:
+        from covey.models.vision import open_vision
+
+        vision = open_vision(config, family, path, model_config, tokenizer, revision)
+    return ModelSource(config.name, path, tokenizer, model_config, adapter, revision, headless, vision)
 
 
 def _commit(path: str, revision: str | None) -> str | None:
@@ -181,8 +186,6 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def load_policy(source: ModelSource, config: ModelConfig, *, seed: int = 0) -> Any:
     """The model to train, on its device. Dropout is removed: with it, learner and engine would differ."""
-    from transformers import AutoModelForCausalLM
-
     device = pick_device(config.device)
     if device.type == "cpu":
         keep_freed_memory()
@@ -190,7 +193,7 @@ def load_policy(source: ModelSource, config: ModelConfig, *, seed: int = 0) -> A
         disable_cudnn_attention()
     with explain_errors(source.name):
         model = load_weights(
-            AutoModelForCausalLM,
+            auto_model(source.config),
             source.name,
             source.path,
             revision=source.revision,
@@ -204,6 +207,11 @@ def load_policy(source: ModelSource, config: ModelConfig, *, seed: int = 0) -> A
         model = with_saved_adapter(model, source.adapter)
     elif config.lora.rank > 0:
         model = with_new_adapter(model, config, seed, source.revision)
+    elif config.freeze_vision and vision_family(source.config) is not None:
+        from covey.models.image_features import vision_weights
+
+        for weight in vision_weights(model).values():
+            weight.requires_grad_(False)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0

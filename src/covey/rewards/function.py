@@ -37,6 +37,7 @@ from numbers import Real
 from typing import Any, TypeVar, overload
 
 from covey.errors import EpisodeError, InputError, RunFailed, describe_error, nearest, unknown
+from covey.images import plain_text
 from covey.imports import no_exit
 from covey.types import Episode, Task
 from covey.workers import RemoteError, WorkerDied, WorkerPool, WorkerTimeout
@@ -256,7 +257,7 @@ class RewardFunction:
 
     def _task_arguments(self, task: Task) -> dict[str, Any]:
         """The arguments known without an episode. A missing answer stays missing rather than None."""
-        question = next((str(m["content"]) for m in reversed(task.messages) if m["role"] == "user"), "")
+        question = next((plain_text(m["content"]) for m in reversed(task.messages) if m["role"] == "user"), "")
         arguments = {"prompt": question, **task.columns, "task": task, "question": question}
         return arguments if task.answer is None else arguments | {"answer": task.answer}
 

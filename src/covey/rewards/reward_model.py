@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from covey.errors import Absent, InputError, unknown
+from covey.images import has_images, plain_text
 from covey.models.folder import (
     WeightsMismatch,
     check_buildable,
@@ -96,7 +97,11 @@ class RewardModel:
     async def __call__(self, episode: Episode, question: str, final_answer: str) -> float:
         if self._batcher is None:
             raise RuntimeError("the reward model is not loaded: RewardSet.open does")
-        request = Request([dict(message) for message in episode.messages], question, final_answer)
+        messages = [dict(message) for message in episode.messages]
+        for message in messages:
+            if has_images(message.get("content")):
+                message["content"] = plain_text(message["content"])
+        request = Request(messages, question, final_answer)
         logit = await result_of(self._batcher.submit(request))
         return logit if self.activation == "none" else _sigmoid(logit)
 

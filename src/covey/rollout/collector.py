@@ -19,7 +19,7 @@ from covey.protocols import Agent, Reward, RolloutEngine
 from covey.redact import hide
 from covey.rollout.policy import EpisodePolicy
 from covey.rollout.rendering import Renderer
-from covey.types import Collected, Episode, Failure, Group, RewardTable, Sampling, StopReason, Task
+from covey.types import Collected, Episode, Failure, Group, Prompt, RewardTable, Sampling, StopReason, Task
 
 TaskBatch = Callable[[int], Sequence[Task]]
 FreshTasks = Callable[[int, int, int, Collection[str]], Sequence[Task]]  # step, round, count, ids tried already
@@ -36,6 +36,7 @@ class Collector:
     seed: int
     max_seconds: float
     max_response_tokens: int | None = None
+    keep_images: int | None = None
 
     async def groups(
         self,
@@ -49,7 +50,7 @@ class Collector:
         """Attempt every task `attempts` times and score the episodes, in task order. `greedy_baseline`: one more,
         greedy attempt."""
         groupwise = self.reward.groupwise
-        first_prompts: dict[str, tuple[int, ...]] = {}
+        first_prompts: dict[str, Prompt] = {}
         jobs = [
             self._attempt(task, sampling, (self.seed, *stream, task.id, attempt), first_prompts, score=not groupwise)
             for task in tasks
@@ -78,7 +79,7 @@ class Collector:
         task: Task,
         sampling: Sampling,
         stream: tuple[object, ...],
-        first_prompts: dict[str, tuple[int, ...]],
+        first_prompts: dict[str, Prompt],
         *,
         score: bool,
     ) -> Episode:
@@ -92,6 +93,7 @@ class Collector:
             deadline=deadline,
             first_prompts=first_prompts,
             max_response_tokens=self.max_response_tokens,
+            keep_images=self.keep_images,
         )
         started, cause = time.monotonic(), "agent"
         try:
@@ -314,6 +316,10 @@ _LIKELY_FIX = {
     "mcp": "check that the tool server responds",
     "environment": "run the environment once by hand; it raised in every episode",
     "environment_timeout": "raise agent.tool_seconds: reset or step took longer in every episode",
+    "browser": "see the message; try the page with covey sample agent=gui, or lower agent.pages_per_browser",
+    "browser_timeout": "raise agent.tool_seconds, or lower agent.pages_per_browser: pages answer too slowly",
+    "page": "open the task's url by hand; no page could be opened",
+    "success": "run the tasks' success on their pages by hand; it failed in every episode",
     "no_room": "shorten the prompts, or raise model.context_length or agent.max_response_tokens",
     "nonfinite": "try model.dtype=float32 or bfloat16; if the weights are broken, go back to an earlier checkpoint",
     "truncated": "raise that limit, or give the environment a method end(reason) that scores unfinished episodes",

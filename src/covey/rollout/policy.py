@@ -15,11 +15,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from covey.errors import EpisodeError
+from covey.errors import EpisodeError, InputError
+from covey.images import has_images, keep_last, with_images
 from covey.protocols import NoRoom, Reply, RolloutEngine
 from covey.rollout.rendering import CONTEXT_USED_UP, PastReply, Renderer, Tools
 from covey.streams import stream_seed
-from covey.types import Completion, Messages, Sampling, StopReason, Turn
+from covey.types import Completion, ImageSpan, Messages, Prompt, Sampling, StopReason, Turn
 
 CONTEXT = "model.context_length"
 LONG = 2**16  # characters: longer messages and tools are rendered in a thread
@@ -42,10 +43,12 @@ class EpisodePolicy:
         stream: tuple[object, ...],
         *,
         deadline: asyncio.Timeout | None = None,
-        first_prompts: dict[str, tuple[int, ...]] | None = None,
+        first_prompts: dict[str, Prompt] | None = None,
         max_response_tokens: int | None = None,
+        keep_images: int | None = None,
     ) -> None:
-        """`first_prompts`: prompts rendered by other attempts; all attempts at a task start with the same."""
+        """`first_prompts`: prompts rendered by other attempts; all attempts at a task start with the same.
+        `keep_images`: only the last images of a conversation are shown."""
         self.engine = engine
         self.renderer = renderer
         self.sampling = sampling
@@ -53,12 +56,13 @@ class EpisodePolicy:
         self.deadline = deadline
         self.first_prompts = {} if first_prompts is None else first_prompts
         self.max_response_tokens = max_response_tokens
+        self.keep_images = keep_images
         self._turns: dict[int, Turn] = {}
         self._reserved: dict[int, int] = {}  # token limits of the replies in progress
         self._replies: list[PastReply] = []
         self._started = 0  # turns: several may be sampled concurrently, each from its own stream
         self._rendering = asyncio.Lock()
-        self._rendered: tuple[Any, tuple[int, ...]] | None = None  # the last long messages and their prompt
+        self._rendered: tuple[Any, Prompt] | None = None  # the last long messages and their prompt
         self._waiting = 0  # callers of `waiting`, which stops the clock
         self._remaining = 0.0  # seconds of the episode when the clock was stopped
         self.cut_by: str | None = None  # limit that ended or prevented the last reply (Episode.cut_by)
@@ -70,26 +74,39 @@ class EpisodePolicy:
 
     def render(self, messages: Messages, tools: Tools = None) -> tuple[int, ...]:
         """Prompt ids of messages. Earlier prompts and sampled tokens keep their ids."""
+        prompt = self._render(self._readable(messages), tools)
+        if prompt.images:
+            raise InputError("policy.render gives ids without their images\n  use policy.ask")
+        return prompt.ids
+
+    def _readable(self, messages: Messages) -> Messages:
+        """The messages with their images as `Image` or `ImageFile`, only the last `keep_images` of them."""
+        if not any(has_images(message.get("content")) for message in messages):
+            return messages
+        messages = with_images(messages)
+        return messages if self.keep_images is None else keep_last(messages, self.keep_images)
+
+    def _render(self, messages: Messages, tools: Tools) -> Prompt:
         for reply in sorted(self._replies, key=lambda reply: -len(reply.messages)):
             if reply.is_continued_by(messages, tools):
-                ids = self.renderer.next_prompt(reply, messages[len(reply.messages) + 1 :])
-                return self.renderer.prompt(messages, tools) if ids is None else ids
+                prompt = self.renderer.next_prompt(reply, messages[len(reply.messages) + 1 :])
+                return self.renderer.render(messages, tools) if prompt is None else prompt
         if self._turns:
-            return self.renderer.prompt(messages, tools)
+            return self.renderer.render(messages, tools)
         key = repr((messages, tools))
         if key not in self.first_prompts:
-            self.first_prompts[key] = self.renderer.prompt(messages, tools)
+            self.first_prompts[key] = self.renderer.render(messages, tools)
         return self.first_prompts[key]
 
-    async def _prompt(self, messages: Messages, tools: Tools) -> tuple[int, ...]:
-        """Like `render`, but long messages are rendered in a thread, so that the event loop is not blocked. Concurrent
+    async def _prompt(self, messages: Messages, tools: Tools) -> Prompt:
+        """Like `_render`, but long messages are rendered in a thread, so that the event loop is not blocked. Concurrent
         requests with the same messages share one rendering."""
         if sum(len(str(message)) for message in messages) + len(str(tools)) < LONG:
-            return self.render(messages, tools)
+            return self._render(messages, tools)
         key = (tuple(messages), tools)
         async with self._rendering:
             if self._rendered is None or self._rendered[0] != key:
-                self._rendered = (key, await asyncio.to_thread(self.render, *key))
+                self._rendered = (key, await asyncio.to_thread(self._render, *key))
             return self._rendered[1]
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -109,6 +126,7 @@ class EpisodePolicy:
         self,
         token_ids: Sequence[int],
         *,
+        images: tuple[ImageSpan, ...] = (),
         stop: Sequence[str] = (),
         max_tokens: int | None = None,
         trained: bool = True,
@@ -129,14 +147,17 @@ class EpisodePolicy:
         self._reserved[number] = limit
         try:
             with self.waiting():
-                done = await self.engine.generate(token_ids, sampling)
+                # Only some engines take images.
+                done = await self.engine.generate(token_ids, sampling, *((images,) if images else ()))
         finally:
             del self._reserved[number]
         if not all(map(math.isfinite, done.logprobs)):
             raise NotFinite(
                 "the model's log-probs are not finite: its weights or activations have overflowed, or are NaN"
             )
-        turn = Turn(tuple(token_ids), done.token_ids, done.logprobs, done.versions, done.stop, trained=trained)
+        turn = Turn(
+            tuple(token_ids), done.token_ids, done.logprobs, done.versions, done.stop, trained=trained, images=images
+        )
         self._turns[number] = turn
         if turn.stop is StopReason.LENGTH:
             self.cut_by = setting if limit == available else "request"
@@ -188,20 +209,28 @@ class EpisodePolicy:
         top_p: float | None = None,
     ) -> Reply:
         """The reply to messages. A stop string that ended it is removed from its text."""
+        messages = self._readable(messages)
         try:
             prompt = await self._prompt(messages, tools)
         except NoRoom:  # longer than the context
             self.cut_by = CONTEXT
             raise
         turn = await self._turn(
-            prompt, stop=stop, max_tokens=max_tokens, trained=trained, temperature=temperature, top_p=top_p
+            prompt.ids,
+            images=prompt.images,
+            stop=stop,
+            max_tokens=max_tokens,
+            trained=trained,
+            temperature=temperature,
+            top_p=top_p,
         )
         text = self.renderer.reply_text(turn.completion_ids)
         if turn.stop is StopReason.STOP:
             ends = [at for end in (*self.sampling.stop, *stop) if (at := text.find(end)) >= 0]
             text = text[: min(ends)] if ends else text
         message = {"role": "assistant", "content": text}
-        self._replies.append(PastReply(tuple(messages), tools, prompt, turn.completion_ids, turn.stop, message))
+        sampled = (turn.completion_ids, turn.stop, message, prompt.images)
+        self._replies.append(PastReply(tuple(messages), tools, prompt.ids, *sampled))
         return Reply(text, turn.stop, turn)
 
     def remember(self, message: Mapping[str, Any]) -> None:

@@ -13,14 +13,18 @@ the earlier prompt, the whole reply, and the addition.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from covey.errors import InputError
+from covey.images import has_images, images_of
 from covey.protocols import NoRoom
-from covey.types import Messages, StopReason, Turn
+from covey.types import ImageSpan, Messages, Prompt, StopReason, Turn
+
+if TYPE_CHECKING:
+    from covey.models.vision import VisionProcessor
 
 Tools = Sequence[Mapping[str, Any]] | None
 
@@ -61,6 +65,7 @@ class PastReply:
     sampled_ids: tuple[int, ...]
     stop: StopReason
     message: Mapping[str, Any]
+    images: tuple[ImageSpan, ...] = ()  # in the prompt
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -85,16 +90,37 @@ def _same(message: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 class Renderer:
     """Renders messages with a tokenizer's chat template, and decodes replies."""
 
-    def __init__(self, tokenizer: ChatTokenizer, context_length: int | None = None) -> None:
-        """A prompt far longer than `context_length` raises `NoRoom` before it is fully tokenised."""
+    def __init__(
+        self, tokenizer: ChatTokenizer, context_length: int | None = None, vision: VisionProcessor | None = None
+    ) -> None:
+        """A prompt far longer than `context_length` raises `NoRoom` before it is fully tokenised. `vision`: of a model
+        that sees images."""
         self.tokenizer = tokenizer
         self.context_length = context_length
+        self.vision = vision
 
     def prompt(self, messages: Messages, tools: Tools = None) -> tuple[int, ...]:
         """Messages → prompt ids, with the generation prompt."""
-        return self._bounded(self._text(messages, tools, reply_next=True))
+        return self.render(messages, tools).ids
 
-    def next_prompt(self, reply: PastReply, new: Messages) -> tuple[int, ...] | None:
+    def render(self, messages: Messages, tools: Tools = None) -> Prompt:
+        """Messages → prompt ids and the images among them, with the generation prompt."""
+        prompt = self._with_images(self._bounded(self._text(messages, tools, reply_next=True)), messages, before=0)
+        if prompt is None:
+            raise TemplateError(
+                f"this model's chat template does not show all images: it wants one {self._placeholder} for each\n"
+                "  give another one: agent.template, a Jinja file"
+            )
+        return prompt
+
+    def _with_images(self, ids: tuple[int, ...], messages: Messages, before: int) -> Prompt | None:
+        """The ids with the images of `messages` in place of their placeholders. None if there are not as many."""
+        if self.vision is None:
+            return Prompt(ids)
+        images = images_of(messages)
+        return self.vision.expand(ids, images, before) if ids.count(self.vision.token_id) == len(images) else None
+
+    def next_prompt(self, reply: PastReply, new: Messages) -> Prompt | None:
         """The prompt after a reply and new messages, extending the ids of the reply. None if the template rewrites the
         earlier messages or the reply, so that the conversation must be rendered whole."""
         prompt = self._text(reply.messages, reply.tools, reply_next=True)
@@ -108,7 +134,8 @@ class Renderer:
             addition = self._after_reply(reply, message, text, prompt + raw)
             # Checked against the message itself, or against the raw text if the template rejects the message.
             if addition is not None and _is_continuation(renderings[0][1], prompt, raw, renderings[0][0], addition):
-                return reply.ids + self._addition(addition, reply)
+                added = self._with_images(self._addition(addition, reply), new, before=len(reply.ids))
+                return None if added is None else Prompt(reply.ids + added.ids, reply.images + added.images)
         return None
 
     def _after_reply(self, reply: PastReply, message: Mapping[str, Any], text: str, sampled: str) -> str | None:
@@ -215,6 +242,8 @@ class Renderer:
                     tokenize=False,
                 )
             )
+        except InputError:
+            raise
         except Exception as error:
             roles = ", ".join(str(m.get("role")) for m in messages)
             raise TemplateError(
@@ -223,13 +252,42 @@ class Renderer:
             ) from error
 
     def _escaped(self, messages: Messages) -> list[dict[str, Any]]:
-        """Escape special tokens in messages of tools, environments and users after the first reply."""
+        """Escape special tokens in messages of tools, environments and users after the first reply, and everywhere the
+        placeholder of images."""
         copies = [dict(message) for message in messages]
         replies = [place for place, message in enumerate(copies) if message.get("role") == "assistant"]
         for message in copies[replies[0] :] if replies else ():
-            if message["role"] != "assistant" and isinstance(message.get("content"), str):
-                message["content"] = self.plain(message["content"])
+            if message["role"] != "assistant" and "content" in message:
+                message["content"] = _mapped(message["content"], self.plain)
+        if self.vision is not None:
+            for message in copies:
+                if "content" in message:
+                    message["content"] = self._for_vision(message["content"])
+        elif any(has_images(message.get("content")) for message in copies):
+            raise InputError(
+                "this model reads text only, but there are images in the messages\n  use a model that sees"
+            )
         return copies
+
+    def _for_vision(self, content: Any) -> Any:
+        def without_placeholder(text: str) -> str:
+            return text.replace(self._placeholder, f"{self._placeholder[0]} {self._placeholder[1:]}")
+
+        content = _mapped(content, without_placeholder)
+        return [{"type": "text", "text": content}] if isinstance(content, str) and self._wants_parts else content
+
+    @property
+    def _placeholder(self) -> str:
+        return "" if self.vision is None else self.vision.placeholder
+
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether the template can only show content that is a list of parts."""
+        try:
+            message = {"role": "user", "content": MARK}
+            return MARK not in str(self.tokenizer.apply_chat_template([message], tokenize=False))
+        except Exception:  # a template may raise anything
+            return True
 
     def _try(self, messages: Messages, tools: Tools, *, reply_next: bool) -> str | None:
         """None if the template rejects the messages, e.g. a tool's result without a call in the template's own form."""
@@ -264,6 +322,18 @@ class Renderer:
 
 class TemplateError(InputError):
     """The chat template rejected a conversation."""
+
+
+def _mapped(content: Any, change: Callable[[str], str]) -> Any:
+    """Content with its texts changed; images become the parts that a chat template knows."""
+    if isinstance(content, str):
+        return change(content)
+    if not has_images(content):
+        return content
+    return [
+        {"type": "image"} if part["type"] == "image" else {"type": "text", "text": change(part["text"])}
+        for part in content
+    ]
 
 
 def _is_continuation(text: str, prompt: str, raw: str, message: Mapping[str, Any], addition: str) -> bool:
@@ -303,8 +373,9 @@ def render_demonstration(renderer: Renderer, messages: Messages, tools: Tools, e
         before = tuple(messages[:place])
         prompt = None if previous is None else renderer.next_prompt(previous, before[len(previous.messages) + 1 :])
         if prompt is None:
-            prompt = renderer.prompt(before, tools)
+            prompt = renderer.render(before, tools)
         reply = renderer.reply(before, message, tools, ends)
-        turns.append(Turn(prompt, reply, (0.0,) * len(reply), (0,) * len(reply), StopReason.EOS))
-        previous = PastReply(before, tools, prompt, reply, StopReason.EOS, message)
+        none = (0.0,) * len(reply), (0,) * len(reply)  # log-probs and versions
+        turns.append(Turn(prompt.ids, reply, *none, StopReason.EOS, images=prompt.images))
+        previous = PastReply(before, tools, prompt.ids, reply, StopReason.EOS, message, prompt.images)
     return tuple(turns)

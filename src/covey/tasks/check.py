@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import InputError
+from covey.images import ImageMistake, images_of, load, picture
 from covey.tasks.datasets.dataset import normalize_question
 from covey.tasks.demonstrations import demonstration_of
 from covey.tasks.files import find_files, task_of
 from covey.tasks.reading import Row, RowMistake, Table, names, read_table
-from covey.types import Task
+from covey.types import Messages, Task
 
 
 @dataclass
@@ -48,7 +49,8 @@ def check_files(files: Sequence[str], *, demonstrations: bool = False) -> Report
         if demonstrations or _is_demonstration(table):
             for index, row in enumerate(table.rows):
                 try:
-                    demonstration_of(table, row, f"{path.name}:{index}")
+                    one = demonstration_of(table, row, f"{path.name}:{index}")
+                    _check_images(table, row, one.messages)
                 except RowMistake as mistake:
                     broken.append(mistake)
         else:
@@ -87,10 +89,20 @@ def _is_demonstration(table: Table) -> bool:
 def _check_task(table: Table, row: Row, task: Task, answered: bool, ids: dict[str, str]) -> None:
     if answered and (task.answer is None or (isinstance(task.answer, str) and not task.answer.strip())):
         raise table.mistake(row, "answer is empty", "give the answer, or take the row out")
+    _check_images(table, row, task.messages)
     here = table.place(row)
     if (other := ids.setdefault(task.id, here)) != here:
         what = f"data_id {names([task.id])!r} is also in {other}"
         raise table.mistake(row, what, "give every task a data_id of its own")
+
+
+def _check_images(table: Table, row: Row, messages: Messages) -> None:
+    """Decode all images of a row."""
+    for image in images_of(messages):
+        try:
+            picture(load(image))
+        except ImageMistake as error:
+            raise table.mistake(row, str(error).removeprefix(f"{table.place(row)}: ")) from error
 
 
 def _remark(table: Table, other: Path, places: list[str]) -> str:

@@ -5,6 +5,7 @@ Columns of a data file:
     messages                         the whole conversation: {role, content}, with tool_calls where tools are called
     question | prompt                or the question, a string (or messages)
     answer | response | completion   and the reply, a string (or messages)
+    image | images                   pictures, at the markers <image> of the user's texts, or before the first one
     tools                            schemas of the tools that may be called; default: those of agent.tools
     data_id                          the name in messages; default `FILE:ROW` (from 0)
 
@@ -24,8 +25,9 @@ from typing import Any
 
 from covey.config.schema import DataConfig
 from covey.errors import InputError
+from covey.images import has_images
 from covey.tasks.datasets import DATASETS
-from covey.tasks.files import find_files, prepend_system, read_messages, read_splits, rows_of
+from covey.tasks.files import find_files, prepend_system, read_images, read_messages, read_splits, rows_of
 from covey.tasks.generated import generate_demonstrations
 from covey.tasks.reading import Row, Table, kind, names, read_json
 from covey.types import Demonstration
@@ -100,6 +102,7 @@ def read_demonstrations(setting: str, files: Any) -> list[Demonstration]:
 def demonstration_of(table: Table, row: Row, default_id: str) -> Demonstration:
     values = {name: value for name, value in row.values.items() if value is not None}
     messages = _conversation(table, row, values["messages"]) if "messages" in values else _pair(table, row, values)
+    messages = read_images(table, row, messages, values)
     if not any(message["role"] == "assistant" for message in messages):
         raise table.mistake(row, "no message of the assistant: there is nothing to learn from", ROW_FIX)
     return Demonstration(
@@ -119,7 +122,8 @@ def _conversation(table: Table, row: Row, value: Any, column: str = "messages") 
             if message["role"] != "assistant":
                 raise table.mistake(row, f"{where}: only the assistant calls tools, not role {message['role']}")
             message = {**message, "tool_calls": read_calls(table, row, where, calls)}
-        if isinstance(message["content"], list):
+        shown = message["role"] != "assistant" and has_images(message["content"])
+        if isinstance(message["content"], list) and not shown:
             message = {**message, "content": _text(table, row, f"{column}[{index}].content", message["content"])}
         result.append(message)
     return tuple(result)

@@ -3,8 +3,10 @@
 Columns:
 
     question | messages | prompt    the question: a string, or a list of {role, content} (verl calls it `prompt`)
+    instruction                     the question of a task with a web page (`url` or `html`: docs/gui.md)
     answer                          what rewards compare with; else verl's `reward_model.ground_truth`
     data_id                         the task's id; default `FILE:ROW` (from 0)
+    image | images                  pictures, at the markers <image> of the question, or before it (covey/images.py)
     any other column                passed to the rewards in `Task.columns`
 
 Rows in memory are a list of dicts or Tasks, a Hugging Face `Dataset`, a pandas table, or any iterable of dicts, with
@@ -25,12 +27,14 @@ from typing import Any, TypeVar
 
 from covey.config.schema import DataConfig
 from covey.errors import Absent, InputError, nearest
+from covey.images import MARKER, SUFFIXES, ImageMistake, has_images, has_marker, place_images, with_images
 from covey.tasks.reading import Row, Table, kind, names, read_table
 from covey.types import Demonstration, Task
 
 QUESTION_COLUMNS = ("question", "messages", "prompt")  # in order of precedence
 OTHER_NAMES = ("problem", "query", "instruction", "input", "text")
 ROLES = ("system", "user", "assistant", "tool")
+IMAGE_COLUMNS = ("images", "image")
 MAX_ROWS = 10_000_000  # of an iterable, which might be infinite
 MESSAGE_FIX = 'a message looks like {"role": "user", "content": "What is 1+1?"}'
 
@@ -169,12 +173,14 @@ def _duplicate_id(data_id: str, first_table: Table, first: Row, table: Table, ro
 def task_of(table: Table, row: Row, default_id: str) -> Task:
     columns = dict(row.values)
     name = next((name for name in QUESTION_COLUMNS if name in columns), None)
+    if name is None and "instruction" in columns and {"url", "html"} & {*columns}:
+        name = "instruction"
     if name is None:
         fixes = ["name the column with the question `question`, or give `messages`, a list of {role, content}"]
         if guess := _question_by_another_name(row.values):
             fixes = [f"rename column {guess} to question"]
         raise table.mistake(row, f"no column question (columns here: {names(row.values)})", *fixes)
-    messages = _messages(table, row, name, columns.pop(name))
+    messages = read_images(table, row, _messages(table, row, name, columns.pop(name)), columns)
     answer = columns.pop("answer", None)
     if answer is None and isinstance(reward_model := columns.get("reward_model"), Mapping):
         answer = reward_model.get("ground_truth")
@@ -235,6 +241,44 @@ def _message(table: Table, row: Row, where: str, message: Any) -> Mapping[str, A
     if not isinstance(message["content"], str | list):
         raise table.mistake(row, f"{where}.content must be a string, got {kind(message['content'])}", MESSAGE_FIX)
     return message
+
+
+def read_images(
+    table: Table, row: Row, messages: tuple[Mapping[str, Any], ...], columns: dict[str, Any]
+) -> tuple[Mapping[str, Any], ...]:
+    """Messages with the images in their content and in the row's column of images, which is removed from `columns`.
+    Relative paths count from the folder of the data file."""
+    column = next((name for name in IMAGE_COLUMNS if _holds_images(columns.get(name))), None)
+    if column is None and any(columns.get(name) for name in IMAGE_COLUMNS) and any(map(has_marker, messages)):
+        fix = "give paths, bytes, PIL images or {bytes, path}"
+        raise table.mistake(row, f"a column of images without any, but the messages have the marker {MARKER}", fix)
+    if column is None and not any(isinstance(message["content"], list) for message in messages):
+        return messages
+    place = table.place(row)
+    try:
+        if column is not None:
+            value = columns.pop(column)
+            messages = tuple(place_images(messages, value if isinstance(value, list) else [value], place))
+        if not any(has_images(message["content"]) for message in messages):
+            return messages
+        return with_images(messages, place, table.path.parent)
+    except ImageMistake as error:
+        raise table.mistake(row, str(error).removeprefix(f"{place}: ")) from error
+
+
+def _holds_images(value: Any) -> bool:
+    """Whether a column called like one of images holds some: data without images may have one too."""
+    values = value if isinstance(value, list) else [value]
+    return (
+        bool(values)
+        and all(
+            isinstance(one, bytes | Path)
+            or hasattr(one, "convert")  # a PIL image
+            or (isinstance(one, Mapping) and {"bytes", "path", "image", "url"} & {*one})
+            or (isinstance(one, str) and (one.startswith("data:image/") or Path(one[:1024]).suffix.lower() in SUFFIXES))
+            for one in values
+        )
+    )
 
 
 # -- Rows in memory ----------------------------------------------------------------------------------------------------

@@ -21,12 +21,11 @@ from covey.errors import Absent, InputError, unknown
 from covey.imports import install_extra
 from covey.streams import stream
 from covey.tasks.datasets.dataset import normalize_question
-from covey.tasks.problems import Arithmetic, Calculator, Countdown, Largest, Problem, Sort
+from covey.tasks.gui_pages import GuiPages
+from covey.tasks.problems import Arithmetic, Calculator, Countdown, Largest, Problem, Sort, in_validation
 from covey.types import Demonstration, Task, TaskSet
 
 Item = TypeVar("Item")
-
-VALIDATION_SHARE = 0.2
 
 
 class GeneratedTask(Protocol):
@@ -66,6 +65,7 @@ GENERATED: dict[str, type[GeneratedTask]] = {
     "largest": Largest,
     "countdown": Countdown,
     "calculator": Calculator,
+    "gui_pages": GuiPages,
 }
 
 
@@ -131,11 +131,6 @@ def make(name: str, options: Mapping[str, Any]) -> GeneratedTask:
         if option not in known:
             raise unknown(f"option of task {name}", option, known)
     return GENERATED[name](**options)
-
-
-def in_validation(key: str) -> bool:
-    digest = blake2b(key.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < VALIDATION_SHARE * 2**64
 
 
 def _problems(task: GeneratedTask, rng: Random, size: int, accept: Callable[[str], bool]) -> list[Problem]:

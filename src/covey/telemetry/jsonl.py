@@ -22,13 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import InputError
+from covey.images import has_images, is_image, load, suffix_of
 from covey.redact import hide_known
-from covey.storage import writing
+from covey.storage import write_atomically, writing
 from covey.telemetry.base import EpisodeRecords, EpisodeView, Metrics, Sink
-from covey.types import Episode, RewardTable, Sample
+from covey.types import Episode, Messages, RewardTable, Sample
 
 METRICS_FILE = "metrics.jsonl"
 EPISODES_FILE = "episodes.jsonl"
+IMAGES = "images"  # the folder of pictures that episodes refer to, by the hash of their content
 PART_BYTES = 256 << 20  # from this size on, lines go to the next part
 MAX_STEP = 1 << 53  # beyond it, floats cannot represent every step
 SCHEMA = 1  # version of an episode record; incremented by changes that an older reader would misread
@@ -157,6 +159,7 @@ class JsonlFiles(Sink):
         episodes_offset: int | None = None,
         part_bytes: int = PART_BYTES,
     ) -> None:
+        self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         metrics, episodes = folder / METRICS_FILE, folder / EPISODES_FILE
         # Check both before truncating either: an error leaves the folder unchanged.
@@ -168,8 +171,29 @@ class JsonlFiles(Sink):
 
     def step(self, index: int, metrics: Metrics, sample: EpisodeView | None, episodes: EpisodeRecords) -> None:
         for episode in episodes:
+            if any(has_images(message.get("content")) for message in episode.get("messages", ())):
+                episode = {**episode, "messages": self._with_saved_images(episode["messages"])}
             self._episodes.write(_line(episode))
         self._write_metrics("step", index, metrics)
+
+    def _with_saved_images(self, messages: Messages) -> list[Mapping[str, Any]]:
+        """The messages with their images as files of the run folder, each written once."""
+        return [
+            {**message, "content": [self._saved(part) for part in message["content"]]}
+            if has_images(message.get("content"))
+            else message
+            for message in messages
+        ]
+
+    def _saved(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not is_image(part):
+            return part
+        image = load(part["image"])
+        path = self._folder / IMAGES / f"{image.digest}{suffix_of(image.data)}"
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            write_atomically(path, image.data)
+        return {"type": "image", "image": f"{IMAGES}/{path.name}"}
 
     def evaluation(self, step: int, metrics: Metrics, sample: EpisodeView | None) -> None:
         self._write_metrics("eval", step, metrics)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from covey.images import plain_text
 from covey.protocols import Metrics
 from covey.telemetry import EpisodeView, TokenRow, episode_record
 from covey.training.step import StepResult
@@ -89,7 +90,7 @@ def _episode_advantage(result: StepResult, at: int) -> float:
 def episode_view(episode: Episode, reward: float | None, advantage: float | None = None) -> EpisodeView:
     questions = [m for m in episode.task.messages if m["role"] == "user"]
     return EpisodeView(
-        question=str(questions[-1]["content"]) if questions else "",
+        question=plain_text(questions[-1]["content"]) if questions else "",
         reply=episode.final_answer,
         reward=reward,
         advantage=advantage,

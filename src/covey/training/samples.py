@@ -74,9 +74,14 @@ def episode_rows(episode: Episode, index: int) -> list[Sample]:
             logprobs=turn.logprobs,
             versions=turn.versions,
             episode=index,
+            images=turn.images,
         )
         earlier_ids = rows[-1].prompt_ids + rows[-1].response_ids if rows else None
-        if earlier_ids is not None and turn.prompt_ids[: len(earlier_ids)] == earlier_ids:
+        if (
+            earlier_ids is not None
+            and turn.prompt_ids[: len(earlier_ids)] == earlier_ids
+            and turn.images[: len(rows[-1].images)] == rows[-1].images
+        ):
             rows[-1] = _append_turn(rows[-1], turn.prompt_ids[len(earlier_ids) :], sampled)
         else:
             rows.append(sampled)
@@ -93,6 +98,7 @@ def _append_turn(row: Sample, between: tuple[int, ...], sampled: Sample) -> Samp
         logprobs=row.logprobs + (0.0,) * gap + sampled.logprobs,
         versions=row.versions + (-1,) * gap + sampled.versions,
         episode=row.episode,
+        images=sampled.images,
     )
 
 

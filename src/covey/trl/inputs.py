@@ -54,7 +54,7 @@ def _task(row: Any, number: int, name: str, only_prompts: bool) -> Task:
         raise InputError(f"{place} has no prompt; its columns: {', '.join(map(str, row)) or 'none'}{hint}")
     for column in ("image", "images"):
         if row.get(column) is not None:
-            raise InputError(f"{place} has {column}: models that read images are not supported")
+            raise InputError(f"{place} has {column}: covey.trl takes no images\n  use covey.train (docs/vision.md)")
     prompt = row["prompt"]
     messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else _messages(prompt, place)
     columns = {} if only_prompts else {str(key): value for key, value in row.items() if key != "prompt"}

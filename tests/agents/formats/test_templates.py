@@ -262,7 +262,7 @@ class TestQwen:
         results: list[tuple[Call, str]] = [(call, "some text") for call in parsed.calls]
         following = renderer.next_prompt(said, format.observe(results))
         assert following is not None
-        assert following[: len(said.ids)] == said.ids
-        added = tokenizer.decode(following[len(said.ids) :])
+        assert following.ids[: len(said.ids)] == said.ids
+        added = tokenizer.decode(following.ids[len(said.ids) :])
         shown = "\n".join(["<tool_response>\nsome text\n</tool_response>"] * len(results))
         assert added == f"\n<|im_start|>user\n{shown}<|im_end|>\n<|im_start|>assistant\n"

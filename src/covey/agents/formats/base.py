@@ -226,6 +226,19 @@ def result_messages(results: Results, native: bool, wrap: Callable[[Call, str], 
     return [{"role": "user", "content": "\n".join(wrap(call, text) for call, text in results)}]
 
 
+def with_pictures(observed: list[dict[str, Any]], pictures: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
+    """The messages of `observe` with the pictures of each result, before the texts."""
+    if not any(pictures):
+        return observed
+    parts = [[{"type": "image", "image": picture} for picture in each] for each in pictures]
+    if len(observed) < len(parts):  # one message has all results
+        parts = [[part for each in parts for part in each]]
+    return [
+        {**message, "content": [*images, {"type": "text", "text": message["content"]}]} if images else message
+        for message, images in zip(observed, parts, strict=True)
+    ]
+
+
 def with_label(call: Call, text: str) -> str:
     return f"Result of {call.name}:\n{text}" if call.problem is None else text
 

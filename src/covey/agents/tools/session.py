@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 from covey.agents.tools.tool import Tool, ToolFailure, ToolMistake
 from covey.errors import describe_error, error_message, nearest
+from covey.images import ImageMistake, images_of, is_image, is_picture, with_images
 from covey.redact import hide
-from covey.types import ToolUse
+from covey.types import Image, ImageFile, ToolUse
 from covey.workers import RemoteError, WorkerDied, WorkerPool, WorkerSession, WorkerTimeout
 
 if TYPE_CHECKING:
@@ -48,14 +49,18 @@ def cut_by_characters(text: str, limit: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The beginning of a text, and the length of the whole."""
+    """The beginning of a text, the length of the whole, and pictures beside it."""
 
     text: str
     length: int
+    images: tuple[Image | ImageFile, ...] = ()
 
 
 def render_result(tool: str, value: Any, characters: int) -> Output:
     """A return value as text, at most `characters` of it. A value that is not JSON is a fault of the tool's author."""
+    parts = value if isinstance(value, list) else [value]
+    if any(map(is_picture, parts)):
+        return _with_pictures(tool, parts, characters)
     if value is None:
         text = NO_OUTPUT
     elif isinstance(value, str):
@@ -70,9 +75,22 @@ def render_result(tool: str, value: Any, characters: int) -> Output:
     return Output(text[:characters], len(text))
 
 
+def _with_pictures(tool: str, parts: Sequence[Any], characters: int) -> Output:
+    """Texts and pictures, as `render_result` gives them."""
+    texts = [part for part in parts if not is_picture(part)]
+    try:
+        content = [part if is_image(part) else {"image": part} for part in parts if is_picture(part)]
+        images = images_of(with_images([{"role": "tool", "content": content}]))
+        text = "".join(part if isinstance(part, str) else part["text"] for part in texts)
+    except (ImageMistake, KeyError, TypeError) as error:
+        raise _bad_result(tool, f"images that cannot be read ({error})") from error
+    return Output(text[:characters], len(text), tuple(images))
+
+
 def _bad_result(tool: str, what: str) -> ToolFailure:
     return ToolFailure(
-        "tool_result", f"tool {tool} returned {what}; it may return a string, number, bool, None, list or dict"
+        "tool_result",
+        f"tool {tool} returned {what}; it may return a string, number, bool, None, list or dict, or a picture",
     )
 
 
@@ -137,6 +155,7 @@ class ToolResult:
     use: ToolUse
     ended: bool = False
     answer: str | None = None
+    images: tuple[Image | ImageFile, ...] = ()
 
 
 class ToolSession:
@@ -188,7 +207,8 @@ class ToolSession:
         except ToolMistake as mistake:
             output, mistake_kind, detail = Output(mistake.text, len(mistake.text)), mistake.kind, mistake.detail
         use = ToolUse(call.name, time.perf_counter() - start, mistake_kind, detail)
-        return ToolResult(call, truncate(output, limit, self.cut), use, answer is not None, answer)
+        text = truncate(output, limit, self.cut)
+        return ToolResult(call, text, use, answer is not None, answer, output.images)
 
     def _unknown_tool(self, name: str) -> ToolMistake:
         name = name if len(name) <= MAX_SHOWN_NAME else f"{name[:MAX_SHOWN_NAME]}…"

@@ -54,13 +54,32 @@
 
   const plain = (content) => (typeof content === "string" ? content : content === null || content === undefined ? "" : JSON.stringify(content, null, 1));
 
-  function turn(message) {
+  // A picture of a message, with the place of the action that follows.
+  function picture(name, action) {
+    const url = covey.image(name);
+    if (!url) return h("p", { class: "quiet", text: `[image ${name}]` });
+    const box = h("div", { class: "shot" }, h("img", { src: url, alt: action ? `screenshot before ${action.label}` : "image" }));
+    for (const at of action && action.size ? [action.at, action.to] : []) {
+      if (!at) continue;
+      const dot = h("i");
+      dot.style.left = `${(100 * at[0]) / action.size[0]}%`; dot.style.top = `${(100 * at[1]) / action.size[1]}%`;
+      box.append(dot);
+    }
+    return box;
+  }
+
+  const parts = (content, action) => (Array.isArray(content) && content.some((part) => part && part.type === "image")
+    ? content.map((part) => (part.type === "image" ? picture(part.image, action) : h("pre", { text: plain(part.text) })))
+    : h("pre", { text: plain(content) }));
+
+  function turn(message, i, all) {
     const calls = (message.tool_calls || []).map((call) => {
       const made = call.function || call;
       return h("div", { class: "call mono", text: `${made.name}(${plain(made.arguments)})` });
     });
     const name = message.role === "tool" ? `tool ${message.name || ""} returned` : message.role;
-    return h("div", { class: "turn " + message.role }, h("span", { text: name }), h("pre", { text: plain(message.content) }), calls);
+    return h("div", { class: "turn " + message.role }, h("span", { text: name }), parts(message.content, all[i + 1] && all[i + 1].action),
+      message.action ? h("div", { class: "call mono", text: message.action.label }) : null, calls);
   }
 
   const fact = (label, value) => h("span", {}, label + " ", h("b", { text: value }));

@@ -11,6 +11,9 @@
     return reply.json();
   }
 
+  // The address of an image of an episode; null in a report file, which has no images.
+  covey.image = (name) => (inline ? null : `api/image?${new URLSearchParams({ run: String(covey.state.run ?? 0), name })}`);
+
   function fits(row, q) {
     const within = (value, low, high) =>
       (low === "" || low === undefined || (value !== null && value >= +low)) && (high === "" || high === undefined || (value !== null && value <= +high));

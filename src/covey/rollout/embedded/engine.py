@@ -20,12 +20,14 @@ import torch
 
 from covey.protocols import Metrics
 from covey.rollout.embedded.cpu_batch import RowBatch
+from covey.rollout.embedded.images import FeatureCache
 from covey.rollout.embedded.runner import Drawn
 from covey.rollout.embedded.scheduler import RequestState
-from covey.types import Completion, Sampling, StopReason
+from covey.types import Completion, ImageSpan, Sampling, StopReason
 from covey.weights.transport import InProcessTransport
 
 if TYPE_CHECKING:
+    from covey.models.vision import VisionProcessor
     from covey.rollout.embedded.gpu_batch import PagedBatch
 
 YIELDS = 8  # to the event loop between two steps: enough for an agent to read a reply and send its next request
@@ -47,18 +49,20 @@ class EmbeddedEngine:
         compiled: bool = True,
         paged: bool | None = None,
         drains: bool = False,
+        vision: VisionProcessor | None = None,
     ) -> None:
         """`context_length`: the most tokens of a prompt and its completion. `memory`: share of a GPU's free memory for
         the cache. `eager`: no captured graphs on a GPU. `compiled`: compile the layers in the graphs. `paged`: use the
         paged cache; None: on a GPU. `drains`: `pause` waits for the requests in progress, so that no completion
-        continues with other weights."""
+        continues with other weights. `vision`: prepares the images of a model that sees them. Such a model decodes
+        without captured graphs, in which a token's position is its index."""
         self.model = model
         self.eos_ids = frozenset(eos_ids)
         self.decode = decode
         self.max_sequences = max_sequences
         self.context_length = context_length
         self.memory = memory
-        self.eager = eager
+        self.eager = eager or vision is not None
         self.compiled = compiled
         self.paged = model.get_input_embeddings().weight.device.type == "cuda" if paged is None else paged
         self.on_finished: Callable[[], None] = lambda: None  # called for every completion, on the engine's thread
@@ -68,6 +72,7 @@ class EmbeddedEngine:
         self._arrived: deque[RequestState] = deque()  # after the last step began
         self._queue: deque[RequestState] = deque()  # not in the batch yet; used by the step's thread
         self._transport = InProcessTransport()
+        self._features = None if vision is None else FeatureCache(model, vision)
         self._batch = self._empty_batch()
         self._loop: asyncio.Task[None] | None = None
         self._closing = False
@@ -93,8 +98,14 @@ class EmbeddedEngine:
             compiled=self.compiled,
         )
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, images: Sequence[ImageSpan] = ()
+    ) -> Completion:
         request = RequestState(tuple(token_ids), self._within_context(len(token_ids), sampling))
+        if images:
+            assert self._features is not None, "images, but the model sees none"
+            request.images, request.features = tuple(images), self._features
+            self._features.check(images)
         future = self._futures[request] = asyncio.get_running_loop().create_future()
         self._arrived.append(request)
         if self._loop is None or self._loop.done():
@@ -128,6 +139,8 @@ class EmbeddedEngine:
         def set_version() -> None:
             self.version = version
             self._batch.flush()
+            if self._features is not None:
+                self._features.flush()
 
         await asyncio.get_running_loop().run_in_executor(self._thread, set_version)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from covey.rollout.embedded.attention import Step, backbone, engine_attention
 from covey.rollout.embedded.cache import Cache, Decode, KvCache, PagedDecode, Prefill
+from covey.rollout.embedded.images import prefill_with_images
 from covey.rollout.embedded.scheduler import PrefillGroup, RequestState
 from covey.streams import uniform
 from covey.types import Sampling
@@ -185,13 +186,18 @@ class Runner:
             width,
         )
         with engine_attention(self.model, step):
-            backbone(self.model)(input_ids=ids_BQ.to(device), position_ids=step.position_BQ, use_cache=False)
+            if any(row.images for row in rows):
+                prefill_with_images(self.model, rows, starts, lengths, ids_BQ.to(device))
+            else:
+                backbone(self.model)(input_ids=ids_BQ.to(device), position_ids=step.position_BQ, use_cache=False)
 
     # -- one token -----------------------------------------------------------------------------------------------
 
     def decode(self, rows: Sequence[RequestState]) -> Tensor:
         """Logits of the next token of every sequence, [B, V]. In a RowCache, sequences must be ordered by row."""
         position_B = torch.tensor([row.cached for row in rows], device=self.device)
+        shifts = [row.position_shift for row in rows]
+        position_ids_B = position_B + torch.tensor(shifts, device=self.device) if any(shifts) else position_B
         step: Step
         if isinstance(self.cache, KvCache):
             step = PagedDecode(self.cache, self._table(rows).to(self.device), position_B)
@@ -200,7 +206,7 @@ class Runner:
         with engine_attention(self.model, step):
             out = self.model(
                 input_ids=torch.tensor([row.next_token for row in rows], device=self.device)[:, None],
-                position_ids=position_B[:, None],
+                position_ids=position_ids_B[:, None],
                 use_cache=False,
             )
         logits: Tensor = out.logits[:, -1]

@@ -12,10 +12,11 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import cached_property
+from typing import Any, Protocol
 
 from covey.rollout.embedded.allocation import PrefixMatch
-from covey.types import Sampling, StopReason
+from covey.types import ImageSpan, Sampling, StopReason
 
 
 @dataclass(eq=False)
@@ -32,10 +33,29 @@ class RequestState:
     blocks: list[int] = field(default_factory=list)
     cached: int = 0
     cancelled: bool = False  # its caller no longer waits
+    images: tuple[ImageSpan, ...] = ()  # in the prompt
+    features: Any = None  # of the images: `FeatureCache` of the engine (images.py)
 
     @property
     def tokens(self) -> tuple[int, ...]:
         return (*self.prompt, *self.ids)
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """Like `tokens`, but different where images differ: prefixes are shared by these."""
+        return (*self.prompt_keys, *self.ids)
+
+    @cached_property
+    def prompt_keys(self) -> tuple[int, ...]:
+        keys = list(self.prompt)
+        for span in self.images:
+            keys[span.start : span.end] = [-int(span.image.digest[:15], 16) - 1] * span.length
+        return tuple(keys) if self.images else self.prompt
+
+    @property
+    def position_shift(self) -> int:
+        """The position of a sampled token is its index plus this."""
+        return sum(span.shift for span in self.images)
 
     @property
     def next_token(self) -> int:
@@ -134,14 +154,14 @@ class Scheduler:
     def _admit_leader(self, leader: RequestState) -> PrefixMatch | None:
         """Allocate blocks for all of the leader's tokens. Returns their cached prefix, or None if there are too few
         blocks."""
-        tokens = leader.tokens
-        match = self.blocks.match(tokens)
-        fresh = self._allocate(leader, self.blocks.count(len(tokens)) - len(match.blocks))
+        keys = leader.keys
+        match = self.blocks.match(keys)
+        fresh = self._allocate(leader, self.blocks.count(len(keys)) - len(match.blocks))
         if fresh is None:
             self.blocks.release(match.blocks)
             return None
-        self._enter(leader, match.blocks + fresh, cached=len(tokens) - 1)
-        self.blocks.register(leader.blocks, tokens[:-1])
+        self._enter(leader, match.blocks + fresh, cached=len(keys) - 1)
+        self.blocks.register(leader.blocks, keys[:-1])
         in_place = match.source in fresh  # the block to copy from was the only one left
         return PrefixMatch(leader.blocks, match.shared) if in_place else match
 
@@ -149,7 +169,7 @@ class Scheduler:
         """Admit waiting requests with the same tokens as the leader."""
         followers: list[RequestState] = []
         full = self.blocks.full(leader.cached)
-        for request in [r for r in self.waiting if r.prompt == leader.prompt and r.ids == leader.ids]:
+        for request in [r for r in self.waiting if r.prompt_keys == leader.prompt_keys and r.ids == leader.ids]:
             own = self._allocate(request, len(leader.blocks) - full) if len(self.running) < self.max_rows else None
             if own is None:
                 break
@@ -217,7 +237,7 @@ class Scheduler:
 
     def _release(self, request: RequestState, *, reusable: bool = True) -> None:
         if reusable:
-            self.blocks.register(request.blocks, request.tokens[: request.cached])
+            self.blocks.register(request.blocks, request.keys[: request.cached])
         else:
             self.blocks.unregister(request.blocks)
         self.blocks.release(request.blocks)

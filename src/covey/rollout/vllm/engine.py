@@ -25,7 +25,7 @@ import covey
 from covey.errors import RunFailed
 from covey.protocols import Metrics
 from covey.rollout.vllm.process import Message, WorkerProcess
-from covey.types import Completion, Sampling, StopReason
+from covey.types import Completion, ImageSpan, Sampling, StopReason
 from covey.weights.transport import WeightTransport
 from covey.weights.vllm import CudaIpcTransport, VllmFileTransport
 
@@ -82,7 +82,10 @@ class VllmEngine:
         )
         self._worker.send(asdict(settings))
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, images: Sequence[ImageSpan] = ()
+    ) -> Completion:
+        assert not images, "refused when the run is prepared (check_vision)"
         if not token_ids:
             raise ValueError("cannot continue an empty prompt")
         while self._exclusive is not None:
