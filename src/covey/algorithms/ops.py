@@ -188,6 +188,11 @@ def policy_sum(out: TokenOutputs, batch: Batch) -> Tensor:
     return episode_sum(out.logprobs.detach(), batch.mask_RT, batch.episode_R, len(batch.group_N))
 
 
+def masked_sum(x_RT: Tensor, mask_RT: Tensor) -> Tensor:
+    """Σ over the mask. Selecting by the mask would wait for the GPU to count it."""
+    return torch.where(mask_RT, x_RT, torch.zeros_like(x_RT)).sum()
+
+
 def masked_mean(x_RT: Tensor, mask_RT: Tensor) -> float:
     return float(x_RT[mask_RT].double().mean()) if bool(mask_RT.any()) else 0.0
 

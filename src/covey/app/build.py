@@ -83,6 +83,7 @@ def _assemble(
         learner, open_engine = _learner_and_engine(prepared, checkpoint, folder.path, threads, resources)
     write_run_files(prepared, folder, learner, threads, checkpoint)
     telemetry = open_telemetry(prepared, folder.path, checkpoint)
+    telemetry.note(learner.memory_note())
     engine = open_engine(telemetry)
     collector = make_collector(prepared, engine, rewards)
     source = _make_source(prepared, collector)

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from covey.app.models import BuildSpec
+from covey.app.models import BuildSpec, LongestRow
 from covey.config.schema import Config
 from covey.errors import InputError
 
@@ -31,6 +31,7 @@ class ActorSpec:
     algorithm: Algorithm
     model: ModelSource | None
     total_steps: int
+    longest_row: LongestRow
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,8 @@ def _actor_spec(prepared: BuildSpec, *, gpu: bool) -> ActorSpec:
     if source.adapter is not None:
         source = dataclasses.replace(source, adapter=source.adapter.absolute())
     model = dataclasses.replace(config.model, device="cuda" if gpu else "cpu")
-    return ActorSpec(dataclasses.replace(config, model=model), prepared.algorithm, source, prepared.total_steps)
+    config = dataclasses.replace(config, model=model)
+    return ActorSpec(config, prepared.algorithm, source, prepared.total_steps, prepared.longest_row)
 
 
 def _absolute(checkpoint: Checkpoint | None) -> Checkpoint | None:

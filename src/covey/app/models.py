@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from covey.app.checks import engine_gpus, shares_gpu
 from covey.config.schema import Config, LearnerConfig, LoraConfig, ModelConfig
@@ -14,9 +14,19 @@ from covey.protocols import RolloutEngine
 if TYPE_CHECKING:
     from covey.learner.learner import Learner
     from covey.learner.parallel import Ranks
+    from covey.learner.pass_memory import Demand
     from covey.models.loading import ModelSource
     from covey.protocols import Algorithm
     from covey.training.checkpoint import Checkpoint
+
+
+class LongestRow(NamedTuple):
+    """Tokens of the longest row that a run expects; turns after the first may make others longer."""
+
+    prompt: int
+    answer: int
+    setting: str = "rollout.max_tokens"  # that bounds it
+    sampled: bool = True  # by an engine
 
 
 class BuildSpec(Protocol):
@@ -34,9 +44,12 @@ class BuildSpec(Protocol):
     @property
     def total_steps(self) -> int: ...
 
+    @property
+    def longest_row(self) -> LongestRow: ...
+
 
 def make_learner(prepared: BuildSpec, checkpoint: Checkpoint | None, ranks: Ranks | None = None) -> Learner:
-    """The learner of this rank."""
+    """The learner of this rank, with its memory planned."""
     from covey.learner.learner import Learner
     from covey.learner.parallel import SINGLE_PROCESS
 
@@ -57,7 +70,29 @@ def make_learner(prepared: BuildSpec, checkpoint: Checkpoint | None, ranks: Rank
     if checkpoint is not None:
         learner.restore(checkpoint.folder, checkpoint.state["learner"])
         prepared.algorithm.load_state_dict(checkpoint.state["algorithm"])
+    learner.plan_memory(_demand(prepared, policy))
     return learner
+
+
+def _demand(prepared: BuildSpec, policy: Any) -> Demand:
+    """What the run's rows and its engine take of the learner's memory."""
+    from covey.learner.pass_memory import Demand
+    from covey.memory import cache_bytes_per_token
+
+    config, source, row = prepared.config, prepared.model, prepared.longest_row
+    assert source is not None
+    context = config.model.context_length or source.context_length or row.prompt + row.answer
+    demand = Demand(
+        row.prompt, min(row.answer, context - row.prompt), row.setting, config.model.gradient_checkpointing, refuse=True
+    )
+    ray = config.cluster.name == "ray"
+    if not row.sampled or (ray and config.cluster.rollout_devices is not None):
+        return demand
+    if config.rollout.name == "vllm":
+        awake = not config.rollout.sleep and (ray or shares_gpu(config, engine_gpus(config)))
+        return dataclasses.replace(demand, engine_share=config.rollout.memory if awake else 0.0)
+    size = cache_bytes_per_token(policy) * demand.longest * config.rollout.max_sequences
+    return dataclasses.replace(demand, cache_share=config.rollout.memory, cache_bytes=size)
 
 
 def on_rank(prepared: BuildSpec, ranks: Ranks) -> tuple[ModelConfig, LearnerConfig]:

@@ -22,6 +22,7 @@ from covey.app.checks import (
     sampling_is_cut,
 )
 from covey.app.cluster import check_cluster, resolve_cluster
+from covey.app.models import LongestRow
 from covey.app.parts import (
     check_gateway,
     find_agent,
@@ -73,11 +74,19 @@ class Prepared:
     command: str = "train"
     absent: tuple[str, ...] = ()  # resources missing on this machine, tolerated by a check
     rejected: int = 0  # warnings that would be errors in a run
+    longest_prompt: int = 0  # tokens, of the training tasks
 
     @property
     def trained_reward(self) -> str:
         """The reward that eval/accuracy measures: the first one with the largest weight."""
         return max(self.rewards.names, key=lambda name: self.rewards.weights[name])
+
+    @property
+    def longest_row(self) -> LongestRow:
+        agent, rollout = self.config.agent, self.config.rollout
+        if agent.max_response_tokens is not None:
+            return LongestRow(self.longest_prompt, agent.max_response_tokens, "agent.max_response_tokens")
+        return LongestRow(self.longest_prompt, rollout.max_tokens)
 
     @property
     def task_name(self) -> str:
@@ -168,8 +177,9 @@ def prepare(
     warnings += [*task_set.warnings, *check_algorithm(config, algorithm, rewards)]
     warnings += check_sizes(config, task_set.train, task_set.validation, "training tasks")
     missing.collect(lambda: rewards.check_all((*task_set.train, *task_set.validation)))
+    longest = 0
     if source is not None:
-        check_prompts(config, task_set, source, player)
+        longest = check_prompts(config, task_set, source, player)
     warnings += missing.warnings(tolerate=tolerate_absent)
     contents = {
         "training tasks": digest_tasks(task_set.train),
@@ -196,6 +206,7 @@ def prepare(
         engine_reason=reason,
         absent=tuple(missing.messages),
         rejected=composed.rejected,
+        longest_prompt=longest,
     )
 
 

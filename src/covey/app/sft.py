@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.app.build import Note, open_telemetry
 from covey.app.checks import check_sizes
-from covey.app.models import make_learner
+from covey.app.models import LongestRow, make_learner
 from covey.app.prepare import MissingResources, open_model, total_steps
 from covey.app.resume import open_run, with_model_folder
 from covey.app.run_files import at_original_revision, store, threads_for, write_run_files
@@ -59,6 +59,11 @@ class PreparedSft:
     absent: tuple[str, ...] = ()  # resources missing on this machine, tolerated by a check
     rejected: int = 0  # warnings that would be errors in a run
     steps_known: bool = True  # False: epochs of demonstrations that are not on this machine
+
+    @property
+    def longest_row(self) -> LongestRow:
+        lengths = (len(turn.prompt_ids) + len(turn.completion_ids) for each in self.train for turn in each.turns)
+        return LongestRow(0, max(lengths), "model.context_length", sampled=False)
 
     def info(self, path: Path, first_step: int) -> RunInfo:
         logging = self.config.logging
@@ -150,12 +155,14 @@ def _assemble(prepared: PreparedSft, folder: RunFolder, checkpoint: Checkpoint |
     with report_activity(f"loading {prepared.config.model.name}", prepared.config.logging):
         learner = make_learner(prepared, checkpoint)
     write_run_files(prepared, folder, learner, threads, checkpoint)
+    telemetry = open_telemetry(prepared, folder.path, checkpoint)
+    telemetry.note(learner.memory_note())
     return SftRun(
         config=config,
         folder=folder,
         learner=learner,
         algorithm=prepared.algorithm,
-        telemetry=open_telemetry(prepared, folder.path, checkpoint),
+        telemetry=telemetry,
         checkpoints=store(config, folder.path),
         tokenizer=source.tokenizer,
         demonstrations=prepared.train,

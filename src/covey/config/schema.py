@@ -81,7 +81,7 @@ class ModelConfig:
     name: str = "smollm2-135m"  # a folder, a run, a Hugging Face id (ORG/NAME, ORG/NAME@REVISION), or smollm2-135m
     dtype: str = "auto"  # float32 | bfloat16 | float16; auto: bfloat16 on a GPU, float32 on a CPU
     device: str = "auto"  # cpu | cuda | cuda:1 ...; auto: the GPU if there is one
-    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
+    gradient_checkpointing: bool | None = None  # recompute activations in the backward pass; null: if memory needs it
     trust_remote_code: bool = False  # run Python code that comes with the model
     context_length: Tokens | None = None  # longest prompt + answer in tokens; null: the model's limit
     lora: LoraConfig = field(default_factory=LoraConfig)

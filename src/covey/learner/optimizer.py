@@ -89,6 +89,17 @@ class MasterAdamW:
             if not self.offloaded and not self.sharded:
                 master.grad = torch.zeros_like(master)
 
+    def pending_bytes(self) -> int:
+        """Bytes on the weights' device that the first update will allocate: gradients and moments."""
+        kept_apart = self.masters_are_weights or self.offloaded or self.sharded
+        gradients = [local_part(p) for p in self.working.values()] if kept_apart else list(self.masters.values())
+        moments = [] if self.offloaded else [m for m in self.masters.values() if m not in self.adamw.state]
+        return sum(g.nbytes for g in gradients if g.grad is None) + 2 * sum(m.nbytes for m in moments)
+
+    def master_bytes(self) -> int:
+        """Bytes of masters that are not the weights themselves."""
+        return 0 if self.masters_are_weights else sum(master.nbytes for master in self.masters.values())
+
     def zero_grad(self) -> None:
         for p in (*self.working.values(), *(self.masters.values() if self.sharded else ())):
             p.grad = None

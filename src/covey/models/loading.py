@@ -207,12 +207,19 @@ def load_policy(source: ModelSource, config: ModelConfig, *, seed: int = 0) -> A
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if config.lora.rank > 0:
-            model.enable_input_require_grads()
+    set_checkpointing(model, bool(config.gradient_checkpointing))
+    return model
+
+
+def set_checkpointing(model: Any, enabled: bool) -> None:
+    """Whether the layers of a model recompute their activations in the backward pass."""
+    lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if enabled:
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    elif lm.is_gradient_checkpointing:
+        lm.gradient_checkpointing_disable()
     # Gradient checkpointing needs training mode. Without dropout the modes do not differ otherwise.
-    return model.train(config.gradient_checkpointing)
+    model.train(enabled)
 
 
 class Reference:
