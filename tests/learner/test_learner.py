@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import peft
 import pytest
 import torch
 
 from covey.algorithms import ALGORITHMS, LOSSES, make
 from covey.algorithms.ops import make_batch
 from covey.config.schema import LearnerConfig
-from covey.learner import learner as learner_module
 from covey.learner.learner import Learner, NonFiniteError
 from covey.learner.optimizer import learning_rate
 from covey.models.loading import Reference

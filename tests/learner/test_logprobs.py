@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from covey import memory
 from covey.learner import logprobs
-from tests.conftest import tiny_llama
 from tests.rollout.triton_support import DEVICE, needs_triton
 
 

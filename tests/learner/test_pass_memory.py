@@ -87,7 +87,7 @@ def memory_of(shapes: PassShapes, total: float = 80 * GIB, *, gpu: bool = True, 
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[2]}-{case[3]}")
 def test_prediction_against_measurement(case: Any, lora: bool, checkpointing: bool) -> None:
-    """What a forward pass leaves within −2 and +25 % (most is the mask of long answers), the peak within −4 and +25 %."""
+    """What a forward pass leaves within −2 and +40 % (the bound on masks is loose), the peak within −4 and +25 %."""
     name, dtype, device, prompt, answers = case
     model = model_of(name, dtype, device, lora=lora, checkpointing=checkpointing)
     shapes = PassShapes.of(model, prompt=prompt)
@@ -133,7 +133,9 @@ def test_the_prediction_grows_with_tokens_and_rows(
     ]
     assert found == sorted(found)
     kept = memory.peak(tokens, longest, checkpointing=False, logit_rows=1000)
-    assert memory.peak(tokens, longest, checkpointing=True, logit_rows=1000) <= kept + QWEN.layer_bytes(longest) * tokens
+    assert (
+        memory.peak(tokens, longest, checkpointing=True, logit_rows=1000) <= kept + QWEN.layer_bytes(longest) * tokens
+    )
 
 
 @pytest.mark.parametrize(
@@ -300,4 +302,6 @@ def test_states_of_the_first_update_are_counted_before_they_exist() -> None:
         count = sum(p.numel() for p in model.parameters())
         assert learner._device_memory()[1] == each * count
         learner.update(batch_of(rows_of(1, 2), 2, dtype=torch.float32), make("grpo"))
-        assert learner._device_memory()[1] == pytest.approx((each - (8 if dtype == torch.float32 else 12)) * count, rel=1)
+        assert learner._device_memory()[1] == pytest.approx(
+            (each - (8 if dtype == torch.float32 else 12)) * count, rel=1
+        )

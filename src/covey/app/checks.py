@@ -240,6 +240,15 @@ def check_reference(source: ModelSource, algorithm: Algorithm) -> None:
         )
 
 
+def check_training(config: Config, *, adapter: bool) -> None:
+    """Check quantised weights and optimiser states, before anything is loaded. `adapter`: the model is one."""
+    from covey.learner.optimizer import check_optimizer
+    from covey.models.quantization import check_quantization
+
+    check_quantization(config, adapter=adapter)
+    check_optimizer(config.learner)
+
+
 def check_sizes(config: Config, train: Sequence[Any], validation: Sequence[Any], what: str) -> list[str]:
     """Check batch and data sizes. `what` names the rows in messages: training tasks, demonstrations."""
     loop, count = config.loop, len(train)

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from covey.app.checks import engine_gpus, shares_gpu
+from covey.app.checks import check_training, engine_gpus, shares_gpu
 from covey.config.schema import Config, LearnerConfig, LoraConfig, ModelConfig
 from covey.protocols import RolloutEngine
 
@@ -114,6 +114,7 @@ def on_rank(prepared: BuildSpec, ranks: Ranks) -> tuple[ModelConfig, LearnerConf
     dtype = str(pick_dtype(config.model.dtype, ranks.device)).removeprefix("torch.")
     place = "cpu" if sharded else str(ranks.device)
     plan = dataclasses.replace(config.learner, parallel="fsdp" if sharded else "ddp")
+    check_training(dataclasses.replace(config, learner=plan), adapter=adapter)
     return dataclasses.replace(config.model, device=place, dtype=dtype), plan
 
 
@@ -144,7 +145,9 @@ def _load_critic(prepared: BuildSpec, ranks: Ranks) -> Any:
 
     config, source = prepared.config, prepared.model
     assert source is not None
-    plain = dataclasses.replace(config.model, name=config.critic.model or config.model.name, lora=LoraConfig())
+    plain = dataclasses.replace(
+        config.model, name=config.critic.model or config.model.name, lora=LoraConfig(), quantization=None
+    )
     plain = plain if ranks.device is None else dataclasses.replace(plain, device=str(ranks.device))
     source = open_source(plain, headless=True) if config.critic.model is not None else source
     return load_policy(dataclasses.replace(source, adapter=None), plain)
@@ -169,16 +172,17 @@ def make_engine(
 
     source = prepared.model
     assert source is not None
-    if prepared.config.rollout.name == "vllm":
+    rollout = prepared.config.rollout
+    if rollout.name == "vllm":
         return _make_vllm(prepared, policy, log or Path(tempfile.mkdtemp(prefix="covey-")) / "vllm.log", shared)
     return EmbeddedEngine(
         policy,
         eos_ids=source.eos_ids(),
         decode=source.tokenizer.decode,
-        max_sequences=prepared.config.rollout.max_sequences,
+        max_sequences=rollout.max_sequences,
         context_length=prepared.config.model.context_length or source.context_length,
-        memory=prepared.config.rollout.memory,
-        eager=prepared.config.rollout.eager,
+        memory=rollout.memory,
+        eager=rollout.eager or prepared.config.model.quantization is not None,  # its kernels are not captured
         drains=prepared.config.mode.update == "drain",
     )
 

@@ -15,6 +15,7 @@ from covey.app.checks import (
     check_prompts,
     check_reference,
     check_sizes,
+    check_training,
     digest_objects,
     digest_rewards,
     digest_tasks,
@@ -168,6 +169,7 @@ def prepare(
     if source is not None:
         if training:
             check_reference(source, algorithm)
+            missing.collect(lambda: check_training(config, adapter=source.adapter is not None))
         use_template(source.tokenizer, config.agent.template)
     player = find_agent(config, toolbox, source, environment, agent)
     task_reward = getattr(player, "reward", None) or task_set.reward  # environments have a reward of their own

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.app.build import Note, open_telemetry
-from covey.app.checks import check_sizes
+from covey.app.checks import check_sizes, check_training
 from covey.app.models import LongestRow, make_learner
 from covey.app.prepare import MissingResources, open_model, total_steps
 from covey.app.resume import open_run, with_model_folder
@@ -98,6 +98,9 @@ def prepare_sft(composed: Composed, *, folder: Path | None = None, tolerate_abse
     loaded = missing.collect(lambda: load_demonstrations(config.data, config.seed))
     found = loaded or DemonstrationSet((), (), "(files not here)")
     source = missing.collect(lambda: open_model(config))
+    if source is not None:
+        adapter = source.adapter is not None
+        missing.collect(lambda: check_training(config, adapter=adapter))
     warnings += [*found.warnings, *check_sizes(config, found.train, found.validation, "demonstrations")]
     train: tuple[Episode, ...] = ()
     validation: tuple[Episode, ...] = ()

@@ -45,6 +45,7 @@ from covey.learner.saving import check_finite, load_state, load_tensors, save_mo
 from covey.learner.token_scores import TokenQuery, score_tokens
 from covey.memory import gpu_free, machine_memory
 from covey.models.loading import Reference, set_checkpointing
+from covey.models.quantization import is_quantized
 from covey.protocols import Algorithm, Couples, LossTerm, Metrics, Needs, TokenOutputs, TokenTrace
 from covey.types import Batch, Sample, Samples
 
@@ -87,7 +88,9 @@ class Learner:
         self.critic: Critic | None = None
         if critic is not None:
             self.critic = Critic(model, critic, config, total_updates=total_updates, backbone=critic_backbone, **common)
-        compiled = self.device.type == "cuda" if config.compile is None else config.compile
+        quantized = any(is_quantized(p) for p in model.parameters())
+        fast = self.device.type == "cuda" and not quantized
+        compiled = fast if config.compile is None else config.compile
         self.compiled_layers = CompiledLayers(model) if compiled and not self.sharded else None
         self._memory: PassMemory | None = None
         self._logit_rows: int | None = None  # tokens whose logits are held at once; None: as many as are fast

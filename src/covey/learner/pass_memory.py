@@ -32,6 +32,7 @@ from covey.learner.attention import CHUNK
 from covey.learner.forward import causal_lm, is_one_product
 from covey.learner.logprobs import chunk_rows
 from covey.memory import GIB
+from covey.models.quantization import is_quantized
 
 MOST_TOKENS = 10_240  # of a pass on a GPU: larger ones are hardly faster
 CPU_TOKENS = 8192  # of a pass on a CPU, halved until it fits
@@ -67,7 +68,7 @@ class PassShapes:
     logit_bytes: int = 12  # of one logit of a chunk, with its copies
     logit_rows: int = 1  # tokens in a chunk of logits of the usual size
     prompt: int = 0  # tokens of the longest prompt
-    fixed: int = 0  # bytes of weights gathered for a pass
+    fixed: int = 0  # bytes of weights that a pass gathers, or dequantises
     scale: float = 1.0  # of what layers keep: measured / predicted
 
     @classmethod
@@ -111,7 +112,10 @@ class PassShapes:
             flash=flash,
             quadratic=gpu and not flash and key_heads != heads,
             prompt=prompt,
-            fixed=2 * dtype.itemsize * sum(p.numel() for p in whole) if gathered else 0,
+            fixed=(2 * dtype.itemsize * sum(p.numel() for p in whole) if gathered else 0)
+            + max(
+                (dtype.itemsize * p.quant_state.shape.numel() for p in layer.parameters() if is_quantized(p)), default=0
+            ),
         )
 
     def layer_bytes(self, longest: int) -> float:

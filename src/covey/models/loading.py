@@ -19,7 +19,7 @@ from covey.config.schema import ModelConfig
 from covey.errors import Absent, InputError, nearest, unknown
 from covey.memory import disable_cudnn_attention, keep_freed_memory
 from covey.models.adapters import adapter_base, check_adapter_fits, with_new_adapter, with_saved_adapter
-from covey.models.builtin import BUILTIN, builtin_folder
+from covey.models.builtin import BUILTIN, builtin_folder, keep_compiled_code
 from covey.models.folder import (
     MAIN,
     check_buildable,
@@ -32,6 +32,7 @@ from covey.models.folder import (
     read_tokenizer,
 )
 from covey.models.hub import split_revision
+from covey.models.quantization import load_options
 
 
 @dataclass(frozen=True)
@@ -184,10 +185,12 @@ def load_policy(source: ModelSource, config: ModelConfig, *, seed: int = 0) -> A
     from transformers import AutoModelForCausalLM
 
     device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, device)
     if device.type == "cpu":
         keep_freed_memory()
     else:
         disable_cudnn_attention()
+    keep_compiled_code()
     with explain_errors(source.name):
         model = load_weights(
             AutoModelForCausalLM,
@@ -196,10 +199,12 @@ def load_policy(source: ModelSource, config: ModelConfig, *, seed: int = 0) -> A
             revision=source.revision,
             headless=source.headless,
             trusted=config.trust_remote_code,
-            dtype=pick_dtype(config.dtype, device),
+            dtype=dtype,
             attn_implementation="sdpa",  # replaced for training; a model's own may name code of the hub
+            **load_options(config, device, dtype),
         )
-    model = model.to(device)
+    if config.quantization is None:
+        model = model.to(device)
     if source.adapter is not None:
         model = with_saved_adapter(model, source.adapter)
     elif config.lora.rank > 0:
