@@ -87,7 +87,7 @@ def memory_of(shapes: PassShapes, total: float = 80 * GIB, *, gpu: bool = True, 
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[2]}-{case[3]}")
 def test_prediction_against_measurement(case: Any, lora: bool, checkpointing: bool) -> None:
-    """What a forward pass leaves within −2 and +40 % (the bound on masks is loose), the peak within −4 and +25 %."""
+    """What a forward pass leaves within −2 and +40 % (the bound on masks is loose), the peak within −4 and +30 %."""
     name, dtype, device, prompt, answers = case
     model = model_of(name, dtype, device, lora=lora, checkpointing=checkpointing)
     shapes = PassShapes.of(model, prompt=prompt)
@@ -98,7 +98,7 @@ def test_prediction_against_measurement(case: Any, lora: bool, checkpointing: bo
     held = shapes.held(found.tokens, longest, checkpointing=checkpointing)
     peak = memory_of(shapes).peak(found.tokens, longest, checkpointing=checkpointing, logit_rows=rows)
     assert 0.98 <= held / found.held <= 1.4, f"{held:.0f}, measured {found.held}"
-    assert 0.96 <= peak / found.peak <= 1.25, f"{peak:.0f}, measured {found.peak}"
+    assert 0.96 <= peak / found.peak <= 1.3, f"{peak:.0f}, measured {found.peak}"
 
 
 QWEN = PassShapes(
@@ -139,13 +139,15 @@ def test_the_prediction_grows_with_tokens_and_rows(
 
 
 @pytest.mark.parametrize(
-    ("total", "checkpointing", "rows"), [(80, False, 1684), (60, True, 1684), (10, True, 1684), (8.2, True, 210)]
+    ("total", "answer", "checkpointing", "rows"),
+    [(80, 16_000, False, 1684), (50, 16_000, True, 1684), (10, 16_000, True, 1684), (2.08, 1664, True, 210)],
 )
-def test_the_fastest_plan_that_holds_the_longest_row(total: float, checkpointing: bool, rows: int) -> None:
-    memory = memory_of(QWEN, total * GIB, prompt=384, answer=16_000)
+def test_the_fastest_plan_that_holds_the_longest_row(total: float, answer: int, checkpointing: bool, rows: int) -> None:
+    memory = memory_of(QWEN, total * GIB, prompt=384, answer=answer)
     plan = memory.plan(memory.demand.longest)
     assert (plan.fits, plan.checkpointing, plan.logit_rows) == (True, checkpointing, rows)
-    assert memory.peak(16_384, 16_384, checkpointing=checkpointing, logit_rows=rows) <= memory.available
+    longest = 384 + answer
+    assert memory.peak(longest, longest, checkpointing=checkpointing, logit_rows=rows) <= memory.available
     assert 256 <= plan.tokens <= MOST_TOKENS
 
 
@@ -177,7 +179,7 @@ def test_on_a_cpu_tokens_are_halved_until_they_fit(gib: int, tokens: int) -> Non
 
 
 def test_a_measured_pass_corrects_the_layers() -> None:
-    memory = memory_of(QWEN, 60 * GIB, answer=16_384)
+    memory = memory_of(QWEN, 50 * GIB, answer=16_384)
     assert memory.undecided and memory.probe_tokens == 1024
     assert memory.plan(16_384).checkpointing
     measured = 0.6 * QWEN.held(1024, 1024, checkpointing=False)
@@ -246,7 +248,7 @@ def test_checkpointing_is_chosen_for_a_row_that_needs_it_and_changes_no_number(m
 
 def test_a_longer_row_than_expected_turns_checkpointing_on_while_it_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama(max_position_embeddings=8192)
-    learner = planned(model, monkeypatch, 2.7e6, answer=16)
+    learner = planned(model, monkeypatch, 7.2e6, answer=16)
     assert not model.is_gradient_checkpointing
     long = rows_of(1, 1)[0]
     count = 600

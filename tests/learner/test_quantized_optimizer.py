@@ -45,7 +45,7 @@ def test_updates_are_those_of_adamw_up_to_8_bits() -> None:
     assert torch.nn.functional.cosine_similarity(moved, other, 0) > 0.97
     assert float(other.norm() / moved.norm()) == pytest.approx(1, abs=0.05)
     sizes = [sum(t.nbytes for t in learner.optimizer.tensors().values()) for learner in (whole, eighth)]
-    assert sizes[1] < 0.3 * sizes[0]
+    assert sizes[1] < 0.35 * sizes[0]  # the smallest matrices keep float32
 
 
 def test_half_precision_keeps_float32_masters() -> None:

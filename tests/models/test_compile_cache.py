@@ -17,7 +17,8 @@ NAMES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 def test_the_folder_is_of_these_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COVEY_CACHE", str(tmp_path))
     for name in NAMES:
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that what is set below is undone
+        monkeypatch.delenv(name)
     keep_compiled_code()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(compile_cache() / "inductor")
     assert compile_cache().parent == tmp_path / "compiled" and f"torch-{torch.__version__}" in compile_cache().name

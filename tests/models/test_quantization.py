@@ -60,6 +60,29 @@ def test_matrices_are_stored_in_4_bits(folder: Path) -> None:
     assert {n.split(".")[-3] for n, p in model.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}
 
 
+def test_gradients_are_those_of_the_dequantised_weights(folder: Path) -> None:
+    """Against a plain model whose matrices are the 4-bit weights in float32, after passes without gradient."""
+    model = policy_of(folder)
+    base = model.get_base_model()
+    plain_config = ModelConfig(name=str(folder), lora=LoraConfig(rank=4), device="cpu")
+    plain = load_policy(open_source(plain_config), plain_config)
+    with torch.no_grad():
+        for name, module in base.named_modules():
+            if is_quantized(weight := getattr(module, "weight", None)):
+                other = plain.get_base_model().get_submodule(name).weight
+                other.copy_(bitsandbytes.functional.dequantize_4bit(weight, weight.quant_state))
+    rows = rows_of(2, 3)
+    batch = batch_of(rows, 3, dtype=torch.float32)
+    found = []
+    for each in (model, plain):
+        learner = Learner(each, LearnerConfig(lr=1e-3), total_updates=2)
+        logprobs = [learner.logprobs(rows, 1.0)]
+        norms = [learner.update(batch, Likelihood())[0]["grad/norm"] for _ in range(2)]
+        found.append((torch.stack([*logprobs, learner.logprobs(rows, 1.0)]), norms))
+    torch.testing.assert_close(found[0][0], found[1][0], atol=1e-4, rtol=1e-4)
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-3)
+
+
 def test_engine_and_learner_agree(folder: Path) -> None:
     model = policy_of(folder)
     with torch.no_grad():  # adapters that do something

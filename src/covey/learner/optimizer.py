@@ -237,8 +237,8 @@ class MasterAdamW:
                 )
             if kind in ("exp_avg", "state1") and (kind == "state1") != (self.config.optimizer == EIGHT_BIT):
                 raise InputError(
-                    f"learner.optimizer={self.config.optimizer}, but the checkpoint has the moments of another optimiser"
-                    f"\n  continue with learner.optimizer={EIGHT_BIT if kind == 'state1' else 'adamw'}"
+                    f"learner.optimizer={self.config.optimizer}, but the checkpoint has moments of another optimiser\n"
+                    f"  continue with learner.optimizer={EIGHT_BIT if kind == 'state1' else 'adamw'}"
                 )
             if kind in ("master", "exp_avg", "exp_avg_sq", "state1", "state2") and tensor.shape != master.shape:
                 shapes = f"{list(tensor.shape)} there, {list(master.shape)} here"

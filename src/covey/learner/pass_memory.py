@@ -146,7 +146,7 @@ class PassShapes:
             min(logit_rows, tokens) * self.vocabulary * self.logit_bytes + output + tokens * self.hidden * self.itemsize
         )
         layer: float = tokens * (
-            self.itemsize * (2 * self.inner + 2 * self.hidden) + (4 * self.inner if self.copies else 0)
+            self.itemsize * (3 * self.inner + 2 * self.hidden) + (4 * self.inner if self.copies else 0)
         )
         if checkpointing:
             layer += tokens * self.layer_bytes(longest)

@@ -32,7 +32,7 @@ from covey.models.folder import (
     read_tokenizer,
 )
 from covey.models.hub import split_revision
-from covey.models.quantization import load_options
+from covey.models.quantization import keep_format, load_options
 
 
 @dataclass(frozen=True)
@@ -205,6 +205,8 @@ def load_policy(source: ModelSource, config: ModelConfig, *, seed: int = 0) -> A
         )
     if config.quantization is None:
         model = model.to(device)
+    else:
+        keep_format(model)
     if source.adapter is not None:
         model = with_saved_adapter(model, source.adapter)
     elif config.lora.rank > 0:

@@ -42,6 +42,14 @@ def load_options(config: ModelConfig, device: torch.device, dtype: torch.dtype) 
     }
 
 
+def keep_format(model: Any) -> None:
+    """Keep bitsandbytes from repacking weights in a forward pass without gradient on a CPU: its product of repacked
+    weights rounds to bfloat16 and has no gradient, also in later passes that need one."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
 def is_quantized(weight: Any) -> bool:
     return hasattr(weight, "quant_state")
 
