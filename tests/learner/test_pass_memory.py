@@ -23,7 +23,7 @@ from transformers import (
 from covey.algorithms import make
 from covey.config.schema import CriticConfig, LearnerConfig
 from covey.errors import InputError
-from covey.learner import learner as learner_module
+from covey.learner import pass_memory
 from covey.learner.learner import Learner
 from covey.learner.pass_memory import CPU_TOKENS, MOST_TOKENS, Demand, PassMemory, PassShapes, largest
 from covey.memory import GIB
@@ -90,7 +90,7 @@ def test_prediction_against_measurement(case: Any, lora: bool, checkpointing: bo
     """What a forward pass leaves within −2 and +40 % (the bound on masks is loose), the peak within −4 and +30 %."""
     name, dtype, device, prompt, answers = case
     model = model_of(name, dtype, device, lora=lora, checkpointing=checkpointing)
-    shapes = PassShapes.of(model, prompt=prompt)
+    shapes = PassShapes.of(model, Demand(prompt, max(answers)), gpu=False)
     if device == "meta":
         shapes = replace(shapes, flash=True)
     longest, rows = prompt + max(answers), 64
@@ -226,7 +226,7 @@ def test_the_largest_number_that_fits() -> None:
 
 
 def planned(model: Any, monkeypatch: pytest.MonkeyPatch, memory: float, **demand: Any) -> Learner:
-    monkeypatch.setattr(learner_module, "machine_memory", lambda: memory)
+    monkeypatch.setattr(pass_memory, "machine_memory", lambda: memory)
     learner = Learner(model, LearnerConfig(lr=1e-3), total_updates=1)
     learner.plan_memory(Demand(**demand))
     return learner
@@ -296,14 +296,21 @@ def test_a_critic_s_backbone_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (critic.vocabulary, critic.layer_bytes(1)) == (0, policy.layer_bytes(1))
 
 
-def test_states_of_the_first_update_are_counted_before_they_exist() -> None:
+def test_states_are_counted_before_and_after_they_exist() -> None:
     """float32: weights, gradients and two moments; bfloat16: weights, masters, their gradients and moments."""
+    cpu = torch.device("cpu")
     for dtype, each in ((torch.float32, 16), (torch.bfloat16, 18)):
         model = tiny_llama(dtype=dtype)
         learner = Learner(model, LearnerConfig(), total_updates=1)
-        count = sum(p.numel() for p in model.parameters())
-        assert learner._device_memory()[1] == each * count
+        count, optimizer = sum(p.numel() for p in model.parameters()), learner.optimizer
+        assert pass_memory.device_memory(cpu, [model], [optimizer])[1] == each * count
+        assert optimizer.pending_bytes() == 12 * count
         learner.update(batch_of(rows_of(1, 2), 2, dtype=torch.float32), make("grpo"))
-        assert learner._device_memory()[1] == pytest.approx(
-            (each - (8 if dtype == torch.float32 else 12)) * count, rel=1
-        )
+        assert pass_memory.device_memory(cpu, [model], [optimizer])[1] == each * count
+        assert optimizer.pending_bytes() == (4 * count if dtype == torch.float32 else 0)
+
+
+def test_a_sliding_window_decides_whether_attention_is_flash() -> None:
+    model = model_of("gemma3", torch.bfloat16, "meta", lora=False, checkpointing=False)
+    found = [PassShapes.of(model, Demand(answer=answer), gpu=True) for answer in (4096, 4097)]
+    assert [(shapes.flash, shapes.quadratic) for shapes in found] == [(True, False), (False, True)]

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def group_sum(x_N: Tensor, group_N: Tensor) -> Tensor:
-    """Sum over each group, for each of its members: [N] → [N]. Groups are numbered from 0 and none is empty, so N bounds
-    their number; counting them would wait for a GPU."""
+    """Sum over each group, for each of its members: [N] → [N]. Groups are numbered from 0 and none is empty, so their
+    number is at most N; counting them would wait for a GPU."""
     return x_N.new_zeros(len(group_N)).index_add(0, group_N, x_N)[group_N]
 
 

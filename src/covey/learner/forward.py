@@ -60,7 +60,7 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Log-prob and entropy of each sampled token under softmax(logits / temperature), [M] each. Given a reference's
     hidden states and its output layer, also the KL to it over the whole vocabulary, [M]. `rows`: tokens whose logits
-    are held at once; None: as many as are fast."""
+    are held at once; None: the usual number."""
     lm = causal_lm(model)
     output = lm.get_output_embeddings()
     if reference is None and is_one_product(lm):

@@ -40,10 +40,9 @@ from covey.learner.parallel import (
     should_shard,
     training_bytes,
 )
-from covey.learner.pass_memory import Demand, PassMemory, PassPlan, PassShapes
+from covey.learner.pass_memory import Demand, PassMemory, PassPlan, PassShapes, device_memory
 from covey.learner.saving import check_finite, load_state, load_tensors, save_model, save_state, save_tensors
 from covey.learner.token_scores import TokenQuery, score_tokens
-from covey.memory import gpu_free, machine_memory
 from covey.models.loading import Reference, set_checkpointing
 from covey.models.quantization import is_quantized
 from covey.protocols import Algorithm, Couples, LossTerm, Metrics, Needs, TokenOutputs, TokenTrace
@@ -93,7 +92,7 @@ class Learner:
         compiled = fast if config.compile is None else config.compile
         self.compiled_layers = CompiledLayers(model) if compiled and not self.sharded else None
         self._memory: PassMemory | None = None
-        self._logit_rows: int | None = None  # tokens whose logits are held at once; None: as many as are fast
+        self._logit_rows: int | None = None  # tokens whose logits are held at once; None: the usual number
         self.skipped = 0
         self.skipped_in_a_row = 0
         self._offloaded_from: torch.device | None = None
@@ -201,21 +200,20 @@ class Learner:
 
     def plan_memory(self, demand: Demand) -> None:
         """Plan the passes of a run, before its first step. All ranks must call it."""
-        common: dict[str, Any] = {
-            "prompt": demand.prompt,
-            "tensor_parallel": self.config.tensor_parallel if self.sharded else 1,
-            "gathered": self.sharded,
-        }
-        total, states = self._device_memory()
+        models, gpu = self._trained_models(), self.device.type == "cuda"
+        optimizers = [self.optimizer, *(self.critic.optimizers.values() if self.critic is not None else ())]
+        reference = [] if self.reference is None or self.reference.adapter else [self.reference.model]
+        total, states = device_memory(self.device, [*models, *reference], optimizers)
+        common: dict[str, Any] = {"gpu": gpu, "tensor_parallel": self.config.tensor_parallel, "gathered": self.sharded}
         memory = PassMemory(
-            tuple(PassShapes.of(model, **common) for model in self._trained_models()),
+            tuple(PassShapes.of(model, demand, **common) for model in models),
             demand,
-            total=self.ranks.min(int(total)),
-            states=-self.ranks.min(-int(states)),
-            gpu=self.device.type == "cuda",
+            total=self.ranks.min(total),
+            states=-self.ranks.min(-states),
+            gpu=gpu,
             tokens=self.config.micro_batch_tokens,
         )
-        if memory.undecided and memory.gpu and (tokens := memory.probe_tokens):
+        if gpu and memory.undecided and (tokens := memory.probe_tokens):
             self._use(replace(memory.plan(0), checkpointing=False))
             held = -self.ranks.min(-self._trial_pass(tokens))
             memory = memory.corrected(held, tokens)
@@ -226,20 +224,6 @@ class Learner:
     def memory_note(self) -> str:
         assert self._memory is not None, "plan_memory is called first"
         return self._memory.note()
-
-    def _device_memory(self) -> tuple[float, float]:
-        """Bytes of the device, and bytes that are taken or will be by the first update. On a CPU they follow from the
-        settings alone, so that a resumed run plans the same passes."""
-        optimizers = [self.optimizer, *(self.critic.optimizers.values() if self.critic is not None else ())]
-        pending = sum(optimizer.pending_bytes() for optimizer in optimizers)
-        if self.device.type == "cuda":
-            total = torch.cuda.get_device_properties(self.device).total_memory
-            return total, total - gpu_free(self.device) + pending
-        reference = None if self.reference is None or self.reference.adapter else self.reference.model
-        models = [*self._trained_models(), *([] if reference is None else [reference])]
-        weights = [p for model in models for p in model.parameters()]
-        masters = sum(optimizer.master_bytes() for optimizer in optimizers)
-        return machine_memory(), sum(local_part(p).nbytes for p in weights) + masters + pending
 
     def _plan_passes(self, rows: Sequence[Sample]) -> PassPlan:
         """The plan for these rows: the run's, unless a row is longer than expected."""

@@ -115,16 +115,24 @@ class MasterAdamW:
                 master.grad = torch.zeros_like(master)
 
     def pending_bytes(self) -> int:
-        """Bytes on the weights' device that the first update will allocate: gradients and moments."""
-        kept_apart = self.masters_are_weights or self.offloaded or self.sharded
-        gradients = [local_part(p) for p in self.working.values()] if kept_apart else list(self.masters.values())
-        moments = [] if self.offloaded else [m for m in self.masters.values() if m not in self.adamw.state]
-        moment = 1 if self.config.optimizer == EIGHT_BIT else 4
-        return sum(g.nbytes for g in gradients if g.grad is None) + 2 * moment * sum(m.numel() for m in moments)
+        """Bytes on the weights' device that the first update will allocate: gradients, and moments on a CPU."""
+        gradients = sum(p.nbytes for p in self._with_gradients() if p.grad is None)
+        moments = [m for m in self.masters.values() if m not in self.adamw.state and not self.offloaded]
+        return gradients + self._moment_bytes(moments)
 
-    def master_bytes(self) -> int:
-        """Bytes of masters that are not the weights themselves."""
-        return 0 if self.masters_are_weights else sum(master.nbytes for master in self.masters.values())
+    def state_bytes(self) -> int:
+        """Bytes of masters, gradients and moments beside the weights, allocated or not."""
+        masters = list(self.masters.values())
+        own = 0 if self.masters_are_weights else sum(master.nbytes for master in masters)
+        return own + sum(p.nbytes for p in self._with_gradients()) + self._moment_bytes(masters)
+
+    def _with_gradients(self) -> list[Tensor]:
+        """The tensors whose gradients are kept until the update."""
+        own = self.masters_are_weights or self.offloaded or self.sharded
+        return [local_part(p) for p in self.working.values()] if own else list(self.masters.values())
+
+    def _moment_bytes(self, masters: list[Tensor]) -> int:
+        return sum(2 * m.numel() * (1 if self.config.optimizer == EIGHT_BIT else m.element_size()) for m in masters)
 
     def zero_grad(self) -> None:
         for p in (*self.working.values(), *(self.masters.values() if self.sharded else ())):

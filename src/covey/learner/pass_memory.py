@@ -21,7 +21,7 @@ chunks. The first that holds the longest expected row is used, with as many toke
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +31,9 @@ from covey.errors import InputError
 from covey.learner.attention import CHUNK
 from covey.learner.forward import causal_lm, is_one_product
 from covey.learner.logprobs import chunk_rows
-from covey.memory import GIB
+from covey.learner.optimizer import MasterAdamW
+from covey.learner.parallel import local_part
+from covey.memory import GIB, gpu_free, machine_memory
 from covey.models.quantization import is_quantized
 
 MOST_TOKENS = 10_240  # of a pass on a GPU: larger ones are hardly faster
@@ -43,6 +45,24 @@ CPU_SHARE = 0.6  # of a machine's memory that a pass may take
 CPU_TOTAL = 0.9  # of a machine's memory that the learner may take, states and engine included
 PROBE_TOKENS = 1024  # of the measured pass
 LEAST_SCALE = 0.4  # of a correction
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a run will ask of the learner's memory."""
+
+    prompt: int = 0  # tokens of the longest expected prompt
+    answer: int = 0  # tokens of the longest expected answer to it
+    setting: str = "rollout.max_tokens"  # that bounds the answer
+    checkpointing: bool | None = None  # as set; None: where it is needed
+    refuse: bool = False  # a run whose longest row cannot fit
+    cache_share: float = 0.0  # of free memory that the engine's cache may take
+    cache_bytes: float = 0.0  # that it takes at most
+    engine_share: float = 0.0  # of the whole GPU that another process takes
+
+    @property
+    def longest(self) -> int:
+        return self.prompt + self.answer
 
 
 @dataclass(frozen=True)
@@ -72,7 +92,10 @@ class PassShapes:
     scale: float = 1.0  # of what layers keep: measured / predicted
 
     @classmethod
-    def of(cls, model: Any, *, prompt: int = 0, tensor_parallel: int = 1, gathered: bool = False) -> PassShapes:
+    def of(
+        cls, model: Any, demand: Demand, *, gpu: bool, tensor_parallel: int = 1, gathered: bool = False
+    ) -> PassShapes:
+        """`gathered`: each layer's weights are gathered from shards for its passes."""
         lm = causal_lm(model)
         config = lm.config.get_text_config(decoder=True)
         heads = config.num_attention_heads
@@ -80,8 +103,9 @@ class PassShapes:
         key_heads = getattr(config, "num_key_value_heads", None) or heads
         embedding, layer = lm.get_input_embeddings().weight, lm.base_model.layers[0]
         dtype: torch.dtype = getattr(embedding, "working_dtype", embedding.dtype)
-        gpu, window = embedding.is_cuda, getattr(config, "sliding_window", None)
-        flash = gpu and dtype.itemsize == 2 and dim % 8 == 0 and dim <= 256 and window is None
+        window = getattr(config, "sliding_window", None)
+        within = window is None or demand.longest <= window
+        flash = gpu and dtype.itemsize == 2 and dim % 8 == 0 and dim <= 256 and within
         head = lm.get_output_embeddings()  # None: the backbone of a critic
         output = embedding[:0] if head is None else head.weight
         norms = [m.weight.numel() for n, m in layer.named_modules() if "norm" in n and hasattr(m, "weight")]
@@ -111,7 +135,7 @@ class PassShapes:
             logit_rows=chunk_rows(max(1, len(output)), gpu=gpu and is_one_product(lm)),
             flash=flash,
             quadratic=gpu and not flash and key_heads != heads,
-            prompt=prompt,
+            prompt=demand.prompt,
             fixed=(2 * dtype.itemsize * sum(p.numel() for p in whole) if gathered else 0)
             + max(
                 (dtype.itemsize * p.quant_state.shape.numel() for p in layer.parameters() if is_quantized(p)), default=0
@@ -163,25 +187,8 @@ class PassPlan:
 
     def describe(self) -> str:
         kept = "checkpointed" if self.checkpointing else "kept"
-        return f"activations {kept}, logits in chunks of {self.logit_rows:,} tokens"
-
-
-@dataclass(frozen=True)
-class Demand:
-    """What a run will ask of the learner's memory."""
-
-    prompt: int = 0  # tokens of the longest expected prompt
-    answer: int = 0  # tokens of the longest expected answer to it
-    setting: str = "rollout.max_tokens"  # that bounds the answer
-    checkpointing: bool | None = None  # as set; None: where it is needed
-    refuse: bool = False  # a run whose longest row cannot fit
-    cache_share: float = 0.0  # of free memory that the engine's cache may take
-    cache_bytes: float = 0.0  # that it takes at most
-    engine_share: float = 0.0  # of the whole GPU that another process takes
-
-    @property
-    def longest(self) -> int:
-        return self.prompt + self.answer
+        chunks = f"in chunks of {self.logit_rows:,} tokens" if self.logit_rows < self.tokens else "at once"
+        return f"activations {kept}, logits {chunks}"
 
 
 @dataclass(frozen=True)
@@ -299,6 +306,16 @@ class PassMemory:
             f"{self.total / GIB:.0f} GiB are left beside weights, optimiser and cache\n"
             f"  {', or '.join(fixes)}; learner.micro_batch_tokens=1024 starts it without this check"
         )
+
+
+def device_memory(device: torch.device, models: Sequence[Any], optimizers: Sequence[MasterAdamW]) -> tuple[int, int]:
+    """Bytes of the device, and bytes that are taken, or will be by the first update. On a CPU they follow from the
+    settings alone, so that a resumed run plans the same passes."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        return total, total - gpu_free(device) + sum(optimizer.pending_bytes() for optimizer in optimizers)
+    weights = sum(local_part(p).nbytes for model in models for p in model.parameters())
+    return machine_memory(), weights + sum(optimizer.state_bytes() for optimizer in optimizers)
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:
