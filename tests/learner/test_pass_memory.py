@@ -314,3 +314,14 @@ def test_a_sliding_window_decides_whether_attention_is_flash() -> None:
     model = model_of("gemma3", torch.bfloat16, "meta", lora=False, checkpointing=False)
     found = [PassShapes.of(model, Demand(answer=answer), gpu=True) for answer in (4096, 4097)]
     assert [(shapes.flash, shapes.quadratic) for shapes in found] == [(True, False), (False, True)]
+
+
+def test_the_measured_pass_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    before = [p.clone() for p in model.parameters()]
+    learner = Learner(model, LearnerConfig(), total_updates=1)
+    allocated = iter([100, 350])  # before the forward pass, and between it and the backward pass
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: next(allocated))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    assert learner._trial_pass(32) == 250
+    assert all(p.grad is None and torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))

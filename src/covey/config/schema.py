@@ -82,9 +82,7 @@ class ModelConfig:
     dtype: str = "auto"  # float32 | bfloat16 | float16; auto: bfloat16 on a GPU, float32 on a CPU
     device: str = "auto"  # cpu | cuda | cuda:1 ...; auto: the GPU if there is one
     gradient_checkpointing: bool | None = None  # recompute activations in the backward pass; null: if memory needs it
-    quantization: str | None = (
-        None  # nf4: base weights in 4 bits, with model.lora (QLoRA); needs the extra quantization
-    )
+    quantization: str | None = None  # nf4 | fp4: frozen weights in 4 bits, with model.lora (extra quantization)
     trust_remote_code: bool = False  # run Python code that comes with the model
     context_length: Tokens | None = None  # longest prompt + answer in tokens; null: the model's limit
     lora: LoraConfig = field(default_factory=LoraConfig)
