@@ -188,12 +188,14 @@ def _weight_transport(name: str, spec: ActorSpec, folder: Path) -> FileTransport
 
 
 def load_learner(spec: ActorSpec, checkpoint: Checkpoint | None, rank: int, world: int, meet: Any) -> Any:
-    from covey.app.models import make_learner
+    from covey.app.models import make_learner, plan_memory
     from covey.learner.parallel import Ranks
     from covey.models.loading import pick_device
 
     ranks = Ranks.join(rank, world, meet, pick_device(spec.config.model.device)) if world > 1 else None
-    return make_learner(spec, checkpoint, ranks)
+    learner = make_learner(spec, checkpoint, ranks)
+    plan_memory(spec, learner)
+    return learner
 
 
 def load_engine(spec: ActorSpec, folder: Path, colocated: bool, index: int) -> tuple[Any, Any]:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from covey.training.checkpoint import Checkpoint
 
 
+PLANNING = "planning memory, on a GPU with a pass that compiles the layers"
+
+
 class LongestRow(NamedTuple):
     """Tokens of the longest row that a run expects; turns after the first may make others longer."""
 
@@ -49,7 +52,7 @@ class BuildSpec(Protocol):
 
 
 def make_learner(prepared: BuildSpec, checkpoint: Checkpoint | None, ranks: Ranks | None = None) -> Learner:
-    """The learner of this rank, with its memory planned."""
+    """The learner of this rank. Its memory is planned by `plan_memory`."""
     from covey.learner.learner import Learner
     from covey.learner.parallel import SINGLE_PROCESS
 
@@ -70,8 +73,13 @@ def make_learner(prepared: BuildSpec, checkpoint: Checkpoint | None, ranks: Rank
     if checkpoint is not None:
         learner.restore(checkpoint.folder, checkpoint.state["learner"])
         prepared.algorithm.load_state_dict(checkpoint.state["algorithm"])
-    learner.plan_memory(_demand(prepared, policy))
     return learner
+
+
+def plan_memory(prepared: BuildSpec, learner: Any) -> None:
+    """Plan the learner's passes before the first step; on a GPU this may run one of them. The run is refused if its
+    longest row cannot fit."""
+    learner.plan_memory(_demand(prepared, learner.model))
 
 
 def _demand(prepared: BuildSpec, policy: Any) -> Demand:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.app.build import Note, open_telemetry
 from covey.app.checks import check_sizes, check_training
-from covey.app.models import LongestRow, make_learner
+from covey.app.models import PLANNING, LongestRow, make_learner, plan_memory
 from covey.app.prepare import MissingResources, open_model, total_steps
 from covey.app.resume import open_run, with_model_folder
 from covey.app.run_files import at_original_revision, store, threads_for, write_run_files
@@ -157,6 +157,8 @@ def _assemble(prepared: PreparedSft, folder: RunFolder, checkpoint: Checkpoint |
     torch.set_num_threads(threads)
     with report_activity(f"loading {prepared.config.model.name}", prepared.config.logging):
         learner = make_learner(prepared, checkpoint)
+    with report_activity(PLANNING, prepared.config.logging):
+        plan_memory(prepared, learner)
     write_run_files(prepared, folder, learner, threads, checkpoint)
     telemetry = open_telemetry(prepared, folder.path, checkpoint)
     telemetry.note(learner.memory_note())
