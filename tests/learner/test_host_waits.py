@@ -14,6 +14,7 @@ from covey.algorithms.likelihood import Likelihood
 from covey.config.schema import CriticConfig, LearnerConfig
 from covey.learner import learner as learner_module
 from covey.learner.learner import Learner
+from covey.models.loading import set_checkpointing
 from tests.conftest import tiny_llama
 from tests.learner.helpers import batch_of, rows_of
 
@@ -47,8 +48,8 @@ def test_micro_batches_are_not_waited_for(name: str, monkeypatch: pytest.MonkeyP
     critic = CriticConfig(shared=True) if name == "ppo" else None
     model = tiny_llama()
     if name == "checkpointing":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.train()
+        set_checkpointing(model, True)
+        monkeypatch.setattr(torch, "get_rng_state", lambda: pytest.fail("the random state is read"))
     learner = Learner(model, config, total_updates=1, critic=critic)
     algorithm: Any = Likelihood() if name == "sft" else make(name if name in ("gvpo", "ppo", "gspo") else "grpo")
     batch = batch_of(rows_of(2, 4), 4, dtype=torch.float32)

@@ -91,7 +91,12 @@ def _demand(prepared: BuildSpec, policy: Any) -> Demand:
     assert source is not None
     context = config.model.context_length or source.context_length or row.prompt + row.answer
     demand = Demand(
-        row.prompt, min(row.answer, context - row.prompt), row.setting, config.model.gradient_checkpointing, refuse=True
+        row.prompt,
+        min(row.answer, context - row.prompt),
+        row.setting,
+        config.model.gradient_checkpointing,
+        sampled=row.sampled,
+        refuse=True,
     )
     ray = config.cluster.name == "ray"
     if not row.sampled or (ray and config.cluster.rollout_devices is not None):

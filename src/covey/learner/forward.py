@@ -84,7 +84,9 @@ def token_logprobs(
     ref_chunks = [None] * len(targets) if reference is None else reference[0].split(size)
     recompute = len(targets) > 1 and torch.is_grad_enabled()
     parts = [
-        checkpoint(score_chunk, *chunk, use_reentrant=False) if recompute else score_chunk(*chunk)
+        checkpoint(score_chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
+        if recompute
+        else score_chunk(*chunk)
         for chunk in zip(hidden_MD.split(size), targets, ref_chunks, strict=True)
     ]
     columns = [torch.cat(column) for column in zip(*parts, strict=True)]

@@ -55,6 +55,7 @@ class Demand:
     answer: int = 0  # tokens of the longest expected answer to it
     setting: str = "rollout.max_tokens"  # that bounds the answer
     checkpointing: bool | None = None  # as set; None: where it is needed
+    sampled: bool = True  # False: demonstrations
     refuse: bool = False  # a run whose longest row cannot fit
     cache_share: float = 0.0  # of free memory that the engine's cache may take
     cache_bytes: float = 0.0  # that it takes at most
@@ -63,6 +64,10 @@ class Demand:
     @property
     def longest(self) -> int:
         return self.prompt + self.answer
+
+    def describe(self) -> str:
+        what = "answers" if self.sampled else "demonstrations"
+        return f"{what} of up to {self.answer:,} tokens"
 
 
 @dataclass(frozen=True)
@@ -276,10 +281,9 @@ class PassMemory:
 
     def note(self) -> str:
         """What was chosen, in one line."""
-        plan, answer = self.plan(self.demand.longest), self.demand.answer
-        what = f"answers of up to {answer:,} tokens: " if answer else ""
+        plan = self.plan(self.demand.longest)
         used = f"{(self.taken + plan.peak) / GIB:.1f} GiB of {self.total / GIB:.0f} predicted"
-        return f"{what}{plan.describe()}, passes of {plan.tokens:,} tokens; {used}"
+        return f"{self.demand.describe()}: {plan.describe()}, passes of {plan.tokens:,} tokens; {used}"
 
     def check(self) -> None:
         """Refuse a run whose longest row fits with no plan."""
@@ -301,7 +305,7 @@ class PassMemory:
         if self.gpu:
             fixes.append("set learner.offload_optimizer=true")
         raise InputError(
-            f"answers of up to {demand.answer:,} tokens do not fit into memory: with {plan.describe()}, a pass over "
+            f"{demand.describe()} do not fit into memory: with {plan.describe()}, a pass over "
             f"one is predicted to take {plan.peak / GIB:.1f} GiB, and {max(0.0, self.available) / GIB:.1f} of "
             f"{self.total / GIB:.0f} GiB are left beside weights, optimiser and cache\n"
             f"  {', or '.join(fixes)}; learner.micro_batch_tokens=1024 starts it without this check"

@@ -221,8 +221,9 @@ def load_policy(source: ModelSource, config: ModelConfig, *, seed: int = 0) -> A
 def set_checkpointing(model: Any, enabled: bool) -> None:
     """Whether the layers of a model recompute their activations in the backward pass."""
     lm = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if enabled:
-        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if enabled:  # nothing in a layer is random, and reading a GPU's random state would wait for it
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     elif lm.is_gradient_checkpointing:
         lm.gradient_checkpointing_disable()
     # Gradient checkpointing needs training mode. Without dropout the modes do not differ otherwise.
