@@ -222,6 +222,18 @@ def test_the_largest_number_that_fits() -> None:
     assert [largest(lambda n, most=most: n <= most, 100) for most in (0, 1, 57, 100, 500)] == [1, 1, 57, 100, 100]
 
 
+def test_a_model_larger_than_the_gpu_is_refused_before_it_is_loaded() -> None:
+    """7.6 billion weights in bfloat16: 2 + 4 + 12 bytes each, and 2 of the reference; 80 GiB are 85.9 GB."""
+    size: dict[str, Any] = {"weights": 7_600_000_000, "copies": 2, "itemsize": 2, "memory": 80 * GIB}
+    with pytest.raises(InputError, match="142 GiB of weights, gradients and optimiser states") as error:
+        pass_memory.check_states(LearnerConfig(), trained=7_600_000_000, **size)
+    assert "model.lora.rank=16" in str(error.value)
+    with pytest.raises(InputError, match="99 GiB"):
+        pass_memory.check_states(LearnerConfig(optimizer="adamw8bit"), trained=7_600_000_000, **size)
+    pass_memory.check_states(LearnerConfig(offload_optimizer=True), trained=7_600_000_000, **size)
+    pass_memory.check_states(LearnerConfig(), trained=40_000_000, **size | {"copies": 1})
+
+
 # -- In the learner ----------------------------------------------------------------------------------------------------
 
 

@@ -59,6 +59,7 @@ def make_learner(prepared: BuildSpec, checkpoint: Checkpoint | None, ranks: Rank
     config = prepared.config
     ranks = (ranks or SINGLE_PROCESS).with_tensor_parallel(config.learner.tensor_parallel)
     model, plan = on_rank(prepared, ranks)
+    _check_states(prepared, model, plan, ranks)
     policy, reference = _load_models(prepared, model, checkpoint)
     valued = prepared.algorithm.needs.values
     learner = Learner(
@@ -74,6 +75,31 @@ def make_learner(prepared: BuildSpec, checkpoint: Checkpoint | None, ranks: Rank
         learner.restore(checkpoint.folder, checkpoint.state["learner"])
         prepared.algorithm.load_state_dict(checkpoint.state["algorithm"])
     return learner
+
+
+def _check_states(prepared: BuildSpec, model: ModelConfig, plan: LearnerConfig, ranks: Ranks) -> None:
+    """On a GPU, check that weights and states fit. A sharded or quantised model is not checked."""
+    import torch
+
+    from covey.learner.pass_memory import check_states
+    from covey.models.loading import parameter_count, pick_device, pick_dtype, trained_count
+
+    device, source = ranks.device or pick_device(model.device), prepared.model
+    assert source is not None
+    if device.type != "cuda" or plan.parallel == "fsdp" or model.quantization is not None:
+        return
+    adapter = model.lora.rank > 0 or source.adapter is not None
+    reference = prepared.algorithm.needs.reference and not adapter and not plan.offload_reference
+    critic = prepared.algorithm.needs.values and not prepared.config.critic.shared
+    weights = parameter_count(source)
+    check_states(
+        plan,
+        weights=weights,
+        trained=trained_count(source, model) + (weights if critic else 0),
+        copies=1 + reference + critic,
+        itemsize=pick_dtype(model.dtype, device).itemsize,
+        memory=torch.cuda.get_device_properties(device).total_memory,
+    )
 
 
 def plan_memory(prepared: BuildSpec, learner: Any) -> None:

@@ -27,11 +27,12 @@ from typing import Any
 
 import torch
 
+from covey.config.schema import LearnerConfig
 from covey.errors import InputError
 from covey.learner.attention import CHUNK
 from covey.learner.forward import causal_lm, is_one_product
 from covey.learner.logprobs import chunk_rows
-from covey.learner.optimizer import MasterAdamW
+from covey.learner.optimizer import EIGHT_BIT, MasterAdamW
 from covey.learner.parallel import local_part
 from covey.memory import GIB, gpu_free, machine_memory
 from covey.models.quantization import is_quantized
@@ -320,6 +321,23 @@ def device_memory(device: torch.device, models: Sequence[Any], optimizers: Seque
         return total, total - gpu_free(device) + sum(optimizer.pending_bytes() for optimizer in optimizers)
     weights = sum(local_part(p).nbytes for model in models for p in model.parameters())
     return machine_memory(), weights + sum(optimizer.state_bytes() for optimizer in optimizers)
+
+
+def check_states(config: LearnerConfig, *, weights: int, trained: int, copies: int, itemsize: int, memory: int) -> None:
+    """Refuse a model whose weights and states alone exceed a GPU, before they are loaded. `weights`, `trained`: numbers
+    of parameters; `copies`: models of `weights` parameters on the GPU, with the reference; `itemsize`: of a weight."""
+    half = itemsize == 2
+    gradient = 4 if half and not config.offload_optimizer else itemsize
+    moments = 2 if config.optimizer == EIGHT_BIT else 8
+    states = 0 if config.offload_optimizer else moments + (4 if half else 0)
+    needed = copies * itemsize * weights + trained * (gradient + states)
+    if needed > memory:
+        raise InputError(
+            f"{needed / GIB:.0f} GiB of weights, gradients and optimiser states do not fit into the GPU's "
+            f"{memory / GIB:.0f} GiB, without any activation\n"
+            "  use model.lora.rank=16, learner.optimizer=adamw8bit, learner.offload_optimizer=true, "
+            "or several learners with learner.parallel=fsdp"
+        )
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:
