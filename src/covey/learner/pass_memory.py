@@ -91,7 +91,9 @@ class PassShapes:
     copies: int = 0  # bytes per layer and token: inputs of float32 adapters of half-precision weights
     flash: bool = False
     quadratic: bool = False  # attention keeps the scores of all pairs
-    logit_bytes: int = 12  # of one logit of a chunk, with its copies
+    logit_bytes: int = (
+        12  # of one logit of a chunk, with its copies in the forward pass; at most 8 in the backward pass
+    )
     logit_rows: int = 1  # tokens in a chunk of logits of the usual size
     prompt: int = 0  # tokens of the longest prompt
     fixed: int = 0  # bytes of weights that a pass gathers, or dequantises
@@ -171,10 +173,10 @@ class PassShapes:
 
     def transient(self, tokens: int, longest: int, *, checkpointing: bool, logit_rows: int) -> float:
         """What the backward pass needs besides: the larger of the output layer's and of one decoder layer's share."""
-        output = self.vocabulary * self.hidden * (4 + self.itemsize) if self.trained_output else 0
-        last = (
-            min(logit_rows, tokens) * self.vocabulary * self.logit_bytes + output + tokens * self.hidden * self.itemsize
-        )
+        logits, half = min(logit_rows, tokens) * self.vocabulary, self.itemsize < 4
+        gradient = self.vocabulary * self.hidden * (4 + self.itemsize * half) if self.trained_output else 0
+        last = max(logits * self.logit_bytes, logits * min(self.logit_bytes, 8) + gradient)
+        last += tokens * self.hidden * self.itemsize
         layer: float = tokens * (
             self.itemsize * (3 * self.inner + 2 * self.hidden) + (4 * self.inner if self.copies else 0)
         )
