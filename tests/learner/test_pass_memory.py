@@ -337,3 +337,23 @@ def test_the_measured_pass_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     assert learner._trial_pass(32) == 250
     assert all(p.grad is None and torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_on_a_gpu_no_pass_takes_more_than_its_prediction(compiled: bool) -> None:
+    """A row of 4,096 tokens through a model of 100 million weights, with activations kept and recomputed."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "max_position_embeddings": 8192}
+    model = tiny_llama(vocabulary=32_768, dtype=torch.bfloat16, **sizes, num_attention_heads=16).cuda()
+    learner = Learner(model, LearnerConfig(compile=compiled), total_updates=1)
+    for checkpointing in (False, True):
+        learner.plan_memory(Demand(answer=4096, checkpointing=checkpointing))
+        assert learner._memory is not None
+        learner._trial_pass(4096)  # compiles, and allocates workspaces
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        learner._trial_pass(4096)
+        taken = torch.cuda.max_memory_allocated() - before
+        plan = learner._memory.plan(4096)
+        shapes = {"checkpointing": checkpointing, "logit_rows": plan.logit_rows}
+        assert 0.4 < taken / learner._memory.peak(4096, 4096, **shapes) < 1.1
