@@ -1,11 +1,10 @@
-"""Memory of the machine and its GPUs: token budgets, cache sizes, allocator settings and metrics."""
+"""Memory of the machine and its GPUs: free memory, cache sizes, allocator settings and metrics."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,67 +18,26 @@ def machine_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-# -- Tokens of a training pass -----------------------------------------------------------------------------------------
-
-CPU_TOKENS = 8192  # on a CPU, larger passes are not faster
-CPU_SHARE = 0.6  # of the machine's memory that the activations of a pass may take
-MOST_TOKENS = 10_240  # on a GPU, larger passes are hardly faster
-PROBES = (256, 1280)  # tokens of the two measured passes
-SHARE = 0.8  # of a GPU's free memory that a pass may take
-
-
-def affordable_tokens(device: torch.device, try_tokens: Callable[[int], None], activation_bytes: int) -> int:
-    """Tokens of one forward and backward pass. On a GPU, two small passes are measured. On a CPU, the machine's total
-    memory decides, so that a resumed run gets the same number."""
-    if device.type != "cuda":
-        return cpu_tokens(machine_memory(), activation_bytes)
-    peaks = []
-    for count in (PROBES[0], *PROBES):  # the first pass warms up: it compiles, and loads what later passes reuse
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        try_tokens(count)
-        peaks.append(torch.cuda.max_memory_allocated(device) - before)
-    torch.cuda.empty_cache()
+def gpu_free(device: torch.device) -> int:
+    """Bytes of a GPU that torch can still use, those that it has reserved and freed included."""
     free, _ = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return tokens_within(free * SHARE, PROBES, (peaks[1], peaks[2]))
-
-
-def cpu_tokens(memory: int, activation_bytes: int) -> int:
-    """CPU_TOKENS, halved until their activations fit."""
-    tokens = CPU_TOKENS
-    while tokens > PROBES[0] and tokens * activation_bytes > memory * CPU_SHARE:
-        tokens //= 2
-    return tokens
-
-
-def bytes_per_token(model: Any) -> int:
-    """Estimated bytes of activations kept for the backward pass: per layer about 10 vectors of the hidden size (norms,
-    queries, keys, values, attention) and 4 of the MLP's size."""
-    config = model.config.get_text_config(decoder=True)
-    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    element = model.get_input_embeddings().weight.element_size()
-    layer = config.hidden_size if model.is_gradient_checkpointing else 10 * config.hidden_size + 4 * inner
-    return int(config.num_hidden_layers * layer * element)
-
-
-def tokens_within(memory: float, tokens: tuple[int, int], peaks: tuple[int, int]) -> int:
-    """Linear extrapolation from two measured passes."""
-    each = max(1.0, (peaks[1] - peaks[0]) / (tokens[1] - tokens[0]))
-    fixed = max(0.0, peaks[0] - each * tokens[0])
-    return max(PROBES[0], min(MOST_TOKENS, int((memory - fixed) / each)))
+    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
 # -- Tokens of a key-value cache ---------------------------------------------------------------------------------------
 
 
-def cache_tokens(model: Any, share: float) -> int:
-    """Tokens whose keys and values fit into a share of the GPU's free memory, or of this machine's memory."""
-    weight = model.get_input_embeddings().weight
+def cache_bytes_per_token(model: Any) -> int:
+    """Bytes of a token's keys and values in all layers."""
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    token = 2 * config.num_hidden_layers * heads * dim * weight.element_size()
+    return int(2 * config.num_hidden_layers * heads * dim * model.get_input_embeddings().weight.element_size())
+
+
+def cache_tokens(model: Any, share: float) -> int:
+    """Tokens whose keys and values fit into a share of the GPU's free memory, or of this machine's memory."""
+    weight, token = model.get_input_embeddings().weight, cache_bytes_per_token(model)
     if weight.device.type == "cuda":
         torch.cuda.empty_cache()
         memory, _ = torch.cuda.mem_get_info(weight.device)

@@ -319,6 +319,10 @@ class Learner(Protocol):
         """One optimiser step on a mini-batch of whole groups. The trace is in the order of `batch.rows`."""
         ...
 
+    def memory_note(self) -> str:
+        """One line about the memory that training is planned to take."""
+        ...
+
     def weights(self) -> Any: ...
 
     def offload(self) -> None:

@@ -30,7 +30,7 @@ gateway.max_programs gateway.port
 learner.beta1 learner.beta2 learner.entropy_coef learner.epochs learner.eps learner.grad_clip learner.lr
 learner.compile learner.max_skipped learner.micro_batch_size learner.micro_batch_tokens learner.min_lr_ratio
 learner.mini_batch_size learner.offload_optimizer learner.offload_reference learner.offload_weights learner.parallel
-learner.schedule learner.tensor_parallel learner.warmup_steps learner.weight_decay
+learner.optimizer learner.schedule learner.tensor_parallel learner.warmup_steps learner.weight_decay
 logging.episodes_per_step logging.experiment logging.notes logging.output_dir logging.project logging.tags logging.to
 logging.verbosity
 loop.keep_best loop.keep_last loop.max_minutes loop.save_every loop.save_final loop.threads loop.total_epochs
@@ -38,7 +38,7 @@ loop.total_steps
 mode.max_staleness mode.max_uses mode.name mode.publish_every mode.update
 model.context_length model.device model.dtype model.freeze_vision model.gradient_checkpointing model.lora.alpha
 model.lora.part model.lora.rank model.lora.target_modules model.max_pixels model.min_pixels model.name
-model.trust_remote_code
+model.quantization model.trust_remote_code
 resume
 reward.name reward.only_if reward.options reward.seconds reward.weights
 rollout.devices rollout.eager rollout.group_size rollout.max_sequences rollout.max_tokens rollout.memory rollout.min_p

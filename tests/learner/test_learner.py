@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import peft
 import pytest
 import torch
 
 from covey.algorithms import ALGORITHMS, LOSSES, make
 from covey.algorithms.ops import make_batch
 from covey.config.schema import LearnerConfig
-from covey.learner import learner as learner_module
 from covey.learner.learner import Learner, NonFiniteError
 from covey.learner.optimizer import learning_rate
 from covey.models.loading import Reference
@@ -209,40 +206,6 @@ def test_gradients_of_half_precision_add_up_in_float32() -> None:
         (weight * scale).sum().backward()
         assert weight.grad is None
     torch.testing.assert_close(master.grad, torch.full_like(master, 1 + 0.1), atol=1e-3, rtol=0)
-
-
-@pytest.mark.parametrize("rank", [0, 2])
-def test_the_token_budget_is_measured_wherever_it_is_first_needed(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if the reference is scored first, without gradient and with the adapter disabled."""
-    tried: list[int] = []
-
-    def two_passes(_: torch.device, try_tokens: Callable[[int], None], __: int) -> int:
-        for count in (4, 9):
-            try_tokens(count)
-            tried.append(count)
-        return 50
-
-    monkeypatch.setattr(learner_module, "affordable_tokens", two_passes)
-    model = tiny_llama()
-    if rank:
-        model = peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules="all-linear"))
-    learner = Learner(model, LearnerConfig(), total_updates=1, reference=Reference.of(model))
-    rows = rows_of(2, 4)
-    batch = batch_of(rows, 4, dtype=torch.float32)
-    samples = Samples(
-        rows=tuple(rows),
-        group_N=batch.group_N,
-        rewards={"r": batch.rewards_N.double()},
-        weights={"r": 1.0},
-        longest_N=batch.length_N,
-        truncated_N=torch.zeros(len(rows), dtype=torch.bool),
-        episode_R=batch.episode_R,
-        mask_RT=batch.mask_RT,
-        old_logprobs_RT=batch.old_logprobs_RT,
-    )
-    assert learner.annotate(samples, Needs(reference=True)).ref_logprobs_RT is not None
-    learner.update(batch, make("grpo"))
-    assert tried == [4, 9]
 
 
 def test_a_model_that_outlives_its_learner_has_no_hooks_left() -> None:

@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from covey import memory
 from covey.learner import logprobs
-from tests.conftest import tiny_llama
 from tests.rollout.triton_support import DEVICE, needs_triton
 
 
@@ -73,21 +71,3 @@ def test_the_kernels_compute_what_plain_torch_does(vocabulary: int, with_entropy
     expected = u[:, None] * expected - (v[:, None] * p * (log_p + entropy[:, None]) if with_entropy else 0)
     given = (logits.clone(), target, lse, found_entropy, u, v if with_entropy else None, 0.7)
     torch.testing.assert_close(gradient_in_place(*given).double(), expected / 0.7, atol=1e-5, rtol=1e-3)
-
-
-def test_the_token_budget_is_extrapolated_from_two_measurements() -> None:
-    each, fixed = 1_000_000, 500_000_000
-    peaks = (fixed + 256 * each, fixed + 1280 * each)
-    assert memory.tokens_within(4.5e9, memory.PROBES, peaks) == 4000
-    assert memory.tokens_within(1e12, memory.PROBES, peaks) == memory.MOST_TOKENS
-    assert (
-        memory.tokens_within(0, memory.PROBES, peaks) == memory.PROBES[0]
-    )  # too little memory for any: try the smallest
-
-
-def test_on_a_cpu_the_activations_of_a_pass_fit_into_memory() -> None:
-    assert memory.affordable_tokens(torch.device("cpu"), lambda _: pytest.fail("nothing to try"), 1) == 8192
-    token = memory.bytes_per_token(tiny_llama())
-    assert token == 2 * (10 * 32 + 4 * 64) * 4  # layers × vectors × bytes
-    gib, smollm2 = 2**30, 30 * (10 * 576 + 4 * 1536) * 4  # 1.4 MB a token
-    assert [memory.cpu_tokens(size * gib, smollm2) for size in (24, 16, 8, 4, 1)] == [8192, 4096, 2048, 1024, 256]

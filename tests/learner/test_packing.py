@@ -32,14 +32,17 @@ def test_the_attention_mask_of_a_chunk() -> None:
     layout = Layout((2, 1), ((3, 1), (0,)))
     chunks = layout.chunks
     assert chunks == [Chunk((2,)), Chunk((1,)), Chunk((3, 1), 0)]
-    cpu = torch.device("cpu")
-    assert layout.mask(2, chunks[2], None, cpu).int().tolist() == [
+    scores = torch.zeros(1)
+    mask = layout.mask(2, chunks[2], None, scores)
+    assert mask.exp().int().tolist() == [
         [1, 1, 1, 0, 0, 0],
         [1, 1, 1, 1, 0, 0],
         [1, 1, 1, 1, 1, 0],
         [1, 1, 0, 0, 0, 1],
     ]
-    assert layout.mask(2, chunks[2], 2, cpu).int().tolist()[2] == [0, 0, 0, 1, 1, 0]
+    assert layout.mask(2, chunks[2], 2, scores).exp().int().tolist()[2] == [0, 0, 0, 1, 1, 0]
+    assert layout.mask(2, chunks[2], None, scores) is mask
+    assert layout.mask(2, chunks[2], None, scores.bfloat16()).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("budget", [1, 20, 64, 10_000])

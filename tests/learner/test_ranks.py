@@ -106,6 +106,17 @@ def test_kinds_of_models(two: LocalRanks, parallel: str, kind: dict[str, Any]) -
     same_as_one_process(two, Case(parallel=parallel, **kind), 1e-6)
 
 
+def test_ranks_that_have_all_weights_keep_the_same_8_bit_moments(two: LocalRanks) -> None:
+    pytest.importorskip("bitsandbytes")
+    sizes, settings = {"hidden_size": 64, "intermediate_size": 128}, {"optimizer": "adamw8bit"}
+    case = Case(parallel="ddp", dtype=torch.float32, model=sizes, settings=settings, **PLAIN)
+    expected = train(SINGLE_PROCESS, case)[0]
+    first, second = (weights for weights, _, _ in two.run(train, case))
+    for name, weight in expected.items():
+        assert torch.equal(first[name], second[name])
+        torch.testing.assert_close(first[name], weight, atol=3e-3, rtol=0)  # a sum's last bit may change a code of 8
+
+
 TENSOR_PARALLEL: dict[str, Any] = {"tensor_parallel": 2}
 
 

@@ -45,6 +45,12 @@ def test_the_defaults_are_trls() -> None:
     assert found.remarks == []
 
 
+def test_8_bit_optimisers() -> None:
+    assert translated().settings["learner"]["optimizer"] == "adamw"
+    for name in ("adamw_8bit", "adamw_bnb_8bit"):
+        assert translated(optim=name).settings["learner"]["optimizer"] == "adamw8bit"
+
+
 def test_completions_become_prompts() -> None:
     """16 × 4 = 64 completions, 8 for each prompt, are an optimiser step of 8 prompts."""
     found = translated(per_device_train_batch_size=16, gradient_accumulation_steps=4, num_generations=8, max_steps=100)

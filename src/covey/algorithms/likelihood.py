@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from covey.algorithms.ops import masked_sum
 from covey.protocols import Advantages, Couples, LossTerm, Metrics, Needs, TokenOutputs
 from covey.types import Batch, Samples
 
@@ -36,7 +37,7 @@ class Likelihood:
         return batch
 
     def loss(self, out: TokenOutputs, batch: Batch) -> dict[str, LossTerm]:
-        return {"sft": LossTerm(-out.logprobs[batch.mask_RT].sum(), "tokens")}
+        return {"sft": LossTerm(-masked_sum(out.logprobs, batch.mask_RT), "tokens")}
 
     def metrics(self, out: TokenOutputs, batch: Batch) -> Metrics:
         return {}

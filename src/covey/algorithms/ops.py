@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 
 def group_sum(x_N: Tensor, group_N: Tensor) -> Tensor:
-    """Sum over each group, for each of its members: [N] → [N]."""
-    return x_N.new_zeros(_groups(group_N)).index_add(0, group_N, x_N)[group_N]
+    """Sum over each group, for each of its members: [N] → [N]. Groups are numbered from 0 and none is empty, so their
+    number is at most N; counting them would wait for a GPU."""
+    return x_N.new_zeros(len(group_N)).index_add(0, group_N, x_N)[group_N]
 
 
 def group_size(group_N: Tensor, dtype: torch.dtype | None = None, valid_N: Tensor | None = None) -> Tensor:
@@ -39,7 +40,7 @@ def group_std(x_N: Tensor, group_N: Tensor, valid_N: Tensor | None = None) -> Te
     x_N = torch.where(valid_N, x_N, torch.zeros_like(x_N))
     off_N = torch.where(valid_N, x_N - group_mean(x_N, group_N, valid_N), torch.zeros_like(x_N))
     std_N = (group_sum(off_N**2, group_N) / (group_size(group_N, x_N.dtype, valid_N) - 1).clamp(min=1)).sqrt()
-    largest_G = x_N.new_zeros(_groups(group_N)).scatter_reduce(0, group_N, x_N.abs(), "amax")
+    largest_G = x_N.new_zeros(len(group_N)).scatter_reduce(0, group_N, x_N.abs(), "amax")
     return torch.where(std_N <= _rounding(x_N.dtype) * largest_G[group_N], torch.zeros_like(std_N), std_N)
 
 
@@ -75,10 +76,6 @@ def whiten(x: Tensor, weight: Tensor) -> Tensor:
     if not x.numel() or bool(std <= _rounding(x.dtype) * x.abs().max()):
         return torch.zeros_like(x)
     return torch.where(weight > 0, (x - mean) / (std**2 + 1e-8).sqrt(), torch.zeros_like(x))
-
-
-def _groups(group_N: Tensor) -> int:
-    return int(group_N.max()) + 1 if len(group_N) else 0
 
 
 def _rounding(dtype: torch.dtype) -> float:
@@ -186,6 +183,11 @@ def policy_sum(out: TokenOutputs, batch: Batch) -> Tensor:
     if batch.policy_sum_N is not None:
         return batch.policy_sum_N
     return episode_sum(out.logprobs.detach(), batch.mask_RT, batch.episode_R, len(batch.group_N))
+
+
+def masked_sum(x_RT: Tensor, mask_RT: Tensor) -> Tensor:
+    """Σ over the mask. Selecting by the mask would wait for the GPU to count it."""
+    return torch.where(mask_RT, x_RT, torch.zeros_like(x_RT)).sum()
 
 
 def masked_mean(x_RT: Tensor, mask_RT: Tensor) -> float:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.app.checks import engine_gpus, shares_gpu
 from covey.app.cluster import start_remote
-from covey.app.models import make_engine, make_learner
+from covey.app.models import PLANNING, make_engine, make_learner, plan_memory
 from covey.app.parts import Announces, open_rewards, open_workers, services, with_workers
 from covey.app.prepare import Prepared, is_async, make_algorithm, new_tasks_per_step, training_sampling
 from covey.app.resume import open_run
@@ -81,8 +81,12 @@ def _assemble(
         loading = f"starting the processes of the Ray cluster, and {loading}"
     with report_activity(loading, config.logging):
         learner, open_engine = _learner_and_engine(prepared, checkpoint, folder.path, threads, resources)
+    if config.cluster.name != "ray":  # else in the learners' processes
+        with report_activity(PLANNING, config.logging):
+            plan_memory(prepared, learner)
     write_run_files(prepared, folder, learner, threads, checkpoint)
     telemetry = open_telemetry(prepared, folder.path, checkpoint)
+    telemetry.note(learner.memory_note())
     engine = open_engine(telemetry)
     collector = make_collector(prepared, engine, rewards)
     source = _make_source(prepared, collector)

@@ -244,6 +244,15 @@ def check_reference(source: ModelSource, algorithm: Algorithm) -> None:
         )
 
 
+def check_training(config: Config, *, adapter: bool) -> None:
+    """Check quantised weights and optimiser states, before anything is loaded. `adapter`: the model is one."""
+    from covey.learner.optimizer import check_optimizer
+    from covey.models.quantization import check_quantization
+
+    check_quantization(config, adapter=adapter)
+    check_optimizer(config.learner)
+
+
 def check_sizes(config: Config, train: Sequence[Any], validation: Sequence[Any], what: str) -> list[str]:
     """Check batch and data sizes. `what` names the rows in messages: training tasks, demonstrations."""
     loop, count = config.loop, len(train)
@@ -291,24 +300,28 @@ def check_vision(config: Config, source: ModelSource | None, messages: Sequence[
         )
 
 
-def check_prompts(config: Config, tasks: TaskSet, source: ModelSource, agent: Agent) -> None:
-    """Check that the model has an embedding for every token, and that the longest prompt and answer fit its context."""
+def check_prompts(config: Config, tasks: TaskSet, source: ModelSource, agent: Agent) -> int:
+    """Check that the model has an embedding for every token, and that the longest prompt and answer fit its context.
+    Returns the tokens of the longest training prompt."""
     from covey.models.folder import check_ids
 
     limit = config.model.context_length or source.context_length
     answer = max(config.rollout.max_tokens, config.eval.max_tokens or 0)
     setting = "rollout.max_tokens" if answer == config.rollout.max_tokens else "eval.max_tokens"
     renderer = Renderer(source.tokenizer, vision=source.vision)
-    for task in (*tasks.train, *tasks.validation):
+    longest = 0
+    for index, task in enumerate((*tasks.train, *tasks.validation)):
         ids = renderer.prompt(*agent.opening(task))
         check_ids(source.name, source.tokenizer, source.config, ids)
         prompt = len(ids)
+        longest = max(longest, prompt) if index < len(tasks.train) else longest
         if limit is not None and prompt + answer > limit:
             raise InputError(
                 f"{task.where}: prompt of {prompt} tokens + {setting}={answer} is longer than the context of "
                 f"{limit}\n"
                 f"  shorten the prompt, lower {setting}, or remove that task"
             )
+    return longest
 
 
 # -- Hashes of what settings refer to by name, to detect changes on resume ---------------------------------------------

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from covey.app.models import BuildSpec
+from covey.app.models import BuildSpec, LongestRow
 from covey.config.schema import Config
 from covey.errors import InputError
 
@@ -31,6 +31,7 @@ class ActorSpec:
     algorithm: Algorithm
     model: ModelSource | None
     total_steps: int
+    longest_row: LongestRow
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,8 @@ def _actor_spec(prepared: BuildSpec, *, gpu: bool) -> ActorSpec:
     if source.adapter is not None:
         source = dataclasses.replace(source, adapter=source.adapter.absolute())
     model = dataclasses.replace(config.model, device="cuda" if gpu else "cpu")
-    return ActorSpec(dataclasses.replace(config, model=model), prepared.algorithm, source, prepared.total_steps)
+    config = dataclasses.replace(config, model=model)
+    return ActorSpec(config, prepared.algorithm, source, prepared.total_steps, prepared.longest_row)
 
 
 def _absolute(checkpoint: Checkpoint | None) -> Checkpoint | None:
@@ -186,12 +188,14 @@ def _weight_transport(name: str, spec: ActorSpec, folder: Path) -> FileTransport
 
 
 def load_learner(spec: ActorSpec, checkpoint: Checkpoint | None, rank: int, world: int, meet: Any) -> Any:
-    from covey.app.models import make_learner
+    from covey.app.models import make_learner, plan_memory
     from covey.learner.parallel import Ranks
     from covey.models.loading import pick_device
 
     ranks = Ranks.join(rank, world, meet, pick_device(spec.config.model.device)) if world > 1 else None
-    return make_learner(spec, checkpoint, ranks)
+    learner = make_learner(spec, checkpoint, ranks)
+    plan_memory(spec, learner)
+    return learner
 
 
 def load_engine(spec: ActorSpec, folder: Path, colocated: bool, index: int) -> tuple[Any, Any]:

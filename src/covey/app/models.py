@@ -5,18 +5,31 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from covey.app.checks import engine_gpus, shares_gpu
+from covey.app.checks import check_training, engine_gpus, shares_gpu
 from covey.config.schema import Config, LearnerConfig, LoraConfig, ModelConfig
 from covey.protocols import RolloutEngine
 
 if TYPE_CHECKING:
     from covey.learner.learner import Learner
     from covey.learner.parallel import Ranks
+    from covey.learner.pass_memory import Demand
     from covey.models.loading import ModelSource
     from covey.protocols import Algorithm
     from covey.training.checkpoint import Checkpoint
+
+
+PLANNING = "planning memory, on a GPU with a pass that compiles the layers"
+
+
+class LongestRow(NamedTuple):
+    """Tokens of the longest row that a run expects; turns after the first may make others longer."""
+
+    prompt: int
+    answer: int
+    setting: str = "rollout.max_tokens"  # that bounds it
+    sampled: bool = True  # by an engine
 
 
 class BuildSpec(Protocol):
@@ -34,15 +47,19 @@ class BuildSpec(Protocol):
     @property
     def total_steps(self) -> int: ...
 
+    @property
+    def longest_row(self) -> LongestRow: ...
+
 
 def make_learner(prepared: BuildSpec, checkpoint: Checkpoint | None, ranks: Ranks | None = None) -> Learner:
-    """The learner of this rank."""
+    """The learner of this rank. Its memory is planned by `plan_memory`."""
     from covey.learner.learner import Learner
     from covey.learner.parallel import SINGLE_PROCESS
 
     config = prepared.config
     ranks = (ranks or SINGLE_PROCESS).with_tensor_parallel(config.learner.tensor_parallel)
     model, plan = on_rank(prepared, ranks)
+    _check_states(prepared, model, plan, ranks)
     policy, reference = _load_models(prepared, model, checkpoint)
     valued = prepared.algorithm.needs.values
     learner = Learner(
@@ -59,6 +76,63 @@ def make_learner(prepared: BuildSpec, checkpoint: Checkpoint | None, ranks: Rank
         learner.restore(checkpoint.folder, checkpoint.state["learner"])
         prepared.algorithm.load_state_dict(checkpoint.state["algorithm"])
     return learner
+
+
+def _check_states(prepared: BuildSpec, model: ModelConfig, plan: LearnerConfig, ranks: Ranks) -> None:
+    """On a GPU, check that weights and states fit. A sharded or quantised model is not checked."""
+    import torch
+
+    from covey.learner.pass_memory import check_states
+    from covey.models.loading import parameter_count, pick_device, pick_dtype, trained_count
+
+    device, source = ranks.device or pick_device(model.device), prepared.model
+    assert source is not None
+    if device.type != "cuda" or plan.parallel == "fsdp" or model.quantization is not None:
+        return
+    adapter = model.lora.rank > 0 or source.adapter is not None
+    reference = prepared.algorithm.needs.reference and not adapter and not plan.offload_reference
+    critic = prepared.algorithm.needs.values and not prepared.config.critic.shared
+    weights = parameter_count(source)
+    check_states(
+        plan,
+        weights=weights,
+        trained=trained_count(source, model) + (weights if critic else 0),
+        copies=1 + reference + critic,
+        itemsize=pick_dtype(model.dtype, device).itemsize,
+        memory=torch.cuda.get_device_properties(device).total_memory,
+    )
+
+
+def plan_memory(prepared: BuildSpec, learner: Any) -> None:
+    """Plan the learner's passes before the first step; on a GPU this may run one of them. The run is refused if its
+    longest row cannot fit."""
+    learner.plan_memory(_demand(prepared, learner.model))
+
+
+def _demand(prepared: BuildSpec, policy: Any) -> Demand:
+    """What the run's rows and its engine take of the learner's memory."""
+    from covey.learner.pass_memory import Demand
+    from covey.memory import cache_bytes_per_token
+
+    config, source, row = prepared.config, prepared.model, prepared.longest_row
+    assert source is not None
+    context = config.model.context_length or source.context_length or row.prompt + row.answer
+    demand = Demand(
+        row.prompt,
+        min(row.answer, context - row.prompt),
+        row.setting,
+        config.model.gradient_checkpointing,
+        sampled=row.sampled,
+        refuse=True,
+    )
+    ray = config.cluster.name == "ray"
+    if not row.sampled or (ray and config.cluster.rollout_devices is not None):
+        return demand
+    if config.rollout.name == "vllm":
+        awake = not config.rollout.sleep and (ray or shares_gpu(config, engine_gpus(config)))
+        return dataclasses.replace(demand, engine_share=config.rollout.memory if awake else 0.0)
+    size = cache_bytes_per_token(policy) * demand.longest * config.rollout.max_sequences
+    return dataclasses.replace(demand, cache_share=config.rollout.memory, cache_bytes=size)
 
 
 def on_rank(prepared: BuildSpec, ranks: Ranks) -> tuple[ModelConfig, LearnerConfig]:
@@ -80,6 +154,7 @@ def on_rank(prepared: BuildSpec, ranks: Ranks) -> tuple[ModelConfig, LearnerConf
     dtype = str(pick_dtype(config.model.dtype, ranks.device)).removeprefix("torch.")
     place = "cpu" if sharded else str(ranks.device)
     plan = dataclasses.replace(config.learner, parallel="fsdp" if sharded else "ddp")
+    check_training(dataclasses.replace(config, learner=plan), adapter=adapter)
     return dataclasses.replace(config.model, device=place, dtype=dtype), plan
 
 
@@ -110,7 +185,9 @@ def _load_critic(prepared: BuildSpec, ranks: Ranks) -> Any:
 
     config, source = prepared.config, prepared.model
     assert source is not None
-    plain = dataclasses.replace(config.model, name=config.critic.model or config.model.name, lora=LoraConfig())
+    plain = dataclasses.replace(
+        config.model, name=config.critic.model or config.model.name, lora=LoraConfig(), quantization=None
+    )
     plain = plain if ranks.device is None else dataclasses.replace(plain, device=str(ranks.device))
     source = open_source(plain, headless=True) if config.critic.model is not None else source
     return load_policy(dataclasses.replace(source, adapter=None), plain)
@@ -135,16 +212,17 @@ def make_engine(
 
     source = prepared.model
     assert source is not None
-    if prepared.config.rollout.name == "vllm":
+    rollout = prepared.config.rollout
+    if rollout.name == "vllm":
         return _make_vllm(prepared, policy, log or Path(tempfile.mkdtemp(prefix="covey-")) / "vllm.log", shared)
     return EmbeddedEngine(
         policy,
         eos_ids=source.eos_ids(),
         decode=source.tokenizer.decode,
-        max_sequences=prepared.config.rollout.max_sequences,
+        max_sequences=rollout.max_sequences,
         context_length=prepared.config.model.context_length or source.context_length,
-        memory=prepared.config.rollout.memory,
-        eager=prepared.config.rollout.eager,
+        memory=rollout.memory,
+        eager=rollout.eager or prepared.config.model.quantization is not None,  # its kernels are not captured
         drains=prepared.config.mode.update == "drain",
         vision=source.vision,
     )

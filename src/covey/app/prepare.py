@@ -16,6 +16,7 @@ from covey.app.checks import (
     check_reference,
     check_sizes,
     check_vision,
+    check_training,
     digest_objects,
     digest_rewards,
     digest_tasks,
@@ -23,6 +24,7 @@ from covey.app.checks import (
     sampling_is_cut,
 )
 from covey.app.cluster import check_cluster, resolve_cluster
+from covey.app.models import LongestRow
 from covey.app.parts import (
     check_browser,
     check_gateway,
@@ -75,11 +77,19 @@ class Prepared:
     command: str = "train"
     absent: tuple[str, ...] = ()  # resources missing on this machine, tolerated by a check
     rejected: int = 0  # warnings that would be errors in a run
+    longest_prompt: int = 0  # tokens, of the training tasks
 
     @property
     def trained_reward(self) -> str:
         """The reward that eval/accuracy measures: the first one with the largest weight."""
         return max(self.rewards.names, key=lambda name: self.rewards.weights[name])
+
+    @property
+    def longest_row(self) -> LongestRow:
+        agent, rollout = self.config.agent, self.config.rollout
+        if agent.max_response_tokens is not None:
+            return LongestRow(self.longest_prompt, agent.max_response_tokens, "agent.max_response_tokens")
+        return LongestRow(self.longest_prompt, rollout.max_tokens)
 
     @property
     def task_name(self) -> str:
@@ -162,6 +172,7 @@ def prepare(
     if source is not None:
         if training:
             check_reference(source, algorithm)
+            missing.collect(lambda: check_training(config, adapter=source.adapter is not None))
         use_template(source.tokenizer, config.agent.template)
     check_vision(config, source, [(task.where, task.messages) for task in (*task_set.train, *task_set.validation)])
     player = find_agent(config, toolbox, source, environment, agent)
@@ -172,8 +183,9 @@ def prepare(
     warnings += [*task_set.warnings, *check_algorithm(config, algorithm, rewards)]
     warnings += check_sizes(config, task_set.train, task_set.validation, "training tasks")
     missing.collect(lambda: rewards.check_all((*task_set.train, *task_set.validation)))
+    longest = 0
     if source is not None:
-        check_prompts(config, task_set, source, player)
+        longest = check_prompts(config, task_set, source, player)
     warnings += missing.warnings(tolerate=tolerate_absent)
     contents = {
         "training tasks": digest_tasks(task_set.train),
@@ -200,6 +212,7 @@ def prepare(
         engine_reason=reason,
         absent=tuple(missing.messages),
         rejected=composed.rejected,
+        longest_prompt=longest,
     )
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.app.build import Note, open_telemetry
-from covey.app.checks import check_sizes, check_vision
-from covey.app.models import make_learner
+from covey.app.checks import check_sizes, check_training, check_vision
+from covey.app.models import PLANNING, LongestRow, make_learner, plan_memory
 from covey.app.prepare import MissingResources, open_model, total_steps
 from covey.app.resume import open_run, with_model_folder
 from covey.app.run_files import at_original_revision, store, threads_for, write_run_files
@@ -60,6 +60,11 @@ class PreparedSft:
     rejected: int = 0  # warnings that would be errors in a run
     steps_known: bool = True  # False: epochs of demonstrations that are not on this machine
 
+    @property
+    def longest_row(self) -> LongestRow:
+        lengths = (len(turn.prompt_ids) + len(turn.completion_ids) for each in self.train for turn in each.turns)
+        return LongestRow(0, max(lengths), "model.context_length", sampled=False)
+
     def info(self, path: Path, first_step: int) -> RunInfo:
         logging = self.config.logging
         return RunInfo(
@@ -93,6 +98,9 @@ def prepare_sft(composed: Composed, *, folder: Path | None = None, tolerate_abse
     loaded = missing.collect(lambda: load_demonstrations(config.data, config.seed))
     found = loaded or DemonstrationSet((), (), "(files not here)")
     source = missing.collect(lambda: open_model(config))
+    if source is not None:
+        adapter = source.adapter is not None
+        missing.collect(lambda: check_training(config, adapter=adapter))
     warnings += [*found.warnings, *check_sizes(config, found.train, found.validation, "demonstrations")]
     check_vision(config, source, [(one.place, one.messages) for one in (*found.train, *found.validation)])
     train: tuple[Episode, ...] = ()
@@ -150,13 +158,17 @@ def _assemble(prepared: PreparedSft, folder: RunFolder, checkpoint: Checkpoint |
     torch.set_num_threads(threads)
     with report_activity(f"loading {prepared.config.model.name}", prepared.config.logging):
         learner = make_learner(prepared, checkpoint)
+    with report_activity(PLANNING, prepared.config.logging):
+        plan_memory(prepared, learner)
     write_run_files(prepared, folder, learner, threads, checkpoint)
+    telemetry = open_telemetry(prepared, folder.path, checkpoint)
+    telemetry.note(learner.memory_note())
     return SftRun(
         config=config,
         folder=folder,
         learner=learner,
         algorithm=prepared.algorithm,
-        telemetry=open_telemetry(prepared, folder.path, checkpoint),
+        telemetry=telemetry,
         checkpoints=store(config, folder.path),
         tokenizer=source.tokenizer,
         demonstrations=prepared.train,

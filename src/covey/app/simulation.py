@@ -84,7 +84,7 @@ def _job(config: Config, args: CommandLine, kind: Device, run: Path | None) -> t
     work = Workload(config.data.train_batch_size, config.rollout.group_size, episodes)
     training = Training(
         reference=make_algorithm(config).needs.reference,
-        checkpointing=config.model.gradient_checkpointing,
+        checkpointing=bool(config.model.gradient_checkpointing),
         trained=min(1.0, LORA_SHARE * config.model.lora.rank) if config.model.lora.rank else 1.0,
         offload_optimizer=config.learner.offload_optimizer,
         offload_reference=config.learner.offload_reference,

@@ -25,6 +25,7 @@ class Finding:
 OPTIONAL = {  # package: (purpose, extra)
     "peft": ("LoRA training", "lora"),
     "pillow": ("images", "vision"),
+    "bitsandbytes": ("QLoRA and the optimiser adamw8bit", "quantization"),
     "wandb": ("Weights & Biases logging", "wandb"),
     "tensorboard": ("TensorBoard logging", "tensorboard"),
     "mlflow-skinny": ("MLflow logging", "mlflow"),
@@ -60,6 +61,7 @@ def examine() -> Iterator[Finding]:
         else:
             yield Finding("!!", package, "not installed", install(package))
     yield _builtin_model()
+    yield _compile_cache()
     for package, (what, extra) in OPTIONAL.items():
         version = _version(package)
         missing = Finding("--", package, f"no {what}", install_extra(extra))
@@ -112,6 +114,14 @@ def _builtin_model() -> Finding:
         lines = str(error).splitlines()
         return Finding("--", "built-in model", lines[0], lines[1].split(":", 1)[1].strip())
     return Finding("ok", "built-in model", f"{name}, unpacked on first use")
+
+
+def _compile_cache() -> Finding:
+    from covey.models.builtin import compile_cache
+
+    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or compile_cache())
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    return Finding("ok", "compiled code", f"{size / 2**20:.0f} MiB, kept between runs in {folder}")
 
 
 def _vllm() -> Finding:

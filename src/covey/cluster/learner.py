@@ -152,6 +152,10 @@ class RemoteLearner:
             algorithm.load_state_dict(state)
         return metrics, trace
 
+    def memory_note(self) -> str:
+        note: str = self._call("call", "memory_note")
+        return note
+
     def weights(self) -> RemoteLearner:
         """The sender of the weights (`WeightSource`): they are not in this process."""
         return self

@@ -87,7 +87,8 @@ class ModelConfig:
     name: str = "smollm2-135m"  # a folder, a run, a Hugging Face id (ORG/NAME, ORG/NAME@REVISION), or smollm2-135m
     dtype: str = "auto"  # float32 | bfloat16 | float16; auto: bfloat16 on a GPU, float32 on a CPU
     device: str = "auto"  # cpu | cuda | cuda:1 ...; auto: the GPU if there is one
-    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
+    gradient_checkpointing: bool | None = None  # recompute activations in the backward pass; null: if memory needs it
+    quantization: str | None = None  # nf4 | fp4: frozen weights in 4 bits, with model.lora (extra quantization)
     trust_remote_code: bool = False  # run Python code that comes with the model
     context_length: Tokens | None = None  # longest prompt + answer in tokens; null: the model's limit
     min_pixels: Pixels | None = None  # smaller images are enlarged to this many pixels; null: the model's own limit
@@ -100,6 +101,8 @@ class ModelConfig:
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
             raise InputError(f"model.min_pixels={self.min_pixels} is over model.max_pixels={self.max_pixels}")
         _one_of("model.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        if self.quantization is not None:
+            _one_of("model.quantization", self.quantization, ("nf4", "fp4"))
 
 
 @dataclass(frozen=True)
@@ -205,6 +208,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class LearnerConfig:
+    optimizer: str = "adamw"  # adamw | adamw8bit: moments in 8 bits, a quarter of the memory (extra quantization)
     lr: LearningRate = 1e-5  # learning rate after the warm-up
     schedule: str = "constant"  # constant | cosine | linear
     warmup_steps: Steps = 0  # optimiser steps of linear warm-up
@@ -229,6 +233,7 @@ class LearnerConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self, "learner.")
+        _one_of("learner.optimizer", self.optimizer, ("adamw", "adamw8bit"))
         _one_of("learner.parallel", self.parallel, ("auto", "ddp", "fsdp"))
         _one_of("learner.schedule", self.schedule, ("constant", "cosine", "linear"))
         if self.tensor_parallel > 1 and self.parallel == "ddp":

@@ -52,7 +52,7 @@ class Layout:
     answers: tuple[tuple[int, ...], ...]
     # Cumulative lengths for flash attention: of segments, of the answers of each prompt together, of prompts.
     cu_seqlens: tuple[Tensor, Tensor, Tensor] | None = None
-    masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict, compare=False)
+    masks: dict[tuple[int, int | None, torch.dtype], Tensor] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, prompts: Sequence[int], answers: Sequence[Sequence[int]]) -> Layout:
@@ -94,9 +94,10 @@ class Layout:
             chunks.append(Chunk(tuple(segments), prompt))
         return [chunk for chunk in chunks if chunk.length]
 
-    def mask(self, index: int, chunk: Chunk, window: int | None, device: torch.device) -> Tensor:
-        """The attention mask of a chunk over its prompt and itself, [queries, keys]. Computed once."""
-        key = (index, window)
+    def mask(self, index: int, chunk: Chunk, window: int | None, like: Tensor) -> Tensor:
+        """The attention mask of a chunk over its prompt and itself, [queries, keys]: 0 or −∞ in the precision of the
+        scores. Computed once for all layers, each of which would make and keep its own from a mask of booleans."""
+        key = (index, window, like.dtype)
         if key not in self.masks:
             before = 0 if chunk.prompt is None else self.prompts[chunk.prompt]
             segment = torch.repeat_interleave(torch.tensor(chunk.segments))
@@ -106,7 +107,8 @@ class Layout:
             visible = same & (keys <= position[:, None])
             if window is not None:
                 visible &= keys > position[:, None] - window
-            self.masks[key] = visible.to(device)
+            hidden = torch.zeros(visible.shape, dtype=like.dtype).masked_fill_(~visible, float("-inf"))
+            self.masks[key] = hidden.to(like.device)
         return self.masks[key]
 
 
@@ -167,7 +169,7 @@ def sdpa_attention(
         if chunk.prompt is not None:
             k, v = torch.cat((keys[chunk.prompt], k), 2), torch.cat((values[chunk.prompt], v), 2)
         causal = chunk.prompt is None and sliding_window is None
-        mask = None if causal else layout.mask(index, chunk, sliding_window, q.device)
+        mask = None if causal else layout.mask(index, chunk, sliding_window, q)
         outputs.append(
             scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.algorithms.gae import value_loss
-from covey.algorithms.ops import masked_mean
+from covey.algorithms.ops import masked_mean, masked_sum
 from covey.config.schema import CriticConfig, LearnerConfig
 from covey.learner.forward import causal_lm, hidden_states
 from covey.learner.optimizer import MasterAdamW
@@ -84,7 +84,7 @@ class Critic:
         assert out.values is not None and batch.values_RT is not None and batch.returns_RT is not None
         returns = batch.returns_RT.to(out.values.dtype)
         each = value_loss(out.values, batch.values_RT.to(out.values.dtype), returns, self.config.clip)
-        return LossTerm(each[batch.mask_RT].sum(), "tokens")
+        return LossTerm(masked_sum(each, batch.mask_RT), "tokens")
 
     @torch.no_grad()
     def metrics(self, out: TokenOutputs, batch: Batch) -> Metrics:

@@ -36,7 +36,11 @@ def hidden_states(model: Any, packed: Packed) -> Tensor:
             hidden_TD = _hidden_with_images(lm, packed)
         else:
             hidden_TD = backbone(
-                input_ids=packed.ids_T[None], position_ids=packed.position_T[None], use_cache=False
+                input_ids=packed.ids_T[None],
+                position_ids=packed.position_T[None],
+                # The layout is the mask. Without any, transformers looks for packed sequences, and waits for the GPU.
+                attention_mask=packed.ids_T.new_zeros(1, 1, 1, 1, dtype=torch.bool),
+                use_cache=False,
             ).last_hidden_state[0]
     if not state.layers:
         raise InputError(
@@ -63,13 +67,17 @@ def token_logprobs(
     *,
     entropy_gradient: bool = False,
     reference: tuple[Tensor, RefLogits] | None = None,
+    rows: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Log-prob and entropy of each sampled token under softmax(logits / temperature), [M] each. Given a reference's
-    hidden states and its output layer, also the KL to it over the whole vocabulary, [M]."""
+    hidden states and its output layer, also the KL to it over the whole vocabulary, [M]. `rows`: tokens whose logits
+    are held at once; None: the usual number."""
     lm = causal_lm(model)
     output = lm.get_output_embeddings()
-    if reference is None and _is_one_product(lm):
-        chosen, entropy = logprobs.linear_logprobs(hidden_MD, output.weight, target_M, temperature, entropy_gradient)
+    if reference is None and is_one_product(lm):
+        chosen, entropy = logprobs.linear_logprobs(
+            hidden_MD, output.weight, target_M, temperature, entropy_gradient, rows
+        )
         return chosen, entropy, None
 
     def score_chunk(hidden: Tensor, target: Tensor, ref_hidden: Tensor | None) -> tuple[Tensor, ...]:
@@ -82,12 +90,14 @@ def token_logprobs(
             ref_logits = logprobs.scaled_logits(reference[1](ref_hidden), temperature)
         return (*scores, logprobs.FullKl.apply(logits, ref_logits))
 
-    size = max(1, logprobs.CHUNK_LOGITS // output.weight.shape[0])
+    size = rows or logprobs.chunk_rows(len(output.weight))
     targets = target_M.split(size)
     ref_chunks = [None] * len(targets) if reference is None else reference[0].split(size)
     recompute = len(targets) > 1 and torch.is_grad_enabled()
     parts = [
-        checkpoint(score_chunk, *chunk, use_reentrant=False) if recompute else score_chunk(*chunk)
+        checkpoint(score_chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
+        if recompute
+        else score_chunk(*chunk)
         for chunk in zip(hidden_MD.split(size), targets, ref_chunks, strict=True)
     ]
     columns = [torch.cat(column) for column in zip(*parts, strict=True)]
@@ -98,7 +108,7 @@ def token_logprobs(
 def argmax_tokens(model: Any, hidden_MD: Tensor) -> Tensor:
     """The most likely token at each position, [M]."""
     lm = causal_lm(model)
-    size = max(1, logprobs.CHUNK_LOGITS // lm.get_output_embeddings().weight.shape[0])
+    size = logprobs.chunk_rows(len(lm.get_output_embeddings().weight))
     return torch.cat([final_logits(lm, hidden).argmax(-1) for hidden in hidden_MD.split(size)])
 
 
@@ -120,7 +130,7 @@ def causal_lm(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _is_one_product(lm: Any) -> bool:
+def is_one_product(lm: Any) -> bool:
     """Whether logits are hidden states times the output matrix, and nothing else."""
     output, config = lm.get_output_embeddings(), lm.config.get_text_config(decoder=True)
     transformed = any(getattr(config, name, None) for name in LOGIT_TRANSFORMS)

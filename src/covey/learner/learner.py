@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from covey.algorithms.aggregation import divide
-from covey.algorithms.ops import effective_sample_size, masked_mean, probability_ratio
+from covey.algorithms.ops import effective_sample_size, episode_sum, masked_mean, masked_sum, probability_ratio
 from covey.config.schema import CriticConfig, LearnerConfig
 from covey.errors import RunFailed
 from covey.learner.attention import packed_attention, select_attention
@@ -40,10 +40,11 @@ from covey.learner.parallel import (
     should_shard,
     training_bytes,
 )
+from covey.learner.pass_memory import Demand, PassMemory, PassPlan, PassShapes, device_memory
 from covey.learner.saving import check_finite, load_state, load_tensors, save_model, save_state, save_tensors
 from covey.learner.token_scores import TokenQuery, score_tokens
-from covey.memory import affordable_tokens, bytes_per_token
-from covey.models.loading import Reference
+from covey.models.loading import Reference, set_checkpointing
+from covey.models.quantization import is_quantized
 from covey.protocols import Algorithm, Couples, LossTerm, Metrics, Needs, TokenOutputs, TokenTrace
 from covey.types import Batch, Sample, Samples
 
@@ -92,9 +93,12 @@ class Learner:
         self.critic: Critic | None = None
         if critic is not None:
             self.critic = Critic(model, critic, config, total_updates=total_updates, backbone=critic_backbone, **common)
-        compiled = self.device.type == "cuda" if config.compile is None else config.compile
+        quantized = any(is_quantized(p) for p in model.parameters())
+        fast = self.device.type == "cuda" and not quantized
+        compiled = fast if config.compile is None else config.compile
         self.compiled_layers = CompiledLayers(model) if compiled and not self.sharded else None
-        self._token_budget = config.micro_batch_tokens
+        self._memory: PassMemory | None = None
+        self._logit_rows: int | None = None  # tokens whose logits are held at once; None: the usual number
         self.skipped = 0
         self.skipped_in_a_row = 0
         self._offloaded_from: torch.device | None = None
@@ -134,8 +138,8 @@ class Learner:
         """Add what the algorithm needs before the first update: reference log-probs, values, own log-probs."""
         if self.critic is not None:
             self.critic.steps += 1
-        self._find_token_budget()
         if needs.reference:
+            self._plan_passes(samples.rows)  # with the adapter, if there is one
             assert self.reference is not None, "the algorithm needs a reference policy and none was loaded"
             with self.reference.active() as model:
                 ref_logprobs_RT = self.logprobs(samples.rows, samples.temperature, model)
@@ -163,26 +167,34 @@ class Learner:
     def outputs(self, rows: Sequence[Sample], temperature: float, query: TokenQuery, model: Any = None) -> TokenOutputs:
         """Scores of the rows' sampled tokens, [R, T] on the CPU, without gradient."""
         width = max(len(row.response_ids) for row in rows)
-        columns: dict[str, Tensor] = {}
         model = model or self.model
-        for micro_batch, counts in self._passes(self._plan(rows), rows):
-            index = row_indices(micro_batch)
+        passes = self._passes(self._plan(rows), rows)
+        outputs: list[TokenOutputs] = []  # read only at the end, because reading one waits for the GPU
+        for micro_batch, _ in passes:
             packed = pack(rows, micro_batch, self.vision).to(self.device)
             with self._attending(packed):
-                out = self._forward(packed, (len(index), width), temperature, query, model)
-            for name in out.__slots__:
-                if (part := getattr(out, name)) is not None:
-                    column = columns.setdefault(name, torch.zeros(len(rows), width, dtype=part.dtype))
-                    if counts:
-                        column[torch.tensor(index)] = part.cpu()
+                shape = (len(row_indices(micro_batch)), width)
+                outputs.append(self._forward(packed, shape, temperature, query, model))
         self._reshard()
-        return TokenOutputs(**{name: self.ranks.sum(column) for name, column in columns.items()})
+
+        def column(name: str) -> Tensor | None:
+            if getattr(outputs[0], name) is None:
+                return None
+            column_RT = torch.zeros(len(rows), width, dtype=getattr(outputs[0], name).dtype)
+            for out, (micro_batch, counts) in zip(outputs, passes, strict=True):
+                if counts:
+                    column_RT[torch.tensor(row_indices(micro_batch))] = getattr(out, name).cpu()
+            return self.ranks.sum(column_RT)
+
+        columns: dict[str, Any] = {name: column(name) for name in TokenOutputs.__slots__}
+        return TokenOutputs(**columns)
 
     # -- Forward passes ----------------------------------------------------------------------------------------------
 
     def _plan(self, rows: Sequence[Sample]) -> list[list[MicroBatch]]:
         """The micro-batches of every rank. All ranks compute the same plan."""
-        return plan_micro_batches(rows, self._find_token_budget(), self.config.micro_batch_size, self.ranks.dp_size)
+        tokens = self._plan_passes(rows).tokens
+        return plan_micro_batches(rows, tokens, self.config.micro_batch_size, self.ranks.dp_size)
 
     def _passes(self, plan: list[list[MicroBatch]], rows: Sequence[Sample]) -> list[Pass]:
         """This rank's forward passes. Sharded ranks gather weights together, so all make the same number."""
@@ -193,23 +205,68 @@ class Learner:
         if self.reference is not None:
             reshard(self.reference.model)
 
-    def _find_token_budget(self) -> int:
-        """Measured once, with the policy as it trains: never while its adapter is disabled."""
-        if self._token_budget is None:
-            budget = affordable_tokens(self.device, self._trial_pass, bytes_per_token(causal_lm(self.model)))
-            self._token_budget = self.ranks.min(budget)
-        return self._token_budget
+    # -- Memory ------------------------------------------------------------------------------------------------------
+
+    def plan_memory(self, demand: Demand) -> None:
+        """Plan the passes of a run, before its first step. All ranks must call it."""
+        models, gpu = self._trained_models(), self.device.type == "cuda"
+        optimizers = [self.optimizer, *(self.critic.optimizers.values() if self.critic is not None else ())]
+        reference = [] if self.reference is None or self.reference.adapter else [self.reference.model]
+        total, states = device_memory(self.device, [*models, *reference], optimizers)
+        common: dict[str, Any] = {"gpu": gpu, "tensor_parallel": self.config.tensor_parallel, "gathered": self.sharded}
+        memory = PassMemory(
+            tuple(PassShapes.of(model, demand, **common) for model in models),
+            demand,
+            total=self.ranks.min(total),
+            states=-self.ranks.min(-states),
+            gpu=gpu,
+            tokens=self.config.micro_batch_tokens,
+        )
+        if gpu and memory.undecided and (tokens := memory.probe_tokens):
+            self._use(replace(memory.plan(0), checkpointing=False))
+            held = -self.ranks.min(-self._trial_pass(tokens))
+            memory = memory.corrected(held, tokens)
+        self._memory = memory
+        memory.check()
+        self._use(memory.plan(demand.longest))
+
+    def memory_note(self) -> str:
+        assert self._memory is not None, "plan_memory is called first"
+        return self._memory.note()
+
+    def _plan_passes(self, rows: Sequence[Sample]) -> PassPlan:
+        """The plan for these rows: the run's, unless a row is longer than expected."""
+        if self._memory is None:  # not part of a run: the model stays as it is
+            self.plan_memory(Demand(checkpointing=causal_lm(self.model).is_gradient_checkpointing))
+        assert self._memory is not None
+        plan = self._memory.plan(max(self._memory.demand.longest, max(row.length for row in rows)))
+        self._use(plan)
+        return plan
+
+    def _trained_models(self) -> list[Any]:
+        backbone = None if self.critic is None else self.critic.backbone
+        return [self.model] if backbone is None else [self.model, backbone]
+
+    def _use(self, plan: PassPlan) -> None:
+        self._logit_rows = plan.logit_rows
+        for model in self._trained_models():
+            if causal_lm(model).is_gradient_checkpointing != plan.checkpointing:
+                set_checkpointing(model, plan.checkpointing)
 
     @torch.enable_grad()
-    def _trial_pass(self, tokens: int) -> None:
-        """A forward and backward pass that changes nothing, to measure its memory."""
+    def _trial_pass(self, tokens: int) -> int:
+        """A forward and backward pass that changes nothing. Returns the bytes that it keeps between the two."""
         row = Sample((0,), (0,) * tokens, (True,) * tokens, (0.0,) * tokens, (0,) * tokens, 0)
         packed = pack([row], [[0]]).to(self.device)
+        before = torch.cuda.memory_allocated(self.device)
         with self._attending(packed):
             query = TokenQuery(values=self.critic is not None)
             out = self._forward(packed, (1, tokens), 1.0, query, self.model)
+            held = torch.cuda.memory_allocated(self.device) - before
             (out.logprobs.sum() * 0).backward()
         self._zero_grad()
+        torch.cuda.empty_cache()
+        return held
 
     @contextmanager
     def _attending(self, packed: Packed) -> Iterator[None]:
@@ -239,6 +296,7 @@ class Learner:
                 self.critic,
                 self.reference,
                 entropy_gradient=entropy_gradient,
+                logit_rows=self._logit_rows,
             ),
         )
 
@@ -299,7 +357,7 @@ class Learner:
             return {"value": critic.loss(out, view)}
         terms = algorithm.loss(out, view)
         if self.config.entropy_coef:
-            terms["entropy"] = LossTerm(-self.config.entropy_coef * out.entropy[view.mask_RT].sum(), "tokens")
+            terms["entropy"] = LossTerm(-self.config.entropy_coef * masked_sum(out.entropy, view.mask_RT), "tokens")
         return terms if critic is None else terms | {"value": critic.loss(out, view)}
 
     def _in_batch_order(self, outputs: Sequence[TokenOutputs], passes: list[Pass], batch: Batch) -> TokenOutputs:

@@ -20,10 +20,17 @@ GPU_CHUNK_LOGITS = 256_000_000  # 512 MB in bfloat16: larger products run faster
 
 
 def linear_logprobs(
-    hidden_MD: Tensor, weight_VD: Tensor, target_M: Tensor, temperature: float, entropy_gradient: bool
+    hidden_MD: Tensor,
+    weight_VD: Tensor,
+    target_M: Tensor,
+    temperature: float,
+    entropy_gradient: bool,
+    rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy of softmax(hidden · weightᵀ / temperature), [M] and [M]."""
-    rows, gpu = chunk_rows(weight_VD), hidden_MD.is_cuda
+    """Log-prob of each target and entropy of softmax(hidden · weightᵀ / temperature), [M] and [M]. `rows`: tokens whose
+    logits are held at once."""
+    gpu = hidden_MD.is_cuda
+    rows = rows or chunk_rows(len(weight_VD), gpu=gpu)
     if len(hidden_MD) <= rows and not gpu:  # recomputing logits would save no memory
         logits = scaled_logits(hidden_MD @ weight_VD.t(), temperature)
         scores: tuple[Tensor, Tensor] = ChosenLogProb.apply(logits, target_M, entropy_gradient)
@@ -32,9 +39,9 @@ def linear_logprobs(
     return scores
 
 
-def chunk_rows(weight_VD: Tensor) -> int:
+def chunk_rows(vocabulary: int, *, gpu: bool = False) -> int:
     """Tokens whose logits are held at once."""
-    return max(1, (GPU_CHUNK_LOGITS if weight_VD.is_cuda else CHUNK_LOGITS) // weight_VD.shape[0])
+    return max(1, (GPU_CHUNK_LOGITS if gpu else CHUNK_LOGITS) // vocabulary)
 
 
 class LinearLogProb(torch.autograd.Function):

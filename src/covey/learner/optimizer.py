@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,35 @@ from torch import Tensor, nn
 from covey.config.schema import LearnerConfig
 from covey.errors import InputError
 from covey.learner.parallel import HALVES, SINGLE_PROCESS, Block, Ranks, local_block, local_part, tensor_parallel_dim
+from covey.models.quantization import require_bitsandbytes
 from covey.weights.names import is_sharded, working_dtype
+
+EIGHT_BIT = "adamw8bit"
+MOMENTS = ("step", "exp_avg", "exp_avg_sq", "state1", "state2", "absmax1", "absmax2")  # of torch's and of bitsandbytes'
+
+
+def check_optimizer(config: LearnerConfig) -> None:
+    """Refuse an optimiser that is not installed, or cannot be sharded."""
+    if config.optimizer != EIGHT_BIT:
+        return
+    require_bitsandbytes(f"learner.optimizer={EIGHT_BIT}")
+    if config.parallel == "fsdp" or config.tensor_parallel > 1:
+        raise InputError(
+            f"learner.optimizer={EIGHT_BIT} scales its states in blocks that do not follow the rows of shards\n"
+            "  use learner.optimizer=adamw with learner.parallel=fsdp, or learner.parallel=ddp"
+        )
+
+
+def _adamw(masters: list[Tensor], config: LearnerConfig) -> Any:
+    settings: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+    }
+    if config.optimizer == EIGHT_BIT:  # Dettmers et al. 2022, https://arxiv.org/abs/2110.02861
+        return require_bitsandbytes(f"learner.optimizer={EIGHT_BIT}").optim.AdamW8bit(masters, **settings)
+    return torch.optim.AdamW(masters, fused=True, **settings)
 
 
 def learning_rate(step: int, total_steps: int, config: LearnerConfig) -> float:
@@ -62,14 +91,7 @@ class MasterAdamW:
             if self.masters_are_weights
             else {n: _master(p, device) for n, p in self.working.items()}
         )
-        self.adamw = torch.optim.AdamW(
-            list(self.masters.values()),
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        self.adamw = _adamw(list(self.masters.values()), config)
         self.scaler = scaler  # shared by all optimisers of one backward pass; the learner updates it
         if first.is_cuda:
             self._allocate_state()
@@ -80,14 +102,37 @@ class MasterAdamW:
 
     def _allocate_state(self) -> None:
         """Allocate all optimiser state now, so that free memory measured later is really free."""
-        for master in self.masters.values():
-            self.adamw.state[master] = {
-                "step": torch.zeros((), dtype=torch.float32, device=master.device),
-                "exp_avg": torch.zeros_like(master),
-                "exp_avg_sq": torch.zeros_like(master),
-            }
+        for index, master in enumerate(self.masters.values()):
+            if self.config.optimizer == EIGHT_BIT:
+                self.adamw.init_state(self.adamw.param_groups[0], master, 0, index)
+            else:
+                self.adamw.state[master] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=master.device),
+                    "exp_avg": torch.zeros_like(master),
+                    "exp_avg_sq": torch.zeros_like(master),
+                }
             if not self.offloaded and not self.sharded:
                 master.grad = torch.zeros_like(master)
+
+    def pending_bytes(self) -> int:
+        """Bytes on the weights' device that the first update will allocate: gradients, and moments on a CPU."""
+        gradients = sum(p.nbytes for p in self._with_gradients() if p.grad is None)
+        moments = [m for m in self.masters.values() if m not in self.adamw.state and not self.offloaded]
+        return gradients + self._moment_bytes(moments)
+
+    def state_bytes(self) -> int:
+        """Bytes of masters, gradients and moments beside the weights, allocated or not."""
+        masters = list(self.masters.values())
+        own = 0 if self.masters_are_weights else sum(master.nbytes for master in masters)
+        return own + sum(p.nbytes for p in self._with_gradients()) + self._moment_bytes(masters)
+
+    def _with_gradients(self) -> list[Tensor]:
+        """The tensors whose gradients are kept until the update."""
+        own = self.masters_are_weights or self.offloaded or self.sharded
+        return [local_part(p) for p in self.working.values()] if own else list(self.masters.values())
+
+    def _moment_bytes(self, masters: list[Tensor]) -> int:
+        return sum(2 * m.numel() * (1 if self.config.optimizer == EIGHT_BIT else m.element_size()) for m in masters)
 
     def zero_grad(self) -> None:
         for p in (*self.working.values(), *(self.masters.values() if self.sharded else ())):
@@ -183,7 +228,8 @@ class MasterAdamW:
         tensors: dict[str, Tensor] = {}
         for name, master in self.masters.items():
             for key, value in self.adamw.state.get(master, {}).items():
-                tensors[f"{key}/{name}"] = value
+                if not key.startswith("qmap"):  # the same table for all, made again
+                    tensors[f"{key}/{name}"] = torch.as_tensor(value)
             if self._keeps_masters:
                 tensors[f"master/{name}"] = master
         return tensors
@@ -197,17 +243,26 @@ class MasterAdamW:
                 raise InputError(
                     f"the checkpoint is of another model: it has a weight {name}, which is not trained here"
                 )
-            if kind != "step" and tensor.shape != master.shape:
+            if kind in ("exp_avg", "state1") and (kind == "state1") != (self.config.optimizer == EIGHT_BIT):
+                raise InputError(
+                    f"learner.optimizer={self.config.optimizer}, but the checkpoint has moments of another optimiser\n"
+                    f"  continue with learner.optimizer={EIGHT_BIT if kind == 'state1' else 'adamw'}"
+                )
+            if kind in ("master", "exp_avg", "exp_avg_sq", "state1", "state2") and tensor.shape != master.shape:
                 shapes = f"{list(tensor.shape)} there, {list(master.shape)} here"
                 raise InputError(f"the checkpoint is of another model: {name} is {shapes}")
 
     @torch.no_grad()
     def load(self, tensors: dict[str, Tensor], steps: int) -> None:
         self._check(tensors)
-        for name, master in self.masters.items():
-            moments = {k: tensors[f"{k}/{name}"] for k in ("step", "exp_avg", "exp_avg_sq") if f"{k}/{name}" in tensors}
-            if moments:
-                self.adamw.state[master] = {k: v.to(master.device).clone() for k, v in moments.items()}
+        for index, (name, master) in enumerate(self.masters.items()):
+            moments = {key: tensors[f"{key}/{name}"] for key in MOMENTS if f"{key}/{name}" in tensors}
+            state = {key: value.to(master.device).clone() for key, value in moments.items()}
+            if state and self.config.optimizer == EIGHT_BIT:
+                self.adamw.init_state(self.adamw.param_groups[0], master, 0, index)
+                self.adamw.state[master] |= state | {"step": int(state["step"])}
+            elif state:
+                self.adamw.state[master] = state
             if self._keeps_masters and (kept := tensors.get(f"master/{name}")) is not None:
                 master.copy_(kept)  # if not saved, the weights are as precise
         self.steps = steps

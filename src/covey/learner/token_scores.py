@@ -57,7 +57,9 @@ def score_tokens(
     reference: Reference | None,
     *,
     entropy_gradient: bool,
+    logit_rows: int | None = None,
 ) -> TokenScores:
+    """`logit_rows`: tokens whose logits are held at once."""
     logprob_M = entropy_M = zeros_M
     kl_M = value_M = hidden_MD = argmax_M = norm_M = None
     if query.logprobs or (query.values and critic is not None and critic.shared):
@@ -69,7 +71,13 @@ def score_tokens(
             assert reference is not None, "the full KL needs a reference policy and none was loaded"
             ref = _reference_hidden(reference, packed), _reference_logits(reference)
         logprob_M, entropy_M, kl_M = token_logprobs(
-            model, hidden_MD, packed.target_M, temperature, entropy_gradient=entropy_gradient, reference=ref
+            model,
+            hidden_MD,
+            packed.target_M,
+            temperature,
+            entropy_gradient=entropy_gradient,
+            reference=ref,
+            rows=logit_rows,
         )
     if query.is_argmax:
         assert hidden_MD is not None

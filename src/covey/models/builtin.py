@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import os
+import platform
 import shutil
 import tempfile
 from pathlib import Path
@@ -29,6 +30,26 @@ def cache_folder() -> Path:
     """COVEY_CACHE, else the user's cache folder."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("COVEY_CACHE") or Path(home) / "covey")
+
+
+def compile_cache() -> Path:
+    """Where torch and Triton keep compiled code between runs, for these versions."""
+    versions = [f"{name}-{_version(name)}" for name in ("torch", "triton")]
+    return cache_folder() / "compiled" / "-".join([*versions, f"python-{platform.python_version()}"])
+
+
+def keep_compiled_code() -> None:
+    """Keep what torch and Triton compile, unless the environment says where. Their own default is the temporary folder,
+    which is emptied."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compile_cache() / "inductor"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(compile_cache() / "triton"))
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
 
 def builtin_folder(name: str) -> Path:

@@ -19,7 +19,7 @@ from covey.config.schema import ModelConfig
 from covey.errors import Absent, InputError, nearest, unknown
 from covey.memory import disable_cudnn_attention, keep_freed_memory
 from covey.models.adapters import adapter_base, check_adapter_fits, with_new_adapter, with_saved_adapter
-from covey.models.builtin import BUILTIN, builtin_folder
+from covey.models.builtin import BUILTIN, builtin_folder, keep_compiled_code
 from covey.models.families import auto_model, vision_family
 from covey.models.folder import (
     MAIN,
@@ -33,6 +33,7 @@ from covey.models.folder import (
     read_tokenizer,
 )
 from covey.models.hub import split_revision
+from covey.models.quantization import keep_format, load_options
 
 if TYPE_CHECKING:
     from covey.models.vision import VisionProcessor
@@ -187,10 +188,12 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 def load_policy(source: ModelSource, config: ModelConfig, *, seed: int = 0) -> Any:
     """The model to train, on its device. Dropout is removed: with it, learner and engine would differ."""
     device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, device)
     if device.type == "cpu":
         keep_freed_memory()
     else:
         disable_cudnn_attention()
+    keep_compiled_code()
     with explain_errors(source.name):
         model = load_weights(
             auto_model(source.config),
@@ -199,10 +202,14 @@ def load_policy(source: ModelSource, config: ModelConfig, *, seed: int = 0) -> A
             revision=source.revision,
             headless=source.headless,
             trusted=config.trust_remote_code,
-            dtype=pick_dtype(config.dtype, device),
+            dtype=dtype,
             attn_implementation="sdpa",  # replaced for training; a model's own may name code of the hub
+            **load_options(config, device, dtype),
         )
-    model = model.to(device)
+    if config.quantization is None:
+        model = model.to(device)
+    else:
+        keep_format(model)
     if source.adapter is not None:
         model = with_saved_adapter(model, source.adapter)
     elif config.lora.rank > 0:
@@ -215,12 +222,20 @@ def load_policy(source: ModelSource, config: ModelConfig, *, seed: int = 0) -> A
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if config.lora.rank > 0:
-            model.enable_input_require_grads()
+    set_checkpointing(model, bool(config.gradient_checkpointing))
+    return model
+
+
+def set_checkpointing(model: Any, enabled: bool) -> None:
+    """Whether the layers of a model recompute their activations in the backward pass."""
+    lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if enabled:  # nothing in a layer is random, and reading a GPU's random state would wait for it
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    elif lm.is_gradient_checkpointing:
+        lm.gradient_checkpointing_disable()
     # Gradient checkpointing needs training mode. Without dropout the modes do not differ otherwise.
-    return model.train(config.gradient_checkpointing)
+    model.train(enabled)
 
 
 class Reference:

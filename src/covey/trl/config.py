@@ -257,7 +257,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "save_strategy": ("no", "steps", "epoch"),
     "vllm_mode": ("colocate",),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
-    "optim": ("adamw_torch_fused", "adamw_torch", "adamw_hf"),
+    "optim": ("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw_8bit", "adamw_bnb_8bit"),
 }
 
 _ALL_STEPS = "every step is logged, in the run's folder and on the console"

@@ -253,6 +253,7 @@ def _learner(args: GRPOConfig, sizes: Sizes, total_updates: int) -> dict[str, An
         raise InputError(f"lr_scheduler_kwargs: {', '.join(kwargs)} is not supported\n  supported: min_lr_rate, min_lr")
     warmup = _count(args.warmup_steps or args.warmup_ratio or 0, total_updates)
     return {
+        "optimizer": "adamw8bit" if args.optim in ("adamw_8bit", "adamw_bnb_8bit") else "adamw",
         "lr": args.learning_rate,
         "schedule": SCHEDULE.get(args.lr_scheduler_type, args.lr_scheduler_type),
         "warmup_steps": 0 if args.lr_scheduler_type == "constant" else warmup,
