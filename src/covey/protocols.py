@@ -50,6 +50,9 @@ class Needs:
     full_kl: bool = False  # KL to the reference over the vocabulary, with gradient, in every update
     sample_full_kl: bool = False  # the same once per step, without gradient
     values: bool = False  # values of a critic
+    teacher: bool = False  # log-probs under a teacher
+    teacher_kl: bool = False  # KL to the teacher over the vocabulary, with gradient, in every update
+    teacher_top: bool = False  # KL to the teacher over its most likely tokens, with gradient, in every update
     greedy_baseline: bool = False  # a greedy attempt at each task
     min_group_size: int = 1
     advised_group_size: int = 1  # smaller groups work, but poorly: a warning
@@ -73,6 +76,7 @@ class TokenOutputs:
     values: Tensor | None = None
     full_kl: Tensor | None = None
     is_argmax: Tensor | None = None  # whether the token is the most likely one
+    teacher_kl: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from covey.app.parts import (
     make_toolbox,
 )
 from covey.app.resume import with_model_folder
+from covey.app.teacher import check_teacher, with_teacher
 from covey.config import Composed, fingerprint
 from covey.config.schema import Config
 from covey.errors import Absent, InputError
@@ -170,6 +171,8 @@ def prepare(
     missing.collect(lambda: rewards.check_all((*task_set.train, *task_set.validation)))
     if source is not None:
         check_prompts(config, task_set, source, player)
+    if training and config.teacher.name is not None:
+        missing.collect(lambda: check_teacher(config, source, task_set.train, player))
     warnings += missing.warnings(tolerate=tolerate_absent)
     contents = {
         "training tasks": digest_tasks(task_set.train),
@@ -230,7 +233,7 @@ def make_algorithm(config: Config) -> Algorithm:
         off_policy = stale or sampling_is_cut(config) or config.rollout.name == "vllm"
         options["correction"] = "token" if off_policy else "none"
     try:
-        return make(options.pop("name"), **options)
+        return with_teacher(make(options.pop("name"), **options), config)
     except InputError:
         raise
     except ValueError as error:  # raised by the algorithm itself

@@ -8,7 +8,7 @@ Shapes: M sampled tokens, D hidden size, T tokens of the packed sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,8 @@ from covey.learner import attention, logprobs
 from covey.learner.packing import Packed
 from covey.models.families import LOGIT_TRANSFORMS, TRAINABLE_LAYERS
 
-RefLogits = Callable[[Tensor], Tensor]  # hidden states of the reference → its logits
+# Columns [M, …], and a function of scaled logits and these columns, both of the same tokens, that returns [M].
+Divergence = tuple[tuple[Tensor, ...], Callable[..., Tensor]]
 
 
 def hidden_states(model: Any, packed: Packed) -> Tensor:
@@ -51,36 +52,29 @@ def token_logprobs(
     temperature: float,
     *,
     entropy_gradient: bool = False,
-    reference: tuple[Tensor, RefLogits] | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-prob and entropy of each sampled token under softmax(logits / temperature), [M] each. Given a reference's
-    hidden states and its output layer, also the KL to it over the whole vocabulary, [M]."""
+    divergences: Sequence[Divergence] = (),
+) -> list[Tensor]:
+    """Log-prob and entropy of each sampled token under softmax(logits / temperature), and the divergences, [M] each."""
     lm = causal_lm(model)
     output = lm.get_output_embeddings()
-    if reference is None and _is_one_product(lm):
-        chosen, entropy = logprobs.linear_logprobs(hidden_MD, output.weight, target_M, temperature, entropy_gradient)
-        return chosen, entropy, None
+    if not divergences and _is_one_product(lm):
+        return list(logprobs.linear_logprobs(hidden_MD, output.weight, target_M, temperature, entropy_gradient))
 
-    def score_chunk(hidden: Tensor, target: Tensor, ref_hidden: Tensor | None) -> tuple[Tensor, ...]:
+    def score_chunk(hidden: Tensor, target: Tensor, *others: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         logits = logprobs.scaled_logits(final_logits(lm, hidden), temperature)
         scores: tuple[Tensor, ...] = logprobs.ChosenLogProb.apply(logits, target, entropy_gradient)
-        if reference is None:
-            return scores
-        with torch.no_grad():
-            assert ref_hidden is not None
-            ref_logits = logprobs.scaled_logits(reference[1](ref_hidden), temperature)
-        return (*scores, logprobs.FullKl.apply(logits, ref_logits))
+        return *scores, *(f(logits, *columns) for (_, f), columns in zip(divergences, others, strict=True))
 
     size = max(1, logprobs.CHUNK_LOGITS // output.weight.shape[0])
-    targets = target_M.split(size)
-    ref_chunks = [None] * len(targets) if reference is None else reference[0].split(size)
-    recompute = len(targets) > 1 and torch.is_grad_enabled()
-    parts = [
-        checkpoint(score_chunk, *chunk, use_reentrant=False) if recompute else score_chunk(*chunk)
-        for chunk in zip(hidden_MD.split(size), targets, ref_chunks, strict=True)
+    chunks: list[tuple[Any, ...]] = [
+        (hidden_MD[at], target_M[at], *(tuple(column[at] for column in columns) for columns, _ in divergences))
+        for at in (slice(start, start + size) for start in range(0, max(len(target_M), 1), size))
     ]
-    columns = [torch.cat(column) for column in zip(*parts, strict=True)]
-    return columns[0], columns[1], columns[2] if reference is not None else None
+    recompute = len(chunks) > 1 and torch.is_grad_enabled()
+    parts = [
+        checkpoint(score_chunk, *chunk, use_reentrant=False) if recompute else score_chunk(*chunk) for chunk in chunks
+    ]
+    return [torch.cat(column) for column in zip(*parts, strict=True)]
 
 
 @torch.no_grad()

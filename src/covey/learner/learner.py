@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -41,11 +41,11 @@ from covey.learner.parallel import (
     training_bytes,
 )
 from covey.learner.saving import check_finite, load_state, load_tensors, save_model, save_state, save_tensors
-from covey.learner.token_scores import TokenQuery, score_tokens
+from covey.learner.token_scores import TeacherInput, TokenQuery, score_tokens
 from covey.memory import affordable_tokens, bytes_per_token
 from covey.models.loading import Reference
 from covey.protocols import Algorithm, Couples, LossTerm, Metrics, Needs, TokenOutputs, TokenTrace
-from covey.types import Batch, Sample, Samples
+from covey.types import Batch, Sample, Samples, TeacherTop
 
 Pass = tuple[MicroBatch, bool]  # a forward pass, and whether it counts (packing.passes_of_rank)
 
@@ -64,13 +64,16 @@ class Learner:
         reference: Reference | None = None,
         critic: CriticConfig | None = None,
         critic_backbone: Any = None,
+        teacher: Reference | None = None,
         ranks: Ranks = SINGLE_PROCESS,
     ) -> None:
-        """With `critic` settings, trains a critic on `critic_backbone`, or else on the policy's own backbone. Models
-        that will be sharded over `ranks` may be in CPU memory."""
+        """With `critic` settings, trains a critic on `critic_backbone`, or else on the policy's own backbone. Without a
+        `teacher`, an algorithm that needs one has the policy itself. Models that will be sharded over `ranks` may be in
+        CPU memory."""
         self.model = model
         self.config = config
         self.reference = reference
+        self.teacher = teacher
         self.ranks = ranks
         self.dtype = next(model.parameters()).dtype  # in which weights are used and published
         # Adapters may be float32 on float16 weights, and gradients flow through both.
@@ -78,8 +81,9 @@ class Learner:
         self.sharded = should_shard(config, ranks, training_bytes(model))
         if self.sharded:
             shard_model(model, ranks, offload=config.offload_optimizer)
-            if reference is not None and not reference.adapter:
-                shard_model(reference.model, ranks, offload=config.offload_reference)
+            for other in dict.fromkeys((reference, teacher)):
+                if other is not None and not other.adapter:
+                    shard_model(other.model, ranks, offload=config.offload_reference)
         self.scaler = torch.amp.GradScaler((ranks.device or next(model.parameters()).device).type, enabled=half)
         common: dict[str, Any] = {"scaler": self.scaler, "ranks": ranks}
         self.optimizer = MasterAdamW(model.named_parameters(), config, total_updates, **common)
@@ -134,6 +138,10 @@ class Learner:
             with self.reference.active() as model:
                 ref_logprobs_RT = self.logprobs(samples.rows, samples.temperature, model)
             samples = replace(samples, ref_logprobs_RT=ref_logprobs_RT)
+        if needs.teacher and samples.teacher_logprobs_RT is None:  # an endpoint has scored them before
+            with nullcontext(self.model) if self.teacher is None else self.teacher.active() as model:
+                teacher_RT = self.logprobs(teacher_rows(samples.rows), samples.temperature, model)
+            samples = replace(samples, teacher_logprobs_RT=teacher_RT)
         query = TokenQuery(
             logprobs=needs.proximal or needs.sample_full_kl, values=needs.values, full_kl=needs.sample_full_kl
         )
@@ -181,8 +189,9 @@ class Learner:
 
     def _reshard(self) -> None:
         reshard(self.model)
-        if self.reference is not None:
-            reshard(self.reference.model)
+        for other in (self.reference, self.teacher):
+            if other is not None:
+                reshard(other.model)
 
     def _find_token_budget(self) -> int:
         """Measured once, with the policy as it trains: never while its adapter is disabled."""
@@ -211,7 +220,13 @@ class Learner:
             yield
 
     def _forward(
-        self, packed: Packed, shape: tuple[int, int], temperature: float, query: TokenQuery, model: Any
+        self,
+        packed: Packed,
+        shape: tuple[int, int],
+        temperature: float,
+        query: TokenQuery,
+        model: Any,
+        teacher: TeacherInput | None = None,
     ) -> TokenOutputs:
         """Scores of a micro-batch, [R, T], rows in the order of `row_indices`."""
         # Log-probs are float32 even of bfloat16 weights, and float64 of float64 weights.
@@ -230,6 +245,7 @@ class Learner:
                 self.critic,
                 self.reference,
                 entropy_gradient=entropy_gradient,
+                teacher=teacher,
             ),
         )
 
@@ -250,9 +266,13 @@ class Learner:
             batch = replace(batch, policy_sum_N=self._policy_sums(batch))
         on_device = _to(batch, self.device)
         self._zero_grad()
-        # Every micro-batch of a full KL calls the reference: it is loaded once for all.
-        loaded = self.reference.loaded() if algorithm.needs.full_kl and self.reference else nullcontext()
-        with loaded:
+        # Every micro-batch of a full KL calls the reference or the teacher: it is loaded once for all.
+        needs = algorithm.needs
+        called = [self.reference if needs.full_kl else None, self.teacher if needs.teacher_kl else None]
+        with ExitStack() as loaded:
+            for other in called:
+                if other is not None:
+                    loaded.enter_context(other.loaded())
             outputs, losses = self._accumulate_gradients(batch, on_device, passes, algorithm)
         # Values are read only now, because reading one waits for the GPU.
         sums = {name: torch.stack([part[name] for part in losses]).sum() for name in losses[0]}
@@ -267,7 +287,9 @@ class Learner:
     ) -> tuple[list[TokenOutputs], list[dict[str, Tensor]]]:
         """Forward and backward for each pass. Returns the outputs of each pass and its part of each loss term (0 if it
         does not count)."""
-        query = TokenQuery(values=self.critic is not None, full_kl=algorithm.needs.full_kl)
+        needs = algorithm.needs
+        compared = needs.teacher_kl or needs.teacher_top
+        query = TokenQuery(values=self.critic is not None, full_kl=needs.full_kl, teacher_kl=compared)
         outputs: list[TokenOutputs] = []
         losses: list[dict[str, Tensor]] = []
         for micro_batch, counts in passes:
@@ -275,7 +297,8 @@ class Learner:
             packed = pack(batch.rows, micro_batch).to(self.device)
             with self._attending(packed):
                 shape = (len(index), batch.mask_RT.shape[1])
-                out = self._forward(packed, shape, batch.temperature, query, self.model)
+                teacher = self._teacher_input(on_device, micro_batch, packed) if compared else None
+                out = self._forward(packed, shape, batch.temperature, query, self.model, teacher)
                 terms = divide(self._loss(out, on_device.take(index), algorithm), batch)
                 terms = terms if counts else {name: 0 * term for name, term in terms.items()}
                 self.scaler.scale(torch.stack(list(terms.values())).sum()).backward()
@@ -283,6 +306,13 @@ class Learner:
             losses.append({name: term.detach() for name, term in terms.items()})
         self._reshard()
         return outputs, losses
+
+    def _teacher_input(self, batch: Batch, micro_batch: MicroBatch, packed: Packed) -> TeacherInput:
+        """What the teacher adds to a micro-batch: the same tokens after its own prompts, or its most likely tokens."""
+        if batch.teacher_top is None:
+            return TeacherInput(self.teacher, pack(teacher_rows(batch.rows), micro_batch).to(self.device))
+        row_M = batch.row_R.new_tensor(row_indices(micro_batch))[packed.row_M]
+        return TeacherInput(top=batch.teacher_top[row_M, packed.column_M])
 
     def _loss(self, out: TokenOutputs, view: Batch, algorithm: Algorithm) -> dict[str, LossTerm]:
         critic = self.critic
@@ -307,7 +337,7 @@ class Learner:
 
         logprobs, entropy = column("logprobs"), column("entropy")
         assert logprobs is not None and entropy is not None
-        return TokenOutputs(logprobs, entropy, column("values"), column("full_kl"))
+        return TokenOutputs(logprobs, entropy, column("values"), column("full_kl"), teacher_kl=column("teacher_kl"))
 
     @torch.no_grad()
     def _batch_metrics(self, out: TokenOutputs, batch: Batch, algorithm: Algorithm) -> tuple[Metrics, TokenTrace]:
@@ -410,8 +440,12 @@ class Learner:
 
 
 def _detached(out: TokenOutputs) -> TokenOutputs:
-    values, full_kl = (None if x is None else x.detach() for x in (out.values, out.full_kl))
-    return TokenOutputs(out.logprobs.detach(), out.entropy.detach(), values, full_kl)
+    return replace(out, **{name: x.detach() for name in out.__slots__ if (x := getattr(out, name)) is not None})
+
+
+def teacher_rows(rows: Sequence[Sample]) -> list[Sample]:
+    """The rows as the teacher reads them: its own prompts before the same responses."""
+    return [replace(row, prompt_ids=row.teacher_prompt_ids) if row.teacher_prompt_ids else row for row in rows]
 
 
 def _splits_coupled(batch: Batch, micro_batches: list[MicroBatch], couples: Couples) -> bool:
@@ -429,5 +463,5 @@ def _splits_coupled(batch: Batch, micro_batches: list[MicroBatch], couples: Coup
 
 def _to(batch: Batch, device: torch.device) -> Batch:
     columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    moved: dict[str, Any] = {name: x.to(device) for name, x in columns.items() if isinstance(x, Tensor)}
+    moved: dict[str, Any] = {name: x.to(device) for name, x in columns.items() if isinstance(x, Tensor | TeacherTop)}
     return replace(batch, **moved)

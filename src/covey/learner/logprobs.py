@@ -174,7 +174,8 @@ class FullKl(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ref_logits: Tensor) -> Tensor:
         log_probs = logits.log_softmax(-1)
-        log_ratio = log_probs - ref_logits.log_softmax(-1)
+        # A reference may have more outputs, as larger models of a family: tokens of probability 0 under the policy.
+        log_ratio = log_probs - ref_logits.log_softmax(-1)[:, : logits.shape[1]]
         probs = log_probs.exp_()
         kl = torch.linalg.vecdot(probs, log_ratio)
         ctx.save_for_backward(probs, log_ratio, kl)
@@ -184,6 +185,20 @@ class FullKl(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         probs, log_ratio, kl = ctx.saved_tensors
         return probs * (log_ratio - kl[:, None]) * gradients[0][:, None], None
+
+
+def top_kl(logits: Tensor, ids_MK: Tensor, logprobs_MK: Tensor) -> Tensor:
+    """KL(softmax(logits) ‖ q) over the K tokens whose log q is given and the class of all others, [M]. It is at most
+    the KL over the vocabulary."""
+    log_p = logits.log_softmax(-1).gather(-1, ids_MK)
+    log_q = logprobs_MK.to(log_p.dtype)
+    log_p, log_q = (torch.cat([x, _log_rest(x)], -1) for x in (log_p, log_q))
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def _log_rest(log_probs: Tensor) -> Tensor:
+    """log(1 − Σ p), [M, 1]. The rest is at least 1e-6, above the rounding of the sum."""
+    return torch.log1p(-log_probs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
 
 
 def scaled_logits(logits: Tensor, temperature: float) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from covey.protocols import Advantages, Algorithm, GroupSource, Learner, Metrics, RolloutEngine, TokenTrace
 from covey.training.metrics import engine_mismatch, merge_updates, policy_age
 from covey.training.samples import minibatches, to_samples
+from covey.training.teacher import TeacherInputs
 from covey.types import Collected, Samples
 
 
@@ -48,6 +49,7 @@ class Pipeline:
     stages: Stages
     thread: Executor | None = None  # runs the learner while episodes continue (mode=async)
     publish_every: int = 1  # steps between weight updates of an engine that owns its weights
+    teacher: TeacherInputs | None = None  # its own prompts, or its endpoint
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ def learn(pipeline: Pipeline, collected: Collected) -> StepResult:
     learner.reload()
     samples = to_samples(collected, schedule.weights, temperature=schedule.temperature, max_tokens=schedule.max_tokens)
     with pipeline.stages.stage("annotate"):
+        if pipeline.teacher is not None:
+            samples = pipeline.teacher.add_to(samples, collected)
         samples = learner.annotate(samples, algorithm.needs)  # reference log-probs and values, if needed
     samples, shaping_metrics = algorithm.shape(samples)
     advantages = algorithm.advantages(samples)
