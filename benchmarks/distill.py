@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/distill.py [--seeds 0 1 2] [--steps 300] [--write]
 
 A teacher (two layers of 64) learns sums of two digits with GRPO until it is right. Students (two layers of 32, random)
-then learn from the same questions: from the reward (GRPO), from the teacher (`algorithm=distill`, of sampled tokens and
-over the vocabulary), or from both. A step has 10 questions × 16 answers; only the signal differs.
+then learn from the same questions: from the reward (GRPO), from the teacher alone (KL of sampled tokens, or over the
+vocabulary), or from both. A step has 10 questions × 16 answers; only the signal differs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ TASKS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for 
 TEACHER_STEPS = 3  # times those of a student
 SIDES: dict[str, dict[str, Any]] = {
     "GRPO": {"algorithm": "grpo"},
-    "distill, sampled": {"algorithm": "distill", "teacher.kl": "sampled"},
-    "distill, full": {"algorithm": "distill", "teacher.kl": "full"},
+    "teacher, sampled": {"algorithm": "grpo", "teacher.alone": True, "teacher.kl": "sampled"},
+    "teacher, full": {"algorithm": "grpo", "teacher.alone": True, "teacher.kl": "full"},
     "GRPO + teacher": {"algorithm": "grpo", "teacher.kl": "sampled", "teacher.coef": 0.5},
 }
 

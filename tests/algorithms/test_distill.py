@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from covey.algorithms import make
-from covey.algorithms.distill import Teacher
+from covey.algorithms.distill import NoRewards, Teacher
 from covey.algorithms.ops import make_batch
 from covey.learner.logprobs import FullKl
 from covey.protocols import Advantages, TokenOutputs
@@ -57,7 +57,7 @@ def expected_gradient(logits: Tensor, teacher: Teacher, target: Tensor, rewards_
     logits = logits.clone().requires_grad_(True)
     logprobs_RT = token_logprobs(logits)
     samples, batch = step(logprobs_RT.detach(), token_logprobs(target))
-    algorithm = replace(make("distill"), teacher=teacher)
+    algorithm = replace(make("grpo", aggregation="seq-mean-token-sum"), estimator=NoRewards(), teacher=teacher)
     before = algorithm.estimator.advantages(samples) if rewards_N is None else Advantages(rewards_N)
     batch = replace(batch, advantages_RT=teacher.add_to(before, samples).values)
     kl_RT = None

@@ -84,7 +84,7 @@ def test_gradient_of_the_full_kl(own: bool, size: int | None, monkeypatch: pytes
         model, LearnerConfig(micro_batch_size=size), total_updates=1, teacher=None if own else Reference(teacher)
     )
     monkeypatch.setattr(learner.optimizer, "step", lambda: (0.0, 0.0, True))
-    metrics, _ = learner.update(batch, replace(make("distill"), teacher=Teacher("full", 0.3)))
+    metrics, _ = learner.update(batch, replace(make("grpo", aggregation="token-mean"), teacher=Teacher("full", 0.3)))
     found = model.lm_head.weight.grad.clone()
     model.zero_grad()
     total, tokens = torch.zeros((), dtype=torch.float64), 0
@@ -123,7 +123,7 @@ def test_gradient_of_the_kl_over_the_most_likely_tokens(size: int | None, monkey
     model.zero_grad()
     learner = Learner(model, LearnerConfig(micro_batch_size=size), total_updates=1)
     monkeypatch.setattr(learner.optimizer, "step", lambda: (0.0, 0.0, True))
-    metrics, _ = learner.update(batch, replace(make("distill"), teacher=Teacher("top_k")))
+    metrics, _ = learner.update(batch, replace(make("grpo", aggregation="token-mean"), teacher=Teacher("top_k")))
     assert metrics["distill/kl"] == pytest.approx(float(expected.detach()) / int(batch.mask_RT.sum()), rel=1e-6)
     torch.testing.assert_close(model.lm_head.weight.grad, by_hand, atol=1e-7, rtol=0)
 

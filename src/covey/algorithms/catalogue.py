@@ -12,7 +12,6 @@ from typing import Any
 
 from covey.algorithms.cispo import Cispo
 from covey.algorithms.dgdo import Dgdo
-from covey.algorithms.distill import Distill
 from covey.algorithms.gae import Gae
 from covey.algorithms.gdpo import Gdpo
 from covey.algorithms.gpg import Gpg
@@ -126,9 +125,6 @@ ALGORITHMS: dict[str, Entry] = {
     "opo": Entry(Opo, "policy_gradient", "2505.23585", "the baseline of least variance: rewards weighted by length"),
     "gpg": Entry(Gpg, "policy_gradient", "2504.02546", "the plain gradient, corrected for answers without signal"),
     "grpo_passk": Entry(GrpoPassk, "ppo_clip", "2503.19595", "only the best answer counts: for pass@k"),
-    "distill": Entry(
-        Distill, "ppo_clip", "2306.13649", "on-policy distillation: a teacher scores every token", _OVER_TOKENS
-    ),
 }
 
 ALIASES = {other: name for name, entry in ALGORITHMS.items() for other in entry.also}

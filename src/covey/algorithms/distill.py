@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Distill:
-    """The estimator of distillation alone: rewards are measured, and have no advantage."""
+class NoRewards:
+    """The estimator of a teacher alone: rewards are measured, and have no advantage."""
 
     needs: ClassVar[Needs] = Needs()
 

@@ -29,17 +29,17 @@ SELF = ("initial", "current")  # the policy itself as its teacher
 def with_teacher(algorithm: Algorithm, config: Config) -> Algorithm:
     """The algorithm that also learns from the teacher of the settings."""
     from covey.algorithms.catalogue import unsupported
-    from covey.algorithms.distill import Distill, Teacher
+    from covey.algorithms.distill import NoRewards, Teacher
 
     teacher = config.teacher
     if teacher.name is None:
-        if isinstance(algorithm.estimator, Distill):
-            raise InputError("algorithm=distill learns from a teacher alone\n  name it: teacher=MODEL")
         if teacher != TeacherConfig():
             raise InputError("settings of a teacher, and no teacher\n  name it: teacher=MODEL")
         return algorithm
     if reason := unsupported(type(algorithm.estimator)).get("teacher"):
         raise InputError(f"teacher={teacher.name} does not go with algorithm={algorithm.name}\n  {reason}")
+    if teacher.alone:
+        algorithm = dataclasses.replace(algorithm, estimator=NoRewards())
     return dataclasses.replace(algorithm, teacher=Teacher(teacher.kl, teacher.coef, teacher.discount))
 
 

@@ -245,6 +245,7 @@ class CriticConfig:
 class TeacherConfig:
     name: str | None = None  # a model that scores the policy's tokens; with prompt_template also initial or current
     kl: str = "sampled"  # reverse KL: sampled: of sampled tokens, as advantage; full: over the vocabulary; top_k: url
+    alone: bool = False  # learn from the teacher only: rewards are measured, not trained on
     coef: Coefficient = 1.0  # weight of the KL to the teacher, beside the rewards
     discount: Share = 0.0  # sampled: weight of later tokens' KL in a token's advantage; 1: the KL of the whole answer
     prompt_template: str | None = None  # the teacher's question, a text or a file: {question}, {answer}, {COLUMN}
