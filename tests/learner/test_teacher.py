@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -137,3 +138,15 @@ def test_the_kl_over_some_tokens_is_a_lower_bound() -> None:
     bounds = [logprobs.top_kl(logits, top.indices, top.values) for top in tops]
     assert all(bool((low < high).all()) for low, high in pairwise(bounds))
     torch.testing.assert_close(bounds[-1], full)
+    larger = torch.cat([other + torch.tensor(0.7).log(), torch.full((6, 1), 0.3, dtype=torch.float64).log()], -1)
+    top = larger.topk(4)  # one of them is a token that the policy does not have
+    p, q = logits.log_softmax(-1), larger
+    expected = []
+    for row, ids in enumerate(top.indices.tolist()):
+        shared = [i for i in ids if i < 9]
+        rest = [1 - float(x[row, chosen].exp().sum()) for x, chosen in ((p, shared), (q, ids))]
+        expected.append(
+            float((p[row, shared].exp() * (p - q[:, :9])[row, shared]).sum()) + rest[0] * math.log(rest[0] / rest[1])
+        )
+    found = logprobs.top_kl(logits, top.indices, top.values)
+    assert found.tolist() == pytest.approx(expected) and any(9 in ids for ids in top.indices.tolist())

@@ -6,7 +6,6 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -14,6 +13,7 @@ from covey.config.schema import Config, LoraConfig, ModelConfig, TeacherConfig
 from covey.errors import Absent, InputError
 from covey.protocols import Agent
 from covey.rollout.rendering import Renderer
+from covey.storage import text_or_file
 from covey.types import Task
 
 if TYPE_CHECKING:
@@ -125,8 +125,7 @@ def _other_tokenizer(name: str, difference: str) -> InputError:
 
 def template_text(config: TeacherConfig) -> str:
     """The prompt template, or the text of the file that it names."""
-    template = config.prompt_template or ""
-    return Path(template).read_text() if "\n" not in template and Path(template).is_file() else template
+    return text_or_file(config.prompt_template or "")
 
 
 def _check_prompts(config: Config, policy: ModelSource, tasks: Sequence[Task], agent: Agent) -> None:

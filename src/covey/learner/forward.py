@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from covey.errors import InputError
 from covey.learner import attention, logprobs
 from covey.learner.packing import Packed
-from covey.models.families import LOGIT_TRANSFORMS, TRAINABLE_LAYERS
+from covey.models.families import LOGIT_TRANSFORMS, REFUSED, REFUSED_LAYERS, TRAINABLE_LAYERS
 
 # Columns [M, …], and a function of scaled logits and these columns, both of the same tokens, that returns [M].
 Divergence = tuple[tuple[Tensor, ...], Callable[..., Tensor]]
@@ -110,11 +110,16 @@ def final_logits(lm: Any, hidden: Tensor) -> Tensor:
 def check_layers(model_config: Any) -> set[str]:
     """The attention types of a model's layers, which are refused if they cannot be trained. Empty if it names none."""
     text_config = model_config.get_text_config(decoder=True)
+    supported = "  supported: full and sliding-window attention, also with experts: docs/models.md"
+    for name in (model_config.model_type, text_config.model_type):
+        if reason := REFUSED.get(name):
+            raise InputError(f"{name} models cannot be trained yet: {reason}\n{supported}")
     kinds = set(getattr(text_config, "layer_types", None) or [])
-    if unsupported := kinds - TRAINABLE_LAYERS:
+    if unsupported := sorted(kinds - TRAINABLE_LAYERS):
+        reason = REFUSED_LAYERS.get(unsupported[0], "")
         raise InputError(
-            f"models with {', '.join(sorted(unsupported))} layers cannot be trained yet ({model_config.model_type})\n"
-            "  supported: full and sliding-window attention (Llama, Qwen, Mistral, Gemma, SmolLM families)"
+            f"models with {', '.join(unsupported)} layers cannot be trained yet ({model_config.model_type})"
+            f"{reason and ': '}{reason}\n{supported}"
         )
     if getattr(text_config, "attn_logit_softcapping", None):
         raise InputError(

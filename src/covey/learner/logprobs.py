@@ -189,16 +189,13 @@ class FullKl(torch.autograd.Function):
 
 def top_kl(logits: Tensor, ids_MK: Tensor, logprobs_MK: Tensor) -> Tensor:
     """KL(softmax(logits) ‖ q) over the K tokens whose log q is given and the class of all others, [M]. It is at most
-    the KL over the vocabulary."""
-    log_p = logits.log_softmax(-1).gather(-1, ids_MK)
+    the KL over the vocabulary. Tokens that only q's model has, as larger models of a family, have p = 0."""
+    known_MK = ids_MK < logits.shape[1]
+    log_p = logits.log_softmax(-1).gather(-1, ids_MK.where(known_MK, 0))
     log_q = logprobs_MK.to(log_p.dtype)
-    log_p, log_q = (torch.cat([x, _log_rest(x)], -1) for x in (log_p, log_q))
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
-
-
-def _log_rest(log_probs: Tensor) -> Tensor:
-    """log(1 − Σ p), [M, 1]. The rest is at least 1e-6, above the rounding of the sum."""
-    return torch.log1p(-log_probs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
+    p = log_p.exp().where(known_MK, 0)
+    rest_p, rest_q = (1 - x.sum(-1).clamp(max=1 - 1e-6) for x in (p, log_q.exp()))  # above the rounding of the sums
+    return (p * (log_p - log_q)).sum(-1) + rest_p * (rest_p / rest_q).log()
 
 
 def scaled_logits(logits: Tensor, temperature: float) -> Tensor:

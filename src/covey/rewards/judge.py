@@ -28,6 +28,7 @@ from covey.endpoint import Endpoint, EndpointError
 from covey.errors import Absent, EpisodeError, InputError, unknown
 from covey.redact import hide_known
 from covey.rewards.function import inline, result_of
+from covey.storage import text_or_file
 
 PROMPT = """\
 You grade an answer to a question.
@@ -91,8 +92,7 @@ class Judge:
                 raise InputError(f"reward.options.judge.{key} must be positive, got {getattr(self, key)}")
         if self.retries < 0:
             raise InputError(f"reward.options.judge.retries must be at least 0, got {self.retries}")
-        if "\n" not in self.prompt and Path(self.prompt).is_file():
-            self.prompt = Path(self.prompt).read_text()
+        self.prompt = text_or_file(self.prompt)
         for name in FIELD.findall(self.prompt):
             if name not in FIELDS:
                 raise unknown("field in reward.options.judge.prompt", name, FIELDS)
