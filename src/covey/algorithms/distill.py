@@ -15,9 +15,8 @@ whole answers (MiniLLM). With a reward R of the answer, the optimum with discoun
 discount 0 the fixed point is π(v|s) ∝ π_T(v|s) e^{Q(s,v)/coef}, where Q is the mean reward of π after v. The two are
 equal for answers of one token.
 
-Deviations: MiniLLM's single-step term, length normalisation and mixed sampling are left out; GKD's forward KL and its
-share of demonstrations too. The advantage is added after the estimator's own normalisation, and clipped as it is by
-the loss.
+Deviations: MiniLLM's single-step term, length normalisation and mixed sampling are omitted, as are GKD's forward KL and
+its share of demonstrations. The advantage is added after the estimator's own normalisation, and the loss clips the sum.
 Shapes: N episodes, R rows, T tokens.
 """
 
@@ -98,6 +97,11 @@ class Teacher:
 def scored(rows: Sequence[Sample], like: Tensor) -> Tensor:
     """Whether the teacher scores each row, [R, 1]."""
     return torch.tensor([row.teacher_prompt_ids != () for row in rows], device=like.device)[:, None]
+
+
+def teacher_rows(rows: Sequence[Sample]) -> list[Sample]:
+    """The rows as the teacher reads them: its own prompts before the same responses."""
+    return [replace(row, prompt_ids=row.teacher_prompt_ids) if row.teacher_prompt_ids else row for row in rows]
 
 
 def _share(scored_RT: Tensor, mask_RT: Tensor) -> float:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from covey.algorithms.aggregation import divide
+from covey.algorithms.distill import teacher_rows
 from covey.algorithms.ops import effective_sample_size, episode_sum, masked_mean, probability_ratio
 from covey.config.schema import CriticConfig, LearnerConfig
 from covey.errors import RunFailed
@@ -441,11 +442,6 @@ class Learner:
 
 def _detached(out: TokenOutputs) -> TokenOutputs:
     return replace(out, **{name: x.detach() for name in out.__slots__ if (x := getattr(out, name)) is not None})
-
-
-def teacher_rows(rows: Sequence[Sample]) -> list[Sample]:
-    """The rows as the teacher reads them: its own prompts before the same responses."""
-    return [replace(row, prompt_ids=row.teacher_prompt_ids) if row.teacher_prompt_ids else row for row in rows]
 
 
 def _splits_coupled(batch: Batch, micro_batches: list[MicroBatch], couples: Couples) -> bool:

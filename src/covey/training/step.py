@@ -9,15 +9,17 @@ import asyncio
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from covey.protocols import Advantages, Algorithm, GroupSource, Learner, Metrics, RolloutEngine, TokenTrace
 from covey.training.metrics import engine_mismatch, merge_updates, policy_age
 from covey.training.samples import minibatches, to_samples
-from covey.training.teacher import TeacherInputs
 from covey.types import Collected, Samples
+
+if TYPE_CHECKING:
+    from covey.training.teacher import TeacherInputs
 
 
 @dataclass(frozen=True)

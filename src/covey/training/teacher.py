@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
+from covey.algorithms.distill import teacher_rows
 from covey.config.schema import TeacherConfig
 from covey.endpoint import Endpoint, EndpointError
 from covey.errors import InputError, RunFailed
-from covey.learner.learner import teacher_rows
 from covey.protocols import Agent
 from covey.rollout.rendering import ChatTokenizer, Renderer
 from covey.types import Collected, Messages, Sample, Samples, Task, TeacherTop
