@@ -34,7 +34,7 @@ def rows() -> list[tuple[str, ...]]:
                 sharding = "fsdp"
             lora = LORA[name] if family.experts else "all linear layers"
             decoding = "fused layers" if family.fused else "plain layers"
-            found.append((f"`{name}`", "yes", decoding, lora, sharding, family.tool_calls or "hermes"))
+            found.append((f"`{name}`{'*' * bool(family.router)}", "yes", decoding, lora, sharding, family.tool_calls or "hermes"))
     return found
 
 

@@ -280,16 +280,16 @@ def test_updates_of_models_with_experts(name: str, tmp_path: Path) -> None:
     of the hub, one tensor per expert where they have one."""
     rows, results = rows_of(2, 4), []
     for size in (None, 3):
-        model = family(name).double()
-        learner = Learner(model, LearnerConfig(lr=1e-3, micro_batch_size=size), total_updates=1)
-        learner.update(batch_of(rows, 4), make("grpo"))
+        model = family(name)  # in float32: torch multiplies experts in no higher precision
+        learner = Learner(model, LearnerConfig(lr=1e-2, eps=0.1, micro_batch_size=size), total_updates=1)
+        learner.update(batch_of(rows, 4, dtype=torch.float32), make("grpo"))
         results.append(learner.logprobs(rows, 1.0))
-    torch.testing.assert_close(*results, atol=1e-7, rtol=0)
-    before, after = dict(family(name).double().named_parameters()), dict(model.named_parameters())
+    torch.testing.assert_close(*results, atol=1e-4, rtol=0)
+    before, after = dict(family(name).named_parameters()), dict(model.named_parameters())
     moved = [key for key in before if not torch.equal(before[key], after[key])]
     assert any("experts" in key for key in moved) and any("gate.weight" in key or "router" in key for key in moved)
     save_model(model, tmp_path / "model", SINGLE_PROCESS, sharded=False)
     import transformers
 
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert all(torch.equal(weight, after[key]) for key, weight in loaded.named_parameters())

@@ -210,12 +210,15 @@ class LearnerConfig:
     offload_weights: bool = False  # with vllm on the same GPU: keep the policy in CPU memory during sampling
     parallel: str = "auto"  # several learners: ddp, each has all weights; fsdp: weights and optimiser are sharded
     tensor_parallel: TensorParallel = 1  # learners that shard a layer's matrices, by transformers' plan; with fsdp
+    replay_routing: bool = False  # mixture of experts: all updates of a step use the experts chosen at its start
     max_skipped: Many = 5  # stop after this many updates in a row with a non-finite loss or gradient
 
     def __post_init__(self) -> None:
         check_ranges(self, "learner.")
         _one_of("learner.parallel", self.parallel, ("auto", "ddp", "fsdp"))
         _one_of("learner.schedule", self.schedule, ("constant", "cosine", "linear"))
+        if self.replay_routing and self.compile:
+            raise InputError("learner.compile cannot compile routers that replay\n  remove it or replay_routing")
         if self.tensor_parallel > 1 and self.parallel == "ddp":
             raise InputError(
                 f"learner.tensor_parallel={self.tensor_parallel} splits weights; learner.parallel=ddp has them whole\n"

@@ -25,7 +25,7 @@ from covey.algorithms.aggregation import divide
 from covey.algorithms.distill import teacher_rows
 from covey.algorithms.ops import effective_sample_size, episode_sum, masked_mean, probability_ratio
 from covey.config.schema import CriticConfig, LearnerConfig
-from covey.errors import RunFailed
+from covey.errors import InputError, RunFailed
 from covey.learner.attention import packed_attention, select_attention
 from covey.learner.critic import Critic
 from covey.learner.forward import CompiledLayers, causal_lm
@@ -41,6 +41,7 @@ from covey.learner.parallel import (
     should_shard,
     training_bytes,
 )
+from covey.learner.routing import RoutingReplay, replaying
 from covey.learner.saving import check_finite, load_state, load_tensors, save_model, save_state, save_tensors
 from covey.learner.token_scores import TeacherInput, TokenQuery, score_tokens
 from covey.memory import affordable_tokens, bytes_per_token
@@ -91,8 +92,16 @@ class Learner:
         self.critic: Critic | None = None
         if critic is not None:
             self.critic = Critic(model, critic, config, total_updates=total_updates, backbone=critic_backbone, **common)
+        self.routing: RoutingReplay | None = None
+        if config.replay_routing:
+            if ranks.world_size > 1:
+                raise InputError(
+                    "learner.replay_routing needs the routes of all rows in one process\n"
+                    "  use one learner: cluster.learner_devices=1"
+                )
+            self.routing = RoutingReplay(model)
         compiled = self.device.type == "cuda" if config.compile is None else config.compile
-        self.compiled_layers = CompiledLayers(model) if compiled and not self.sharded else None
+        self.compiled_layers = CompiledLayers(model) if compiled and not self.sharded and not self.routing else None
         self._token_budget = config.micro_batch_tokens
         self.skipped = 0
         self.skipped_in_a_row = 0
@@ -146,9 +155,12 @@ class Learner:
         query = TokenQuery(
             logprobs=needs.proximal or needs.sample_full_kl, values=needs.values, full_kl=needs.sample_full_kl
         )
+        if self.routing is not None:
+            query = replace(query, logprobs=True)
         if not (query.logprobs or query.values):
             return samples
-        out = self.outputs(samples.rows, samples.temperature, query)
+        with nullcontext() if self.routing is None else self.routing.record():
+            out = self.outputs(samples.rows, samples.temperature, query)
         samples = replace(samples, values_RT=out.values, full_kl_RT=out.full_kl)
         if needs.proximal:
             sampled_RT = samples.old_logprobs_RT
@@ -168,7 +180,7 @@ class Learner:
         for micro_batch, counts in self._passes(self._plan(rows), rows):
             index = row_indices(micro_batch)
             packed = pack(rows, micro_batch).to(self.device)
-            with self._attending(packed):
+            with self._attending(packed), replaying(self.routing if model is self.model else None, rows, micro_batch):
                 out = self._forward(packed, (len(index), width), temperature, query, model)
             for name in out.__slots__:
                 if (part := getattr(out, name)) is not None:
@@ -296,7 +308,7 @@ class Learner:
         for micro_batch, counts in passes:
             index = row_indices(micro_batch)
             packed = pack(batch.rows, micro_batch).to(self.device)
-            with self._attending(packed):
+            with self._attending(packed), replaying(self.routing, batch.rows, micro_batch):
                 shape = (len(index), batch.mask_RT.shape[1])
                 teacher = self._teacher_input(on_device, micro_batch, packed) if compared else None
                 out = self._forward(packed, shape, batch.temperature, query, self.model, teacher)
@@ -311,6 +323,11 @@ class Learner:
     def _teacher_input(self, batch: Batch, micro_batch: MicroBatch, packed: Packed) -> TeacherInput:
         """What the teacher adds to a micro-batch: the same tokens after its own prompts, or its most likely tokens."""
         if batch.teacher_top is None:
+            if self.teacher is None and self.routing is not None:
+                raise InputError(
+                    "learner.replay_routing would give teacher=current the experts of another prompt\n"
+                    "  use teacher.kl=sampled, or teacher=initial"
+                )
             return TeacherInput(self.teacher, pack(teacher_rows(batch.rows), micro_batch).to(self.device))
         row_M = batch.row_R.new_tensor(row_indices(micro_batch))[packed.row_M]
         return TeacherInput(top=batch.teacher_top[row_M, packed.column_M])

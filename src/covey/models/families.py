@@ -24,6 +24,7 @@ class Family:
     fused: str = ""  # prefix of the layer classes that decoding fuses (LlamaAttention, LlamaMLP)
     tool_calls: str | None = None  # tool-call format of a tokenizer without a chat template; None: hermes
     experts: bool = False  # mixture of experts, whose weights are stored together as tensors of three dimensions
+    router: str = ""  # class of its routers, if they choose experts by one torch.topk
     compared: bool = True  # its log-probs and decoding are compared with transformers' (tests/learner/test_forward.py)
 
 
@@ -31,11 +32,11 @@ FAMILIES = (
     Family(("llama",), fused="Llama"),
     Family(("mllama",), tool_calls="llama", compared=False),
     Family(("qwen2",), fused="Qwen2"),
-    Family(("qwen2_moe",), experts=True),
+    Family(("qwen2_moe",), experts=True, router="Qwen2MoeTopKRouter"),
     Family(("qwen3",), fused="Qwen3"),
-    Family(("qwen3_moe",), experts=True),
+    Family(("qwen3_moe",), experts=True, router="Qwen3MoeTopKRouter"),
     Family(("mistral",), fused="Mistral", tool_calls="mistral"),
-    Family(("mixtral",), tool_calls="mistral", experts=True),
+    Family(("mixtral",), tool_calls="mistral", experts=True, router="MixtralTopKRouter"),
     Family(("ministral",), tool_calls="mistral"),
     Family(("ministral3",)),
     Family(("mistral3",), tool_calls="mistral", compared=False),
@@ -43,11 +44,11 @@ FAMILIES = (
     Family(("gemma3_text",)),
     Family(("phi3",)),  # Phi-3 and Phi-4
     Family(("granite",)),
-    Family(("granitemoe",), experts=True),
+    Family(("granitemoe",), experts=True, router="GraniteMoeTopKRouter"),
     Family(("smollm3",)),
     Family(("olmo2",)),
     Family(("olmo3",)),
-    Family(("olmoe",), experts=True),
+    Family(("olmoe",), experts=True, router="OlmoeTopKRouter"),
     Family(("glm4",)),
     Family(("glm4_moe",), experts=True),
     Family(("cohere2",)),
@@ -78,6 +79,7 @@ REFUSED_LAYERS: Mapping[str, str] = {
 
 FUSED_ATTENTION = tuple(f"{family.fused}Attention" for family in FAMILIES if family.fused)
 FUSED_MLP = tuple(f"{family.fused}MLP" for family in FAMILIES if family.fused)
+ROUTERS = tuple(family.router for family in FAMILIES if family.router)
 TOOL_CALLS = {name: family.tool_calls for family in FAMILIES if family.tool_calls for name in family.model_types}
 
 # `layer_types` of a configuration that packed training supports.
