@@ -34,13 +34,15 @@ def rows() -> list[tuple[str, ...]]:
                 sharding = "fsdp"
             lora = LORA[name] if family.experts else "all linear layers"
             decoding = "fused layers" if family.fused else "plain layers"
-            found.append((f"`{name}`{'*' * bool(family.router)}", "yes", decoding, lora, sharding, family.tool_calls or "hermes"))
+            found.append(
+                (f"`{name}`{'*' * bool(family.router)}", "yes", decoding, lora, sharding, family.tool_calls or "hermes")
+            )
     return found
 
 
 # What peft adapts in a mixture of experts with target_modules=all-linear (tests/models/test_families.py).
-LORA = dict.fromkeys(("mixtral", "qwen3_moe", "olmoe"), "attention, router, experts")
-LORA |= {"qwen2_moe": "attention, shared experts", "granitemoe": "attention", "glm4_moe": "attention"}
+LORA = dict.fromkeys(("mixtral", "qwen3_moe", "olmoe", "glm4_moe"), "attention, router, experts")
+LORA |= {"qwen2_moe": "attention, shared experts", "granitemoe": "attention"}
 
 
 def table() -> str:

@@ -43,6 +43,7 @@ SMALL = {
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+BY_POSITION = {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 6}  # of queries
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {  # of every compared family of the table, by model type
     "llama": ("LlamaConfig", {}),
     "qwen2": ("Qwen2Config", {"use_sliding_window": False}),
@@ -52,7 +53,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {  # of every compared family o
     "mistral": ("MistralConfig", {"sliding_window": 6}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": 6}),
     "ministral": ("MinistralConfig", {"sliding_window": 6}),
-    "ministral3": ("Ministral3Config", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    "ministral3": ("Ministral3Config", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4} | BY_POSITION}),
     "gemma": ("GemmaConfig", {}),
     "gemma3_text": (
         "Gemma3TextConfig",
@@ -226,22 +227,26 @@ def test_a_soft_cap_on_attention_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "reason"),
+    ("make", "settings", "reason"),
     [
-        ("Qwen3NextConfig", "linear_attention layers .* recurrent layers carry a state"),
-        ("Lfm2Config", "conv layers .* recurrent layers carry a state"),
-        ("Llama4TextConfig", "chunked_attention layers"),
-        ("MambaConfig", "mamba models .* recurrent layers carry a state"),
-        ("JambaConfig", "jamba models .* recurrent layers carry a state"),
-        ("DeepseekV3Config", "deepseek_v3 models .* keys and values have different sizes"),
-        ("GptOssConfig", "gpt_oss models .* attention has sinks"),
+        ("Qwen3NextConfig", {}, "linear_attention layers .* recurrent layers carry a state"),
+        (
+            "Lfm2Config",
+            {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+            "conv layers .* recurrent layers carry a state",
+        ),
+        ("Llama4TextConfig", {}, "chunked_attention layers .* local to chunks"),
+        ("MambaConfig", {}, "mamba models .* recurrent layers carry a state"),
+        ("JambaConfig", {}, "jamba models .* recurrent layers carry a state"),
+        ("DeepseekV3Config", {}, "deepseek_v3 models .* keys and values have different sizes"),
+        ("GptOssConfig", {}, "gpt_oss models .* attention has sinks"),
     ],
 )
-def test_other_attention_is_refused_with_the_reason(make: str, reason: str) -> None:
+def test_other_attention_is_refused_with_the_reason(make: str, settings: dict[str, Any], reason: str) -> None:
     import transformers
 
     with pytest.raises(InputError, match=reason):
-        forward.check_layers(getattr(transformers, make)())
+        forward.check_layers(getattr(transformers, make)(**settings))
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen2_moe"])

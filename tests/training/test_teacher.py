@@ -229,7 +229,7 @@ def test_an_endpoint_with_another_tokenizer_is_refused(vllm: Vllm, tiny_model_fo
         ({"teacher.name": "current"}, "nothing to teach without more to read"),
         ({"teacher.name": "current", "teacher.prompt_template": "think!"}, "the same text for every task"),
         ({"teacher.name": "current", "teacher.prompt_template": "{solution}"}, "no solution, which"),
-        ({"teacher.name": "current", "teacher.prompt_template": "{question}" * 90}, "longer than the context"),
+        ({"teacher.name": "current", "teacher.prompt_template": "{question}" * 110}, "longer than the context"),
         ({"teacher.name": "x", "teacher.url": "localhost/v1"}, "write the full address"),
         ({"teacher.name": "x", "teacher.url": "http://x/v1", "rollout.temperature": 0.5}, "those of temperature 1"),
         ({"teacher.name": "x", "teacher.url": "http://x/v1", "teacher.kl": "full"}, "which an endpoint does not send"),
