@@ -55,7 +55,7 @@ NOT_IN_FINGERPRINT = (
     *("resume", "gateway.port", "gateway.max_programs", "loop.max_minutes"),
     *("logging.to", "logging.output_dir", "logging.verbosity", "logging.tags", "logging.notes"),
     *(f"cluster.{field.name}" for field in fields(ClusterConfig)),  # on other machines it is still the same run
-    *("learner.tensor_parallel", "teacher.url", "teacher.api_key_env", "teacher.max_concurrent", "teacher.seconds"),
+    *("learner.tensor_parallel", "teacher.url", "teacher.api_key_env"),
 )
 
 

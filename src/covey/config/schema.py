@@ -256,8 +256,6 @@ class TeacherConfig:
     url: str | None = None  # the teacher's OpenAI-compatible endpoint, http://HOST/v1 (vLLM); null: in this process
     api_key_env: str | None = None  # url: the environment variable that holds the key
     top_k: TeacherTokens = 20  # url: the teacher's most likely tokens in kl=top_k
-    max_concurrent: Few = 32  # url: concurrent requests
-    seconds: Seconds = 600.0  # url: time for one answer, with retries, before the run ends
 
     def __post_init__(self) -> None:
         check_ranges(self, "teacher.")

@@ -124,8 +124,7 @@ FREE = (
     *("learner.offload_optimizer", "learner.offload_reference", "learner.offload_weights", "learner.parallel"),
     *("learner.tensor_parallel", "rollout.max_sequences", "rollout.memory", "rollout.eager", "rollout.sleep"),
     *("rollout.tensor_parallel", "rollout.devices", "model.gradient_checkpointing", "model.trust_remote_code"),
-    *("model.device", "model.dtype", "data.val_files", "data.val_size"),
-    *("teacher.url", "teacher.api_key_env", "teacher.max_concurrent", "teacher.seconds"),
+    *("model.device", "model.dtype", "data.val_files", "data.val_size", "teacher.url", "teacher.api_key_env"),
 )
 CONTENTS = ("training tasks", "validation tasks", "rewards")  # compared by their hashes
 FIXED = ("model.lora.",)

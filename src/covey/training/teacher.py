@@ -32,7 +32,9 @@ from covey.types import Collected, Messages, Sample, Samples, Task, TeacherTop
 
 FIELD = re.compile(r"\{(\w+)\}")
 MAX_REPLY = 1 << 28  # bytes: 20 log-probs of each of 100,000 tokens take about 200 MB
+REQUESTS = 32  # at the same time
 RETRIES, MAX_PAUSE = 8, 30.0
+SECONDS = 600.0  # for one answer, with retries; then the run ends
 
 # -- Prompts -----------------------------------------------------------------------------------------------------------
 
@@ -89,7 +91,7 @@ class TeacherEndpoint:
         assert config.url is not None
         self.config = config
         self.closing = threading.Event()
-        self.threads = ThreadPoolExecutor(config.max_concurrent, "covey-teacher")
+        self.threads = ThreadPoolExecutor(REQUESTS, "covey-teacher")
         self.url = config.url.rstrip("/")
 
     def check_tokenizer(self, tokenizer: ChatTokenizer) -> None:
@@ -153,7 +155,7 @@ class TeacherEndpoint:
 
     def _post(self, url: str, request: Mapping[str, Any], read: Any) -> Any:
         endpoint = Endpoint(url, self.config.api_key_env, RETRIES, MAX_REPLY, MAX_PAUSE, self.closing)
-        return endpoint.post(request, read, time.monotonic() + self.config.seconds)
+        return endpoint.post(request, read, time.monotonic() + SECONDS)
 
 
 Scored = tuple[float, list[tuple[int, float]]]
