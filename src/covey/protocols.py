@@ -52,6 +52,9 @@ class Needs:
     sample_full_kl: bool = False  # the same once per step, without gradient
     values: bool = False  # values of a critic
     score_norms: bool = False  # squared norm of ∂ log π / ∂ logits of every sampled token
+    teacher: bool = False  # log-probs under a teacher
+    teacher_kl: bool = False  # KL to the teacher over the vocabulary, with gradient, in every update
+    teacher_top: bool = False  # KL to the teacher over its most likely tokens, with gradient, in every update
     greedy_baseline: bool = False  # a greedy attempt at each task
     min_group_size: int = 1
     advised_group_size: int = 1  # smaller groups work, but poorly: a warning
@@ -76,6 +79,7 @@ class TokenOutputs:
     full_kl: Tensor | None = None
     is_argmax: Tensor | None = None  # whether the token is the most likely one
     score_norms: Tensor | None = None  # squared norm of ∂ log π / ∂ logits
+    teacher_kl: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

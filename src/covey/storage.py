@@ -226,3 +226,12 @@ def _release_all() -> None:
 
 
 os.register_at_fork(after_in_child=_release_all)
+
+
+def text_or_file(value: str) -> str:
+    """The text of the file that `value` names, or `value` itself."""
+    try:
+        is_file = "\n" not in value and Path(value).is_file()
+    except OSError:  # longer than a file name may be
+        is_file = False
+    return Path(value).read_text() if is_file else value

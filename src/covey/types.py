@@ -240,6 +240,8 @@ class Sample:
     versions: tuple[int, ...]
     episode: int  # index into the step's episodes
     images: tuple[ImageSpan, ...] = ()  # in the prompt and in the response, which counts on from the prompt
+    # The prompt that a teacher reads instead; (): it does not score this row; None: the same prompt.
+    teacher_prompt_ids: tuple[int, ...] | None = None
 
     @property
     def length(self) -> int:
@@ -276,6 +278,8 @@ class Samples:
     sampling_logprobs_RT: Tensor | None = None  # the engine's log-probs, if `old_logprobs_RT` are the learner's
     ref_logprobs_RT: Tensor | None = None
     full_kl_RT: Tensor | None = None  # KL to the reference over the whole vocabulary
+    teacher_logprobs_RT: Tensor | None = None
+    teacher_top: TeacherTop | None = None
     values_RT: Tensor | None = None
     score_norms_RT: Tensor | None = None  # squared norm of ∂ log π / ∂ logits
     token_rewards_RT: Tensor | None = None  # rewards that shapers added to single tokens, 0 elsewhere
@@ -316,9 +320,23 @@ class Samples:
         return source.rewards[name], source.group_N
 
 
+@dataclass(frozen=True, slots=True)
+class TeacherTop:
+    """A teacher's K most likely tokens before each token and their log-probs, [R, T, K]."""
+
+    ids: Tensor
+    logprobs: Tensor
+
+    def __getitem__(self, index: Any) -> TeacherTop:
+        return TeacherTop(self.ids[index], self.logprobs[index])
+
+    def to(self, device: Any) -> TeacherTop:
+        return TeacherTop(self.ids.to(device), self.logprobs.to(device))
+
+
 ROW_COLUMNS = (  # of a Batch
     *("row_R", "episode_R", "mask_RT", "old_logprobs_RT"),
-    *("ref_logprobs_RT", "advantages_RT", "returns_RT", "values_RT", "chosen_RT"),
+    *("ref_logprobs_RT", "teacher_top", "advantages_RT", "returns_RT", "values_RT", "chosen_RT"),
 )
 
 
@@ -347,6 +365,7 @@ class Batch:
     returns_RT: Tensor | None = None
     values_RT: Tensor | None = None
     chosen_RT: Tensor | None = None  # bool, tokens that the loss chose out of the whole mini-batch, in a first pass
+    teacher_top: TeacherTop | None = None
     temperature: float = 1.0
     max_tokens: int = 1  # limit of a completion
     epoch: int = 0  # how often the step's samples were trained on before

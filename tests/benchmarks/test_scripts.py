@@ -35,6 +35,7 @@ LESS = {
     "decode": ["--tiny", "--out", "results"],
     "decode_cpu": ["--threads", "1", "--rows", "4"],
     "demo_seeds": ["--seeds", "0", "1"],
+    "distill": ["--seeds", "0", "--steps", "1"],
     "faults": ["--runs", "1", "--modes", "sync", "--signals", "KILL", "--kills", "1", "--jobs", "1", "--out", "found"],
     "fuzz": ["--minutes", "0.002", "--targets", "data"],
     "gateway_load": ["--clients", "20", "--rounds", "1", "--turns", "1"],
@@ -150,6 +151,10 @@ def few_steps(module: Any, patch: pytest.MonkeyPatch) -> None:
         patch.setitem(module.ALGORITHMS, "dgdo", {"warmup_steps": 2, "beta_warmup_steps": 2})
 
 
+def section_here(module: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(module, "write_section", lambda name, text, page: Path(f"{name}.md").write_text(text))
+
+
 def short_answers(module: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(module, "REPEATS", 1)
     patch.setattr(module, "TOKENS", 6)
@@ -203,6 +208,7 @@ SMALLER: dict[str, Callable[[Any, pytest.MonkeyPatch], None]] = {
     "decode_cpu": short_answers,
     "gateway_load": results_here,
     "gpu": parts_here,
+    "distill": section_here,
     "gvpo_optimum": few_steps,
     "pack": nothing_installed,
     "publish": a_page_of_its_own,

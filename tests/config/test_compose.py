@@ -429,6 +429,14 @@ def test_the_fingerprint_sees_what_changes_the_result(run):
     assert fingerprint(dict(reversed(run().tree.items()))) == base
 
 
+def test_runs_from_before_there_were_teachers_are_found(run):
+    tree = run().tree
+    assert fingerprint({key: value for key, value in tree.items() if key != "teacher"}) == fingerprint(tree)
+    with_teacher = fingerprint(run("teacher=m", "teacher.url=http://one/v1").tree)
+    assert with_teacher != fingerprint(tree)
+    assert with_teacher == fingerprint(run("teacher=m", "teacher.url=http://two/v1").tree)
+
+
 def test_the_fingerprint_leaves_the_tree_alone(run):
     tree = run().tree
     fingerprint(tree)

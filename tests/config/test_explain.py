@@ -30,7 +30,8 @@ gateway.max_programs gateway.port
 learner.beta1 learner.beta2 learner.entropy_coef learner.epochs learner.eps learner.grad_clip learner.lr
 learner.compile learner.max_skipped learner.micro_batch_size learner.micro_batch_tokens learner.min_lr_ratio
 learner.mini_batch_size learner.offload_optimizer learner.offload_reference learner.offload_weights learner.parallel
-learner.optimizer learner.schedule learner.tensor_parallel learner.warmup_steps learner.weight_decay
+learner.optimizer learner.replay_routing learner.schedule learner.tensor_parallel learner.warmup_steps
+learner.weight_decay
 logging.episodes_per_step logging.experiment logging.notes logging.output_dir logging.project logging.tags logging.to
 logging.verbosity
 loop.keep_best loop.keep_last loop.max_minutes loop.save_every loop.save_final loop.threads loop.total_epochs
@@ -45,6 +46,8 @@ rollout.devices rollout.eager rollout.group_size rollout.max_sequences rollout.m
 rollout.name rollout.sleep rollout.stop rollout.temperature rollout.tensor_parallel rollout.top_k rollout.top_p
 sandbox.allow_weak sandbox.max_concurrent sandbox.memory_mb sandbox.seconds sandbox.tier
 seed
+teacher.alone teacher.api_key_env teacher.coef teacher.discount teacher.dtype teacher.kl teacher.name
+teacher.prompt_template teacher.top_k teacher.url
 """
 
 

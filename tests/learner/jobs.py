@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from covey.algorithms import make
+from covey.algorithms.distill import Teacher
 from covey.config.schema import CriticConfig, LearnerConfig
 from covey.learner.learner import Learner
 from covey.learner.parallel import Ranks, local_part
@@ -41,6 +42,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     lora: int = 0
     reference: bool = False
+    teacher: Teacher | None = None
     family: str = "llama"
     model: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -85,6 +87,8 @@ class Case:
         own = self.critic is not None and not self.critic.shared
         backbone = tiny_llama(dtype=self.dtype, initializer_range=0.08, seed=2) if own else None
         more: dict[str, Any] = {"critic": self.critic, "critic_backbone": backbone, "ranks": ranks}
+        if self.teacher is not None:
+            more["teacher"] = Reference(self.random(1))
         learner = Learner(policy, config, total_updates=10, reference=reference, **more)
         if learner.critic is not None:
             learner.critic.steps = 1  # the first training step has started: no warm-up
@@ -98,7 +102,7 @@ class Case:
         return replace(batch, returns_RT=batch.advantages_RT, values_RT=torch.zeros_like(batch.advantages_RT))
 
     def steps(self, learner: Learner, numbers: range) -> list[dict[str, float]]:
-        algorithm = make(self.algorithm, **self.options)
+        algorithm = replace(make(self.algorithm, **self.options), teacher=self.teacher)
         return [learner.update(self.batch(number), algorithm)[0] for number in numbers]
 
 

@@ -63,7 +63,7 @@ def measure(model: Any, prompt: int, answers: list[int], *, chunk: int | None = 
     live = LiveBytes([*model.parameters(), *model.buffers()])
     with attention.packed_attention(packed.layout), live:
         hidden = hidden_states(model, packed)
-        logprobs, _, _ = token_logprobs(model, hidden, packed.target_M, 1.0, rows=chunk)
+        logprobs, _ = token_logprobs(model, hidden, packed.target_M, 1.0, rows=chunk)
         held = live.now
         logprobs.sum().backward()
     for hook in hooks:

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from covey.algorithms import make
 from covey.config.schema import LearnerConfig
 from covey.errors import InputError
 from covey.learner import forward, logprobs
 from covey.learner.learner import Learner
 from covey.learner.packing import pack, plan_micro_batches
+from covey.learner.parallel import SINGLE_PROCESS
+from covey.learner.saving import save_model
+from covey.models import families
+from covey.models.adapters import with_saved_adapter
 from covey.rollout.embedded import EmbeddedEngine
 from covey.types import Sample, Sampling
+from covey.weights.names import named_weights
 from tests.conftest import tiny_llama
-from tests.learner.helpers import rows_of
+from tests.learner.helpers import batch_of, rows_of
 
 SMALL = {
     "vocab_size": 64,
@@ -34,28 +42,63 @@ SMALL = {
 }
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+BY_POSITION = {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 6}  # of queries
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {  # of every compared family of the table, by model type
+    "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {"use_sliding_window": False}),
+    "qwen2_moe": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 32}),
+    "qwen3": ("Qwen3Config", {}),
+    "qwen3_moe": ("Qwen3MoeConfig", EXPERTS),
+    "mistral": ("MistralConfig", {"sliding_window": 6}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": 6}),
+    "ministral": ("MinistralConfig", {"sliding_window": 6}),
+    "ministral3": ("Ministral3Config", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4} | BY_POSITION}),
+    "gemma": ("GemmaConfig", {}),
+    "gemma3_text": (
+        "Gemma3TextConfig",
+        {"sliding_window": 6, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+    ),
+    "phi3": ("Phi3Config", {"partial_rotary_factor": 0.5}),
+    "granite": ("GraniteConfig", {"logits_scaling": 3.0, "residual_multiplier": 0.5}),
+    "granitemoe": ("GraniteMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 3.0}),
+    "smollm3": ("SmolLM3Config", {}),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo3": ("Olmo3Config", {"sliding_window": 6}),
+    "olmoe": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "glm4": ("Glm4Config", {}),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "cohere2": ("Cohere2Config", {"sliding_window": 6}),
+    "exaone4": ("Exaone4Config", {"sliding_window": 6}),
+    "seed_oss": ("SeedOssConfig", {}),
+}
+
+
 def family(name: str) -> Any:
-    import transformers as t
+    import transformers
 
     torch.manual_seed(0)
-    configs: dict[str, Any] = {
-        "llama": (t.LlamaConfig, {}),
-        "qwen2": (t.Qwen2Config, {"use_sliding_window": False}),
-        "qwen3": (t.Qwen3Config, {}),
-        "mistral": (t.MistralConfig, {"sliding_window": 6}),
-        "gemma3": (
-            t.Gemma3TextConfig,
-            {"sliding_window": 6, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
-        ),
-        "granite": (t.GraniteConfig, {"logits_scaling": 3.0, "residual_multiplier": 0.5}),
-        "smollm3": (t.SmolLM3Config, {}),
-    }
-    make, changes = configs[name]
-    settings = {k: v for k, v in SMALL.items() if not (name == "granite" and k == "head_dim")}
-    return t.AutoModelForCausalLM.from_config(make(**(settings | changes)), attn_implementation="sdpa").eval()
+    make, changes = CONFIGS[name]
+    settings = {k: v for k, v in SMALL.items() if not (name.startswith("granite") and k == "head_dim")}
+    config = getattr(transformers, make)(**(settings | changes))
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
 
 
-FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma3", "granite", "smollm3"]
+FAMILIES = list(CONFIGS)
+
+
+def test_every_family_of_the_table_is_compared() -> None:
+    assert sorted(name for row in families.FAMILIES if row.compared for name in row.model_types) == sorted(CONFIGS)
 
 
 @torch.no_grad()
@@ -170,7 +213,7 @@ def test_unsupported_layers_are_refused_by_name() -> None:
     model = tiny_llama()
     model.config.layer_types = ["full_attention", "chunked_attention"]
     rows = rows_of(1, 1)
-    with pytest.raises(ValueError, match="chunked_attention"):
+    with pytest.raises(ValueError, match=r"chunked_attention layers .* yet \(llama\): its attention is local"):
         forward.hidden_states(model, pack(rows, [[0]]))
 
 
@@ -181,3 +224,77 @@ def test_a_soft_cap_on_attention_is_refused() -> None:
     with pytest.raises(InputError, match="soft cap on their attention scores cannot be trained yet \\(gemma2\\)"):
         forward.check_layers(t.Gemma2Config())
     assert forward.check_layers(t.Gemma2Config(attn_logit_softcapping=None)) <= {"full_attention", "sliding_attention"}
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "reason"),
+    [
+        ("Qwen3NextConfig", {}, "linear_attention layers .* recurrent layers carry a state"),
+        (
+            "Lfm2Config",
+            {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+            "conv layers .* recurrent layers carry a state",
+        ),
+        ("Llama4TextConfig", {}, "chunked_attention layers .* local to chunks"),
+        ("MambaConfig", {}, "mamba models .* recurrent layers carry a state"),
+        ("JambaConfig", {}, "jamba models .* recurrent layers carry a state"),
+        ("DeepseekV3Config", {}, "deepseek_v3 models .* keys and values have different sizes"),
+        ("GptOssConfig", {}, "gpt_oss models .* attention has sinks"),
+    ],
+)
+def test_other_attention_is_refused_with_the_reason(make: str, settings: dict[str, Any], reason: str) -> None:
+    import transformers
+
+    with pytest.raises(InputError, match=reason):
+        forward.check_layers(getattr(transformers, make)(**settings))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen2_moe"])
+def test_adapters_of_models_with_experts(name: str, tmp_path: Path) -> None:
+    """With adapters on experts where peft adds them, engine and learner agree, and a saved adapter is the same."""
+    import peft
+
+    base = family(name)
+    plain = copy.deepcopy(base)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    for weight_name, weight in model.named_parameters():
+        if "lora_B" in weight_name:
+            torch.nn.init.normal_(weight, std=0.1)
+    rows = rows_of(3, 3)
+    learner = Learner(model, LearnerConfig(), total_updates=1)
+    found = learner.logprobs(rows, 1.0)
+    for row, line in zip(rows, found, strict=True):
+        assert line[: len(row.mask)].tolist() == pytest.approx(alone(model, row, 1.0), abs=1e-4)
+    engine = EmbeddedEngine(model, eos_ids=[2], decode=str)
+    done = asyncio.run(engine.generate(rows[0].prompt_ids, Sampling(max_tokens=8)))
+    row = Sample(rows[0].prompt_ids, done.token_ids, (True,) * len(done.token_ids), done.logprobs, done.versions, 0)
+    assert alone(model, row, 1.0) == pytest.approx(done.logprobs, abs=1e-4)
+    model.save_pretrained(tmp_path)
+    again = with_saved_adapter(plain, tmp_path)
+    assert torch.equal(Learner(again, LearnerConfig(), total_updates=1).logprobs(rows, 1.0), found)
+    if name == "qwen2_moe":  # peft leaves its experts alone, so its adapters can be merged for vLLM
+        assert dict(named_weights(model)).keys() == dict(family(name).named_parameters()).keys()
+    else:
+        with pytest.raises(InputError, match="adapter on fused experts cannot be merged"):
+            dict(named_weights(model))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "granitemoe"])
+def test_updates_of_models_with_experts(name: str, tmp_path: Path) -> None:
+    """An update moves experts and routers, whatever the split into micro-batches, and the model's folder has the names
+    of the hub, one tensor per expert where they have one."""
+    rows, results = rows_of(2, 4), []
+    for size in (None, 3):
+        model = family(name)  # in float32: torch multiplies experts in no higher precision
+        learner = Learner(model, LearnerConfig(lr=1e-2, eps=0.1, micro_batch_size=size), total_updates=1)
+        learner.update(batch_of(rows, 4, dtype=torch.float32), make("grpo"))
+        results.append(learner.logprobs(rows, 1.0))
+    torch.testing.assert_close(*results, atol=1e-4, rtol=0)
+    before, after = dict(family(name).named_parameters()), dict(model.named_parameters())
+    moved = [key for key in before if not torch.equal(before[key], after[key])]
+    assert any("experts" in key for key in moved) and any("gate.weight" in key or "router" in key for key in moved)
+    save_model(model, tmp_path / "model", SINGLE_PROCESS, sharded=False)
+    import transformers
+
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert all(torch.equal(weight, after[key]) for key, weight in loaded.named_parameters())

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from covey.algorithms.distill import Teacher
 from covey.config.schema import CriticConfig, LearnerConfig
 from covey.errors import InputError
 from covey.learner.parallel import SINGLE_PROCESS, check_sharding, check_tensor_parallel
@@ -64,6 +65,7 @@ WITH_REFERENCE: dict[str, Any] = {
     "algorithm": "grpo",
     "options": {"kl_coef": 0.5, "kl_estimator": "full"},
     "reference": True,
+    "teacher": Teacher("full", 0.3),
 }
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import math
+from typing import Any
 
+import peft
 import pytest
 import torch
 
 from covey.agents.formats.detect import FORMATS
 from covey.models.families import FAMILIES, FUSED_ATTENTION, FUSED_MLP, LOGIT_TRANSFORMS, TOOL_CALLS, Family
+from tests.conftest import ROOT
+from tests.learner.test_forward import family as family_model
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family.fused], ids=lambda family: family.fused)
@@ -19,6 +24,34 @@ def test_fused_layers_are_classes_of_transformers(family: Family) -> None:
     for name in (f"{family.fused}Attention", f"{family.fused}MLP"):
         assert name in FUSED_ATTENTION + FUSED_MLP
         assert issubclass(getattr(module, name), torch.nn.Module)
+
+
+@pytest.fixture(scope="module")
+def tool() -> Any:
+    spec = importlib.util.spec_from_file_location("models_table", ROOT / "tools/models_table.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_on_the_page_is_that_of_the_code(tool: Any) -> None:
+    text = tool.PAGE.read_text(encoding="utf-8")
+    assert "| `qwen3_moe`* | yes |" in text and tool.with_table(text) == text
+
+
+@pytest.mark.parametrize("name", [name for row in FAMILIES if row.experts for name in row.model_types])
+def test_the_modules_of_a_mixture_that_get_adapters(tool: Any, name: str) -> None:
+    config = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(family_model(name), config)
+    adapted = {key.partition(".lora_A")[0] for key, _ in model.named_parameters() if "lora_A" in key}
+    kinds = {
+        "attention": any("self_attn" in key for key in adapted),
+        "router": any(key.endswith((".gate", ".router")) for key in adapted),
+        "experts": any(".experts" in key for key in adapted),
+        "shared experts": any(".shared_expert" in key for key in adapted),
+    }
+    assert ", ".join(kind for kind, found in kinds.items() if found) == tool.LORA[name]
 
 
 def test_tool_call_formats_exist() -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from covey.algorithms.correction import Correction
+from covey.algorithms.distill import Teacher
 from covey.algorithms.kl import Kl
 from covey.algorithms.ops import policy_sum
 from covey.algorithms.shaping import GroupFilter, Shaping
@@ -36,6 +37,7 @@ class Algorithm:
     filter: GroupFilter = field(default_factory=GroupFilter)
     kl: Kl | None = None
     correction: Correction | None = None
+    teacher: Teacher | None = None
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -73,6 +75,8 @@ class Algorithm:
 
     def advantages(self, samples: Samples) -> Advantages:
         advantages = self.estimator.advantages(samples)
+        if self.teacher is not None:
+            advantages = self.teacher.add_to(advantages, samples)
         sampling_RT = samples.sampling_logprobs_RT
         if self.correction is None or not self.correction.active or sampling_RT is None:
             return advantages
@@ -93,11 +97,15 @@ class Algorithm:
         # `where` passes no gradient to masked tokens, not even 0 · NaN.
         out = replace(out, logprobs=out.logprobs.where(batch.mask_RT, 0))
         terms = {self.objective.term: self.aggregation(self.objective.loss(out, batch), batch)}
+        if self.teacher is not None:
+            terms |= self.teacher.loss(out, batch, self.aggregation)
         return terms if self.kl is None else terms | self.kl.loss(out, batch, self.aggregation)
 
     def metrics(self, out: TokenOutputs, batch: Batch) -> Metrics:
         with torch.no_grad():
             metrics = self.objective.metrics(out, batch)
+            if self.teacher is not None:
+                metrics |= self.teacher.metrics(out, batch)
             return metrics if self.kl is None else metrics | self.kl.metrics(out, batch)
 
     def remarks(self) -> list[str]:

@@ -47,6 +47,7 @@ class Gvpo:
         "correction": "importance weights would break GVPO's zero sum; it is valid for samples of any policy as it is",
         "aggregation": "gvpo sums over tokens by its theory: a mean changes its optimum",
         "norm": "gvpo sums over tokens by its theory: a mean changes its optimum",
+        "teacher": "its loss has no advantage of single tokens: use algorithm=grpo",
         "reject": "rejecting single answers would break GVPO's zero sum",
         "loss": "its loss completes the advantage R − R̄ with β(ρ − ρ̄) of the current policy: they belong together",
     }

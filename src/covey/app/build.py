@@ -16,6 +16,7 @@ from covey.app.parts import Announces, open_rewards, open_workers, services, wit
 from covey.app.prepare import Prepared, is_async, make_algorithm, new_tasks_per_step, training_sampling
 from covey.app.resume import open_run
 from covey.app.run_files import PreparedRun, at_original_revision, store, threads_for, write_run_files
+from covey.app.teacher import open_teacher_inputs
 from covey.config.schema import Config
 from covey.protocols import Learner, RolloutEngine
 from covey.rewards import RewardSet
@@ -108,6 +109,7 @@ def _assemble(
             telemetry,
             _learner_thread(learner, resources) if is_async(config) else None,
             publish_every(config),
+            open_teacher_inputs(config, collector.renderer, prepared.agent, resources),
         ),
         learner=learner,
         engine=engine,

@@ -292,6 +292,7 @@ def check_vision(config: Config, source: ModelSource | None, messages: Sequence[
         "mode=async": config.mode.name == "async",
         f"agent={config.agent.name}": config.agent.name in ("flow", "gateway", "verifiers"),
         "learner.tensor_parallel": config.learner.tensor_parallel > 1,
+        "teacher": config.teacher.name is not None,
     }
     if refused := [name for name, used in unsupported.items() if used]:
         raise InputError(

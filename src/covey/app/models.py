@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from covey.app.checks import check_training, engine_gpus, shares_gpu
+from covey.app.teacher import load_teacher
 from covey.config.schema import Config, LearnerConfig, LoraConfig, ModelConfig
 from covey.protocols import RolloutEngine
 
@@ -60,13 +61,15 @@ def make_learner(prepared: BuildSpec, checkpoint: Checkpoint | None, ranks: Rank
     ranks = (ranks or SINGLE_PROCESS).with_tensor_parallel(config.learner.tensor_parallel)
     model, plan = on_rank(prepared, ranks)
     _check_states(prepared, model, plan, ranks)
-    policy, reference = _load_models(prepared, model, checkpoint)
+    policy, start = _load_models(prepared, model, checkpoint)
+    sharded = ranks.device is not None and plan.parallel == "fsdp"
     valued = prepared.algorithm.needs.values
     learner = Learner(
         policy,
         plan,
         total_updates=_total_updates(prepared),
-        reference=reference,
+        reference=start if prepared.algorithm.needs.reference else None,
+        teacher=load_teacher(prepared, start, ranks, sharded=sharded),
         critic=config.critic if valued else None,
         critic_backbone=_load_critic(prepared, ranks) if valued and not config.critic.shared else None,
         vision=None if prepared.model is None else prepared.model.vision,
@@ -159,12 +162,13 @@ def on_rank(prepared: BuildSpec, ranks: Ranks) -> tuple[ModelConfig, LearnerConf
 
 
 def _load_models(prepared: BuildSpec, model: ModelConfig, checkpoint: Checkpoint | None) -> tuple[Any, Any]:
-    """The policy, from the checkpoint if there is one, and the reference, always from the start model."""
+    """The policy, from the checkpoint if there is one, and the start policy, if it is the reference or the teacher."""
     from covey.models.loading import Reference, load_policy
 
     config, source = prepared.config, prepared.model
     assert source is not None
-    needed, offload = prepared.algorithm.needs.reference, config.learner.offload_reference
+    needed = prepared.algorithm.needs.reference or config.teacher.name == "initial"
+    offload = config.learner.offload_reference
 
     def load(source: ModelSource) -> Any:
         return load_policy(source, model, seed=config.seed)

@@ -15,8 +15,8 @@ from covey.app.checks import (
     check_prompts,
     check_reference,
     check_sizes,
-    check_vision,
     check_training,
+    check_vision,
     digest_objects,
     digest_rewards,
     digest_tasks,
@@ -37,6 +37,7 @@ from covey.app.parts import (
     make_toolbox,
 )
 from covey.app.resume import with_model_folder
+from covey.app.teacher import check_teacher, with_teacher
 from covey.config import Composed, fingerprint
 from covey.config.schema import Config
 from covey.errors import Absent, InputError
@@ -186,6 +187,8 @@ def prepare(
     longest = 0
     if source is not None:
         longest = check_prompts(config, task_set, source, player)
+    if training and config.teacher.name is not None:
+        missing.collect(lambda: check_teacher(config, source, task_set.train, player))
     warnings += missing.warnings(tolerate=tolerate_absent)
     contents = {
         "training tasks": digest_tasks(task_set.train),
@@ -248,7 +251,7 @@ def make_algorithm(config: Config) -> Algorithm:
         weighs = getattr(find_losses(options["name"])[options["loss"]].objective, "weighs_sampler", False)
         options["correction"] = "token" if off_policy and not weighs else "none"
     try:
-        return make(options.pop("name"), **options)
+        return with_teacher(make(options.pop("name"), **options), config)
     except InputError:
         raise
     except ValueError as error:  # raised by the algorithm itself

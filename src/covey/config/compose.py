@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from covey.config import derive
 from covey.config.aliases import translate
 from covey.config.read import Override, literal, read_overrides, read_yaml
 from covey.config.resolve import Resolved, choice_of, resolve, resolve_derived
-from covey.config.schema import AgentConfig, ClusterConfig, Config, ModeConfig, RolloutConfig
+from covey.config.schema import AgentConfig, ClusterConfig, Config, ModeConfig, RolloutConfig, TeacherConfig
 from covey.config.settings import Algorithms, Setting, algorithm_settings, find, losses_of, schema_settings
 from covey.config.validate import Checker, WrongValues, value_at
 from covey.errors import InputError, unknown
@@ -56,7 +56,7 @@ NOT_IN_FINGERPRINT = (
     *("agent.chromium", "agent.browsers", "agent.pages_per_browser"),
     *("logging.to", "logging.output_dir", "logging.verbosity", "logging.tags", "logging.notes"),
     *(f"cluster.{field.name}" for field in fields(ClusterConfig)),  # on other machines it is still the same run
-    "learner.tensor_parallel",
+    *("learner.tensor_parallel", "teacher.url", "teacher.api_key_env"),
 )
 
 
@@ -117,6 +117,8 @@ def compose(
 def fingerprint(config_tree: Mapping[str, Any]) -> str:
     """A hash of everything in a configuration that changes results."""
     tree = copy.deepcopy(dict(without_secrets(config_tree)))  # another API key does not change results
+    if tree.get("teacher") == asdict(TeacherConfig()):  # as in runs from before there were teachers
+        del tree["teacher"]
     for key in NOT_IN_FINGERPRINT:
         section, _, name = key.rpartition(".")
         (tree.get(section, {}) if section else tree).pop(name, None)

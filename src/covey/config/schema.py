@@ -61,6 +61,7 @@ Seed = Annotated[int, Range(-(10**18), 10**18)]  # within torch's limits
 Sequences = Annotated[int, Range(1, 65_536)]
 Staleness = Annotated[int, Range(0, 1000)]
 Tasks = Annotated[int, Range(1, 10_000_000)]
+TeacherTokens = Annotated[int, Range(1, 1000)]
 Temperature = Annotated[float, Range(0.001, 100, hint=_GREEDY)]
 TensorParallel = Annotated[int, Range(1, 1024)]
 Threads = Annotated[int, Range(1, 4096)]
@@ -225,10 +226,11 @@ class LearnerConfig:
     entropy_coef: Weight = 0.0  # entropy bonus per token
     compile: bool | None = None  # fuse the small operations of a layer: slow start, faster steps; null: on a GPU
     offload_optimizer: bool = False  # keep optimiser state and float32 weights in CPU memory, and update there
-    offload_reference: bool = False  # keep the reference model in CPU memory while it is not used
+    offload_reference: bool = False  # keep the reference model, and a teacher, in CPU memory while it is not used
     offload_weights: bool = False  # with vllm on the same GPU: keep the policy in CPU memory during sampling
     parallel: str = "auto"  # several learners: ddp, each has all weights; fsdp: weights and optimiser are sharded
     tensor_parallel: TensorParallel = 1  # learners that shard a layer's matrices, by transformers' plan; with fsdp
+    replay_routing: bool = False  # mixture of experts: all updates of a step use the experts chosen at its start
     max_skipped: Many = 5  # stop after this many updates in a row with a non-finite loss or gradient
 
     def __post_init__(self) -> None:
@@ -236,6 +238,8 @@ class LearnerConfig:
         _one_of("learner.optimizer", self.optimizer, ("adamw", "adamw8bit"))
         _one_of("learner.parallel", self.parallel, ("auto", "ddp", "fsdp"))
         _one_of("learner.schedule", self.schedule, ("constant", "cosine", "linear"))
+        if self.replay_routing and self.compile:
+            raise InputError("learner.compile cannot compile routers that replay\n  remove it or replay_routing")
         if self.tensor_parallel > 1 and self.parallel == "ddp":
             raise InputError(
                 f"learner.tensor_parallel={self.tensor_parallel} splits weights; learner.parallel=ddp has them whole\n"
@@ -258,6 +262,37 @@ class CriticConfig:
         if self.shared and self.model is not None:
             raise InputError(
                 "critic.shared=true uses the policy's backbone, so critic.model is unused\n  give one of them"
+            )
+
+
+@dataclass(frozen=True)
+class TeacherConfig:
+    name: str | None = None  # a model that scores the policy's tokens; with prompt_template also initial or current
+    kl: str = "sampled"  # reverse KL: sampled: of sampled tokens, as advantage; full: over the vocabulary; top_k: url
+    alone: bool = False  # learn from the teacher only: rewards are measured, not trained on
+    coef: Coefficient = 1.0  # weight of the KL to the teacher, beside the rewards
+    discount: Share = 0.0  # sampled: weight of later tokens' KL in a token's advantage; 1: the KL of the whole answer
+    prompt_template: str | None = None  # the teacher's question, a text or a file: {question}, {answer}, {COLUMN}
+    dtype: str = "auto"  # float32 | bfloat16 | float16; auto: bfloat16 on a GPU, float32 on a CPU
+    url: str | None = None  # the teacher's OpenAI-compatible endpoint, http://HOST/v1 (vLLM); null: in this process
+    api_key_env: str | None = None  # url: the environment variable that holds the key
+    top_k: TeacherTokens = 20  # url: the teacher's most likely tokens in kl=top_k
+
+    def __post_init__(self) -> None:
+        check_ranges(self, "teacher.")
+        _one_of("teacher.kl", self.kl, ("sampled", "full", "top_k"))
+        _one_of("teacher.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        if self.discount and self.kl != "sampled":
+            raise InputError(
+                f"teacher.discount={self.discount:g} is for teacher.kl=sampled, whose KL is an advantage\n"
+                f"  with teacher.kl={self.kl} leave it at 0"
+            )
+        if self.kl == "top_k" and self.url is None:
+            raise InputError("teacher.kl=top_k is for a teacher at an endpoint (teacher.url)\n  use teacher.kl=full")
+        if self.kl == "full" and self.url is not None:
+            raise InputError(
+                "teacher.kl=full needs the teacher's whole distribution, which an endpoint does not send\n"
+                "  use teacher.kl=top_k or sampled"
             )
 
 
@@ -378,6 +413,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

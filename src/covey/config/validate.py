@@ -125,7 +125,7 @@ FREE = (
     *("learner.offload_optimizer", "learner.offload_reference", "learner.offload_weights", "learner.parallel"),
     *("learner.tensor_parallel", "rollout.max_sequences", "rollout.memory", "rollout.eager", "rollout.sleep"),
     *("rollout.tensor_parallel", "rollout.devices", "model.gradient_checkpointing", "model.trust_remote_code"),
-    *("model.device", "model.dtype", "data.val_files", "data.val_size"),
+    *("model.device", "model.dtype", "data.val_files", "data.val_size", "teacher.url", "teacher.api_key_env"),
 )
 CONTENTS = ("training tasks", "validation tasks", "rewards")  # compared by their hashes
 FIXED = ("model.lora.",)
@@ -134,7 +134,15 @@ SCORE_KEYS = (
     *("eval.modes", "eval.n", "eval.temperature", "eval.top_p", "eval.top_k", "eval.max_tokens", "agent."),
     *("validation tasks", "rewards", "rollout.max_tokens", "rollout.stop"),
 )
-UNUSED_BY_SFT = ("rollout.", "algorithm.", "reward.", "critic.", "sandbox.", "mode.")  # SFT samples and scores nothing
+UNUSED_BY_SFT = (
+    "rollout.",
+    "algorithm.",
+    "reward.",
+    "critic.",
+    "teacher.",
+    "sandbox.",
+    "mode.",
+)  # SFT samples and scores nothing
 UNSET = "(not set)"
 LONGEST = 80  # characters of a value in a message
 

@@ -8,7 +8,7 @@ Shapes: M sampled tokens, D hidden size, T tokens of the packed sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,9 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from covey.errors import InputError
 from covey.learner import attention, logprobs
 from covey.learner.packing import Packed
-from covey.models.families import LOGIT_TRANSFORMS, TRAINABLE_LAYERS, decoder
+from covey.models.families import LOGIT_TRANSFORMS, REFUSED, REFUSED_LAYERS, TRAINABLE_LAYERS, decoder
 
-RefLogits = Callable[[Tensor], Tensor]  # hidden states of the reference → its logits
+# Columns [M, …], and a function of scaled logits and these columns, both of the same tokens, that returns [M].
+Divergence = tuple[tuple[Tensor, ...], Callable[..., Tensor]]
 
 
 def hidden_states(model: Any, packed: Packed) -> Tensor:
@@ -66,42 +67,34 @@ def token_logprobs(
     temperature: float,
     *,
     entropy_gradient: bool = False,
-    reference: tuple[Tensor, RefLogits] | None = None,
+    divergences: Sequence[Divergence] = (),
     rows: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-prob and entropy of each sampled token under softmax(logits / temperature), [M] each. Given a reference's
-    hidden states and its output layer, also the KL to it over the whole vocabulary, [M]. `rows`: tokens whose logits
-    are held at once; None: the usual number."""
+) -> list[Tensor]:
+    """Log-prob and entropy of each sampled token under softmax(logits / temperature), and the divergences, [M] each.
+    `rows`: tokens whose logits are held at once; None: the usual number."""
     lm = causal_lm(model)
     output = lm.get_output_embeddings()
-    if reference is None and is_one_product(lm):
-        chosen, entropy = logprobs.linear_logprobs(
-            hidden_MD, output.weight, target_M, temperature, entropy_gradient, rows
-        )
-        return chosen, entropy, None
+    if not divergences and is_one_product(lm):
+        return list(logprobs.linear_logprobs(hidden_MD, output.weight, target_M, temperature, entropy_gradient, rows))
 
-    def score_chunk(hidden: Tensor, target: Tensor, ref_hidden: Tensor | None) -> tuple[Tensor, ...]:
+    def score_chunk(hidden: Tensor, target: Tensor, *others: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         logits = logprobs.scaled_logits(final_logits(lm, hidden), temperature)
         scores: tuple[Tensor, ...] = logprobs.ChosenLogProb.apply(logits, target, entropy_gradient)
-        if reference is None:
-            return scores
-        with torch.no_grad():
-            assert ref_hidden is not None
-            ref_logits = logprobs.scaled_logits(reference[1](ref_hidden), temperature)
-        return (*scores, logprobs.FullKl.apply(logits, ref_logits))
+        return *scores, *(f(logits, *columns) for (_, f), columns in zip(divergences, others, strict=True))
 
     size = rows or logprobs.chunk_rows(len(output.weight))
-    targets = target_M.split(size)
-    ref_chunks = [None] * len(targets) if reference is None else reference[0].split(size)
-    recompute = len(targets) > 1 and torch.is_grad_enabled()
+    chunks: list[tuple[Any, ...]] = [
+        (hidden_MD[at], target_M[at], *(tuple(column[at] for column in columns) for columns, _ in divergences))
+        for at in (slice(start, start + size) for start in range(0, max(len(target_M), 1), size))
+    ]
+    recompute = len(chunks) > 1 and torch.is_grad_enabled()
     parts = [
         checkpoint(score_chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
         if recompute
         else score_chunk(*chunk)
-        for chunk in zip(hidden_MD.split(size), targets, ref_chunks, strict=True)
+        for chunk in chunks
     ]
-    columns = [torch.cat(column) for column in zip(*parts, strict=True)]
-    return columns[0], columns[1], columns[2] if reference is not None else None
+    return [torch.cat(column) for column in zip(*parts, strict=True)]
 
 
 @torch.no_grad()
@@ -116,7 +109,7 @@ def argmax_tokens(model: Any, hidden_MD: Tensor) -> Tensor:
 def score_norms(model: Any, hidden_MD: Tensor, target_M: Tensor, temperature: float) -> Tensor:
     """‖∂ log p_y / ∂ logits‖² = (1 − p_y)² + Σ_{v ≠ y} p_v² of softmax(logits / temperature) at each token, [M]."""
     lm = causal_lm(model)
-    size = max(1, logprobs.CHUNK_LOGITS // lm.get_output_embeddings().weight.shape[0])
+    size = logprobs.chunk_rows(len(lm.get_output_embeddings().weight))
     parts = []
     for hidden, target in zip(hidden_MD.split(size), target_M.split(size), strict=True):
         probs = logprobs.scaled_logits(final_logits(lm, hidden), temperature).softmax(-1)
@@ -150,11 +143,16 @@ def final_logits(lm: Any, hidden: Tensor) -> Tensor:
 def check_layers(model_config: Any) -> set[str]:
     """The attention types of a model's layers, which are refused if they cannot be trained. Empty if it names none."""
     text_config = model_config.get_text_config(decoder=True)
+    supported = "  supported: full and sliding-window attention, also with experts: docs/models.md"
+    for name in (model_config.model_type, text_config.model_type):
+        if reason := REFUSED.get(name):
+            raise InputError(f"{name} models cannot be trained yet: {reason}\n{supported}")
     kinds = set(getattr(text_config, "layer_types", None) or [])
-    if unsupported := kinds - TRAINABLE_LAYERS:
+    if unsupported := sorted(kinds - TRAINABLE_LAYERS):
+        reason = REFUSED_LAYERS.get(unsupported[0], "")
         raise InputError(
-            f"models with {', '.join(sorted(unsupported))} layers cannot be trained yet ({model_config.model_type})\n"
-            "  supported: full and sliding-window attention (Llama, Qwen, Mistral, Gemma, SmolLM families)"
+            f"models with {', '.join(unsupported)} layers cannot be trained yet ({model_config.model_type})"
+            f"{reason and ': '}{reason}\n{supported}"
         )
     if getattr(text_config, "attn_logit_softcapping", None):
         raise InputError(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from covey.algorithms.aggregation import divide
-from covey.algorithms.ops import effective_sample_size, episode_sum, masked_mean, masked_sum, probability_ratio
+from covey.algorithms.distill import teacher_rows
+from covey.algorithms.ops import effective_sample_size, masked_mean, masked_sum, probability_ratio
 from covey.config.schema import CriticConfig, LearnerConfig
-from covey.errors import RunFailed
+from covey.errors import InputError, RunFailed
 from covey.learner.attention import packed_attention, select_attention
 from covey.learner.critic import Critic
 from covey.learner.forward import CompiledLayers, causal_lm
@@ -41,12 +42,13 @@ from covey.learner.parallel import (
     training_bytes,
 )
 from covey.learner.pass_memory import Demand, PassMemory, PassPlan, PassShapes, device_memory
+from covey.learner.routing import RoutingReplay, replaying
 from covey.learner.saving import check_finite, load_state, load_tensors, save_model, save_state, save_tensors
-from covey.learner.token_scores import TokenQuery, score_tokens
+from covey.learner.token_scores import TeacherInput, TokenQuery, score_tokens
 from covey.models.loading import Reference, set_checkpointing
 from covey.models.quantization import is_quantized
 from covey.protocols import Algorithm, Couples, LossTerm, Metrics, Needs, TokenOutputs, TokenTrace
-from covey.types import Batch, Sample, Samples
+from covey.types import Batch, Sample, Samples, TeacherTop
 
 if TYPE_CHECKING:
     from covey.models.vision import VisionProcessor
@@ -68,15 +70,17 @@ class Learner:
         reference: Reference | None = None,
         critic: CriticConfig | None = None,
         critic_backbone: Any = None,
+        teacher: Reference | None = None,
         vision: VisionProcessor | None = None,
         ranks: Ranks = SINGLE_PROCESS,
     ) -> None:
-        """With `critic` settings, trains a critic on `critic_backbone`, or else on the policy's own backbone. `vision`
-        prepares the images of a vision-language model. Models that will be sharded over `ranks` may be in CPU
-        memory."""
+        """With `critic` settings, trains a critic on `critic_backbone`, or else on the policy's own backbone. Without a
+        `teacher`, an algorithm that needs one has the policy itself. `vision` prepares the images of a vision-language
+        model. Models that will be sharded over `ranks` may be in CPU memory."""
         self.model = model
         self.config = config
         self.reference = reference
+        self.teacher = teacher
         self.vision = vision
         self.ranks = ranks
         self.dtype = next(model.parameters()).dtype  # in which weights are used and published
@@ -85,18 +89,27 @@ class Learner:
         self.sharded = should_shard(config, ranks, training_bytes(model))
         if self.sharded:
             shard_model(model, ranks, offload=config.offload_optimizer)
-            if reference is not None and not reference.adapter:
-                shard_model(reference.model, ranks, offload=config.offload_reference)
+            for other in dict.fromkeys((reference, teacher)):
+                if other is not None and not other.adapter:
+                    shard_model(other.model, ranks, offload=config.offload_reference)
         self.scaler = torch.amp.GradScaler((ranks.device or next(model.parameters()).device).type, enabled=half)
         common: dict[str, Any] = {"scaler": self.scaler, "ranks": ranks}
         self.optimizer = MasterAdamW(model.named_parameters(), config, total_updates, **common)
         self.critic: Critic | None = None
         if critic is not None:
             self.critic = Critic(model, critic, config, total_updates=total_updates, backbone=critic_backbone, **common)
+        self.routing: RoutingReplay | None = None
+        if config.replay_routing:
+            if ranks.world_size > 1:
+                raise InputError(
+                    "learner.replay_routing needs the routes of all rows in one process\n"
+                    "  use one learner: cluster.learner_devices=1"
+                )
+            self.routing = RoutingReplay(model)
         quantized = any(is_quantized(p) for p in model.parameters())
         fast = self.device.type == "cuda" and not quantized
         compiled = fast if config.compile is None else config.compile
-        self.compiled_layers = CompiledLayers(model) if compiled and not self.sharded else None
+        self.compiled_layers = CompiledLayers(model) if compiled and not self.sharded and not self.routing else None
         self._memory: PassMemory | None = None
         self._logit_rows: int | None = None  # tokens whose logits are held at once; None: the usual number
         self.skipped = 0
@@ -144,15 +157,22 @@ class Learner:
             with self.reference.active() as model:
                 ref_logprobs_RT = self.logprobs(samples.rows, samples.temperature, model)
             samples = replace(samples, ref_logprobs_RT=ref_logprobs_RT)
+        if needs.teacher and samples.teacher_logprobs_RT is None:  # an endpoint has scored them before
+            with nullcontext(self.model) if self.teacher is None else self.teacher.active() as model:
+                teacher_RT = self.logprobs(teacher_rows(samples.rows), samples.temperature, model)
+            samples = replace(samples, teacher_logprobs_RT=teacher_RT)
         query = TokenQuery(
             logprobs=needs.proximal or needs.sample_full_kl or needs.score_norms,
             values=needs.values,
             full_kl=needs.sample_full_kl,
             score_norms=needs.score_norms,
         )
+        if self.routing is not None:
+            query = replace(query, logprobs=True)
         if not (query.logprobs or query.values):
             return samples
-        out = self.outputs(samples.rows, samples.temperature, query)
+        with nullcontext() if self.routing is None else self.routing.record():
+            out = self.outputs(samples.rows, samples.temperature, query)
         samples = replace(samples, values_RT=out.values, full_kl_RT=out.full_kl, score_norms_RT=out.score_norms)
         if needs.proximal:
             sampled_RT = samples.old_logprobs_RT
@@ -172,7 +192,7 @@ class Learner:
         outputs: list[TokenOutputs] = []  # read only at the end, because reading one waits for the GPU
         for micro_batch, _ in passes:
             packed = pack(rows, micro_batch, self.vision).to(self.device)
-            with self._attending(packed):
+            with self._attending(packed), replaying(self.routing if model is self.model else None, rows, micro_batch):
                 shape = (len(row_indices(micro_batch)), width)
                 outputs.append(self._forward(packed, shape, temperature, query, model))
         self._reshard()
@@ -202,8 +222,9 @@ class Learner:
 
     def _reshard(self) -> None:
         reshard(self.model)
-        if self.reference is not None:
-            reshard(self.reference.model)
+        for other in (self.reference, self.teacher):
+            if other is not None:
+                reshard(other.model)
 
     # -- Memory ------------------------------------------------------------------------------------------------------
 
@@ -211,8 +232,8 @@ class Learner:
         """Plan the passes of a run, before its first step. All ranks must call it."""
         models, gpu = self._trained_models(), self.device.type == "cuda"
         optimizers = [self.optimizer, *(self.critic.optimizers.values() if self.critic is not None else ())]
-        reference = [] if self.reference is None or self.reference.adapter else [self.reference.model]
-        total, states = device_memory(self.device, [*models, *reference], optimizers)
+        others = dict.fromkeys(other for other in (self.reference, self.teacher) if other and not other.adapter)
+        total, states = device_memory(self.device, [*models, *(other.model for other in others)], optimizers)
         common: dict[str, Any] = {"gpu": gpu, "tensor_parallel": self.config.tensor_parallel, "gathered": self.sharded}
         memory = PassMemory(
             tuple(PassShapes.of(model, demand, **common) for model in models),
@@ -277,7 +298,13 @@ class Learner:
             yield
 
     def _forward(
-        self, packed: Packed, shape: tuple[int, int], temperature: float, query: TokenQuery, model: Any
+        self,
+        packed: Packed,
+        shape: tuple[int, int],
+        temperature: float,
+        query: TokenQuery,
+        model: Any,
+        teacher: TeacherInput | None = None,
     ) -> TokenOutputs:
         """Scores of a micro-batch, [R, T], rows in the order of `row_indices`."""
         # Log-probs are float32 even of bfloat16 weights, and float64 of float64 weights.
@@ -297,6 +324,7 @@ class Learner:
                 self.reference,
                 entropy_gradient=entropy_gradient,
                 logit_rows=self._logit_rows,
+                teacher=teacher,
             ),
         )
 
@@ -317,9 +345,13 @@ class Learner:
             batch = algorithm.first_pass(self.outputs(batch.rows, batch.temperature, TokenQuery()), batch)
         on_device = _to(batch, self.device)
         self._zero_grad()
-        # Every micro-batch of a full KL calls the reference: it is loaded once for all.
-        loaded = self.reference.loaded() if algorithm.needs.full_kl and self.reference else nullcontext()
-        with loaded:
+        # Every micro-batch of a full KL calls the reference or the teacher: it is loaded once for all.
+        needs = algorithm.needs
+        called = [self.reference if needs.full_kl else None, self.teacher if needs.teacher_kl else None]
+        with ExitStack() as loaded:
+            for other in called:
+                if other is not None:
+                    loaded.enter_context(other.loaded())
             outputs, losses = self._accumulate_gradients(batch, on_device, passes, algorithm)
         # Values are read only now, because reading one waits for the GPU.
         sums = {name: torch.stack([part[name] for part in losses]).sum() for name in losses[0]}
@@ -334,15 +366,18 @@ class Learner:
     ) -> tuple[list[TokenOutputs], list[dict[str, Tensor]]]:
         """Forward and backward for each pass. Returns the outputs of each pass and its part of each loss term (0 if it
         does not count)."""
-        query = TokenQuery(values=self.critic is not None, full_kl=algorithm.needs.full_kl)
+        needs = algorithm.needs
+        compared = needs.teacher_kl or needs.teacher_top
+        query = TokenQuery(values=self.critic is not None, full_kl=needs.full_kl, teacher_kl=compared)
         outputs: list[TokenOutputs] = []
         losses: list[dict[str, Tensor]] = []
         for micro_batch, counts in passes:
             index = row_indices(micro_batch)
             packed = pack(batch.rows, micro_batch, self.vision).to(self.device)
-            with self._attending(packed):
+            with self._attending(packed), replaying(self.routing, batch.rows, micro_batch):
                 shape = (len(index), batch.mask_RT.shape[1])
-                out = self._forward(packed, shape, batch.temperature, query, self.model)
+                teacher = self._teacher_input(on_device, micro_batch, packed) if compared else None
+                out = self._forward(packed, shape, batch.temperature, query, self.model, teacher)
                 terms = divide(self._loss(out, on_device.take(index), algorithm), batch)
                 terms = terms if counts else {name: 0 * term for name, term in terms.items()}
                 self.scaler.scale(torch.stack(list(terms.values())).sum()).backward()
@@ -350,6 +385,18 @@ class Learner:
             losses.append({name: term.detach() for name, term in terms.items()})
         self._reshard()
         return outputs, losses
+
+    def _teacher_input(self, batch: Batch, micro_batch: MicroBatch, packed: Packed) -> TeacherInput:
+        """What the teacher adds to a micro-batch: the same tokens after its own prompts, or its most likely tokens."""
+        if batch.teacher_top is None:
+            if self.teacher is None and self.routing is not None:
+                raise InputError(
+                    "learner.replay_routing would give teacher=current the experts of another prompt\n"
+                    "  use teacher.kl=sampled, or teacher=initial"
+                )
+            return TeacherInput(self.teacher, pack(teacher_rows(batch.rows), micro_batch).to(self.device))
+        row_M = batch.row_R.new_tensor(row_indices(micro_batch))[packed.row_M]
+        return TeacherInput(top=batch.teacher_top[row_M, packed.column_M])
 
     def _loss(self, out: TokenOutputs, view: Batch, algorithm: Algorithm) -> dict[str, LossTerm]:
         critic = self.critic
@@ -374,7 +421,7 @@ class Learner:
 
         logprobs, entropy = column("logprobs"), column("entropy")
         assert logprobs is not None and entropy is not None
-        return TokenOutputs(logprobs, entropy, column("values"), column("full_kl"))
+        return TokenOutputs(logprobs, entropy, column("values"), column("full_kl"), teacher_kl=column("teacher_kl"))
 
     @torch.no_grad()
     def _batch_metrics(self, out: TokenOutputs, batch: Batch, algorithm: Algorithm) -> tuple[Metrics, TokenTrace]:
@@ -473,8 +520,7 @@ class Learner:
 
 
 def _detached(out: TokenOutputs) -> TokenOutputs:
-    values, full_kl = (None if x is None else x.detach() for x in (out.values, out.full_kl))
-    return TokenOutputs(out.logprobs.detach(), out.entropy.detach(), values, full_kl)
+    return replace(out, **{name: x.detach() for name in out.__slots__ if (x := getattr(out, name)) is not None})
 
 
 def _splits_coupled(batch: Batch, micro_batches: list[MicroBatch], couples: Couples) -> bool:
@@ -492,5 +538,5 @@ def _splits_coupled(batch: Batch, micro_batches: list[MicroBatch], couples: Coup
 
 def _to(batch: Batch, device: torch.device) -> Batch:
     columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    moved: dict[str, Any] = {name: x.to(device) for name, x in columns.items() if isinstance(x, Tensor)}
+    moved: dict[str, Any] = {name: x.to(device) for name, x in columns.items() if isinstance(x, Tensor | TeacherTop)}
     return replace(batch, **moved)

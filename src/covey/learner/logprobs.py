@@ -181,7 +181,8 @@ class FullKl(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ref_logits: Tensor) -> Tensor:
         log_probs = logits.log_softmax(-1)
-        log_ratio = log_probs - ref_logits.log_softmax(-1)
+        # A reference may have more outputs, as larger models of a family: tokens of probability 0 under the policy.
+        log_ratio = log_probs - ref_logits.log_softmax(-1)[:, : logits.shape[1]]
         probs = log_probs.exp_()
         kl = torch.linalg.vecdot(probs, log_ratio)
         ctx.save_for_backward(probs, log_ratio, kl)
@@ -191,6 +192,17 @@ class FullKl(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         probs, log_ratio, kl = ctx.saved_tensors
         return probs * (log_ratio - kl[:, None]) * gradients[0][:, None], None
+
+
+def top_kl(logits: Tensor, ids_MK: Tensor, logprobs_MK: Tensor) -> Tensor:
+    """KL(softmax(logits) ‖ q) over the K tokens whose log q is given and the class of all others, [M]. It is at most
+    the KL over the vocabulary. Tokens that only q's model has, as larger models of a family, have p = 0."""
+    known_MK = ids_MK < logits.shape[1]
+    log_p = logits.log_softmax(-1).gather(-1, ids_MK.where(known_MK, 0))
+    log_q = logprobs_MK.to(log_p.dtype)
+    p = log_p.exp().where(known_MK, 0)
+    rest_p, rest_q = (1 - x.sum(-1).clamp(max=1 - 1e-6) for x in (p, log_q.exp()))  # above the rounding of the sums
+    return (p * (log_p - log_q)).sum(-1) + rest_p * (rest_p / rest_q).log()
 
 
 def scaled_logits(logits: Tensor, temperature: float) -> Tensor:

@@ -3,9 +3,11 @@
 Any causal model of transformers with full or sliding-window attention can be trained, and tool calls follow its chat
 template. This table holds what its configuration and its template do not specify.
 
+`docs/models.md` is made from this table (`python tools/models_table.py`).
+
 To add a family: add a row to `FAMILIES`. `fused` needs layers with `q_proj`, `k_proj`, `v_proj`, `gate_proj` and
 `up_proj` as in Llama. A family that changes its logits needs a line in `LOGIT_TRANSFORMS`. Then add a small
-configuration of the family to `FAMILIES` in tests/learner/test_forward.py: its log-probs, gradients and decoding are
+configuration of the family to `CONFIGS` in tests/learner/test_forward.py: its log-probs, gradients and decoding are
 then compared with transformers'.
 """
 
@@ -21,15 +23,37 @@ class Family:
     model_types: tuple[str, ...]  # `model_type` of their config.json
     fused: str = ""  # prefix of the layer classes that decoding fuses (LlamaAttention, LlamaMLP)
     tool_calls: str | None = None  # tool-call format of a tokenizer without a chat template; None: hermes
+    experts: bool = False  # mixture of experts, whose weights are stored together as tensors of three dimensions
+    router: str = ""  # class of its routers, if they choose experts by one torch.topk
+    compared: bool = True  # its log-probs and decoding are compared with transformers' (tests/learner/test_forward.py)
 
 
 FAMILIES = (
     Family(("llama",), fused="Llama"),
-    Family(("mllama",), tool_calls="llama"),
+    Family(("mllama",), tool_calls="llama", compared=False),
     Family(("qwen2",), fused="Qwen2"),
+    Family(("qwen2_moe",), experts=True, router="Qwen2MoeTopKRouter"),
     Family(("qwen3",), fused="Qwen3"),
+    Family(("qwen3_moe",), experts=True, router="Qwen3MoeTopKRouter"),
     Family(("mistral",), fused="Mistral", tool_calls="mistral"),
-    Family(("mistral3", "ministral", "mixtral"), tool_calls="mistral"),
+    Family(("mixtral",), tool_calls="mistral", experts=True, router="MixtralTopKRouter"),
+    Family(("ministral",), tool_calls="mistral"),
+    Family(("ministral3",)),
+    Family(("mistral3",), tool_calls="mistral", compared=False),
+    Family(("gemma",)),
+    Family(("gemma3_text",)),
+    Family(("phi3",)),  # Phi-3 and Phi-4
+    Family(("granite",)),
+    Family(("granitemoe",), experts=True, router="GraniteMoeTopKRouter"),
+    Family(("smollm3",)),
+    Family(("olmo2",)),
+    Family(("olmo3",)),
+    Family(("olmoe",), experts=True, router="OlmoeTopKRouter"),
+    Family(("glm4",)),
+    Family(("glm4_moe",), experts=True),
+    Family(("cohere2",)),
+    Family(("exaone4",)),
+    Family(("seed_oss",)),
 )
 
 
@@ -67,8 +91,30 @@ def decoder(lm: Any) -> Any:
     return lm.base_model if family is None else getattr(lm.base_model, family.language)
 
 
+_RECURRENT = (
+    "its recurrent layers carry a state from token to token, which packed rows would share and the engine's cache of "
+    "keys and values does not hold"
+)
+_LATENT = "its keys and values have different sizes (latent attention), and the engine's cache has one"
+_SINKS = "its attention has sinks, a term of the softmax that Covey's attention does not compute"
+
+# Model types that cannot be trained, with the reason.
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "recurrent_gemma"), _RECURRENT),
+    **dict.fromkeys(("jamba", "bamba", "zamba", "zamba2", "falcon_h1", "granitemoehybrid", "nemotron_h"), _RECURRENT),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "minicpm3"), _LATENT),
+    "gpt_oss": _SINKS,
+}
+
+# Attention types of layers (`layer_types`) that cannot be trained, with the reason.
+REFUSED_LAYERS: Mapping[str, str] = {
+    **dict.fromkeys(("linear_attention", "mamba", "conv", "recurrent", "hybrid"), _RECURRENT),  # Qwen3-Next, LFM2
+    "chunked_attention": "its attention is local to chunks of the sequence, which packed rows shift",  # Llama 4
+}
+
 FUSED_ATTENTION = tuple(f"{family.fused}Attention" for family in FAMILIES if family.fused)
 FUSED_MLP = tuple(f"{family.fused}MLP" for family in FAMILIES if family.fused)
+ROUTERS = tuple(family.router for family in FAMILIES if family.router)
 TOOL_CALLS = {name: family.tool_calls for family in FAMILIES if family.tool_calls for name in family.model_types}
 
 # `layer_types` of a configuration that packed training supports.

@@ -12,25 +12,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import re
 import threading
 import time
-import urllib.error
-import urllib.request
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
+from covey.endpoint import Endpoint, EndpointError
 from covey.errors import Absent, EpisodeError, InputError, unknown
 from covey.redact import hide_known
 from covey.rewards.function import inline, result_of
+from covey.storage import text_or_file
 
 PROMPT = """\
 You grade an answer to a question.
@@ -94,8 +92,7 @@ class Judge:
                 raise InputError(f"reward.options.judge.{key} must be positive, got {getattr(self, key)}")
         if self.retries < 0:
             raise InputError(f"reward.options.judge.retries must be at least 0, got {self.retries}")
-        if "\n" not in self.prompt and Path(self.prompt).is_file():
-            self.prompt = Path(self.prompt).read_text()
+        self.prompt = text_or_file(self.prompt)
         for name in FIELD.findall(self.prompt):
             if name not in FIELDS:
                 raise unknown("field in reward.options.judge.prompt", name, FIELDS)
@@ -150,7 +147,7 @@ class Judge:
 
     def _fetch(self, key: str, request: Mapping[str, Any]) -> str:
         try:
-            reply = self._post_with_retries(request, time.monotonic() + self._timeout)
+            reply = self._post(request, time.monotonic() + self._timeout)
             if read_mark(reply, self.scale) is not None:
                 self._store(key, reply)
             return reply
@@ -170,45 +167,12 @@ class Judge:
                     warnings.warn(f"{problem}; no further reply is kept there", stacklevel=2)
                     self.cache = None
 
-    def _post_with_retries(self, request: Mapping[str, Any], deadline: float) -> str:
-        for attempt in range(self.retries + 1):
-            pause = min(MAX_PAUSE, 0.5 * 2**attempt) * random.uniform(0.75, 1.25)
-            try:
-                return self._post(request, deadline)
-            except urllib.error.HTTPError as error:
-                why = f"{error.code} {error.reason}{_excerpt(error)}"
-                if error.code != 429 and error.code < 500:
-                    raise JudgeFailed(f"{self.url} refuses: {why}") from error
-                if (retry_after := error.headers.get("Retry-After", "")).isdigit():
-                    pause = float(retry_after)
-            except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:  # no connection, or bad JSON
-                why = f"{type(error).__name__}: {error}"
-            if attempt == self.retries or time.monotonic() + pause > deadline or self._closing.wait(pause):
-                break
-        raise JudgeFailed(f"{self.url} gave no answer after {attempt + 1} attempts: {why}")
-
     def _post(self, request: Mapping[str, Any], deadline: float) -> str:
-        message = urllib.request.Request(  # noqa: S310 - http or https, checked in __post_init__
-            self.url, json.dumps(request).encode(), headers={"Content-Type": "application/json"}
-        )
-        if self.api_key_env is not None:  # not sent along on a redirect
-            message.add_unredirected_header("Authorization", f"Bearer {os.environ.get(self.api_key_env, '')}")
-        body = b""
-        timeout = max(0.01, deadline - time.monotonic())
-        with urllib.request.urlopen(message, timeout=timeout) as response:  # noqa: S310 - as above
-            while part := response.read1(1 << 16):
-                body += part
-                if time.monotonic() > deadline or len(body) > MAX_REPLY:
-                    raise TimeoutError("the reply does not end")
-        return str(json.loads(body)["choices"][0]["message"]["content"] or "")
-
-
-def _excerpt(error: urllib.error.HTTPError) -> str:
-    try:
-        text = error.read(300).decode(errors="replace").strip()
-    except (OSError, HTTPException):
-        text = ""
-    return f": {text}" if text else ""
+        endpoint = Endpoint(self.url, self.api_key_env, self.retries, MAX_REPLY, MAX_PAUSE, self._closing)
+        try:
+            return endpoint.post(request, lambda r: str(r["choices"][0]["message"]["content"] or ""), deadline)
+        except EndpointError as error:
+            raise JudgeFailed(str(error)) from error
 
 
 def read_mark(reply: str, scale: float) -> float | None:

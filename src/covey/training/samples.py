@@ -130,6 +130,7 @@ def _batch(samples: Samples, advantages: Advantages, groups: range, epoch: int) 
         advantages_RT=per_token[row_R].to(samples.old_logprobs_RT.dtype),
         returns_RT=None if advantages.returns is None else advantages.returns[row_R],
         values_RT=None if samples.values_RT is None else samples.values_RT[row_R],
+        teacher_top=None if samples.teacher_top is None else samples.teacher_top[row_R],
         temperature=samples.temperature,
         max_tokens=samples.max_tokens,
         epoch=epoch,

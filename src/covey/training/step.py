@@ -9,7 +9,7 @@ import asyncio
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -17,6 +17,9 @@ from covey.protocols import Advantages, Algorithm, GroupSource, Learner, Metrics
 from covey.training.metrics import engine_mismatch, merge_updates, policy_age
 from covey.training.samples import minibatches, to_samples
 from covey.types import Collected, Samples
+
+if TYPE_CHECKING:
+    from covey.training.teacher import TeacherInputs
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Pipeline:
     stages: Stages
     thread: Executor | None = None  # runs the learner while episodes continue (mode=async)
     publish_every: int = 1  # steps between weight updates of an engine that owns its weights
+    teacher: TeacherInputs | None = None  # its own prompts, or its endpoint
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,8 @@ def learn(pipeline: Pipeline, collected: Collected) -> StepResult:
     learner.reload()
     samples = to_samples(collected, schedule.weights, temperature=schedule.temperature, max_tokens=schedule.max_tokens)
     with pipeline.stages.stage("annotate"):
+        if pipeline.teacher is not None:
+            samples = pipeline.teacher.add_to(samples, collected)
         samples = learner.annotate(samples, algorithm.needs)  # reference log-probs and values, if needed
     samples, shaping_metrics = algorithm.shape(samples)
     advantages = algorithm.advantages(samples)

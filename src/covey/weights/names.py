@@ -98,6 +98,11 @@ def _check_adapter(model: Any) -> None:
         if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA" or getattr(config, "use_dora", False):
             raise InputError("rollout=vllm supports plain LoRA adapters only\n  use rollout=embedded")
     base = model.get_base_model()
+    if any(hasattr(module, "parameter_name") for module in base.modules()):  # peft's wrapper of a plain parameter
+        raise InputError(
+            "rollout=vllm: an adapter on fused experts cannot be merged\n"
+            "  use rollout=embedded, or model.lora.target_modules=[q_proj,k_proj,v_proj,o_proj]"
+        )
     ends = (base.get_input_embeddings(), base.get_output_embeddings())
     if base.config.get_text_config(decoder=True).tie_word_embeddings and any(hasattr(e, "base_layer") for e in ends):
         raise InputError(

@@ -1,0 +1,183 @@
+"""What a teacher needs besides its weights: prompts of its own, and the scores of a teacher behind an endpoint.
+
+With a prompt template the teacher reads another question than the policy, with what only it may know: a solution, a
+hint, feedback. The policy's tokens after it are the same. A row that does not begin with the agent's first prompt, as
+after a rewritten history, is not scored.
+
+An endpoint scores token ids with vLLM's `prompt_logprobs`: /v1/completions returns, for every token of a prompt, its
+log-prob and those of the k most likely tokens.
+
+Shapes: R rows, T tokens, K most likely tokens.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from covey.algorithms.distill import teacher_rows
+from covey.config.schema import TeacherConfig
+from covey.endpoint import Endpoint, EndpointError
+from covey.errors import InputError, RunFailed
+from covey.protocols import Agent
+from covey.rollout.rendering import ChatTokenizer, Renderer
+from covey.types import Collected, Messages, Sample, Samples, Task, TeacherTop
+
+FIELD = re.compile(r"\{(\w+)\}")
+MAX_REPLY = 1 << 28  # bytes: 20 log-probs of each of 100,000 tokens take about 200 MB
+REQUESTS = 32  # at the same time
+RETRIES, MAX_PAUSE = 8, 30.0
+SECONDS = 600.0  # for one answer, with retries; then the run ends
+
+# -- Prompts -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TeacherPrompts:
+    template: str
+    renderer: Renderer
+    agent: Agent
+
+    def prompt(self, task: Task) -> tuple[int, ...]:
+        """The first prompt with the template in place of the last question."""
+        messages, tools = self.agent.opening(task)
+        return self.renderer.prompt(privileged(messages, task, self.template), tools)
+
+    def add_to(self, rows: Sequence[Sample], collected: Collected) -> tuple[Sample, ...]:
+        tasks = [group.task for group in collected.groups for _ in group.episodes]
+        prompts = {
+            task.id: (self.renderer.prompt(*self.agent.opening(task)), self.prompt(task))
+            for task in (group.task for group in collected.groups)
+        }
+
+        def with_prompt(row: Sample) -> Sample:
+            first, teacher = prompts[tasks[row.episode].id]
+            return replace(row, teacher_prompt_ids=teacher if row.prompt_ids == first else ())
+
+        found = tuple(map(with_prompt, rows))
+        if not any(row.teacher_prompt_ids for row in found):
+            raise InputError(
+                "teacher.prompt_template: no episode of this step begins with the agent's first prompt\n"
+                "  the template replaces it, so it does not go with agents that write prompts of their own"
+            )
+        return found
+
+
+def privileged(messages: Messages, task: Task, template: str) -> Messages:
+    """The messages with the filled template as the content of the last user message."""
+    last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
+    if last is None:
+        raise InputError(f"{task.where}: no user message that teacher.prompt_template could replace")
+    values = {**task.columns, "question": messages[last]["content"], "answer": task.answer}
+    for name in FIELD.findall(template):
+        if values.get(name) is None:
+            raise InputError(f"{task.where}: no {name}, which teacher.prompt_template shows to the teacher")
+    text = FIELD.sub(lambda match: str(values[match[1]]), template)
+    return [*messages[:last], {**messages[last], "content": text}, *messages[last + 1 :]]
+
+
+# -- Endpoint ----------------------------------------------------------------------------------------------------------
+
+
+class TeacherEndpoint:
+    def __init__(self, config: TeacherConfig) -> None:
+        assert config.url is not None
+        self.config = config
+        self.closing = threading.Event()
+        self.threads = ThreadPoolExecutor(REQUESTS, "covey-teacher")
+        self.url = config.url.rstrip("/")
+
+    def check_tokenizer(self, tokenizer: ChatTokenizer) -> None:
+        """Raise unless the endpoint's tokenizer gives the same ids for a text with many characters and all control
+        tokens."""
+        text = "".join([PROBE, *sorted(set(tokenizer.all_special_tokens))])
+        ours = list(tokenizer(text, add_special_tokens=False)["input_ids"])  # type: ignore[operator]
+        request = {"model": self.config.name, "prompt": text, "add_special_tokens": False}
+        url = self.url.removesuffix("/v1") + "/tokenize"
+        try:
+            theirs = self._post(url, request, lambda reply: [int(token) for token in reply["tokens"]])
+        except EndpointError as error:
+            raise RunFailed(f"teacher.url: its tokenizer cannot be compared with the policy's\n  {error}") from error
+        pairs = enumerate(zip([*ours, None], [*theirs, None], strict=False))
+        if (first := next((at for at, (a, b) in pairs if a != b), None)) is not None:
+            here = tokenizer.decode(ours[first : first + 1])
+            raise InputError(
+                f"teacher={self.config.name} has another tokenizer than the policy\n"
+                f"  first difference in a test text: token {first} ({here!r}) is {ours[first : first + 1]} here and "
+                f"{theirs[first : first + 1]} at {self.url}\n"
+                "  distillation compares log-probs of the same tokens: take a teacher of the policy's family"
+            )
+
+    def score(self, samples: Samples) -> Samples:
+        """The samples with the teacher's log-probs, or with its most likely tokens."""
+        rows, shape = teacher_rows(samples.rows), samples.mask_RT.shape
+        chosen = [i for i, row in enumerate(samples.rows) if row.teacher_prompt_ids != () and any(row.mask)]
+        try:
+            replies = list(self.threads.map(self._row, [rows[i] for i in chosen]))
+        except EndpointError as error:
+            raise RunFailed(f"the teacher: {error}\n  the run continues from its last checkpoint") from error
+        if self.config.kl == "sampled":
+            logprobs_RT = torch.zeros(shape)
+            for i, reply in zip(chosen, replies, strict=True):
+                logprobs_RT[i, : len(reply)] = torch.tensor([logprob for logprob, _ in reply])
+            return replace(samples, teacher_logprobs_RT=logprobs_RT)
+        ids_RTK = torch.zeros(*shape, self.config.top_k, dtype=torch.int64)
+        logprobs_RTK = torch.zeros(*shape, self.config.top_k)
+        for i, reply in zip(chosen, replies, strict=True):
+            ids_RTK[i, : len(reply)] = torch.tensor([[token for token, _ in top] for _, top in reply])
+            logprobs_RTK[i, : len(reply)] = torch.tensor([[logprob for _, logprob in top] for _, top in reply])
+        return replace(samples, teacher_top=TeacherTop(ids_RTK, logprobs_RTK))
+
+    def close(self) -> None:
+        self.closing.set()
+        self.threads.shutdown(wait=False, cancel_futures=True)
+
+    def _row(self, row: Sample) -> list[Scored]:
+        """For each token of the response, its log-prob and the K most likely tokens with theirs."""
+        ids, least = row.prompt_ids + row.response_ids, self.config.top_k if self.config.kl == "top_k" else 1
+        request = {"model": self.config.name, "prompt": ids, "max_tokens": 1, "prompt_logprobs": least}
+
+        def read(reply: Any) -> list[Scored]:
+            columns = reply["choices"][0]["prompt_logprobs"]
+            if len(columns) != len(ids):
+                raise ValueError(f"log-probs of {len(columns)} tokens, not of {len(ids)}")
+            start = len(row.prompt_ids)
+            return [_scored(columns[start + i], token, least) for i, token in enumerate(row.response_ids)]
+
+        return self._post(f"{self.url}/completions", request, read)
+
+    def _post(self, url: str, request: Mapping[str, Any], read: Any) -> Any:
+        endpoint = Endpoint(url, self.config.api_key_env, RETRIES, MAX_REPLY, MAX_PAUSE, self.closing)
+        return endpoint.post(request, read, time.monotonic() + SECONDS)
+
+
+Scored = tuple[float, list[tuple[int, float]]]
+PROBE = "".join(map(chr, range(32, 127))) + "\n\n\t 12345 naïve Größe 中文字 Привет مرحبا 🙂 def f(x):\n    return x\n"
+
+
+def _scored(column: Mapping[str, Mapping[str, float]], token: int, least: int) -> Scored:
+    top = sorted(((int(t), float(x["logprob"])) for t, x in column.items()), key=lambda pair: -pair[1])[:least]
+    if len(top) < least:
+        raise ValueError(f"{len(top)} log-probs per token, not {least}: lower teacher.top_k, or start vLLM with "
+                         f"--max-logprobs {least}")  # fmt: skip
+    return float(column[str(token)]["logprob"]), top
+
+
+@dataclass(frozen=True)
+class TeacherInputs:
+    """Prepares the samples of a step for the teacher."""
+
+    prompts: TeacherPrompts | None = None
+    endpoint: TeacherEndpoint | None = None
+
+    def add_to(self, samples: Samples, collected: Collected) -> Samples:
+        if self.prompts is not None:
+            samples = replace(samples, rows=self.prompts.add_to(samples.rows, collected))
+        return samples if self.endpoint is None else self.endpoint.score(samples)
