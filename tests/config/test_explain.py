@@ -86,7 +86,7 @@ def test_explain_a_setting(algorithms):
 
 def test_explain_an_algorithms_setting_by_any_of_its_names(algorithms):
     text = explain("algorithm.beta", algorithms)
-    assert text.startswith("algorithm.beta  (gvpo, online_dpo)\n  strength of the KL constraint\n")
+    assert text.startswith("algorithm.beta  (gvpo)\n  strength of the KL constraint\n")
     assert "aliases  algorithm.gvpo_beta" in text
     assert "algorithm.beta  (dgdo)\n  share of the old weights kept each step\n" in text
     assert explain("gvpo_beta", algorithms) == text.split("\n\n")[0]

@@ -46,7 +46,7 @@ class OnlineDpo:
         "loss": "its loss compares the best with the worst answer of a group, chosen by reward: they belong together",
     }
 
-    beta: Positive = 0.1  # strength of the KL constraint
+    beta: Positive = 0.1  # strength of the KL constraint to the start model
 
     def __post_init__(self) -> None:
         check_ranges(self, "algorithm.")
