@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # for editors and type checkers; `_HOMES` lists the same name
         Dgdo,
         DrGrpo,
         Gdpo,
+        Gigpo,
         Gpg,
         Grpo,
         GrpoPassk,
@@ -33,11 +34,12 @@ if TYPE_CHECKING:  # for editors and type checkers; `_HOMES` lists the same name
         Remax,
         Rloo,
         Sapo,
+        TurnReturns,
     )
     from covey.config.schema import Config
     from covey.learner.minimal import GVPOTrainer
     from covey.models.loading import model_path
-    from covey.protocols import Done
+    from covey.protocols import Done, Observation
     from covey.rewards import only_if, reward
     from covey.trainer import Trainer, train
     from covey.training.record import Step
@@ -47,8 +49,8 @@ if TYPE_CHECKING:  # for editors and type checkers; `_HOMES` lists the same name
 __version__ = "0.1.0"
 
 _ALGORITHMS = (
-    *("Cispo", "Dapo", "Dgdo", "DrGrpo", "Gdpo", "Gpg", "Grpo", "GrpoPassk", "Gspo", "Gvpo", "Opo", "Ppo"),
-    *("ReinforcePlusPlus", "ReinforcePlusPlusBaseline", "Remax", "Rloo", "Sapo"),
+    *("Cispo", "Dapo", "Dgdo", "DrGrpo", "Gdpo", "Gigpo", "Gpg", "Grpo", "GrpoPassk", "Gspo", "Gvpo", "Opo"),
+    *("Ppo", "ReinforcePlusPlus", "ReinforcePlusPlusBaseline", "Remax", "Rloo", "Sapo", "TurnReturns"),
 )
 _HOMES = {
     "Trainer": "covey.trainer",
@@ -63,6 +65,7 @@ _HOMES = {
     "only_if": "covey.rewards",
     "agent": "covey.agents.resolve",
     "Done": "covey.protocols",
+    "Observation": "covey.protocols",
     "tool": "covey.agents.tools.tool",
     "ToolFailure": "covey.agents.tools.tool",
     "ToolMistake": "covey.agents.tools.tool",
@@ -75,11 +78,11 @@ _HOMES = {
     **dict.fromkeys(_ALGORITHMS, "covey.algorithms.named"),
 }
 
-__all__ = ["Cispo", "Config", "Dapo", "Dgdo", "Done", "DrGrpo", "Episode", "GVPOLoss", "GVPOTrainer", "Gdpo", "Gpg"]
-__all__ += ["Group", "Grpo", "GrpoPassk", "Gspo", "Gvpo", "Opo", "Ppo", "ReinforcePlusPlus"]
+__all__ = ["Cispo", "Config", "Dapo", "Dgdo", "Done", "DrGrpo", "Episode", "GVPOLoss", "GVPOTrainer", "Gdpo", "Gigpo"]
+__all__ += ["Gpg", "Group", "Grpo", "GrpoPassk", "Gspo", "Gvpo", "Observation", "Opo", "Ppo", "ReinforcePlusPlus"]
 __all__ += ["ReinforcePlusPlusBaseline", "Remax", "Rloo", "Run", "Sapo", "Step", "Task", "ToolFailure", "ToolMistake"]
-__all__ += ["Trainer", "__version__", "advantages", "agent", "compute_gvpo_advantage", "model_path", "only_if"]
-__all__ += ["policy_loss", "reward", "tool", "train"]
+__all__ += ["Trainer", "TurnReturns", "__version__", "advantages", "agent", "compute_gvpo_advantage", "model_path"]
+__all__ += ["only_if", "policy_loss", "reward", "tool", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from covey.errors import EpisodeError
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 Unit = Literal["tokens", "episodes", "groups"]
 Couples = Literal["nothing", "episodes", "groups"]
 Metrics = dict[str, float]
+MAX_TURN_REWARD = 1e15  # as of a reward function
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class Needs:
     sample_full_kl: bool = False  # the same once per step, without gradient
     values: bool = False  # values of a critic
     greedy_baseline: bool = False  # a greedy attempt at each task
+    turns: bool = False  # the turns of the episodes, with their rewards and states
     min_group_size: int = 1
     advised_group_size: int = 1  # smaller groups work, but poorly: a warning
 
@@ -235,6 +238,11 @@ class Policy(Protocol):
         """Set how the last reply appears in the messages of later turns, if not as its text alone."""
         ...
 
+    def record_turn(self, *, reward: float | None = None, state: Any = None) -> None:
+        """Set the reward of the last turn, and the state in which it was sampled: any JSON value that is equal if and
+        only if the situation is the same. None changes nothing."""
+        ...
+
     async def chat(self, messages: Messages) -> str: ...
 
 
@@ -254,15 +262,32 @@ class Done:
     messages: Messages = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """Returned by an environment's step, or by a tool, to pay a reward for the turn."""
+
+    content: Any  # what the model sees next: messages or a text; of a tool, its result
+    reward: float | None = None  # of the turn that led here; None: not paid
+    state: Any = None  # the state that the model is in now, for algorithms that compare turns in equal states
+
+
+def check_turn_reward(reward: Any) -> None:
+    """Raise ValueError unless the reward is None or a finite number."""
+    if reward is not None and not (isinstance(reward, Real) and abs(reward) <= MAX_TURN_REWARD):
+        raise ValueError(
+            f"the reward of a turn must be None or a number within ±{MAX_TURN_REWARD:g}, got {reward!r:.50}"
+        )
+
+
 class Environment(Protocol):
     """The environment of one episode. Methods may be async; `close` or `aclose` is called at the end, if defined."""
 
     def reset(self, task: Task) -> Any:
-        """The first messages for the model: messages, a text, or None for the task's own."""
+        """The first messages for the model: messages, a text, `Observation`, or None for the task's own."""
         ...
 
     def step(self, reply: str) -> Any:
-        """The response to a reply: new messages, a text, or `Done`."""
+        """The response to a reply: new messages, a text, `Observation`, or `Done`."""
         ...
 
 

@@ -6,7 +6,7 @@ Everything here is frozen: a stage returns new values and never changes its inpu
 
 Shape suffixes in this package:
     N  episodes          G  groups           R  token rows (an episode has one, or several where it forks)
-    T  response tokens of a row, padded on the right                       V  vocabulary
+    T  response tokens of a row, padded on the right                       V  vocabulary          K  turns
 """
 
 from __future__ import annotations
@@ -115,6 +115,8 @@ class Turn:
     versions: tuple[int, ...]
     stop: StopReason
     trained: bool = True  # False: part of the episode, but not trained on
+    reward: float | None = None  # paid for this turn by the environment, a tool or the agent; None: not paid
+    state: str | None = None  # key of the situation in which it was sampled; None: its prompt is the state
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +160,11 @@ class Episode:
     def response_tokens(self) -> int:
         return sum(len(turn.completion_ids) for turn in self.turns)
 
+    @property
+    def turn_rewards(self) -> list[float]:
+        """The rewards of the turns that were paid."""
+        return [turn.reward for turn in self.turns if turn.reward is not None]
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -193,6 +200,7 @@ class Sample:
     logprobs: tuple[float, ...]  # under the sampling distribution; 0.0 outside the mask
     versions: tuple[int, ...]
     episode: int  # index into the step's episodes
+    turns: tuple[tuple[int, int, int], ...] = ()  # number in the episode, and first and last + 1 response token
 
     @property
     def length(self) -> int:
@@ -207,6 +215,17 @@ class Unfiltered:
     rewards: Mapping[str, Tensor]
     longest_N: Tensor
     truncated_N: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """The K turns of a step, in order of episodes and time, for estimators that read them."""
+
+    episode_K: Tensor  # int64
+    number_K: Tensor  # int64, 0, 1, … in its episode
+    reward_K: Tensor  # float64, what it adds to the total reward; NaN if it was not paid
+    state_K: Tensor  # int64, equal for the turns of a group that were sampled in the same state
+    turn_RT: Tensor  # int64, the turn of each response token; -1 for tokens of no turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +248,7 @@ class Samples:
     token_rewards_RT: Tensor | None = None  # rewards that shapers added to single tokens, 0 elsewhere
     baseline_rewards_G: Tensor | None = None  # reward of the greedy attempt at each task
     unfiltered: Unfiltered | None = None  # set if groups were filtered out
+    turns: Turns | None = None  # if the algorithm reads them
     temperature: float = 1.0
     max_tokens: int = 1  # limit of a completion
 

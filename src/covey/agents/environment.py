@@ -11,10 +11,11 @@
                 return covey.Done(reward=1.0)
             return covey.Done(reward=0.0) if self.left == 0 else "Wrong. Try again."
 
-Every episode has its own environment, which is closed at the episode's end. The environment's reward is the built-in
-reward `given`. If an episode ends before the environment is done (turns or tokens used up), the environment's method
-`end(reason)` returns its `Done`; without that method the episode has no reward and is excluded. With a worker pool each
-environment runs in a process of its own, where a hang or crash costs only its episode.
+A step that pays returns `covey.Observation("Wrong.", reward=-0.1)`. Every episode has its own environment, which is
+closed at the episode's end. The sum of an environment's rewards is the built-in reward `given`. If an episode ends
+before the environment is done (turns or tokens used up), the environment's method `end(reason)` returns its `Done`;
+without that method only turns are paid, and an episode in which none was has no reward and is excluded. With a worker
+pool each environment runs in a process of its own, where a hang or crash costs only its episode.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from covey.errors import InputError, NamedFailure, RunFailed, describe_error
-from covey.protocols import Done, NoRoom, Policy
+from covey.protocols import Done, NoRoom, Observation, Policy, check_turn_reward
 from covey.types import Episode, Messages, RewardTable, StopReason, Task
 from covey.workers import WorkerError, WorkerPool, WorkerSession, WorkerTimeout
 
@@ -153,9 +154,10 @@ class EnvironmentAgent:
 
     async def run(self, policy: Policy, task: Task) -> Episode:
         async with self._open(policy) as environment:
-            opening = _messages("reset", await environment.call("reset", task)) or list(task.messages)
+            first = _observation("reset", await environment.call("reset", task))
+            opening = _messages("reset", first.content) or list(task.messages)
             messages: list[Message] = []  # after the opening
-            stop, done = await self._play(policy, environment, opening, messages)
+            stop, done = await self._play(policy, environment, opening, messages, first.state)
             if done is None and environment.host.has("end"):
                 done = await environment.call("end", stop.value)
                 if not isinstance(done, Done):
@@ -169,13 +171,14 @@ class EnvironmentAgent:
         )
 
     async def _play(
-        self, policy: Policy, environment: OpenEnvironment, opening: Messages, messages: list[Message]
+        self, policy: Policy, environment: OpenEnvironment, opening: Messages, messages: list[Message], state: Any
     ) -> tuple[StopReason, Done | None]:
         for _ in range(self.max_turns):
             try:
                 reply = await policy.ask([*opening, *messages])
             except NoRoom:
                 return StopReason.LENGTH, None
+            policy.record_turn(state=state)
             messages.append({"role": "assistant", "content": reply.text})
             if reply.stop is StopReason.LENGTH:
                 return reply.stop, None
@@ -183,7 +186,10 @@ class EnvironmentAgent:
             if isinstance(result, Done):
                 messages += result.messages
                 return reply.stop, result
-            messages += _messages("step", result)
+            observation = _observation("step", result)
+            policy.record_turn(reward=observation.reward)
+            messages += _messages("step", observation.content)
+            state = observation.state
         return StopReason.TURNS, None
 
     @asynccontextmanager
@@ -224,6 +230,18 @@ class OpenEnvironment:
             raise EnvironmentFailed("environment", f"{self.name}.{method}: {describe_error(error)}") from error
 
 
+def _observation(method: str, value: Any) -> Observation:
+    if not isinstance(value, Observation):
+        return Observation(value)
+    try:
+        check_turn_reward(value.reward)
+    except ValueError as error:
+        raise EnvironmentFailed("environment", f"{method}: {error}") from error
+    if method == "reset" and value.reward is not None:
+        raise EnvironmentFailed("environment", "reset returned a reward, but no turn has been played yet")
+    return value
+
+
 def _messages(method: str, value: Any) -> list[Message]:
     """The messages that an environment returned. A string is a user message."""
     if value is None and method == "reset":
@@ -232,7 +250,7 @@ def _messages(method: str, value: Any) -> list[Message]:
         return [{"role": "user", "content": value}]
     messages = [value] if isinstance(value, Mapping) else value
     if not isinstance(messages, Sequence) or not messages or not all(map(_is_message, messages)):
-        done = ", or covey.Done(reward=...)" if method == "step" else ""
+        done = ", covey.Observation(messages, reward=...) or covey.Done(reward=...)" if method == "step" else ""
         raise EnvironmentFailed("environment", f"{method} must return messages or a text{done}; got {value!r:.80}")
     return list(messages)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from covey.agents.tools.session import ToolSession
+from covey.agents.tools.session import ToolSession, paid
 from covey.agents.tools.toolset import ToolSet
 from covey.protocols import NoRoom, Policy
 from covey.replies import with_system
@@ -120,6 +120,7 @@ class ToolAgent:
                 if not parsed.calls:
                     return reply.stop, parsed.answer
                 results = await session.call(parsed.calls)
+                policy.record_turn(reward=paid(results))
                 uses += [result.use for result in results]
                 for result in results:
                     if result.ended:

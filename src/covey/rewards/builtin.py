@@ -23,12 +23,16 @@ if TYPE_CHECKING:
 @reward
 def given(episode: Episode) -> dict[str, float | None] | None:
     """The reward that the environment or program reported for the episode: its `reward`, or else the sum of its named
-    values, which are measured as given/NAME. None if it reported nothing."""
-    table = episode.given
-    if table is None:
+    values, which are measured as given/NAME; plus the rewards of the turns. None if it reported nothing."""
+    table, paid = episode.given, episode.turn_rewards
+    if table is None and not paid:
         return None
+    table = table or {}
     values = [value for value in table.values() if value is not None]
-    return {"reward": sum(values) if values else None, **table}
+    reported = {"reward": sum(values) if values else None, **table}
+    if not paid:
+        return reported
+    return {"turns": sum(paid), **reported, "reward": (reported["reward"] or 0.0) + sum(paid)}
 
 
 REWARDS = LazyTable(

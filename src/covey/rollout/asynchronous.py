@@ -312,4 +312,5 @@ def _from_json(task: Task, stored: dict[str, Any]) -> Episode:
 
 def _turn(stored: dict[str, Any]) -> Turn:
     columns = {name: tuple(stored[name]) for name in ("prompt_ids", "completion_ids", "logprobs", "versions")}
-    return Turn(**columns, stop=StopReason(stored["stop"]), trained=stored["trained"])
+    new = {name: stored.get(name) for name in ("reward", "state")}  # older checkpoints do not have them
+    return Turn(**columns, stop=StopReason(stored["stop"]), trained=stored["trained"], **new)

@@ -9,20 +9,31 @@ episode of many turns is trained on as one row.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any
 
 from covey.errors import EpisodeError
-from covey.protocols import NoRoom, Reply, RolloutEngine
+from covey.protocols import NoRoom, Reply, RolloutEngine, check_turn_reward
 from covey.rollout.rendering import CONTEXT_USED_UP, PastReply, Renderer, Tools
 from covey.streams import stream_seed
 from covey.types import Completion, Messages, Sampling, StopReason, Turn
 
 CONTEXT = "model.context_length"
+LONGEST_STATE = 80  # characters of a state that are kept as they are; the rest becomes a hash
 LONG = 2**16  # characters: longer messages and tools are rendered in a thread
+
+
+def state_key(state: Any) -> str:
+    """A state as a text of limited length: a text itself, other values as JSON."""
+    text = state if isinstance(state, str) else json.dumps(state, sort_keys=True, default=repr)
+    if len(text) <= LONGEST_STATE:
+        return text
+    return f"{text[:LONGEST_STATE]}… {blake2b(text.encode(errors='surrogatepass'), digest_size=16).hexdigest()}"
 
 
 class NotFinite(EpisodeError):
@@ -207,6 +218,17 @@ class EpisodePolicy:
     def remember(self, message: Mapping[str, Any]) -> None:
         """Set the message that represents the last reply in later turns, if it is not just its text."""
         self._replies[-1] = replace(self._replies[-1], message=message)
+
+    def record_turn(self, *, reward: float | None = None, state: Any = None) -> None:
+        """Set the reward of the last turn and the state in which it was sampled, where they are not None."""
+        check_turn_reward(reward)
+        number = max(self._turns)
+        turn = self._turns[number]
+        self._turns[number] = replace(
+            turn,
+            reward=turn.reward if reward is None else float(reward),
+            state=turn.state if state is None else state_key(state),
+        )
 
     async def chat(self, messages: Messages) -> str:
         """The reply to messages, as text."""

@@ -56,7 +56,7 @@ def step_metrics(result: StepResult) -> Metrics:
         metrics["reward/unfiltered_mean"] = _unfiltered_mean(samples)
     metrics |= {f"episodes/failed/{cause}": float(count) for cause, count in collected.failures.items()}
     metrics |= {cut_metric(limit): count / collected.attempts for limit, count in collected.cut.items()}
-    if any(len(episode.turns) > 1 or episode.tools for episode in episodes):
+    if any(len(episode.turns) > 1 or episode.tools or episode.turn_rewards for episode in episodes):
         metrics |= turn_metrics(episodes)
     return metrics | result.metrics
 
@@ -75,6 +75,13 @@ def turn_metrics(episodes: Sequence[Episode]) -> Metrics:
         "timing/tools": sum(use.seconds for use in uses),
         "timing/slowest_episode": max(episode.seconds for episode in episodes),
     }
+    if paid := [reward for episode in episodes for reward in episode.turn_rewards]:
+        metrics |= {
+            "reward/turn/mean": statistics.fmean(paid),
+            "reward/turn/min": min(paid),
+            "reward/turn/max": max(paid),
+            "reward/turn/paid": len(paid) / sum(turns),
+        }
     metrics |= {f"agent/stop/{reason}": count / len(episodes) for reason, count in stops.items()}
     known = [use.tool for use in uses if use.error not in ("malformed", "unknown_tool")]  # names that exist
     metrics |= {f"agent/tool/{tool}": float(count) for tool, count in Counter(known).items()}

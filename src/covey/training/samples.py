@@ -1,10 +1,12 @@
 """Converts groups of episodes to token rows, and these to mini-batches of whole groups.
 
-Shapes: N episodes, R rows, T response tokens.
+Shapes: N episodes, R rows, T response tokens, K turns.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,13 +15,20 @@ from torch import Tensor
 
 from covey.algorithms.ops import make_batch
 from covey.protocols import Advantages
-from covey.types import Batch, Collected, Episode, Group, Sample, Samples, StopReason, Unfiltered
+from covey.rewards.builtin import given
+from covey.types import Batch, Collected, Episode, Group, Sample, Samples, StopReason, Turn, Turns, Unfiltered
 
 
 def to_samples(
-    collected: Collected, weights: Mapping[str, float], *, temperature: float = 1.0, max_tokens: int = 1
+    collected: Collected,
+    weights: Mapping[str, float],
+    *,
+    turns: bool = False,
+    temperature: float = 1.0,
+    max_tokens: int = 1,
 ) -> Samples:
-    """All episodes of a step as columns. Failed episodes have already been removed from their groups."""
+    """All episodes of a step as columns; with `turns`, also their turns. Failed episodes have already been removed from
+    their groups."""
     episodes = [episode for group in collected.groups for episode in group.episodes]
     rows = [row for index, episode in enumerate(episodes) for row in episode_rows(episode, index)]
     all_groups = (*collected.groups, *collected.zero_variance)
@@ -32,6 +41,7 @@ def to_samples(
         old_logprobs_RT=_pad([row.logprobs for row in rows], torch.float32),
         baseline_rewards_G=_baseline_rewards(collected.groups, weights),
         unfiltered=Unfiltered(**_episode_columns(all_groups, weights)) if collected.zero_variance else None,
+        turns=_turns(collected.groups, rows, weights.get("given", 0.0)) if turns else None,
         temperature=temperature,
         max_tokens=max_tokens,
     )
@@ -62,11 +72,46 @@ def _baseline_rewards(groups: Sequence[Group], weights: Mapping[str, float]) -> 
     return torch.stack(columns).sum(0)
 
 
+def _turns(groups: Sequence[Group], rows: Sequence[Sample], weight: float) -> Turns:
+    """All turns, also those that are not trained on. `weight`: of the reward `given`, which contains their rewards."""
+    numbered = [(g, episode) for g, group in enumerate(groups) for episode in group.episodes]
+    places = [(at, n) for at, (_, episode) in enumerate(numbered) for n in range(len(episode.turns))]
+    keys: dict[tuple[int, Any], int] = {}
+    for g, episode in numbered:
+        for turn in episode.turns:
+            keys.setdefault((g, _state(turn)), len(keys))
+    first = [0, *itertools.accumulate(len(episode.turns) for _, episode in numbered)]
+    turn_RT = torch.full((len(rows), max(len(row.mask) for row in rows)), -1)
+    for r, row in enumerate(rows):
+        for number, start, end in row.turns:
+            turn_RT[r, start:end] = first[row.episode] + number
+    rewards = [weight * paid for _, episode in numbered for paid in _paid(episode)]
+    return Turns(
+        episode_K=torch.tensor([at for at, _ in places]),
+        number_K=torch.tensor([number for _, number in places]),
+        reward_K=torch.tensor(rewards, dtype=torch.float64),
+        state_K=torch.tensor([keys[g, _state(turn)] for g, episode in numbered for turn in episode.turns]),
+        turn_RT=turn_RT,
+    )
+
+
+def _state(turn: Turn) -> str | tuple[int, ...]:
+    return turn.prompt_ids if turn.state is None else turn.state
+
+
+def _paid(episode: Episode) -> list[float]:
+    """What each turn was paid, NaN if nothing; 0 if the score `given` is not what was paid: a condition
+    (`reward.only_if`) failed."""
+    reported = given(episode)
+    counts = reported is not None and episode.rewards.get("given") == reported["reward"]
+    return [math.nan if turn.reward is None else turn.reward * counts for turn in episode.turns]
+
+
 def episode_rows(episode: Episode, index: int) -> list[Sample]:
     """The token rows of an episode. A turn extends the row before it if its prompt continues that row token for token,
     else it starts a new row. Rows without trained tokens are dropped."""
     rows: list[Sample] = []
-    for turn in episode.turns:
+    for number, turn in enumerate(episode.turns):
         sampled = Sample(
             prompt_ids=turn.prompt_ids,
             response_ids=turn.completion_ids,
@@ -74,6 +119,7 @@ def episode_rows(episode: Episode, index: int) -> list[Sample]:
             logprobs=turn.logprobs,
             versions=turn.versions,
             episode=index,
+            turns=((number, 0, len(turn.completion_ids)),),
         )
         earlier_ids = rows[-1].prompt_ids + rows[-1].response_ids if rows else None
         if earlier_ids is not None and turn.prompt_ids[: len(earlier_ids)] == earlier_ids:
@@ -86,6 +132,7 @@ def episode_rows(episode: Episode, index: int) -> list[Sample]:
 def _append_turn(row: Sample, between: tuple[int, ...], sampled: Sample) -> Sample:
     """Extend a row by tokens that were not sampled (a tool's result, the chat template) and a sampled completion."""
     gap = len(between)
+    start = len(row.response_ids) + gap
     return Sample(
         prompt_ids=row.prompt_ids,
         response_ids=row.response_ids + between + sampled.response_ids,
@@ -93,6 +140,7 @@ def _append_turn(row: Sample, between: tuple[int, ...], sampled: Sample) -> Samp
         logprobs=row.logprobs + (0.0,) * gap + sampled.logprobs,
         versions=row.versions + (-1,) * gap + sampled.versions,
         episode=row.episode,
+        turns=(*row.turns, *((number, start + a, start + b) for number, a, b in sampled.turns)),
     )
 
 
