@@ -13,7 +13,7 @@ seed start from the same model and differ only in how the same walk is paid and 
     gigpo           the same, turns in the same cell compared with each other
     ppo             the same, with a critic
 
-Settings were chosen on seeds 100–102. `--write` updates the tables of docs/experiments.md. About fifteen minutes on one
+Settings were chosen on seed 100. `--write` updates the tables of docs/experiments.md. About fifteen minutes on one
 core.
 """
 
@@ -143,14 +143,13 @@ def report(outcomes: Sequence[Outcome]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--only", nargs="+", choices=list(ALGORITHMS), default=list(ALGORITHMS))
     parser.add_argument("--write", action="store_true", help="put the table into docs/experiments.md")
     options = parser.parse_args()
     start, outcomes = time.perf_counter(), []
     for seed in options.seeds:
         for name in options.only:
-            outcomes.append(train(name, seed, options.steps))
+            outcomes.append(train(name, seed))
             last = outcomes[-1]
             print(f"seed {seed}  {name}  arrived {last.last:.3f}, half from step {last.half}", flush=True)
     minutes = (time.perf_counter() - start) / 60

@@ -210,10 +210,12 @@ class Policy(Protocol):
         stop: Sequence[str] = (),
         max_tokens: int | None = None,
         trained: bool = True,
+        role: str | None = None,
         temperature: float | None = None,
         top_p: float | None = None,
     ) -> Completion:
-        """Override `temperature` and `top_p` only for turns that are not trained on."""
+        """`role`: who speaks, if an episode has several roles. Override `temperature` and `top_p` only for turns that
+        are not trained on."""
         ...
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -228,6 +230,7 @@ class Policy(Protocol):
         stop: Sequence[str] = (),
         max_tokens: int | None = None,
         trained: bool = True,
+        role: str | None = None,
         temperature: float | None = None,
         top_p: float | None = None,
     ) -> Reply:
@@ -258,7 +261,9 @@ class Agent(Protocol):
 class Done:
     """Returned by an environment's step to end the episode, with its reward and last messages."""
 
-    reward: float | Mapping[str, float | None] | None = None  # in a table, "reward" is trained on, others are recorded
+    reward: float | Mapping[str, float | None] | None = (
+        None  # a table: "reward", rewards of roles, and others to record
+    )
     messages: Messages = ()
 
 
@@ -269,6 +274,7 @@ class Observation:
     content: Any  # what the model sees next: messages or a text; of a tool, its result
     reward: float | None = None  # of the turn that led here; None: not paid
     state: Any = None  # the state that the model is in now, for algorithms that compare turns in equal states
+    role: str | None = None  # who replies: it sees the messages that were sent to this role, and its own replies
 
 
 def check_turn_reward(reward: Any) -> None:

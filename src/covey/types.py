@@ -117,6 +117,7 @@ class Turn:
     trained: bool = True  # False: part of the episode, but not trained on
     reward: float | None = None  # paid for this turn by the environment, a tool or the agent; None: not paid
     state: str | None = None  # key of the situation in which it was sampled; None: its prompt is the state
+    role: str | None = None  # who spoke, if an episode has several roles
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +162,23 @@ class Episode:
         return sum(len(turn.completion_ids) for turn in self.turns)
 
     @property
+    def roles(self) -> list[str]:
+        """The roles of its turns, in the order in which they first spoke."""
+        return list(dict.fromkeys(turn.role for turn in self.turns if turn.role is not None))
+
+    @property
     def turn_rewards(self) -> list[float]:
         """The rewards of the turns that were paid."""
         return [turn.reward for turn in self.turns if turn.reward is not None]
+
+    @property
+    def reported(self) -> float | None:
+        """The `reward` that was reported in `given`, or else the sum of its values, plus the rewards of the turns; None
+        if nothing was reported."""
+        table = self.given or {}
+        values = [value for value in table.values() if value is not None]
+        outcome = table["reward"] if "reward" in table else sum(values) if values else None
+        return outcome if not self.turn_rewards else (outcome or 0.0) + sum(self.turn_rewards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +264,7 @@ class Samples:
     baseline_rewards_G: Tensor | None = None  # reward of the greedy attempt at each task
     unfiltered: Unfiltered | None = None  # set if groups were filtered out
     turns: Turns | None = None  # if the algorithm reads them
+    roles: tuple[tuple[int, str], ...] = ()  # if rewards name roles: the step's episode and the role of each of the N
     temperature: float = 1.0
     max_tokens: int = 1  # limit of a completion
 

@@ -54,6 +54,7 @@ CALCULATOR = """
         "actor_rollout_ref.rollout.name=sglang",
         "rollout=hf",
         "agent.init_args.agent_type=gui",
+        "agent.opponent=latest-2",
         "cluster=slurm",
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
     ],

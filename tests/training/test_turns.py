@@ -130,9 +130,9 @@ def test_metrics_and_records() -> None:
     settings: dict[str, Any] = {"step": 0, "task_id": "t", "group": 0, "attempt": 0, "tokens": (), "decode": str}
     settings |= {"total_reward": 1.0, "advantage": 0.0, "rewards": {}}
     assert episode_record(episode=paid, **settings)["turns"] == [
-        {"reward": 1.0, "state": "hall"},
-        {"reward": 0.0, "state": None},
-        {"reward": None, "state": None},
+        {"reward": 1.0, "state": "hall", "role": None},
+        {"reward": 0.0, "state": None, "role": None},
+        {"reward": None, "state": None, "role": None},
     ]
     assert "turns" not in episode_record(episode=unpaid, **settings)
 

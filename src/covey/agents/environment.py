@@ -136,6 +136,7 @@ class EnvironmentAgent:
     max_turns: int
     seconds: float = 10.0  # for one call of reset or step
     host: Callable[[], Host] = InProcess
+    train_roles: Sequence[str] = ()  # roles whose turns are trained on; empty: all
 
     reward: ClassVar[str] = "given"  # the reward if the user names none
 
@@ -157,7 +158,8 @@ class EnvironmentAgent:
             first = _observation("reset", await environment.call("reset", task))
             opening = _messages("reset", first.content) or list(task.messages)
             messages: list[Message] = []  # after the opening
-            stop, done = await self._play(policy, environment, opening, messages, first.state)
+            first = replace(first, content=opening)
+            stop, done = await self._play(policy, environment, first, messages)
             if done is None and environment.host.has("end"):
                 done = await environment.call("end", stop.value)
                 if not isinstance(done, Done):
@@ -171,25 +173,32 @@ class EnvironmentAgent:
         )
 
     async def _play(
-        self, policy: Policy, environment: OpenEnvironment, opening: Messages, messages: list[Message], state: Any
+        self, policy: Policy, environment: OpenEnvironment, seen: Observation, messages: list[Message]
     ) -> tuple[StopReason, Done | None]:
+        """Play from the first observation, adding to `messages`. Each role has a conversation of its own."""
+        conversations: dict[str | None, list[Message]] = {seen.role: list(seen.content)}
         for _ in range(self.max_turns):
+            conversation = conversations[seen.role]
+            trained = not self.train_roles or seen.role in self.train_roles
             try:
-                reply = await policy.ask([*opening, *messages])
+                reply = await policy.ask(conversation, trained=trained, role=seen.role)
             except NoRoom:
                 return StopReason.LENGTH, None
-            policy.record_turn(state=state)
-            messages.append({"role": "assistant", "content": reply.text})
+            policy.record_turn(state=seen.state)
+            message = {"role": "assistant", "content": reply.text}
+            conversation.append(message)
+            messages.append(message if seen.role is None else message | {"name": seen.role})
             if reply.stop is StopReason.LENGTH:
                 return reply.stop, None
             result = await environment.call("step", reply.text)
             if isinstance(result, Done):
                 messages += result.messages
                 return reply.stop, result
-            observation = _observation("step", result)
-            policy.record_turn(reward=observation.reward)
-            messages += _messages("step", observation.content)
-            state = observation.state
+            seen = _observation("step", result)
+            policy.record_turn(reward=seen.reward)
+            shown = _messages("step", seen.content)
+            conversations.setdefault(seen.role, []).extend(shown)
+            messages += shown
         return StopReason.TURNS, None
 
     @asynccontextmanager

@@ -195,7 +195,7 @@ def turn_rewards(samples: Samples, turns: Turns) -> Tensor:
 def returns_to_go(reward_K: Tensor, turns: Turns, discount: float) -> Tensor:
     """G_t = r_t + discount · G_{t+1} over the turns of each episode, [K]."""
     count_N = torch.bincount(turns.episode_K)
-    reward_NL = reward_K.new_zeros(len(count_N), int(count_N.max()))
+    reward_NL = reward_K.new_zeros(len(count_N), int(count_N.max()) if len(count_N) else 0)
     reward_NL[turns.episode_K, turns.number_K] = reward_K
     return backward_sum(reward_NL, discount)[turns.episode_K, turns.number_K]
 

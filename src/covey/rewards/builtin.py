@@ -27,12 +27,8 @@ def given(episode: Episode) -> dict[str, float | None] | None:
     table, paid = episode.given, episode.turn_rewards
     if table is None and not paid:
         return None
-    table = table or {}
-    values = [value for value in table.values() if value is not None]
-    reported = {"reward": sum(values) if values else None, **table}
-    if not paid:
-        return reported
-    return {"turns": sum(paid), **reported, "reward": (reported["reward"] or 0.0) + sum(paid)}
+    turns = {"turns": sum(paid)} if paid else {}
+    return {**turns, **(table or {}), "reward": episode.reported}
 
 
 REWARDS = LazyTable(

@@ -123,6 +123,7 @@ class EpisodePolicy:
         stop: Sequence[str] = (),
         max_tokens: int | None = None,
         trained: bool = True,
+        role: str | None = None,
         temperature: float | None = None,
         top_p: float | None = None,
     ) -> Turn:
@@ -147,7 +148,9 @@ class EpisodePolicy:
             raise NotFinite(
                 "the model's log-probs are not finite: its weights or activations have overflowed, or are NaN"
             )
-        turn = Turn(tuple(token_ids), done.token_ids, done.logprobs, done.versions, done.stop, trained=trained)
+        turn = Turn(
+            tuple(token_ids), done.token_ids, done.logprobs, done.versions, done.stop, trained=trained, role=role
+        )
         self._turns[number] = turn
         if turn.stop is StopReason.LENGTH:
             self.cut_by = setting if limit == available else "request"
@@ -195,6 +198,7 @@ class EpisodePolicy:
         stop: Sequence[str] = (),
         max_tokens: int | None = None,
         trained: bool = True,
+        role: str | None = None,
         temperature: float | None = None,
         top_p: float | None = None,
     ) -> Reply:
@@ -205,7 +209,7 @@ class EpisodePolicy:
             self.cut_by = CONTEXT
             raise
         turn = await self._turn(
-            prompt, stop=stop, max_tokens=max_tokens, trained=trained, temperature=temperature, top_p=top_p
+            prompt, stop=stop, max_tokens=max_tokens, trained=trained, role=role, temperature=temperature, top_p=top_p
         )
         text = self.renderer.reply_text(turn.completion_ids)
         if turn.stop is StopReason.STOP:

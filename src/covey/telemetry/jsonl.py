@@ -291,8 +291,8 @@ def episode_record(
 
 
 def _turns(episode: Episode) -> dict[str, Any]:
-    """Reward and state of each turn, if any turn has one."""
-    turns = [{"reward": turn.reward, "state": turn.state} for turn in episode.turns]
+    """Reward, state and role of each turn, if any turn has one."""
+    turns = [{"reward": turn.reward, "state": turn.state, "role": turn.role} for turn in episode.turns]
     return {"turns": turns} if any(value is not None for turn in turns for value in turn.values()) else {}
 
 

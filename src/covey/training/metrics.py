@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import TYPE_CHECKING
 
+import torch
+
 from covey.protocols import Metrics, TokenTrace
 from covey.types import Episode, Samples, StopReason, cut_metric
 
@@ -50,6 +52,9 @@ def step_metrics(result: StepResult) -> Metrics:
         metrics[f"reward/{name}/mean"] = statistics.fmean(scored)
         metrics[f"reward/{name}/std"] = statistics.pstdev(scored)
         metrics |= {f"reward/{name}/min": min(scored), f"reward/{name}/max": max(scored)}
+    for role in dict.fromkeys(role for _, role in samples.roles):
+        own_N = torch.tensor([other == role for _, other in samples.roles])
+        metrics |= {f"role/{role}/reward": float(reward[own_N].mean()), f"role/{role}/episodes": float(own_N.sum())}
     if collected.reused:
         metrics["groups/reused"] = float(collected.reused)
     if collected.zero_variance:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from covey.algorithms.ops import make_batch
 from covey.protocols import Advantages
-from covey.rewards.builtin import given
+from covey.rollout.roles import names_roles, split_roles
 from covey.types import Batch, Collected, Episode, Group, Sample, Samples, StopReason, Turn, Turns, Unfiltered
 
 
@@ -27,21 +27,26 @@ def to_samples(
     temperature: float = 1.0,
     max_tokens: int = 1,
 ) -> Samples:
-    """All episodes of a step as columns; with `turns`, also their turns. Failed episodes have already been removed from
-    their groups."""
-    episodes = [episode for group in collected.groups for episode in group.episodes]
+    """All episodes of a step as columns; with `turns`, also their turns. If a reward names roles, an episode counts
+    once for each trained role. Failed episodes have already been removed from their groups."""
+    groups, all_groups = collected.groups, (*collected.groups, *collected.zero_variance)
+    roles: Sequence[tuple[int, str]] = ()
+    if names_roles(all_groups, weights):
+        groups, roles = split_roles(groups, weights)
+        all_groups, _ = split_roles(all_groups, weights)
+    episodes = [episode for group in groups for episode in group.episodes]
     rows = [row for index, episode in enumerate(episodes) for row in episode_rows(episode, index)]
-    all_groups = (*collected.groups, *collected.zero_variance)
     return Samples(
         rows=tuple(rows),
-        **_episode_columns(collected.groups, weights),
+        **_episode_columns(groups, weights),
         weights=dict(weights),
         episode_R=torch.tensor([row.episode for row in rows], dtype=torch.int64),
         mask_RT=_pad([row.mask for row in rows], torch.bool),
         old_logprobs_RT=_pad([row.logprobs for row in rows], torch.float32),
-        baseline_rewards_G=_baseline_rewards(collected.groups, weights),
+        baseline_rewards_G=_baseline_rewards(groups, weights),
         unfiltered=Unfiltered(**_episode_columns(all_groups, weights)) if collected.zero_variance else None,
-        turns=_turns(collected.groups, rows, weights.get("given", 0.0)) if turns else None,
+        turns=_turns(groups, rows, weights.get("given", 0.0)) if turns else None,
+        roles=tuple(roles),
         temperature=temperature,
         max_tokens=max_tokens,
     )
@@ -102,8 +107,7 @@ def _state(turn: Turn) -> str | tuple[int, ...]:
 def _paid(episode: Episode) -> list[float]:
     """What each turn was paid, NaN if nothing; 0 if the score `given` is not what was paid: a condition
     (`reward.only_if`) failed."""
-    reported = given(episode)
-    counts = reported is not None and episode.rewards.get("given") == reported["reward"]
+    counts = episode.rewards.get("given") == episode.reported
     return [math.nan if turn.reward is None else turn.reward * counts for turn in episode.turns]
 
 
