@@ -32,7 +32,8 @@ GAME = Path(__file__).parent.parent / "examples" / "two_players.py"
 TakeAway: Any = runpy.run_path(str(GAME))["TakeAway"]
 WINNER = {3: "second", 4: "first", 5: "first", 6: "second"}  # with perfect play
 SYMBOLS = "123456abcdef"  # six of them are never a move
-STEPS = 150
+STEPS = 300
+LEARNER = {"lr": 1e-3, "entropy_coef": 0.03}  # without the bonus, players stop to try moves before the other is good
 FEW = 10  # steps of the means at the start and at the end
 
 
@@ -80,7 +81,7 @@ def train(name: str, seed: int, steps: int = STEPS) -> Outcome:
             algorithm="grpo",
             data={"train_batch_size": len(WINNER)},
             rollout={"group_size": 16, "max_tokens": 1},
-            learner={"lr": 1e-3},
+            learner=LEARNER,
             loop={"total_steps": steps, "save_final": False, "threads": 1},
             eval={"before": False},
             logging={"to": [], "output_dir": f"{scratch}/runs", "episodes_per_step": 0},

@@ -204,7 +204,7 @@ RUNS = {
     "dgdo with sapo": "algorithm=dgdo algorithm.loss=sapo algorithm.truncated=penalise",
     "grpo, sampled by vllm": "algorithm=grpo rollout=vllm",
     "an agent with tools": "algorithm=grpo agent=agent.py:Plays",
-    "an environment with roles that pays turns": "algorithm=gigpo agent=agent.py:Pays",
+    "an environment with roles that pays turns": "algorithm=gigpo agent=agent.py:Pays reward=given",
     "a reward that breaks": "algorithm=grpo reward=rewards.py:brittle eval.before=true eval.modes=[sampled] eval.n=8",
 }
 

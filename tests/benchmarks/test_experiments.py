@@ -11,6 +11,7 @@ import torch
 
 import covey
 from covey.telemetry import read_episodes
+from covey.types import Task
 
 
 @pytest.fixture
@@ -148,6 +149,53 @@ def test_the_rewards_conflict() -> None:
     for n in range(9):
         assert experiment.recall("ijklmnop"[:n], "ijklmnop") + brevity("ijklmnop"[:n]) == 1
     assert experiment.recall("iiab", "ijklmnop") == 1 / 8 and brevity("iiab") == 1 / 2
+
+
+def test_the_walk_pays_for_progress() -> None:
+    """What is paid sums to the cells that were gained; the same walk paid at the end gives 1 for arriving."""
+    import turn_credit as experiment
+
+    assert len({experiment.moves("a", cell) for cell in range(6)}) > 1  # each cell has its own letters
+    task = Task("a", ({"role": "user", "content": "a"},), answer="a")
+    walk, late = experiment.Walk(), experiment.PaidAtTheEnd()
+    assert (walk.reset(task).state, late.reset(task).state) == (0, 0)
+    ahead, back = experiment.moves("a", 0)
+    assert walk.step(back).reward == 0  # nothing lies behind the first cell
+    assert walk.step(ahead).reward == pytest.approx(1 / 6)
+    ahead, back = experiment.moves("a", 1)
+    assert walk.step("a").state == 1  # not a letter of the walk
+    lost = walk.step(back)
+    assert lost.reward == pytest.approx(-1 / 6) and (lost.state, lost.content) == (0, "0")
+    paid = 0.0
+    for cell in range(6):
+        result, at_end = walk.step(experiment.moves("a", cell)[0]), late.step(experiment.moves("a", cell)[0])
+        if cell < 5:
+            assert at_end.reward is None
+            paid += result.reward
+    assert paid + result.reward["reward"] == pytest.approx(1) and at_end.reward == {"reward": 1.0, "arrived": 1.0}
+
+
+def test_who_should_win() -> None:
+    """By backward induction: the player to move wins if some move leaves a pile from which the other loses."""
+    import roles as experiment
+
+    def wins(pile: int) -> bool:
+        return any(pile - taken == 0 or not wins(pile - taken) for taken in (1, 2) if taken <= pile)
+
+    assert {pile: "first" if wins(pile) else "second" for pile in experiment.WINNER} == experiment.WINNER
+
+
+def test_both_players_are_paid_for_the_same_game() -> None:
+    import roles as experiment
+
+    results = []
+    for kind in (experiment.Game, experiment.SharedReward):
+        game = kind()
+        seen = [game.reset(Task("4", (), answer="4")), game.step("1"), game.step("2")]
+        assert [(o.content, o.role) for o in seen] == [("4", "first"), ("3", "second"), ("1", "first")]
+        results.append(game.step("1").reward)
+    assert results[0] == {"reward": 0.0, "first": 1.0, "second": -1.0, "right4": 1.0}
+    assert results[1] == {"reward": 0.0, "right4": 1.0}
 
 
 def test_sign_test() -> None:

@@ -56,7 +56,7 @@ TRAINING = {  # script → what its steps and evaluations record because of what
     "own_reward.py": ("reward/brief/words/mean", "eval/greedy/right"),
     "tool_agent.py": ("reward/number/mean", "eval/greedy/number"),
     "environment.py": ("reward/given/found/mean", "eval/sampled/given"),
-    "two_players.py": ("role/second/reward", "eval/sampled/given/first"),
+    "two_players.py": ("role/first/reward", "eval/sampled/given/first"),
     "own_algorithm.py": ("policy/log_ratio_max", "eval/greedy/number"),
 }
 

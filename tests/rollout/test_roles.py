@@ -13,6 +13,7 @@ import covey
 from covey.agents.environment import EnvironmentAgent
 from covey.algorithms import make
 from covey.algorithms.functional import advantages
+from covey.errors import InputError
 from covey.rewards import resolve_rewards
 from covey.rollout.collector import Refill
 from covey.rollout.roles import names_roles, split_roles
@@ -100,6 +101,23 @@ def test_roles_that_are_not_trained_are_left_out() -> None:
     frozen = [replace(t, trained=t.role == "first") for t in episode.turns]
     samples = to_samples(collected([replace(episode, turns=tuple(frozen))]), {"given": 1.0})
     assert samples.roles == ((0, "first"),) and samples.mask_RT.sum() == 3
+
+
+def test_a_step_in_which_no_trained_role_spoke_has_nothing_to_learn_from() -> None:
+    episode = with_scores(game(1, -1, trained=False))
+    frozen = replace(episode, turns=tuple(replace(t, trained=False) for t in episode.turns))
+    samples = to_samples(collected([frozen, frozen]), {"given": 1.0}, turns=True)
+    assert samples.roles == () and samples.episodes == 2 and not samples.mask_RT.any()
+    assert not make("gigpo").advantages(samples).values.any()
+
+
+def test_a_turn_without_a_role_is_refused() -> None:
+    episode = with_scores(game(1, -1))
+    unnamed = replace(episode, turns=(*episode.turns, turn(None, [4], [4])))
+    with pytest.raises(InputError, match="some trained turns have none"):
+        to_samples(collected([unnamed]), {"given": 1.0})
+    masked = replace(episode, turns=(*episode.turns, turn(None, [4], [4], trained=False)))
+    assert to_samples(collected([masked]), {"given": 1.0}).mask_RT.sum() == 4
 
 
 def test_a_role_is_compared_with_the_attempts_that_have_it() -> None:

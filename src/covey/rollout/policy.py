@@ -226,6 +226,8 @@ class EpisodePolicy:
     def record_turn(self, *, reward: float | None = None, state: Any = None) -> None:
         """Set the reward of the last turn and the state in which it was sampled, where they are not None."""
         check_turn_reward(reward)
+        if not self._turns:
+            raise ValueError("there is no turn yet: ask the policy for a reply before paying for it")
         number = max(self._turns)
         turn = self._turns[number]
         self._turns[number] = replace(

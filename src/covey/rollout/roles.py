@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from covey.errors import InputError
 from covey.types import Episode, Group
 
 
@@ -29,11 +30,16 @@ def names_roles(groups: Sequence[Group], weights: Collection[str]) -> bool:
 
 def split_roles(groups: Sequence[Group], weights: Mapping[str, float]) -> tuple[list[Group], list[tuple[int, str]]]:
     """A group for each task and role, and for each of their episodes its number among those of `groups`, and the role.
-    Roles without a trained turn or without any score are left out."""
+    Roles without a trained turn or without any score are skipped."""
     split: list[Group] = []
     owners: list[tuple[int, str]] = []
     first = 0
     for group in groups:
+        if any(turn.trained and turn.role is None for episode in group.episodes for turn in episode.turns):
+            raise InputError(
+                f"{group.task.where}: a reward names roles, but some trained turns have none\n"
+                "  fix: policy.ask(..., role=NAME) for every turn, or trained=False"
+            )
         for role in dict.fromkeys(role for episode in group.episodes for role in episode.roles):
             views = [(first + at, role_view(episode, role, weights)) for at, episode in enumerate(group.episodes)]
             kept = [(at, view) for at, view in views if is_trained(view, weights)]

@@ -29,11 +29,13 @@ def to_samples(
 ) -> Samples:
     """All episodes of a step as columns; with `turns`, also their turns. If a reward names roles, an episode counts
     once for each trained role. Failed episodes have already been removed from their groups."""
-    groups, all_groups = collected.groups, (*collected.groups, *collected.zero_variance)
+    groups: Sequence[Group] = collected.groups
+    all_groups: Sequence[Group] = (*collected.groups, *collected.zero_variance)
     roles: Sequence[tuple[int, str]] = ()
     if names_roles(all_groups, weights):
-        groups, roles = split_roles(groups, weights)
-        all_groups, _ = split_roles(all_groups, weights)
+        split, owners = split_roles(groups, weights)
+        if split:  # otherwise no trained role has spoken, and there is nothing to learn from
+            groups, roles, all_groups = split, owners, split_roles(all_groups, weights)[0]
     episodes = [episode for group in groups for episode in group.episodes]
     rows = [row for index, episode in enumerate(episodes) for row in episode_rows(episode, index)]
     return Samples(
