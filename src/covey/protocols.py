@@ -279,7 +279,8 @@ class Observation:
 
 def check_turn_reward(reward: Any) -> None:
     """Raise ValueError unless the reward is None or a finite number."""
-    if reward is not None and not (isinstance(reward, Real) and abs(reward) <= MAX_TURN_REWARD):
+    is_number = isinstance(reward, Real)
+    if reward is not None and not (is_number and abs(reward) <= MAX_TURN_REWARD):
         raise ValueError(
             f"the reward of a turn must be None or a number within ±{MAX_TURN_REWARD:g}, got {reward!r:.50}"
         )

@@ -78,7 +78,7 @@ def test_in_a_worker() -> None:
     assert [turn.reward for turn in episode.turns] == [0.5, 0.5, None] and episode.rewards["given"] == 3.0
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf"), "much", 1e16])
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), "much", 1e16, 10**400])
 def test_an_invalid_reward_fails_the_episode(reward: Any) -> None:
     class Bad(Walk):
         def step(self, reply: str) -> Any:

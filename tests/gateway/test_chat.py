@@ -78,7 +78,7 @@ def test_turns_are_paid_while_the_episode_is_open() -> None:
         assert refused.status_code == 400 and "the reward of a turn must be None or a number" in refused.text
         ask(client, [USER, first, USER])
         assert gateway.post(f"{address}/reward", json={"reward": 2.0}).status_code == 200
-        assert gateway.post(f"{address}/turn", json={"reward": 1.0}).status_code == 410
+        assert gateway.post(f"{address}/turn", json={"reward": 1.0}).status_code == 409
         episode = gateway.episode(opened["id"])
     assert [(turn.reward, turn.state) for turn in episode.turns] == [(-0.5, '{"page": 1}'), (None, None)]
     assert episode.reported == 1.5
