@@ -8,7 +8,7 @@ player is compared with the first players of the other attempts.
 
 The game: from a pile of counters the players take one or two in turn; who takes the last one wins. With perfect play
 the first player loses from a pile of 3 and of 6 and wins from 4 and 5. The rewards of the two sum to 0, so their sum
-has no signal. benchmarks/roles.py measures how a tiny model learns it.
+has no signal.
 """
 
 import argparse

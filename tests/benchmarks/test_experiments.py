@@ -175,27 +175,22 @@ def test_the_walk_pays_for_progress() -> None:
     assert paid + result.reward["reward"] == pytest.approx(1) and at_end.reward == {"reward": 1.0, "arrived": 1.0}
 
 
-def test_who_should_win() -> None:
-    """By backward induction: the player to move wins if some move leaves a pile from which the other loses."""
+def test_a_riddle_pays_both_roles() -> None:
     import roles as experiment
 
-    def wins(pile: int) -> bool:
-        return any(pile - taken == 0 or not wins(pile - taken) for taken in (1, 2) if taken <= pile)
-
-    assert {pile: "first" if wins(pile) else "second" for pile in experiment.WINNER} == experiment.WINNER
-
-
-def test_both_players_are_paid_for_the_same_game() -> None:
-    import roles as experiment
-
-    results = []
-    for kind in (experiment.Game, experiment.SharedReward):
-        game = kind()
-        seen = [game.reset(Task("4", (), answer="4")), game.step("1"), game.step("2")]
-        assert [(o.content, o.role) for o in seen] == [("4", "first"), ("3", "second"), ("1", "first")]
-        results.append(game.step("1").reward)
-    assert results[0] == {"reward": 0.0, "first": 1.0, "second": -1.0, "right4": 1.0}
-    assert results[1] == {"reward": 0.0, "right4": 1.0}
+    task = Task("t", (), answer="")
+    for replies, own, told in [
+        (("b", "v"), {"proposer": 0.0, "solver": 1.0}, {"right": 1.0, "proposed": 1.0}),
+        (("b", "u"), {"proposer": 1.0, "solver": 0.0}, {"right": 0.0, "proposed": 1.0}),
+        (("v",), {"proposer": 0.0, "solver": 1.0}, {"proposed": 0.0}),  # not a letter
+    ]:
+        for kind, expected in ((experiment.Riddle, own), (experiment.SharedReward, {})):
+            game = kind()
+            assert game.reset(task).role == "proposer"
+            for reply in replies[:-1]:
+                seen = game.step(reply)
+                assert (seen.content, seen.role) == (reply, "solver")
+            assert game.step(replies[-1]).reward == {"reward": 1.0, **expected, **told}
 
 
 def test_sign_test() -> None:

@@ -73,6 +73,23 @@ def test_a_training_script_runs(
     assert re.findall(r"^after (\d+) steps: ", capsys.readouterr().out, re.MULTILINE) == ["0", "2"]
 
 
+def play_piles(pile: int, *replies: str) -> tuple[list[tuple[str, str]], dict[str, float]]:
+    """Role and last message of each observation, and the rewards."""
+    game = module("two_players.py")["TakeAway"]()
+    seen = [game.reset(Task("t", (), answer=str(pile)))]
+    seen += [game.step(reply) for reply in replies]
+    return [(o.role, o.content[-1]["content"]) for o in seen[:-1]], seen[-1].reward
+
+
+def test_the_game_of_two_players() -> None:
+    first, second = {"first": 1.0, "second": -1.0}, {"first": -1.0, "second": 1.0}
+    seen, rewards = play_piles(4, "1", "2", "1")
+    assert seen == [("first", "Pile: 4"), ("second", "Pile: 3"), ("first", "Pile: 1")] and rewards == first
+    assert play_piles(3, "2", "1")[1] == second
+    assert play_piles(3, "take 1")[1] == second  # not a legal move
+    assert play_piles(3, "2", "2")[1] == first  # more than there is
+
+
 def test_the_rewards_of_the_example() -> None:
     found = module("own_reward.py")
     assert [found["right"](text, "52") for text in ("52", "Between 17 and 52.", "52, not 17", "")] == [1, 1, 0, 0]
