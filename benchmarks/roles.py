@@ -1,20 +1,21 @@
-"""Two roles with rewards of their own: a proposer against a solver, both played by one tiny random model.
+"""Two roles with rewards of their own: the prisoner's dilemma, both sides played by one tiny random model.
 
     .venv/bin/python benchmarks/roles.py               tables on stdout
     .venv/bin/python benchmarks/roles.py --write       also into docs/experiments.md
 
-The proposer writes one of six letters, the solver must answer with the letter's partner. The solver is rewarded with 1
-if it does, else with 0, the proposer with 1 minus that; a symbol that is not one of the letters loses. Whatever is
-proposed, a perfect solver knows the answer, so the value of the game is 1 for the solver and 0 for the proposer. In
-`roles` each is rewarded by itself; `shared` gives both the sum, which is always 1. Settings were chosen on seed 100.
-`--write` updates the table of docs/experiments.md. About five minutes on one core.
+Each player cooperates (c) or defects (d) without seeing the other's move. Whatever the other does, d pays more for
+oneself and less for both together, so theory gives two different ends:
+
+    roles     each player is rewarded with its own payoff: both defect, and have 1
+    shared    both are rewarded with the sum of the payoffs: both cooperate, and have 3
+
+Settings were chosen on seed 100. `--write` updates the table of docs/experiments.md. A few minutes on one core.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import tempfile
 import time
 from collections.abc import Sequence
@@ -27,51 +28,46 @@ from transformers import GenerationConfig
 
 import covey
 
-PARTNER = dict(zip("abcdef", "uvwxyz", strict=True))
-SYMBOLS = "?" + "".join(PARTNER) + "".join(PARTNER.values())
-STEPS = 200
-FEW = 10  # steps of a mean
-TIMES = {"first": 0, "at 20": 20, "at 60": 60, "last": -FEW}  # the first step of each mean
+PAYOFF = {("c", "c"): (3, 3), ("c", "d"): (0, 5), ("d", "c"): (5, 0), ("d", "d"): (1, 1)}
+SYMBOLS = "12cdefghijkl"  # the prompts of the two players, their moves, and symbols that are not a move
+STEPS = 100
+FEW = 10  # steps of the means at the start and at the end
 
 
-class Riddle:
-    """A prompt is `?` for the proposer and the proposed letter for the solver."""
+class Dilemma:
+    """A prompt is `1` for the first player and `2` for the second. A symbol that is not a move costs 1 and ends it."""
 
     def reset(self, task: covey.Task) -> covey.Observation:
-        self.letter = ""
-        return covey.Observation("?", role="proposer")
+        self.moves = ""
+        return covey.Observation("1", role="first")
 
     def step(self, reply: str) -> covey.Observation | covey.Done:
-        if self.letter:
-            return self.solved(float(reply == PARTNER[self.letter]))
-        if reply not in PARTNER:
-            return self.solved(1.0)
-        self.letter = reply
-        return covey.Observation(reply, role="solver")
+        if reply not in ("c", "d"):
+            return self.paid(*((0, -1) if self.moves else (-1, 0)), {})
+        self.moves += reply
+        if len(self.moves) == 1:
+            return covey.Observation("2", role="second")
+        first, second = self.moves
+        return self.paid(*PAYOFF[first, second], {"defected": self.moves.count("d") / 2})
 
-    def solved(self, right: float) -> covey.Done:
-        asked = {"right": right, "proposed": 1.0} if self.letter else {"proposed": 0.0}
-        return covey.Done(reward={"reward": 1.0, **self.rewards(right), **asked})
+    def paid(self, first: float, second: float, told: dict[str, float]) -> covey.Done:
+        return covey.Done(reward={**self.rewards(first, second), "payoff": (first + second) / 2, **told})
 
-    def rewards(self, right: float) -> dict[str, float]:
-        return {"proposer": 1 - right, "solver": right}
+    def rewards(self, first: float, second: float) -> dict[str, float]:
+        return {"reward": first + second, "first": first, "second": second}
 
 
-class SharedReward(Riddle):
-    def rewards(self, right: float) -> dict[str, float]:
-        return {}
+class SharedReward(Dilemma):
+    def rewards(self, first: float, second: float) -> dict[str, float]:
+        return {"reward": first + second}
 
 
 @dataclass(frozen=True)
 class Outcome:
     name: str
     seed: int
-    right: tuple[float, ...]  # share of the proposed letters that were answered correctly, by step; NaN: none proposed
-    proposed: tuple[float, ...]  # share of the games with a letter
-
-    def at(self, column: Sequence[float], start: int) -> float:
-        values = [v for v in column[start : start + FEW if start >= 0 else None] if not math.isnan(v)]
-        return fmean(values) if values else math.nan
+    defected: tuple[float, ...]  # share of the moves, by step
+    payoff: tuple[float, ...]  # mean over both players
 
 
 def train(name: str, seed: int, steps: int = STEPS) -> Outcome:
@@ -80,12 +76,12 @@ def train(name: str, seed: int, steps: int = STEPS) -> Outcome:
         GenerationConfig(eos_token_id=list(range(len(SYMBOLS) + 1))).save_pretrained(model)  # one symbol ends a reply
         run = covey.train(
             model=str(model),
-            tasks=[{"question": "?", "answer": ""}],
-            agent=Riddle if name == "roles" else SharedReward,
+            tasks=[{"question": "1", "answer": ""}],
+            agent=Dilemma if name == "roles" else SharedReward,
             algorithm="grpo",
             data={"train_batch_size": 1},
-            rollout={"group_size": 64, "max_tokens": 1},
-            learner={"lr": 1e-3, "entropy_coef": 0.1},
+            rollout={"group_size": 32, "max_tokens": 1},
+            learner={"lr": 1e-3},
             loop={"total_steps": steps, "save_final": False, "threads": 1},
             eval={"before": False},
             logging={"to": [], "output_dir": f"{scratch}/runs", "episodes_per_step": 0},
@@ -94,16 +90,17 @@ def train(name: str, seed: int, steps: int = STEPS) -> Outcome:
         )
         records = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     metrics = [record["metrics"] for record in records if record["kind"] == "step"]
-    right = tuple(step.get("reward/given/right/mean", math.nan) for step in metrics)
-    return Outcome(name, seed, right, tuple(step["reward/given/proposed/mean"] for step in metrics))
+    defected = tuple(step["reward/given/defected/mean"] for step in metrics if "reward/given/defected/mean" in step)
+    return Outcome(name, seed, defected, tuple(step["reward/given/payoff/mean"] for step in metrics))
+
+
+def change(values: Sequence[float]) -> str:
+    return f"{fmean(values[:FEW]):.2f} → {fmean(values[-FEW:]):.2f}" if values else "no move"
 
 
 def report(outcomes: Sequence[Outcome]) -> str:
-    rows = []
-    for o in outcomes:
-        cells = [f"{o.at(o.right, start):.2f} ({o.at(o.proposed, start):.2f})" for start in TIMES.values()]
-        rows.append([f"`{o.name}`", str(o.seed), *cells])
-    return table(["solved (proposed)", "seed", *(f"{name} {FEW} steps" for name in TIMES)], rows)
+    rows = [[f"`{o.name}`", str(o.seed), change(o.defected), change(o.payoff)] for o in outcomes]
+    return table(["rewards", "seed", "moves that defect", "payoff of a player"], rows)
 
 
 def main() -> None:
