@@ -167,6 +167,7 @@ def brittle(final_answer):
     return len(final_answer) / 10
 """
 AGENT = """
+import covey
 from covey.types import Episode, ToolUse
 
 class Plays:
@@ -180,6 +181,16 @@ class Plays:
         uses = (ToolUse("calculator", 0.1), ToolUse("calculator", 0.1, "malformed"))
         said = (reply, {"role": "assistant", "content": last})
         return Episode(task, tuple(policy.turns), (*task.messages, *said), stop=policy.turns[-1].stop, tools=uses)
+
+class Pays:
+    def reset(self, task):
+        return covey.Observation([*task.messages], role="one")
+
+    def step(self, reply):
+        return covey.Observation("and you?", reward=0.5, role="two")
+
+    def end(self, reason):
+        return covey.Done(reward={"one": 1.0, "two": 0.0})
 """
 RUNS = {
     "gvpo, evaluated, saved": "algorithm=gvpo eval.before=true eval.modes=[greedy,sampled] loop.save_every=1",
@@ -200,6 +211,7 @@ RUNS = {
         "algorithm=grpo teacher=current teacher.kl=full teacher.prompt_template='{question}{answer}'"
     ),
     "an agent with tools": "algorithm=grpo agent=agent.py:Plays",
+    "an environment with roles that pays turns": "algorithm=gigpo agent=agent.py:Pays reward=given",
     "a reward that breaks": "algorithm=grpo reward=rewards.py:brittle eval.before=true eval.modes=[sampled] eval.n=8",
 }
 

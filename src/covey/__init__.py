@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # for editors and type checkers; `_HOMES` lists the same name
         Dppo,
         DrGrpo,
         Gdpo,
+        Gigpo,
         Gmpo,
         Gpg,
         Grpo,
@@ -42,12 +43,13 @@ if TYPE_CHECKING:  # for editors and type checkers; `_HOMES` lists the same name
         Remax,
         Rloo,
         Sapo,
+        TurnReturns,
         Vespo,
     )
     from covey.config.schema import Config
     from covey.learner.minimal import GVPOTrainer
     from covey.models.loading import model_path
-    from covey.protocols import Done
+    from covey.protocols import Done, Observation
     from covey.rewards import only_if, reward
     from covey.trainer import Trainer, train
     from covey.training.record import Step
@@ -57,9 +59,23 @@ if TYPE_CHECKING:  # for editors and type checkers; `_HOMES` lists the same name
 __version__ = "0.1.0"
 
 _ALGORITHMS = (
-    *("Cispo", "ClipCov", "Dapo", "Dgdo", "Dppo", "DrGrpo", "Gdpo", "Gmpo", "Gpg", "Grpo", "GrpoPassk", "Gspo"),
+    *(
+        "Cispo",
+        "ClipCov",
+        "Dapo",
+        "Dgdo",
+        "Dppo",
+        "DrGrpo",
+        "Gdpo",
+        "Gigpo",
+        "Gmpo",
+        "Gpg",
+        "Grpo",
+        "GrpoPassk",
+        "Gspo",
+    ),
     *("Gvpo", "KlCov", "Luspo", "Maxrl", "OnlineDpo", "Opo", "Otb", "Ppo", "Raft", "ReinforcePlusPlus"),
-    *("ReinforcePlusPlusBaseline", "Remax", "Rloo", "Sapo", "Vespo"),
+    *("ReinforcePlusPlusBaseline", "Remax", "Rloo", "Sapo", "TurnReturns", "Vespo"),
 )
 _HOMES = {
     "Trainer": "covey.trainer",
@@ -74,6 +90,7 @@ _HOMES = {
     "only_if": "covey.rewards",
     "agent": "covey.agents.resolve",
     "Done": "covey.protocols",
+    "Observation": "covey.protocols",
     "tool": "covey.agents.tools.tool",
     "ToolFailure": "covey.agents.tools.tool",
     "ToolMistake": "covey.agents.tools.tool",
@@ -87,11 +104,11 @@ _HOMES = {
 }
 
 __all__ = ["Cispo", "ClipCov", "Config", "Dapo", "Dgdo", "Done", "Dppo", "DrGrpo", "Episode", "GVPOLoss"]
-__all__ += ["GVPOTrainer", "Gdpo", "Gmpo", "Gpg", "Group", "Grpo", "GrpoPassk", "Gspo", "Gvpo", "KlCov", "Luspo"]
-__all__ += ["Maxrl", "OnlineDpo", "Opo", "Otb", "Ppo", "Raft", "ReinforcePlusPlus", "ReinforcePlusPlusBaseline"]
-__all__ += ["Remax", "Rloo", "Run", "Sapo", "Step", "Task", "ToolFailure", "ToolMistake", "Trainer", "Vespo"]
-__all__ += ["__version__", "advantages", "agent", "compute_gvpo_advantage", "model_path", "only_if", "policy_loss"]
-__all__ += ["reward", "tool", "train"]
+__all__ += ["GVPOTrainer", "Gdpo", "Gigpo", "Gmpo", "Gpg", "Group", "Grpo", "GrpoPassk", "Gspo", "Gvpo", "KlCov"]
+__all__ += ["Luspo", "Maxrl", "Observation", "OnlineDpo", "Opo", "Otb", "Ppo", "Raft", "ReinforcePlusPlus"]
+__all__ += ["ReinforcePlusPlusBaseline", "Remax", "Rloo", "Run", "Sapo", "Step", "Task", "ToolFailure", "ToolMistake"]
+__all__ += ["Trainer", "TurnReturns", "Vespo", "__version__", "advantages", "agent", "compute_gvpo_advantage"]
+__all__ += ["model_path", "only_if", "policy_loss", "reward", "tool", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from covey.errors import EpisodeError
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 Unit = Literal["tokens", "episodes", "groups"]
 Couples = Literal["nothing", "episodes", "groups", "batch"]
 Metrics = dict[str, float]
+MAX_TURN_REWARD = 1e15  # as of a reward function
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class Needs:
     teacher_kl: bool = False  # KL to the teacher over the vocabulary, with gradient, in every update
     teacher_top: bool = False  # KL to the teacher over its most likely tokens, with gradient, in every update
     greedy_baseline: bool = False  # a greedy attempt at each task
+    turns: bool = False  # the turns of the episodes, with their rewards and states
     min_group_size: int = 1
     advised_group_size: int = 1  # smaller groups work, but poorly: a warning
 
@@ -227,10 +230,12 @@ class Policy(Protocol):
         stop: Sequence[str] = (),
         max_tokens: int | None = None,
         trained: bool = True,
+        role: str | None = None,
         temperature: float | None = None,
         top_p: float | None = None,
     ) -> Completion:
-        """Override `temperature` and `top_p` only for turns that are not trained on."""
+        """`role`: who speaks, if an episode has several roles. Override `temperature` and `top_p` only for turns that
+        are not trained on."""
         ...
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -245,6 +250,7 @@ class Policy(Protocol):
         stop: Sequence[str] = (),
         max_tokens: int | None = None,
         trained: bool = True,
+        role: str | None = None,
         temperature: float | None = None,
         top_p: float | None = None,
     ) -> Reply:
@@ -253,6 +259,11 @@ class Policy(Protocol):
 
     def remember(self, message: Mapping[str, Any]) -> None:
         """Set how the last reply appears in the messages of later turns, if not as its text alone."""
+        ...
+
+    def record_turn(self, *, reward: float | None = None, state: Any = None) -> None:
+        """Set the reward of the last turn, and the state in which it was sampled: any JSON value that is equal if and
+        only if the situation is the same. None changes nothing."""
         ...
 
     async def chat(self, messages: Messages) -> str: ...
@@ -270,19 +281,40 @@ class Agent(Protocol):
 class Done:
     """Returned by an environment's step to end the episode, with its reward and last messages."""
 
-    reward: float | Mapping[str, float | None] | None = None  # in a table, "reward" is trained on, others are recorded
+    reward: float | Mapping[str, float | None] | None = (
+        None  # a table: "reward", rewards of roles, and others to record
+    )
     messages: Messages = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """Returned by an environment's step, or by a tool, to pay a reward for the turn."""
+
+    content: Any  # what the model sees next: messages or a text; of a tool, its result
+    reward: float | None = None  # of the turn that led here; None: not paid
+    state: Any = None  # the state that the model is in now, for algorithms that compare turns in equal states
+    role: str | None = None  # who replies: it sees the messages that were sent to this role, and its own replies
+
+
+def check_turn_reward(reward: Any) -> None:
+    """Raise ValueError unless the reward is None or a finite number."""
+    is_number = isinstance(reward, Real)
+    if reward is not None and not (is_number and abs(reward) <= MAX_TURN_REWARD):
+        raise ValueError(
+            f"the reward of a turn must be None or a number within ±{MAX_TURN_REWARD:g}, got {reward!r:.50}"
+        )
 
 
 class Environment(Protocol):
     """The environment of one episode. Methods may be async; `close` or `aclose` is called at the end, if defined."""
 
     def reset(self, task: Task) -> Any:
-        """The first messages for the model: messages, a text, or None for the task's own."""
+        """The first messages for the model: messages, a text, `Observation`, or None for the task's own."""
         ...
 
     def step(self, reply: str) -> Any:
-        """The response to a reply: new messages, a text, or `Done`."""
+        """The response to a reply: new messages, a text, `Observation`, or `Done`."""
         ...
 
 

@@ -6,7 +6,7 @@ Everything here is frozen: a stage returns new values and never changes its inpu
 
 Shape suffixes in this package:
     N  episodes          G  groups           R  token rows (an episode has one, or several where it forks)
-    T  response tokens of a row, padded on the right                       V  vocabulary
+    T  response tokens of a row, padded on the right                       V  vocabulary          K  turns
 """
 
 from __future__ import annotations
@@ -161,6 +161,9 @@ class Turn:
     stop: StopReason
     trained: bool = True  # False: part of the episode, but not trained on
     images: tuple[ImageSpan, ...] = ()  # in the prompt
+    reward: float | None = None  # paid for this turn by the environment, a tool or the agent; None: not paid
+    state: str | None = None  # key of the situation in which it was sampled; None: its prompt is the state
+    role: str | None = None  # who spoke, if an episode has several roles
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +207,25 @@ class Episode:
     def response_tokens(self) -> int:
         return sum(len(turn.completion_ids) for turn in self.turns)
 
+    @property
+    def roles(self) -> list[str]:
+        """The roles of its turns, in the order in which they first spoke."""
+        return list(dict.fromkeys(turn.role for turn in self.turns if turn.role is not None))
+
+    @property
+    def turn_rewards(self) -> list[float]:
+        """The rewards of the turns that were paid."""
+        return [turn.reward for turn in self.turns if turn.reward is not None]
+
+    @property
+    def reported(self) -> float | None:
+        """The `reward` that was reported in `given`, or else the sum of its values, plus the rewards of the turns; None
+        if nothing was reported."""
+        table = self.given or {}
+        values = [value for value in table.values() if value is not None]
+        outcome = table["reward"] if "reward" in table else sum(values) if values else None
+        return outcome if not self.turn_rewards else (outcome or 0.0) + sum(self.turn_rewards)
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -242,6 +264,7 @@ class Sample:
     images: tuple[ImageSpan, ...] = ()  # in the prompt and in the response, which counts on from the prompt
     # The prompt that a teacher reads instead; (): it does not score this row; None: the same prompt.
     teacher_prompt_ids: tuple[int, ...] | None = None
+    turns: tuple[tuple[int, int, int], ...] = ()  # number in the episode, and first and last + 1 response token
 
     @property
     def length(self) -> int:
@@ -260,6 +283,17 @@ class Unfiltered:
     rewards: Mapping[str, Tensor]
     longest_N: Tensor
     truncated_N: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """The K turns of a step, in order of episodes and time, for estimators that read them."""
+
+    episode_K: Tensor  # int64
+    number_K: Tensor  # int64, 0, 1, … in its episode
+    reward_K: Tensor  # float64, what it adds to the total reward; NaN if it was not paid
+    state_K: Tensor  # int64, equal for the turns of a group that were sampled in the same state
+    turn_RT: Tensor  # int64, the turn of each response token; -1 for tokens of no turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +319,8 @@ class Samples:
     token_rewards_RT: Tensor | None = None  # rewards that shapers added to single tokens, 0 elsewhere
     baseline_rewards_G: Tensor | None = None  # reward of the greedy attempt at each task
     unfiltered: Unfiltered | None = None  # set if groups were filtered out
+    turns: Turns | None = None  # if the algorithm reads them
+    roles: tuple[tuple[int, str], ...] = ()  # if rewards name roles: the step's episode and the role of each of the N
     temperature: float = 1.0
     max_tokens: int = 1  # limit of a completion
 

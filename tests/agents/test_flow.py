@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import pytest
 
+import covey
 from covey.agents.flow import FlowAgent, Memory, Step
 from covey.agents.formats.base import Call
 from covey.errors import InputError
 from covey.protocols import NoRoom, Policy, Reply
-from covey.types import Episode, Messages, StopReason, Task, ToolUse, Turn
+from covey.rewards import resolve_rewards
+from covey.training.samples import to_samples
+from covey.types import Collected, Episode, Group, Messages, StopReason, Task, ToolUse, Turn
 from tests.agents.formats.test_react import TEXT, schema
 
 SCHEMAS = [schema("search", ("query",), query=TEXT), schema("answer", ("answer",), answer=TEXT)]
@@ -41,6 +44,7 @@ class Scripted:
         stop: Sequence[str] = (),
         max_tokens: int | None = None,
         trained: bool = True,
+        role: str | None = None,
     ) -> Reply:
         await asyncio.sleep(0)
         (message,) = messages
@@ -50,8 +54,11 @@ class Scripted:
         if isinstance(line, Exception):
             raise line
         reply = line if isinstance(line, Reply) else Reply(line, StopReason.EOS)
-        self.turns.append(Turn((len(self.turns),), (1,), (0.0,), (0,), reply.stop, trained))
+        self.turns.append(Turn((len(self.turns),), (1,), (0.0,), (0,), reply.stop, trained, role=role))
         return reply
+
+    def record_turn(self, *, reward: float | None = None, state: Any = None) -> None:
+        self.turns[-1] = replace(self.turns[-1], reward=reward)
 
     def plain(self, text: str) -> str:
         return text
@@ -67,6 +74,7 @@ class Result:
     use: ToolUse
     ended: bool = False
     answer: str | None = None
+    reward: float | None = None
 
 
 @dataclass
@@ -158,6 +166,30 @@ def test_what_each_module_is_shown() -> None:
 def test_turns_of_the_chosen_modules_are_trained_on(modules: Sequence[str], trained: list[bool]) -> None:
     episode = play(FlowAgent(FakeTools(), modules), Scripted([PLAN, CALL, STOP, "Birds."]))
     assert [turn.trained for turn in episode.turns] == trained
+    assert [turn.role for turn in episode.turns] == ["planner", "executor", "verifier", "generator"]
+
+
+class PayingTools(FakeTools):
+    async def call(self, calls: Sequence[Call]) -> list[Any]:
+        return [replace(result, reward=0.5) for result in await super().call(calls)]
+
+
+def test_a_tool_pays_the_executor() -> None:
+    policy = Scripted([PLAN, CALL + CALL, STOP, "Birds."])
+    episode = play(FlowAgent(PayingTools()), policy)
+    assert [turn.reward for turn in episode.turns] == [None, 1.0, None, None]
+
+
+def test_modules_have_rewards_of_their_own() -> None:
+    @covey.reward
+    def shares(episode: Episode) -> dict[str, float]:
+        return {"planner": 1.0, "executor": float(len(episode.tools)), "verifier": -1.0, "generator": 0.0}
+
+    episode = play(FlowAgent(FakeTools(), ("planner", "executor")), Scripted([PLAN, CALL, STOP, "Birds."]))
+    scores = asyncio.run(resolve_rewards(shares, None, {})(episode.task, episode))
+    samples = to_samples(Collected((Group(episode.task, (replace(episode, rewards=scores),)),)), {"shares": 1.0})
+    assert samples.roles == ((0, "planner"), (0, "executor"))
+    assert samples.total_reward().tolist() == [1, 1] and scores["shares"] == 1.0
 
 
 def test_an_unknown_module() -> None:

@@ -11,6 +11,7 @@ import torch
 
 import covey
 from covey.telemetry import read_episodes
+from covey.types import Task
 
 
 @pytest.fixture
@@ -148,6 +149,57 @@ def test_the_rewards_conflict() -> None:
     for n in range(9):
         assert experiment.recall("ijklmnop"[:n], "ijklmnop") + brevity("ijklmnop"[:n]) == 1
     assert experiment.recall("iiab", "ijklmnop") == 1 / 8 and brevity("iiab") == 1 / 2
+
+
+def test_the_walk_pays_for_progress() -> None:
+    """What is paid sums to the cells that were gained; the same walk paid at the end gives 1 for arriving."""
+    import turn_credit as experiment
+
+    assert len({experiment.moves("a", cell) for cell in range(6)}) > 1  # each cell has its own letters
+    task = Task("a", ({"role": "user", "content": "a"},), answer="a")
+    walk, late = experiment.Walk(), experiment.PaidAtTheEnd()
+    assert (walk.reset(task).state, late.reset(task).state) == (0, 0)
+    ahead, back = experiment.moves("a", 0)
+    assert walk.step(back).reward == 0  # nothing lies behind the first cell
+    assert walk.step(ahead).reward == pytest.approx(1 / 6)
+    ahead, back = experiment.moves("a", 1)
+    assert walk.step("a").state == 1  # not a letter of the walk
+    lost = walk.step(back)
+    assert lost.reward == pytest.approx(-1 / 6) and (lost.state, lost.content) == (0, "0")
+    paid = 0.0
+    for cell in range(6):
+        result, at_end = walk.step(experiment.moves("a", cell)[0]), late.step(experiment.moves("a", cell)[0])
+        if cell < 5:
+            assert at_end.reward is None
+            paid += result.reward
+    assert paid + result.reward["reward"] == pytest.approx(1) and at_end.reward == {"reward": 1.0, "arrived": 1.0}
+
+
+def test_the_dilemma() -> None:
+    """Defecting pays more for oneself whatever the other does, and less for both together."""
+    import roles as experiment
+
+    for other in "cd":
+        own = {move: experiment.PAYOFF[move, other][0] for move in "cd"}
+        both = {move: sum(experiment.PAYOFF[move, other]) for move in "cd"}
+        assert own["d"] > own["c"] and both["d"] < both["c"]
+        assert own == {move: experiment.PAYOFF[other, move][1] for move in "cd"}  # the same for the second player
+
+
+def test_the_players_of_the_dilemma_are_paid_by_themselves_or_together() -> None:
+    import roles as experiment
+
+    for moves, own, told in [
+        (("c", "d"), {"first": 0, "second": 5}, {"payoff": 2.5, "defected": 0.5}),
+        (("d", "d"), {"first": 1, "second": 1}, {"payoff": 1.0, "defected": 1.0}),
+        (("c", "e"), {"first": 0, "second": -1}, {"payoff": -0.5}),  # not a move
+        (("1",), {"first": -1, "second": 0}, {"payoff": -0.5}),
+    ]:
+        for kind, expected in ((experiment.Dilemma, own), (experiment.SharedReward, {})):
+            game = kind()
+            seen = [game.reset(Task("t", (), answer="")), *(game.step(move) for move in moves)]
+            assert [(o.content, o.role) for o in seen[:-1]] == [("1", "first"), ("2", "second")][: len(moves)]
+            assert seen[-1].reward == {"reward": sum(own.values()), **expected, **told}
 
 
 def test_sign_test() -> None:

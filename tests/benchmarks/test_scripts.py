@@ -49,18 +49,21 @@ LESS = {
     "pack": [],
     "publish": [],
     "regime": ["--tiny", "--out", "results"],
+    "roles": ["--seeds", "0"],
     "scaling": ["--tiny", "--out", "results"],
     "scoring": ["--only", "gsm8k", "--sample", "3"],
     "simulate": [],
     "soak": ["--steps", "150", "--every", "0.1"],
     "step": ["--tiny", "--out", "results", "--sides", "covey"],
+    "turn_credit": ["--seeds", "0"],
     "two_rewards": ["--seeds", "0"],
 }
 NOT_RUN = {
     "dash": "needs playwright and chromium (make dash-test)",
     "mutants": "needs a process that has not imported Covey: test_mutants.py",
 }
-SLOW = ("faults", "gateway_load", "kills", "soak", "two_rewards")  # start processes of their own, or train many times
+# Start processes of their own, or train many times.
+SLOW = ("faults", "gateway_load", "kills", "roles", "soak", "turn_credit", "two_rewards")
 
 
 def test_every_script_is_run_or_says_why_not() -> None:
@@ -212,8 +215,10 @@ SMALLER: dict[str, Callable[[Any, pytest.MonkeyPatch], None]] = {
     "gvpo_optimum": few_steps,
     "pack": nothing_installed,
     "publish": a_page_of_its_own,
+    "roles": few_steps,
     "simulate": quick_tools,
     "soak": results_here,
+    "turn_credit": few_steps,
     "two_rewards": few_steps,
 }
 MORE: dict[str, Callable[[], list[str]]] = {"publish": result_of_lora, "scoring": public_data}

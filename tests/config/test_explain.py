@@ -18,7 +18,7 @@ agent.browsers agent.chromium agent.pages_per_browser
 agent.command agent.environment agent.environment_options agent.format agent.keep_images agent.max_response_tokens
 agent.max_seconds
 agent.max_tool_tokens agent.max_turns agent.name
-agent.template agent.tool_options agent.tool_seconds agent.tools agent.train_modules
+agent.template agent.tool_options agent.tool_seconds agent.tools agent.train_modules agent.train_roles
 cluster.address cluster.learner_devices cluster.max_restarts cluster.name cluster.nodes
 cluster.rollout_devices cluster.transport
 critic.clip critic.grad_clip critic.lr critic.model critic.shared critic.shared_coef critic.warmup_steps

@@ -53,6 +53,7 @@ CALCULATOR = """
     [
         "actor_rollout_ref.rollout.name=sglang",
         "rollout=hf",
+        "agent.opponent=latest-2",
         "cluster=slurm",
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
     ],

@@ -44,6 +44,7 @@ rewards, groups, g = torch.tensor([1.0, 0.0, 0.5, 1.0]), [0, 0, 1, 1], [0, 0, 1,
 mask, adv = torch.ones(4, 3), torch.tensor([1.0, -1.0, -1.0, 1.0])
 logprobs, old, values, ref = (-torch.rand(4, 3, generator=generator) for _ in range(4))
 ref_logprobs = ref
+token_rewards, turns = torch.rand(4, 3, generator=generator), torch.tensor([[0, 0, 1]] * 4)
 prompts, completions, scores = ["1 + 1 ="], [["2", "3", "4", "5"]], [[1.0, 0.0, 0.0, 0.0]]
 """,
     "trainer = GVPOTrainer(model=model": MODELS,

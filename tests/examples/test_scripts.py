@@ -56,6 +56,7 @@ TRAINING = {  # script → what its steps and evaluations record because of what
     "own_reward.py": ("reward/brief/words/mean", "eval/greedy/right"),
     "tool_agent.py": ("reward/number/mean", "eval/greedy/number"),
     "environment.py": ("reward/given/found/mean", "eval/sampled/given"),
+    "two_players.py": ("role/first/reward", "eval/sampled/given/first"),
     "own_algorithm.py": ("policy/log_ratio_max", "eval/greedy/number"),
 }
 
@@ -70,6 +71,23 @@ def test_a_training_script_runs(
     assert len(steps) == 2 and of_a_step in steps[-1]
     assert len(evaluations) == 2 and of_an_evaluation in evaluations[-1]
     assert re.findall(r"^after (\d+) steps: ", capsys.readouterr().out, re.MULTILINE) == ["0", "2"]
+
+
+def play_piles(pile: int, *replies: str) -> tuple[list[tuple[str, str]], dict[str, float]]:
+    """Role and last message of each observation, and the rewards."""
+    game = module("two_players.py")["TakeAway"]()
+    seen = [game.reset(Task("t", (), answer=str(pile)))]
+    seen += [game.step(reply) for reply in replies]
+    return [(o.role, o.content[-1]["content"]) for o in seen[:-1]], seen[-1].reward
+
+
+def test_the_game_of_two_players() -> None:
+    first, second = {"first": 1.0, "second": -1.0}, {"first": -1.0, "second": 1.0}
+    seen, rewards = play_piles(4, "1", "2", "1")
+    assert seen == [("first", "Pile: 4"), ("second", "Pile: 3"), ("first", "Pile: 1")] and rewards == first
+    assert play_piles(3, "2", "1")[1] == second
+    assert play_piles(3, "take 1")[1] == second  # not a legal move
+    assert play_piles(3, "2", "2")[1] == first  # more than there is
 
 
 def test_the_rewards_of_the_example() -> None:

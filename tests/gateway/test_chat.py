@@ -64,6 +64,26 @@ def test_a_conversation_with_a_tool_is_one_row_of_sampled_tokens(gateway: Runnin
     assert episode.stop is StopReason.EOS
 
 
+def test_turns_are_paid_while_the_episode_is_open() -> None:
+    with serve_engine(ScriptedEngine(lambda prompt, _: "hello")) as gateway:
+        opened = gateway.open()
+        address = f"/episodes/{opened['id']}"
+        early = gateway.post(f"{address}/turn", json={"reward": 1.0})
+        assert early.status_code == 400 and "there is no turn yet" in early.text
+        client = gateway.client(opened["key"])
+        first = ask(client).choices[0].message
+        assert gateway.post(f"{address}/turn", key=opened["key"], json={"state": {"page": 1}}).status_code == 200
+        assert gateway.post(f"{address}/turn", key=opened["key"], json={"reward": -0.5}).json()["turn"] == 0
+        refused = gateway.post(f"{address}/turn", json={"reward": "much"})
+        assert refused.status_code == 400 and "the reward of a turn must be None or a number" in refused.text
+        ask(client, [USER, first, USER])
+        assert gateway.post(f"{address}/reward", json={"reward": 2.0}).status_code == 200
+        assert gateway.post(f"{address}/turn", json={"reward": 1.0}).status_code == 409
+        episode = gateway.episode(opened["id"])
+    assert [(turn.reward, turn.state) for turn in episode.turns] == [(-0.5, '{"page": 1}'), (None, None)]
+    assert episode.reported == 1.5
+
+
 def test_a_template_without_tools_gets_them_in_the_system_message_and_results_from_the_user() -> None:
     engine = ScriptedEngine(lambda prompt, _: "In the grass." if "<tool_response>\ngrass" in prompt else CALL)
     engine.tokenizer.chat_template = (

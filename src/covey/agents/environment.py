@@ -11,10 +11,11 @@
                 return covey.Done(reward=1.0)
             return covey.Done(reward=0.0) if self.left == 0 else "Wrong. Try again."
 
-Every episode has its own environment, which is closed at the episode's end. The environment's reward is the built-in
-reward `given`. If an episode ends before the environment is done (turns or tokens used up), the environment's method
-`end(reason)` returns its `Done`; without that method the episode has no reward and is excluded. With a worker pool each
-environment runs in a process of its own, where a hang or crash costs only its episode.
+A step that pays returns `covey.Observation("Wrong.", reward=-0.1)`. Every episode has its own environment, which is
+closed at the episode's end. The sum of an environment's rewards is the built-in reward `given`. If an episode ends
+before the environment is done (turns or tokens used up), the environment's method `end(reason)` returns its `Done`;
+without that method only turns are paid, and an episode in which none was has no reward and is excluded. With a worker
+pool each environment runs in a process of its own, where a hang or crash costs only its episode.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any, ClassVar, Protocol
 
 from covey.errors import InputError, NamedFailure, RunFailed, describe_error
 from covey.images import ImageMistake, has_images, with_images
-from covey.protocols import Done, NoRoom, Policy
+from covey.protocols import Done, NoRoom, Observation, Policy, check_turn_reward
 from covey.types import Episode, Messages, RewardTable, StopReason, Task
 from covey.workers import WorkerError, WorkerPool, WorkerSession, WorkerTimeout
 
@@ -136,6 +137,7 @@ class EnvironmentAgent:
     max_turns: int
     seconds: float = 10.0  # for one call of reset or step
     host: Callable[[], Host] = InProcess
+    train_roles: Sequence[str] = ()  # roles whose turns are trained on; empty: all
 
     reward: ClassVar[str] = "given"  # the reward if the user names none
 
@@ -154,9 +156,11 @@ class EnvironmentAgent:
 
     async def run(self, policy: Policy, task: Task) -> Episode:
         async with self._open(policy) as environment:
-            opening = _messages("reset", await environment.call("reset", task)) or list(task.messages)
+            first = _observation("reset", await environment.call("reset", task))
+            opening = _messages("reset", first.content) or list(task.messages)
             messages: list[Message] = []  # after the opening
-            stop, done = await self._play(policy, environment, opening, messages)
+            first = replace(first, content=opening)
+            stop, done = await self._play(policy, environment, first, messages)
             if done is None and environment.host.has("end"):
                 done = await environment.call("end", stop.value)
                 if not isinstance(done, Done):
@@ -170,21 +174,32 @@ class EnvironmentAgent:
         )
 
     async def _play(
-        self, policy: Policy, environment: OpenEnvironment, opening: Messages, messages: list[Message]
+        self, policy: Policy, environment: OpenEnvironment, seen: Observation, messages: list[Message]
     ) -> tuple[StopReason, Done | None]:
+        """Play from the first observation, adding to `messages`. Each role has a conversation of its own."""
+        conversations: dict[str | None, list[Message]] = {seen.role: list(seen.content)}
         for _ in range(self.max_turns):
+            conversation = conversations[seen.role]
+            trained = not self.train_roles or seen.role in self.train_roles
             try:
-                reply = await policy.ask([*opening, *messages])
+                reply = await policy.ask(conversation, trained=trained, role=seen.role)
             except NoRoom:
                 return StopReason.LENGTH, None
-            messages.append({"role": "assistant", "content": reply.text})
+            policy.record_turn(state=seen.state)
+            message = {"role": "assistant", "content": reply.text}
+            conversation.append(message)
+            messages.append(message if seen.role is None else message | {"name": seen.role})
             if reply.stop is StopReason.LENGTH:
                 return reply.stop, None
             result = await environment.call("step", reply.text)
             if isinstance(result, Done):
                 messages += _readable("step", result.messages)
                 return reply.stop, result
-            messages += _messages("step", result)
+            seen = _observation("step", result)
+            policy.record_turn(reward=seen.reward)
+            shown = _messages("step", seen.content)
+            conversations.setdefault(seen.role, []).extend(shown)
+            messages += shown
         return StopReason.TURNS, None
 
     @asynccontextmanager
@@ -225,6 +240,18 @@ class OpenEnvironment:
             raise EnvironmentFailed("environment", f"{self.name}.{method}: {describe_error(error)}") from error
 
 
+def _observation(method: str, value: Any) -> Observation:
+    if not isinstance(value, Observation):
+        return Observation(value)
+    try:
+        check_turn_reward(value.reward)
+    except ValueError as error:
+        raise EnvironmentFailed("environment", f"{method}: {error}") from error
+    if method == "reset" and value.reward is not None:
+        raise EnvironmentFailed("environment", "reset returned a reward, but no turn has been played yet")
+    return value
+
+
 def _messages(method: str, value: Any) -> list[Message]:
     """The messages that an environment returned. A string is a user message."""
     if value is None and method == "reset":
@@ -233,7 +260,7 @@ def _messages(method: str, value: Any) -> list[Message]:
         return [{"role": "user", "content": value}]
     messages = [value] if isinstance(value, Mapping) else value
     if not isinstance(messages, Sequence) or not messages or not all(map(_is_message, messages)):
-        done = ", or covey.Done(reward=...)" if method == "step" else ""
+        done = ", covey.Observation(messages, reward=...) or covey.Done(reward=...)" if method == "step" else ""
         raise EnvironmentFailed("environment", f"{method} must return messages or a text{done}; got {value!r:.80}")
     return _readable(method, messages)
 

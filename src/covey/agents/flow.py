@@ -8,7 +8,8 @@ AgentFlow, Li et al. 2025, https://arxiv.org/abs/2510.05592
     generator   writes the answer from the query and the memory
 
 All modules are the same policy. Each turn is a separate conversation, so it becomes a separate row of tokens. The
-episode's reward goes to every trained turn: those of the modules in `agent.train_modules`.
+episode's reward goes to every trained turn: those of the modules in `agent.train_modules`. Modules are roles: a reward
+that returns {"planner": 1.0, "executor": 0.0, ...} gives each its own (rollout/roles.py).
 
 Deviations: no analysis of the query before the first plan; planner and executor write short lines and JSON rather than
 justifications and Python; a truncated reply of any module ends the episode.
@@ -25,7 +26,7 @@ from typing import Any
 from covey.agents.formats.base import Call, describe_tools, function_of
 from covey.agents.formats.hermes import HermesFormat
 from covey.agents.formats.llama import LlamaFormat
-from covey.agents.tools.session import ToolResult
+from covey.agents.tools.session import ToolResult, paid
 from covey.agents.turns import Toolbox
 from covey.errors import unknown
 from covey.protocols import NoRoom, Policy
@@ -170,6 +171,7 @@ class FlowAgent:
                 plan, _ = await self._ask("planner", policy, memory, self._planner(query, memory))
                 goal, calls = await self._calls(policy, query, memory, plan)
                 results = await session.call(calls)
+                policy.record_turn(reward=paid(results))
                 self._remember(memory, goal, calls, results, policy)
                 if memory.answer is not None:
                     return StopReason.ANSWER
@@ -182,7 +184,7 @@ class FlowAgent:
     async def _ask(self, module: str, policy: Policy, memory: Memory, messages: Messages) -> tuple[str, StopReason]:
         """A module's reply without its thinking. A truncated reply is useless to the other modules."""
         trained = module in self.modules or "all" in self.modules
-        reply = await policy.ask(messages, trained=trained)
+        reply = await policy.ask(messages, trained=trained, role=module)
         memory.replies.append({"role": "assistant", "name": module, "content": reply.text})
         if reply.stop is StopReason.LENGTH:
             raise NoRoom(f"the {module}'s reply was cut off")

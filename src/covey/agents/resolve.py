@@ -89,7 +89,7 @@ def as_agent(name: str, value: Any, config: AgentConfig) -> Agent:
 
     if inspect.isclass(value):
         if _is_environment(value):
-            return EnvironmentAgent(value, config.max_turns, config.tool_seconds)
+            return EnvironmentAgent(value, config.max_turns, config.tool_seconds, train_roles=config.train_roles)
         if not callable(getattr(value, "run", None)):
             raise InputError(f"agent {name}: a class is an environment (reset and step) or an agent (opening and run)")
         with no_exit(f"agent {name}"):
@@ -105,7 +105,7 @@ def as_agent(name: str, value: Any, config: AgentConfig) -> Agent:
             " that makes one"
         )
     if _is_factory(value):
-        return EnvironmentAgent(value, config.max_turns, config.tool_seconds)
+        return EnvironmentAgent(value, config.max_turns, config.tool_seconds, train_roles=config.train_roles)
     return FunctionAgent(value)
 
 

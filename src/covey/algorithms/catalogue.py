@@ -16,6 +16,7 @@ from covey.algorithms.dgdo import Dgdo
 from covey.algorithms.dppo import Dppo
 from covey.algorithms.gae import Gae
 from covey.algorithms.gdpo import Gdpo
+from covey.algorithms.gigpo import Gigpo
 from covey.algorithms.gmpo import Gmpo
 from covey.algorithms.gpg import Gpg
 from covey.algorithms.grpo import Grpo
@@ -33,6 +34,7 @@ from covey.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlu
 from covey.algorithms.remax import Remax
 from covey.algorithms.rloo import Rloo
 from covey.algorithms.sapo import Sapo
+from covey.algorithms.turn_returns import TurnReturns
 from covey.algorithms.vespo import Vespo
 
 Defaults = Mapping[str, Any]
@@ -160,6 +162,14 @@ ALGORITHMS: dict[str, Entry] = {
     "opo": Entry(Opo, "policy_gradient", "2505.23585", "the baseline of least variance: rewards weighted by length"),
     "gpg": Entry(Gpg, "policy_gradient", "2504.02546", "the plain gradient, corrected for answers without signal"),
     "grpo_passk": Entry(GrpoPassk, "ppo_clip", "2503.19595", "only the best answer counts: for pass@k"),
+    "turn_returns": Entry(TurnReturns, "ppo_clip", "2505.11821", "GRPO for each turn, over the rewards from it on"),
+    "gigpo": Entry(
+        Gigpo,
+        "ppo_clip",
+        "2505.10978",
+        "GRPO, and turns compared with turns in the same state",
+        _OVER_TOKENS,
+    ),
     "otb": Entry(
         Otb,
         "ppo_clip",

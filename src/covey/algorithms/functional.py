@@ -27,7 +27,7 @@ from covey.algorithms.gvpo import Gvpo
 from covey.algorithms.ops import group_size, make_batch
 from covey.errors import unknown
 from covey.protocols import Metrics, TokenOutputs
-from covey.types import Batch, Samples
+from covey.types import Batch, Samples, Turns
 
 Groups = Tensor | Sequence[Hashable]
 Column = Tensor | Sequence[float | None]
@@ -55,6 +55,8 @@ def advantages(
     values: Tensor | None = ...,
     baseline_rewards: Tensor | None = ...,
     score_norms: Tensor | None = ...,
+    turns: Tensor | None = ...,
+    states: Sequence[Sequence[Hashable]] | None = ...,
     weights: Mapping[str, float] | None = ...,
     state: MutableMapping[str, Any] | None = ...,
     with_returns: Literal[False] = ...,
@@ -72,6 +74,8 @@ def advantages(
     values: Tensor | None = ...,
     baseline_rewards: Tensor | None = ...,
     score_norms: Tensor | None = ...,
+    turns: Tensor | None = ...,
+    states: Sequence[Sequence[Hashable]] | None = ...,
     weights: Mapping[str, float] | None = ...,
     state: MutableMapping[str, Any] | None = ...,
     with_returns: Literal[True],
@@ -88,6 +92,8 @@ def advantages(
     values: Tensor | None = None,
     baseline_rewards: Tensor | None = None,
     score_norms: Tensor | None = None,
+    turns: Tensor | None = None,
+    states: Sequence[Sequence[Hashable]] | None = None,
     weights: Mapping[str, float] | None = None,
     state: MutableMapping[str, Any] | None = None,
     with_returns: bool = False,
@@ -103,6 +109,10 @@ def advantages(
     values            [N, T] of a critic, for ppo; with_returns=True also returns the returns
     baseline_rewards  [N], the greedy answer's reward, for remax
     score_norms       [N, T], 1 − 2 π(y_t) + Σ_v π(v)² of each token, for otb
+    turns             [N, T], the number of each token's turn, from 0, for turn_returns, gigpo and ppo's turn_gamma;
+                      token rewards [N, T] are those of their turns. None: every answer is one turn
+    states            the state of each turn, for gigpo: for each answer a list with one entry per turn. None: only the
+                      first turns of a group are in the same state
     state             a dict in which dgdo keeps its weights between calls
     """
     algorithm = make(name, **options)
@@ -125,6 +135,9 @@ def advantages(
         _warn_about_singletons(algorithm.name, kept_N)
     samples = _samples(kept_N, _take(columns, scored), mask, values, baseline, weights or {})
     samples = replace(samples, score_norms_RT=norms)
+    if turns is not None:
+        kept_states = None if states is None else [states[i] for i in scored.nonzero()[:, 0].tolist()]
+        samples = replace(samples, turns=_turns(samples, turns[scored], kept_states))
     if state:
         algorithm.load_state_dict(state)
     result = algorithm.advantages(samples)
@@ -135,6 +148,26 @@ def advantages(
     if result.returns is None:
         raise ValueError(f"{name} has no returns: only algorithms with a critic or token returns do")
     return _spread(result.values, scored), _spread(result.returns, scored)
+
+
+def _turns(samples: Samples, number_NT: Tensor, states: Sequence[Sequence[Hashable]] | None) -> Turns:
+    """The turns of answers with one row each."""
+    if number_NT.shape != samples.mask_RT.shape:
+        raise ValueError(f"turns= has shape {tuple(number_NT.shape)}, mask= has {tuple(samples.mask_RT.shape)}")
+    count_N = torch.where(samples.mask_RT, number_NT, 0).amax(-1).long() + 1
+    if states is not None and [len(own) for own in states] != count_N.tolist():
+        raise ValueError(f"states= needs one entry for each turn: {count_N.tolist()} turns of the scored answers")
+    places = [(n, t) for n, count in enumerate(count_N.tolist()) for t in range(count)]
+    keys = [(int(samples.group_N[n]), (t and n, t) if states is None else states[n][t]) for n, t in places]
+    first_N = count_N.cumsum(0) - count_N
+    device = samples.group_N.device
+    return Turns(
+        episode_K=torch.tensor([n for n, _ in places], device=device),
+        number_K=torch.tensor([t for _, t in places], device=device),
+        reward_K=torch.full((len(places),), torch.nan, dtype=torch.float64, device=device),
+        state_K=index_groups(keys).to(device),
+        turn_RT=torch.where(samples.mask_RT, number_NT.long() + first_N[:, None], -1),
+    )
 
 
 def _spread(x: Tensor, scored: Tensor) -> Tensor:

@@ -2,14 +2,15 @@
 
 Schulman et al. 2015, https://arxiv.org/abs/1506.02438; 2017, https://arxiv.org/abs/1707.06347
 
-    δ_t = r_t + γ V_{t+1} − V_t
-    A_t = δ_t + γλ A_{t+1}                    over an episode's sampled tokens in time order
+    δ_t = r_t + γ_t V_{t+1} − V_t              γ_t = γ within a turn, γ · turn_gamma from a turn to the next
+    A_t = δ_t + γ_t λ A_{t+1}                  over an episode's sampled tokens in time order
     returns = A + V                            before A is whitened over all tokens of the step
 
     value loss  ½ max( (V_θ − returns)²,  (clip(V_θ, V ± c) − returns)² )
 
-An episode's reward is on its last sampled token; tokens of tools and templates in between are skipped, and time runs
-across turns and forked rows. V_t is the critic's value before token t. Group size 1 is fine.
+An episode's reward is on its last sampled token, a reward that was paid for a turn on the turn's last one; tokens of
+tools and templates in between are skipped, and time runs across turns and forked rows. V_t is the critic's value before
+token t. Group size 1 is fine.
 
 Deviations: none. Shapes: N episodes, L tokens of the longest, R rows, T tokens.
 """
@@ -31,9 +32,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Gae:
-    needs: ClassVar[Needs] = Needs(values=True)
+    needs: ClassVar[Needs] = Needs(values=True, turns=True)
 
     gamma: Share = 1.0  # discount of each token
+    turn_gamma: Share = 1.0  # further discount from a turn to the next
     lam: Share = 1.0  # λ: 1 relies on the rewards (no bias), 0 on the critic (no variance)
 
     def __post_init__(self) -> None:
@@ -45,7 +47,8 @@ class Gae:
         reward_NL = to_timeline(token_rewards(samples), *places)
         value_NL = to_timeline(samples.values_RT.to(reward_NL.dtype), *places)
         next_NL = torch.cat([value_NL[:, 1:], torch.zeros_like(value_NL[:, :1])], dim=1)
-        advantage_NL = backward_sum(reward_NL + self.gamma * next_NL - value_NL, self.gamma * self.lam)
+        discount = self._discounts(samples, places)
+        advantage_NL = backward_sum(reward_NL + discount * next_NL - value_NL, discount * self.lam)
         advantage_RT = from_timeline(advantage_NL, *places, samples.mask_RT)
         returns_RT = from_timeline(advantage_NL + value_NL, *places, samples.mask_RT)
         metrics = {
@@ -54,6 +57,14 @@ class Gae:
             "value/explained_variance": explained_variance(samples.values_RT, returns_RT, samples.mask_RT),
         }
         return Advantages(whiten(advantage_RT, samples.mask_RT), returns_RT, metrics)
+
+    def _discounts(self, samples: Samples, places: tuple[Tensor, Tensor]) -> float | Tensor:
+        """γ_t: one number, or one for each token, [N, L]."""
+        if self.turn_gamma == 1 or samples.turns is None:
+            return self.gamma
+        turn_NL = to_timeline(samples.turns.turn_RT, *places)
+        passed_NL = (turn_NL.roll(-1, dims=1) - turn_NL).clamp(min=0)  # turns from a token to the next
+        return self.gamma * self.turn_gamma ** passed_NL.to(samples.outcome_reward().dtype)
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:

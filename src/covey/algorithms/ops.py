@@ -1,6 +1,6 @@
-"""Functions shared by the algorithms: group statistics, sums over tokens, timelines of episodes, diagnostics.
+"""Functions shared by the algorithms: group statistics, sums over tokens, timelines and turns of episodes, diagnostics.
 
-Shapes: N episodes, G groups, R rows, T response tokens. `group` holds 0..G-1.
+Shapes: N episodes, G groups, R rows, T response tokens, K turns. `group` holds 0..G-1.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.imports import torch
 from covey.protocols import TokenOutputs
-from covey.types import Batch, Sample, Samples
+from covey.types import Batch, Sample, Samples, Turns
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,13 +89,24 @@ def episode_sum(x_RT: Tensor, mask_RT: Tensor, episode_R: Tensor, episodes: int)
 
 
 def token_rewards(samples: Samples) -> Tensor:
-    """Reward per token, [R, T]: the episode's reward is on its last sampled token."""
+    """Reward per token, [R, T]: a turn's reward is on its last sampled token, that of a turn without any on the token
+    before it; the rest of the episode's reward is on the episode's last sampled token."""
     places_NL, valid_NL = timeline(samples.mask_RT, samples.episode_R, samples.episodes)
     reward_N = samples.outcome_reward()
+    reward_RT = torch.zeros_like(samples.mask_RT, dtype=reward_N.dtype)
+    turns = samples.turns
+    if turns is not None and bool((turns.reward_K.nan_to_num(nan=0.0) != 0).any()):
+        reward_N = unpaid_reward(samples, turns)
+        length_K = torch.bincount(turns.turn_RT[samples.mask_RT], minlength=len(turns.episode_K))
+        before_N = valid_NL.sum(-1).cumsum(0) - valid_NL.sum(-1)
+        last_K = length_K.cumsum(0) - before_N[turns.episode_K] - 1  # its column in the timeline
+        kept_K = last_K >= 0  # no token precedes the others, so none earned them
+        last_K = places_NL[turns.episode_K[kept_K], last_K[kept_K]]
+        paid_K = turns.reward_K[kept_K].nan_to_num(nan=0.0).to(reward_N.dtype)
+        reward_RT.view(-1).index_add_(0, last_K, paid_K)
     has_N = valid_NL.any(-1)
     last_N = places_NL[has_N, valid_NL.sum(-1)[has_N] - 1]
-    reward_RT = torch.zeros_like(samples.mask_RT, dtype=reward_N.dtype)
-    reward_RT.view(-1)[last_N] = reward_N[has_N]
+    reward_RT.view(-1)[last_N] += reward_N[has_N]
     if samples.token_rewards_RT is not None:
         reward_RT = reward_RT + samples.token_rewards_RT
     return reward_RT
@@ -126,14 +137,74 @@ def from_timeline(x_NL: Tensor, places_NL: Tensor, valid_NL: Tensor, like_RT: Te
     return x_RT
 
 
-def backward_sum(x_NL: Tensor, discount: float) -> Tensor:
-    """G_t = x_t + discount · G_{t+1}"""
+def backward_sum(x_NL: Tensor, discount: float | Tensor) -> Tensor:
+    """G_t = x_t + discount_t · G_{t+1}, with one discount or one for each t, [N, L]."""
     total_N = x_NL.new_zeros(len(x_NL))
     sum_NL = torch.zeros_like(x_NL)
     for t in range(x_NL.shape[1] - 1, -1, -1):
-        total_N = x_NL[:, t] + discount * total_N
+        total_N = x_NL[:, t] + (discount if isinstance(discount, int | float) else discount[:, t]) * total_N
         sum_NL[:, t] = total_N
     return sum_NL
+
+
+# -- Turns -------------------------------------------------------------------------------------------------------------
+
+
+def turns_of(samples: Samples) -> Turns:
+    """The turns of the step; without any, each episode is one turn, and the first states of a group are equal."""
+    if samples.turns is not None:
+        return samples.turns
+    episode_K = torch.arange(samples.episodes, device=samples.group_N.device)
+    return Turns(
+        episode_K=episode_K,
+        number_K=torch.zeros_like(episode_K),
+        reward_K=torch.full_like(episode_K, torch.nan, dtype=torch.float64),
+        state_K=samples.group_N,
+        turn_RT=samples.episode_R[:, None].expand(samples.mask_RT.shape),
+    )
+
+
+def unpaid_reward(samples: Samples, turns: Turns) -> Tensor:
+    """The part of each episode's outcome reward that was not paid for a turn, [N]."""
+    outcome_N, paid_K = samples.outcome_reward(), turns.reward_K.nan_to_num(nan=0.0)
+    sum_N, size_N = paid_K.new_zeros(2, samples.episodes).index_add(
+        1, turns.episode_K, torch.stack([paid_K, paid_K.abs()])
+    )
+    rest_N = outcome_N.double() - sum_N
+    # A difference within rounding would become a signal: an estimator may divide by its spread.
+    rounding_N = _rounding(outcome_N.dtype) * (outcome_N.double().abs() + size_N)
+    return torch.where((size_N > 0) & (rest_N.abs() <= rounding_N), 0.0, rest_N).to(outcome_N.dtype)
+
+
+def turn_rewards(samples: Samples, turns: Turns) -> Tensor:
+    """The reward of each turn, [K], with those of its tokens; what was not paid for a turn is on the last one. Their
+    sum over an episode is its total reward."""
+    rest_N = unpaid_reward(samples, turns)
+    reward_K = turns.reward_K.nan_to_num(nan=0.0).to(rest_N.dtype)
+    last_N = torch.bincount(turns.episode_K, minlength=samples.episodes).cumsum(0) - 1
+    reward_K = reward_K.index_add(0, last_N, rest_N)
+    if samples.token_rewards_RT is None:
+        return reward_K
+    inside_RT = samples.mask_RT & (turns.turn_RT >= 0)
+    return reward_K.index_add(0, turns.turn_RT[inside_RT], samples.token_rewards_RT[inside_RT].to(reward_K.dtype))
+
+
+def returns_to_go(reward_K: Tensor, turns: Turns, discount: float) -> Tensor:
+    """G_t = r_t + discount · G_{t+1} over the turns of each episode, [K]."""
+    count_N = torch.bincount(turns.episode_K)
+    reward_NL = reward_K.new_zeros(len(count_N), int(count_N.max()) if len(count_N) else 0)
+    reward_NL[turns.episode_K, turns.number_K] = reward_K
+    return backward_sum(reward_NL, discount)[turns.episode_K, turns.number_K]
+
+
+def to_tokens(x_K: Tensor, turns: Turns, mask_RT: Tensor) -> Tensor:
+    """Each sampled token gets its turn's value: [K] → [R, T], 0 elsewhere."""
+    return torch.where(mask_RT, x_K[turns.turn_RT.clamp(min=0)], x_K.new_zeros(()))
+
+
+def labels(*columns_K: Tensor) -> Tensor:
+    """0, 1, … for the distinct combinations of the columns' values, [K]."""
+    return torch.stack(columns_K).unique(dim=1, return_inverse=True)[1]
 
 
 def make_batch(

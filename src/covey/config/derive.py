@@ -69,6 +69,12 @@ _ONE = "leave it at 1"
 
 UNSUPPORTED = (
     # Agents
+    Unsupported(
+        "agent.opponent",
+        is_not("none", "null"),
+        "self-play against past checkpoints",
+        "the current policy plays all roles; agent.train_roles selects those that learn",
+    ),
     Unsupported("env.reasoning", true, "the reasoning prompt", "write it out: data.system_prompt='…'"),
     # Where and when things run
     Unsupported("rollout.name", is_("sglang", "hf"), "other engines", "use rollout=embedded or rollout=vllm"),

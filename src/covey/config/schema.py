@@ -133,6 +133,7 @@ class AgentConfig:
     max_tool_tokens: Tokens = 512  # tokens of one tool's output; longer outputs are truncated, with a mark
     tool_seconds: Seconds = 10.0  # timeout of one tool call, unless the tool sets its own
     train_modules: list[str] = field(default_factory=lambda: ["planner"])  # agent=flow: modules to train
+    train_roles: list[str] = field(default_factory=list)  # roles of an environment to train on; []: all
     template: str | None = None  # qwen2.5, qwen2.5-vl, none (plain text), or a Jinja file; null: the model's own
     environment: str | None = None  # agent=verifiers: an environment of that package, by id, module:function or file
     environment_options: dict[str, Any] = field(default_factory=dict)  # agent=verifiers: its own `env` settings

@@ -153,6 +153,13 @@ class OpenEpisode:
         self._replies.add(chat_reply)
         return Choice(to_openai(chat_reply), turn, [self.policy.decode([token]) for token in turn.completion_ids])
 
+    def record_turn(self, reward: Any, state: Any) -> None:
+        """Set the reward of the last reply, and the state in which it was requested."""
+        try:
+            self.policy.record_turn(reward=reward, state=state)
+        except ValueError as error:
+            raise RequestRefused(400, str(error), param="reward") from error
+
     # -- Closing -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:

@@ -124,6 +124,13 @@ def make_app(registry: Registry, port: int) -> Any:
     async def show_episode(ident: str, request: Request) -> Response:
         return _describe(registry.find(_caller(registry, request), ident), url)
 
+    @app.post("/episodes/{ident}/turn")
+    async def turn(ident: str, request: Request) -> Response:
+        body = await _read_json(request)
+        episode = registry.find(_caller(registry, request), ident)
+        episode.record_turn(body.get("reward"), body.get("state"))
+        return JSONResponse({"id": episode.id, "turn": len(episode.policy.turns) - 1})
+
     @app.post("/episodes/{ident}/reward")
     async def reward(ident: str, request: Request) -> Response:
         episode = registry.find(_caller(registry, request), ident)

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 @reward
 def given(episode: Episode) -> dict[str, float | None] | None:
     """The reward that the environment or program reported for the episode: its `reward`, or else the sum of its named
-    values, which are measured as given/NAME. None if it reported nothing."""
-    table = episode.given
-    if table is None:
+    values, which are measured as given/NAME; plus the rewards of the turns. None if it reported nothing."""
+    table, paid = episode.given, episode.turn_rewards
+    if table is None and not paid:
         return None
-    values = [value for value in table.values() if value is not None]
-    return {"reward": sum(values) if values else None, **table}
+    turns = {"turns": sum(paid)} if paid else {}
+    return {**turns, **(table or {}), "reward": episode.reported}
 
 
 REWARDS = LazyTable(

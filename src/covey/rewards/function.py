@@ -18,7 +18,8 @@ Names from other projects, used where the data has no such column:
 
 A group reward scores all attempts at a task together: its first parameter is `episodes`, and it returns a list.
 A reward returns a number, None (not scored), or a dict. In a dict, the key "reward" (or the function's name) is the
-reward; the other keys are extras, logged as `NAME/KEY` and never trained on.
+reward; the other keys are extras, logged as `NAME/KEY` and never trained on, except those that name a role of the
+episode, which are the rewards of these roles (rollout/roles.py).
 
 With a worker pool, a reward runs in a worker process with a time limit, so a hang or crash costs only the episodes it
 was scoring. Built-in rewards that are fast and bounded run in the training process.
@@ -238,7 +239,7 @@ class RewardFunction:
             "episode": episode,
             "final_answer": episode.final_answer,
         }
-        return self._columns(task, await self._run(task, arguments))
+        return self._columns(task, await self._run(task, arguments), episode.roles)
 
     async def score_group(self, task: Task, episodes: Sequence[Episode]) -> list[Columns | RewardError]:
         """One call for all attempts, which must return one value per episode. An invalid value costs only its own."""
@@ -247,11 +248,11 @@ class RewardFunction:
             raise RewardError(
                 self.name, task.id, f"a group reward returns a list with one value for each of {len(episodes)} episodes"
             )
-        return [self._columns_or_error(task, value) for value in values]
+        return [self._columns_or_error(task, value, e.roles) for e, value in zip(episodes, values, strict=True)]
 
-    def _columns_or_error(self, task: Task, value: Any) -> Columns | RewardError:
+    def _columns_or_error(self, task: Task, value: Any, roles: Sequence[str]) -> Columns | RewardError:
         try:
-            return self._columns(task, value)
+            return self._columns(task, value, roles)
         except RewardError as error:
             return error
 
@@ -287,11 +288,15 @@ class RewardFunction:
         except (Exception, SystemExit) as error:
             raise RewardError(self.name, task.id, describe_error(error)) from error
 
-    def _columns(self, task: Task, value: Any) -> Columns:
-        """The returned value as columns: the reward under the function's name, extras under NAME/KEY."""
+    def _columns(self, task: Task, value: Any, roles: Sequence[str] = ()) -> Columns:
+        """The returned value as columns: the reward under the function's name, extras and the rewards of roles under
+        NAME/KEY. Without a reward it is the sum of those of the roles."""
         if not isinstance(value, Mapping):
             return {self.name: self._number(task, self.name, value)}
         main = "reward" if "reward" in value else self.name
+        if main not in value and any(role in value for role in roles):
+            own = [value[role] for role in roles if value.get(role) is not None]
+            value = {**value, main: sum(own) if own else None}
         if main not in value:
             keys = ", ".join(map(str, value)) or "none"
             raise RewardError(self.name, task.id, f"the dict it returned has no 'reward' (keys: {keys})")

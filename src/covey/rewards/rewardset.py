@@ -252,7 +252,10 @@ class RewardSet:
                 scored[index] = scores
         compared = await self._score_group(task, [episodes[index] for index in scored]) if scored else []
         for (index, scores), more in zip(scored.items(), compared, strict=True):
-            results[index] = more if isinstance(more, EpisodeError) else self._with_conditions(scores | more)
+            if isinstance(more, EpisodeError):
+                results[index] = more
+            else:
+                results[index] = self._with_conditions(scores | more, episodes[index].roles)
         return results
 
     async def _score(self, task: Task, episode: Episode) -> Columns | EpisodeError:
@@ -273,9 +276,12 @@ class RewardSet:
             results.append(error or _merged(value for value in values if not isinstance(value, RewardError)))
         return results
 
-    def _with_conditions(self, scores: Columns) -> Columns:
+    def _with_conditions(self, scores: Columns, roles: Sequence[str]) -> Columns:
+        """The scores after the conditions, which also hold for a reward's values of single roles."""
         extras = {name: value for name, value in scores.items() if name not in self.weights}
-        return _apply(self.conditions, {name: scores[name] for name in self.names}) | extras
+        applied = _apply(self.conditions, {name: scores[name] for name in self.names})
+        changed = [(name, f"{name}/{role}") for name in self.names for role in roles if applied[name] != scores[name]]
+        return applied | extras | {key: applied[name] for name, key in changed if key in extras}
 
 
 def _merged(parts: Iterable[Columns]) -> Columns:

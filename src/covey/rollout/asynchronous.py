@@ -311,5 +311,8 @@ def _from_json(task: Task, stored: dict[str, Any]) -> Episode:
 
 
 def _turn(stored: dict[str, Any]) -> Turn:
-    columns = {name: tuple(stored[name]) for name in ("prompt_ids", "completion_ids", "logprobs", "versions")}
+    columns: dict[str, Any] = {
+        name: tuple(stored[name]) for name in ("prompt_ids", "completion_ids", "logprobs", "versions")
+    }
+    columns |= {name: stored.get(name) for name in ("reward", "state", "role")}  # older checkpoints do not have them
     return Turn(**columns, stop=StopReason(stored["stop"]), trained=stored["trained"])

@@ -19,6 +19,7 @@ from covey.protocols import Agent, Reward, RolloutEngine
 from covey.redact import hide
 from covey.rollout.policy import EpisodePolicy
 from covey.rollout.rendering import Renderer
+from covey.rollout.roles import names_roles, split_roles
 from covey.types import Collected, Episode, Failure, Group, Prompt, RewardTable, Sampling, StopReason, Task
 
 TaskBatch = Callable[[int], Sequence[Task]]
@@ -148,6 +149,11 @@ class Refill:
     fresh: FreshTasks
 
     def has_signal(self, group: Group) -> bool:
+        if names_roles([group], self.weights):  # their sum may be constant, as in a game of two players
+            return any(self._has_signal(own) for own in split_roles([group], self.weights)[0])
+        return self._has_signal(group)
+
+    def _has_signal(self, group: Group) -> bool:
         episodes = _all_episodes(group)
         if self.per_reward:
             columns = [{e.rewards.get(name) for e in episodes} - {None} for name in self.weights]

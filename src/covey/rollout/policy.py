@@ -9,21 +9,32 @@ episode of many turns is trained on as one row.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any
 
 from covey.errors import EpisodeError, InputError
 from covey.images import has_images, keep_last, with_images
-from covey.protocols import NoRoom, Reply, RolloutEngine
+from covey.protocols import NoRoom, Reply, RolloutEngine, check_turn_reward
 from covey.rollout.rendering import CONTEXT_USED_UP, PastReply, Renderer, Tools
 from covey.streams import stream_seed
 from covey.types import Completion, ImageSpan, Messages, Prompt, Sampling, StopReason, Turn
 
 CONTEXT = "model.context_length"
+LONGEST_STATE = 80  # characters of a state that are kept as they are; the rest becomes a hash
 LONG = 2**16  # characters: longer messages and tools are rendered in a thread
+
+
+def state_key(state: Any) -> str:
+    """A state as a text of limited length: a text itself, other values as JSON."""
+    text = state if isinstance(state, str) else json.dumps(state, sort_keys=True, default=repr)
+    if len(text) <= LONGEST_STATE:
+        return text
+    return f"{text[:LONGEST_STATE]}… {blake2b(text.encode(errors='surrogatepass'), digest_size=16).hexdigest()}"
 
 
 class NotFinite(EpisodeError):
@@ -130,6 +141,7 @@ class EpisodePolicy:
         stop: Sequence[str] = (),
         max_tokens: int | None = None,
         trained: bool = True,
+        role: str | None = None,
         temperature: float | None = None,
         top_p: float | None = None,
     ) -> Turn:
@@ -156,7 +168,14 @@ class EpisodePolicy:
                 "the model's log-probs are not finite: its weights or activations have overflowed, or are NaN"
             )
         turn = Turn(
-            tuple(token_ids), done.token_ids, done.logprobs, done.versions, done.stop, trained=trained, images=images
+            tuple(token_ids),
+            done.token_ids,
+            done.logprobs,
+            done.versions,
+            done.stop,
+            trained=trained,
+            images=images,
+            role=role,
         )
         self._turns[number] = turn
         if turn.stop is StopReason.LENGTH:
@@ -205,6 +224,7 @@ class EpisodePolicy:
         stop: Sequence[str] = (),
         max_tokens: int | None = None,
         trained: bool = True,
+        role: str | None = None,
         temperature: float | None = None,
         top_p: float | None = None,
     ) -> Reply:
@@ -221,6 +241,7 @@ class EpisodePolicy:
             stop=stop,
             max_tokens=max_tokens,
             trained=trained,
+            role=role,
             temperature=temperature,
             top_p=top_p,
         )
@@ -236,6 +257,19 @@ class EpisodePolicy:
     def remember(self, message: Mapping[str, Any]) -> None:
         """Set the message that represents the last reply in later turns, if it is not just its text."""
         self._replies[-1] = replace(self._replies[-1], message=message)
+
+    def record_turn(self, *, reward: float | None = None, state: Any = None) -> None:
+        """Set the reward of the last turn and the state in which it was sampled, where they are not None."""
+        check_turn_reward(reward)
+        if not self._turns:
+            raise ValueError("there is no turn yet: ask the policy for a reply before paying for it")
+        number = max(self._turns)
+        turn = self._turns[number]
+        self._turns[number] = replace(
+            turn,
+            reward=turn.reward if reward is None else float(reward),
+            state=turn.state if state is None else state_key(state),
+        )
 
     async def chat(self, messages: Messages) -> str:
         """The reply to messages, as text."""

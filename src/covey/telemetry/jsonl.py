@@ -309,8 +309,15 @@ def episode_record(
         "stop": str(episode.stop) if episode.stop is not None else None,
         "failure": {"cause": failure.cause, "message": failure.message} if failure is not None else None,
         "tools": [{"tool": use.tool, "error": use.error} for use in episode.tools],
+        **_turns(episode),
         "rows": [_row(row, decode) for row in tokens],
     }
+
+
+def _turns(episode: Episode) -> dict[str, Any]:
+    """Reward, state and role of each turn, if any turn has one."""
+    turns = [{"reward": turn.reward, "state": turn.state, "role": turn.role} for turn in episode.turns]
+    return {"turns": turns} if any(value is not None for turn in turns for value in turn.values()) else {}
 
 
 def _row(row: TokenRow, decode: Decode) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import TYPE_CHECKING
 
+import torch
+
 from covey.protocols import Metrics, TokenTrace
 from covey.types import Episode, Samples, StopReason, cut_metric
 
@@ -50,13 +52,16 @@ def step_metrics(result: StepResult) -> Metrics:
         metrics[f"reward/{name}/mean"] = statistics.fmean(scored)
         metrics[f"reward/{name}/std"] = statistics.pstdev(scored)
         metrics |= {f"reward/{name}/min": min(scored), f"reward/{name}/max": max(scored)}
+    for role in dict.fromkeys(role for _, role in samples.roles):
+        own_N = torch.tensor([other == role for _, other in samples.roles])
+        metrics |= {f"role/{role}/reward": float(reward[own_N].mean()), f"role/{role}/episodes": float(own_N.sum())}
     if collected.reused:
         metrics["groups/reused"] = float(collected.reused)
     if collected.zero_variance:
         metrics["reward/unfiltered_mean"] = _unfiltered_mean(samples)
     metrics |= {f"episodes/failed/{cause}": float(count) for cause, count in collected.failures.items()}
     metrics |= {cut_metric(limit): count / collected.attempts for limit, count in collected.cut.items()}
-    if any(len(episode.turns) > 1 or episode.tools for episode in episodes):
+    if any(len(episode.turns) > 1 or episode.tools or episode.turn_rewards for episode in episodes):
         metrics |= turn_metrics(episodes)
     return metrics | result.metrics
 
@@ -75,6 +80,13 @@ def turn_metrics(episodes: Sequence[Episode]) -> Metrics:
         "timing/tools": sum(use.seconds for use in uses),
         "timing/slowest_episode": max(episode.seconds for episode in episodes),
     }
+    if paid := [reward for episode in episodes for reward in episode.turn_rewards]:
+        metrics |= {
+            "reward/turn/mean": statistics.fmean(paid),
+            "reward/turn/min": min(paid),
+            "reward/turn/max": max(paid),
+            "reward/turn/paid": len(paid) / sum(turns),
+        }
     metrics |= {f"agent/stop/{reason}": count / len(episodes) for reason, count in stops.items()}
     known = [use.tool for use in uses if use.error not in ("malformed", "unknown_tool")]  # names that exist
     metrics |= {f"agent/tool/{tool}": float(count) for tool, count in Counter(known).items()}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from covey.images import plain_text
 from covey.protocols import Metrics
 from covey.telemetry import EpisodeView, TokenRow, episode_record
@@ -39,13 +41,13 @@ def step_episodes(
     group = result.collected.groups[number]
     records = []
     for attempt, episode in enumerate(group.episodes[:limit]):
-        at = first + attempt
+        own = _members(result, first + attempt)
         rows = [
             TokenRow(
                 row, *(x[r, : len(row.response_ids)].tolist() for x in (trace.advantage, trace.ratio, trace.entropy))
             )
             for r, row in enumerate(samples.rows)
-            if row.episode == at
+            if row.episode in own
         ]
         records.append(
             episode_record(
@@ -55,8 +57,8 @@ def step_episodes(
                 attempt=attempt,
                 episode=episode,
                 rewards=episode.rewards,
-                total_reward=float(samples.total_reward()[at]),
-                advantage=_episode_advantage(result, at),
+                total_reward=float(samples.total_reward()[own].mean()),
+                advantage=_episode_advantage(result, own),
                 tokens=rows,
                 decode=decode,
             )
@@ -67,8 +69,9 @@ def step_episodes(
 def step_view(result: StepResult, index: int) -> EpisodeView:
     """The first attempt at the same task, for the console."""
     number, first = _shown_group(result, index)
-    reward = float(result.samples.total_reward()[first])
-    return episode_view(result.collected.groups[number].episodes[0], reward, _episode_advantage(result, first))
+    own = _members(result, first)
+    reward = float(result.samples.total_reward()[own].mean())
+    return episode_view(result.collected.groups[number].episodes[0], reward, _episode_advantage(result, own))
 
 
 def _shown_group(result: StepResult, index: int) -> tuple[int, int]:
@@ -78,12 +81,18 @@ def _shown_group(result: StepResult, index: int) -> tuple[int, int]:
     return number, sum(len(group.episodes) for group in groups[:number])
 
 
-def _episode_advantage(result: StepResult, at: int) -> float:
-    """The advantage of an episode; for a token-level estimator, the mean over its sampled tokens."""
+def _members(result: StepResult, at: int) -> list[int]:
+    """The indices in the samples of an episode of the step: one, or one for each of its roles with a reward."""
+    return [n for n, (episode, _) in enumerate(result.samples.roles) if episode == at] or [at]
+
+
+def _episode_advantage(result: StepResult, own: list[int]) -> float:
+    """The advantage of an episode, the mean over its roles; for a token-level estimator, the mean over its sampled
+    tokens."""
     values = result.advantages.values
     if values.dim() == 1:
-        return float(values[at])
-    own_RT = (result.samples.episode_R == at)[:, None] & result.samples.mask_RT
+        return float(values[own].mean())
+    own_RT = torch.isin(result.samples.episode_R, torch.tensor(own))[:, None] & result.samples.mask_RT
     return float(values[own_RT].mean())
 
 

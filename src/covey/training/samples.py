@@ -1,10 +1,12 @@
 """Converts groups of episodes to token rows, and these to mini-batches of whole groups.
 
-Shapes: N episodes, R rows, T response tokens.
+Shapes: N episodes, R rows, T response tokens, K turns.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,25 +15,40 @@ from torch import Tensor
 
 from covey.algorithms.ops import make_batch
 from covey.protocols import Advantages
-from covey.types import Batch, Collected, Episode, Group, Sample, Samples, StopReason, Unfiltered
+from covey.rollout.roles import names_roles, split_roles
+from covey.types import Batch, Collected, Episode, Group, Sample, Samples, StopReason, Turn, Turns, Unfiltered
 
 
 def to_samples(
-    collected: Collected, weights: Mapping[str, float], *, temperature: float = 1.0, max_tokens: int = 1
+    collected: Collected,
+    weights: Mapping[str, float],
+    *,
+    turns: bool = False,
+    temperature: float = 1.0,
+    max_tokens: int = 1,
 ) -> Samples:
-    """All episodes of a step as columns. Failed episodes have already been removed from their groups."""
-    episodes = [episode for group in collected.groups for episode in group.episodes]
+    """All episodes of a step as columns; with `turns`, also their turns. If a reward names roles, an episode counts
+    once for each trained role. Failed episodes have already been removed from their groups."""
+    groups: Sequence[Group] = collected.groups
+    all_groups: Sequence[Group] = (*collected.groups, *collected.zero_variance)
+    roles: Sequence[tuple[int, str]] = ()
+    if names_roles(all_groups, weights):
+        split, owners = split_roles(groups, weights)
+        if split:  # otherwise no trained role has spoken, and there is nothing to learn from
+            groups, roles, all_groups = split, owners, split_roles(all_groups, weights)[0]
+    episodes = [episode for group in groups for episode in group.episodes]
     rows = [row for index, episode in enumerate(episodes) for row in episode_rows(episode, index)]
-    all_groups = (*collected.groups, *collected.zero_variance)
     return Samples(
         rows=tuple(rows),
-        **_episode_columns(collected.groups, weights),
+        **_episode_columns(groups, weights),
         weights=dict(weights),
         episode_R=torch.tensor([row.episode for row in rows], dtype=torch.int64),
         mask_RT=_pad([row.mask for row in rows], torch.bool),
         old_logprobs_RT=_pad([row.logprobs for row in rows], torch.float32),
-        baseline_rewards_G=_baseline_rewards(collected.groups, weights),
+        baseline_rewards_G=_baseline_rewards(groups, weights),
         unfiltered=Unfiltered(**_episode_columns(all_groups, weights)) if collected.zero_variance else None,
+        turns=_turns(groups, rows, weights.get("given", 0.0)) if turns else None,
+        roles=tuple(roles),
         temperature=temperature,
         max_tokens=max_tokens,
     )
@@ -62,11 +79,45 @@ def _baseline_rewards(groups: Sequence[Group], weights: Mapping[str, float]) -> 
     return torch.stack(columns).sum(0)
 
 
+def _turns(groups: Sequence[Group], rows: Sequence[Sample], weight: float) -> Turns:
+    """All turns, also those that are not trained on. `weight`: of the reward `given`, which contains their rewards."""
+    numbered = [(g, episode) for g, group in enumerate(groups) for episode in group.episodes]
+    places = [(at, n) for at, (_, episode) in enumerate(numbered) for n in range(len(episode.turns))]
+    keys: dict[tuple[int, Any], int] = {}
+    for g, episode in numbered:
+        for turn in episode.turns:
+            keys.setdefault((g, _state(turn)), len(keys))
+    first = [0, *itertools.accumulate(len(episode.turns) for _, episode in numbered)]
+    turn_RT = torch.full((len(rows), max(len(row.mask) for row in rows)), -1)
+    for r, row in enumerate(rows):
+        for number, start, end in row.turns:
+            turn_RT[r, start:end] = first[row.episode] + number
+    rewards = [weight * paid for _, episode in numbered for paid in _paid(episode)]
+    return Turns(
+        episode_K=torch.tensor([at for at, _ in places]),
+        number_K=torch.tensor([number for _, number in places]),
+        reward_K=torch.tensor(rewards, dtype=torch.float64),
+        state_K=torch.tensor([keys[g, _state(turn)] for g, episode in numbered for turn in episode.turns]),
+        turn_RT=turn_RT,
+    )
+
+
+def _state(turn: Turn) -> str | tuple[int, ...]:
+    return turn.prompt_ids if turn.state is None else turn.state
+
+
+def _paid(episode: Episode) -> list[float]:
+    """What each turn was paid, NaN if nothing; 0 if the score `given` is not what was paid: a condition
+    (`reward.only_if`) failed."""
+    counts = episode.rewards.get("given") == episode.reported
+    return [math.nan if turn.reward is None else turn.reward * counts for turn in episode.turns]
+
+
 def episode_rows(episode: Episode, index: int) -> list[Sample]:
     """The token rows of an episode. A turn extends the row before it if its prompt continues that row token for token,
     else it starts a new row. Rows without trained tokens are dropped."""
     rows: list[Sample] = []
-    for turn in episode.turns:
+    for number, turn in enumerate(episode.turns):
         sampled = Sample(
             prompt_ids=turn.prompt_ids,
             response_ids=turn.completion_ids,
@@ -75,6 +126,7 @@ def episode_rows(episode: Episode, index: int) -> list[Sample]:
             versions=turn.versions,
             episode=index,
             images=turn.images,
+            turns=((number, 0, len(turn.completion_ids)),),
         )
         earlier_ids = rows[-1].prompt_ids + rows[-1].response_ids if rows else None
         if (
@@ -91,6 +143,7 @@ def episode_rows(episode: Episode, index: int) -> list[Sample]:
 def _append_turn(row: Sample, between: tuple[int, ...], sampled: Sample) -> Sample:
     """Extend a row by tokens that were not sampled (a tool's result, the chat template) and a sampled completion."""
     gap = len(between)
+    start = len(row.response_ids) + gap
     return Sample(
         prompt_ids=row.prompt_ids,
         response_ids=row.response_ids + between + sampled.response_ids,
@@ -99,6 +152,7 @@ def _append_turn(row: Sample, between: tuple[int, ...], sampled: Sample) -> Samp
         versions=row.versions + (-1,) * gap + sampled.versions,
         episode=row.episode,
         images=sampled.images,
+        turns=(*row.turns, *((number, start + a, start + b) for number, a, b in sampled.turns)),
     )
 
 

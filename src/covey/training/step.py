@@ -91,7 +91,13 @@ def learn(pipeline: Pipeline, collected: Collected) -> StepResult:
     """Compute advantages and update the policy, one optimiser step per mini-batch."""
     learner, algorithm, schedule = pipeline.learner, pipeline.algorithm, pipeline.schedule
     learner.reload()
-    samples = to_samples(collected, schedule.weights, temperature=schedule.temperature, max_tokens=schedule.max_tokens)
+    samples = to_samples(
+        collected,
+        schedule.weights,
+        turns=algorithm.needs.turns,
+        temperature=schedule.temperature,
+        max_tokens=schedule.max_tokens,
+    )
     with pipeline.stages.stage("annotate"):
         if pipeline.teacher is not None:
             samples = pipeline.teacher.add_to(samples, collected)

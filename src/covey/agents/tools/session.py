@@ -19,13 +19,14 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from covey.agents.tools.tool import Tool, ToolFailure, ToolMistake
 from covey.errors import describe_error, error_message, nearest
 from covey.images import ImageMistake, images_of, is_image, is_picture, with_images
+from covey.protocols import Observation, check_turn_reward
 from covey.redact import hide
 from covey.types import Image, ImageFile, ToolUse
 from covey.workers import RemoteError, WorkerDied, WorkerPool, WorkerSession, WorkerTimeout
@@ -54,10 +55,19 @@ class Output:
     text: str
     length: int
     images: tuple[Image | ImageFile, ...] = ()
+    reward: float | None = None  # that the tool paid for the turn
 
 
 def render_result(tool: str, value: Any, characters: int) -> Output:
     """A return value as text, at most `characters` of it. A value that is not JSON is a fault of the tool's author."""
+    if isinstance(value, Observation):
+        if value.state is not None:
+            raise ToolFailure("tool_result", f"tool {tool} returned a state; only environments have states")
+        try:
+            check_turn_reward(value.reward)
+        except ValueError as error:
+            raise ToolFailure("tool_result", f"tool {tool}: {error}") from error
+        return replace(render_result(tool, value.content, characters), reward=value.reward)
     parts = value if isinstance(value, list) else [value]
     if any(map(is_picture, parts)):
         return _with_pictures(tool, parts, characters)
@@ -90,7 +100,8 @@ def _with_pictures(tool: str, parts: Sequence[Any], characters: int) -> Output:
 def _bad_result(tool: str, what: str) -> ToolFailure:
     return ToolFailure(
         "tool_result",
-        f"tool {tool} returned {what}; it may return a string, number, bool, None, list or dict, or a picture",
+        f"tool {tool} returned {what}; it may return a string, number, bool, None, list or dict, a picture, or "
+        "covey.Observation",
     )
 
 
@@ -156,6 +167,13 @@ class ToolResult:
     ended: bool = False
     answer: str | None = None
     images: tuple[Image | ImageFile, ...] = ()
+    reward: float | None = None  # that the tool paid for the turn
+
+
+def paid(results: Sequence[ToolResult]) -> float | None:
+    """What the tools of a turn paid together; None if none of them did."""
+    rewards = [result.reward for result in results if result.reward is not None]
+    return sum(rewards) if rewards else None
 
 
 class ToolSession:
@@ -208,7 +226,7 @@ class ToolSession:
             output, mistake_kind, detail = Output(mistake.text, len(mistake.text)), mistake.kind, mistake.detail
         use = ToolUse(call.name, time.perf_counter() - start, mistake_kind, detail)
         text = truncate(output, limit, self.cut)
-        return ToolResult(call, text, use, answer is not None, answer, output.images)
+        return ToolResult(call, text, use, answer is not None, answer, output.images, output.reward)
 
     def _unknown_tool(self, name: str) -> ToolMistake:
         name = name if len(name) <= MAX_SHOWN_NAME else f"{name[:MAX_SHOWN_NAME]}…"

@@ -1,0 +1,70 @@
+"""Several roles in one episode, each with a reward of its own.
+
+A reward that returns a dict with names of roles ({"proposer": 1.0, "solver": 0.0}) rewards each role by itself. The
+episode then counts once for each role that has trained turns: as an episode that has only this role's turns, in a group
+with the same role in the other attempts. Baselines, advantages and averages are so computed within a role, by every
+algorithm. What other roles wrote is context. A role that the reward does not name has the reward of the whole episode.
+
+    r_role = the named reward + what was paid for the turns of this role
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from covey.errors import InputError
+from covey.types import Episode, Group
+
+
+def names_roles(groups: Sequence[Group], weights: Collection[str]) -> bool:
+    """Whether a reward that is trained on names a role of some episode."""
+    return any(
+        f"{name}/{role}" in episode.rewards
+        for group in groups
+        for episode in group.episodes
+        for role in episode.roles
+        for name in weights
+    )
+
+
+def split_roles(groups: Sequence[Group], weights: Mapping[str, float]) -> tuple[list[Group], list[tuple[int, str]]]:
+    """A group for each task and role, and for each of their episodes its number among those of `groups`, and the role.
+    Roles without a trained turn or without any score are skipped."""
+    split: list[Group] = []
+    owners: list[tuple[int, str]] = []
+    first = 0
+    for group in groups:
+        if any(turn.trained and turn.role is None for episode in group.episodes for turn in episode.turns):
+            raise InputError(
+                f"{group.task.where}: a reward names roles, but some trained turns have none\n"
+                "  fix: policy.ask(..., role=NAME) for every turn, or trained=False"
+            )
+        for role in dict.fromkeys(role for episode in group.episodes for role in episode.roles):
+            views = [(first + at, role_view(episode, role, weights)) for at, episode in enumerate(group.episodes)]
+            kept = [(at, view) for at, view in views if is_trained(view, weights)]
+            if kept:
+                baseline = None if group.baseline is None else role_view(group.baseline, role, weights)
+                split.append(Group(group.task, tuple(view for _, view in kept), baseline))
+                owners += [(at, role) for at, _ in kept]
+        first += len(group.episodes)
+    return split, owners
+
+
+def is_trained(view: Episode, weights: Collection[str]) -> bool:
+    scored = any(view.rewards.get(name) is not None for name in weights)
+    return scored and any(turn.trained for turn in view.turns)
+
+
+def role_view(episode: Episode, role: str, weights: Collection[str]) -> Episode:
+    """The episode as this role sees it: its turns, and its rewards where it has some of its own."""
+    turns = tuple(turn for turn in episode.turns if turn.role == role)
+    rewards = {name: episode.rewards.get(f"{name}/{role}", episode.rewards.get(name)) for name in weights}
+    view = replace(episode, turns=turns, rewards=rewards)
+    if "given" not in rewards or f"given/{role}" not in episode.rewards:
+        return view
+    # The turns of a role are paid on top of its own outcome, unless a condition failed and it has nothing.
+    view = replace(view, given={"reward": rewards["given"]})
+    if episode.rewards["given"] != episode.reported:
+        return view
+    return replace(view, rewards=rewards | {"given": view.reported})
