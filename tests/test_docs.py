@@ -192,6 +192,7 @@ RUNS = {
     "gpg, while sampling goes on": "algorithm=gpg mode=async mode.max_uses=2",
     "dgdo with sapo": "algorithm=dgdo algorithm.loss=sapo algorithm.truncated=penalise",
     "grpo, sampled by vllm": "algorithm=grpo rollout=vllm",
+    "a curriculum": "algorithm=grpo data.sampler=band",
     "an agent with tools": "algorithm=grpo agent=agent.py:Plays",
     "a reward that breaks": "algorithm=grpo reward=rewards.py:brittle eval.before=true eval.modes=[sampled] eval.n=8",
 }

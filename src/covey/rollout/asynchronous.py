@@ -260,10 +260,15 @@ class BackgroundSource(TrainingSource):
         groups = {str(number): group_to_json(group) for number, group in self._groups.items()}
         replayed = {} if self.replay is None else self.replay.groups
         former = {str(number): [replay.uses, group_to_json(replay.group)] for number, replay in replayed.items()}
-        return {"window": self.window.state(), "groups": groups, "former": former}
+        kept = {"window": self.window.state(), "groups": groups, "former": former}
+        if self.curriculum is None:
+            return kept
+        numbers = (*self.window.pending, *self.window.complete, *replayed)
+        return kept | {"curriculum": self.curriculum.state({number // self.window.size for number in numbers})}
 
     def restore(self, state: dict[str, Any], step: int) -> None:
-        if not state:  # training was synchronous, or the groups sampled ahead do not fit the settings any more
+        super().restore(state, step)
+        if "window" not in state:  # training was synchronous, or the groups sampled ahead do not fit the settings
             self.window = Window(self.window.size, self.window.lead, step=step, end=self.window.end)
             return
         self.window.advance(step)

@@ -50,6 +50,7 @@ def step_metrics(result: StepResult) -> Metrics:
         metrics[f"reward/{name}/mean"] = statistics.fmean(scored)
         metrics[f"reward/{name}/std"] = statistics.pstdev(scored)
         metrics |= {f"reward/{name}/min": min(scored), f"reward/{name}/max": max(scored)}
+    metrics |= collected.curriculum
     if collected.reused:
         metrics["groups/reused"] = float(collected.reused)
     if collected.zero_variance:
