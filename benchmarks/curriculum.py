@@ -39,7 +39,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "band": {},
     "uncertainty": {},
     "priority": {},
-    "buckets": {"curriculum": {"column": "level", "levels": list(DIGITS)}},
+    "buckets": {"sampler_options": {"column": "level", "levels": list(DIGITS)}},
 }
 T_975 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}  # by seeds
 

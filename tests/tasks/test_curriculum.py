@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ from typing import Any
 import pytest
 
 from covey.cli.main import main
-from covey.config.schema import CurriculumConfig, DataConfig
+from covey.config.schema import DataConfig
 from covey.errors import InputError
-from covey.tasks.curriculum import Curriculum, task_buckets
+from covey.tasks.curriculum import OF_ALL, OPTIONS, Curriculum, SamplerOptions, sampler_options, task_buckets
 from covey.types import Episode, Failure, Group, Task
 from tests.training.test_resume import outcome, train_here
 
@@ -30,7 +31,7 @@ def group(task: Task, *scores: float | None, failed: int = 0) -> Group:
 
 
 def curriculum(sampler: str, count: int = 4, batch_size: int = 2, seed: int = 0, **options: Any) -> Curriculum:
-    data = DataConfig(sampler=sampler, curriculum=CurriculumConfig(**{"half_life": 10, "explore": 0.0} | options))
+    data = DataConfig(sampler=sampler, sampler_options={"half_life": 10, "explore": 0.0} | options)
     return Curriculum(tasks(count), data, batch_size, seed=seed, steps=100, reward="right")
 
 
@@ -76,8 +77,8 @@ def test_priority_mixes_the_size_of_advantages_and_the_time_since_a_visit() -> N
 
 def test_buckets_join_by_step_and_later_ones_fill_a_batch() -> None:
     level = ["hard", "easy", "easy", "middle"]
-    options = CurriculumConfig(column="level", levels=["easy", "middle", "hard"], starts=[0, 5, 9])
-    data = DataConfig(sampler="buckets", curriculum=options)
+    options = {"column": "level", "levels": ["easy", "middle", "hard"], "starts": [0, 5, 9]}
+    data = DataConfig(sampler="buckets", sampler_options=options)
     made = Curriculum(tasks(4, level=level), data, 2, seed=0, steps=20, reward="right")
     assert made.probabilities(4) == [0, 0.5, 0.5, 0]
     assert made.probabilities(5) == pytest.approx([0, 1 / 3, 1 / 3, 1 / 3])
@@ -87,7 +88,7 @@ def test_buckets_join_by_step_and_later_ones_fill_a_batch() -> None:
 
 
 def test_numbers_are_split_into_equal_buckets_and_ties_stay_together() -> None:
-    options = CurriculumConfig(column="d")
+    options = SamplerOptions(column="d")
     assert task_buckets(tasks(8, d=[1, 2, 3, 4, 5, 6, 7, 8]), options, 80) == (
         [0, 0, 1, 1, 2, 2, 3, 3],
         (0, 10, 20, 30),
@@ -129,7 +130,7 @@ def test_draws_depend_on_seed_step_and_results_alone() -> None:
 
 
 def test_metrics_describe_the_last_groups() -> None:
-    made = curriculum("uncertainty", count=8, target=0.5, width=0.25)
+    made = curriculum("uncertainty", count=8)
     first, second, third = (group(made.tasks[i], *scores) for i, scores in enumerate([(1, 1), (0, 0), (1, 0)]))
     found = made.observe(0, [first, second, third])
     assert found["curriculum/coverage"] == 3 / 8
@@ -143,20 +144,37 @@ def test_metrics_describe_the_last_groups() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "data.curriculum.column names none\n  columns of the first task: level"),
+        ({}, "data.sampler_options.column names none\n  columns of the first task: level"),
         ({"column": "level"}, "column level, is 'easy', not a number"),
-        ({"column": "level", "levels": ["hard"]}, "not one of data.curriculum.levels"),
+        ({"column": "level", "levels": ["hard"]}, "not one of data.sampler_options.levels"),
         ({"column": "level", "levels": ["easy", "hard"], "starts": [0]}, "has 1 steps for the 2 levels"),
     ],
 )
 def test_mistakes_in_buckets_are_explained(options: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said.replace("(", r"\(")):
-        task_buckets(tasks(1, level=["easy"]), CurriculumConfig(**options), 10)
+        task_buckets(tasks(1, level=["easy"]), SamplerOptions(**options), 10)
 
 
 def test_starts_that_fall_are_refused() -> None:
     with pytest.raises(InputError, match="start with 0 and never fall"):
-        CurriculumConfig(starts=[0, 9, 3])
+        SamplerOptions(starts=[0, 9, 3])
+
+
+def test_options_of_another_sampler_are_refused() -> None:
+    with pytest.raises(
+        InputError, match=r"unknown option of data.sampler=uncertainty  target\n.*known: explore, half_life"
+    ):
+        sampler_options(DataConfig(sampler="uncertainty", sampler_options={"target": 0.3}))
+    with pytest.raises(InputError, match=r"data.sampler_options.explore must be a number from 0 to 1, got 2"):
+        sampler_options(DataConfig(sampler="band", sampler_options={"explore": 2}))
+
+
+def test_the_page_lists_every_option_with_its_default() -> None:
+    page = (Path(__file__).parents[2] / "docs/curriculum.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", page, re.MULTILINE))
+    defaults = {name: str(value).replace("None", "") for name, value in vars(SamplerOptions()).items()}
+    assert {name: rows.get(name) for name in defaults} == defaults
+    assert set(defaults) == {name for names in OPTIONS.values() for name in names} > set(OF_ALL)
 
 
 @pytest.mark.slow

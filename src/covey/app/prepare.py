@@ -42,7 +42,7 @@ from covey.rewards import RewardSet
 from covey.rollout.asynchronous import fresh_groups
 from covey.rollout.templates import use_template
 from covey.tasks import TaskSet, default_reward, nothing_to_train_on, steps_per_epoch
-from covey.tasks.curriculum import Curriculum, task_buckets
+from covey.tasks.curriculum import Curriculum, sampler_options, task_buckets
 from covey.telemetry import RunInfo, check_logging
 from covey.types import Sampling
 
@@ -168,8 +168,9 @@ def prepare(
     missing.collect(rewards.verify)
     warnings += [*task_set.warnings, *check_algorithm(config, algorithm, rewards)]
     warnings += check_sizes(config, task_set.train, task_set.validation, "training tasks")
+    options = sampler_options(config.data)
     if training and config.data.sampler == "buckets" and task_set.train:
-        task_buckets(task_set.train, config.data.curriculum, total_steps(config, len(task_set.train)))
+        task_buckets(task_set.train, options, total_steps(config, len(task_set.train)))
     missing.collect(lambda: rewards.check_all((*task_set.train, *task_set.validation)))
     if source is not None:
         check_prompts(config, task_set, source, player)

@@ -92,27 +92,6 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class CurriculumConfig:
-    target: Share = 0.5  # sampler=band: tasks whose observed success is near this are drawn most
-    width: PositiveShare = 0.25  # sampler=band: standard deviation around target; within it a task is in the band
-    prior: Positive = 1.0  # attempts that the estimate of an unseen task counts for, against the observed ones
-    half_life: Steps = 0  # steps after which an observation counts half; 0: as many as an epoch has
-    explore: Share = 0.1  # share of the draws that is uniform over all tasks
-    staleness: Share = 0.3  # sampler=priority: share of the draws by steps since the last visit, not by advantage
-    column: str | None = None  # sampler=buckets: the column with a task's difficulty, a number or one of levels
-    levels: list[str] = field(default_factory=list)  # sampler=buckets: words in the column, from easy to hard
-    starts: list[Steps] = field(default_factory=list)  # sampler=buckets: the step at which each bucket joins
-
-    def __post_init__(self) -> None:
-        check_ranges(self, "data.curriculum.")
-        if list(self.starts) != sorted(self.starts) or (self.starts and self.starts[0] != 0):
-            raise InputError(
-                f"data.curriculum.starts={self.starts} are the steps at which the buckets join, from easy to hard\n"
-                "  they start with 0 and never fall: data.curriculum.starts=[0,50,100]"
-            )
-
-
-@dataclass(frozen=True)
 class DataConfig:
     name: str = "sort"  # a data set or a generated task (covey data show); not used when files are given
     options: dict[str, Any] = field(default_factory=dict)  # options of the data set or generated task: docs/data.md
@@ -124,7 +103,7 @@ class DataConfig:
     system_prompt: str | None = None  # system message for questions without one of their own
     shuffle: bool = True  # a new order every epoch, from the run's seed
     sampler: str = "uniform"  # which tasks a step gets: uniform | band | uncertainty | priority | buckets
-    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    sampler_options: dict[str, Any] = field(default_factory=dict)  # options of the sampler: docs/curriculum.md
 
     def __post_init__(self) -> None:
         check_ranges(self, "data.")

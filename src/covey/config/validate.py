@@ -134,7 +134,7 @@ SCORE_KEYS = (
     *("validation tasks", "rewards", "rollout.max_tokens", "rollout.stop"),
 )
 UNUSED_BY_SFT = (  # SFT samples and scores nothing
-    *("rollout.", "algorithm.", "reward.", "critic.", "sandbox.", "mode.", "data.sampler.", "data.curriculum."),
+    *("rollout.", "algorithm.", "reward.", "critic.", "sandbox.", "mode.", "data.sampler.", "data.sampler_options."),
 )
 UNSET = "(not set)"
 LONGEST = 80  # characters of a value in a message

@@ -29,19 +29,59 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from heapq import nlargest
 from statistics import fmean
 from typing import Any
 
-from covey.config.schema import CurriculumConfig, DataConfig
-from covey.errors import InputError
+from covey.config.schema import DataConfig
+from covey.errors import InputError, unknown
+from covey.ranges import Positive, PositiveShare, Share, Steps, check_ranges
 from covey.streams import stream
 from covey.tasks.load import steps_per_epoch
 from covey.types import Group, Task
 
 LARGEST_DEVIATION = 0.5  # mean |x − x̄| of values in [0, 1]
-BUCKETS = 4  # of a numeric column, if data.curriculum.starts gives no other number
+BUCKETS = 4  # of a numeric column, if `starts` gives no other number
+OF_ALL = ("prior", "half_life", "explore")
+OPTIONS = {  # by sampler
+    "uniform": (),
+    "band": ("target", "width", *OF_ALL),
+    "uncertainty": OF_ALL,
+    "priority": ("staleness", *OF_ALL),
+    "buckets": ("column", "levels", "starts"),
+}
+
+
+@dataclass(frozen=True)
+class SamplerOptions:
+    """`data.sampler_options`. The table of docs/curriculum.md explains them."""
+
+    target: Share = 0.5
+    width: PositiveShare = 0.25
+    prior: Positive = 1.0
+    half_life: Steps = 0
+    explore: Share = 0.1
+    staleness: Share = 0.3
+    column: str | None = None
+    levels: list[str] = field(default_factory=list)
+    starts: list[Steps] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        check_ranges(self, "data.sampler_options.")
+        if list(self.starts) != sorted(self.starts) or (self.starts and self.starts[0] != 0):
+            raise InputError(
+                f"data.sampler_options.starts={self.starts} are the steps at which buckets join, from easy to hard\n"
+                "  they start with 0 and never fall: [0,50,100]"
+            )
+
+
+def sampler_options(data: DataConfig) -> SamplerOptions:
+    """The options of the sampler. Those of another one are refused."""
+    for name in data.sampler_options:
+        if name not in OPTIONS[data.sampler]:
+            raise unknown(f"option of data.sampler={data.sampler}", name, OPTIONS[data.sampler])
+    return SamplerOptions(**data.sampler_options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +108,13 @@ class Curriculum:
         assert data.sampler != "uniform"
         self.tasks = tasks
         self.sampler = data.sampler
-        self.options = data.curriculum
+        self.options = sampler_options(data)
         self.batch_size = batch_size
         self.seed = seed
         self.reward = reward
-        self.half_life = data.curriculum.half_life or steps_per_epoch(len(tasks), batch_size)
+        self.half_life = self.options.half_life or steps_per_epoch(len(tasks), batch_size)
         by_bucket = self.sampler == "buckets"
-        self.buckets, self.starts = task_buckets(tasks, data.curriculum, steps) if by_bucket else ([], ())
+        self.buckets, self.starts = task_buckets(tasks, self.options, steps) if by_bucket else ([], ())
         self.index = {task.id: at for at, task in enumerate(tasks)}
         self.observed: dict[int, Observed] = {}  # by index of the task
         self.drawn: dict[int, list[int]] = {}  # by step: asynchronous training draws ahead, and asks again
@@ -202,20 +242,20 @@ class Curriculum:
 # -- Buckets of difficulty ---------------------------------------------------------------------------------------------
 
 
-def task_buckets(tasks: Sequence[Task], options: CurriculumConfig, steps: int) -> tuple[list[int], tuple[int, ...]]:
+def task_buckets(tasks: Sequence[Task], options: SamplerOptions, steps: int) -> tuple[list[int], tuple[int, ...]]:
     """The bucket of each task, from 0 for the easiest, and the step at which each bucket joins: by default evenly over
     the first half of the run."""
     if options.column is None:
         raise InputError(
-            "data.sampler=buckets reads a task's difficulty from a column, and data.curriculum.column names none\n"
+            "data.sampler=buckets reads a task's difficulty from a column, and data.sampler_options.column names none\n"
             f"  columns of the first task: {', '.join(tasks[0].columns) or 'none'}"
         )
     values = [_difficulty(task, options) for task in tasks]
     count = len(options.levels) or len(options.starts) or BUCKETS
     if options.starts and len(options.starts) != count:
         raise InputError(
-            f"data.curriculum.starts={options.starts} has {len(options.starts)} steps for the {count} levels\n"
-            "  give one step for each of data.curriculum.levels"
+            f"data.sampler_options.starts={options.starts} has {len(options.starts)} steps for the {count} levels\n"
+            "  give one step for each of data.sampler_options.levels"
         )
     starts = tuple(options.starts) or tuple(bucket * steps // (2 * count) for bucket in range(count))
     if options.levels:
@@ -225,14 +265,17 @@ def task_buckets(tasks: Sequence[Task], options: CurriculumConfig, steps: int) -
     return [bisect_right(bounds, value) for value in values], starts
 
 
-def _difficulty(task: Task, options: CurriculumConfig) -> float:
+def _difficulty(task: Task, options: SamplerOptions) -> float:
     value = task.columns.get(options.column or "")
     if options.levels:
         if str(value) in options.levels:
             return options.levels.index(str(value))
-        known, fix = f"not one of data.curriculum.levels={options.levels}", "add it to the levels, from easy to hard"
+        known, fix = (
+            f"not one of data.sampler_options.levels={options.levels}",
+            "add it to the levels, from easy to hard",
+        )
     else:
         if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
             return value
-        known, fix = "not a number", "give the words from easy to hard: data.curriculum.levels=[easy,hard]"
+        known, fix = "not a number", "give the words from easy to hard: data.sampler_options.levels=[easy,hard]"
     raise InputError(f"{task.where}: its difficulty, column {options.column}, is {value!r:.80}, {known}\n  fix: {fix}")
