@@ -33,7 +33,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "curriculum.md"
 DIGITS = {"easy": (1, 1), "medium": (2, 1), "hard": (2, 2), "very hard": (3, 2)}  # of the two numbers
 TRAINED, HELD_OUT = 400, 60  # tasks of each level; "easy" has 100 sums in all
 SHOWN = {"easy": 0.4, "medium": 0.3, "hard": 0.2, "very hard": 0.1}  # shares of the levels in pretraining
-PRETRAINING, STEPS, TASKS, ATTEMPTS = 3000, 600, 16, 8
+PRETRAINING, STEPS, TASKS, ATTEMPTS = 1500, 400, 16, 8
 SAMPLERS: dict[str, dict[str, Any]] = {
     "uniform": {},
     "band": {},
@@ -107,7 +107,7 @@ def train(sampler: str, seed: int, model: Path, scratch: Path, steps: int = STEP
         algorithm="grpo",
         data={"train_batch_size": TASKS, "sampler": sampler, **SAMPLERS[sampler]},
         rollout={"group_size": ATTEMPTS, "max_tokens": 5},
-        learner={"lr": 5e-4},
+        learner={"lr": 3e-4},
         loop={"total_steps": steps, "save_final": False, "threads": 1},
         eval={"modes": ["sampled"], "n": 4, "every": steps // 10},
         logging={"to": [], "output_dir": str(scratch), "episodes_per_step": 0},

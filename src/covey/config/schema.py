@@ -110,9 +110,12 @@ class DataConfig:
         _one_of("data.sampler", self.sampler, ("uniform", "band", "uncertainty", "priority", "buckets"))
 
 
+OWN_TASKS = ("verifiers", "gymnasium", "openenv", "harbor")  # agents whose environments bring their tasks
+
+
 @dataclass(frozen=True)
 class AgentConfig:
-    name: str = "chat"  # chat | hf | react | code | flow | gateway | verifiers, or your own as file.py:function
+    name: str = "chat"  # chat | hf | react | code | flow | gateway, an environment's package, or file.py:function
     tools: list[str] = field(default_factory=list)  # tools by name, module:function or file.py:function
     tool_options: dict[str, Any] = field(default_factory=dict)  # settings per tool: {search: {corpus: docs.jsonl}}
     format: str = "auto"  # tool-call format: hermes | llama | mistral; auto: that of the model's chat template
@@ -122,8 +125,8 @@ class AgentConfig:
     tool_seconds: Seconds = 10.0  # timeout of one tool call, unless the tool sets its own
     train_modules: list[str] = field(default_factory=lambda: ["planner"])  # agent=flow: modules to train
     template: str | None = None  # qwen2.5, qwen2.5-vl, none (plain text), or a Jinja file; null: the model's own
-    environment: str | None = None  # agent=verifiers: an environment of that package, by id, module:function or file
-    environment_options: dict[str, Any] = field(default_factory=dict)  # agent=verifiers: its own `env` settings
+    environment: str | None = None  # of verifiers, gymnasium, openenv, harbor: an id, address or folder
+    environment_options: dict[str, Any] = field(default_factory=dict)  # its options: docs/environments.md
     max_seconds: Seconds = 500.0  # timeout of an episode with its reward, without the time for sampling
     command: str | None = None  # agent=gateway: a program to start per episode; null: programs request attempts
 
