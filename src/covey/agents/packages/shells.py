@@ -30,8 +30,9 @@ RUN = """
 import json, os, subprocess
 with open("/tmp/.output", "wb") as file:
     try:
-        code = subprocess.run(["bash", "-c", {command!r}], cwd={workdir!r}, env={{**os.environ, "PWD": {workdir!r}, **{env!r}}},
-            stdin=subprocess.DEVNULL, stdout=file, stderr=file, timeout={seconds}).returncode
+        code = subprocess.run(["bash", "-c", {command!r}], cwd={workdir!r},
+            env={{**os.environ, "PWD": {workdir!r}, **{env!r}}}, stdin=subprocess.DEVNULL,
+            stdout=file, stderr=file, timeout={seconds}).returncode
     except subprocess.TimeoutExpired:
         code = None
 with open("/tmp/.output", "rb") as file:
