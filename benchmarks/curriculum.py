@@ -78,12 +78,12 @@ def numbers(digits: int) -> range:
     return range(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
 
 
-def pretrain(folder: Path, rows: Sequence[dict[str, str]], seed: int) -> None:
+def pretrain(folder: Path, rows: Sequence[dict[str, str]], seed: int, steps: int) -> None:
     """Cross-entropy on the answers of the training tasks, most of them easy."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     optimizer, drawn = torch.optim.AdamW(model.parameters(), lr=3e-3), random.Random(seed + 1)
     by_level = {level: [row for row in rows if row["level"] == level] for level in DIGITS}
-    for _ in range(PRETRAINING):
+    for _ in range(steps):
         levels = drawn.choices(list(SHOWN), list(SHOWN.values()), k=32)
         batch = [drawn.choice(by_level[level]) for level in levels]
         inputs = tokenizer([row["question"] + row["answer"] + END for row in batch], padding=True, return_tensors="pt")
@@ -97,7 +97,7 @@ def pretrain(folder: Path, rows: Sequence[dict[str, str]], seed: int) -> None:
     model.save_pretrained(folder)
 
 
-def train(sampler: str, seed: int, model: Path, scratch: Path, steps: int = STEPS) -> Outcome:
+def train(sampler: str, seed: int, model: Path, scratch: Path, steps: int) -> Outcome:
     training, held_out = sums(seed)
     run = covey.train(
         model=str(model),
@@ -120,12 +120,12 @@ def train(sampler: str, seed: int, model: Path, scratch: Path, steps: int = STEP
     return Outcome(sampler, seed, first["eval/accuracy"], mean(found), found[-1], flat)
 
 
-def train_all(seeds: Sequence[int], steps: int = STEPS) -> list[Outcome]:
+def train_all(seeds: Sequence[int], steps: int, pretraining: int) -> list[Outcome]:
     outcomes = []
     for seed in seeds:
         with tempfile.TemporaryDirectory() as scratch:
             model = make_model(Path(scratch, "model"), SYMBOLS, seed=seed, initializer_range=0.1, width=64)
-            pretrain(model, sums(seed)[0], seed)
+            pretrain(model, sums(seed)[0], seed, pretraining)
             for sampler in SAMPLERS:
                 done = train(sampler, seed, model, Path(scratch, "runs"), steps)
                 outcomes.append(done)
@@ -164,10 +164,12 @@ def report(outcomes: Sequence[Outcome]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--pretraining", type=int, default=PRETRAINING)
     parser.add_argument("--write", action="store_true", help="put the table into docs/curriculum.md")
     options = parser.parse_args()
     start = time.perf_counter()
-    text = report(train_all(options.seeds))
+    text = report(train_all(options.seeds, options.steps, options.pretraining))
     text += f"\nRun time: {(time.perf_counter() - start) / 60:.0f} minutes on one core."
     print(f"\n{text}")
     if options.write:

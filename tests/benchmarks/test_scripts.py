@@ -32,6 +32,7 @@ LESS = {
     "agent_seeds": ["--seeds", "0", "1"],
     "async_learning": ["--seeds", "0", "--steps", "1"],
     "async_tools": ["--steps", "1", "--staleness", "1"],
+    "curriculum": ["--seeds", "0", "--steps", "10", "--pretraining", "2"],
     "decode": ["--tiny", "--out", "results"],
     "decode_cpu": ["--threads", "1", "--rows", "4"],
     "demo_seeds": ["--seeds", "0", "1"],

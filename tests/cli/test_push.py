@@ -56,7 +56,7 @@ def test_a_dry_run_writes_the_model_and_its_card(
 ) -> None:
     monkeypatch.setattr(huggingface_hub, "HfApi", None)  # nothing is asked of the hub
     out = tmp_path / "out"
-    assert main(["push", str(run / "checkpoints/step-2"), "me/tiny-sorter", "--dry-run", str(out)]) == 0
+    assert main(["push", str(run / "checkpoints/step-000002"), "me/tiny-sorter", "--dry-run", str(out)]) == 0
     assert "nothing was uploaded" in capsys.readouterr().out
     assert {path.name for path in out.iterdir()} >= {"README.md", "curve.png", "covey.yaml", "Modelfile", "config.json"}
     assert logits_of(loaded(out)).equal(logits_of(loaded(run / "checkpoints/step-000002/model")))

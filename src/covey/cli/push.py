@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from covey.app.resume import checkpoint_folder, find_model, is_run, run_of
+from covey.app.resume import find_model, is_run, run_of
 from covey.cli.parse import parse
 from covey.errors import InputError
 
@@ -35,13 +35,13 @@ def main(argv: list[str]) -> int:
     if len(args.positional) != 2 or args.settings:
         raise InputError(f"name a run or a checkpoint, and a repository\n\n{USAGE.rstrip()}")
     name, repo = args.positional
-    if not is_run(str(checkpoint_folder(Path(name).expanduser()))):
+    if not is_run(name):
         raise InputError(f"{name} is not a run or one of its checkpoints, from which the card is made")
     from covey.app.push import check_repo, upload, write_card
     from covey.learner.saving import check_export, export
 
     check_repo(repo)
-    model, run = find_model(name), run_of(checkpoint_folder(Path(name).expanduser()))
+    model, run = find_model(name), run_of(Path(name).expanduser())
     dry = args.value("--dry-run")
     evaluation = args.value("--eval")
     options = {"dtype": args.value("--dtype"), "adapter": args.has("--adapter")}
