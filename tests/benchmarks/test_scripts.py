@@ -143,7 +143,7 @@ def quick_tools(module: Any, patch: pytest.MonkeyPatch) -> None:
 def few_steps(module: Any, patch: pytest.MonkeyPatch) -> None:
     train = module.train
     patch.setattr(module, "train", lambda *words: train(*words, steps=4))
-    patch.setattr(module, "write_section", lambda name, text: Path(f"{name}.md").write_text(text))
+    patch.setattr(module, "write_section", lambda name, text, page=None: Path(f"{name}.md").write_text(text))
     for name, value in (("ANSWERS", 2), ("BETAS", (0.2,))):
         if hasattr(module, name):
             patch.setattr(module, name, value)

@@ -16,15 +16,18 @@ TOKENS = "https://huggingface.co/settings/tokens"
 
 def write_card(run: Path, folder: Path, repo: str, *, step: int, evaluations: Sequence[Path] = ()) -> None:
     """Add the card, the curve, the configuration and a Modelfile to a folder with the run's model."""
-    for path in evaluations:
-        if not (path / "results.md").is_file():
-            raise InputError(f"{path}: not a finished evaluation (no results.md)\n  fix: name a folder of covey eval")
     (folder / "README.md").write_text(model_card(run, step, folder, repo, evaluations), encoding="utf-8")
     draw_curve(run, folder / "curve.png")
     shutil.copyfile(run / "config.yaml", folder / CONFIG)
     if not_for_gguf(folder) is None:
         adapter = (folder / "adapter_config.json").is_file()
         (folder / "Modelfile").write_text(modelfile(settings_of(run), adapter), encoding="utf-8")
+
+
+def check_evaluation(path: Path) -> Path:
+    if not (path / "results.md").is_file():
+        raise InputError(f"{path}: not a finished evaluation (no results.md)\n  fix: name a folder of covey eval")
+    return path
 
 
 def check_repo(repo: str) -> None:

@@ -37,20 +37,20 @@ def main(argv: list[str]) -> int:
     name, repo = args.positional
     if not is_run(name):
         raise InputError(f"{name} is not a run or one of its checkpoints, from which the card is made")
-    from covey.app.push import check_repo, upload, write_card
+    from covey.app.push import check_evaluation, check_repo, upload, write_card
     from covey.learner.saving import check_export, export
 
     check_repo(repo)
     model, run = find_model(name), run_of(Path(name).expanduser())
     dry = args.value("--dry-run")
-    evaluation = args.value("--eval")
+    evaluations = [check_evaluation(Path(path).expanduser())] if (path := args.value("--eval")) else []
     options = {"dtype": args.value("--dtype"), "adapter": args.has("--adapter")}
     with tempfile.TemporaryDirectory(prefix="covey-push-") as scratch:
         out = Path(dry).expanduser() if dry is not None else Path(scratch, "model")
         check_export(model, out, **options)  # type: ignore[arg-type]
         written = export(model, out, **options)  # type: ignore[arg-type]
         step = int(model.parent.name.rpartition("-")[2])
-        write_card(run, out, repo, step=step, evaluations=[Path(evaluation)] if evaluation else [])
+        write_card(run, out, repo, step=step, evaluations=evaluations)
         print(f"{model} → {dry or repo}\n  {written}")
         if dry is not None:
             for path in sorted(out.iterdir()):

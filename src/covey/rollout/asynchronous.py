@@ -227,13 +227,12 @@ class BackgroundSource(TrainingSource):
     def _begin(self) -> None:
         tickets, self._restarts = [*self._restarts, *self.window.begin()], []
         for ticket in tickets:
-            job = asyncio.get_running_loop().create_task(self._sample(ticket))
+            job = asyncio.get_running_loop().create_task(self._sample(ticket, *self._task(ticket.number)))
             self._jobs.add(job)
             job.add_done_callback(self._jobs.discard)
 
-    async def _sample(self, ticket: Ticket) -> None:
+    async def _sample(self, ticket: Ticket, step: int, task: Task) -> None:
         try:
-            step, task = self._task(ticket.number)
             (group,) = await self._collect([task], ("train", step))
             self._groups[ticket.number] = group
             self.window.finish(ticket.number)

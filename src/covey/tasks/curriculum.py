@@ -42,6 +42,7 @@ from covey.tasks.load import steps_per_epoch
 from covey.types import Group, Task
 
 LARGEST_DEVIATION = 0.5  # mean |x − x̄| of values in [0, 1]
+KEPT = 2048  # steps whose draws are remembered: more than mode.max_staleness allows to be in progress
 BUCKETS = 4  # of a numeric column, if `starts` gives no other number
 OF_ALL = ("prior", "half_life", "explore")
 OPTIONS = {  # by sampler
@@ -199,6 +200,7 @@ class Curriculum:
             scores = [e.rewards.get(self.reward) for e in group.episodes if e.failure is None]
             if values := [min(1.0, max(0.0, score)) for score in scores if score is not None]:
                 self._record(self.index[group.task.id], step, values)
+        self.drawn = {drawn: tasks for drawn, tasks in self.drawn.items() if drawn > step - KEPT}
         return self.metrics(step + 1)
 
     def _record(self, at: int, step: int, values: Sequence[float]) -> None:
