@@ -67,7 +67,7 @@ def test_text_actions_are_the_reply_itself() -> None:
 
     class Echo(gymnasium.Env[str, str]):
         action_space = gymnasium.spaces.Text(8, charset="abc")
-        observation_space = gymnasium.spaces.Text(20)
+        observation_space = gymnasium.spaces.Text(20, charset="abcdefghijklmnopqrstuvwxyz ")
 
         def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
             return f"say {'abc'[(seed or 0) % 3]}", {}

@@ -8,7 +8,7 @@ sum of the environment's rewards. Options besides those of the environment itsel
 
     actions        the names of the actions of a Discrete space, in order
     observation    a text with the observation's items in braces: "sum {0}, dealer {1}"
-    prompt         what the model is told before the first observation
+    prompt         the text before the first observation
 """
 
 from __future__ import annotations

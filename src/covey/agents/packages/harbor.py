@@ -1,6 +1,6 @@
 """agent=harbor: tasks in containers, in the layout of Harbor and Terminal-Bench 2.
 
-    FOLDER/TASK/instruction.md     what the model is told
+    FOLDER/TASK/instruction.md     the question
                 task.toml          time limits
                 environment/       a Dockerfile and its files
                 tests/test.sh      writes /logs/verifier/reward.txt (a number) or reward.json (numbers by name)
