@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from covey.algorithms.catalogue import ALGORITHMS
+from covey.algorithms import algorithm_schemas
 from covey.config.read import load_yaml
 from covey.config.settings import algorithm_settings, schema_settings
 from covey.evaluation.statistics import wilson
@@ -116,7 +116,8 @@ def _evaluation(info: Mapping[str, Any], config: Mapping[str, Any], history: His
 
 def _settings_table(config: Mapping[str, Any], algorithm: str) -> list[str]:
     """The settings that differ from their defaults."""
-    known = schema_settings() | (algorithm_settings(algorithm, ALGORITHMS) if algorithm in ALGORITHMS else {})
+    schemas = algorithm_schemas()
+    known = schema_settings() | (algorithm_settings(algorithm, schemas) if algorithm in schemas else {})
     lines = []
     for key, value in config.items():
         default = known[key].default if key in known else None

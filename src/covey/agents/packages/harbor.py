@@ -36,7 +36,7 @@ MARGIN_SECONDS = 60.0  # to copy files, besides the tests' own limit
 BUILD_SECONDS = 600.0  # of a docker image
 BLOCK = re.compile(r"```(?:bash|sh|shell)[ \t]*\n(.*?)```", re.DOTALL)
 WRITTEN = ("reward.txt", "reward.json")
-NETWORK = re.compile(r"\b(apt-get|apt|curl|wget|uvx|uv|pip install|npm|git clone)\b")
+NETWORK = re.compile(r"\b(apt-get|apt|curl|wget|uvx|uv|pip3?\s+install|npm|git clone)\b")
 IGNORED = ("FROM", "LABEL", "CMD", "EXPOSE")
 HOW = """You have a shell in {workdir}. To run commands, reply with one block:
 ```bash
