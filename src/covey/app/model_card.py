@@ -101,7 +101,7 @@ def _evaluation(info: Mapping[str, Any], config: Mapping[str, Any], history: His
     before = known.get(0, {})
     tasks = info.get("held_out") or config.get("data.val_size")
     lines = ["| metric | before | after | 95 % interval |", "|---|---:|---:|---|"]
-    for key in sorted(after):
+    for key in sorted(key for key in after if key.startswith("eval/")):
         values = [metrics[key] for metrics in known.values() if key in metrics]
         share = all(0 <= value <= 1 for value in values)
         low_high = ""
