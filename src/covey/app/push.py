@@ -44,7 +44,6 @@ def upload(
     folder: Path, repo: str, *, private: bool | None = None, token: str | None = None, message: str | None = None
 ) -> str:
     """Create the repository if it does not exist, and upload the folder as one commit. Returns its address."""
-    import httpx
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
@@ -60,7 +59,9 @@ def upload(
         raise _refused(repo, "HF_HUB_OFFLINE is set, or the hub did not answer", OTHER_MACHINE) from error
     except HfHubHTTPError as error:
         raise _refused(repo, *_explain(error, repo)) from error
-    except httpx.TransportError as error:
+    except Exception as error:
+        if not isinstance(error, HfHubHTTPError.__bases__[0]):  # the base error of its HTTP library: httpx or httpx2
+            raise
         raise _refused(repo, f"the hub cannot be reached ({error})", OTHER_MACHINE) from error
     return str(address)
 
