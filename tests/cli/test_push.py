@@ -249,7 +249,7 @@ def test_a_trainer_pushes_its_current_model(tiny_model_folder: Path, tmp_path: P
         (403, "the token may not write there (", "a token with write access to me/x"),
         (404, "the hub does not know it", "an organisation or user that exists"),
         (500, "the hub has an error", "wait, then the same command again"),
-        (0, "the hub cannot be reached (Name or service not known)", "--dry-run FOLDER here"),
+        (0, "the hub cannot be reached (Name or service not known)", "covey push ... --dry-run FOLDER here"),
     ],
 )
 def test_refusals_of_the_hub_are_shown_with_their_fix(

@@ -53,8 +53,8 @@ def main(argv: list[str]) -> int:
         write_card(run, out, repo, step=step, evaluations=evaluations)
         print(f"{model} → {dry or repo}\n  {written}")
         if dry is not None:
-            for path in sorted(out.iterdir()):
-                print(f"  {path.name}  {path.stat().st_size / 2**20:.2f} MiB")
+            for file in sorted(out.iterdir()):
+                print(f"  {file.name}  {file.stat().st_size / 2**20:.2f} MiB")
             print(f"nothing was uploaded; to upload it:  hf upload {repo} {dry}")
             return 0
         print(upload(out, repo, private=args.has("--private") or None, message=args.value("--message")))
