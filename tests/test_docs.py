@@ -210,6 +210,7 @@ RUNS = {
     "grpo, with a teacher": (
         "algorithm=grpo teacher=current teacher.kl=full teacher.prompt_template='{question}{answer}'"
     ),
+    "a curriculum": "algorithm=grpo data.sampler=band",
     "an agent with tools": "algorithm=grpo agent=agent.py:Plays",
     "an environment with roles that pays turns": "algorithm=gigpo agent=agent.py:Pays reward=given",
     "a reward that breaks": "algorithm=grpo reward=rewards.py:brittle eval.before=true eval.modes=[sampled] eval.n=8",

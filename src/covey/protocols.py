@@ -10,7 +10,7 @@ Where each is implemented:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from numbers import Real
@@ -22,6 +22,7 @@ from covey.types import (
     Collected,
     Completion,
     Episode,
+    Group,
     ImageSpan,
     Messages,
     RewardTable,
@@ -341,6 +342,18 @@ class GroupSource(Protocol):
         ...
 
     def policy_updated(self, version: int) -> None: ...
+
+
+class Curriculum(Protocol):
+    """Chooses tasks by what was observed of them (`data.sampler`)."""
+
+    def observe(self, step: int, groups: Sequence[Group]) -> Metrics: ...
+
+    def state(self, steps: Collection[int]) -> dict[str, Any]:
+        """The state to checkpoint, with the tasks that were drawn for these steps."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Learner(Protocol):

@@ -9,6 +9,7 @@ trainer.model.save_pretrained("out")
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
@@ -228,11 +229,19 @@ class Trainer:
         if source is not None and source.vision is not None:
             source.vision.save_pretrained(folder)
 
-    def push_to_hub(self, repo_id: str, **options: Any) -> Any:
-        """Push model and tokenizer to the Hugging Face hub; `options` are those of transformers' push_to_hub."""
-        pushed = self.model.push_to_hub(repo_id, **options)
-        self.tokenizer.push_to_hub(repo_id, **options)
-        return pushed
+    def push_to_hub(
+        self, repo_id: str, *, private: bool | None = None, token: str | None = None, commit_message: str | None = None
+    ) -> str:
+        """Upload the current model and tokenizer (with LoRA, the adapter) with a model card to the Hugging Face hub.
+        Returns the address. `covey push` merges an adapter, and writes the files without uploading them."""
+        from covey.app.push import check_repo, upload, write_card
+
+        check_repo(repo_id)
+        with tempfile.TemporaryDirectory(prefix="covey-push-") as scratch:
+            folder = Path(scratch)
+            self.save_pretrained(folder)
+            write_card(self.path, folder, repo_id, step=self.steps_done)
+            return upload(folder, repo_id, private=private, token=token, message=commit_message)
 
     def plot(self) -> Any:
         """The learning curve: a matplotlib Figure, which a notebook shows."""

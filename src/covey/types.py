@@ -249,6 +249,7 @@ class Collected:
     reused: int = 0  # groups that an earlier step has already learned from
     attempts: int = 0  # all sampled episodes, including those that failed or were filtered out
     cut: Mapping[str, int] = field(default_factory=dict)  # attempts that were cut off, by `Episode.cut_by`
+    curriculum: Mapping[str, float] = field(default_factory=dict)  # metrics of data.sampler
 
 
 @dataclass(frozen=True, slots=True)

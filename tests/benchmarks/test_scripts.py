@@ -32,6 +32,7 @@ LESS = {
     "agent_seeds": ["--seeds", "0", "1"],
     "async_learning": ["--seeds", "0", "--steps", "1"],
     "async_tools": ["--steps", "1", "--staleness", "1"],
+    "curriculum": ["--seeds", "0", "--steps", "10", "--pretraining", "2"],
     "decode": ["--tiny", "--out", "results"],
     "decode_cpu": ["--threads", "1", "--rows", "4"],
     "demo_seeds": ["--seeds", "0", "1"],
@@ -146,7 +147,7 @@ def quick_tools(module: Any, patch: pytest.MonkeyPatch) -> None:
 def few_steps(module: Any, patch: pytest.MonkeyPatch) -> None:
     train = module.train
     patch.setattr(module, "train", lambda *words: train(*words, steps=4))
-    patch.setattr(module, "write_section", lambda name, text: Path(f"{name}.md").write_text(text))
+    patch.setattr(module, "write_section", lambda name, text, page=None: Path(f"{name}.md").write_text(text))
     for name, value in (("ANSWERS", 2), ("BETAS", (0.2,))):
         if hasattr(module, name):
             patch.setattr(module, name, value)

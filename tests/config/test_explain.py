@@ -22,8 +22,8 @@ agent.template agent.tool_options agent.tool_seconds agent.tools agent.train_mod
 cluster.address cluster.learner_devices cluster.max_restarts cluster.name cluster.nodes
 cluster.rollout_devices cluster.transport
 critic.clip critic.grad_clip critic.lr critic.model critic.shared critic.shared_coef critic.warmup_steps
-data.name data.options data.shuffle data.system_prompt data.train_batch_size data.train_files data.train_size
-data.val_files data.val_size
+data.name data.options data.sampler data.sampler_options data.shuffle data.system_prompt data.train_batch_size
+data.train_files data.train_size data.val_files data.val_size
 eval.after eval.batch_size eval.before eval.every eval.max_tokens eval.modes eval.n eval.temperature eval.top_k
 eval.top_p
 gateway.max_programs gateway.port

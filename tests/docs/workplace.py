@@ -39,6 +39,7 @@ GRADE_SCHOOL = [{"question": f"Ann has {i} nuts and finds 2.", "answer": f"{i} +
 ROWS: dict[str, list[dict[str, Any]]] = {
     "train.jsonl": QUESTIONS,
     "tasks.jsonl": QUESTIONS,
+    "levels.jsonl": [row | {"level": ["easy", "medium", "hard"][i % 3]} for i, row in enumerate(QUESTIONS)],
     "test.jsonl": HELD_OUT,
     "demos.jsonl": DEMONSTRATIONS,
     "held_out.jsonl": DEMONSTRATIONS[:2],

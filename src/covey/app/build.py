@@ -13,7 +13,14 @@ from covey.app.checks import engine_gpus, shares_gpu
 from covey.app.cluster import start_remote
 from covey.app.models import PLANNING, make_engine, make_learner, plan_memory
 from covey.app.parts import Announces, open_rewards, open_workers, services, with_workers
-from covey.app.prepare import Prepared, is_async, make_algorithm, new_tasks_per_step, training_sampling
+from covey.app.prepare import (
+    Prepared,
+    is_async,
+    make_algorithm,
+    make_curriculum,
+    new_tasks_per_step,
+    training_sampling,
+)
 from covey.app.resume import open_run
 from covey.app.run_files import PreparedRun, at_original_revision, store, threads_for, write_run_files
 from covey.app.teacher import open_teacher_inputs
@@ -26,6 +33,7 @@ from covey.workers import WorkerPool
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import
     from covey.rollout.collector import Collector, Refill, TrainingSource
+    from covey.tasks.curriculum import Curriculum
     from covey.telemetry import Telemetry
     from covey.training.checkpoint import Checkpoint
     from covey.training.evaluate import Evaluator
@@ -190,21 +198,23 @@ def make_evaluator(prepared: Prepared, collector: Collector, warn: Note) -> Eval
 def _make_source(prepared: Prepared, collector: Collector) -> TrainingSource:
     from covey.rollout.collector import TrainingSource
 
-    config = prepared.config
+    config, curriculum = prepared.config, make_curriculum(prepared)
 
-    def batch(step: int) -> Sequence[Task]:
+    def in_order(step: int) -> Sequence[Task]:
         shuffle = config.data.shuffle
         return batch_for_step(
             prepared.tasks.train, step, new_tasks_per_step(config), seed=config.seed, shuffle=shuffle
         )[1]
 
+    batch = curriculum.batch if curriculum else in_order
     needs = prepared.algorithm.needs
     parts: dict[str, Any] = {
         "attempts": config.rollout.group_size,
         "sampling": training_sampling(config),
         "min_group_size": needs.min_group_size,
         "greedy_baseline": needs.greedy_baseline,
-        "refill": _make_refill(prepared),
+        "refill": _make_refill(prepared, curriculum),
+        "curriculum": curriculum,
     }
     if not is_async(config):
         return TrainingSource(collector, batch, **parts)
@@ -223,7 +233,7 @@ def publish_every(config: Config) -> int:
     return config.mode.publish_every if is_async(config) and not asleep else 1
 
 
-def _make_refill(prepared: Prepared) -> Refill | None:
+def _make_refill(prepared: Prepared, curriculum: Curriculum | None) -> Refill | None:
     from covey.rollout.collector import Refill
 
     group_filter = prepared.algorithm.filter
@@ -235,7 +245,8 @@ def _make_refill(prepared: Prepared) -> Refill | None:
     def fresh(step: int, round: int, count: int, tried: Collection[str]) -> Sequence[Task]:
         return fresh_tasks(prepared.tasks.train, step, round, count, seed=prepared.config.seed, tried=tried)
 
-    return Refill(counted, prepared.algorithm.uses_named_rewards, group_filter.max_refills, fresh)
+    replacements = curriculum.fresh if curriculum else fresh
+    return Refill(counted, prepared.algorithm.uses_named_rewards, group_filter.max_refills, replacements)
 
 
 def open_telemetry(prepared: PreparedRun, path: Path, checkpoint: Checkpoint | None) -> Telemetry:

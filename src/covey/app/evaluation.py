@@ -26,6 +26,7 @@ from covey.app.parts import open_rewards, open_workers, services, with_workers
 from covey.app.prepare import Prepared, prepare
 from covey.app.resume import is_run
 from covey.config import Composed
+from covey.config.schema import OWN_TASKS
 from covey.errors import InputError, RunFailed
 from covey.evaluation.answers import EvalFolder, EvalJob, Key
 from covey.evaluation.report import Report
@@ -238,7 +239,7 @@ def _job(model: str, task: str, mode: str, prepared: Prepared, options: EvalOpti
 
 def _task_name(prepared: Prepared) -> str:
     config, data = prepared.config, prepared.config.data
-    if config.agent.name == "verifiers":
+    if config.agent.name in OWN_TASKS:
         return str(config.agent.environment)
     files = data.val_files or data.train_files
     if files is None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from covey.agents.resolve import as_agent, make_agent, tool_names
 from covey.agents.tools.toolset import ToolSet, resolve_tools
 from covey.agents.turns import Toolbox
-from covey.config.schema import Config
+from covey.config.schema import OWN_TASKS, Config
 from covey.errors import InputError
 from covey.protocols import Agent
 from covey.rewards import RewardSet, resolve_rewards
@@ -21,12 +21,14 @@ from covey.workers import WorkerPool
 
 if TYPE_CHECKING:  # imported when they are used
     from covey.agents.formats.base import Format
+    from covey.agents.packages import PackageAgent
     from covey.agents.verifiers import VerifiersAgent
     from covey.gateway.agent import GatewayAgent
     from covey.models.loading import ModelSource
     from covey.sandbox import Sandbox
 
     SandboxFactory = Callable[[], Sandbox]
+    EnvironmentOfPackage = VerifiersAgent | PackageAgent
 
 
 RUNS_CODE = {"python_executor", "code_interpreter"}
@@ -144,8 +146,8 @@ def make_toolbox(config: Config, sandbox: SandboxFactory, objects: Sequence[Any]
     return Toolbox(tools, max_tokens=agent.max_tool_tokens, seconds=agent.tool_seconds)
 
 
-def find_tasks(config: Config, environment: VerifiersAgent | None) -> TaskSet:
-    """Tasks from files, a generator, or an environment of the verifiers package."""
+def find_tasks(config: Config, environment: EnvironmentOfPackage | None) -> TaskSet:
+    """Tasks from files, a generator, or an environment of another package."""
     if environment is None:
         return load_tasks(config.data, config.seed)
     held_out = config.data.val_size or 0
@@ -159,20 +161,24 @@ def find_tasks(config: Config, environment: VerifiersAgent | None) -> TaskSet:
     return TaskSet(train, tasks[len(train) :], reward=None, description=about)
 
 
-def find_environment(config: Config) -> VerifiersAgent | None:
-    """The environment of agent=verifiers."""
-    if config.agent.name != "verifiers":
+def find_environment(config: Config) -> EnvironmentOfPackage | None:
+    """The environment of agent=verifiers, gymnasium, openenv or harbor."""
+    if config.agent.name not in OWN_TASKS:
         return None
-    from covey.agents.verifiers import load_verifiers
+    if config.agent.name == "verifiers":
+        from covey.agents.verifiers import load_verifiers
 
-    return load_verifiers(config.agent)
+        return load_verifiers(config.agent)
+    from covey.agents.packages import load_package
+
+    return load_package(config)
 
 
 def find_agent(
     config: Config,
     toolbox: Toolbox | None,
     source: ModelSource | None,
-    environment: VerifiersAgent | None,
+    environment: EnvironmentOfPackage | None,
     custom: Any = None,
 ) -> Agent:
     """The agent passed in Python, or that of the settings."""
@@ -183,7 +189,11 @@ def find_agent(
     if config.agent.name == "gateway":
         return make_gateway(config, source)
     if environment is not None:
-        return environment if source is None else replace(environment, format=tool_format(config, source))
+        from covey.agents.verifiers import VerifiersAgent
+
+        if source is None or not isinstance(environment, VerifiersAgent):
+            return environment
+        return replace(environment, format=tool_format(config, source))
     toolbox = toolbox or Toolbox(ToolSet(()))  # the tools are not on this machine
     if source is None:
         return make_agent(config.agent, toolbox)

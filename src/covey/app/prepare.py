@@ -47,6 +47,7 @@ from covey.rewards import RewardSet
 from covey.rollout.asynchronous import fresh_groups
 from covey.rollout.templates import use_template
 from covey.tasks import TaskSet, default_reward, nothing_to_train_on, steps_per_epoch
+from covey.tasks.curriculum import Curriculum, sampler_options, task_buckets
 from covey.telemetry import RunInfo, check_logging
 from covey.types import Sampling
 
@@ -183,6 +184,9 @@ def prepare(
     missing.collect(rewards.verify)
     warnings += [*task_set.warnings, *check_algorithm(config, algorithm, rewards)]
     warnings += check_sizes(config, task_set.train, task_set.validation, "training tasks")
+    options = sampler_options(config.data)
+    if training and config.data.sampler == "buckets" and task_set.train:
+        task_buckets(task_set.train, options, total_steps(config, len(task_set.train)))
     missing.collect(lambda: rewards.check_all((*task_set.train, *task_set.validation)))
     longest = 0
     if source is not None:
@@ -306,6 +310,20 @@ def total_steps(config: Config, tasks: int) -> int:
 def new_tasks_per_step(config: Config) -> int:
     """With mode.max_uses, the other groups of a step are reused from former steps."""
     return fresh_groups(config.data.train_batch_size, config.mode.max_uses if is_async(config) else 1)
+
+
+def make_curriculum(prepared: Prepared) -> Curriculum | None:
+    config = prepared.config
+    if config.data.sampler == "uniform":
+        return None
+    return Curriculum(
+        prepared.tasks.train,
+        config.data,
+        new_tasks_per_step(config),
+        seed=config.seed,
+        steps=prepared.total_steps,
+        reward=prepared.trained_reward,
+    )
 
 
 def is_async(config: Config) -> bool:

@@ -357,7 +357,9 @@ def _adapted(prepared: PreparedRun, checkpoint: Checkpoint, changes: Sequence[Ch
     for other rewards, and a best score that later scores are not comparable with."""
     keys, state = {change.key for change in changes}, dict(checkpoint.state)
     if any(change.effect == "training" for change in changes):
-        state["source"] = {}
+        observed = state.get("source", {}).get("curriculum")
+        keep = observed is not None and not keys & {"training tasks", "rewards"}
+        state["source"] = {"curriculum": observed | {"drawn": {}}} if keep else {}
     mine, saved = prepared.algorithm.state_dict(), state["algorithm"]
     if keys & {"algorithm.name", "algorithm.loss", "rewards"}:
         saved = {}

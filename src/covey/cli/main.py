@@ -22,6 +22,7 @@ covey — reinforcement learning of language models on groups of sampled answers
   covey sample  MODEL_OR_RUN [--question TEXT] [-n 4] [key=value ...]     read what a model answers
   covey serve   MODEL_OR_RUN [key=value ...]                              an OpenAI-compatible endpoint that records
   covey export  CHECKPOINT_OR_RUN OUT [--dtype bfloat16] [--adapter]      an ordinary model folder for other programs
+  covey push    CHECKPOINT_OR_RUN ORG/NAME [--dry-run FOLDER]             to the Hugging Face hub, with a model card
   covey data    prepare NAME | show NAME_OR_FILE | check FILE             public data sets, and files of your own
   covey config  [explain KEY] [key=value ...]                             resolved settings; what a setting means
   covey simulate RECIPE_OR_RUN --gpus 512 [--gpu h200] [key=value ...]    step time and memory, before renting
@@ -133,6 +134,7 @@ COMMANDS = {
     "sample": "covey.cli.sample:main",
     "serve": "covey.cli.serve:main",
     "export": "covey.cli.runs:main",
+    "push": "covey.cli.push:main",
     "data": "covey.cli.data:main",
     "config": "covey.cli.settings:main_config",
     "simulate": "covey.cli.simulate:main",

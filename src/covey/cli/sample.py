@@ -18,7 +18,7 @@ from covey.app.compose import CommandLine
 from covey.app.loaded_model import has_tasks, load_model, prepare_model, sampling
 from covey.app.prepare import training_sampling
 from covey.cli.parse import parse
-from covey.config.schema import Config, EvalConfig
+from covey.config.schema import OWN_TASKS, Config, EvalConfig
 from covey.errors import Absent, InputError
 from covey.images import plain_text
 from covey.ranges import range_error, ranges_of
@@ -122,7 +122,7 @@ def _with_own_files(args: CommandLine) -> CommandLine:
 
 def _task_of_question(question: str, args: CommandLine, config: Config) -> Task:
     """The question in the form of the training tasks, if it is known."""
-    if args.has("--plain") or not has_tasks(args) or config.agent.name == "verifiers":
+    if args.has("--plain") or not has_tasks(args) or config.agent.name in OWN_TASKS:
         return plain_question(question, config.data)
     try:
         task = ask_like_tasks(question, config.data, config.seed)

@@ -32,7 +32,7 @@ from covey.config import derive
 from covey.config.aliases import translate
 from covey.config.read import Override, literal, read_overrides, read_yaml
 from covey.config.resolve import Resolved, choice_of, resolve, resolve_derived
-from covey.config.schema import AgentConfig, ClusterConfig, Config, ModeConfig, RolloutConfig, TeacherConfig
+from covey.config.schema import OWN_TASKS, AgentConfig, ClusterConfig, Config, ModeConfig, RolloutConfig, TeacherConfig
 from covey.config.settings import Algorithms, Setting, algorithm_settings, find, losses_of, schema_settings
 from covey.config.validate import Checker, WrongValues, value_at
 from covey.errors import InputError, unknown
@@ -43,7 +43,7 @@ RECIPES = "covey.recipes"
 
 # The choices of each config group; the first is the default. The choices of `algorithm` are an argument.
 GROUPS: Mapping[str, Mapping[str, type]] = {
-    "agent": dict.fromkeys(("chat", "hf", "react", "code", "flow", "gateway", "gui", "verifiers"), AgentConfig),
+    "agent": dict.fromkeys(("chat", "hf", "react", "code", "flow", "gateway", "gui", *OWN_TASKS), AgentConfig),
     "rollout": {"embedded": RolloutConfig, "vllm": RolloutConfig, "auto": RolloutConfig},
     "cluster": {"local": ClusterConfig, "ray": ClusterConfig},
     "mode": {"sync": ModeConfig, "async": ModeConfig},

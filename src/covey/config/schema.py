@@ -117,14 +117,20 @@ class DataConfig:
     train_batch_size: Episodes = 8  # tasks per step; each gets rollout.group_size attempts
     system_prompt: str | None = None  # system message for questions without one of their own
     shuffle: bool = True  # a new order every epoch, from the run's seed
+    sampler: str = "uniform"  # which tasks a step gets: uniform | band | uncertainty | priority | buckets
+    sampler_options: dict[str, Any] = field(default_factory=dict)  # options of the sampler: docs/curriculum.md
 
     def __post_init__(self) -> None:
         check_ranges(self, "data.")
+        _one_of("data.sampler", self.sampler, ("uniform", "band", "uncertainty", "priority", "buckets"))
+
+
+OWN_TASKS = ("verifiers", "gymnasium", "openenv", "harbor")  # agents whose environments bring their tasks
 
 
 @dataclass(frozen=True)
 class AgentConfig:
-    name: str = "chat"  # chat | hf | react | code | flow | gui | gateway | verifiers, or your own as file.py:function
+    name: str = "chat"  # chat | hf | react | code | flow | gui | gateway, an environment's package, or file.py:function
     tools: list[str] = field(default_factory=list)  # tools by name, module:function or file.py:function
     tool_options: dict[str, Any] = field(default_factory=dict)  # settings per tool: {search: {corpus: docs.jsonl}}
     format: str = "auto"  # hermes | llama | mistral; auto: of the chat template. gui: computer_use | thought_action
@@ -135,8 +141,8 @@ class AgentConfig:
     train_modules: list[str] = field(default_factory=lambda: ["planner"])  # agent=flow: modules to train
     train_roles: list[str] = field(default_factory=list)  # roles of an environment to train on; []: all
     template: str | None = None  # qwen2.5, qwen2.5-vl, none (plain text), or a Jinja file; null: the model's own
-    environment: str | None = None  # agent=verifiers: an environment of that package, by id, module:function or file
-    environment_options: dict[str, Any] = field(default_factory=dict)  # agent=verifiers: its own `env` settings
+    environment: str | None = None  # of verifiers, gymnasium, openenv, harbor: an id, address or folder
+    environment_options: dict[str, Any] = field(default_factory=dict)  # its options: docs/environments.md
     max_seconds: Seconds = 500.0  # timeout of an episode with its reward, without the time for sampling
     chromium: str | None = None  # agent=gui: the browser's program; null: chromium or google-chrome on the PATH
     browsers: Browsers = 2  # agent=gui: browsers that run at the same time

@@ -40,6 +40,7 @@ MEANINGS = _by_word(
         "model.device": "cuda gpu_id accelerator",
         "model.lora.rank": "lora lora_r lora_rank r rank peft adapter use_lora use_peft qlora",
         "model.lora.alpha": "lora_alpha lora_scale",
+        "data.sampler": "curriculum curriculum_learning task_sampler class_path class_name online_difficulty_filtering",
         "data.name": "dataset dataset_name task task_name env_name benchmark",
         "data.train_files": "train_file train_data train_dataset train_path data_path file files input prompts jsonl",
         "data.val_files": "test_file test_data val_data val_file eval_data eval_file eval_dataset validation "

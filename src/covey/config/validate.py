@@ -134,15 +134,10 @@ SCORE_KEYS = (
     *("eval.modes", "eval.n", "eval.temperature", "eval.top_p", "eval.top_k", "eval.max_tokens", "agent."),
     *("validation tasks", "rewards", "rollout.max_tokens", "rollout.stop"),
 )
-UNUSED_BY_SFT = (
-    "rollout.",
-    "algorithm.",
-    "reward.",
-    "critic.",
-    "teacher.",
-    "sandbox.",
-    "mode.",
-)  # SFT samples and scores nothing
+UNUSED_BY_SFT = (  # SFT samples and scores nothing
+    *("rollout.", "algorithm.", "reward.", "critic.", "teacher.", "sandbox.", "mode."),
+    *("data.sampler.", "data.sampler_options."),
+)
 UNSET = "(not set)"
 LONGEST = 80  # characters of a value in a message
 

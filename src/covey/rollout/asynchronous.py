@@ -227,13 +227,12 @@ class BackgroundSource(TrainingSource):
     def _begin(self) -> None:
         tickets, self._restarts = [*self._restarts, *self.window.begin()], []
         for ticket in tickets:
-            job = asyncio.get_running_loop().create_task(self._sample(ticket))
+            job = asyncio.get_running_loop().create_task(self._sample(ticket, *self._task(ticket.number)))
             self._jobs.add(job)
             job.add_done_callback(self._jobs.discard)
 
-    async def _sample(self, ticket: Ticket) -> None:
+    async def _sample(self, ticket: Ticket, step: int, task: Task) -> None:
         try:
-            step, task = self._task(ticket.number)
             (group,) = await self._collect([task], ("train", step))
             self._groups[ticket.number] = group
             self.window.finish(ticket.number)
@@ -260,10 +259,15 @@ class BackgroundSource(TrainingSource):
         groups = {str(number): group_to_json(group) for number, group in self._groups.items()}
         replayed = {} if self.replay is None else self.replay.groups
         former = {str(number): [replay.uses, group_to_json(replay.group)] for number, replay in replayed.items()}
-        return {"window": self.window.state(), "groups": groups, "former": former}
+        kept = {"window": self.window.state(), "groups": groups, "former": former}
+        if self.curriculum is None:
+            return kept
+        numbers = (*self.window.pending, *self.window.complete, *replayed)
+        return kept | {"curriculum": self.curriculum.state({number // self.window.size for number in numbers})}
 
     def restore(self, state: dict[str, Any], step: int) -> None:
-        if not state:  # training was synchronous, or the groups sampled ahead do not fit the settings any more
+        super().restore(state, step)
+        if "window" not in state:  # training was synchronous, or the groups sampled ahead do not fit the settings
             self.window = Window(self.window.size, self.window.lead, step=step, end=self.window.end)
             return
         self.window.advance(step)

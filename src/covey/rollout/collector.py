@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from covey.errors import EpisodeError, InputError, RunFailed, describe_error
-from covey.protocols import Agent, Reward, RolloutEngine
+from covey.protocols import Agent, Curriculum, Reward, RolloutEngine
 from covey.redact import hide
 from covey.rollout.policy import EpisodePolicy
 from covey.rollout.rendering import Renderer
@@ -174,6 +174,7 @@ class TrainingSource:
         min_group_size: int,
         greedy_baseline: bool = False,
         refill: Refill | None = None,
+        curriculum: Curriculum | None = None,
     ) -> None:
         self.collector = collector
         self.batch = batch
@@ -182,6 +183,7 @@ class TrainingSource:
         self.min_group_size = min_group_size
         self.greedy_baseline = greedy_baseline
         self.refill = refill
+        self.curriculum = curriculum
         self.step = 0
         self.taken: tuple[Task, ...] = ()  # tasks of the groups that `next` returned last
 
@@ -222,6 +224,7 @@ class TrainingSource:
             dropped,
             attempts=sum(len(_all_episodes(group)) for group in raw),
             cut=dict(cut),
+            curriculum=self.curriculum.observe(self.step, raw) if self.curriculum else {},
         )
 
     async def _collect(self, tasks: Sequence[Task], stream: tuple[object, ...]) -> list[Group]:
@@ -254,12 +257,14 @@ class TrainingSource:
         """Does nothing: a synchronous source samples nothing between two steps."""
 
     def state(self) -> dict[str, Any]:
-        """The state to checkpoint: empty, because nothing is kept from one step to the next."""
-        return {}
+        """The state to checkpoint: only a curriculum keeps something from one step to the next."""
+        return {"curriculum": self.curriculum.state(())} if self.curriculum else {}
 
     def restore(self, state: dict[str, Any], step: int) -> None:
         """Continue from a checkpoint's `state`, at that step."""
         self.step = step
+        if self.curriculum and "curriculum" in state:  # otherwise the tasks were drawn uniformly
+            self.curriculum.restore(state["curriculum"])
 
 
 def _with_rewards(episode: Episode, table: RewardTable | EpisodeError) -> Episode:

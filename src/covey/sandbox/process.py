@@ -95,6 +95,7 @@ class Process:
         capture: bool = True,
         pass_fds: Sequence[int] = (),
         folders: Sequence[str] = (),
+        links: Sequence[str] = (),
         filters: bool = True,
     ) -> None:
         """Start the process. `request` is passed to `inside/isolation.py` and contains the numbers of `pass_fds`."""
@@ -106,7 +107,7 @@ class Process:
         input_file = sealed(stdin.encode("utf-8", errors="surrogatepass")) if stdin is not None else None
         try:
             command, request_file = launch(
-                tier, limits, request, control=writer, folder=folder, folders=folders, filters=filters
+                tier, limits, request, control=writer, folder=folder, folders=folders, links=links, filters=filters
             )
             try:
                 self._popen = subprocess.Popen(

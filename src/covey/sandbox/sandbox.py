@@ -63,6 +63,7 @@ class Sandbox:
     limits: Limits = field(default_factory=Limits)
     max_concurrent: int = 16  # programs that run at once; others wait their turn
     folders: tuple[str, ...] = ()  # of the host, readable inside, to import packages from
+    links: tuple[str, ...] = ()  # folders at the root inside that lead into its private /tmp; not with tier limits
     filters: bool = True  # Landlock and seccomp, where the kernel has them
     _gates: WeakKeyDictionary[Any, asyncio.Semaphore] = field(
         default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
@@ -76,7 +77,7 @@ class Sandbox:
         return cls(choose(config.tier, config.allow_weak), limits, config.max_concurrent)
 
     def __reduce__(self) -> Any:
-        return Sandbox, (self.tier, self.limits, self.max_concurrent, self.folders, self.filters)
+        return Sandbox, (self.tier, self.limits, self.max_concurrent, self.folders, self.links, self.filters)
 
     @property
     def gate(self) -> asyncio.Semaphore:
@@ -85,7 +86,8 @@ class Sandbox:
         return self._gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_concurrent))
 
     def process(self, request: Mapping[str, Any], **options: Any) -> Process:
-        return Process(self.tier, self.limits, request, folders=self.folders, filters=self.filters, **options)
+        options |= {"folders": self.folders, "links": self.links, "filters": self.filters}
+        return Process(self.tier, self.limits, request, **options)
 
     def within(self, seconds: float | None, output_bytes: int | None = None) -> Sandbox:
         """The same sandbox, sharing its gate, with another deadline or output limit."""

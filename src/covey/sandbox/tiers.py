@@ -68,6 +68,13 @@ def view(folders: tuple[str, ...] = ()) -> View:
     return View(binds=binds, links=links, hide=_private(binds))
 
 
+def _with_links(seen: View, links: Sequence[str]) -> View:
+    """The same files, with these folders of the root as links into /tmp."""
+    return View(
+        binds=seen["binds"], links=[*seen["links"], *((f"/tmp{path}", path) for path in links)], hide=seen["hide"]
+    )
+
+
 def _private(binds: Sequence[str]) -> list[str]:
     """Folders with users' own files that lie within the binds, such as /usr/src/app in many containers."""
     needed = [os.path.realpath(path) for path in (sys.base_prefix, interpreter())]
@@ -185,12 +192,13 @@ def launch(
     control: int,
     folder: str = "/tmp",
     folders: Sequence[str] = (),
+    links: Sequence[str] = (),
     filters: bool = True,
 ) -> tuple[tuple[str, ...], int]:
     """A command, and the descriptor of the request it reads, to be closed once the process runs.
 
     `control`: the descriptor for the sandbox's reports. `folder`: the working folder (on the host, for `limits`)."""
-    seen = view(tuple(folders))
+    seen = _with_links(view(tuple(folders)), links)
     isolated = tier.name != "limits"
     full = {
         "files": {},
@@ -212,7 +220,7 @@ def launch(
     if tier.name != "bubblewrap":
         file = packed(full)
         return (*python, str(file), "namespace" if isolated else "limits"), file
-    bwrap = _bubblewrap(limits, tuple(folders))
+    bwrap = _bubblewrap(limits, seen)
     if os.geteuid() != 0:
         file = packed(full)
         return (*bwrap, *python, str(file), "inside"), file
@@ -225,11 +233,10 @@ def launch(
     return (*python, str(reserved), "down"), reserved
 
 
-def _bubblewrap(limits: Limits, folders: tuple[str, ...]) -> tuple[str, ...]:
+def _bubblewrap(limits: Limits, seen: View) -> tuple[str, ...]:
     program = shutil.which("bwrap")
     if program is None:
         raise FileNotFoundError("no executable bwrap on the PATH")
-    seen = view(folders)
     words = [program, "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
     words += ["--unshare-cgroup-try", "--uid", str(USER), "--gid", str(USER), "--hostname", "sandbox"]
     words += ["--die-with-parent", "--as-pid-1", "--cap-drop", "ALL", "--disable-userns"]

@@ -52,6 +52,8 @@
       { title: "Entropy", about: "per token; near 0: no exploration", unit: "nats per token", names: ["policy/entropy"] },
       { title: "Length", about: "tokens per answer", unit: "tokens", names: has(["response/length_mean", "response/length_max", "sft/tokens"]) },
       { title: "Truncated answers, zero-variance groups", about: "share", unit: "share", names: has(["response/truncated", "groups/flat"]) },
+      { title: "Tasks by observed success", about: "share of the tasks observed so far; coverage: of all tasks", unit: "share", names: has(["curriculum/solved", "curriculum/in_band", "curriculum/unsolved", "curriculum/coverage"]) },
+      { title: "Effective tasks", about: "1 / Σ p² of the draws", unit: "tasks", names: has(["curriculum/effective_tasks"]) },
       { title: "Throughput", about: "tokens per second", unit: "tokens per second", names: ["perf/tokens_per_second"] },
       { title: "Time per stage", about: "seconds of a step", unit: "seconds", stack: true, names: stages },
       { title: "Memory", about: "GiB of the main process, of its GPU", unit: "GiB", names: has(["perf/memory_gib", "perf/gpu_memory_gib"]) },
