@@ -50,8 +50,8 @@ def check_teacher(config: Config, policy: ModelSource | None, tasks: Sequence[Ta
         if teacher.prompt_template is None:
             raise InputError(
                 f"teacher={teacher.name} is the policy itself, and it has nothing to teach without more to read\n"
-                "  show it more: teacher.prompt_template='{question} ... {answer}'; or KL to the start model: "
-                "algorithm.kl_coef"
+                "  show it more: 'teacher.prompt_template=\"{question} ... {answer}\"'\n"
+                "  or for a KL to the start model: algorithm.kl_coef"
             )
         if teacher.url is not None:
             raise InputError(f"teacher={teacher.name} is in this process\n  remove teacher.url, or name its model")
