@@ -44,6 +44,7 @@ from covey.learner.saving import check_finite, load_state, load_tensors, save_mo
 from covey.learner.token_scores import TokenQuery, score_tokens
 from covey.memory import affordable_tokens, bytes_per_token
 from covey.models.loading import Reference
+from covey.models.products import fast_linears
 from covey.protocols import Algorithm, Couples, LossTerm, Metrics, Needs, TokenOutputs, TokenTrace
 from covey.types import Batch, Sample, Samples
 
@@ -207,7 +208,8 @@ class Learner:
         """Open until the backward pass is over. Uses compiled layers if they are enabled and attention is flash."""
         flash = select_attention(causal_lm(self.model), packed.layout)
         compiled = self.compiled_layers.active() if flash and self.compiled_layers else nullcontext()
-        with packed_attention(packed.layout), compiled:
+        linears = fast_linears() if self.device.type == "cpu" else nullcontext()
+        with packed_attention(packed.layout), compiled, linears:
             yield
 
     def _forward(
