@@ -15,8 +15,8 @@ from typing import Any
 
 from kit.child import ChildFailed, Children, serve
 from kit.measure import GIB, about, peak_memory, prepare, reset_peak
-from kit.models import SHAPES, model_config, random_ids, random_model
-from kit.report import Plot, Result, command_line, measured_on, number, options, publish
+from kit.models import SHAPES, model_folder, random_ids
+from kit.report import Measure, Plot, Result, command_line, measured_on, number, options, publish
 
 
 def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
@@ -26,18 +26,18 @@ def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _point(settings: dict[str, Any], point: dict[str, int]) -> dict[str, float]:
-    from kit.pipeline import made_up
+    from kit.pipeline import Spec, made_up
 
-    from covey.algorithms import make
+    from covey.app.models import make_learner
     from covey.config.schema import LearnerConfig
-    from covey.learner.learner import Learner
     from covey.training.samples import minibatches, to_samples
 
-    config = model_config(settings["shape"], vocab_size=point["vocabulary"])
-    model = random_model(config, settings["device"], settings["dtype"])
+    folder = model_folder(settings["shape"], settings["device"], settings["dtype"], vocab_size=point["vocabulary"])
     # Prompts and answers of the update fit into one micro-batch.
-    learner = Learner(model, LearnerConfig(lr=1e-6, micro_batch_tokens=2 * point["tokens"]), total_updates=10)
-    algorithm = make("grpo")
+    plan = LearnerConfig(lr=1e-6, micro_batch_tokens=2 * point["tokens"])
+    spec = Spec.of(settings | {"model": folder}, learner=plan)
+    learner = make_learner(spec, None)
+    model, algorithm = learner.model, spec.algorithm
 
     def update(answers: int) -> None:
         ids = random_ids(point["vocabulary"], answers + 1, settings["answer_tokens"], "memory")
@@ -164,6 +164,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings=settings,
         command=command_line(),
         tiny=chosen.tiny,
+        measures=[
+            Measure(f"{row['tokens']} tokens, vocabulary {row['vocabulary']}: {kind}", row[kind], "GiB")
+            for row in rows
+            for kind in ("peak", "working")
+        ],
+        runs=done,
     )
     publish(result, chosen.out)
     return 0

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import random
+import shutil
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +87,23 @@ def random_model(config: Any, device: str, dtype: str, seed: int = 0) -> Any:
     return model.eval()
 
 
+@cache
+def model_folder(name: str, device: str, dtype: str, **changes: Any) -> str:
+    """A model folder as `covey train` loads it. For a shape, it is written with random weights and deleted at exit."""
+    if name not in SHAPES:
+        return name
+    folder = tempfile.mkdtemp(prefix="covey-shape-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    config = model_config(name, **changes)
+    random_model(config, device, dtype).save_pretrained(folder)
+    word_tokenizer(config.vocab_size).save_pretrained(folder)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return folder
+
+
 def load_model(name: str, device: str, dtype: str) -> Any:
-    """A shape's random model, or that of a folder."""
+    """For other libraries: a shape's random model, or that of a folder."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 

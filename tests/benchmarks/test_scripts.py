@@ -32,6 +32,7 @@ LESS = {
     "agent_seeds": ["--seeds", "0", "1"],
     "async_learning": ["--seeds", "0", "--steps", "1"],
     "async_tools": ["--steps", "1", "--staleness", "1"],
+    "compare": [],
     "decode": ["--tiny", "--out", "results"],
     "decode_cpu": ["--threads", "1", "--rows", "4"],
     "demo_seeds": ["--seeds", "0", "1"],
@@ -45,6 +46,7 @@ LESS = {
     "lora": ["--tiny", "--out", "results"],
     "malloc": ["keep"],  # one of the two processes that it compares
     "memory": ["--tiny", "--out", "results"],
+    "modes": ["--tiny", "--out", "results"],
     "pack": [],
     "publish": [],
     "regime": ["--tiny", "--out", "results"],
@@ -178,6 +180,8 @@ def a_page_of_its_own(module: Any, patch: pytest.MonkeyPatch) -> None:
 
     page = Path("page.md")
     page.write_text("<!-- lora-tiny-cpu: begin --><!-- lora-tiny-cpu: end -->")
+    Path("records").mkdir()
+    patch.setattr(module, "RECORDS", Path("records"))
     patch.setattr(module, "write_page", lambda result: write_page(result, page, Path("docs/images")))
 
 
@@ -186,6 +190,11 @@ def result_of_lora() -> list[str]:
 
     assert lora.main(["--tiny", "--out", "results"]) == 0
     return ["results/lora-tiny-cpu.json"]
+
+
+def beside_itself() -> list[str]:
+    (path,) = result_of_lora()
+    return [path, "--baseline", path]
 
 
 def results_here(module: Any, patch: pytest.MonkeyPatch) -> None:
@@ -210,7 +219,11 @@ SMALLER: dict[str, Callable[[Any, pytest.MonkeyPatch], None]] = {
     "soak": results_here,
     "two_rewards": few_steps,
 }
-MORE: dict[str, Callable[[], list[str]]] = {"publish": result_of_lora, "scoring": public_data}
+MORE: dict[str, Callable[[], list[str]]] = {
+    "compare": beside_itself,
+    "publish": result_of_lora,
+    "scoring": public_data,
+}
 
 
 # -- what must have come out -----------------------------------------------------------------------------------------

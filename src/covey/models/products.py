@@ -61,9 +61,11 @@ def fast_linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> T
 def fast_linears() -> Iterator[None]:
     """Linear layers compute with `fast_linear` in this context. It must stay open until the backward pass is over,
     which repeats the forward pass if gradients are checkpointed."""
+    if not prefers_onednn() or nn.Linear.forward is _forward:
+        yield
+        return
     before = nn.Linear.forward
-    if prefers_onednn():
-        nn.Linear.forward = _forward  # type: ignore[method-assign]
+    nn.Linear.forward = _forward  # type: ignore[method-assign]
     try:
         yield
     finally:
