@@ -15,7 +15,7 @@ from typing import Any
 
 from kit.child import ChildFailed, Children, serve
 from kit.measure import GIB, about, peak_memory, prepare, reset_peak
-from kit.models import SHAPES, model_folder, random_ids
+from kit.models import SHAPES, random_ids
 from kit.report import Measure, Plot, Result, command_line, measured_on, number, options, publish
 
 
@@ -32,10 +32,9 @@ def _point(settings: dict[str, Any], point: dict[str, int]) -> dict[str, float]:
     from covey.config.schema import LearnerConfig
     from covey.training.samples import minibatches, to_samples
 
-    folder = model_folder(settings["shape"], settings["device"], settings["dtype"], vocab_size=point["vocabulary"])
     # Prompts and answers of the update fit into one micro-batch.
     plan = LearnerConfig(lr=1e-6, micro_batch_tokens=2 * point["tokens"])
-    spec = Spec.of(settings | {"model": folder}, learner=plan)
+    spec = Spec.of(settings | {"changes": {"vocab_size": point["vocabulary"]}}, learner=plan)
     learner = make_learner(spec, None)
     model, algorithm = learner.model, spec.algorithm
 
@@ -70,13 +69,13 @@ def held(device: str) -> float:
 
 def loads(chosen: Any) -> dict[str, Any]:
     if chosen.device == "cuda":
-        found = {"shape": chosen.shape, "dtype": "bfloat16", "prompt_tokens": 256, "answer_tokens": 256}
+        found = {"model": chosen.shape, "dtype": "bfloat16", "prompt_tokens": 256, "answer_tokens": 256}
         vocabularies, tokens = (32768, SHAPES[chosen.shape]["vocab_size"]), (4096, 8192, 16384, 32768)
     else:
-        found = {"shape": "tiny", "dtype": "float32", "prompt_tokens": 64, "answer_tokens": 128}
+        found = {"model": "tiny", "dtype": "float32", "prompt_tokens": 64, "answer_tokens": 128}
         vocabularies, tokens = (16384, 65536), (4096, 8192, 16384)
     if chosen.tiny:
-        found |= {"shape": "tiny", "dtype": "float32", "prompt_tokens": 4, "answer_tokens": 8}
+        found |= {"model": "tiny", "dtype": "float32", "prompt_tokens": 4, "answer_tokens": 8}
         vocabularies, tokens = (256, 1024), (16, 64)
     points = [
         {"vocabulary": v, "tokens": t} for v in chosen.vocabularies or vocabularies for t in chosen.tokens or tokens
@@ -157,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows=rows,
         plot=picture(rows),
         notes=[
-            f"The layers of {settings['shape']}, {settings['dtype']}; answers of {settings['answer_tokens']} tokens to "
+            f"The layers of {settings['model']}, {settings['dtype']}; answers of {settings['answer_tokens']} tokens to "
             "one prompt, one micro-batch.",
             growth(rows),
         ],

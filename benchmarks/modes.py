@@ -2,9 +2,9 @@
 
     python benchmarks/modes.py --device cuda [--model qwen2.5-0.5b]
 
-Three runs for each repeat, one after another: synchronous with empty compilation caches, the same again with the caches
-of the first, and asynchronous. Prompts and answers have 256 tokens, and almost no answer ends earlier, since the weights
-are random. "start" is the time of the command without its steps; "s/step" the median after the first two steps.
+Three runs for each repeat, one after another: synchronous with empty compilation caches, the same again with the
+caches of the first, and asynchronous. Prompts and answers have 256 tokens, and almost no answer ends earlier, since the
+weights are random. "start" is the time of the command without its steps; "s/step" the median after the first two.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def loads(chosen: Any) -> dict[str, Any]:
     found |= {"load": asdict(Load(32, 8, 256, 256))}
     if chosen.tiny:
         found |= {"model": "tiny", "dtype": "float32", "steps": 3, "load": asdict(Load(2, 2, 8, 8))}
-    return found | {"folder": model_folder(found["model"], "cpu", found["dtype"])}
+    return found | {"folder": model_folder(found["model"], "cpu", found["dtype"], family="Llama")}
 
 
 def rows_of(settings: dict[str, Any], repeats: Sequence[dict[str, Any]], rates: Rates) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from covey.agents.resolve import resolve_agent
 from covey.algorithms import make
 from covey.app.models import make_engine, make_learner
 from covey.config.schema import Config, ModelConfig, RolloutConfig
+from covey.models.folder import read_config
 from covey.models.loading import ModelSource, load_policy, open_source
 from covey.protocols import Algorithm
 from covey.rewards import resolve_rewards
@@ -23,7 +24,7 @@ from covey.rollout.rendering import Renderer
 from covey.training.step import Pipeline, Schedule, StepResult, step
 from covey.types import Collected, Completion, Episode, Group, Sampling, StopReason, Task, Turn
 from kit.measure import Stopwatch, now, reset_peak
-from kit.models import model_folder
+from kit.models import SHAPES, model_folder, word_tokenizer
 
 NO_DEADLINE = 1e6  # seconds of an episode: slow episodes are measured, not cut off
 
@@ -61,12 +62,18 @@ class Spec:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], *, max_sequences: int = 256, **sections: Any) -> Spec:
-        """Of a model by name, with its device and precision; `sections` are further parts of the configuration."""
-        device, dtype = settings["device"], settings["dtype"]
-        folder = model_folder(settings["model"], device, dtype)
+        """Of a model by name, with its device and precision; `sections` are further parts of the configuration. Weights
+        of a shape are written to a folder, with `changes` of its configuration, and loaded like any others."""
+        name, device, dtype = settings["model"], settings["device"], settings["dtype"]
+        folder = model_folder(name, device, dtype, **settings.get("changes", {})) if name in SHAPES else name
         model = replace(sections.pop("model", ModelConfig()), name=folder, device=device, dtype=dtype)
+        if name in SHAPES:
+            found = read_config(folder, folder, revision=None, trusted=False)
+            source = ModelSource(folder, folder, word_tokenizer(found.vocab_size), found)
+        else:
+            source = open_source(model)
         config = Config(model=model, rollout=RolloutConfig(max_sequences=max_sequences), **sections)
-        return cls(config, open_source(model), make("grpo"))
+        return cls(config, source, make("grpo"))
 
 
 class Trainer:

@@ -141,6 +141,10 @@ def quick_tools(module: Any, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "OTHERS", module.OTHERS[:1])
 
 
+def short_tools(module: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(module, "TOOL_S", 0.01)
+
+
 def few_steps(module: Any, patch: pytest.MonkeyPatch) -> None:
     train = module.train
     patch.setattr(module, "train", lambda *words: train(*words, steps=4))
@@ -215,6 +219,7 @@ SMALLER: dict[str, Callable[[Any, pytest.MonkeyPatch], None]] = {
     "gvpo_optimum": few_steps,
     "pack": nothing_installed,
     "publish": a_page_of_its_own,
+    "regime": short_tools,
     "simulate": quick_tools,
     "soak": results_here,
     "two_rewards": few_steps,

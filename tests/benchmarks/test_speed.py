@@ -93,9 +93,10 @@ def test_scaling(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_process")
-def test_regime(tmp_path: Path) -> None:
+def test_regime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import regime
 
+    monkeypatch.setattr(regime, "TOOL_S", 0.01)
     rows = outcome("regime", tmp_path, "--repeats", "3")["rows"]
     assert [row["case"] for row in rows if row["side"] == "floor"] == list(regime.CASES)
     for covey, floor in zip(rows[::2], rows[1::2], strict=True):
