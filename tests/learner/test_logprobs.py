@@ -86,8 +86,8 @@ def test_the_token_budget_is_extrapolated_from_two_measurements() -> None:
 
 
 def test_on_a_cpu_the_activations_of_a_pass_fit_into_memory() -> None:
-    assert memory.affordable_tokens(torch.device("cpu"), lambda _: pytest.fail("nothing to try"), 1) == 1024
+    assert memory.affordable_tokens(torch.device("cpu"), lambda _: pytest.fail("nothing to try"), 1) == 8192
     token = memory.bytes_per_token(tiny_llama())
     assert token == 2 * (10 * 32 + 4 * 64) * 4  # layers × vectors × bytes
     gib, smollm2 = 2**30, 30 * (10 * 576 + 4 * 1536) * 4  # 1.4 MB a token
-    assert [memory.cpu_tokens(size * gib, smollm2) for size in (24, 16, 8, 4, 1)] == [1024, 1024, 1024, 1024, 256]
+    assert [memory.cpu_tokens(size * gib, smollm2) for size in (24, 16, 8, 4, 1)] == [8192, 4096, 2048, 1024, 256]

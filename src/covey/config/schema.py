@@ -200,7 +200,7 @@ class LearnerConfig:
     grad_clip: Cap = 1.0  # largest gradient norm; 0: no clipping
     epochs: Few = 1  # passes over each step's samples
     mini_batch_size: Episodes | None = None  # groups per optimiser step; null: all groups of the step
-    micro_batch_tokens: BatchTokens | None = None  # per forward pass; null: as many as fit; on a CPU at most 1024
+    micro_batch_tokens: BatchTokens | None = None  # per forward pass; null: as many as fit; on a CPU at most 8192
     micro_batch_size: Episodes | None = None  # most episodes per forward pass; null: limited by tokens only
     entropy_coef: Weight = 0.0  # entropy bonus per token
     compile: bool | None = None  # fuse the small operations of a layer: slow start, faster steps; null: on a GPU

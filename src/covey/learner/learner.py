@@ -42,7 +42,7 @@ from covey.learner.parallel import (
 )
 from covey.learner.saving import check_finite, load_state, load_tensors, save_model, save_state, save_tensors
 from covey.learner.token_scores import TokenQuery, score_tokens
-from covey.memory import affordable_tokens, bytes_per_token
+from covey.memory import CPU_TARGET, affordable_tokens, bytes_per_token
 from covey.models.loading import Reference
 from covey.models.products import fast_linears
 from covey.protocols import Algorithm, Couples, LossTerm, Metrics, Needs, TokenOutputs, TokenTrace
@@ -174,7 +174,10 @@ class Learner:
 
     def _plan(self, rows: Sequence[Sample]) -> list[list[MicroBatch]]:
         """The micro-batches of every rank. All ranks compute the same plan."""
-        return plan_micro_batches(rows, self._find_token_budget(), self.config.micro_batch_size, self.ranks.dp_size)
+        on_cpu = self.device.type == "cpu" and self.config.micro_batch_tokens is None
+        target = CPU_TARGET if on_cpu else None
+        budget, most = self._find_token_budget(), self.config.micro_batch_size
+        return plan_micro_batches(rows, budget, most, self.ranks.dp_size, target)
 
     def _passes(self, plan: list[list[MicroBatch]], rows: Sequence[Sample]) -> list[Pass]:
         """This rank's forward passes. Sharded ranks gather weights together, so all make the same number."""
