@@ -65,7 +65,7 @@ def fast_linears() -> Iterator[None]:
         yield
         return
     before = nn.Linear.forward
-    nn.Linear.forward = _forward  # type: ignore[method-assign]
+    nn.Linear.forward = _forward  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
