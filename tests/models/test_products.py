@@ -71,7 +71,8 @@ def test_any_number_of_rows_needs_few_shapes(taken: list[tuple[int, ...]]) -> No
     weight = random(3, 5).requires_grad_()
     for rows in range(1, 40):
         fast_linear(random(rows, 5).requires_grad_(), weight).sum().backward()
-    assert set(taken) == {(4, 5, 3), (8, 5, 3), (4, 3, 5), (8, 3, 5), (3, 4, 5), (3, 8, 5)}
+    sizes = (1, 2, 3, 4, 8)  # at most STEP rows are not padded
+    assert set(taken) == {shape for m in sizes for shape in ((m, 5, 3), (m, 3, 5), (3, m, 5))}
     assert [block_rows(n) for n in (3, 4, 17)] == [3, 4, 16]
 
 
@@ -83,7 +84,7 @@ def test_layers_of_any_module_within_the_context_alone(taken: list[tuple[int, ..
     assert not taken
     with pytest.raises(ZeroDivisionError), fast_linears():
         close(model(x), plain.double())
-        assert taken == [(8, 5, 6), (4, 5, 6), (8, 6, 2), (4, 6, 2)]
+        assert taken == [(8, 5, 6), (1, 5, 6), (8, 6, 2), (1, 6, 2)]
         raise ZeroDivisionError
     taken.clear()
     assert torch.equal(model(x), plain) and not taken

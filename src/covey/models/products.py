@@ -5,7 +5,7 @@ On an AMD processor of the Zen 5 generation its products are 2.2 times as fast. 
 
 oneDNN compiles code for every shape and keeps it with a buffer as large as the rows, in a cache of a thousand shapes.
 Packed sequences have any length, so products are computed in blocks of BLOCK rows, the last one padded to a multiple of
-STEP: the cache then holds a few shapes of each layer.
+STEP if it has more: the cache then holds a few shapes of each layer.
 
 Shapes: M rows, K inputs, N outputs.
 """
@@ -123,7 +123,7 @@ def sum_of_products(a_MN: Tensor, b_MK: Tensor) -> Tensor:
 
 def _blocks(x_MK: Tensor, size: int) -> Iterator[Tensor]:
     for block in x_MK.split(size):
-        missing = -len(block) % STEP
+        missing = -len(block) % STEP if len(block) > STEP else 0
         yield pad(block, (0, 0, 0, missing)) if missing else block
 
 
