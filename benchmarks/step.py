@@ -315,7 +315,7 @@ def report(
     told += [NOTES["threads"]] if chosen.threads == 1 else []
     told += [NOTES["cpu"]] if chosen.device == "cpu" else []
     return Result(
-        name="step",
+        name=f"step-threads-{chosen.threads}" if chosen.threads else "step",
         device=here["device"],
         versions=merged(versions),
         header=HEADER,
