@@ -19,7 +19,7 @@ VLLM_PIP := $(VLLM)/bin/python -m pip --disable-pip-version-check -q
 DOCS     := .venv-docs
 DOCS_PIP := $(DOCS)/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo test docs docs-serve fuzz dash-test test-kernels test-gpu test-slow check format bench bench-gpu bench-gpu-packages experiments oracles verifiers vllm clean
+.PHONY: demo test docs docs-serve fuzz dash-test test-kernels test-gpu test-slow check format bench bench-tables bench-gpu bench-gpu-packages experiments oracles verifiers vllm clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/covey train --config-name demo
@@ -95,10 +95,14 @@ bench: $(VENV)/run.stamp $(ORACLES)/stamp
 	$(BIN)/python benchmarks/demo_seeds.py --picture docs/images/demo.png
 	$(BIN)/python benchmarks/agent_seeds.py --picture docs/images/calculator.png
 
+# docs/benchmarks.md and its pictures, from the committed records.
+bench-tables: $(VENV)/run.stamp
+	$(BIN)/python benchmarks/publish.py
+
 # On a GPU machine, with the Python that has its torch; and what it needs beside that, in one archive to take along.
 GPU_PYTHON_VERSION ?= 3.12
 bench-gpu:
-	$(GPU_PYTHON) benchmarks/gpu.py --parts step,decode,memory,scaling,regime,lora
+	$(GPU_PYTHON) benchmarks/gpu.py --parts step,decode,memory,scaling,regime,lora,modes
 
 bench-gpu-packages: $(VENV)/run.stamp
 	$(BIN)/python benchmarks/pack.py --python-version $(GPU_PYTHON_VERSION)

@@ -21,7 +21,7 @@ from kit.child import ChildFailed, Children, has_package, serve
 from kit.floors import Rates, Shape, decode_seconds
 from kit.measure import about, machine, merged, now, prepare
 from kit.models import load_config, load_model, random_ids
-from kit.report import Plot, Result, command_line, measured_on, number, options, publish, ratio
+from kit.report import Measure, Plot, Result, command_line, measured_on, number, options, publish, ratio
 
 Call = Callable[[list[list[int]], int], int]  # prompts, tokens of each answer → tokens sampled
 SIDES = {
@@ -38,12 +38,8 @@ SIDES = {
 def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
     from kit.pipeline import Sampler
 
-    from covey.memory import keep_freed_memory
-
     prepare(settings)
-    if settings["device"] == "cpu":
-        keep_freed_memory()  # as in every run of Covey
-    sampler = Sampler(load_model(settings["model"], settings["device"], settings["dtype"]), max(settings["batches"]))
+    sampler = Sampler(settings, max(settings["batches"]))
     found = figures(sampler, settings)
     sampler.close()
     return {**about(settings["device"]), "points": found}
@@ -81,6 +77,7 @@ def _figures(call: Call, settings: dict[str, Any], batch: int, length: int) -> d
     """Median seconds after one warm-up call: for whole answers, and for their first token."""
     vocabulary = load_config(settings["model"]).vocab_size
     seconds: dict[int, float] = {}
+    repeats: dict[int, list[float]] = {}
     for tokens in (1, length):
         taken = []
         for repeat in range(1 + settings["repeats"]):
@@ -89,6 +86,7 @@ def _figures(call: Call, settings: dict[str, Any], batch: int, length: int) -> d
             sampled = call(prompts, tokens)
             taken.append(now() - start)
             assert sampled == batch * tokens
+        repeats[tokens] = taken[1:]
         seconds[tokens] = statistics.median(taken[1:])
     decoding = seconds[length] - seconds[1]
     return {
@@ -98,6 +96,7 @@ def _figures(call: Call, settings: dict[str, Any], batch: int, length: int) -> d
         "prefill_s": seconds[1],
         "decode_tokens_per_s": batch * (length - 1) / decoding if decoding > 0 else None,
         "tokens_per_s": batch * length / seconds[length],
+        "repeats_s": repeats,
     }
 
 
@@ -130,6 +129,17 @@ def rows_of(model: str, found: dict[str, Any], settings: dict[str, Any], rates: 
                 | {"speed_up": ratio(speed, usual), "of_floor": ratio(speed, best), "floor_tokens_per_s": best}
             )
     return rows
+
+
+def measures(row: dict[str, Any]) -> list[Measure]:
+    """Covey's figures at one batch and length, for compare.py."""
+    name, sampled = f"{row['model']}, {row['batch']} × {row['length']}", row["batch"] * row["length"]
+    whole = [sampled / seconds for seconds in row["repeats_s"][str(row["length"])]]
+    first = row["repeats_s"]["1"]
+    return [
+        Measure(f"{name}: answers", row["tokens_per_s"], "tokens/s", whole),
+        Measure(f"{name}: first token", row["prefill_s"], "s", first),
+    ]
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -234,6 +244,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             settings=todo,
             command=command_line(),
             tiny=chosen.tiny,
+            measures=[measure for row in rows if row["side"] == "covey" for measure in measures(row)],
+            runs=rows,
         )
         publish(result, chosen.out)
     for failure in failures:

@@ -14,22 +14,22 @@ from typing import Any
 
 from kit.child import ChildFailed, Children, serve
 from kit.measure import GIB, about, peak_memory, prepare
-from kit.models import SHAPES, as_text, load_model, load_tokenizer, random_ids
-from kit.report import Plot, Result, command_line, measured_on, number, options, publish
+from kit.models import SHAPES, as_text, random_ids
+from kit.report import Measure, Plot, Result, command_line, measured_on, number, options, publish
 
 
 def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
     import torch
-    from kit.pipeline import Trainer
+    from kit.pipeline import Spec, Trainer
 
-    from covey.config.schema import LearnerConfig
+    from covey.config.schema import LearnerConfig, LoraConfig, ModelConfig
 
     prepare(settings)
     if settings["device"] == "cuda":
         whole = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, settings["cap"] * GIB / whole))
-    model = with_adapter(load_model(settings["model"], settings["device"], settings["dtype"]), settings["rank"])
-    trainer = Trainer(model, load_tokenizer(settings["model"]), eos_ids=(), learner=LearnerConfig(lr=1e-5))
+    model = ModelConfig(lora=LoraConfig(rank=settings["rank"]), gradient_checkpointing=True)
+    trainer = Trainer(Spec.of(settings, model=model, learner=LearnerConfig(lr=1e-5)))
     vocabulary = SHAPES[settings["model"]]["vocab_size"]
     prompts = [as_text(ids) for ids in random_ids(vocabulary, 1, settings["prompt_tokens"], "lora")]
     done = trainer.run(
@@ -39,24 +39,8 @@ def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
         **about(settings["device"]),
         **peak_memory(settings["device"]),
         "steps": [asdict(timed) for timed, _ in done],
-        "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "trained": sum(p.numel() for p in trainer.learner.model.parameters() if p.requires_grad),
     }
-
-
-def with_adapter(model: Any, rank: int) -> Any:
-    """The model as `covey train model.lora.rank=… model.gradient_checkpointing=true` loads it from a folder."""
-    import peft
-
-    from covey.config.schema import LoraConfig
-
-    usual = LoraConfig(rank=rank)
-    config = peft.LoraConfig(
-        r=usual.rank, lora_alpha=usual.alpha, target_modules=usual.target_modules, task_type="CAUSAL_LM"
-    )
-    model = peft.get_peft_model(model, config)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.enable_input_require_grads()
-    return model.train()
 
 
 HEADER = ("model", "cap GiB", "peak GiB", "reserved GiB", "sampling s", "learning s", "s/step")
@@ -112,6 +96,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings=settings,
         command=command_line(),
         tiny=chosen.tiny,
+        measures=[
+            Measure("peak memory", row["peak"], "GiB"),
+            *(Measure(part, row[part], "s", [s[part] for s in done["steps"]]) for part in ("sampling", "learning")),
+        ],
+        runs=done,
     )
     publish(result, chosen.out)
     return 0

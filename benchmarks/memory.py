@@ -15,8 +15,8 @@ from typing import Any
 
 from kit.child import ChildFailed, Children, serve
 from kit.measure import GIB, about, peak_memory, prepare, reset_peak
-from kit.models import SHAPES, model_config, random_ids, random_model
-from kit.report import Plot, Result, command_line, measured_on, number, options, publish
+from kit.models import SHAPES, random_ids
+from kit.report import Measure, Plot, Result, command_line, measured_on, number, options, publish
 
 
 def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
@@ -26,18 +26,17 @@ def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _point(settings: dict[str, Any], point: dict[str, int]) -> dict[str, float]:
-    from kit.pipeline import made_up
+    from kit.pipeline import Spec, made_up
 
-    from covey.algorithms import make
+    from covey.app.models import make_learner
     from covey.config.schema import LearnerConfig
-    from covey.learner.learner import Learner
     from covey.training.samples import minibatches, to_samples
 
-    config = model_config(settings["shape"], vocab_size=point["vocabulary"])
-    model = random_model(config, settings["device"], settings["dtype"])
     # Prompts and answers of the update fit into one micro-batch.
-    learner = Learner(model, LearnerConfig(lr=1e-6, micro_batch_tokens=2 * point["tokens"]), total_updates=10)
-    algorithm = make("grpo")
+    plan = LearnerConfig(lr=1e-6, micro_batch_tokens=2 * point["tokens"])
+    spec = Spec.of(settings | {"changes": {"vocab_size": point["vocabulary"]}}, learner=plan)
+    learner = make_learner(spec, None)
+    model, algorithm = learner.model, spec.algorithm
 
     def update(answers: int) -> None:
         ids = random_ids(point["vocabulary"], answers + 1, settings["answer_tokens"], "memory")
@@ -70,13 +69,13 @@ def held(device: str) -> float:
 
 def loads(chosen: Any) -> dict[str, Any]:
     if chosen.device == "cuda":
-        found = {"shape": chosen.shape, "dtype": "bfloat16", "prompt_tokens": 256, "answer_tokens": 256}
+        found = {"model": chosen.shape, "dtype": "bfloat16", "prompt_tokens": 256, "answer_tokens": 256}
         vocabularies, tokens = (32768, SHAPES[chosen.shape]["vocab_size"]), (4096, 8192, 16384, 32768)
     else:
-        found = {"shape": "tiny", "dtype": "float32", "prompt_tokens": 64, "answer_tokens": 128}
+        found = {"model": "tiny", "dtype": "float32", "prompt_tokens": 64, "answer_tokens": 128}
         vocabularies, tokens = (16384, 65536), (4096, 8192, 16384)
     if chosen.tiny:
-        found |= {"shape": "tiny", "dtype": "float32", "prompt_tokens": 4, "answer_tokens": 8}
+        found |= {"model": "tiny", "dtype": "float32", "prompt_tokens": 4, "answer_tokens": 8}
         vocabularies, tokens = (256, 1024), (16, 64)
     points = [
         {"vocabulary": v, "tokens": t} for v in chosen.vocabularies or vocabularies for t in chosen.tokens or tokens
@@ -157,13 +156,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows=rows,
         plot=picture(rows),
         notes=[
-            f"The layers of {settings['shape']}, {settings['dtype']}; answers of {settings['answer_tokens']} tokens to "
+            f"The layers of {settings['model']}, {settings['dtype']}; answers of {settings['answer_tokens']} tokens to "
             "one prompt, one micro-batch.",
             growth(rows),
         ],
         settings=settings,
         command=command_line(),
         tiny=chosen.tiny,
+        measures=[
+            Measure(f"{row['tokens']} tokens, vocabulary {row['vocabulary']}: {kind}", row[kind], "GiB")
+            for row in rows
+            for kind in ("peak", "working")
+        ],
+        runs=done,
     )
     publish(result, chosen.out)
     return 0

@@ -1,12 +1,17 @@
-"""A realistic workload: a 7B model, prompts of 1,024 tokens, answers of very different lengths up to 8,192.
+"""Sampling where batches are neither full nor even: answers of very different lengths, queues, long answers, agents.
 
-    python benchmarks/regime.py --device cuda                Covey's engine against vLLM, bfloat16
+    python benchmarks/regime.py --device cuda [--cases queue agents-256] [--vllm-python PATH]
 
-Lengths are log-normal with a fixed seed and the same for both engines; max_tokens sets the length of each answer, and
-no token ends it earlier. Groups of eight share their prompt. Each engine runs in its own process with random weights of
-the same shape. The warm-up has other prompts, answers of 1/64 of the length, and one prompt as long as the longest row,
-so that compilation, graph capture and allocation are done before the measurement. Both return the log-prob of every
-token; --plain also measures vLLM without them.
+    heavy-tail          the 7B shape, 128 answers of log-normal length, median 1,000, at most 8,192 tokens
+    queue               the 0.5B shape, 1,024 answers, median 250, over 256 rows, all prompts different
+    queue-groups        the same in groups of 8
+    long-16k, long-32k  the 1.5B shape, 32 answers of 16,128 or 32,256 tokens
+    long-7b             the 7B shape, 64 answers of 8,192 tokens
+    agents-256, -1024   the 0.5B shape, agents of 5 turns: a prompt of 32 to 96 tokens, 40 sampled, a tool of 0 to 0.2 s
+
+Prompts and lengths are random with a fixed seed, the same for both engines. Every run has its own process and warms up
+on other prompts with much shorter answers; runs of both engines alternate. Both return the log-prob of every token;
+--plain also measures vLLM without them. Agents are measured with Covey's engine alone.
 """
 
 from __future__ import annotations
@@ -20,19 +25,50 @@ from pathlib import Path
 from typing import Any
 
 from kit.child import ChildFailed, Children, has_package, serve
-from kit.floors import Load, Rates, Shape, decode_seconds, prefill_seconds
+from kit.floors import Rates, Request, Shape, queue_seconds, sampling_flops
 from kit.measure import about, machine, merged, now, peak_memory, prepare
-from kit.models import load_config, load_model, random_ids
-from kit.report import Plot, Result, command_line, measured_on, number, options, publish, ratio
+from kit.models import load_config, random_ids
+from kit.report import Measure, Plot, Result, command_line, measured_on, number, options, percent, publish, ratio
 
 WARM_UP = 64  # answers of the warm-up are this many times shorter
 SIDES = {"covey": "Covey, with log-probs", "vllm-logprobs": "vLLM, with log-probs", "vllm": "vLLM, without"}
+TURNS, TURN_TOKENS, TOOL_S = 5, 40, 0.2
 
 
 def answer_lengths(count: int, median: int, spread: float, longest: int, seed: int = 0) -> list[int]:
     """Log-normal lengths: half of them are above `median`, a few are cut at `longest`."""
     rng = random.Random(seed)
     return [max(1, min(longest, round(median * math.exp(spread * rng.gauss(0, 1))))) for _ in range(count)]
+
+
+def answers(model: str, prompt_tokens: int, group: int, lengths: Sequence[int], rows: int = 256) -> dict[str, Any]:
+    return {"model": model, "prompt_tokens": prompt_tokens, "group": group, "lengths": lengths, "rows": rows}
+
+
+def agents(model: str, count: int, rows: int = 256) -> dict[str, Any]:
+    return {"model": model, "agents": count, "rows": rows}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "heavy-tail": answers("qwen2.5-7b", 1024, 8, answer_lengths(128, 1000, 0.9, 8192)),
+    "queue": answers("qwen2.5-0.5b", 256, 1, answer_lengths(1024, 250, 0.5, 1024)),
+    "queue-groups": answers("qwen2.5-0.5b", 256, 8, answer_lengths(1024, 250, 0.5, 1024)),
+    "long-16k": answers("qwen2.5-1.5b", 256, 8, [16_128] * 32),
+    "long-32k": answers("qwen2.5-1.5b", 256, 8, [32_256] * 32),
+    "long-7b": answers("qwen2.5-7b", 256, 8, [8192] * 64),
+    "agents-256": agents("qwen2.5-0.5b", 256),
+    "agents-1024": agents("qwen2.5-0.5b", 1024),
+}
+TINY = {
+    "heavy-tail": answers("tiny", 8, 4, answer_lengths(8, 4, 0.9, 12), rows=8),
+    "queue": answers("tiny", 8, 1, answer_lengths(8, 4, 0.5, 12), rows=2),
+    "queue-groups": answers("tiny", 8, 4, answer_lengths(8, 4, 0.5, 12), rows=2),
+    "long-16k": answers("tiny", 8, 4, [24] * 4, rows=4),
+    "long-32k": answers("tiny", 8, 4, [48] * 4, rows=4),
+    "long-7b": answers("tiny", 8, 4, [12] * 8, rows=8),
+    "agents-256": agents("tiny", 2, rows=2),
+    "agents-1024": agents("tiny", 4, rows=2),
+}
 
 
 # -- the engines, each in its own process ----------------------------------------------------------------------------
@@ -42,9 +78,8 @@ def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
     from kit.pipeline import Sampler
 
     prepare(settings)
-    model = load_model(settings["model"], settings["device"], settings["dtype"])
-    sampler = Sampler(model, len(settings["lengths"]))
-    seconds = run_warm(sampler, settings)
+    sampler = Sampler(settings, settings["rows"])
+    seconds = run_agents(sampler, settings) if "agents" in settings else run_warm(sampler, settings)
     sampler.close()
     return {**about(settings["device"]), "covey": seconds | peak_memory(settings["device"])}
 
@@ -52,8 +87,8 @@ def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
 def vllm_side(settings: dict[str, Any]) -> dict[str, Any]:
     from kit.rivals import Vllm
 
-    longest = settings["prompt_tokens"] * 2 + max(settings["lengths"])  # the warm-up's longest prompt and its answer
-    engine = Vllm(settings["model"], max_tokens=longest, max_sequences=len(settings["lengths"]))
+    longest = settings["prompt_tokens"] + max(settings["lengths"])
+    engine = Vllm(settings["model"], max_tokens=longest, max_sequences=settings["rows"])
     kinds = [("vllm-logprobs", True), ("vllm", False)][: 1 + settings["plain"]]
     found = {
         name: run_warm(lambda prompts, lengths, wanted=wanted: engine(prompts, lengths, wanted), settings)
@@ -63,18 +98,50 @@ def vllm_side(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_warm(call: Callable[[list[list[int]], list[int]], int], settings: dict[str, Any]) -> dict[str, float]:
-    """Seconds of the warm-up and of the measurement."""
+    """Seconds of the warm-up and of the measurement. One row of the warm-up is as long as the longest one of the
+    measurement."""
     lengths = settings["lengths"]
     short = [math.ceil(length / WARM_UP) for length in lengths]
     prompts = requests(settings, "warm-up")
-    prompts[0] = prompts[0] * (1 + max(lengths) // len(prompts[0]))  # as long as the longest row will be
+    longest = settings["prompt_tokens"] + max(lengths) - short[0]
+    prompts[0] = (prompts[0] * (1 + longest // len(prompts[0])))[:longest]
     taken = []
-    for asked, answers in ((prompts, short), (requests(settings, "work"), lengths)):
+    for asked, wanted in ((prompts, short), (requests(settings, "work"), lengths)):
         start = now()
-        sampled = call(asked, answers)
+        sampled = call(asked, wanted)
         taken.append(now() - start)
-        assert sampled == sum(answers)
+        assert sampled == sum(wanted)
     return {"warm_up_s": taken[0], "seconds": taken[1]}
+
+
+def run_agents(sampler: Any, settings: dict[str, Any]) -> dict[str, float]:
+    taken = []
+    for run in ("warm-up", "work"):
+        start = now()
+        sampled = sampler.agents(agent_work(settings, run))
+        taken.append(now() - start)
+        assert sampled == settings["agents"] * TURNS * TURN_TOKENS
+    return {"warm_up_s": taken[0], "seconds": taken[1]}
+
+
+def agent_work(settings: dict[str, Any], run: str) -> list[list[Any]]:
+    """The turns of every agent: new prompts in every run, with the same lengths and tool times."""
+    from kit.pipeline import AgentTurn
+
+    vocabulary = load_config(settings["model"]).vocab_size
+    return [
+        [
+            AgentTurn(random_ids(vocabulary, 1, tokens, (run, number, turn))[0], TURN_TOKENS, tool_s)
+            for turn, (tokens, tool_s) in enumerate(turns)
+        ]
+        for number, turns in enumerate(agent_turns(settings["agents"]))
+    ]
+
+
+def agent_turns(count: int) -> list[list[tuple[int, float]]]:
+    """Prompt tokens and seconds of the tool, for each turn of each agent."""
+    rng = random.Random(0)
+    return [[(rng.randint(32, 96), rng.uniform(0, TOOL_S)) for _ in range(TURNS)] for _ in range(count)]
 
 
 def requests(settings: dict[str, Any], run: str) -> list[list[int]]:
@@ -87,85 +154,139 @@ def requests(settings: dict[str, Any], run: str) -> list[list[int]]:
 
 # -- the report ------------------------------------------------------------------------------------------------------
 
-HEADER = ("side", "wall s", "tokens/s", "× vLLM with log-probs", "× floor", "warm-up s")
+HEADER = ("case", "side", "wall s", "tokens/s", "× vLLM with log-probs", "× floor", "MFU", "warm-up s")
 
 
-def rows_of(found: dict[str, Any], settings: dict[str, Any], rates: Rates) -> list[dict[str, Any]]:
-    tokens = sum(settings["lengths"])
+def load_of(settings: dict[str, Any]) -> list[Request]:
+    """All that a case computes, for its floor."""
+    if "agents" not in settings:
+        lengths, size = settings["lengths"], settings["group"]
+        groups = [lengths[at : at + size] for at in range(0, len(lengths), size)]
+        return [Request(0, settings["prompt_tokens"], group) for group in groups]
+    found = []
+    for turns in agent_turns(settings["agents"]):
+        cached = 0
+        for prompt, _ in turns:
+            found.append(Request(cached, prompt, [TURN_TOKENS]))
+            cached += prompt + TURN_TOKENS
+    return found
+
+
+def floor_seconds(settings: dict[str, Any], rates: Rates) -> float:
+    """For agents at least the tools of the slowest one."""
     shape = Shape.of(load_config(settings["model"]))
-    load = Load(len(settings["lengths"]) // settings["group"], settings["group"], settings["prompt_tokens"], 1)
     itemsize = {"float32": 4, "bfloat16": 2}[settings["dtype"]]
-    least = prefill_seconds(shape, rates, load)
-    least += decode_seconds(shape, rates, itemsize, settings["prompt_tokens"], settings["lengths"])
-    other = found.get("vllm-logprobs", {}).get("seconds")
-    rows = []
-    for side, figures in found.items():
-        ratios = {"speed_up": ratio(other, figures["seconds"]), "over_floor": figures["seconds"] / least}
-        rows.append({"side": side, **figures, "tokens_per_s": tokens / figures["seconds"], **ratios})
-    return [*rows, {"side": "floor", "seconds": least, "tokens_per_s": tokens / least}]
+    tools = [sum(tool_s for _, tool_s in turns) for turns in agent_turns(settings.get("agents", 0))]
+    return max([queue_seconds(shape, rates, itemsize, load_of(settings), settings["rows"]), *tools])
+
+
+def rows_of(
+    case: str, found: dict[str, list[dict[str, float]]], settings: dict[str, Any], rates: Rates
+) -> list[dict[str, Any]]:
+    """`found`: the repeats of each side."""
+    load, least = load_of(settings), floor_seconds(settings, rates)
+    tokens = sum(sum(request.answers) for request in load)
+    flops = sampling_flops(Shape.of(load_config(settings["model"])), load)
+    medians = {side: statistics.median(run["seconds"] for run in runs) for side, runs in found.items()}
+    rows: list[dict[str, Any]] = []
+    for side, seconds in medians.items():
+        row = {"case": case, "side": side, "seconds": seconds, "tokens_per_s": tokens / seconds}
+        row |= {"over_floor": seconds / least, "mfu": flops / rates.flops / seconds}
+        row |= {"speed_up": ratio(medians.get("vllm-logprobs"), seconds)}
+        row |= {"warm_up_s": statistics.median(run["warm_up_s"] for run in found[side])}
+        rows.append(row | {"repeats_s": [run["seconds"] for run in found[side]]})
+    return [*rows, {"case": case, "side": "floor", "seconds": least, "tokens_per_s": tokens / least}]
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    keys = ("seconds", "tokens_per_s", "speed_up", "over_floor", "warm_up_s")
-    return [SIDES.get(row["side"], row["side"]), *(number(row.get(key)) for key in keys)]
+    figures = [number(row.get(key)) for key in ("seconds", "tokens_per_s", "speed_up", "over_floor")]
+    return [
+        row["case"],
+        SIDES.get(row["side"], row["side"]),
+        *figures,
+        percent(row.get("mfu")),
+        number(row.get("warm_up_s")),
+    ]
 
 
-def loads(chosen: Any) -> dict[str, Any]:
-    lengths = answer_lengths(chosen.answers, 1000, 0.9, 8192)
-    found = {"model": chosen.model, "dtype": "bfloat16", "prompt_tokens": 1024, "group": 8, "lengths": lengths}
-    if chosen.tiny:
-        lengths = answer_lengths(8, 4, 0.9, 12)
-        found |= {"model": "tiny", "dtype": "float32", "prompt_tokens": 8, "group": 4, "lengths": lengths}
-    return found | {"device": measured_on(chosen), "plain": chosen.plain}
+def loads(chosen: Any) -> dict[str, dict[str, Any]]:
+    common = {"device": measured_on(chosen), "dtype": "float32" if chosen.tiny else "bfloat16", "plain": chosen.plain}
+    return {case: common | (TINY if chosen.tiny else CASES)[case] for case in chosen.cases}
 
 
 def parse(argv: Sequence[str] | None) -> Any:
     parser = options(__doc__)
-    parser.add_argument("--model", default="qwen2.5-7b", help="a shape")
-    parser.add_argument("--answers", type=int, default=128, help="in groups of 8")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--repeats", type=int, help="processes of each side; default 3")
     parser.add_argument("--sides", nargs="+", choices=("covey", "vllm"), help="default: all there are")
     parser.add_argument("--plain", action="store_true", help="vLLM without log-probs too")
     parser.add_argument("--vllm-python", type=Path, default=Path(sys.executable), help="a Python with vLLM")
     found = parser.parse_args(argv)
+    found.repeats = found.repeats or (1 if found.tiny else 3)
     if found.sides is None:
         there = found.device == "cuda" and has_package(found.vllm_python, "vllm")
         found.sides = ["covey", *(["vllm"] if there else [])]
     return found
 
 
+def measure(
+    children: Children, case: str, settings: dict[str, Any], chosen: Any, failures: list[str]
+) -> tuple[dict[str, list[dict[str, float]]], dict[str, Any]]:
+    """The repeats of each side, and the sides' versions. One that fails is not run again."""
+    sides = [side for side in chosen.sides if side == "covey" or "agents" not in settings]
+    found: dict[str, list[dict[str, float]]] = {}
+    versions: dict[str, Any] = {}
+    for _ in range(chosen.repeats):
+        for side in list(sides):
+            try:
+                done = children.run(side, settings, chosen.vllm_python if side == "vllm" else sys.executable)
+            except ChildFailed as error:
+                failures.append(f"{case}: {error}")
+                sides.remove(side)
+                continue
+            versions[side] = done["versions"]
+            for name in set(SIDES) & set(done):
+                found.setdefault(name, []).append(done[name])
+    return found, versions
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     chosen = parse(argv)
     children = Children(__file__, chosen.limit)
-    settings = loads(chosen)
-    here = children.run("machine", settings | {"quick": chosen.tiny})
-    found: dict[str, Any] = {}
+    todo = loads(chosen)
+    here = children.run("machine", next(iter(todo.values())) | {"quick": chosen.tiny})
     versions: dict[str, Any] = {"covey": here["versions"]}
     failures: list[str] = []
-    for side in chosen.sides:
-        try:
-            done = children.run(side, settings, chosen.vllm_python if side == "vllm" else sys.executable)
-        except ChildFailed as error:
-            failures.append(str(error))
-            continue
-        versions[side] = done["versions"]
-        found |= {name: done[name] for name in SIDES if name in done}
-    if found:
-        rows = rows_of(found, settings, Rates(**here["rates"]))
-        publish(report(chosen, settings, here, versions, rows), chosen.out)
+    rows: list[dict[str, Any]] = []
+    for case, settings in todo.items():
+        found, theirs = measure(children, case, settings, chosen, failures)
+        versions |= theirs
+        rows += rows_of(case, found, settings, Rates(**here["rates"])) if found else []
+    if rows:
+        publish(report(chosen, todo, here, versions, rows), chosen.out)
     for failure in failures:
         print(f"failed: {failure}")
     return 1 if failures else 0
 
 
-def report(chosen: Any, settings: dict[str, Any], here: Any, versions: Any, rows: list[dict[str, Any]]) -> Result:
+def description(case: str, settings: dict[str, Any]) -> str:
+    head = f"{case}: {settings['model']}, {settings['dtype']}, {settings['rows']} rows"
+    if "agents" in settings:
+        return (
+            f"{head}; {settings['agents']} agents of {TURNS} turns: 32 to 96 prompt tokens, {TURN_TOKENS} sampled, "
+            f"tools of 0 to {TOOL_S} s."
+        )
     lengths = settings["lengths"]
-    notes = [
-        f"{settings['model']}, {settings['dtype']}: {len(lengths)} answers in groups of {settings['group']}, prompts "
-        f"of {settings['prompt_tokens']} tokens; answers of {min(lengths)} to {max(lengths)} tokens, median "
-        f"{statistics.median(lengths):.0f}, {sum(lengths)} in all.",
-        *([] if any(row["side"].startswith("vllm") for row in rows) else ["vLLM was not measured."]),
-    ]
-    labels = [SIDES.get(row["side"], row["side"]) for row in rows]
+    return (
+        f"{head}; {len(lengths)} answers in groups of {settings['group']}, prompts of {settings['prompt_tokens']} "
+        f"tokens; answers of {min(lengths)} to {max(lengths)} tokens, median {statistics.median(lengths):.0f}."
+    )
+
+
+def report(chosen: Any, todo: dict[str, Any], here: Any, versions: Any, rows: list[dict[str, Any]]) -> Result:
+    missing = [] if any(row["side"].startswith("vllm") for row in rows) else ["vLLM was not measured."]
+    shown = [row for row in rows if row["side"] in SIDES]
+    ours = [row for row in rows if row["side"] == "covey"]
     return Result(
         name="regime",
         device=here["device"],
@@ -174,13 +295,18 @@ def report(chosen: Any, settings: dict[str, Any], here: Any, versions: Any, rows
         cells=[cells(row) for row in rows],
         rows=rows,
         plot=Plot(
-            "Answers of very different lengths", "tokens/s", {"tokens/s": [r["tokens_per_s"] for r in rows]}, labels
+            "Sampling at uneven load",
+            "floor / wall time",
+            {"floor / wall time": [1 / row["over_floor"] for row in shown]},
+            [f"{row['case']}\n{row['side']}" for row in shown],
         ),
-        notes=notes,
+        notes=[*(description(case, settings) for case, settings in todo.items()), *missing],
         rates=here["rates"],
-        settings=settings,
+        settings={case: {k: v for k, v in settings.items() if k != "lengths"} for case, settings in todo.items()},
         command=command_line(),
         tiny=chosen.tiny,
+        measures=[Measure(f"{row['case']}: wall time", row["seconds"], "s", row["repeats_s"]) for row in ours],
+        runs=rows,
     )
 
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from kit.child import ChildFailed, Children, serve
 from kit.floors import Load, Rates, Shape, learning_seconds, sampling_seconds
 from kit.measure import about, machine, prepare
-from kit.models import load_config, load_model, random_ids, word_tokenizer
-from kit.report import Plot, Result, command_line, measured_on, number, options, publish, ratio
+from kit.models import load_config, random_ids, word_tokenizer
+from kit.report import Measure, Plot, Result, command_line, measured_on, number, options, publish, ratio
 
 SHARED = "prompt shared"  # the rows that are plotted
 KINDS = ("group", "prompt", "answer", SHARED)
@@ -27,17 +27,15 @@ KINDS = ("group", "prompt", "answer", SHARED)
 
 def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
     from kit.models import as_text
-    from kit.pipeline import Trainer
+    from kit.pipeline import Spec, Trainer
 
     from covey.config.schema import LearnerConfig
-    from covey.memory import keep_freed_memory
 
     prepare(settings)
-    if settings["device"] == "cpu":
-        keep_freed_memory()  # as in every run of Covey
-    model = load_model(settings["model"], settings["device"], settings["dtype"])
-    vocabulary = model.config.vocab_size
-    trainer = Trainer(model, word_tokenizer(vocabulary), eos_ids=(), learner=LearnerConfig(lr=1e-6))
+    spec = Spec.of(settings, learner=LearnerConfig(lr=1e-6))
+    vocabulary = spec.model.config.vocab_size
+    tokenizer = word_tokenizer(vocabulary)  # a real one may not give prompts of exactly these lengths
+    trainer = Trainer(replace(spec, model=replace(spec.model, tokenizer=tokenizer)))
     found = []
     for point in settings["points"]:
         load = Load(**point["load"])
@@ -50,6 +48,7 @@ def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
                 "sampling_s": statistics.median(step.sampling for step in timed),
                 "learning_s": statistics.median(step.learning for step in timed),
                 "step_s": statistics.median(step.total for step in timed),
+                "repeats": [asdict(step) for step in timed],
             }
         )
     return {**about(settings["device"]), "points": found}
@@ -128,6 +127,15 @@ def cells(row: dict[str, Any]) -> list[str]:
     return [*head, *figures, *(f"{row['ratios'][part]:.2f} ×" for part in ("sampling", "learning", "step"))]
 
 
+def measures(row: dict[str, Any]) -> list[Measure]:
+    load = Load(**row["load"])
+    name = f"{load.prompts} × {load.group}, {load.prompt_tokens} + {load.answer_tokens} tokens"
+    return [
+        Measure(f"{name}: {part}", row[f"{part}_s"], "s", [step[part] for step in row["repeats"]])
+        for part in ("sampling", "learning")
+    ]
+
+
 def sharing_note(row: dict[str, Any]) -> str:
     load, ratios = Load(**row["load"]), row["ratios"]
     return (
@@ -197,6 +205,8 @@ def report(chosen: Any, settings: dict[str, Any], here: dict[str, Any], rows: li
         settings={key: settings[key] for key in ("model", "dtype", "warmup", "steps")},
         command=command_line(),
         tiny=chosen.tiny,
+        measures=[measure for row in rows for measure in measures(row)],
+        runs=rows,
     )
 
 

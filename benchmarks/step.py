@@ -20,10 +20,12 @@ from typing import Any
 from kit.child import ROOT, ChildFailed, Children, has_package, serve
 from kit.floors import Load, Rates, Shape, learning_seconds, sampling_seconds
 from kit.measure import about, machine, merged, peak_memory, prepare
-from kit.report import Plot, Result, command_line, measured_on, number, options, publish, ratio
+from kit.report import Measure, Plot, Result, command_line, measured_on, number, options, percent, publish, ratio
 
 TRL_MICRO_BATCH = {"qwen2.5-0.5b": 64, "qwen2.5-1.5b": 32}  # the largest that fit on an H200
+KINDS = ("fixed", "natural")
 NOTES = {
+    "threads": "One thread; seconds are CPU time.",
     "bfloat16": "Precision: Covey's optimiser keeps float32 masters and moments; TRL's fastest setting, used here, has "
     "bfloat16 weights and moments.",
     "natural": "With natural stopping the sides sample different answers: compare tokens/s.",
@@ -36,21 +38,12 @@ NOTES = {
 
 
 def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
-    from kit.models import load_model, load_tokenizer
-    from kit.pipeline import Trainer
+    from kit.pipeline import Spec, Trainer
 
     from covey.config.schema import LearnerConfig
-    from covey.memory import keep_freed_memory
 
     prepare(settings)
-    if settings["device"] == "cpu":
-        keep_freed_memory()
-    model, tokenizer = (
-        load_model(settings["model"], settings["device"], settings["dtype"]),
-        load_tokenizer(settings["model"]),
-    )
-    eos_ids = () if settings["fixed"] else (tokenizer.eos_token_id,)
-    trainer = Trainer(model, tokenizer, eos_ids=eos_ids, learner=LearnerConfig(lr=settings["lr"]))
+    trainer = Trainer(Spec.of(settings, learner=LearnerConfig(lr=settings["lr"])), fixed=settings["fixed"])
     work = (settings["prompts"], settings["group"], settings["max_tokens"])
     done = trainer.run(*work, warmup=settings["warmup"], steps=settings["steps"])
     prompts = {row.prompt_ids for _, result in done for row in result.samples.rows}
@@ -85,8 +78,14 @@ def trl_side(settings: dict[str, Any]) -> dict[str, Any]:
 
 def cases(options: Any) -> list[dict[str, Any]]:
     """Settings of every comparison; `name` is its row in the table."""
-    common = {"device": options.device, "lr": 1e-6, "warmup": options.warmup, "steps": options.steps}
-    found = [common | case for case in (gpu_cases(options) if options.device == "cuda" else cpu_cases())]
+    common = {
+        "device": options.device,
+        "threads": options.threads,
+        "lr": 1e-6,
+        "warmup": options.warmup,
+        "steps": options.steps,
+    }
+    found = [common | case for case in (gpu_cases(options) if options.device == "cuda" else cpu_cases(options))]
     return [case | tiny(case, options) for case in found] if options.tiny else found
 
 
@@ -105,13 +104,13 @@ def gpu_cases(options: Any) -> list[dict[str, Any]]:
     ]
 
 
-def cpu_cases() -> list[dict[str, Any]]:
+def cpu_cases(options: Any) -> list[dict[str, Any]]:
     from covey.models.loading import locate
 
     folder = locate("smollm2-135m").path
-    load = {"model": folder, "dtype": "float32", "group": 8, "max_tokens": 64, "prompts": questions(8)}
+    load = {"model": folder, "dtype": "float32", "group": 8, "max_tokens": 64, "prompts": questions(options.prompts)}
     load |= {"micro_batch": 64}
-    return [load | {"name": f"smollm2-135m, {kind}", "fixed": kind == "fixed"} for kind in ("fixed", "natural")]
+    return [load | {"name": f"smollm2-135m, {kind}", "fixed": kind == "fixed"} for kind in options.kinds]
 
 
 def words(model: str, count: int, tokens: int) -> list[str]:
@@ -191,7 +190,8 @@ def floor(case: dict[str, Any], shape: Shape, rates: Rates, prompts: Sequence[Se
 
 # -- the report --------------------------------------------------------------------------------------------------------
 
-HEADER = ("model", "side", "s/step", "sampling s", "learning s", "tokens/s", "peak GiB", "speed-up over TRL", "× floor")
+HEADER = ("model", "side", "s/step", "sampling s", "learning s", "tokens/s", "learning MFU", "peak GiB")
+HEADER += ("speed-up over TRL", "× floor")
 
 
 def rows_of(case: dict[str, Any], runs: dict[str, Any], rates: Rates) -> list[dict[str, Any]]:
@@ -206,7 +206,10 @@ def rows_of(case: dict[str, Any], runs: dict[str, Any], rates: Rates) -> list[di
     for side, figures in found.items():
         speed_up = ratio(figures["tokens_per_s"], trl)
         over = ratio(figures["step_s"], least["step_s"]) if least else None
-        rows.append({"case": case["name"], "side": side, **figures, "speed_up": speed_up, "over_floor": over})
+        mfu = least["learning_s"] / figures["learning_s"] if least else None
+        rows.append(
+            {"case": case["name"], "side": side, **figures, "speed_up": speed_up, "over_floor": over, "mfu": mfu}
+        )
     if least:
         rows.append({"case": case["name"], "side": "floor", **least})
     return rows
@@ -214,6 +217,7 @@ def rows_of(case: dict[str, Any], runs: dict[str, Any], rates: Rates) -> list[di
 
 def cells(row: dict[str, Any]) -> list[str]:
     figures = [number(row.get(key)) for key in ("step_s", "sampling_s", "learning_s", "tokens_per_s")]
+    figures.append(percent(row.get("mfu")))
     peak = number(row.get("peak")) + (f" ({number(row['reserved'])} reserved)" if "reserved" in row else "")
     return [row["case"], row["side"], *figures, peak, number(row.get("speed_up")), number(row.get("over_floor"))]
 
@@ -231,6 +235,9 @@ def parse(argv: Sequence[str] | None) -> Any:
         "--trl-micro-batch", type=int, nargs="+", default=[], help="answers per forward pass of TRL's, each a side"
     )
     parser.add_argument("--models", nargs="+", choices=TRL_MICRO_BATCH, help="on a GPU")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="on a CPU")
+    parser.add_argument("--threads", type=int, help="on a CPU; with 1, seconds are CPU time")
+    parser.add_argument("--prompts", type=int, default=8, help="on a CPU, each with 8 answers")
     parser.add_argument("--sides", nargs="+", choices=("covey", "trl"), default=["covey", "trl"])
     parser.add_argument("--repeats", type=int, help="processes of each side; default 3, on a GPU 1")
     parser.add_argument("--warmup", type=int, help="steps that are not timed; default 1, on a GPU 2")
@@ -258,23 +265,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     sides = {name: pythons[side] for side in chosen.sides for name in names(side, chosen.trl_micro_batch)}
     todo = cases(chosen)
     failures: list[str] = []
-    ask = {"device": todo[0]["device"], "dtype": todo[0]["dtype"], "quick": chosen.tiny}
+    ask = {key: todo[0][key] for key in ("device", "dtype", "threads")} | {"quick": chosen.tiny}
     here = children.run("machine", ask)
     rates = Rates(**here["rates"])
     rows: list[dict[str, Any]] = []
     versions = {"covey": here["versions"]}
+    raw: dict[str, Any] = {}
     for case in todo:
         if runs := measure(children, case, sides, chosen.repeats, failures):
             rows += rows_of(case, runs, rates)
             versions |= {side: done[0]["versions"] for side, done in runs.items()}
+            raw[case["name"]] = {side: [without_prompts(run) for run in done] for side, done in runs.items()}
     if rows:
-        publish(report(chosen, here, versions, rows, todo), chosen.out)
+        publish(report(chosen, here, versions, rows, todo, raw), chosen.out)
     for failure in failures:
         print(f"failed: {failure}")
     return 1 if failures else 0
 
 
-def report(chosen: Any, here: Any, versions: Any, rows: list[dict[str, Any]], todo: list[dict[str, Any]]) -> Result:
+def without_prompts(run: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in run.items() if key != "prompts"}
+
+
+def measures(case: str, runs: Sequence[dict[str, Any]]) -> list[Measure]:
+    """Covey's figures in this case, for compare.py."""
+    if not runs:
+        return []
+    steps, found = [step for run in runs for step in run["steps"]], summary(runs)
+    speeds = [s["tokens"] / (s["sampling"] + s["learning"]) for s in steps]
+    return [
+        Measure(f"{case}: sampling", found["sampling_s"], "s", [s["sampling"] for s in steps]),
+        Measure(f"{case}: learning", found["learning_s"], "s", [s["learning"] for s in steps]),
+        Measure(f"{case}: whole step", found["tokens_per_s"], "tokens/s", speeds),
+        Measure(f"{case}: peak memory", found["peak"], "GiB", [run["peak"] for run in runs]),
+    ]
+
+
+def report(
+    chosen: Any, here: Any, versions: Any, rows: list[dict[str, Any]], todo: list[dict[str, Any]], raw: dict[str, Any]
+) -> Result:
     size = " or ".join(map(str, chosen.trl_micro_batch))
     loads = dict.fromkeys(
         f"{c['name'].split(',')[0]}: {len(c['prompts'])} prompts × {c['group']} answers of up to {c['max_tokens']} "
@@ -283,9 +312,10 @@ def report(chosen: Any, here: Any, versions: Any, rows: list[dict[str, Any]], to
     )
     told = [NOTES["bfloat16"]] if todo[0]["dtype"] == "bfloat16" else []
     told += [NOTES["natural"]] if any(not case["fixed"] for case in todo) else []
+    told += [NOTES["threads"]] if chosen.threads == 1 else []
     told += [NOTES["cpu"]] if chosen.device == "cpu" else []
     return Result(
-        name="step",
+        name=f"step-threads-{chosen.threads}" if chosen.threads else "step",
         device=here["device"],
         versions=merged(versions),
         header=HEADER,
@@ -297,6 +327,8 @@ def report(chosen: Any, here: Any, versions: Any, rows: list[dict[str, Any]], to
         settings={case["name"]: {k: v for k, v in case.items() if k not in ("prompts", "name")} for case in todo},
         command=command_line(),
         tiny=chosen.tiny,
+        measures=[measure for case, sides in raw.items() for measure in measures(case, sides.get("covey", []))],
+        runs=raw,
     )
 
 

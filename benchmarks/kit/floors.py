@@ -110,6 +110,45 @@ def decode_seconds(shape: Shape, rates: Rates, itemsize: int, prompt_tokens: int
     return seconds
 
 
+@dataclass(frozen=True)
+class Request:
+    """Answers to one prompt after tokens that are cached already."""
+
+    cached: int
+    prompt_tokens: int
+    answers: Sequence[int]
+
+    @property
+    def context(self) -> float:
+        """Σ context of the answers' tokens that are computed: all but the last of each."""
+        return sum(_context(self.cached + self.prompt_tokens, tokens - 1) for tokens in self.answers)
+
+    @property
+    def computed(self) -> int:
+        return sum(self.answers) - len(self.answers)
+
+
+def sampling_flops(shape: Shape, requests: Sequence[Request]) -> float:
+    """FLOP of the forward passes over prompts, each once, and answers. Of a prompt only the last token goes through the
+    output matrix."""
+    total = 0.0
+    for request in requests:
+        context = _context(request.cached, request.prompt_tokens) + request.context
+        total += 2 * shape.body * (request.prompt_tokens + request.computed) + 2 * shape.output * (1 + request.computed)
+        total += 4 * shape.layers * shape.d_q * context
+    return total
+
+
+def queue_seconds(shape: Shape, rates: Rates, itemsize: int, requests: Sequence[Request], rows: int) -> float:
+    """Lower bound for requests of which at most `rows` answers are decoded together: all FLOP at full rate, or all
+    memory that is read. A decode step reads the weights once, and each token its context."""
+    longest = max(max(request.answers) for request in requests) - 1
+    steps = max(-(-sum(request.computed for request in requests) // rows), longest)
+    context = sum(request.context for request in requests)
+    moved = steps * shape.weights * itemsize + context * shape.kv_bytes(itemsize)
+    return max(moved / rates.bandwidth, sampling_flops(shape, requests) / rates.flops)
+
+
 def prefill_seconds(shape: Shape, rates: Rates, load: Load) -> float:
     """Seconds of one forward pass over every prompt; only its last token goes through the output matrix."""
     tokens = load.prompts * load.prompt_tokens

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import random
+import shutil
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 # As published; rope, norms and biases are Qwen2's.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -50,20 +55,20 @@ SHAPES: dict[str, dict[str, Any]] = {
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def model_config(name: str, **changes: Any) -> Any:
+def model_config(name: str, *, family: str = "Qwen2", **changes: Any) -> Any:
     """The transformers configuration of a shape; its last token is the end and padding token."""
-    from transformers import Qwen2Config
+    import transformers
 
     settings = SHAPES[name] | changes
     end = settings["vocab_size"] - 1
-    return Qwen2Config(
+    return getattr(transformers, f"{family}Config")(
         **settings,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         max_position_embeddings=32768,
         bos_token_id=None,
         eos_token_id=end,
         pad_token_id=end,
-        architectures=["Qwen2ForCausalLM"],
+        architectures=[f"{family}ForCausalLM"],
     )
 
 
@@ -83,10 +88,24 @@ def random_model(config: Any, device: str, dtype: str, seed: int = 0) -> Any:
     return model.eval()
 
 
+@cache
+def model_folder(name: str, device: str, dtype: str, **changes: Any) -> str:
+    """A model folder with random weights in this shape, deleted at exit. transformers reads its tokenizer if the family
+    is Llama; for Qwen2 it would take a tokenizer of that family."""
+    folder = tempfile.mkdtemp(prefix="covey-shape-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    config = model_config(name, **changes)
+    disable_progress_bar()
+    random_model(config, device, dtype).save_pretrained(folder)
+    word_tokenizer(config.vocab_size).save_pretrained(folder)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return folder
+
+
 def load_model(name: str, device: str, dtype: str) -> Any:
-    """A shape's random model, or that of a folder."""
+    """For other libraries: a shape's random model, or that of a folder."""
     from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     if name in SHAPES:
@@ -102,12 +121,13 @@ def load_tokenizer(name: str) -> Any:
 
 
 def word_tokenizer(vocabulary: int) -> Any:
-    """Token i is the word wi; a prompt is only the user's words."""
+    """Token i is the word wi, and the last but one "The": Covey refuses a tokenizer that knows no English word.
+    A prompt is only the user's words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     end = "<end>"
-    words = {f"w{number}": number for number in range(vocabulary - 1)} | {end: vocabulary - 1}
+    words = {f"w{number}": number for number in range(vocabulary - 2)} | {"The": vocabulary - 2, end: vocabulary - 1}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token=end))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=end, padding_side="left")
@@ -119,7 +139,7 @@ def random_ids(vocabulary: int, count: int, tokens: int, seed: object) -> list[l
     """Random prompts, distinct if the vocabulary is large enough: the first token is a counter."""
     rng = random.Random(str(seed))
     return [
-        [number % (vocabulary - 1), *(rng.randrange(vocabulary - 1) for _ in range(tokens - 1))]
+        [number % (vocabulary - 2), *(rng.randrange(vocabulary - 2) for _ in range(tokens - 1))]
         for number in range(count)
     ]
 

@@ -1,6 +1,5 @@
-"""Covey's side with its real components: tasks → collector and embedded engine → samples → algorithm → learner.
-
-A step is `covey.training.step.step`, as in `covey train`.
+"""Covey's side, built by the functions that `covey train` uses: the model from its folder, learner and engine by
+`covey.app.models`. A step is `covey.training.step.step`: tasks → collector → samples → algorithm → learner.
 """
 
 from __future__ import annotations
@@ -8,21 +7,24 @@ from __future__ import annotations
 import asyncio
 import gc
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from covey.agents.resolve import resolve_agent
 from covey.algorithms import make
-from covey.config.schema import LearnerConfig
-from covey.learner.learner import Learner
+from covey.app.models import make_engine, make_learner
+from covey.config.schema import Config, ModelConfig, RolloutConfig
+from covey.models.folder import read_config
+from covey.models.loading import ModelSource, load_policy, open_source
+from covey.protocols import Algorithm
 from covey.rewards import resolve_rewards
 from covey.rollout.collector import Collector, TrainingSource
-from covey.rollout.embedded import EmbeddedEngine
 from covey.rollout.rendering import Renderer
 from covey.training.step import Pipeline, Schedule, StepResult, step
 from covey.types import Collected, Completion, Episode, Group, Sampling, StopReason, Task, Turn
 from kit.measure import Stopwatch, now, reset_peak
+from kit.models import SHAPES, model_folder, word_tokenizer
 
 NO_DEADLINE = 1e6  # seconds of an episode: slow episodes are measured, not cut off
 
@@ -49,16 +51,39 @@ class Timed:
         return self.sampling + self.learning
 
 
-class Trainer:
-    """One model, its learner, and an engine for each set of prompts."""
+@dataclass(frozen=True)
+class Spec:
+    """What models, learner and engine are built from: a `covey.app.models.BuildSpec`."""
 
-    def __init__(self, model: Any, tokenizer: Any, *, eos_ids: Sequence[int], learner: LearnerConfig) -> None:
-        """`eos_ids=()`: no token ends an answer, all have their full length."""
-        self.model = model
-        self.tokenizer = tokenizer
-        self.eos_ids = tuple(eos_ids)
-        self.learner = Learner(model, learner, total_updates=1000)
-        self.algorithm = make("grpo")
+    config: Config
+    model: ModelSource
+    algorithm: Algorithm
+    total_steps: int = 1000
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], *, max_sequences: int = 256, **sections: Any) -> Spec:
+        """Of a model by name, with its device and precision; `sections` are further parts of the configuration. Weights
+        of a shape are written to a folder, with `changes` of its configuration, and loaded like any others."""
+        name, device, dtype = settings["model"], settings["device"], settings["dtype"]
+        folder = model_folder(name, device, dtype, **settings.get("changes", {})) if name in SHAPES else name
+        model = replace(sections.pop("model", ModelConfig()), name=folder, device=device, dtype=dtype)
+        if name in SHAPES:
+            found = read_config(folder, folder, revision=None, trusted=False)
+            source = ModelSource(folder, folder, word_tokenizer(found.vocab_size), found)
+        else:
+            source = open_source(model)
+        config = Config(model=model, rollout=RolloutConfig(max_sequences=max_sequences), **sections)
+        return cls(config, source, make("grpo"))
+
+
+class Trainer:
+    """One learner, and an engine for each set of prompts."""
+
+    def __init__(self, spec: Spec, *, fixed: bool = True) -> None:
+        """`fixed`: no token ends an answer, all have their full length."""
+        self.spec = spec
+        self.fixed = fixed
+        self.learner = make_learner(spec, None)
         self.steps = 0
 
     def run(
@@ -72,16 +97,17 @@ class Trainer:
         self, prompts: Sequence[str], group: int, max_tokens: int, warmup: int, steps: int
     ) -> list[tuple[Timed, StepResult]]:
         tasks = [Task(str(n), ({"role": "user", "content": text},)) for n, text in enumerate(prompts)]
-        engine = EmbeddedEngine(
-            self.model, eos_ids=self.eos_ids, decode=self.tokenizer.decode, max_sequences=len(tasks) * group
-        )
+        spec = self.spec
+        engine: Any = make_engine(_with_rows(spec, len(tasks) * group), self.learner.model)
+        if self.fixed:
+            engine.eos_ids = frozenset()
         rewards = resolve_rewards(checksum, None, {})
         source = TrainingSource(
-            Collector(engine, Renderer(self.tokenizer), resolve_agent("chat"), rewards, 0, NO_DEADLINE),
+            Collector(engine, Renderer(spec.model.tokenizer), resolve_agent("chat"), rewards, 0, NO_DEADLINE),
             lambda _: tasks,
             attempts=group,
             sampling=Sampling(max_tokens=max_tokens),
-            min_group_size=self.algorithm.needs.min_group_size,
+            min_group_size=spec.algorithm.needs.min_group_size,
         )
         schedule = Schedule(None, 1, rewards.weights, temperature=1.0, max_tokens=max_tokens)
         found = []
@@ -90,7 +116,7 @@ class Trainer:
                 if number == warmup:
                     reset_peak()
                 watch = Stopwatch()
-                pipeline = Pipeline(source, self.learner, self.algorithm, engine, schedule, watch)
+                pipeline = Pipeline(source, self.learner, spec.algorithm, engine, schedule, watch)
                 start = now()
                 result = await step(pipeline, self.steps)
                 total = now() - start
@@ -102,12 +128,18 @@ class Trainer:
         return found[warmup:]
 
 
+def _with_rows(spec: Spec, rows: int) -> Spec:
+    return replace(spec, config=replace(spec.config, rollout=replace(spec.config.rollout, max_sequences=rows)))
+
+
 class Sampler:
     """The engine alone: samples all answers to a list of prompts concurrently, with log-probs and the given lengths."""
 
-    def __init__(self, model: Any, max_sequences: int) -> None:
+    def __init__(self, settings: Mapping[str, Any], max_sequences: int) -> None:
         self.loop = asyncio.Runner()
-        self.engine = EmbeddedEngine(model, eos_ids=(), decode=str, max_sequences=max_sequences)
+        spec = Spec.of(settings, max_sequences=max_sequences)
+        self.engine: Any = make_engine(spec, load_policy(spec.model, spec.config.model))
+        self.engine.eos_ids = frozenset()
 
     def __call__(self, prompts: Sequence[Sequence[int]], tokens: int | Sequence[int]) -> int:
         """Sample the answers and return the number of tokens."""
@@ -122,9 +154,35 @@ class Sampler:
             *(self.engine.generate(ids, Sampling(max_tokens=length, seed=n)) for n, (ids, length) in asked)
         )
 
+    def agents(self, work: Sequence[Sequence[AgentTurn]]) -> int:
+        """Agents of several turns, all at once. A turn adds a prompt, samples an answer and waits for a tool."""
+        return self.loop.run(self._agents(work))
+
+    async def _agents(self, work: Sequence[Sequence[AgentTurn]]) -> int:
+        async def agent(number: int, turns: Sequence[AgentTurn]) -> int:
+            ids: list[int] = []
+            sampled = 0
+            for at, turn in enumerate(turns):
+                ids += turn.prompt
+                seed = number * len(turns) + at
+                done = await self.engine.generate(ids, Sampling(max_tokens=turn.tokens, seed=seed))
+                ids += done.token_ids
+                sampled += len(done.logprobs)
+                await asyncio.sleep(turn.tool_s)
+            return sampled
+
+        return sum(await asyncio.gather(*(agent(n, turns) for n, turns in enumerate(work))))
+
     def close(self) -> None:
         self.engine.close()
         self.loop.close()
+
+
+@dataclass(frozen=True)
+class AgentTurn:
+    prompt: Sequence[int]
+    tokens: int
+    tool_s: float
 
 
 def made_up(ids: Sequence[Sequence[int]], answers: Sequence[Sequence[Sequence[int]]]) -> Collected:

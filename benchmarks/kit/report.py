@@ -1,24 +1,31 @@
-"""The result of a benchmark: a printed table, JSON and a picture in a folder, and a section of docs/benchmarks.md.
+"""The result of a benchmark: a printed table, a JSON record and a picture in a folder, and a section of
+docs/benchmarks.md.
 
-Files are called NAME-DEVICE.json and .png, the same in every run.
+Files are called NAME-DEVICE.json and .png, the same in every run. `benchmarks/results` has those of this machine,
+`benchmarks/records` the committed ones that the page shows (publish.py) and new ones are compared with (compare.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib.util
 import json
+import os
+import platform
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tiny import table, write_section
 
 RESULTS = Path(__file__).parent.parent / "results"
+RECORDS = Path(__file__).parent.parent / "records"
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 IMAGES = ROOT / "docs" / "images"
@@ -40,6 +47,20 @@ class Plot:
 
 
 @dataclass(frozen=True)
+class Measure:
+    """One of Covey's figures, for the comparison with another record: the median, and its repeats if there are any."""
+
+    name: str
+    value: float
+    unit: str  # s or GiB: less is better; tokens/s, episodes/s: more is better
+    repeats: Sequence[float] = ()
+
+    @property
+    def more_is_better(self) -> bool:
+        return self.unit.endswith("/s")
+
+
+@dataclass(frozen=True)
 class Result:
     name: str
     device: str  # as people call it
@@ -53,6 +74,11 @@ class Result:
     settings: Mapping[str, Any] = field(default_factory=dict)
     command: str = ""
     tiny: bool = False
+    measures: Sequence[Measure] = ()
+    runs: Any = None  # all repeats of all sides, as they were measured
+    date: str = ""
+    commit: str = ""
+    machine: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def file_name(self) -> str:
@@ -68,7 +94,8 @@ class Result:
                 f"({self.rates['source']})"
             )
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        lines += [f"- {self.device}; {versions}", f"- `{self.command}`"]
+        when = f"{self.date}, commit {self.commit}; " if self.date else ""
+        lines += [f"- {when}{self.device}; {versions}", f"- `{self.command}`"]
         return "\n".join(lines)
 
 
@@ -107,6 +134,7 @@ def command_line(argv: Sequence[str] | None = None) -> str:
 
 def publish(result: Result, out: Path) -> Path:
     """Print the result and write its files. Without matplotlib, benchmarks/publish.py draws the picture later."""
+    result = replace(result, **provenance())
     print(f"\n{result.name}\n\n{result.text()}\n")
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{result.file_name}.json"
@@ -116,9 +144,25 @@ def publish(result: Result, out: Path) -> Path:
     return path
 
 
+def provenance() -> dict[str, Any]:
+    """When, where and with which code a result was measured."""
+    asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    found = subprocess.run(asked, capture_output=True, text=True)
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": found.stdout.strip() if found.returncode == 0 else "unknown",
+        "machine": {
+            "cores": os.cpu_count(),
+            "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+            "system": f"{platform.system()} {platform.machine()}",
+        },
+    }
+
+
 def read(path: Path) -> Result:
     found = json.loads(path.read_text())
-    return Result(**found | {"plot": Plot(**found["plot"])})
+    measures = [Measure(**measure) for measure in found["measures"]]
+    return Result(**found | {"plot": Plot(**found["plot"]), "measures": measures})
 
 
 def write_page(result: Result, page: Path = PAGE, images: Path = IMAGES) -> None:
@@ -170,6 +214,10 @@ def number(value: float | None) -> str:
     if value is None:
         return "–"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.0f} %"
 
 
 def ratio(value: float | None, to: float | None) -> float | None:

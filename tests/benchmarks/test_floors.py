@@ -48,6 +48,25 @@ def test_kv_bytes() -> None:
     assert Shape.of(model_config("qwen2.5-0.5b")).kv_bytes(2) == 12288
 
 
+def test_a_queue_is_bound_by_memory_or_by_arithmetic() -> None:
+    from kit.floors import Rates, Request, queue_seconds, sampling_flops
+
+    shape = small()
+    # Two answers of 3 and 2 tokens after a cached token and a prompt of 4, and one of 5 after a prompt of 2: the last
+    # token of each is not computed.
+    load = [Request(1, 4, [3, 2]), Request(0, 2, [5])]
+    # A prompt of 4 after 1 attends to 4 · 1 + 4² / 2 tokens, its answers to 2 · 5 + 2² / 2 and 5 + 1 / 2 of them.
+    context = (4 + 8) + (10 + 2) + (5 + 0.5) + 2 + (4 * 2 + 8)
+    flops = 2 * shape.body * (4 + 3 + 2 + 4) + 2 * shape.output * (1 + 3 + 1 + 4) + 4 * 3 * 4 * context
+    assert sampling_flops(shape, load) == pytest.approx(flops)
+    assert queue_seconds(shape, Rates(1e12, 10.0, ""), 2, load, rows=2) == pytest.approx(flops / 10)
+    # Seven computed tokens: one at a time, or as many steps as the longest answer has.
+    answers = (12 + 5.5 + 16) * shape.kv_bytes(2)
+    for rows, steps in ((1, 7), (2, 4), (9, 4)):
+        moved = steps * shape.weights * 2 + answers
+        assert queue_seconds(shape, Rates(100.0, 1e12, ""), 2, load, rows) == pytest.approx(moved / 100)
+
+
 def test_decoding_is_bound_by_memory_or_by_arithmetic() -> None:
     from kit.floors import Rates, decode_seconds
 

@@ -33,6 +33,7 @@ LESS = {
     "async_learning": ["--seeds", "0", "--steps", "1"],
     "async_tools": ["--steps", "1", "--staleness", "1"],
     "curriculum": ["--seeds", "0", "--steps", "10", "--pretraining", "2"],
+    "compare": [],
     "decode": ["--tiny", "--out", "results"],
     "decode_cpu": ["--threads", "1", "--rows", "4"],
     "demo_seeds": ["--seeds", "0", "1"],
@@ -47,6 +48,7 @@ LESS = {
     "lora": ["--tiny", "--out", "results"],
     "malloc": ["keep"],  # one of the two processes that it compares
     "memory": ["--tiny", "--out", "results"],
+    "modes": ["--tiny", "--out", "results"],
     "pack": [],
     "publish": [],
     "regime": ["--tiny", "--out", "results"],
@@ -144,6 +146,10 @@ def quick_tools(module: Any, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "OTHERS", module.OTHERS[:1])
 
 
+def short_tools(module: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(module, "TOOL_S", 0.01)
+
+
 def few_steps(module: Any, patch: pytest.MonkeyPatch) -> None:
     train = module.train
     patch.setattr(module, "train", lambda *words: train(*words, steps=4))
@@ -187,6 +193,8 @@ def a_page_of_its_own(module: Any, patch: pytest.MonkeyPatch) -> None:
 
     page = Path("page.md")
     page.write_text("<!-- lora-tiny-cpu: begin --><!-- lora-tiny-cpu: end -->")
+    Path("records").mkdir()
+    patch.setattr(module, "RECORDS", Path("records"))
     patch.setattr(module, "write_page", lambda result: write_page(result, page, Path("docs/images")))
 
 
@@ -195,6 +203,11 @@ def result_of_lora() -> list[str]:
 
     assert lora.main(["--tiny", "--out", "results"]) == 0
     return ["results/lora-tiny-cpu.json"]
+
+
+def beside_itself() -> list[str]:
+    (path,) = result_of_lora()
+    return [path, "--baseline", path]
 
 
 def results_here(module: Any, patch: pytest.MonkeyPatch) -> None:
@@ -217,12 +230,17 @@ SMALLER: dict[str, Callable[[Any, pytest.MonkeyPatch], None]] = {
     "pack": nothing_installed,
     "publish": a_page_of_its_own,
     "roles": few_steps,
+    "regime": short_tools,
     "simulate": quick_tools,
     "soak": results_here,
     "turn_credit": few_steps,
     "two_rewards": few_steps,
 }
-MORE: dict[str, Callable[[], list[str]]] = {"publish": result_of_lora, "scoring": public_data}
+MORE: dict[str, Callable[[], list[str]]] = {
+    "compare": beside_itself,
+    "publish": result_of_lora,
+    "scoring": public_data,
+}
 
 
 # -- what must have come out -----------------------------------------------------------------------------------------

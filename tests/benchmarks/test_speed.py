@@ -8,6 +8,7 @@ import math
 import os
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,12 @@ def test_step(tmp_path: Path) -> None:
     assert fixed["step_s"] == pytest.approx(fixed["sampling_s"] + fixed["learning_s"])  # one timed step
     assert fixed["tokens_per_s"] == pytest.approx(16 / fixed["step_s"])
     assert fixed["over_floor"] == pytest.approx(fixed["step_s"] / floor["step_s"])
+    assert fixed["mfu"] == pytest.approx(floor["learning_s"] / fixed["learning_s"])
     assert fixed["peak"] > 0.01 and "over_floor" in natural and natural["over_floor"] is None
+    (run,) = found["runs"]["tiny, fixed"]["covey"]
+    assert "prompts" not in run and len(run["steps"]) == 1
+    assert [m["unit"] for m in found["measures"]] == ["s", "s", "tokens/s", "GiB"] * 2
+    assert found["measures"][1]["repeats"] == [fixed["learning_s"]]
 
 
 @pytest.mark.usefixtures("in_process")
@@ -87,10 +93,18 @@ def test_scaling(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_process")
-def test_regime(tmp_path: Path) -> None:
-    covey, floor = outcome("regime", tmp_path)["rows"]
-    assert covey["over_floor"] == pytest.approx(covey["seconds"] / floor["seconds"])
-    assert covey["speed_up"] is None  # nobody to compare with
+def test_regime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import regime
+
+    monkeypatch.setattr(regime, "TOOL_S", 0.01)
+    rows = outcome("regime", tmp_path, "--repeats", "3")["rows"]
+    assert [row["case"] for row in rows if row["side"] == "floor"] == list(regime.CASES)
+    for covey, floor in zip(rows[::2], rows[1::2], strict=True):
+        assert covey["seconds"] == sorted(covey["repeats_s"])[1]
+        assert covey["over_floor"] == pytest.approx(covey["seconds"] / floor["seconds"])
+        assert covey["speed_up"] is None  # nobody to compare with
+    tokens = rows[-2]["tokens_per_s"] * rows[-2]["seconds"]
+    assert tokens == pytest.approx(4 * 5 * 40)  # agents × turns × tokens of a turn
 
 
 @pytest.mark.usefixtures("in_process")
@@ -338,7 +352,9 @@ def test_a_result_is_read_as_it_was_written_and_put_into_its_section(tmp_path: P
 
     path = publish(result(notes=["a note"]), tmp_path)
     again = read(path)
-    assert again.text() == result(notes=["a note"]).text()
+    assert again.date and again.commit and again.machine["cores"] == os.cpu_count()
+    assert f"{again.date}, commit {again.commit}; NVIDIA H200" in again.text()
+    assert replace(again, date="", commit="").text() == result(notes=["a note"]).text()
     page = tmp_path / "page.md"
     page.write_text("<!-- step-nvidia-h200: begin -->\nnothing\n<!-- step-nvidia-h200: end -->\n")
     write_page(again, page, tmp_path / "images")
@@ -357,6 +373,15 @@ def test_the_page_has_a_section_for_every_result() -> None:
     }
     for name in wanted:
         assert page.count(f"<!-- {name}: begin -->") == page.count(f"<!-- {name}: end -->") == 1, name
+
+
+def test_every_table_of_the_page_is_that_of_its_record() -> None:
+    from kit.report import RECORDS, read
+
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    for path in RECORDS.glob("*.json"):
+        section = re.search(f"<!-- {path.stem}: begin -->(.*)<!-- {path.stem}: end -->", page, re.DOTALL)
+        assert section is not None and read(path).text() in section[1], f"run make bench-tables: {path.stem}"
 
 
 def test_a_command_is_told_without_this_machines_places() -> None:

@@ -61,6 +61,20 @@ def test_every_row_is_planned_once_within_the_budget(budget: int, most: int | No
             assert len({rows[i].prompt_ids for i in group}) == 1
 
 
+def test_small_prompt_groups_share_a_micro_batch_up_to_the_target() -> None:
+    """Groups of 13, 7 and 7 tokens: beyond the target none is split, and none joins another."""
+
+    def row(prompt: int) -> Sample:
+        return Sample((prompt,) * 4, (5,) * 4, (True,) * 4, (0.0,) * 4, (0,) * 4, 0)
+
+    rows = [row(1), row(1), row(1), row(2), row(3)]
+    plans = {target: plan_micro_batches(rows, 100, target=target) for target in (None, 5, 14)}
+    assert plans[None] == [[[[0, 1, 2], [3], [4]]]]
+    assert plans[5] == [[[[0, 1, 2]], [[3]], [[4]]]]
+    assert plans[14] == [[[[0, 1, 2]], [[3], [4]]]]
+    assert plan_micro_batches(rows, 10, target=50) == [[[[0, 1]], [[2]], [[3]], [[4]]]]
+
+
 def test_the_prompt_of_a_group_is_laid_out_once_and_nothing_is_padded() -> None:
     rows = rows_of(3, 6)
     ((groups,),) = plan_micro_batches(rows, 10_000)

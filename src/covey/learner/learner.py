@@ -41,11 +41,12 @@ from covey.learner.parallel import (
     should_shard,
     training_bytes,
 )
-from covey.learner.pass_memory import Demand, PassMemory, PassPlan, PassShapes, device_memory
+from covey.learner.pass_memory import CPU_TARGET, Demand, PassMemory, PassPlan, PassShapes, device_memory
 from covey.learner.routing import RoutingReplay, replaying
 from covey.learner.saving import check_finite, load_state, load_tensors, save_model, save_state, save_tensors
 from covey.learner.token_scores import TeacherInput, TokenQuery, score_tokens
 from covey.models.loading import Reference, set_checkpointing
+from covey.models.products import fast_linears
 from covey.models.quantization import is_quantized
 from covey.protocols import Algorithm, Couples, LossTerm, Metrics, Needs, TokenOutputs, TokenTrace
 from covey.types import Batch, Sample, Samples, TeacherTop
@@ -213,8 +214,9 @@ class Learner:
 
     def _plan(self, rows: Sequence[Sample]) -> list[list[MicroBatch]]:
         """The micro-batches of every rank. All ranks compute the same plan."""
-        tokens = self._plan_passes(rows).tokens
-        return plan_micro_batches(rows, tokens, self.config.micro_batch_size, self.ranks.dp_size)
+        on_cpu = self.device.type == "cpu" and self.config.micro_batch_tokens is None
+        tokens, most = self._plan_passes(rows).tokens, self.config.micro_batch_size
+        return plan_micro_batches(rows, tokens, most, self.ranks.dp_size, CPU_TARGET if on_cpu else None)
 
     def _passes(self, plan: list[list[MicroBatch]], rows: Sequence[Sample]) -> list[Pass]:
         """This rank's forward passes. Sharded ranks gather weights together, so all make the same number."""
@@ -294,7 +296,8 @@ class Learner:
         """Open until the backward pass is over. Uses compiled layers if they are enabled and attention is flash."""
         flash = select_attention(causal_lm(self.model), packed.layout)
         compiled = self.compiled_layers.active() if flash and self.compiled_layers else nullcontext()
-        with packed_attention(packed.layout), compiled:
+        linears = fast_linears() if self.device.type == "cpu" else nullcontext()
+        with packed_attention(packed.layout), compiled, linears:
             yield
 
     def _forward(

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covey.models.products import block_rows, fast_linear, product, sum_of_products
+
 CHUNK_LOGITS = 64_000_000  # held at once: 256 MB in float32
 GPU_CHUNK_LOGITS = 256_000_000  # 512 MB in bfloat16: larger products run faster there
 
@@ -32,7 +34,7 @@ def linear_logprobs(
     gpu = hidden_MD.is_cuda
     rows = rows or chunk_rows(len(weight_VD), gpu=gpu)
     if len(hidden_MD) <= rows and not gpu:  # recomputing logits would save no memory
-        logits = scaled_logits(hidden_MD @ weight_VD.t(), temperature)
+        logits = scaled_logits(fast_linear(hidden_MD, weight_VD), temperature)
         scores: tuple[Tensor, Tensor] = ChosenLogProb.apply(logits, target_M, entropy_gradient)
     else:
         scores = LinearLogProb.apply(hidden_MD, weight_VD, target_M, temperature, entropy_gradient, rows)
@@ -41,7 +43,8 @@ def linear_logprobs(
 
 def chunk_rows(vocabulary: int, *, gpu: bool = False) -> int:
     """Tokens whose logits are held at once."""
-    return max(1, (GPU_CHUNK_LOGITS if gpu else CHUNK_LOGITS) // vocabulary)
+    rows = max(1, (GPU_CHUNK_LOGITS if gpu else CHUNK_LOGITS) // vocabulary)
+    return rows if gpu else block_rows(rows)
 
 
 class LinearLogProb(torch.autograd.Function):
@@ -52,7 +55,7 @@ class LinearLogProb(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, temperature: float, entropy_gradient: bool, rows: int
     ) -> tuple[Tensor, Tensor]:
         parts = [
-            _statistics(h @ weight.t(), t, temperature)
+            _statistics(product(h, weight.t()), t, temperature)
             for h, t in zip(hidden.split(rows), target.split(rows), strict=True)
         ]
         lse, chosen, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -71,13 +74,13 @@ class LinearLogProb(torch.autograd.Function):
         to_weight = torch.zeros_like(weight, dtype=_sum_dtype(weight)) if needs_weight else None
         for start in range(0, len(hidden), rows):
             at = slice(start, start + rows)
-            logits = hidden[at] @ weight.t()
+            logits = product(hidden[at], weight.t())
             to_entropy = gradients[1][at] if with_entropy else None
             grad = _gradient(logits, target[at], lse[at], entropy[at], gradients[0][at], to_entropy, temperature)
             if to_hidden is not None:
-                torch.mm(grad, weight, out=to_hidden[at])
+                _product_into(to_hidden[at], grad, weight)
             if to_weight is not None:
-                _add_product(to_weight, grad.t(), hidden[at])
+                _add_product(to_weight, grad, hidden[at])
         return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), None, None, None, None
 
 
@@ -139,14 +142,21 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a · b, accumulated in total's precision."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif a.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+def _product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
+    if a.is_cuda:
+        torch.mm(a, b, out=out)
     else:
-        total += a @ b
+        out.copy_(product(a, b))
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += aᵀ · b, accumulated in total's precision."""
+    if not a.is_cuda:
+        total += sum_of_products(a, b)
+    elif a.dtype == total.dtype:
+        total.addmm_(a.t(), b)
+    else:
+        torch.addmm(total, a.t(), b, out_dtype=total.dtype, out=total)
 
 
 class ChosenLogProb(torch.autograd.Function):

@@ -56,13 +56,17 @@ class Packed:
 
 
 def plan_micro_batches(
-    rows: Sequence[Sample], token_budget: int, max_rows: int | None = None, ranks: int = 1
+    rows: Sequence[Sample],
+    token_budget: int,
+    max_rows: int | None = None,
+    ranks: int = 1,
+    target: int | None = None,
 ) -> list[list[MicroBatch]]:
     """The micro-batches of each rank, balanced by tokens.
 
     A micro-batch holds at most `token_budget` tokens and `max_rows` rows, unless a single row is larger. Rows with the
     same prompt stay together, unless that would leave the ranks too unequal. Large prompt groups are placed first, so
-    that memory peaks early, each in the first micro-batch with room.
+    that memory peaks early, each in the first micro-batch with room: up to `target` tokens, if that is given.
     """
     max_rows = max_rows or len(rows)
     groups = _prompt_groups(rows, token_budget, max_rows)
@@ -78,7 +82,8 @@ def plan_micro_batches(
         lightest = load.index(min(load))
         by_rank[lightest].append(group)
         load[lightest] += _tokens(rows, group)
-    return [_first_fit(rows, groups, token_budget, max_rows) for groups in by_rank]
+    size = min(token_budget, target or token_budget)
+    return [_first_fit(rows, groups, size, max_rows) for groups in by_rank]
 
 
 def passes_of_rank(

@@ -35,10 +35,12 @@ from covey.learner.logprobs import chunk_rows
 from covey.learner.optimizer import EIGHT_BIT, MasterAdamW
 from covey.learner.parallel import local_part
 from covey.memory import GIB, gpu_free, machine_memory
+from covey.models.families import decoder
 from covey.models.quantization import is_quantized
 
 MOST_TOKENS = 10_240  # of a pass on a GPU: larger ones are hardly faster
 CPU_TOKENS = 8192  # of a pass on a CPU, halved until it fits
+CPU_TARGET = 1024  # there, small prompt groups share a pass up to this: as fast as larger passes, with less memory
 LEAST_TOKENS = 256  # of any pass
 SMALLER = 8  # a plan may divide the usual chunk of logits by this
 GPU_SHARE = 0.85  # of a GPU's free memory that is planned for; the rest is for fragmentation and workspaces
@@ -109,7 +111,7 @@ class PassShapes:
         heads = config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         key_heads = getattr(config, "num_key_value_heads", None) or heads
-        embedding, layer = lm.get_input_embeddings().weight, lm.base_model.layers[0]
+        embedding, layer = lm.get_input_embeddings().weight, decoder(lm).layers[0]
         dtype: torch.dtype = getattr(embedding, "working_dtype", embedding.dtype)
         window = getattr(config, "sliding_window", None)
         within = window is None or demand.longest <= window

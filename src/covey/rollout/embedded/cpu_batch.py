@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from covey.memory import cache_tokens, grown_size, machine_memory
+from covey.models.products import fast_linears
 from covey.rollout.embedded.allocation import RowManager
 from covey.rollout.embedded.cache import RowCache
 from covey.rollout.embedded.runner import Drawn, Runner, draw_next
@@ -97,7 +98,7 @@ class RowBatch:
         while queue:
             self.scheduler.add(queue.popleft())
         self._grow()
-        with self.linears.used():
+        with fast_linears(), self.linears.used():
             self.runner.prefill(self.scheduler.admit())
         return rejected
 
@@ -118,7 +119,7 @@ class RowBatch:
             return []
         if max(request.remaining for request in running) >= MIN_STEPS:
             self.linears.pack()
-        with self.linears.used():
+        with fast_linears(), self.linears.used():
             logits_BV = self.runner.decode(running)
         return draw_next(running, logits_BV)
 
