@@ -175,33 +175,6 @@ def test_the_walk_pays_for_progress() -> None:
     assert paid + result.reward["reward"] == pytest.approx(1) and at_end.reward == {"reward": 1.0, "arrived": 1.0}
 
 
-def test_the_dilemma() -> None:
-    """Defecting pays more for oneself whatever the other does, and less for both together."""
-    import roles as experiment
-
-    for other in "cd":
-        own = {move: experiment.PAYOFF[move, other][0] for move in "cd"}
-        both = {move: sum(experiment.PAYOFF[move, other]) for move in "cd"}
-        assert own["d"] > own["c"] and both["d"] < both["c"]
-        assert own == {move: experiment.PAYOFF[other, move][1] for move in "cd"}  # the same for the second player
-
-
-def test_the_players_of_the_dilemma_are_paid_by_themselves_or_together() -> None:
-    import roles as experiment
-
-    for moves, own, told in [
-        (("c", "d"), {"first": 0, "second": 5}, {"payoff": 2.5, "defected": 0.5}),
-        (("d", "d"), {"first": 1, "second": 1}, {"payoff": 1.0, "defected": 1.0}),
-        (("c", "e"), {"first": 0, "second": -1}, {"payoff": -0.5}),  # not a move
-        (("1",), {"first": -1, "second": 0}, {"payoff": -0.5}),
-    ]:
-        for kind, expected in ((experiment.Dilemma, own), (experiment.SharedReward, {})):
-            game = kind()
-            seen = [game.reset(Task("t", (), answer="")), *(game.step(move) for move in moves)]
-            assert [(o.content, o.role) for o in seen[:-1]] == [("1", "first"), ("2", "second")][: len(moves)]
-            assert seen[-1].reward == {"reward": sum(own.values()), **expected, **told}
-
-
 def test_sign_test() -> None:
     import two_rewards as experiment
 

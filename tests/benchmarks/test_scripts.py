@@ -52,7 +52,6 @@ LESS = {
     "pack": [],
     "publish": [],
     "regime": ["--tiny", "--out", "results"],
-    "roles": ["--seeds", "0"],
     "scaling": ["--tiny", "--out", "results"],
     "scoring": ["--only", "gsm8k", "--sample", "3"],
     "simulate": [],
@@ -66,7 +65,7 @@ NOT_RUN = {
     "mutants": "needs a process that has not imported Covey: test_mutants.py",
 }
 # Start processes of their own, or train many times.
-SLOW = ("faults", "gateway_load", "kills", "roles", "soak", "turn_credit", "two_rewards")
+SLOW = ("faults", "gateway_load", "kills", "soak", "turn_credit", "two_rewards")
 
 
 def test_every_script_is_run_or_says_why_not() -> None:
@@ -229,7 +228,6 @@ SMALLER: dict[str, Callable[[Any, pytest.MonkeyPatch], None]] = {
     "gvpo_optimum": few_steps,
     "pack": nothing_installed,
     "publish": a_page_of_its_own,
-    "roles": few_steps,
     "regime": short_tools,
     "simulate": quick_tools,
     "soak": results_here,
