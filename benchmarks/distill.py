@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/distill.py [--seeds 0 1 2] [--steps 300] [--write]
 
-A teacher (two layers of 64) learns the sums of two numbers from 0 to 9 with GRPO, three times as long. Students (two layers of 32, random)
-then learn from the same questions: from the reward (GRPO), from the teacher alone (KL of sampled tokens, or over the
-vocabulary), or from both. A step has 10 questions × 16 answers; only the signal differs.
+A teacher (two layers of 64) learns the sums of two numbers from 0 to 9 with GRPO, three times as long. Students (two
+layers of 32, random) then learn from the same questions: from the reward (GRPO), from the teacher alone (KL of sampled
+tokens, or over the vocabulary), or from both. A step has 10 questions × 16 answers; only the signal differs.
 """
 
 from __future__ import annotations
