@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import sys
@@ -14,6 +15,7 @@ from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 
 from covey.config import Config, compose, expand_sweep, fingerprint
+from covey.config.compose import ADDED
 from covey.errors import InputError
 
 
@@ -429,11 +431,22 @@ def test_the_fingerprint_sees_what_changes_the_result(run):
     assert fingerprint(dict(reversed(run().tree.items()))) == base
 
 
-def test_runs_from_before_there_were_teachers_are_found(run):
-    tree = run().tree
-    assert fingerprint({key: value for key, value in tree.items() if key != "teacher"}) == fingerprint(tree)
+def test_runs_from_before_a_setting_existed_are_found(run):
+    tree = run("algorithm=ppo").tree
+    older = copy.deepcopy(tree)
+    older["model"]["gradient_checkpointing"] = False
+    for key, default in ADDED.items():
+        *path, name = key.split(".")
+        section = older
+        for part in path:
+            section = section[part]
+        assert section.pop(name) == default
+    assert fingerprint(older) == fingerprint(tree)
+
+
+def test_a_teacher_changes_the_result_and_its_address_does_not(run):
     with_teacher = fingerprint(run("teacher=m", "teacher.url=http://one/v1").tree)
-    assert with_teacher != fingerprint(tree)
+    assert with_teacher != fingerprint(run().tree)
     assert with_teacher == fingerprint(run("teacher=m", "teacher.url=http://two/v1").tree)
 
 

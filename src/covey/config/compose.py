@@ -59,6 +59,25 @@ NOT_IN_FINGERPRINT = (
     *("learner.tensor_parallel", "teacher.url", "teacher.api_key_env"),
 )
 
+# Settings that older runs do not have, with the value that stands for what they did: it is left out of the fingerprint,
+# so that `resume=auto` finds them.
+ADDED: Mapping[str, Any] = {
+    "agent.keep_images": None,
+    "agent.train_roles": [],
+    "algorithm.reject_level": "auto",
+    "algorithm.turn_gamma": 1.0,
+    "data.sampler": "uniform",
+    "data.sampler_options": {},
+    "learner.optimizer": "adamw",
+    "learner.replay_routing": False,
+    "model.freeze_vision": True,
+    "model.lora.part": "language",
+    "model.max_pixels": None,
+    "model.min_pixels": None,
+    "model.quantization": None,
+    "teacher": asdict(TeacherConfig()),
+}
+
 
 @dataclass(frozen=True)
 class Composed:
@@ -117,13 +136,26 @@ def compose(
 def fingerprint(config_tree: Mapping[str, Any]) -> str:
     """A hash of everything in a configuration that changes results."""
     tree = copy.deepcopy(dict(without_secrets(config_tree)))  # another API key does not change results
-    if tree.get("teacher") == asdict(TeacherConfig()):  # as in runs from before there were teachers
-        del tree["teacher"]
+    for key, default in ADDED.items():
+        section, name = _section(tree, key)
+        if name in section and section[name] == default:
+            del section[name]
     for key in NOT_IN_FINGERPRINT:
-        section, _, name = key.rpartition(".")
-        (tree.get(section, {}) if section else tree).pop(name, None)
+        section, name = _section(tree, key)
+        section.pop(name, None)
+    model = tree.get("model", {})
+    if model.get("gradient_checkpointing", False) is None:  # automatic, which computes the same as false
+        model["gradient_checkpointing"] = False
     text = json.dumps(tree, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _section(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    """The part of a configuration that holds a setting, and the setting's name there."""
+    *path, name = key.split(".")
+    for part in path:
+        tree = tree.get(part, {})
+    return tree, name
 
 
 # -- Recipes -----------------------------------------------------------------------------------------------------------
