@@ -313,7 +313,7 @@ def test_unknown_settings_name_the_nearest(run, word, guess, listing):
         (["reward.weights.a=high"], "reward.weights.a must be a number from -1,000,000 to 1,000,000, got 'high'"),
         (
             ["algorithm=grpo", "algorithm.beta=1"],
-            "algorithm.beta is a setting of gvpo and dgdo, and the algorithm is grpo\n  all",
+            "algorithm.beta is a setting of gvpo, dgdo and online_dpo, and the algorithm is grpo\n  all",
         ),
         (["learner.lr=1,2"], "learner.lr=1,2  has several values\n  to run all of them, add --multirun; a list is"),
         (["train"], "train  is not a setting\n  settings are written key=value"),

@@ -270,8 +270,8 @@ def _misplaced(override: Override, key: str, having: Sequence[str], resolved: Re
     if losses := [loss for loss, schema in schemas if find(key, algorithm_settings(chosen, {chosen: schema}))]:
         choose = f"choose it with algorithm.loss={losses[0]}"
         return InputError(f"{name} belongs to the loss {', '.join(losses)}: {choose}\n  {listing}")
-    others = f" and {len(having) - 2} more" if len(having) > 2 else ""
-    owning = f"{' and '.join(having[:2])}{others}"
+    named = having if len(having) <= 3 else [*having[:2], f"{len(having) - 2} more"]
+    owning = " and ".join(part for part in (", ".join(named[:-1]), named[-1]) if part)
     return InputError(f"{name} is a setting of {owning}, and the algorithm is {chosen}\n  {listing}")
 
 
