@@ -15,7 +15,7 @@ from covey.rewards.builtin import REWARDS
 
 COMMANDS = (
     *("train", "sft", "eval", "sample", "serve", "export", "data", "config", "simulate", "slurm"),
-    *("algorithms", "dash", "report", "runs", "watch", "doctor"),
+    *("algorithms", "dash", "report", "runs", "watch", "doctor", "push"),
 )
 NAMES = {
     "command": COMMANDS,

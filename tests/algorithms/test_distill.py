@@ -130,7 +130,7 @@ def test_advantages_by_hand() -> None:
     old_RT, teacher_RT = torch.tensor([[-1.0, -2.0, -1.0]] * 2), torch.tensor([[-2.0, -9.0, -0.5]] * 2)
     mask_RT = torch.tensor([[True, False, True]] * 2)
     rows = tuple(
-        Sample((0,), (1, 1, 1), (True, False, True), (0.0,) * 3, (0,) * 3, i, prompt)
+        Sample((0,), (1, 1, 1), (True, False, True), (0.0,) * 3, (0,) * 3, i, teacher_prompt_ids=prompt)
         for i, prompt in enumerate([None, ()])
     )
     index = torch.arange(2)

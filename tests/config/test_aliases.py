@@ -60,7 +60,7 @@ def test_no_alias_hides_a_native_setting(key, algorithms):
 
 def test_section_words_mean_their_names(algorithms):
     named = {section for section, has_name in sections().items() if has_name}
-    assert named == {"model", "data", "agent", "reward", "algorithm", "rollout", "cluster", "mode"}
+    assert named == {"model", "data", "agent", "reward", "algorithm", "rollout", "cluster", "mode", "teacher"}
     assert {translate(section, algorithms).key for section in named} == {f"{section}.name" for section in named}
 
 

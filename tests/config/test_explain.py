@@ -53,7 +53,7 @@ teacher.prompt_template teacher.top_k teacher.url
 
 def test_the_native_keys_are_these_and_few(algorithms):
     assert sorted(schema_settings()) == sorted(NATIVE.split())
-    assert len(schema_settings()) < 150  # besides the chosen algorithm's own
+    assert len(schema_settings()) <= 150  # besides the chosen algorithm's own
 
 
 def test_every_native_setting_is_explained():

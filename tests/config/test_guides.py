@@ -47,7 +47,9 @@ def _starting(*prefixes: str) -> Callable[[str], bool]:
 
 KEYS: dict[str, list[str]] = {
     "from-verl": [*GVPO, *filter(_starting(*VERL, "critic.model.path", "critic.optim.lr", "critic.cliprange"), KNOWN)],
-    "from-agentfly": [k for k in KNOWN if k.startswith("agent.") and "init_" not in k and _foreign(k)],
+    "from-agentfly": [
+        k for k in KNOWN if k.startswith("agent.") and k != "agent.opponent" and "init_" not in k and _foreign(k)
+    ],
     "from-torchrl": [k for k in KNOWN if _starting(*TORCHRL)(k) and not re.match(r"env\.[A-Z]", k)],
     "from-trl": [k for k in KNOWN if "." not in k and not k.startswith("clip_ratio")],
     "from-gdpo": [

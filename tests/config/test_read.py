@@ -168,7 +168,7 @@ def test_a_missing_file(tmp_path):
         ("seed: 1\nlearner:\n  lr: abc", "line 3: learner.lr must be a number from 0 to 10, got 'abc'"),
         (
             "algorithm: grpo\nalgorithm.beta: 1",
-            "line 2: algorithm.beta is a setting of gvpo and dgdo, and the algorithm is grpo",
+            "line 2: algorithm.beta is a setting of gvpo, dgdo and online_dpo, and the algorithm is grpo",
         ),
         ("learner.lr: 1\noptimizer.lr: 2", "optimizer.lr=2  ("),
         ("seed: 1\ncluster: slurm", "line 2: cluster=slurm)"),

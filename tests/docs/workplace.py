@@ -35,7 +35,7 @@ PASSAGES = [{"title": "Covey", "text": "A covey is a small group of quails."}, {
 DEMONSTRATIONS = [
     {"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": str(i)}]} for i in range(8)
 ]
-GRADE_SCHOOL = [{"question": f"Ann has {i} nuts and finds 2.", "answer": f"{i} + 2\n#### {i + 2}"} for i in range(128)]
+GRADE_SCHOOL = [{"question": f"Ann has {i} nuts and finds 2.", "answer": f"{i} + 2\n#### {i + 2}"} for i in range(256)]
 ROWS: dict[str, list[dict[str, Any]]] = {
     "train.jsonl": QUESTIONS,
     "tasks.jsonl": QUESTIONS,

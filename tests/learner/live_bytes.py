@@ -78,5 +78,6 @@ def _drop(weight: torch.Tensor) -> None:
 def on_meta(packed: Packed) -> Packed:
     """On the meta device, with the layout of a GPU."""
     layout = Layout(packed.layout.prompts, packed.layout.answers, (torch.zeros(1),) * 3)
-    tensors = {f.name: getattr(packed, f.name).to("meta") for f in dataclasses.fields(packed) if f.name != "layout"}
+    columns = {f.name: getattr(packed, f.name) for f in dataclasses.fields(packed) if f.name != "layout"}
+    tensors = {name: column.to("meta") for name, column in columns.items() if column is not None}
     return dataclasses.replace(packed, layout=layout, **tensors)

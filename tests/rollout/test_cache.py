@@ -78,7 +78,7 @@ class Drive:
         assert self.scheduler.blocks.available == self.blocks
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text"])
 @pytest.mark.parametrize("size", [1, 4, 16])
 def test_ragged_prompts_with_common_beginnings_and_groups(name: str, size: int) -> None:
     drive = Drive(family(name), blocks=1600 // size, size=size)

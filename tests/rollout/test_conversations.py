@@ -34,7 +34,7 @@ def prefilled(engine: Any) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["rows", "blocks"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text"])
 @pytest.mark.parametrize("seed", range(3))
 def test_ragged_conversations(name: str, paged: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Episodes of several turns in a batch with fewer rows than episodes; some rewrite their history, some wait

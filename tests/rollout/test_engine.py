@@ -401,7 +401,7 @@ def test_requests_of_a_loop_that_was_closed_do_not_come_back() -> None:
 # -- how it is computed ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text"])
 def test_a_prompt_in_several_chunks_is_the_prompt(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = family(name)
     prompts = [list(range(3, 40)), [*range(3, 20), 5, 6], [9, 10], [3], list(range(3, 31))]

@@ -62,7 +62,7 @@ def test_fused_products_are_the_same_and_see_updates(name: str, on_gpu: MakeEngi
     assert "forward" not in vars(first.self_attn) and "forward" not in vars(first.mlp)
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
 def test_sliding_windows(name: str, on_gpu: MakeEngine) -> None:
     model = family(name).to(DEVICE)
     requests = [([*range(20, 30 + n)], Sampling(max_tokens=10, seed=n)) for n in range(3)]
@@ -243,7 +243,7 @@ def test_graphs_are_captured_while_another_thread_copies_weights_from_the_gpu(on
     assert errors == []
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma3_text"])
 def test_prompts_of_all_lengths_entering_while_others_decode(
     name: str, on_gpu: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

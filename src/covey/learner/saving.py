@@ -216,6 +216,8 @@ def export(folder: Path, out: Path, *, dtype: str | None = None, adapter: bool =
                 model = _merged(folder, dtype) if is_adapter else _loaded(Located(str(folder)), dtype)
                 model.save_pretrained(work, max_shard_size=FILE_SIZE)
             _copy_tokenizer(folder, work)
+            if not (is_adapter and adapter):
+                _copy_image_processor(folder, work)
             sync_tree(work)
             work.chmod(0o755)
             if out.is_dir():
@@ -274,16 +276,24 @@ def _copy_adapter(folder: Path, work: Path, dtype: str | None) -> None:
 
 
 def _copy_tokenizer(folder: Path, work: Path) -> None:
-    """The tokenizer in the folder, or else that of the adapter's base model; and the image processor, if it has one."""
-    from transformers import AutoImageProcessor, AutoTokenizer
+    """The tokenizer in the folder, or else that of the adapter's base model."""
+    from transformers import AutoTokenizer
 
     here = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     place = Located(str(folder)) if here else locate(str(folder))
     tokenizer = AutoTokenizer.from_pretrained(place.path, trust_remote_code=False, revision=place.revision or MAIN)
     tokenizer.save_pretrained(work)
+
+
+def _copy_image_processor(folder: Path, work: Path) -> None:
+    """The image processor of a model that sees images."""
     base = locate(str(folder))
     if vision_family(read_config(base.path, base.path, revision=base.revision)) is not None:
-        processor = AutoImageProcessor.from_pretrained(base.path, backend="pil", revision=base.revision or MAIN)
+        from transformers import AutoImageProcessor
+
+        processor = AutoImageProcessor.from_pretrained(
+            base.path, backend="pil", trust_remote_code=False, revision=base.revision or MAIN
+        )
         processor.save_pretrained(work)
 
 

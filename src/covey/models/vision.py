@@ -207,7 +207,9 @@ def open_vision(
 
     with explain_errors(config.name):
         try:
-            processor = AutoImageProcessor.from_pretrained(path, backend="pil", revision=revision or MAIN)
+            processor = AutoImageProcessor.from_pretrained(
+                path, backend="pil", trust_remote_code=False, revision=revision or MAIN
+            )
         except OSError as error:
             if not Path(path).is_dir():
                 raise
