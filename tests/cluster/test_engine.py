@@ -222,6 +222,23 @@ def test_an_engine_that_dies_while_it_starts_is_replaced(tmp_path, monkeypatch) 
     asyncio.run(scene())
 
 
+def test_engines_that_have_not_started_are_ended_after_an_error(tmp_path, monkeypatch) -> None:
+    async def scene() -> None:
+        fixture = Fixture(3, tmp_path, monkeypatch)
+        _, (replica, actor, _), _ = fixture.engine._starting
+        failed = Reference()
+        failed.result.set_exception(RunFailed("the model cannot be loaded"))
+        fixture.engine._starting[1] = (replica, actor, failed)
+        with pytest.raises(RunFailed, match="cannot be loaded"):
+            await fixture.engine.publish(Learner(), 0)
+        closed: list[Actor] = []
+        monkeypatch.setattr(engine_module, "_close_all", closed.extend)
+        fixture.engine.close()
+        assert sorted(actor.number for actor in closed) == [0, 1, 2]
+
+    asyncio.run(scene())
+
+
 def test_engines_with_their_own_devices_continue_while_the_learner_trains(tmp_path, monkeypatch) -> None:
     async def scene(colocated: bool) -> list[str]:
         fixture = Fixture(1, tmp_path, monkeypatch, colocated)

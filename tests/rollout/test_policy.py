@@ -56,6 +56,13 @@ def test_sampling_settings_of_one_reply() -> None:
     assert [(s.temperature, s.top_p) for s in engine.asked] == [(0.0, 1.0), (0.7, 0.9)]
 
 
+def test_a_reply_of_no_tokens_is_refused() -> None:
+    engine = Slow([])
+    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
+        asyncio.run(policy(engine).ask(ASK, max_tokens=0))
+    assert not engine.asked
+
+
 def test_the_clock_stands_still_until_the_last_of_several_replies() -> None:
     async def scene() -> float:
         async with asyncio.timeout(10.0) as deadline:

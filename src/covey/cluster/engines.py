@@ -221,8 +221,8 @@ class RayEngine:
         self._changed = asyncio.Event()  # an engine has been replaced, or the run has failed
         self._weights_lock = asyncio.Lock()  # a replacement gets its weights before or after a publication
         self._jobs: set[asyncio.Task[None]] = set()
-        self._starting = [(replica, spawn(replica.index)) for replica in self.replicas]
-        self._loading = [load(replica.index, actor) for replica, actor in self._starting]
+        spawned = [(replica, spawn(replica.index)) for replica in self.replicas]
+        self._starting = [(replica, actor, load(replica.index, actor)) for replica, actor in spawned]
 
     def set_warn(self, warn: Callable[[str], None]) -> None:
         """Set the function that reports deaths of engines."""
@@ -313,7 +313,7 @@ class RayEngine:
     def close(self) -> None:
         for job in self._jobs:
             job.cancel()
-        _close_all([*(actor for _, actor in self._starting), *(replica.actor for replica in self._live())])
+        _close_all([*(actor for _, actor, _ in self._starting), *(replica.actor for replica in self._live())])
         for replica in self.replicas:
             replica.actor = None
         self.transport.close()
@@ -321,17 +321,23 @@ class RayEngine:
     # -- deaths and replacements -----------------------------------------------------------------------------------
 
     async def _all_started(self) -> None:
+        if not self._starting:
+            return
         starting, self._starting = self._starting, []
-        for (replica, actor), loading in zip(starting, self._loading, strict=True):
-            try:
-                replica.pid = await result(loading)
-                replica.actor = actor
-            except ActorLost as error:
-                kill(actor)
-                await self._start_another(replica, str(error), self._load_model)
-        self._loading = []
-        if starting:
-            self._start(self._watch())
+        try:
+            while starting:
+                replica, actor, loading = starting[0]
+                try:
+                    replica.pid = await result(loading)
+                    replica.actor = actor
+                except ActorLost as error:
+                    kill(actor)
+                    await self._start_another(replica, str(error), self._load_model)
+                del starting[0]
+        except BaseException:
+            self._starting = starting  # `close` ends these too
+            raise
+        self._start(self._watch())
 
     async def _watch(self) -> None:
         """Check all engines regularly: a process that hangs raises no error, and its requests would wait forever."""

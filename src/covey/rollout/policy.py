@@ -145,8 +145,10 @@ class EpisodePolicy:
         temperature: float | None = None,
         top_p: float | None = None,
     ) -> Turn:
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
         number, (setting, available) = self._started, self._tightest_limit(len(token_ids))
-        limit = min(available, max_tokens or available)
+        limit = available if max_tokens is None else min(available, max_tokens)
         sampling = replace(
             self.sampling,
             seed=stream_seed(*self.stream, number),
