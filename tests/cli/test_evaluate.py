@@ -126,6 +126,10 @@ def test_a_run_on_its_own_tasks_and_on_others(tiny_model_folder: Path, capsys: p
     (run,) = (path.parent for path in Path("outputs").glob("*/*/run.json"))
     assert main(["eval", str(run), "--out", "own"]) == 0
     assert results("own")["results"][0]["task"] == "sort" and results("own")["results"][0]["reward"] == "digit"
+    assert main(["eval", str(tiny_model_folder), str(run), "--out", "pair"]) == 0  # the run and what it started from
+    assert "differently" not in capsys.readouterr().err
+    (pair,) = results("pair")["comparisons"]
+    assert (pair["task"], pair["tasks"]) == ("sort", 4)
     assert main(["eval", str(run), "--tasks", "arithmetic", "--limit", "3", "--out", "others"]) == 0
     (found,) = results("others")["results"]
     assert (found["mode"], found["tasks"], found["reward"]) == (

@@ -176,7 +176,10 @@ def _setting_mismatches(plans: Sequence[PlannedEval]) -> list[str]:
 
 
 def _plan(name: str, task: str | None, args: CommandLine, options: EvalOptions) -> PlannedEval:
-    composed = compose_for(name, args) if task is None else _compose_tasks(name, task, args)
+    """A model without tasks of its own is asked those of the first run, as that run was."""
+    own_settings = args.value("--config") or args.value("--config-name")
+    run = None if own_settings else next(filter(is_run, args.positional), None)
+    composed = compose_for(name, args, run) if task is None else _compose_tasks(name, task, args)
     tasks = None if task is None else load_tasks(composed.config.data, composed.config.seed)
     if tasks is not None:
         tasks = _validation_only(tasks, options)

@@ -85,12 +85,15 @@ def load_model(prepared: Prepared) -> LoadedModel:
         return LoadedModel(prepared, make_collector(prepared, engine, rewards), engine, policy, resources.pop_all())
 
 
-def compose_for(name: str, args: CommandLine) -> Composed:
-    """For a run, its own settings with its weights; for a model, the defaults. The user's settings override both."""
-    if not is_run(name):
+def compose_for(name: str, args: CommandLine, compared_run: str | None = None) -> Composed:
+    """For a run, its own settings with its weights; for a model, those of the run it is compared with, or else the
+    defaults. The user's settings override both."""
+    settings_of = name if is_run(name) else compared_run
+    if settings_of is None:
         return compose_command(args, settings=[f"model.name={name}", *args.settings])
-    run = run_of(Path(name).expanduser())
-    settings = [f"model.name={model_of(name)}", *_tasks_of(run, args), *args.settings]
+    run = run_of(Path(settings_of).expanduser())
+    model = model_of(name) if is_run(name) else name
+    settings = [f"model.name={model}", *_tasks_of(run, args), *args.settings]
     return compose_command(args, settings=settings, config_path=run / "config.yaml")
 
 
