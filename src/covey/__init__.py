@@ -59,22 +59,8 @@ if TYPE_CHECKING:  # for editors and type checkers; `_HOMES` lists the same name
 __version__ = "0.1.0"
 
 _ALGORITHMS = (
-    *(
-        "Cispo",
-        "ClipCov",
-        "Dapo",
-        "Dgdo",
-        "Dppo",
-        "DrGrpo",
-        "Gdpo",
-        "Gigpo",
-        "Gmpo",
-        "Gpg",
-        "Grpo",
-        "GrpoPassk",
-        "Gspo",
-    ),
-    *("Gvpo", "KlCov", "Luspo", "Maxrl", "OnlineDpo", "Opo", "Otb", "Ppo", "Raft", "ReinforcePlusPlus"),
+    *("Cispo", "ClipCov", "Dapo", "Dgdo", "Dppo", "DrGrpo", "Gdpo", "Gigpo", "Gmpo", "Gpg", "Grpo", "GrpoPassk"),
+    *("Gspo", "Gvpo", "KlCov", "Luspo", "Maxrl", "OnlineDpo", "Opo", "Otb", "Ppo", "Raft", "ReinforcePlusPlus"),
     *("ReinforcePlusPlusBaseline", "Remax", "Rloo", "Sapo", "TurnReturns", "Vespo"),
 )
 _HOMES = {
