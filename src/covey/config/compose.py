@@ -59,8 +59,8 @@ NOT_IN_FINGERPRINT = (
     *("learner.tensor_parallel", "teacher.url", "teacher.api_key_env"),
 )
 
-# Settings that older runs do not have, with the value that stands for what they did: it is left out of the fingerprint,
-# so that `resume=auto` finds them.
+# Settings that older runs do not have, with the value that stands for what they did. The fingerprint skips a setting
+# with this value, so `resume=auto` finds those runs.
 ADDED: Mapping[str, Any] = {
     "agent.keep_images": None,
     "agent.train_roles": [],
