@@ -56,10 +56,12 @@ def test_a_shell_block_holds_commands_and_nothing_else() -> None:
 
 
 def test_blocks_of_other_languages_are_known() -> None:
-    """Formats of tool calls: tests/agents/test_pages.py. JSON and YAML must be that."""
+    """Formats of tool calls: tests/agents/test_pages.py. JSON, JSON lines and YAML must be that."""
     for block in BLOCKS:
         if block.language == "json":
             json.loads(block.text)
+        elif block.language == "jsonl":
+            assert all(isinstance(json.loads(line), dict) for line in block.text.splitlines()), block.place
         elif block.language == "yaml":
             yaml.safe_load(block.text)
         elif block.excuse is None:
