@@ -134,7 +134,8 @@ def _demand(prepared: BuildSpec, policy: Any) -> Demand:
     if config.rollout.name == "vllm":
         awake = not config.rollout.sleep and (ray or shares_gpu(config, engine_gpus(config)))
         return dataclasses.replace(demand, engine_share=config.rollout.memory if awake else 0.0)
-    size = cache_bytes_per_token(policy) * demand.longest * config.rollout.max_sequences
+    sequences = max(config.rollout.max_sequences, _episodes_in_progress(config))
+    size = cache_bytes_per_token(policy) * demand.longest * sequences
     return dataclasses.replace(demand, cache_share=config.rollout.memory, cache_bytes=size)
 
 
@@ -224,12 +225,20 @@ def make_engine(
         eos_ids=source.eos_ids(),
         decode=source.tokenizer.decode,
         max_sequences=rollout.max_sequences,
+        kept_sequences=_episodes_in_progress(prepared.config),
         context_length=prepared.config.model.context_length or source.context_length,
         memory=rollout.memory,
         eager=rollout.eager or prepared.config.model.quantization is not None,  # its kernels are not captured
         drains=prepared.config.mode.update == "drain",
         vision=source.vision,
     )
+
+
+def _episodes_in_progress(config: Config) -> int:
+    """How many episodes of several turns a step runs at once; 0 if the agent has one turn."""
+    if config.agent.name == "chat":
+        return 0
+    return config.data.train_batch_size * config.rollout.group_size
 
 
 def _make_vllm(prepared: BuildSpec, policy: Any, log: Path, shared: bool | None) -> RolloutEngine:

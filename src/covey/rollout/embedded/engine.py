@@ -43,6 +43,7 @@ class EmbeddedEngine:
         eos_ids: Sequence[int],
         decode: Callable[[Sequence[int]], str],
         max_sequences: int = 256,
+        kept_sequences: int = 0,
         context_length: int | None = None,
         memory: float = 0.5,
         eager: bool = False,
@@ -51,7 +52,8 @@ class EmbeddedEngine:
         drains: bool = False,
         vision: VisionProcessor | None = None,
     ) -> None:
-        """`context_length`: the most tokens of a prompt and its completion. `memory`: share of a GPU's free memory for
+        """`kept_sequences`: episodes in progress, for whose tokens a GPU's cache has room, memory permitting.
+        `context_length`: the most tokens of a prompt and its completion. `memory`: share of a GPU's free memory for
         the cache. `eager`: no captured graphs on a GPU. `compiled`: compile the layers in the graphs. `paged`: use the
         paged cache; None: on a GPU. `drains`: `pause` waits for the requests in progress, so that no completion
         continues with other weights. `vision`: prepares the images of a model that sees them. Such a model decodes
@@ -60,6 +62,7 @@ class EmbeddedEngine:
         self.eos_ids = frozenset(eos_ids)
         self.decode = decode
         self.max_sequences = max_sequences
+        self.kept_sequences = kept_sequences
         self.context_length = context_length
         self.memory = memory
         self.eager = eager or vision is not None
@@ -96,6 +99,7 @@ class EmbeddedEngine:
             eos_ids=sorted(self.eos_ids),
             eager=self.eager,
             compiled=self.compiled,
+            kept=self.kept_sequences,
         )
 
     async def generate(

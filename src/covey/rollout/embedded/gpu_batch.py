@@ -42,11 +42,15 @@ class PagedBatch:
         eos_ids: Sequence[int],
         eager: bool,
         compiled: bool,
+        kept: int = 0,
     ) -> None:
-        """`longest`: the most tokens of a sequence, if known. `eager`: no captured passes."""
+        """`longest`: the most tokens of a sequence, if known. `eager`: no captured passes. `kept`: sequences for which
+        the cache has room, memory permitting, if these are more than the rows: episodes wait for tools between turns,
+        and their next turn continues from the cache."""
         self.model = model
         self.eos_ids = eos_ids
         self.max_rows = max_rows
+        self.kept = kept
         self.longest = longest
         self.memory = memory
         self.eager = eager
@@ -118,7 +122,7 @@ class PagedBatch:
         self._runner = self._graphs = self._run = None  # frees the old cache before allocating the new one
         self.capacity = self._cache_capacity()
         self.size = min(grown_size(self.size, longest, self.longest, BLOCK), self.capacity)
-        blocks = min(rows * self.size, self.capacity) // BLOCK
+        blocks = min(max(rows, self.kept) * self.size, self.capacity) // BLOCK
         layers = int(self.model.config.get_text_config(decoder=True).num_hidden_layers)
         self.scheduler = Scheduler(BlockManager(blocks, BLOCK), rows)
         cache = KvCache(blocks, BLOCK, layers)
