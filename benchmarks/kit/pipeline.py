@@ -8,13 +8,13 @@ import asyncio
 import gc
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from covey.agents.resolve import resolve_agent
 from covey.algorithms import make
 from covey.app.models import make_engine, make_learner
-from covey.config.schema import Config, ModelConfig, RolloutConfig
+from covey.config.schema import AgentConfig, Config, DataConfig, ModelConfig, RolloutConfig
 from covey.models.folder import read_config
 from covey.models.loading import ModelSource, load_policy, open_source
 from covey.protocols import Algorithm
@@ -26,6 +26,7 @@ from covey.types import Collected, Completion, Episode, Group, Sampling, StopRea
 from kit.measure import Stopwatch, now, reset_peak
 from kit.models import SHAPES, model_folder, word_tokenizer
 
+GROUP = 8  # episodes of a task
 NO_DEADLINE = 1e6  # seconds of an episode: slow episodes are measured, not cut off
 
 
@@ -72,8 +73,21 @@ class Spec:
             source = ModelSource(folder, folder, word_tokenizer(found.vocab_size), found)
         else:
             source = open_source(model)
-        config = Config(model=model, rollout=RolloutConfig(max_sequences=max_sequences), **sections)
+        rollout = RolloutConfig(max_sequences=max_sequences, group_size=GROUP)
+        config = Config(model=model, rollout=rollout, **sections)
         return cls(config, source, make("grpo"))
+
+
+class Endless(ModelSource):
+    """A model whose answers no token ends."""
+
+    def eos_ids(self) -> tuple[int, ...]:
+        return ()
+
+
+def endless(spec: Spec) -> Spec:
+    source = {f.name: getattr(spec.model, f.name) for f in fields(spec.model)}
+    return replace(spec, model=Endless(**source))
 
 
 class Trainer:
@@ -98,9 +112,8 @@ class Trainer:
     ) -> list[tuple[Timed, StepResult]]:
         tasks = [Task(str(n), ({"role": "user", "content": text},)) for n, text in enumerate(prompts)]
         spec = self.spec
-        engine: Any = make_engine(_with_rows(spec, len(tasks) * group), self.learner.model)
-        if self.fixed:
-            engine.eos_ids = frozenset()
+        sampled = endless(spec) if self.fixed else spec
+        engine: Any = make_engine(_with_rows(sampled, len(tasks) * group), self.learner.model)
         rewards = resolve_rewards(checksum, None, {})
         source = TrainingSource(
             Collector(engine, Renderer(spec.model.tokenizer), resolve_agent("chat"), rewards, 0, NO_DEADLINE),
@@ -132,14 +145,20 @@ def _with_rows(spec: Spec, rows: int) -> Spec:
     return replace(spec, config=replace(spec.config, rollout=replace(spec.config.rollout, max_sequences=rows)))
 
 
+def _sections(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Of agents: an agent with tools, and how many episodes a step has."""
+    if "agents" not in settings:
+        return {}
+    return {"agent": AgentConfig(name="hf"), "data": DataConfig(train_batch_size=max(1, settings["agents"] // GROUP))}
+
+
 class Sampler:
     """The engine alone: samples all answers to a list of prompts concurrently, with log-probs and the given lengths."""
 
     def __init__(self, settings: Mapping[str, Any], max_sequences: int) -> None:
         self.loop = asyncio.Runner()
-        spec = Spec.of(settings, max_sequences=max_sequences)
+        spec = endless(Spec.of(settings, max_sequences=max_sequences, **_sections(settings)))
         self.engine: Any = make_engine(spec, load_policy(spec.model, spec.config.model))
-        self.engine.eos_ids = frozenset()
 
     def __call__(self, prompts: Sequence[Sequence[int]], tokens: int | Sequence[int]) -> int:
         """Sample the answers and return the number of tokens."""

@@ -104,6 +104,8 @@ def test_a_script_runs(
     if hasattr(module, "run_covey"):
         keep = ("loop.total_steps", "rollout.max_tokens") if script == "simulate" else ()
         monkeypatch.setattr(module, "run_covey", in_this_process(keep))
+    if hasattr(module, "write_section"):  # the pages of this checkout stay as they are
+        monkeypatch.setattr(module, "write_section", lambda name, text, page=None: Path(f"{name}.md").write_text(text))
     SMALLER.get(script, lambda *_: None)(module, monkeypatch)
     given = [*words, *LESS[script], *MORE.get(script, list)()]
     monkeypatch.setattr(sys, "argv", [f"{script}.py", *given])
@@ -152,16 +154,11 @@ def short_tools(module: Any, patch: pytest.MonkeyPatch) -> None:
 def few_steps(module: Any, patch: pytest.MonkeyPatch) -> None:
     train = module.train
     patch.setattr(module, "train", lambda *words: train(*words, steps=4))
-    patch.setattr(module, "write_section", lambda name, text, page=None: Path(f"{name}.md").write_text(text))
     for name, value in (("ANSWERS", 2), ("BETAS", (0.2,))):
         if hasattr(module, name):
             patch.setattr(module, name, value)
     if hasattr(module, "ALGORITHMS"):
         patch.setitem(module.ALGORITHMS, "dgdo", {"warmup_steps": 2, "beta_warmup_steps": 2})
-
-
-def section_here(module: Any, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "write_section", lambda name, text, page: Path(f"{name}.md").write_text(text))
 
 
 def short_answers(module: Any, patch: pytest.MonkeyPatch) -> None:
@@ -224,7 +221,6 @@ SMALLER: dict[str, Callable[[Any, pytest.MonkeyPatch], None]] = {
     "decode_cpu": short_answers,
     "gateway_load": results_here,
     "gpu": parts_here,
-    "distill": section_here,
     "gvpo_optimum": few_steps,
     "pack": nothing_installed,
     "publish": a_page_of_its_own,

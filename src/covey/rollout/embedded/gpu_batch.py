@@ -188,7 +188,10 @@ class PagedBatch:
         return STEPS if self._since_entry > PATIENCE else SHORT_STEPS
 
     def _read(self, run: DecodeRun) -> Drawn:
-        return [drawn for drawn in run.read() if drawn[0].blocks]  # without those that left: their blocks are released
+        # Without those that left: their blocks are released.
+        drawn: Drawn = [each for each in run.read() if each[0].blocks]
+        assert all(ids for _, ids, _ in drawn), "a slot is idle whose request goes on"
+        return drawn
 
     def drain(self) -> Drawn:
         """The tokens of the run in progress: after this, weights may change."""
