@@ -292,3 +292,53 @@ def _flash(
     forward = torch.ops.aten._flash_attention_forward
     out, lse, *_ = forward(q, k, v, cu_q, cu_k, max_q, max_k, 0.0, causal, False, scale=scale)
     return out, lse
+
+
+# -- Rotary embedding --------------------------------------------------------------------------------------------------
+# Rotates the halves of each head: (a, b) → (a cos₁ − b sin₁, b cos₂ + a sin₂). The backward pass is its transpose.
+
+_ops.define("rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, bool transposed) -> (Tensor, Tensor)")
+
+
+def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries [1, T, H, D] and keys [1, T, K, D] with their rotary embedding, of cos and sin [1, T, D]."""
+    turned: tuple[Tensor, Tensor] = torch.ops.covey_learner.rotate(q, k, cos, sin, False)
+    return turned
+
+
+@torch.library.impl(_ops, "rotate", "CUDA")
+def _rotate_gpu(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+    from covey.learner.kernels import rotate_heads
+
+    return rotate_heads(q, k, cos, sin, transposed)
+
+
+@torch.library.impl(_ops, "rotate", "CPU")
+def _rotate_cpu(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+    half = q.shape[-1] // 2
+    (c1, c2), (s1, s2) = (x[..., None, :].split(half, -1) for x in (cos, sin))
+
+    def turn(x: Tensor) -> Tensor:
+        a, b = x.split(half, -1)
+        pair = (a * c1 + b * s2, b * c2 - a * s1) if transposed else (a * c1 - b * s1, b * c2 + a * s2)
+        return torch.cat(pair, -1)
+
+    return turn(q), turn(k)
+
+
+@torch.library.register_fake("covey_learner::rotate", lib=_ops)
+def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+def _save_turn(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, _, cos, sin, transposed = inputs
+    ctx.save_for_backward(cos, sin)
+    ctx.transposed = transposed
+
+
+def _turn_back(ctx: Any, to_q: Tensor, to_k: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    return (*torch.ops.covey_learner.rotate(to_q, to_k, *ctx.saved_tensors, not ctx.transposed), None, None, None)
+
+
+torch.library.register_autograd("covey_learner::rotate", _turn_back, setup_context=_save_turn, lib=_ops)

@@ -8,8 +8,7 @@ Shapes: M sampled tokens, D hidden size, T tokens of the packed sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from covey.errors import InputError
 from covey.learner import attention, logprobs
 from covey.learner.packing import Packed
-from covey.models.families import LOGIT_TRANSFORMS, REFUSED, REFUSED_LAYERS, TRAINABLE_LAYERS, decoder
+from covey.models.families import LOGIT_TRANSFORMS, REFUSED, REFUSED_LAYERS, TRAINABLE_LAYERS
 
 # Columns [M, …], and a function of scaled logits and these columns, both of the same tokens, that returns [M].
 Divergence = tuple[tuple[Tensor, ...], Callable[..., Tensor]]
@@ -160,28 +159,3 @@ def check_layers(model_config: Any) -> set[str]:
             "  of the Gemma family, use Gemma 1 or 3"
         )
     return kinds
-
-
-# -- Compiled decoder layers -------------------------------------------------------------------------------------------
-
-
-class CompiledLayers:
-    """A model's decoder layers compiled by torch, once for sequences of any length, when they are first used."""
-
-    def __init__(self, model: Any) -> None:
-        self.layers = list(decoder(causal_lm(model)).layers)
-        self.forwards = [torch.compile(layer.forward, dynamic=True) for layer in self.layers]
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Run the model compiled within this context. Other users of the model, such as the engine, are not
-        affected."""
-        torch._dynamo.config.allow_unspec_int_on_nn_module = True  # a layer's index must not cause a recompilation
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-        for layer, forward in zip(self.layers, self.forwards, strict=True):
-            layer.forward = forward
-        try:
-            yield
-        finally:
-            for layer in self.layers:
-                del layer.forward

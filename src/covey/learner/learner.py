@@ -28,7 +28,8 @@ from covey.config.schema import CriticConfig, LearnerConfig
 from covey.errors import InputError, RunFailed
 from covey.learner.attention import packed_attention, select_attention
 from covey.learner.critic import Critic
-from covey.learner.forward import CompiledLayers, causal_lm
+from covey.learner.forward import causal_lm
+from covey.learner.layers import CompiledLayers
 from covey.learner.optimizer import MasterAdamW
 from covey.learner.packing import MicroBatch, Packed, pack, passes_of_rank, plan_micro_batches, row_indices
 from covey.learner.parallel import (

@@ -26,6 +26,7 @@ from covey.models.quantization import require_bitsandbytes
 from covey.weights.names import is_sharded, working_dtype
 
 EIGHT_BIT = "adamw8bit"
+LARGE = 65_536  # elements of a weight whose gradients a kernel of its own sums
 MOMENTS = ("step", "exp_avg", "exp_avg_sq", "state1", "state2", "absmax1", "absmax2")  # of torch's and of bitsandbytes'
 
 
@@ -137,9 +138,9 @@ class MasterAdamW:
     def zero_grad(self) -> None:
         for p in (*self.working.values(), *(self.masters.values() if self.sharded else ())):
             p.grad = None
-        for master in self.masters.values() if not self.masters_are_weights else ():
-            if master.grad is not None:
-                master.grad.zero_()
+        grads = [] if self.masters_are_weights else [m.grad for m in self.masters.values() if m.grad is not None]
+        if grads:
+            torch._foreach_zero_(grads)
 
     def step(self) -> tuple[float, float, bool]:
         """Clip and update. Returns the learning rate, the gradient norm before clipping, and whether weights were
@@ -203,8 +204,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def _masters_to_working(self) -> None:
-        for name, p in self.working.items():
-            p.copy_(self.masters[name], non_blocking=True)
+        torch._foreach_copy_(list(self.working.values()), list(self.masters.values()), non_blocking=True)
 
     # -- Checkpoints -------------------------------------------------------------------------------------------------
 
@@ -282,6 +282,10 @@ def _accumulate_into(master: Tensor) -> Callable[[Tensor], None]:
         assert weight.grad is not None
         if master.grad is None:
             master.grad = weight.grad.to(master.dtype)
+        elif weight.is_cuda and weight.numel() >= LARGE and weight.grad.is_contiguous():
+            from covey.learner.kernels import add_in_place
+
+            add_in_place(master.grad, weight.grad)
         else:
             master.grad += weight.grad
         weight.grad = None

@@ -22,6 +22,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 
+def indices(values: Sequence[int], device: torch.device) -> Tensor:
+    """On a GPU, copied without waiting for what is launched there."""
+    made = torch.tensor(values)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+
+
 class KvCache:
     """A paged cache."""
 
@@ -43,7 +49,7 @@ class KvCache:
         """Copy the first `columns` tokens from block to block, in every layer."""
         for slab in (self.keys, self.values) if pairs else ():
             if slab is not None:
-                source, target = (torch.tensor(column, device=slab.device) for column in zip(*pairs, strict=True))
+                source, target = (indices(column, slab.device) for column in zip(*pairs, strict=True))
                 slab[:, target, :, :columns] = slab[:, source, :, :columns]
 
 
