@@ -70,42 +70,93 @@ def test_fused_layers_have_the_values_and_gradients_of_plain_ones(name: str, ada
     assert "forward" not in vars(decoder(forward.causal_lm(model)).layers[0].self_attn), "plain again afterwards"
 
 
-def test_the_gradient_of_a_rotation_is_that_of_autograd() -> None:
-    torch.manual_seed(0)
-    q, k = (torch.randn(1, 3, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2))
-    cos, sin = torch.randn(2, 1, 3, 8, dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda q, k: attention.rotate(q, k, cos, sin), (q, k))
-
-
 def test_a_rotation_is_that_of_transformers() -> None:
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     torch.manual_seed(0)
-    q, k = torch.randn(1, 3, 4, 8), torch.randn(1, 3, 2, 8)
-    cos, sin = torch.randn(2, 1, 3, 8)
-    expected = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-    for found, other in zip(attention.rotate(q, k, cos, sin), expected, strict=True):
-        torch.testing.assert_close(found, other.transpose(1, 2))
+    q, k = torch.randn(3, 4, 8), torch.randn(3, 2, 8)
+    cos, sin = torch.randn(2, 3, 8)
+    expected = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)
+    for x, other in zip((q, k), expected, strict=True):
+        torch.testing.assert_close(attention.rotated(x, cos, sin), other)
 
 
 @needs_triton
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("answers", [0, 3])
 @pytest.mark.parametrize(("heads", "kv", "dim"), [(14, 2, 64), (3, 3, 80), (4, 1, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_rotation_kernel_computes_what_plain_torch_does(
-    dtype: torch.dtype, heads: int, kv: int, dim: int, transposed: bool
+def test_the_rotation_kernels_compute_what_plain_torch_does(
+    dtype: torch.dtype, heads: int, kv: int, dim: int, answers: int
 ) -> None:
-    from covey.learner.kernels import rotate_heads
+    from covey.learner.kernels import rotate_back, rotate_heads
 
     torch.manual_seed(0)
-    # In the layout that attention's gradients have, [H, T, D] in memory.
-    q, k = (torch.randn(1, n, 5, dim).to(dtype).transpose(1, 2) for n in (heads, kv))
-    cos, sin = torch.randn(2, 1, 5, dim).to(dtype)
-    expected = attention._rotate_cpu(q.double(), k.double(), cos.double(), sin.double(), transposed)
-    found = rotate_heads(*(x.to(DEVICE) for x in (q, k, cos, sin)), transposed)
+    tokens = 5
+    q, k = (torch.randn(tokens, n, dim, device=DEVICE).to(dtype) for n in (heads, kv))
+    cos, sin = torch.randn(2, tokens, dim, device=DEVICE).to(dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    for ours, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours.cpu().double(), other, atol=tolerance, rtol=tolerance)
+    exact = [x.double().requires_grad_() for x in (q, k)]
+    expected = [attention.rotated(x, cos.double(), sin.double()) for x in exact]
+    for ours, other in zip(rotate_heads(q, k, cos, sin), expected, strict=True):
+        torch.testing.assert_close(ours.double(), other, atol=tolerance, rtol=tolerance)
+
+    # Gradients of all tokens, and further ones of the last queries and the first keys.
+    to_q, to_k = torch.randn_like(q), torch.randn_like(k)
+    more = [torch.randn_like(q[tokens - answers :]), torch.randn_like(k[: tokens - answers])] if answers else None
+    whole = [to_q.double(), to_k.double()]
+    if more is not None:
+        whole[0][tokens - answers :] += more[0].double()
+        whole[1][: tokens - answers] += more[1].double()
+    torch.autograd.backward(expected, whole)
+    for ours, other in zip(rotate_back(to_q, to_k, cos, sin, more), exact, strict=True):
+        assert other.grad is not None
+        torch.testing.assert_close(ours.double(), other.grad, atol=tolerance, rtol=tolerance)
+
+
+@needs_triton
+@pytest.mark.parametrize(("heads", "dim"), [(14, 64), (3, 80)])
+def test_attention_over_two_parts_is_merged_by_their_sums(heads: int, dim: int) -> None:
+    from covey.learner.kernels import merge_in_place
+
+    torch.manual_seed(0)
+    scores = torch.randn(heads, 6, 9, dtype=torch.float64, device=DEVICE) * 4  # of 6 tokens to 9 keys
+    values = torch.randn(9, heads, dim, dtype=torch.float64, device=DEVICE)
+
+    def over(keys: slice, rows: slice) -> tuple[Tensor, Tensor]:
+        part = scores[:, rows, keys]
+        out = torch.einsum("htk,khd->thd", part.softmax(-1), values[keys])
+        return out.float().contiguous(), part.logsumexp(-1).float().contiguous()
+
+    out, lse = over(slice(0, 5), slice(None))
+    before = out.clone()
+    merge_in_place(out, lse, *over(slice(5, 9), slice(2, 6)))
+    expected, expected_lse = over(slice(None), slice(2, 6))
+    torch.testing.assert_close(out[2:], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse[:, 2:], expected_lse, atol=1e-5, rtol=1e-5)
+    assert torch.equal(out[:2], before[:2])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="flash attention needs a GPU")
+def test_rotary_attention_on_a_gpu_has_the_values_and_gradients_of_plain_attention() -> None:
+    torch.manual_seed(0)
+    layout = packed().layout
+    tokens = layout.prompt_tokens + sum(map(sum, layout.answers))
+    q, k, v = (torch.randn(tokens, n, 64, dtype=torch.bfloat16) for n in (4, 2, 2))
+    angle = torch.outer(torch.arange(tokens), 0.5 ** torch.arange(32).double()).repeat(1, 2)
+    cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
+    to_out = torch.randn(tokens, 4, 64, dtype=torch.bfloat16)
+    module = family("llama").model.layers[0].self_attn
+
+    def run(device: str, dtype: torch.dtype) -> list[Tensor]:
+        inputs = [x.to(device, dtype).requires_grad_() for x in (q, k, v)]
+        with attention.packed_attention(layout.to(torch.device(device))):
+            turn = (cos.to(device, dtype), sin.to(device, dtype))
+            out = attention.rotary_attention(module, inputs[0], inputs[1], inputs[2], *turn, 0.125)
+            out.backward(to_out.to(device, dtype))
+        return [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
+
+    for ours, exact in zip(run("cuda", torch.bfloat16), run("cpu", torch.float64), strict=True):
+        assert float((ours.cpu().double() - exact).norm() / exact.norm()) < 1e-2
 
 
 @needs_triton

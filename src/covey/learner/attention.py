@@ -188,7 +188,8 @@ def flash_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out, _lse = torch.ops.covey_learner.attend(*(x[0].transpose(0, 1) for x in (query, key, value)), scale)
+    # Not x[0], whose gradient is a padded copy.
+    out, _lse = torch.ops.covey_learner.attend(*(x.squeeze(0).transpose(0, 1) for x in (query, key, value)), scale)
     return out[None], None
 
 
@@ -210,11 +211,21 @@ for _name, _function in ((SDPA, sdpa_attention), (FLASH, flash_attention)):
 _ops = torch.library.Library("covey_learner", "DEF")  # opaque to torch.compile, so the layout is not part of its graph
 _ops.define("attend(Tensor q, Tensor k, Tensor v, float scale) -> (Tensor, Tensor)")
 _ops.define("back(Tensor d, Tensor q, Tensor k, Tensor v, Tensor o, Tensor l, float scale) -> (Tensor, Tensor, Tensor)")
+_ops.define(
+    "attend_rotary(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, float scale)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_ops.define(
+    "back_rotary(Tensor d, Tensor q, Tensor k, Tensor v, Tensor o, Tensor l, Tensor cos, Tensor sin, float scale)"
+    " -> (Tensor, Tensor, Tensor)"
+)
 
 
 @torch.library.impl(_ops, "attend", "CUDA")
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """[T, H, D], [T, K, D] → [T, H, D] and the log-sums of scores [H, T]."""
+    from covey.learner.kernels import merge_in_place
+
     layout = _state.layout
     assert layout is not None and layout.cu_seqlens is not None
     _state.layers += 1
@@ -224,24 +235,18 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tens
     at = layout.prompt_tokens
     if at < len(q):
         longest_answers = max(map(sum, layout.answers))
-        other, other_lse = _flash(
+        to_prompts = _flash(
             q[at:], k[:at], v[:at], answers, prompts, longest_answers, max(layout.prompts), False, scale
         )
-        share = torch.sigmoid(other_lse - lse[:, at:])
-        lse[:, at:] -= torch.nn.functional.logsigmoid(lse[:, at:] - other_lse)
-        out[at:] = torch.lerp(out[at:].float(), other.float(), share.t()[:, :, None]).to(out.dtype)
+        merge_in_place(out, lse, *to_prompts)
     return out, lse
 
 
-@torch.library.register_fake("covey_learner::attend", lib=_ops)
-def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-
-
-@torch.library.impl(_ops, "back", "CUDA")
-def _attend_back(
+def _parts_back(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[list[Tensor], list[Tensor] | None]:
+    """Gradients of queries, keys and values within the segments, and those between the answers and the prompts: of the
+    answers' queries, and of the prompts' keys and values."""
     layout = _state.layout
     assert layout is not None and layout.cu_seqlens is not None, (
         "packed_attention must stay open until the backward pass has finished"
@@ -250,30 +255,76 @@ def _attend_back(
     longest = layout.longest_segment
     backward = torch.ops.aten._flash_attention_backward
     seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of dropout, which is 0
-    dq, dk, dv = backward(
-        grad, q, k, v, out, lse, segments, segments, longest, longest, 0.0, True, seed, seed, scale=scale
-    )
+    within = backward(grad, q, k, v, out, lse, segments, segments, longest, longest, 0.0, True, seed, seed, scale=scale)
     at = layout.prompt_tokens
-    if at < len(q):
-        longest_answers = max(map(sum, layout.answers))
-        parts = (grad[at:], q[at:], k[:at], v[:at], out[at:], lse[:, at:].contiguous())
-        more = backward(
-            *parts, answers, prompts, longest_answers, max(layout.prompts), 0.0, False, seed, seed, scale=scale
-        )
-        dq[at:] += more[0]
-        dk[:at] += more[1]
-        dv[:at] += more[2]
+    if at == len(q):
+        return list(within), None
+    longest_answers = max(map(sum, layout.answers))
+    parts = (grad[at:], q[at:], k[:at], v[:at], out[at:], lse[:, at:].contiguous())
+    between = backward(
+        *parts, answers, prompts, longest_answers, max(layout.prompts), 0.0, False, seed, seed, scale=scale
+    )
+    return list(within), list(between)
+
+
+@torch.library.impl(_ops, "back", "CUDA")
+def _attend_back(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    (dq, dk, dv), between = _parts_back(grad, q, k, v, out, lse, scale)
+    if between is not None:
+        at = len(between[1])
+        dq[at:] += between[0]
+        dk[:at] += between[1]
+        dv[:at] += between[2]
     return dq, dk, dv
 
 
-@torch.library.register_fake("covey_learner::back", lib=_ops)
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+@torch.library.impl(_ops, "attend_rotary", "CUDA")
+def _attend_rotary(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`attend` of queries and keys without their rotary embedding, which is of cos and sin [T, D]. Returns the rotated
+    ones too, for the backward pass."""
+    from covey.learner.kernels import rotate_heads
+
+    q, k = rotate_heads(q, k, cos, sin)
+    return (*_attend(q, k, v, scale), q, k)
+
+
+@torch.library.impl(_ops, "back_rotary", "CUDA")
+def _attend_rotary_back(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cos: Tensor, sin: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    from covey.learner.kernels import rotate_back
+
+    (dq, dk, dv), between = _parts_back(grad, q, k, v, out, lse, scale)
+    if between is not None:
+        dv[: len(between[2])] += between[2]
+    dq, dk = rotate_back(dq, dk, cos, sin, between)
+    return dq, dk, dv
+
+
+@torch.library.register_fake("covey_learner::attend", lib=_ops)
+def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+@torch.library.register_fake("covey_learner::attend_rotary", lib=_ops)
+def _(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+    return q.new_empty(q.shape), lse, q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+def _gradients_like(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+for _name in ("back", "back_rotary"):
+    torch.library.register_fake(f"covey_learner::{_name}", _gradients_like, lib=_ops)
+
+
+def _save_attend(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, scale = inputs
     ctx.save_for_backward(q, k, v, *output)
     ctx.scale = scale
@@ -283,7 +334,41 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor
     return (*torch.ops.covey_learner.back(grad, *ctx.saved_tensors, ctx.scale), None)
 
 
-torch.library.register_autograd("covey_learner::attend", _backward, setup_context=_save_for_backward, lib=_ops)
+def _save_attend_rotary(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, _, v, cos, sin, scale = inputs
+    out, lse, q, k = output
+    ctx.save_for_backward(q, k, v, out, lse, cos, sin)
+    ctx.scale = scale
+
+
+def _backward_rotary(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+    return (*torch.ops.covey_learner.back_rotary(grad, *ctx.saved_tensors, ctx.scale), None, None, None)
+
+
+torch.library.register_autograd("covey_learner::attend", _backward, setup_context=_save_attend, lib=_ops)
+torch.library.register_autograd(
+    "covey_learner::attend_rotary", _backward_rotary, setup_context=_save_attend_rotary, lib=_ops
+)
+
+
+def rotary_attention(module: Any, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
+    """Attention of queries [T, H, D] and keys [T, K, D] that have no rotary embedding yet, of cos and sin [T, D]."""
+    out: Tensor
+    if q.is_cuda:
+        out, *_ = torch.ops.covey_learner.attend_rotary(q, k, v, cos, sin, scale)
+        return out
+    q, k = (rotated(x, cos, sin) for x in (q, k))
+    window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out, _ = sdpa_attention(module, q, k, v, None, scaling=scale, sliding_window=window)
+    return out[0]
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The halves (a, b) of each head become (a cos₁ − b sin₁, b cos₂ + a sin₂). [T, H, D], cos and sin [T, D]."""
+    a, b = x.chunk(2, -1)
+    (c1, c2), (s1, s2) = (each[:, None].chunk(2, -1) for each in (cos, sin))
+    return torch.cat((a * c1 - b * s1, b * c2 + a * s2), -1)
 
 
 def _flash(
@@ -292,53 +377,3 @@ def _flash(
     forward = torch.ops.aten._flash_attention_forward
     out, lse, *_ = forward(q, k, v, cu_q, cu_k, max_q, max_k, 0.0, causal, False, scale=scale)
     return out, lse
-
-
-# -- Rotary embedding --------------------------------------------------------------------------------------------------
-# Rotates the halves of each head: (a, b) → (a cos₁ − b sin₁, b cos₂ + a sin₂). The backward pass is its transpose.
-
-_ops.define("rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, bool transposed) -> (Tensor, Tensor)")
-
-
-def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries [1, T, H, D] and keys [1, T, K, D] with their rotary embedding, of cos and sin [1, T, D]."""
-    turned: tuple[Tensor, Tensor] = torch.ops.covey_learner.rotate(q, k, cos, sin, False)
-    return turned
-
-
-@torch.library.impl(_ops, "rotate", "CUDA")
-def _rotate_gpu(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
-    from covey.learner.kernels import rotate_heads
-
-    return rotate_heads(q, k, cos, sin, transposed)
-
-
-@torch.library.impl(_ops, "rotate", "CPU")
-def _rotate_cpu(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
-    half = q.shape[-1] // 2
-    (c1, c2), (s1, s2) = (x[..., None, :].split(half, -1) for x in (cos, sin))
-
-    def turn(x: Tensor) -> Tensor:
-        a, b = x.split(half, -1)
-        pair = (a * c1 + b * s2, b * c2 - a * s1) if transposed else (a * c1 - b * s1, b * c2 + a * s2)
-        return torch.cat(pair, -1)
-
-    return turn(q), turn(k)
-
-
-@torch.library.register_fake("covey_learner::rotate", lib=_ops)
-def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape)
-
-
-def _save_turn(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, _, cos, sin, transposed = inputs
-    ctx.save_for_backward(cos, sin)
-    ctx.transposed = transposed
-
-
-def _turn_back(ctx: Any, to_q: Tensor, to_k: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-    return (*torch.ops.covey_learner.rotate(to_q, to_k, *ctx.saved_tensors, not ctx.transposed), None, None, None)
-
-
-torch.library.register_autograd("covey_learner::rotate", _turn_back, setup_context=_save_turn, lib=_ops)

@@ -92,57 +92,115 @@ def gradient_in_place(
     return logits_MV
 
 
-# -- rotary embedding -------------------------------------------------------------------------------------------------
+# -- attention --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _merge(
+    out, lse, other, other_lse, at, lse_stride, other_stride, H: tl.constexpr, HPAD: tl.constexpr, D: tl.constexpr,
+    DPAD: tl.constexpr,
+):  # fmt: skip
+    """Token t of the answers: attention over its own segment and over its prompt, weighted by their sums of
+    exponentials."""
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, HPAD)
+    d = tl.arange(0, DPAD)[None]
+    own = tl.load(lse + h * lse_stride + at + t, mask=h < H, other=0.0)
+    prompt = tl.load(other_lse + h * other_stride + t, mask=h < H, other=0.0)
+    top = tl.maximum(own, prompt)
+    both = top + tl.log(tl.exp(own - top) + tl.exp(prompt - top))
+    share = tl.exp(prompt - both)[:, None]
+    inside = (h < H)[:, None] & (d < D)
+    place = t * H * D + h[:, None] * D + d
+    mine = out + at * H * D + place
+    x = tl.load(mine, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(other + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(mine, (x + share * (y - x)).to(out.dtype.element_ty), mask=inside)
+    tl.store(lse + h * lse_stride + at + t, both, mask=h < H)
+
+
+def merge_in_place(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Merge attention over segments, out [T, H, D] with log-sums [H, T], with that of its last tokens over prompts."""
+    tokens, heads, dim = out.shape
+    assert out.is_contiguous() and other.is_contiguous() and lse.stride(1) == other_lse.stride(1) == 1
+    _merge[(len(other),)](
+        out, lse, other, other_lse, tokens - len(other), lse.stride(0), other_lse.stride(0), H=heads,
+        HPAD=triton.next_power_of_2(heads), D=dim, DPAD=triton.next_power_of_2(dim), num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit
 def _turn(
-    x, out, t, c1, c2, s1, s2, HEADS: tl.constexpr, PAD: tl.constexpr, HALF: tl.constexpr, HALFPAD: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
+    x, more, out, t, row, adds, c1, c2, s1, s2, HEADS: tl.constexpr, PAD: tl.constexpr, HALF: tl.constexpr,
+    HALFPAD: tl.constexpr, BACK: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
+    """Rotate the halves of the heads of token t; `BACK`: the transpose, after adding row `row` of `more`."""
     h = tl.arange(0, PAD)[:, None]
     d = tl.arange(0, HALFPAD)[None]
     inside = (h < HEADS) & (d < HALF)
-    place = t * HEADS * 2 * HALF + h * 2 * HALF + d
-    a = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(x + place + HALF, mask=inside, other=0.0).to(tl.float32)
-    if TRANSPOSED:
+    place = h * 2 * HALF + d
+    a = tl.load(x + t * HEADS * 2 * HALF + place, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(x + t * HEADS * 2 * HALF + place + HALF, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        extra = more + row * HEADS * 2 * HALF + place
+        there = (h < tl.where(adds, HEADS, 0)) & (d < HALF)
+        a += tl.load(extra, mask=there, other=0.0).to(tl.float32)
+        b += tl.load(extra + HALF, mask=there, other=0.0).to(tl.float32)
+    if BACK:
         first, second = a * c1 + b * s2, b * c2 - a * s1
     else:
         first, second = a * c1 - b * s1, b * c2 + a * s2
-    tl.store(out + place, first.to(out.dtype.element_ty), mask=inside)
-    tl.store(out + place + HALF, second.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + t * HEADS * 2 * HALF + place, first.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + t * HEADS * 2 * HALF + place + HALF, second.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _rotate(
-    q, k, cos, sin, out_q, out_k, H: tl.constexpr, HPAD: tl.constexpr, K: tl.constexpr, KPAD: tl.constexpr,
-    HALF: tl.constexpr, HALFPAD: tl.constexpr, TRANSPOSED: tl.constexpr,
+    q, k, more_q, more_k, cos, sin, out_q, out_k, at, H: tl.constexpr, HPAD: tl.constexpr, K: tl.constexpr,
+    KPAD: tl.constexpr, HALF: tl.constexpr, HALFPAD: tl.constexpr, BACK: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """All heads of token t."""
+    """All heads of token t. `more_q` is of the tokens from `at` on, `more_k` of those before."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, HALFPAD)[None]
-    at = t * 2 * HALF + d
-    c1 = tl.load(cos + at, mask=d < HALF, other=0.0).to(tl.float32)
-    c2 = tl.load(cos + at + HALF, mask=d < HALF, other=0.0).to(tl.float32)
-    s1 = tl.load(sin + at, mask=d < HALF, other=0.0).to(tl.float32)
-    s2 = tl.load(sin + at + HALF, mask=d < HALF, other=0.0).to(tl.float32)
-    _turn(q, out_q, t, c1, c2, s1, s2, H, HPAD, HALF, HALFPAD, TRANSPOSED)
-    _turn(k, out_k, t, c1, c2, s1, s2, K, KPAD, HALF, HALFPAD, TRANSPOSED)
+    turn = t * 2 * HALF + d
+    c1 = tl.load(cos + turn, mask=d < HALF, other=0.0).to(tl.float32)
+    c2 = tl.load(cos + turn + HALF, mask=d < HALF, other=0.0).to(tl.float32)
+    s1 = tl.load(sin + turn, mask=d < HALF, other=0.0).to(tl.float32)
+    s2 = tl.load(sin + turn + HALF, mask=d < HALF, other=0.0).to(tl.float32)
+    _turn(q, more_q, out_q, t, t - at, t >= at, c1, c2, s1, s2, H, HPAD, HALF, HALFPAD, BACK, ADDS)
+    _turn(k, more_k, out_k, t, t, t < at, c1, c2, s1, s2, K, KPAD, HALF, HALFPAD, BACK, ADDS)
 
 
-def rotate_heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
-    """[1, T, H, D] and [1, T, K, D] rotated by cos and sin [1, T, D]."""
-    tokens, heads, dim = q.shape[1:]
-    kv = k.shape[2]
-    q, k, cos, sin = (x.contiguous() for x in (q, k, cos, sin))
-    out_q, out_k = torch.empty_like(q), torch.empty_like(k)
+def _launch_rotate(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, out: tuple[Tensor, Tensor], back: bool, more: list[Tensor] | None
+) -> None:
+    tokens, heads, dim = q.shape
+    kv = k.shape[1]
+    more_q, more_k, *_ = more or (q, k)
+    at = 0 if more is None else len(more_k)
+    assert all(x.is_contiguous() for x in (q, k, more_q, more_k, *out))
     _rotate[(tokens,)](
-        q, k, cos, sin, out_q, out_k, H=heads, HPAD=triton.next_power_of_2(heads), K=kv,
-        KPAD=triton.next_power_of_2(kv), HALF=dim // 2, HALFPAD=triton.next_power_of_2(dim // 2),
-        TRANSPOSED=transposed, num_warps=2,
+        q, k, more_q, more_k, cos.contiguous(), sin.contiguous(), *out, at, H=heads,
+        HPAD=triton.next_power_of_2(heads), K=kv, KPAD=triton.next_power_of_2(kv), HALF=dim // 2,
+        HALFPAD=triton.next_power_of_2(dim // 2), BACK=back, ADDS=more is not None, num_warps=2,
     )  # fmt: skip
-    return out_q, out_k
+
+
+def rotate_heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """`attention.rotated` of queries [T, H, D] and keys [T, K, D]."""
+    q, k = q.contiguous(), k.contiguous()
+    out = torch.empty_like(q), torch.empty_like(k)
+    _launch_rotate(q, k, cos, sin, out, False, None)
+    return out
+
+
+def rotate_back(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, more: list[Tensor] | None) -> tuple[Tensor, Tensor]:
+    """Gradients before the rotation from those after it, in place. `more` is added first: gradients of the last queries
+    and of the first keys, which together are as many as the tokens."""
+    dq, dk = dq.contiguous(), dk.contiguous()
+    more = None if more is None else [x.contiguous() for x in more[:2]]
+    _launch_rotate(dq, dk, cos, sin, (dq, dk), True, more)
+    return dq, dk
 
 
 # -- sums of gradients ------------------------------------------------------------------------------------------------

@@ -1,12 +1,8 @@
-"""The learner's decoder layers on a GPU: compiled by torch, with fewer and larger kernels.
+"""The learner's decoder layers on a GPU: compiled by torch.
 
-    projections   one product for queries, keys and values, one for gate and up
-    rotary        one kernel for queries and keys (`attention.rotate`)
-    kept          what is cheap to compute again is not kept for the backward pass: normalised inputs of matrices, and
-                  the product of the activated gate and up, a third of what a layer would keep otherwise
-
-The parameters stay as they are. Layers with adapters keep their own projections; layers that are not built like
-Llama's are only compiled.
+In layers that are built like Llama's, rotary embedding and attention are one operation (`attention.rotary_attention`).
+What is cheap to compute again is not kept for the backward pass: the normalised inputs of matrices, and the product of
+gate and up, together a third of what a layer would keep otherwise.
 """
 
 from __future__ import annotations
@@ -17,13 +13,11 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import linear
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from torch import Tensor
 
-from covey.learner.attention import rotate
+from covey.learner.attention import rotary_attention
 from covey.learner.forward import causal_lm
-from covey.models.families import FUSED_ATTENTION, FUSED_MLP, decoder
+from covey.models.families import FUSED_ATTENTION, decoder
 
 # Of torch's partitioner, which otherwise keeps every input of a matrix product.
 PARTITIONER = {"ban_recompute_materialized_backward": False}
@@ -54,17 +48,14 @@ class CompiledLayers:
 
 
 class FusedLayers:
-    """Forward passes of attention and MLP that compute the same with fewer products."""
+    """Attention layers whose rotary embedding is part of attention."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self.patches: list[tuple[Any, Callable[..., Any]]] = []
         for layer in layers:
-            attend: Any = getattr(layer, "self_attn", None)
-            mlp: Any = getattr(layer, "mlp", None)
+            attend = getattr(layer, "self_attn", None)
             if type(attend).__name__ in FUSED_ATTENTION:
                 self.patches.append((attend, MethodType(_attention, attend)))
-            if type(mlp).__name__ in FUSED_MLP and _are_plain((mlp.gate_proj, mlp.up_proj)):
-                self.patches.append((mlp, MethodType(_mlp, mlp)))
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -78,41 +69,14 @@ class FusedLayers:
 
 
 def _attention(
-    self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], attention_mask: Any = None, **_: Any
+    self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
     """[1, T, hidden] → [1, T, hidden]"""
     linears = (self.q_proj, self.k_proj, self.v_proj)
-    tokens = hidden_states.shape[1]
-    if _are_plain(linears):
-        parts = _product(hidden_states, linears).split([x.out_features for x in linears], -1)
-    else:
-        parts = tuple(x(hidden_states) for x in linears)
-    q, k, v = (x.reshape(1, tokens, -1, self.head_dim) for x in parts)
+    # Not x[0], whose gradient is a padded copy.
+    q, k, v = (x(hidden_states).squeeze(0).unflatten(-1, (-1, self.head_dim)) for x in linears)
     if hasattr(self, "q_norm"):
         q, k = self.q_norm(q), self.k_norm(k)
-    q, k = rotate(q, k, *position_embeddings)
-    out, _ = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation](
-        self,
-        *(x.transpose(1, 2) for x in (q, k, v)),
-        attention_mask,
-        scaling=self.scaling,
-        sliding_window=getattr(self, "sliding_window", getattr(self.config, "sliding_window", None)),
-    )
-    return self.o_proj(out.reshape(1, tokens, -1)), None
-
-
-def _mlp(self: Any, x: Tensor) -> Tensor:
-    gate, up = _product(x, (self.gate_proj, self.up_proj)).chunk(2, -1)
-    out: Tensor = self.down_proj(self.act_fn(gate) * up)
-    return out
-
-
-def _product(x: Tensor, linears: Sequence[nn.Linear]) -> Tensor:
-    """All outputs side by side. Copying the weights costs little next to a product for thousands of tokens."""
-    weights: list[Tensor] = [each.weight for each in linears]
-    biases: list[Tensor] = [each.bias for each in linears]
-    return linear(x, torch.cat(weights), None if biases[0] is None else torch.cat(biases))
-
-
-def _are_plain(linears: Sequence[Any]) -> bool:
-    return all(type(x) is nn.Linear for x in linears) and len({x.bias is None for x in linears}) == 1
+    cos, sin = (x.squeeze(0) for x in position_embeddings)
+    out = rotary_attention(self, q, k, v, cos, sin, self.scaling)
+    return self.o_proj(out.flatten(1)[None]), None
