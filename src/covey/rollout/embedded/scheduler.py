@@ -52,6 +52,10 @@ class RequestState:
             keys[span.start : span.end] = [-int(span.image.digest[:15], 16) - 1] * span.length
         return tuple(keys) if self.images else self.prompt
 
+    @cached_property
+    def prompt_hash(self) -> int:
+        return hash(self.prompt_keys)
+
     @property
     def position_shift(self) -> int:
         """The position of a sampled token is its index plus this."""
@@ -142,13 +146,19 @@ class Scheduler:
         """Move waiting requests to the batch, in order, with blocks for the tokens they have."""
         groups: list[PrefillGroup] = []
         self.waiting = deque(request for request in self.waiting if not request.cancelled)
-        self._growing = sum(self._max_blocks(r) > len(r.blocks) for r in self.running) if self.waiting else 0
+        if not self.waiting or len(self.running) == self.max_rows:
+            return groups
+        self._growing = sum(self._max_blocks(r) > len(r.blocks) for r in self.running)
+        alike: dict[int, list[RequestState]] = {}  # waiting requests by the hash of their prompt
+        for request in self.waiting:
+            alike.setdefault(request.prompt_hash, []).append(request)
         while self.waiting and len(self.running) < self.max_rows:
             leader = self.waiting[0]
             match = self._admit_leader(leader)
             if match is None:
                 break
-            groups.append(PrefillGroup((leader, *self._admit_followers(leader)), match.shared, match.source))
+            followers = self._admit_followers(leader, alike[leader.prompt_hash])
+            groups.append(PrefillGroup((leader, *followers), match.shared, match.source))
         return groups
 
     def _admit_leader(self, leader: RequestState) -> PrefixMatch | None:
@@ -165,11 +175,12 @@ class Scheduler:
         in_place = match.source in fresh  # the block to copy from was the only one left
         return PrefixMatch(leader.blocks, match.shared) if in_place else match
 
-    def _admit_followers(self, leader: RequestState) -> list[RequestState]:
-        """Admit waiting requests with the same tokens as the leader."""
+    def _admit_followers(self, leader: RequestState, alike: Sequence[RequestState]) -> list[RequestState]:
+        """Admit those waiting requests among `alike` that have the same tokens as the leader."""
         followers: list[RequestState] = []
         full = self.blocks.full(leader.cached)
-        for request in [r for r in self.waiting if r.prompt_keys == leader.prompt_keys and r.ids == leader.ids]:
+        waiting = (r for r in alike if not r.blocks)  # running requests hold blocks
+        for request in [r for r in waiting if r.prompt_keys == leader.prompt_keys and r.ids == leader.ids]:
             own = self._allocate(request, len(leader.blocks) - full) if len(self.running) < self.max_rows else None
             if own is None:
                 break
