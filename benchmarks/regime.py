@@ -116,12 +116,12 @@ def run_warm(call: Callable[[list[list[int]], list[int]], int], settings: dict[s
 
 def run_agents(sampler: Any, settings: dict[str, Any]) -> dict[str, float]:
     taken = []
-    for run in ("warm-up", "work"):
+    for run in ("warm-up", "second warm-up", "work"):  # batch sizes differ a little from run to run
         start = now()
         sampled = sampler.agents(agent_work(settings, run))
         taken.append(now() - start)
         assert sampled == settings["agents"] * TURNS * TURN_TOKENS
-    return {"warm_up_s": taken[0], "seconds": taken[1]}
+    return {"warm_up_s": sum(taken[:-1]), "seconds": taken[-1]}
 
 
 def agent_work(settings: dict[str, Any], run: str) -> list[list[Any]]:

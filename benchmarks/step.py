@@ -2,6 +2,8 @@
 
     .venv/bin/python benchmarks/step.py                      SmolLM2-135M on a CPU, float32, 8 prompts × 8 answers
     python benchmarks/step.py --device cuda                  Qwen2.5 shapes on a GPU, bfloat16, 32 prompts × 8 answers
+    python benchmarks/step.py --device cuda --folder MODEL --questions train.jsonl
+                                                             real weights, 64 questions × 8 answers of natural length
 
 Every run has its own process, which warms up and then times its steps; on a CPU, runs of both libraries alternate. TRL
 runs in the Python of --trl-python. "fixed" suppresses the end token, "natural" does not; then the libraries sample
@@ -10,6 +12,7 @@ different numbers of tokens, so compare tokens/s.
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -97,6 +100,11 @@ def tiny(case: dict[str, Any], options: Any) -> dict[str, Any]:
 
 
 def gpu_cases(options: Any) -> list[dict[str, Any]]:
+    if options.folder is not None:
+        lines = options.questions.read_text().splitlines()[:64]
+        case = {"name": f"{options.folder.name}, natural", "model": str(options.folder), "dtype": "bfloat16"}
+        case |= {"prompts": [str(json.loads(line)["question"]) for line in lines], "fixed": False}
+        return [case | {"group": 8, "max_tokens": 400, "micro_batch": 64}]
     return [
         {"name": model, "model": model, "dtype": "bfloat16", "fixed": True}
         | {"prompts": words(model, 32, 256), "group": 8, "max_tokens": 256, "micro_batch": TRL_MICRO_BATCH[model]}
@@ -235,6 +243,8 @@ def parse(argv: Sequence[str] | None) -> Any:
         "--trl-micro-batch", type=int, nargs="+", default=[], help="answers per forward pass of TRL's, each a side"
     )
     parser.add_argument("--models", nargs="+", choices=TRL_MICRO_BATCH, help="on a GPU")
+    parser.add_argument("--folder", type=Path, help="on a GPU: a model folder with real weights, and --questions")
+    parser.add_argument("--questions", type=Path, help="JSON lines with a column question")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="on a CPU")
     parser.add_argument("--threads", type=int, help="on a CPU; with 1, seconds are CPU time")
     parser.add_argument("--prompts", type=int, default=8, help="on a CPU, each with 8 answers")
@@ -243,6 +253,8 @@ def parse(argv: Sequence[str] | None) -> Any:
     parser.add_argument("--warmup", type=int, help="steps that are not timed; default 1, on a GPU 2")
     parser.add_argument("--steps", type=int, help="timed steps of a process; default 1, on a GPU 3")
     found = parser.parse_args(argv)
+    if found.folder is not None and (found.device != "cuda" or found.questions is None):
+        parser.error("--folder needs --device cuda and --questions")
     defaults = (
         {"repeats": 1, "warmup": 2, "steps": 3} if found.device == "cuda" else {"repeats": 3, "warmup": 1, "steps": 1}
     )
@@ -315,7 +327,7 @@ def report(
     told += [NOTES["threads"]] if chosen.threads == 1 else []
     told += [NOTES["cpu"]] if chosen.device == "cpu" else []
     return Result(
-        name=f"step-threads-{chosen.threads}" if chosen.threads else "step",
+        name="step-real" if chosen.folder else f"step-threads-{chosen.threads}" if chosen.threads else "step",
         device=here["device"],
         versions=merged(versions),
         header=HEADER,

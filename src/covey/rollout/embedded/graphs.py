@@ -4,7 +4,7 @@ Decode. The batch has fixed slots. All state of a slot is on the GPU: the token 
 sequence, its temperature, the position at which it ends. Requests enter and leave by edits of single slots, which are
 launched like everything else, so the GPU never waits for the host: a run of several steps (`DecodeRun`) is launched
 before the previous one is read. A slot whose sequence has ended is idle (position −1) from the next step on. A step is
-captured once for each batch size (rounded up).
+captured once for each batch size (rounded up), and only if that size is used often: a larger batch computes the same.
 
 Prefill. Prompt tokens of any number of sequences are concatenated, each sequence padded to whole tiles, and computed in
 chunks of a few captured sizes: a row of the model's input is a single token, as in decoding.
@@ -18,6 +18,7 @@ I tiles of prompt tokens.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ from covey.rollout.embedded.slots import Slots
 from covey.streams import uniform
 
 CHUNKS = (64, 256, 1024, 2048)  # prompt tokens of a captured pass
+WORTH_STEPS = 128  # steps that a capture takes as long as: until then a larger captured batch serves
 
 Span = tuple[RequestState, int, int]  # tokens start … end of a request
 
@@ -146,6 +148,7 @@ class GraphRunner:
         self.prompt_position_T = torch.full((CHUNKS[-1],), -1, dtype=torch.int64, device=device)
         self.prompt_table_IN = torch.zeros((CHUNKS[-1] // TILE, blocks), dtype=torch.int32, device=device)
         self.captured: dict[tuple[str, int], Captured] = {}
+        self.wanted: Counter[tuple[str, int]] = Counter()  # steps launched at sizes that are not captured
         self.pool: Any = None
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.layers = list(attention.backbone(model).layers)
@@ -156,7 +159,7 @@ class GraphRunner:
     def launch(self, rows: Sequence[RequestState], steps: int, ahead: dict[RequestState, int]) -> DecodeRun:
         """Launch the next `steps` tokens of every sequence. `ahead`: tokens that were launched and not read yet."""
         placed = self._place(rows)
-        captured = self._decode(len(placed), draws=True)
+        captured = self._decode(len(placed), draws=True, steps=steps)
         numbers = [
             [uniform(r.sampling.seed, len(r.ids) + ahead.get(r, 0) + s) if r else 0.0 for s in range(steps)]
             for r in placed
@@ -174,7 +177,7 @@ class GraphRunner:
     def logits(self, rows: Sequence[RequestState]) -> Tensor:
         """Logits of the next token, for sampling outside of the graph. No run may be unread."""
         self.slots.forget()
-        captured = self._decode(len(self._place(rows)), draws=False)
+        captured = self._decode(len(self._place(rows)), draws=False, steps=1)
         captured.replay()
         self.slots.forget()
         return captured.logits[: len(rows)]
@@ -214,10 +217,15 @@ class GraphRunner:
             )
         return min(size, len(self.ids_B))
 
-    def _decode(self, rows: int, draws: bool) -> Captured:
-        size = self._size(rows)
+    def _decode(self, rows: int, *, draws: bool, steps: int) -> Captured:
+        """The captured step for `rows` slots, of which `steps` will be launched now."""
         kind = "draw" if draws else "logits"
+        size = self._size(rows)
         if (kind, size) not in self.captured:
+            self.wanted[kind, size] += steps
+            larger = [other for name, other in self.captured if name == kind and other > size]
+            if larger and self.wanted[kind, size] < WORTH_STEPS:
+                return self.captured[kind, min(larger)]
             assert self.cache.keys is not None
             splits = splits_for(size, self.cache.keys.shape[2], self.processors)
             step = DecodeStep(self.cache, self.table_BN[:size], self.position_B[:size], splits)
