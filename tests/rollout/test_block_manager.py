@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from covey.rollout.embedded.allocation import BlockManager
+from covey.rollout.embedded.allocation import BlockManager, PrefixMatch
 
 Tokens = tuple[int, ...]
 
@@ -78,10 +78,51 @@ def test_a_block_is_found_only_after_the_same_beginning() -> None:
     assert len(findable(manager, (1, 2, 9, 9, 9))) == 1
 
 
-def test_an_unfinished_block_is_not_remembered() -> None:
-    manager = BlockManager(blocks=4, size=4)
-    leave_behind(manager, (1, 2, 3, 4, 5, 6))
-    assert len(findable(manager, (1, 2, 3, 4, 5, 6, 7, 8, 9))) == 1
+def test_a_partly_filled_block_is_taken_over_by_one_sequence_that_continues_it() -> None:
+    manager = BlockManager(blocks=8, size=4)
+    first, last = leave_behind(manager, (1, 2, 3, 4, 5, 6))
+    match = manager.match((1, 2, 3, 4, 5, 6, 7, 8, 9))
+    assert match == PrefixMatch([first, last], 6)
+    assert manager.match((1, 2, 3, 4, 5, 6, 9)) == PrefixMatch([first], 4)  # it has a holder now
+    assert manager.match((1, 2, 3, 4, 5, 9)) == PrefixMatch([first], 4)  # its tokens do not continue it
+    manager.release([first])
+    manager.release([first])
+    manager.release(match.blocks)  # unchanged: its request could not be admitted
+    assert manager.match((1, 2, 3, 4, 5, 6, 7)) == match
+
+
+def test_a_partly_filled_block_that_was_filled_is_found_as_a_full_one() -> None:
+    manager = BlockManager(blocks=8, size=4)
+    leave_behind(manager, (1, 2))
+    (block,) = manager.match((1, 2, 3, 4, 5)).blocks
+    manager.register([block], (1, 2, 3, 4))
+    assert manager.match((1, 2, 3, 9)).blocks == []
+    assert manager.match((1, 2, 3, 4, 9)) == PrefixMatch([block], 4)  # shared while it is held
+
+
+def test_of_several_partly_filled_blocks_the_fullest_is_found() -> None:
+    manager = BlockManager(blocks=8, size=4)
+    (short,), (long,), (_,) = (leave_behind(manager, tokens) for tokens in ((1,), (1, 2), (1, 3)))
+    assert manager.match((1, 2, 5)) == PrefixMatch([long], 2)
+    assert manager.match((1, 2, 5)) == PrefixMatch([short], 1)
+    assert manager.match((1, 2, 5)) == PrefixMatch([], 0)
+
+
+def test_evicted_and_old_partly_filled_blocks_are_not_found() -> None:
+    manager = BlockManager(blocks=2, size=4)
+    leave_behind(manager, (1, 2))
+    assert manager.allocate(2) is not None
+    assert manager.match((1, 2, 3)).blocks == []
+    manager = BlockManager(blocks=2, size=4)
+    held = manager.allocate(1)
+    leave_behind(manager, (1, 2))
+    manager.flush()
+    assert manager.match((1, 2, 3)).blocks == []
+    assert held is not None
+    manager.register(held, (5, 6))  # written by old weights
+    manager.release(held)
+    assert manager.match((5, 6, 7)).blocks == []
+    assert manager.available == 2
 
 
 def test_empty_blocks_go_before_remembered_ones_and_the_least_recently_used_of_those_first() -> None:
@@ -143,14 +184,21 @@ def test_exactly_the_longest_remembered_chain_is_found(seed: int) -> None:
     size = rng.randint(1, 3)
     manager = BlockManager(blocks=1000, size=size)
     remembered: set[Tokens] = {()}
+    partial: set[Tokens] = set()  # sequences whose last block is partly filled
     for _ in range(30):
         tokens = tuple(rng.choices((0, 1), k=rng.randint(1, 12)))
-        longest = 0
-        while (longest + 1) * size < len(tokens) and tokens[: (longest + 1) * size] in remembered:
-            longest += 1
-        assert len(findable(manager, tokens)) == longest
+        full = 0
+        while (full + 1) * size < len(tokens) and tokens[: (full + 1) * size] in remembered:
+            full += 1
+        ends = [len(t) for t in partial if len(t) // size == full and len(t) < len(tokens) and t == tokens[: len(t)]]
+        found = manager.match(tokens)
+        manager.release(found.blocks)
+        assert found.shared == max([full * size, *ends])
+        assert len(found.blocks) == full + bool(ends)
         leave_behind(manager, tokens)
         remembered |= {tokens[: n * size] for n in range(1, len(tokens) // size + 1)}
+        if len(tokens) % size:
+            partial.add(tokens)
 
 
 @dataclass(eq=False)
@@ -179,10 +227,13 @@ class Sequences:
         tokens = tuple(self.rng.choices((0, 1), k=self.rng.randint(1, 4 * size)))
         match = manager.match(tokens)
         found = match.blocks
-        assert match.shared == len(found) * size < len(tokens)
+        assert len(found) == manager.count(match.shared) and match.shared < len(tokens)
         assert match.source is None
         for number, block in enumerate(found):
-            assert self.content[block] == tokens[: (number + 1) * size], "found what somebody else wrote"
+            end, content = min((number + 1) * size, match.shared), self.content[block]
+            assert content is not None and content[:end] == tokens[:end], "found what somebody else wrote"
+        if match.shared % size:
+            assert not any(found[-1] in sequence.blocks for sequence in self.alive), "two would write to it"
         self.check(also=found)
         need, before = manager.count(len(tokens)) - len(found), manager.available
         held = {block for sequence in self.alive for block in sequence.blocks} | set(found)
@@ -194,7 +245,7 @@ class Sequences:
         assert len(set(fresh)) == need
         assert not held & set(fresh), "given out while somebody holds it"
         sequence = Alive(found + fresh, tokens)
-        self.write(sequence, since=len(found))
+        self.write(sequence, since=match.shared // size)
         manager.register(sequence.blocks, tokens)
         self.alive.append(sequence)
 

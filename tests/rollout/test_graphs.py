@@ -208,7 +208,7 @@ def test_a_next_turn_reads_its_beginning_from_the_cache_until_the_weights_change
 
     monkeypatch.setattr(GraphRunner, "prefill", count)
     done = answers(engine, [second])
-    assert prefilled == [42 - 32 - 1]  # 39 were fed: two blocks of 16
+    assert prefilled == [42 - 39 - 1]  # 39 were fed: two blocks of 16, and 7 tokens of a third
     assert_as_alone(model, [second], done)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -335,3 +335,69 @@ def test_a_pause_reads_what_is_launched_so_no_token_is_sampled_twice(on_gpu: Mak
     done, _ = asyncio.run(with_pauses())
     assert_as_alone(model, requests, done)
     as_on_a_cpu(model, requests, done, eos_ids=[])
+
+
+def test_sizes_of_decode_steps() -> None:
+    from covey.rollout.embedded.graphs import batch_sizes, quarters
+
+    assert batch_sizes(100) == [8, 12, 16, 24, 32, 48, 64, 96, 100]
+    assert batch_sizes(3) == [3]
+    assert quarters(batch_sizes(256)) == [16, 64, 256]
+    assert quarters(batch_sizes(100)) == [24, 100]
+
+
+def test_sizes_in_between_are_captured_once_they_were_used_often(
+    on_gpu: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from covey.rollout.embedded import graphs
+
+    monkeypatch.setattr(graphs, "FEWEST", 1)
+    monkeypatch.setattr(graphs, "WORTH", 40)
+    model = tiny_llama().to(DEVICE)
+    engine = on_gpu(model, eos_ids=[], max_sequences=8)
+
+    def ask(count: int, tokens: int) -> set[int]:
+        requests = [([n + 3, 9, 10], Sampling(max_tokens=tokens, seed=n)) for n in range(count)]
+        assert_as_alone(model, requests, answers(engine, requests))
+        return {size for kind, size in engine._batch._graphs.captured if kind == "draw"}
+
+    assert ask(8, 16) == {8}
+    assert ask(3, 16) == {8}  # of 2 and 8, each a quarter of the next, the one that is large enough
+    assert ask(2, 16) == {8, 2}
+    assert ask(3, 40) == {8, 2, 3}
+
+
+def test_prompts_that_wait_are_computed_before_results_are_delivered(
+    on_gpu: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU has work while the event loop runs the agents that got their replies."""
+    from covey.rollout.embedded.graphs import GraphRunner
+
+    model = tiny_llama().to(DEVICE)
+    engine = on_gpu(model, eos_ids=[], max_sequences=2)
+    events: list[str] = []
+    prefill, deliver = GraphRunner.prefill, engine._deliver
+    monkeypatch.setattr(GraphRunner, "prefill", lambda *args: (events.append("prefill"), prefill(*args))[1])
+    monkeypatch.setattr(engine, "_deliver", lambda request: (events.append("deliver"), deliver(request))[1])
+    requests = [([n + 3, *range(20, 30)], Sampling(max_tokens=8, seed=n)) for n in range(6)]
+    assert_as_alone(model, requests, answers(engine, requests))
+    rest = events[events.index("deliver") - 1 :]
+    assert rest == ["prefill", "deliver", "deliver", "prefill", "deliver", "deliver", "deliver", "deliver"]
+
+
+def test_prompts_are_launched_while_others_are_admitted(on_gpu: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from covey.rollout.embedded import graphs
+    from covey.rollout.embedded.scheduler import Scheduler
+
+    monkeypatch.setattr(graphs, "CHUNKS", (32, 64))
+    model = tiny_llama().to(DEVICE)
+    engine = on_gpu(model, eos_ids=[], max_sequences=8)
+    warm = [([3, 4, 5], Sampling(max_tokens=2, seed=n)) for n in range(8)]
+    answers(engine, warm)
+    events: list[str] = []
+    prefill, admitted = graphs.GraphRunner.prefill, Scheduler._admit_leader
+    monkeypatch.setattr(graphs.GraphRunner, "prefill", lambda *args: (events.append("prefill"), prefill(*args))[1])
+    monkeypatch.setattr(Scheduler, "_admit_leader", lambda *args: (events.append("admit"), admitted(*args))[1])
+    requests = [([n + 3, *range(20, 50)], Sampling(max_tokens=4, seed=n)) for n in range(4)]
+    assert_as_alone(model, requests, answers(engine, requests))
+    assert events == ["admit", "admit", "admit", "prefill", "admit", "prefill"]  # two prompts fill a pass

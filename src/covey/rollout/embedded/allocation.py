@@ -30,7 +30,8 @@ class PrefixMatch:
 @dataclass
 class BlockManager:
     """Blocks of `size` tokens. A full block is identified by all tokens up to its end, so sequences that begin with the
-    same tokens share it: the prompt of a group, a system prompt, the earlier turns of an episode."""
+    same tokens share it: the prompt of a group, a system prompt, the earlier turns of an episode. A partly filled block
+    has one holder; once that is gone, the first sequence that continues its tokens takes it over."""
 
     blocks: int
     size: int
@@ -38,6 +39,8 @@ class BlockManager:
     _holders: dict[int, int] = field(default_factory=dict, init=False)  # block → how many sequences hold it
     _key_of: dict[int, Key] = field(default_factory=dict, init=False)
     _block_of: dict[Key, int] = field(default_factory=dict, init=False)
+    _partial: dict[int, Key] = field(default_factory=dict, init=False)  # partly filled block → its key
+    _partials: dict[Key, set[int]] = field(default_factory=dict, init=False)  # by the block before and the first token
     _idle: OrderedDict[int, None] = field(default_factory=OrderedDict, init=False)  # cached, without a holder
     _stale: set[int] = field(default_factory=set, init=False)  # computed by old weights and still held
 
@@ -61,13 +64,28 @@ class BlockManager:
         """Hold the cached blocks that these tokens begin with. The last token is never part of the match: the model
         must be fed at least one."""
         blocks: list[int] = []
+        before: object = None
         for key in self._keys(tokens, (len(tokens) - 1) // self.size):
             block = self._block_of.get(key)
             if block is None:
                 break
             blocks.append(block)
+            before = hash(key)
+        shared = len(blocks) * self.size
+        if (partial := self._free_partial(before, tokens[shared:-1])) is not None:
+            blocks.append(partial)
+            shared += len(self._partial[partial][1])
         self.hold(blocks)
-        return PrefixMatch(blocks, len(blocks) * self.size)
+        return PrefixMatch(blocks, shared)
+
+    def _free_partial(self, before: object, tokens: Sequence[int]) -> int | None:
+        """The partly filled block without a holder that has the most of these tokens."""
+        best, length = None, 0
+        for block in self._partials.get((before, tuple(tokens[:1])), ()):
+            held = self._partial[block][1]
+            if block in self._idle and len(held) > length and held == tuple(tokens[: len(held)]):
+                best, length = block, len(held)
+        return best
 
     def allocate(self, count: int) -> list[int] | None:
         """`count` empty blocks, or None if there are too few."""
@@ -93,31 +111,49 @@ class BlockManager:
                 continue
             del self._holders[block]
             self._stale.discard(block)
-            if block in self._key_of:
+            if block in self._key_of or block in self._partial:
                 self._idle[block] = None
             else:
                 heapq.heappush(self._free, block)
 
     def register(self, blocks: Sequence[int], tokens: Sequence[int]) -> None:
-        """Cache the full blocks of a sequence that begins with these tokens, up to the first one that old weights
-        computed: later blocks depend on it."""
-        for block, key in zip(blocks, self._keys(tokens, len(tokens) // self.size), strict=False):
+        """Cache the blocks of a sequence that begins with these tokens, up to the first one that old weights computed:
+        later blocks depend on it."""
+        before: object = None
+        full = self.full(len(tokens))
+        for block, key in zip(blocks, self._keys(tokens, full), strict=False):
             if block in self._stale:
                 return
             if key not in self._block_of and block not in self._key_of:
+                self._forget_partial(block)
                 self._block_of[key] = block
                 self._key_of[block] = key
+            before = hash(key)
+        rest = tuple(tokens[full * self.size :])
+        if rest and full < len(blocks) and blocks[full] not in self._stale:
+            self._forget_partial(blocks[full])
+            self._partial[blocks[full]] = (before, rest)
+            self._partials.setdefault((before, rest[:1]), set()).add(blocks[full])
 
     def unregister(self, blocks: Sequence[int]) -> None:
         """Remove these from the cached prefixes."""
         for block in blocks:
+            self._forget_partial(block)
             if (key := self._key_of.pop(block, None)) is not None:
                 del self._block_of[key]
 
+    def _forget_partial(self, block: int) -> None:
+        if block in self._partial:
+            before, tokens = self._partial.pop(block)
+            alike = self._partials[before, tokens[:1]]
+            alike.remove(block)
+            if not alike:
+                del self._partials[before, tokens[:1]]
+
     def flush(self) -> None:
         """Drop all cached prefixes: the weights have changed."""
-        self._block_of.clear()
-        self._key_of.clear()
+        for index in (self._block_of, self._key_of, self._partial, self._partials):
+            index.clear()
         self._stale = set(self._holders)
         for block in self._idle:
             heapq.heappush(self._free, block)
@@ -125,7 +161,7 @@ class BlockManager:
 
     def _evict(self) -> int:
         block, _ = self._idle.popitem(last=False)
-        del self._block_of[self._key_of.pop(block)]
+        self.unregister([block])
         return block
 
     def _keys(self, tokens: Sequence[int], count: int) -> list[Key]:

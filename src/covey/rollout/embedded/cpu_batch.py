@@ -102,6 +102,9 @@ class RowBatch:
             self.runner.prefill(self.scheduler.admit())
         return rejected
 
+    def enter_waiting(self) -> None:
+        """Nothing: requests enter at the next step, together with those that arrive until then."""
+
     def _grow(self) -> None:
         waiting, running = self.scheduler.waiting, self.scheduler.running
         rows = grown_size(self.cache.rows, min(self.max_rows, len(waiting) + len(running)), self.max_rows)

@@ -220,7 +220,9 @@ class EmbeddedEngine:
             done = self._batch.enter(self._queue)
             for request in [r for r in self._batch.scheduler.running if r.cancelled]:
                 self._batch.finish(request)
-            return done + self._accept(self._batch.sample())
+            done += self._accept(self._batch.sample())
+            self._batch.enter_waiting()  # the GPU computes their prompts while results are delivered
+            return done
         finally:
             if was_training:
                 self.model.train()

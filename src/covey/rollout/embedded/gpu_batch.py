@@ -7,7 +7,7 @@ launches their prompts and then the next run, which includes them (graphs.py).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from covey.memory import cache_tokens, grown_size
@@ -75,26 +75,33 @@ class PagedBatch:
         rejected = reject_too_long(queue, self.capacity)
         self._grow(queue)
         self._submit(queue)
-        if self._runner is not None and (groups := self.scheduler.admit()):
-            self._prefill(self._runner, groups)
+        if self._runner is not None:
+            self._prefill(self._runner, self.scheduler.admissions())
         return rejected
 
-    def _prefill(self, runner: Runner, groups: Sequence[PrefillGroup]) -> None:
-        """Compute the prompts of the groups, and copy the partly filled block that their followers do not share."""
+    def enter_waiting(self) -> None:
+        """Admit requests that wait for a row or for blocks, once others have left."""
+        if self.scheduler.waiting:
+            self.enter(deque())
+
+    def _prefill(self, runner: Runner, admissions: Iterator[PrefillGroup]) -> None:
+        """Compute the prompts of the groups, and copy the partly filled block that their followers do not share. The
+        GPU begins with the first groups while others are admitted."""
         self._graphs = self._graphs or self._make_graphs(runner.cache)
         if self._graphs is None:
-            runner.prefill(groups)
+            runner.prefill(list(admissions))
             return
-        self._since_entry = 0
-        self._graphs.prefill([(group.leader, group.shared, group.leader.cached) for group in groups])
-        pairs = [
-            (source, target)
-            for group in groups
-            for follower in group.members[1:]
-            for source, target in zip(group.leader.blocks, follower.blocks, strict=True)
-            if source != target
-        ]
-        runner.cache.copy(pairs, columns=BLOCK)
+        for groups in self._graphs.waves(admissions):
+            self._since_entry = 0
+            self._graphs.prefill([(group.leader, group.shared, group.leader.cached) for group in groups])
+            pairs = [
+                (source, target)
+                for group in groups
+                for follower in group.members[1:]
+                for source, target in zip(group.leader.blocks, follower.blocks, strict=True)
+                if source != target
+            ]
+            runner.cache.copy(pairs, columns=BLOCK)
 
     def _make_graphs(self, cache: Any) -> GraphRunner | None:
         """None without graphs, or while the cache is not allocated: a graph contains its address."""

@@ -3,11 +3,14 @@
 Decode. The batch has fixed slots. All state of a slot is on the GPU: the token to feed, its position, the blocks of its
 sequence, its temperature, the position at which it ends. Requests enter and leave by edits of single slots, which are
 launched like everything else, so the GPU never waits for the host: a run of several steps (`DecodeRun`) is launched
-before the previous one is read. A slot whose sequence has ended is idle (position −1) from the next step on. A step is
-captured once for each batch size (rounded up), and only if that size is used often: a larger batch computes the same.
+before the previous one is read. A slot whose sequence has ended is idle (position −1) from the next step on.
 
 Prefill. Prompt tokens of any number of sequences are concatenated, each sequence padded to whole tiles, and computed in
-chunks of a few captured sizes: a row of the model's input is a single token, as in decoding.
+chunks: a row of the model's input is a single token, as in decoding.
+
+A pass is captured for a few sizes, each a quarter of the next, when they are first needed. A capture takes as long as
+hundreds of steps, and a larger pass computes the same with idle rows, so the sizes in between are captured only once
+they have been needed often.
 
 The decoder layers are compiled once for all layers and sizes, with fused projections (`FusedLayers`); attention is a
 Triton kernel (`kernels.py`).
@@ -19,7 +22,7 @@ I tiles of prompt tokens.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -42,12 +45,13 @@ from covey.rollout.embedded.kernels import (
     paged_prefill,
     splits_for,
 )
-from covey.rollout.embedded.scheduler import RequestState
+from covey.rollout.embedded.scheduler import PrefillGroup, RequestState
 from covey.rollout.embedded.slots import Slots
 from covey.streams import uniform
 
-CHUNKS = (64, 256, 1024, 2048)  # prompt tokens of a captured pass
-WORTH_STEPS = 128  # steps that a capture takes as long as: until then a larger captured batch serves
+CHUNKS = (64, 128, 256, 512, 1024, 1536, 2048)  # prompt tokens of a pass
+FEWEST = 8  # rows of a decode step: fewer are not faster
+WORTH = 1000  # uses after which a pass of a size in between is captured
 
 Span = tuple[RequestState, int, int]  # tokens start … end of a request
 
@@ -133,6 +137,7 @@ class GraphRunner:
         self.cache = cache
         self.compiled = compiled
         self.slots = Slots(rows)
+        self.sizes = batch_sizes(rows)
         self.ids_B = torch.zeros(rows, dtype=torch.int64, device=device)
         self.position_B = torch.full((rows,), -1, dtype=torch.int64, device=device)
         self.limit_B = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -148,7 +153,7 @@ class GraphRunner:
         self.prompt_position_T = torch.full((CHUNKS[-1],), -1, dtype=torch.int64, device=device)
         self.prompt_table_IN = torch.zeros((CHUNKS[-1] // TILE, blocks), dtype=torch.int32, device=device)
         self.captured: dict[tuple[str, int], Captured] = {}
-        self.wanted: Counter[tuple[str, int]] = Counter()  # steps launched at sizes that are not captured
+        self.wanted: Counter[tuple[str, int]] = Counter()  # uses of sizes that are not captured
         self.pool: Any = None
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.layers = list(attention.backbone(model).layers)
@@ -207,30 +212,29 @@ class GraphRunner:
         return self.slots.used()
 
     def _size(self, rows: int) -> int:
-        """The batch size that is captured for `rows` rows: powers of two, from 8 on also 1.5 times these."""
-        size = 1
-        while size < rows:
-            size = (
-                size * 3 // 2
-                if size & (size - 1) == 0 and size >= 8 and size * 3 // 2 >= rows
-                else 1 << size.bit_length()
-            )
-        return min(size, len(self.ids_B))
+        """The batch size for `rows` rows: powers of two and 1.5 times these."""
+        return next(size for size in self.sizes if size >= rows)
 
     def _decode(self, rows: int, *, draws: bool, steps: int) -> Captured:
         """The captured step for `rows` slots, of which `steps` will be launched now."""
         kind = "draw" if draws else "logits"
-        size = self._size(rows)
+        size = self._captured_size(kind, self._size(rows), self.sizes, steps)
         if (kind, size) not in self.captured:
-            self.wanted[kind, size] += steps
-            larger = [other for name, other in self.captured if name == kind and other > size]
-            if larger and self.wanted[kind, size] < WORTH_STEPS:
-                return self.captured[kind, min(larger)]
             assert self.cache.keys is not None
             splits = splits_for(size, self.cache.keys.shape[2], self.processors)
             step = DecodeStep(self.cache, self.table_BN[:size], self.position_B[:size], splits)
             self.captured[kind, size] = self._capture(step, lambda: self._decode_step(size, draws))
         return self.captured[kind, size]
+
+    def _captured_size(self, kind: str, size: int, sizes: Sequence[int], uses: int) -> int:
+        """The size to use for `size`: the smallest that is captured already, or that is worth it."""
+        if (kind, size) in self.captured:
+            return size
+        self.wanted[kind, size] += uses
+        if self.wanted[kind, size] >= WORTH:
+            return size
+        larger = [other for name, other in self.captured if name == kind and other > size]
+        return min(*larger, next(other for other in quarters(sizes) if other >= size), sizes[-1])
 
     def _decode_step(self, size: int, draws: bool) -> Tensor:
         position_B = self.position_B[:size].clamp_min(0)
@@ -253,6 +257,20 @@ class GraphRunner:
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 
+    def waves(self, admissions: Iterable[PrefillGroup]) -> Iterator[list[PrefillGroup]]:
+        """Groups whose prompts fit into one pass, as they are admitted."""
+        wave: list[PrefillGroup] = []
+        free = CHUNKS[-1]
+        for group in admissions:
+            tokens = -(-group.new_tokens // TILE) * TILE
+            if wave and tokens > free:
+                yield wave
+                wave, free = [], CHUNKS[-1]
+            wave.append(group)
+            free -= tokens
+        if wave:
+            yield wave
+
     def prefill(self, spans: Sequence[Span]) -> None:
         """Compute these tokens into the cache. A span may continue one before it, or share blocks with it."""
         for chunk in chunks(spans):
@@ -265,7 +283,8 @@ class GraphRunner:
                 ids += [*row.tokens[start:end], *[0] * padding]
                 places += [*range(start, end), *[-1] * padding]
                 tables += [row.blocks] * tiles
-            size = next(size for size in CHUNKS if size >= len(ids))
+            needed = next(size for size in CHUNKS if size >= len(ids))
+            size = self._captured_size("prefill", needed, CHUNKS, uses=1)
             width = max(map(len, tables))
             self._send(self.prompt_ids_T[: len(ids)], ids)
             self._send(self.prompt_position_T[:size], places + [-1] * (size - len(places)))
@@ -340,6 +359,21 @@ class Captured:
 
     replay: Callable[[], None]
     logits: Tensor
+
+
+def batch_sizes(rows: int) -> list[int]:
+    """Of decode steps, the largest last."""
+    powers = [FEWEST << n for n in range(rows.bit_length())]
+    return [*(size for size in sorted([*powers, *(size * 3 // 2 for size in powers)]) if size < rows), rows]
+
+
+def quarters(sizes: Sequence[int]) -> list[int]:
+    """The largest of the sizes, and each that is at most a quarter of the next, the smallest first."""
+    found = [sizes[-1]]
+    for size in reversed(sizes):
+        if size <= found[0] / 4:
+            found.insert(0, size)
+    return found
 
 
 def _padded(tables: Sequence[Sequence[int]], width: int) -> list[list[int]]:

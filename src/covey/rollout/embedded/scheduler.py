@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -110,6 +110,10 @@ class PrefillGroup:
     def leader(self) -> RequestState:
         return self.members[0]
 
+    @property
+    def new_tokens(self) -> int:
+        return self.leader.cached - self.shared
+
 
 class CacheAllocator(Protocol):
     """A `BlockManager` or a `RowManager` (allocation.py)."""
@@ -144,10 +148,13 @@ class Scheduler:
 
     def admit(self) -> list[PrefillGroup]:
         """Move waiting requests to the batch, in order, with blocks for the tokens they have."""
-        groups: list[PrefillGroup] = []
+        return list(self.admissions())
+
+    def admissions(self) -> Iterator[PrefillGroup]:
+        """`admit`, one group at a time: its tokens may be computed before the next group is admitted."""
         self.waiting = deque(request for request in self.waiting if not request.cancelled)
         if not self.waiting or len(self.running) == self.max_rows:
-            return groups
+            return
         self._growing = sum(self._max_blocks(r) > len(r.blocks) for r in self.running)
         alike: dict[int, list[RequestState]] = {}  # waiting requests by the hash of their prompt
         for request in self.waiting:
@@ -158,8 +165,7 @@ class Scheduler:
             if match is None:
                 break
             followers = self._admit_followers(leader, alike[leader.prompt_hash])
-            groups.append(PrefillGroup((leader, *followers), match.shared, match.source))
-        return groups
+            yield PrefillGroup((leader, *followers), match.shared, match.source)
 
     def _admit_leader(self, leader: RequestState) -> PrefixMatch | None:
         """Allocate blocks for all of the leader's tokens. Returns their cached prefix, or None if there are too few
