@@ -22,7 +22,7 @@ from covey.tasks import load_tasks
 KINDS = ("colour", "button")
 WORDS = 12  # different words on the buttons
 VIEWPORT = (160, 128)  # pixels of a page; the model sees 16 × 16 pixels as one token
-PATCH = 8
+PATCH = 16
 MARKS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}"
@@ -100,10 +100,11 @@ def write_model(folder, texts, seed):
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 4], "mrope_interleaved": True}
     text = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
     text |= {"num_key_value_heads": 4, "head_dim": 24, "vocab_size": len(tokenizer), "rope_parameters": rope}
-    text |= {"max_position_embeddings": 1024, "bos_token_id": None}
+    text |= {"max_position_embeddings": 1024, "bos_token_id": None, "initializer_range": 0.1}
     text |= {"eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|im_end|>"]}
-    vision = {"depth": 2, "hidden_size": 64, "num_heads": 4, "intermediate_size": 160, "out_hidden_size": 96}
-    vision |= {"patch_size": PATCH, "num_position_embeddings": 256, "deepstack_visual_indexes": [0]}
+    vision = {"depth": 2, "hidden_size": 96, "num_heads": 4, "intermediate_size": 192, "out_hidden_size": 96}
+    vision |= {"patch_size": PATCH, "spatial_merge_size": 1, "temporal_patch_size": 1}
+    vision |= {"initializer_range": 0.1, "num_position_embeddings": 100, "deepstack_visual_indexes": [0]}
     config = Qwen3VLConfig(
         text_config=text,
         vision_config=vision,
@@ -117,7 +118,7 @@ def write_model(folder, texts, seed):
     model.save_pretrained(folder)
     pixels = VIEWPORT[0] * VIEWPORT[1]
     size = {"shortest_edge": pixels, "longest_edge": pixels}
-    Qwen2VLImageProcessorPil(patch_size=PATCH, size=size).save_pretrained(folder)
+    Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=1, temporal_patch_size=1, size=size).save_pretrained(folder)
     return sum(weight.numel() for weight in model.parameters())
 
 
