@@ -19,8 +19,6 @@ from covey.agents.gui.agent import find_chromium
 from covey.config.schema import DataConfig
 from covey.tasks import load_tasks
 
-KINDS = ("colour", "button")
-WORDS = 12  # different words on the buttons
 VIEWPORT = (160, 128)  # pixels of a page; the model sees 16 × 16 pixels as one token
 PATCH = 16
 MARKS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -32,7 +30,7 @@ TEMPLATE = (
 )
 INSTRUCTIONS = FORMATS["thought_action"].instructions(VIEWPORT)  # the system message of agent=gui
 CLICK, END = "Action: click(start_box='(", ")')"
-OPTIONS = {"kinds": list(KINDS), "words": WORDS, "viewport": list(VIEWPORT), "max_turns": 1}
+OPTIONS = {"kinds": ["colour"], "varied": True, "viewport": list(VIEWPORT), "max_turns": 1}
 CENTRE = """selector => { const r = document.querySelector(selector).getBoundingClientRect();
     return [r.x + r.width / 2, r.y + r.height / 2] }"""
 NAMES = "all => all.map(button => button.textContent || button.ariaLabel).join(' ')"

@@ -63,6 +63,8 @@ HELD_OUT = {
     "dark": PLAIN + "body { background: #1d2330; color: #eee } button { background: #445; color: white; border: 0 }",
     "low": PLAIN + "main { margin-top: 27vh; margin-left: 12vw; font-family: serif } h1 { font-style: italic }",
 }
+HELD_OUT_HUES = range(200, 280)  # degrees: blue and violet backgrounds
+HUES = [hue for hue in range(0, 360, 10) if hue not in HELD_OUT_HUES]
 VIEWPORT = (480, 400)
 MAX_TURNS = 20  # more than any solution needs
 LEAST_WORDS = 9  # of one page
@@ -83,6 +85,20 @@ class Exercise:
 
 def _click(selector: str) -> Step:
     return {"do": "click", "selector": selector}
+
+
+def varied_layout(rng: Random, *, held_out: bool) -> str:
+    """A random style. Held-out ones have backgrounds and margins that no other one has."""
+    hue = rng.choice(HELD_OUT_HUES[::10] if held_out else HUES)
+    top, left = (2 * rng.randrange(low, high) + held_out for low, high in ((0, 10), (0, 8)))  # even, or odd if held out
+    dark = rng.random() < 0.5
+    back = f"hsl({hue} {rng.choice((20, 50, 80))}% {rng.choice((10, 20, 30) if dark else (80, 90, 97))}%)"
+    return (
+        f"body {{ background: {back}; color: {'white' if dark else 'black'} }}"
+        f" main {{ margin: {top}vh 0 0 {left}vw; width: {rng.choice((60, 70, 85))}vw;"
+        f" text-align: {rng.choice(('left', 'left', 'center'))} }} button {{ border-radius: {rng.choice((0, 3, 8))}px;"
+        f" border-width: {rng.choice((0, 1, 2))}px }}"
+    )
 
 
 # -- The kinds ---------------------------------------------------------------------------------------------------------
@@ -240,6 +256,7 @@ class GuiPages:
     words: int = len(THINGS)  # how many different words the pages have
     viewport: Sequence[int] = VIEWPORT  # width and height of a page in pixels
     max_turns: int = MAX_TURNS
+    varied: bool = False  # every page has a layout of its own: colours, margins, sizes; else one of a few
     examples: int = 0
 
     reward = "given"
@@ -261,14 +278,15 @@ class GuiPages:
     def draw(self, rng: Random) -> Problem:
         kind, seed = rng.choice(list(self.kinds)), rng.randrange(2**32)
         key = f"gui_pages:{kind}:{seed}"
-        layouts = HELD_OUT if in_validation(key) else LAYOUTS
-        layout = rng.choice(list(layouts))
+        held_out = in_validation(key)
+        layouts = HELD_OUT if held_out else LAYOUTS
+        layout = varied_layout(rng, held_out=held_out) if self.varied else rng.choice(list(layouts))
         exercise = KINDS[kind](Random(seed), THINGS[: self.words])
         result = json.dumps(json.dumps(exercise.result, separators=(",", ":")))  # as a string of JavaScript
         columns = {
             "kind": kind,
             "layout": layout,
-            "html": page_html(exercise, layouts[layout], kind),
+            "html": page_html(exercise, PLAIN + layout if self.varied else layouts[layout], kind),
             "success": f"JSON.stringify(window.result) === {result}",
             "viewport": list(self.viewport),
             "max_turns": self.max_turns,
